@@ -1,0 +1,131 @@
+"""Capture through `torch.compile`: a dry pass under fake tensors, and the backend that a planned model runs on.
+
+No memory and no compute is spent: the model is copied onto fake tensors, called once, and every joint graph that
+AOTAutograd makes on the way is read. Guards, graph breaks, buffer mutation and autocast are torch's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from ..errors import CaptureError
+from .private import FakeCopyMode, FakeTensorMode, aot_autograd, dynamo_config
+from .region import Region, analyse
+
+Partition = Callable[[Region], tuple[fx.GraphModule, fx.GraphModule]]
+Compile = Callable[[fx.GraphModule], Callable[[list[Any]], Any]]
+
+
+@contextlib.contextmanager
+def dynamo_settings() -> Iterator[None]:
+    """The settings under which a planned model compiles and runs.
+
+    torch.compile silently runs a model unplanned after `recompile_limit` shapes, and breaks the graph at every logging
+    call: neither may happen here.
+    """
+    words = ("debug", "info", "warn", "error", "exception", "critical", "log")
+    methods = {f for name, f in vars(logging.Logger).items() if name.startswith(words)}
+    with dynamo_config.patch(
+        recompile_limit=1_000_000,
+        accumulated_recompile_limit=1_000_000,
+        fail_on_recompile_limit_hit=True,
+        suppress_errors=False,
+        ignore_logging_functions=dynamo_config.ignore_logging_functions | methods,
+    ):
+        yield
+
+
+def make_backend(
+    partition: Partition,
+    compile_graph: Compile,
+    detach: Callable[[fx.GraphModule], Collection[int]],
+    wrap: Callable[[Callable[..., Any], Collection[int]], Callable[..., Any]],
+) -> Callable[..., Any]:
+    """A `torch.compile` backend that leaves every decision to its arguments.
+
+    Args:
+        partition: a captured region -> its forward and backward graphs.
+        compile_graph: a graph -> a boxed callable (it takes one list, and empties it).
+        detach: a Dynamo graph -> positions of outputs that receive no gradient and are cut off before capture.
+        wrap: the compiled region and those positions -> what Dynamo calls.
+    """
+
+    def split(
+        joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        return partition(analyse(joint, num_fwd_outputs))
+
+    def compiler(graph: fx.GraphModule, _inputs: Any) -> Callable[[list[Any]], Any]:
+        return compile_graph(graph)
+
+    def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        cut = detach(graph) if torch.is_grad_enabled() else ()
+        _detach_outputs(graph, cut)
+        aot = aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=split)
+        return wrap(aot(graph, inputs), cut)
+
+    return backend
+
+
+def compile_call(model: nn.Module, backend: Callable[..., Any]) -> Callable[..., Any]:
+    """The model's call, compiled with static shapes; to be called under `dynamo_settings`."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return model._call_impl(*args, **kwargs)
+
+    # Dynamo keeps what it compiled by code object: one of its own keeps other models' guards out of this one's way,
+    # and goes with it. A frame of ours on top also lets it see modules that are torch's own (nn.Sequential).
+    call.__code__ = call.__code__.replace(co_varnames=call.__code__.co_varnames)
+    compiled: Callable[..., Any] = torch.compile(call, backend=backend, dynamic=False)
+    return compiled
+
+
+def _detach_outputs(graph: fx.GraphModule, positions: Collection[int]) -> None:
+    output = graph.graph.output_node()
+    results = list(output.args[0])  # type: ignore[arg-type]
+    with graph.graph.inserting_before(output):
+        for at in positions:
+            node = results[at]
+            results[at] = graph.graph.call_method("detach", (node,))
+            results[at].meta = dict(node.meta)
+    output.args = (tuple(results),)
+    if positions:
+        graph.recompile()
+
+
+def lone_loss(graph: fx.GraphModule) -> tuple[int, ...]:
+    """Positions of differentiable outputs beside the one scalar among them: the loss, if it is one, gets the gradient."""
+    scalar: list[int] = []
+    others: list[int] = []
+    for at, node in enumerate(graph.graph.output_node().args[0]):  # type: ignore[arg-type]
+        t = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+        if isinstance(t, torch.Tensor) and t.is_floating_point() and t.requires_grad:
+            (others if t.dim() else scalar).append(at)
+    return tuple(others) if len(scalar) == 1 else ()
+
+
+def to_fake(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[FakeTensorMode, nn.Module, Any, Any]:
+    """The model and its inputs on fake tensors; the originals are not touched."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    try:
+        with FakeCopyMode(mode):
+            fake_model = copy.deepcopy(model)
+    except Exception as e:
+        raise CaptureError(f"{type(model).__name__} cannot be copied for planning: {type(e).__name__}: {e}") from e
+
+    def fake(t: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = mode.from_tensor(t)
+        return made
+
+    fake_args, fake_kwargs = pytree.tree_map_only(torch.Tensor, fake, (tuple(args), dict(kwargs)))
+    return mode, fake_model, fake_args, fake_kwargs

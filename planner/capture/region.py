@@ -1,0 +1,287 @@
+"""One captured joint graph, read as ops on storages.
+
+Values are found by storage: views, `getitem` and aliasing outputs share the value of their base. Everything here reads
+`torch.fx` graphs and fake tensors; nothing runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from .safety import keep_reason, rng_state_bytes
+
+Kind = Literal["call", "rng_state"]
+
+
+@dataclass(frozen=True, slots=True)
+class GraphOp:
+    """One op of a region: a node that allocates storages, or the RNG state read just before a random node.
+
+    Attributes:
+        node: the node of the joint graph.
+        kind: "call", or "rng_state" for the state that replays the random op `node`.
+        reads: indices of the values it reads.
+        writes: indices of the values it produces.
+        keep_because: why it must not run twice; empty where it may.
+    """
+
+    node: fx.Node
+    kind: Kind
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    keep_because: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class GraphValue:
+    """One storage that an op of the region produces.
+
+    Attributes:
+        owner: the first node that holds it as a tensor; every view of it derives from this one.
+        nbytes: size of the storage in bytes.
+    """
+
+    owner: fx.Node
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Region:
+    """A joint graph, as ops in execution order on values; forward first.
+
+    Attributes:
+        joint: the graph itself.
+        ops: forward ops (`ops[:boundary]`), then backward ops.
+        values: the storages that the ops produce, and those of the gradients that come in.
+        primals, tangents: placeholders of the forward inputs and of the gradients that come in.
+        fwd_outputs, grads: what the forward and the backward pass return.
+        returned: forward outputs that the caller goes on holding (not the new contents of buffers).
+        mutated: primals that the step writes into (BatchNorm statistics).
+        value_of: for each node that holds values, their indices.
+        fingerprint: equal for graphs of equal structure, shapes, dtypes and devices.
+    """
+
+    joint: fx.GraphModule
+    ops: tuple[GraphOp, ...]
+    boundary: int
+    values: tuple[GraphValue, ...]
+    primals: tuple[fx.Node, ...]
+    tangents: tuple[fx.Node, ...]
+    fwd_outputs: tuple[Any, ...]
+    returned: tuple[Any, ...]
+    grads: tuple[Any, ...]
+    output_descs: tuple[Any, ...]
+    mutated: frozenset[fx.Node]
+    value_of: dict[fx.Node, tuple[int, ...]] = field(repr=False)
+    fingerprint: str = ""
+
+    def values_in(self, outputs: Iterable[Any]) -> tuple[int, ...]:
+        """The values that a list of output nodes holds alive, each once."""
+        nodes = [n for n in outputs if isinstance(n, fx.Node)]
+        return tuple(dict.fromkeys(v for n in nodes for v in self.value_of[n]))
+
+
+def tensors(node: fx.Node) -> Iterator[torch.Tensor]:
+    """The fake tensors that a node returns."""
+    value = node.meta.get("val", node.meta.get("example_value"))  # AOTAutograd's name for it, Dynamo's
+    return (t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor))
+
+
+def map_nodes(arguments: Any, of: Callable[[fx.Node], Any]) -> Any:
+    """Arguments of a node with every node in them replaced by `of(node)`."""
+    return fx.node.map_arg(arguments, of)
+
+
+def analyse(joint: fx.GraphModule, num_fwd_outputs: int) -> Region:
+    """Read a joint graph. O(nodes) time.
+
+    Nodes that neither feed the forward outputs nor depend on a gradient run in the backward pass, just before they
+    are first needed.
+
+    Raises:
+        NotImplementedError: the graph has sizes that are known only at run time.
+    """
+    normalise(joint)
+    graph = joint.graph
+    output = graph.output_node()
+    placeholders = list(graph.find_nodes(op="placeholder"))
+    tangents = tuple(n for n in placeholders if "tangents" in str(n.target))
+    primals = tuple(n for n in placeholders if n not in set(tangents))
+    flat = list(output.args[0])  # type: ignore[arg-type]
+    descs = output.meta.get("desc") or [None] * len(flat)
+    fwd_outputs, grads = flat[:num_fwd_outputs], flat[num_fwd_outputs:]
+    mutated = frozenset(
+        primals[d.mutated_input.idx]
+        for d in descs[:num_fwd_outputs]
+        if _is_mutation(d) and hasattr(d.mutated_input, "idx")
+    )
+    returned = tuple(n for n, d in zip(fwd_outputs, descs, strict=False) if not _is_mutation(d))
+    forward = _ancestors(n for n in fwd_outputs if isinstance(n, fx.Node))
+    order = _execution_order(graph, forward, _ancestors(n for n in grads if isinstance(n, fx.Node)))
+
+    storages: dict[int, int] = {}  # storage -> value
+    external = {t.untyped_storage()._cdata for n in primals for t in tensors(n)}
+    values: list[GraphValue] = []
+    value_of: dict[fx.Node, tuple[int, ...]] = dict.fromkeys(graph.nodes, ())
+    for node in tangents:
+        for t in tensors(node):
+            storages[t.untyped_storage()._cdata] = len(values)
+            value_of[node] = (len(values),)
+            values.append(GraphValue(node, t.untyped_storage().nbytes()))
+    ops: list[GraphOp] = []
+    boundary = 0
+    tainted = set(mutated)  # nodes that hold a mutated input
+    for node in order:
+        inputs = node.all_input_nodes
+        reads = tuple(dict.fromkeys(v for n in inputs for v in value_of[n]))
+        writes: list[int] = []
+        held: list[int] = []
+        for t in tensors(node):
+            if isinstance(t.numel(), torch.SymInt):
+                raise NotImplementedError(f"{node.format_node()}: its size is known only at run time")
+            storage = t.untyped_storage()
+            key = storage._cdata
+            if key in external:
+                continue
+            if key not in storages:
+                storages[key] = len(values)
+                writes.append(len(values))
+                values.append(GraphValue(node, storage.nbytes()))
+            held.append(storages[key])
+        value_of[node] = tuple(dict.fromkeys(held))
+        if node.target is operator.getitem and not writes:
+            for v in value_of[node]:
+                if values[v].owner is node.args[0]:
+                    values[v] = GraphValue(node, values[v].nbytes)
+        if not writes and not node.is_impure():
+            if any(n in tainted for n in inputs):
+                tainted.add(node)
+            continue
+        reason = keep_reason(node, tainted)
+        if not reason and (state := rng_state_bytes(node)):
+            values.append(GraphValue(node, state))
+            ops.append(GraphOp(node, "rng_state", (), (len(values) - 1,), "the state of a random op"))
+            reads = (*reads, len(values) - 1)
+            boundary += node in forward
+        ops.append(GraphOp(node, "call", reads, tuple(writes), reason))
+        boundary += node in forward
+    return Region(
+        joint=joint,
+        ops=tuple(ops),
+        boundary=boundary,
+        values=tuple(values),
+        primals=primals,
+        tangents=tangents,
+        fwd_outputs=tuple(fwd_outputs),
+        returned=returned,
+        grads=tuple(grads),
+        output_descs=tuple(descs),
+        mutated=mutated,
+        value_of=value_of,
+        fingerprint=fingerprint(graph),
+    )
+
+
+def _is_mutation(desc: Any) -> bool:
+    return type(desc).__name__ == "InputMutationAOTOutput"
+
+
+def _ancestors(roots: Iterable[fx.Node]) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    stack = list(roots)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack.extend(node.all_input_nodes)
+    return found
+
+
+def _execution_order(graph: fx.Graph, forward: set[fx.Node], needed: set[fx.Node]) -> list[fx.Node]:
+    """Forward nodes, then backward nodes; those that wait for no gradient are sunk to their first use.
+
+    Impure nodes without results (assertions) stay where they are: in the forward pass if no gradient reaches them.
+    """
+    waits: set[fx.Node] = {n for n in graph.nodes if n.op == "placeholder" and "tangents" in str(n.target)}
+    first: list[fx.Node] = []
+    rest: list[fx.Node] = []
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        if any(n in waits for n in node.all_input_nodes):
+            waits.add(node)
+        if node in forward:
+            first.append(node)
+        elif node in needed:
+            rest.append(node)
+        elif node.is_impure():
+            if node in waits:
+                rest.append(node)
+            else:
+                forward.update(_ancestors([node]))
+    if any(n in forward for n in rest):  # an assertion drew some of them into the forward pass
+        first, rest = (
+            [n for n in graph.nodes if n in forward and n.op not in ("placeholder", "output")],
+            [n for n in rest if n not in forward],
+        )
+    done: set[fx.Node] = set()
+    late: list[fx.Node] = []
+    members = set(rest)
+    for node in rest:
+        if node not in waits and not node.is_impure():
+            continue
+        stack = [node]
+        while stack:  # its inputs that wait for no gradient, deepest first
+            top = stack[-1]
+            todo = [n for n in top.all_input_nodes if n in members and n not in done]
+            if top in done:
+                stack.pop()
+            elif todo:
+                stack.extend(reversed(todo))
+            else:
+                done.add(top)
+                late.append(top)
+                stack.pop()
+    # gradients that wait for no gradient at all (constants) come last
+    late.extend(n for n in rest if n not in done)
+    return first + late
+
+
+def normalise(joint: fx.GraphModule) -> None:
+    """Drop what a training-mode BatchNorm's backward reads but does not use: the running statistics.
+
+    They are the forward pass's *updated* buffers; read, they would hold the buffers' copies and forbid the op to run again.
+    """
+    for node in joint.graph.nodes:
+        at = _BATCH_NORM_BACKWARD.get(node.target) if node.op == "call_function" else None
+        if at is not None and node.args[at] is True:
+            node.args = (*node.args[:3], None, None, *node.args[5:])
+    joint.graph.eliminate_dead_code()
+
+
+def fingerprint(graph: fx.Graph) -> str:
+    """A digest of a graph's structure: equal for two captures of the same step, whatever the nodes are called."""
+    number = {node: i for i, node in enumerate(graph.nodes)}
+    digest = hashlib.sha256()
+    for node in graph.nodes:
+        target = "" if node.op in ("placeholder", "get_attr") else getattr(node.target, "__name__", str(node.target))
+        args = pytree.tree_map_only(fx.Node, number.__getitem__, (node.args, node.kwargs))
+        shapes = [(tuple(t.shape), t.stride(), str(t.dtype), str(t.device)) for t in tensors(node)]
+        digest.update(repr((node.op, target, args, shapes)).encode())
+    return digest.hexdigest()
+
+
+_ATEN = torch.ops.aten
+# op -> position of its `train` / `update` flag; running statistics are arguments 3 and 4 of both
+_BATCH_NORM_BACKWARD = {
+    _ATEN.native_batch_norm_backward.default: 7,
+    _ATEN.batch_norm_backward.default: 7,
+}

@@ -1,0 +1,79 @@
+"""Which ops may run twice: what a recomputation must not repeat, and what it must replay."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import fx
+
+_ATEN = torch.ops.aten
+
+# Training-mode normalisations that also update running statistics. Their other outputs do not depend on the old
+# statistics, so they can run again on scratch ones: op -> positions of the running statistics in its arguments.
+RUNNING_STATISTICS: dict[object, tuple[int, int]] = {
+    _ATEN._native_batch_norm_legit_functional.default: (3, 4),
+    _ATEN._batch_norm_with_update_functional.default: (3, 4),
+}
+
+# A tie broken otherwise on the second run would route the gradient elsewhere.
+_ROUTING = {
+    _ATEN.topk.default,
+    _ATEN.sort.default,
+    _ATEN.sort.stable,
+    _ATEN.nonzero.default,
+    _ATEN.multinomial.default,
+    _ATEN.kthvalue.default,
+}
+
+
+def keep_reason(node: fx.Node, tainted: Collection[fx.Node]) -> str:
+    """Why a node's results must be kept; empty where running it again is safe.
+
+    Args:
+        node: a `call_function` node of a joint graph.
+        tainted: nodes that hold an input which the step overwrites.
+    """
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return f"{target} is opaque"
+    if target.namespace not in ("aten", "prims"):
+        return f"{target} is not one of PyTorch's own ops"
+    if target._schema.is_mutable:
+        return f"{target} writes into its inputs"
+    if target in _ROUTING:
+        return f"{target} decides where data goes"
+    statistics = RUNNING_STATISTICS.get(target)
+    inputs = node.all_input_nodes
+    if statistics is not None:
+        inputs = [n for i, n in enumerate(node.args) if i not in statistics and isinstance(n, fx.Node)]
+    if any(n in tainted for n in inputs):
+        return "it reads a buffer that the step overwrites"
+    return ""
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether a node draws from the device's random number generator."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    # attention is tagged random for its dropout; without dropout it draws nothing
+    names = [a.name for a in target._schema.arguments]
+    if "dropout_p" in names:
+        at = names.index("dropout_p")
+        rate = node.kwargs.get("dropout_p", node.args[at] if at < len(node.args) else 0.0)
+        return bool(rate != 0.0)
+    return True
+
+
+def rng_state_bytes(node: fx.Node) -> int:
+    """Bytes of the generator's state that replays a random node; 0 for a node that is not random."""
+    if not is_random(node):
+        return 0
+    leaves = [t for n in (node, *node.all_input_nodes) for t in _tensors(n)]
+    return 16 if any(t.is_cuda for t in leaves) else torch.get_rng_state().nbytes
+
+
+def _tensors(node: fx.Node) -> list[torch.Tensor]:
+    value = node.meta.get("val")
+    return [t for t in (value if isinstance(value, (tuple, list)) else [value]) if isinstance(t, torch.Tensor)]

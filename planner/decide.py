@@ -1,0 +1,104 @@
+"""A solution, read back in the user's words: decisions, timeline, what takes the room."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+from torch import fx
+
+from solvers import Problem, Schedule, Solution, simulate
+
+from .capture.region import Region
+from .lowering import LOSS, Lowered
+from .plan import Decision, Moment
+
+
+def decisions(regions: Sequence[Region], lowered: Lowered, solution: Solution) -> tuple[Decision, ...]:
+    """One decision per forward value that the backward pass needs, in the order of the forward pass."""
+    problem = lowered.problem
+    times = Counter(solution.schedule.steps)
+    rerun_writes = _carried(problem, solution.schedule)
+    found = []
+    for i, op in enumerate(problem.ops[: problem.boundary]):
+        origin = lowered.origin[i]
+        graph_op = regions[origin.region].ops[origin.index]
+        for v in op.writes:
+            if not any(r > problem.boundary for r in problem.readers[v]) or graph_op.kind != "call":
+                continue
+            kept = v in rerun_writes
+            found.append(
+                Decision(
+                    name=regions[origin.region].values[v - lowered.value_offset[origin.region]].owner.name,
+                    action="keep" if kept else "recompute",
+                    nbytes=problem.sizes[v],
+                    recompute_seconds=0.0 if kept else op.cost * (times[i] - 1),
+                    module=module_path(graph_op.node),
+                    source=source_line(graph_op.node),
+                    reason=graph_op.keep_because,
+                )
+            )
+    return tuple(found)
+
+
+def _carried(problem: Problem, schedule: Schedule) -> set[int]:
+    """Values held when the first backward op starts."""
+    live: set[int] = set()
+    for i, gone in zip(schedule.steps, simulate(problem, schedule).frees, strict=True):
+        if i == problem.boundary:
+            break
+        live.update(problem.ops[i].writes)
+        live.difference_update(gone)
+    return live
+
+
+def moments(lowered: Lowered, solution: Solution) -> tuple[Moment, ...]:
+    """The timeline, with what runs at each step."""
+    problem, seen = lowered.problem, set()
+    found = []
+    backward = False
+    for i, held in zip(solution.schedule.steps, solution.timeline.held, strict=True):
+        loss = lowered.origin[i].region == LOSS
+        backward = backward or loss
+        phase = "loss" if loss else "backward" if backward else "forward"
+        found.append(Moment(problem.ops[i].name, phase, i in seen, held))  # type: ignore[arg-type]
+        seen.add(i)
+    return tuple(found)
+
+
+def peak_account(problem: Problem, schedule: Schedule) -> dict[str, int]:
+    """What the step's own memory is made of at its peak: name -> bytes; sums to peak less resident."""
+    timeline = simulate(problem, schedule)
+    if not schedule.steps:
+        return {}
+    at = timeline.held.index(timeline.peak)
+    live: set[int] = set()
+    for i, gone in zip(schedule.steps[:at], timeline.frees[:at], strict=True):
+        live.update(problem.ops[i].writes)
+        live.difference_update(gone)
+    op = problem.ops[schedule.steps[at]]
+    made_forward = {v for v in live if problem.producer[v] < problem.boundary}
+    return {
+        "activations": sum(problem.sizes[v] for v in made_forward),
+        "gradients": sum(problem.sizes[v] for v in live - made_forward),
+        f"the op at the peak ({op.name})": op.workspace + sum(problem.sizes[v] for v in op.writes),
+    }
+
+
+def module_path(node: fx.Node) -> str:
+    """Path of the module that made a node, as `named_modules()` names it; "" for the model itself."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    path = str(next(reversed(stack.values()))[0]) if stack else ""
+    path = re.sub(r"\[['\"]?([^\]'\"]+)['\"]?\]", r".\1", path)  # L['model'].h[0] -> L.model.h.0
+    return path.removeprefix("L.model").strip(".").replace("_modules.", "")
+
+
+def source_line(node: fx.Node) -> str:
+    """The innermost line outside torch that made a node: "file:line: code"; "" where none is known."""
+    frames = re.findall(r'File "([^"]+)", line (\d+), in .*\n\s*(.*)', node.meta.get("stack_trace") or "")
+    own = [f for f in frames if "/torch/" not in f[0]]
+    if not own:
+        return ""
+    path, line, code = own[-1]
+    return f"{path}:{line}: {code.strip()}"

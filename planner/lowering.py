@@ -1,0 +1,123 @@
+"""The only bridge between captured graphs and solvers: regions and estimates in, a `Problem` out, and schedules back.
+
+Ops of all regions stand in the order of the step: every forward pass in order, the loss, every backward pass in reverse
+order. The loss op stands for what happens between the passes: it reads the model's outputs and makes their gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from solvers import Op, Problem, Schedule
+
+from .capture.region import Region
+
+LOSS = -1  # the op of no region
+
+
+@dataclass(frozen=True, slots=True)
+class OpEstimate:
+    """What one op costs: seconds and FLOPs, and bytes held only while it runs."""
+
+    seconds: float
+    flops: int
+    workspace: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoweredOp:
+    """Where an op of the problem comes from: `regions[region].ops[index]`; region is LOSS for the loss."""
+
+    region: int
+    index: int
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A problem and the way back from it.
+
+    Attributes:
+        problem: what solvers see.
+        origin: for each op of the problem, where it comes from.
+        value_offset: for each region, the problem's number of its first value.
+    """
+
+    problem: Problem
+    origin: tuple[LoweredOp, ...]
+    value_offset: tuple[int, ...]
+
+
+def lower(
+    regions: Sequence[Region],
+    estimates: Sequence[Sequence[OpEstimate]],
+    *,
+    resident: int,
+    loss_workspace: int = 0,
+    loss_bytes: int = 0,
+    tangents_pinned: bool = True,
+    budget: int | None = None,
+) -> Lowered:
+    """Write the training step as a `Problem`.
+
+    Args:
+        regions: in the order in which their forward passes run.
+        estimates: for each region, one per op.
+        resident: bytes held beside the values.
+        loss_workspace: bytes held only while the loss outside the model is computed, beside the gradients it makes.
+        loss_bytes: bytes held from the loss to the end of the backward pass, for the same reason.
+        tangents_pinned: whether the gradients that enter a backward pass are held until it ends.
+        budget: bytes, None for no limit.
+    """
+    ops: list[Op] = []
+    origin: list[LoweredOp] = []
+    sizes: list[int] = []
+    offset: list[int] = []
+    pinned: set[int] = set()
+    outputs: list[int] = []
+    incoming: list[int] = []
+    for region in regions:
+        offset.append(len(sizes))
+        sizes.extend(v.nbytes for v in region.values)
+
+    def add(r: int, indices: range) -> None:
+        start = offset[r]
+        for i in indices:
+            op, estimate = regions[r].ops[i], estimates[r][i]
+            reads, writes = (tuple(start + v for v in vs) for vs in (op.reads, op.writes))
+            name = op.node.name if op.kind == "call" else f"{op.node.name}_{op.kind}"
+            ops.append(Op(name, reads, writes, estimate.seconds, estimate.workspace, not op.keep_because, r))
+            origin.append(LoweredOp(r, i))
+
+    for r, region in enumerate(regions):
+        start = offset[r]
+        pinned.update(start + v for v in region.values_in((*region.returned, *region.grads)))
+        outputs.extend(start + v for v in region.values_in(region.fwd_outputs))
+        incoming.extend(start + v for v in region.values_in(region.tangents))
+        add(r, range(region.boundary))
+    boundary = len(ops)
+    if tangents_pinned:
+        pinned.update(incoming)
+    incoming.append(len(sizes))
+    pinned.add(len(sizes))
+    sizes.append(loss_bytes)
+    reads = tuple(dict.fromkeys(outputs))
+    ops.append(Op("loss", reads, tuple(incoming), 0.0, loss_workspace, recomputable=False, region=LOSS))
+    origin.append(LoweredOp(LOSS, 0))
+    for r in reversed(range(len(regions))):
+        add(r, range(regions[r].boundary, len(regions[r].ops)))
+    problem = Problem(tuple(ops), tuple(sizes), boundary, frozenset(pinned), resident, budget)
+    return Lowered(problem, tuple(origin), tuple(offset))
+
+
+def raise_schedule(lowered: Lowered, schedule: Schedule) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+    """For each region, the ops that its forward and its backward pass run, in order."""
+    passes: list[tuple[list[int], list[int]]] = [([], []) for _ in lowered.value_offset]
+    half = 0
+    for step in schedule.steps:
+        origin = lowered.origin[step]
+        if origin.region == LOSS:
+            half = 1
+        else:
+            passes[origin.region][half].append(origin.index)
+    return tuple((tuple(forward), tuple(backward)) for forward, backward in passes)

@@ -1,0 +1,187 @@
+"""What was decided, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import fx, nn
+
+from .errors import ApplyError, gb
+
+if TYPE_CHECKING:
+    from .request import Request
+    from .runtime.run import Recipe
+    from .runtime.verify import Verification
+
+Action = Literal["keep", "recompute", "offload"]
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What happens to one forward value that the backward pass needs.
+
+    Attributes:
+        name: the op that makes it, as in the emitted graphs.
+        action: kept from the forward pass on, or recomputed when needed.
+        nbytes: its size.
+        recompute_seconds: estimated time of running its op again, as often as the plan does (0 when kept).
+        module: path of the module that made it, as in `named_modules()`.
+        source: the user's own line: "file:line: code".
+        reason: why it has to be kept, where it has to.
+    """
+
+    name: str
+    action: Action
+    nbytes: int
+    recompute_seconds: float
+    module: str
+    source: str
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """One step of the predicted timeline: what runs, and the bytes held while it runs, everything counted."""
+
+    op: str
+    phase: Literal["forward", "loss", "backward"]
+    recomputed: bool
+    held_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GraphModules:
+    """The emitted graphs of one region."""
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A plan for one model, one batch shape and one budget. Immutable; bytes and seconds throughout.
+
+    Attributes:
+        budget_bytes: what the step may take, everything counted (1 GB = 2**30 bytes).
+        peak_bytes: predicted peak of the step, everything that the budget counts.
+        baseline_peak_bytes: the same with nothing recomputed.
+        resident_bytes: held all the time: parameters, buffers, batch, optimizer state.
+        overhead: estimated time of what is recomputed, over the time of the step that keeps everything.
+        bound: proven lower bound on the seconds of any schedule within the budget.
+        gap: seconds over bound, less one.
+        solver: which solver made it.
+        solve_seconds: how long it took.
+        timeline: bytes held at every op of the step.
+        decisions: one per forward value that the backward pass needs.
+        graph_modules: the emitted graphs, one pair per region.
+        step_seconds: estimated time of the planned step.
+        account: the lines that make up the peak: name -> bytes.
+        note: what the solver wants known.
+        device: what times are estimated for.
+        recipe: what each region runs, as the runtime reads it.
+        request: what was asked for; with the model that the plan is for.
+    """
+
+    budget_bytes: int
+    peak_bytes: int
+    baseline_peak_bytes: int
+    resident_bytes: int
+    overhead: float
+    bound: float
+    gap: float
+    solver: str
+    solve_seconds: float
+    timeline: tuple[Moment, ...] = field(repr=False)
+    decisions: tuple[Decision, ...] = field(repr=False)
+    graph_modules: tuple[GraphModules, ...] = field(repr=False)
+    step_seconds: float
+    account: Mapping[str, int] = field(repr=False)
+    note: str
+    device: str
+    recipe: Recipe = field(repr=False)
+    request: Request = field(repr=False)
+
+    def apply(self, model: nn.Module | None = None) -> nn.Module:
+        """Make the model train by this plan, in place.
+
+        Args:
+            model: the planned model (the default), or another of the same class, parameters and modes.
+
+        Returns:
+            The same module object; its parameters' names and its `state_dict` do not change.
+
+        Raises:
+            ApplyError: a plan is applied already, or the model is not the one that was planned.
+        """
+        from .api import apply
+
+        return apply(self, model)
+
+    def remove(self) -> nn.Module:
+        """Take the plan off the model it was applied to; returns the model. Raises ApplyError where it is not applied."""
+        from .api import remove
+
+        return remove(self)
+
+    def verify(self, batch: Any = None, kwargs: Mapping[str, Any] | None = None) -> Verification:
+        """One real step with the plan and one without: peaks measured by torch's allocator, gradients compared.
+
+        Parameters, gradients, buffers and the random state are as before afterwards.
+
+        Args:
+            batch, kwargs: as in `plan()`; None for the batch that was planned with.
+        """
+        from .runtime.verify import verify
+
+        return verify(self, batch, kwargs)
+
+    def summary(self) -> str:
+        """The plan as text."""
+        from .report.text import summary
+
+        return summary(self)
+
+    def _repr_html_(self) -> str:
+        from .report.html import to_html
+
+        return to_html(self)
+
+    def __str__(self) -> str:
+        return self.summary()
+
+
+class PendingPlan(Plan):
+    """A plan that is made at the first training step; once made, its attributes are those of the plan.
+
+    Until then, reading one of them raises ApplyError.
+    """
+
+    def __init__(self, request: Request, current: Callable[[], Plan | None]) -> None:
+        object.__setattr__(self, "request", request)
+        object.__setattr__(self, "budget_bytes", request.budget_bytes)
+        object.__setattr__(self, "_current", current)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in {f.name for f in fields(Plan)}:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        made = self._current()
+        if made is None:
+            raise ApplyError(
+                f"{name} is not known yet: no batch was given, so the plan is made at the first training step. "
+                "Call apply(), then train; or plan(model, batch, budget_gb=...)"
+            )
+        return getattr(made, name)
+
+    def __repr__(self) -> str:
+        made = self._current()
+        return repr(made) if made else f"PendingPlan(budget={gb(self.budget_bytes)}, made at the first training step)"
+
+    def summary(self) -> str:
+        made = self._current()
+        return made.summary() if made else repr(self)
+
+    def _repr_html_(self) -> str:
+        made = self._current()
+        return made._repr_html_() if made else f"<p>{self!r}</p>"

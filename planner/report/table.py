@@ -1,0 +1,45 @@
+"""Decisions added up per module, repeated layers folded."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ..plan import Decision
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleRow:
+    """Modules whose paths differ only in numbers: how many, and their bytes and seconds together."""
+
+    name: str
+    count: int
+    kept: int
+    recomputed: int
+    seconds: float
+
+
+def by_module(decisions: Iterable[Decision]) -> list[ModuleRow]:
+    """One row per kind of module, the largest first.
+
+    Examples:
+        >>> d = [Decision("mm", "keep", 8, 0.0, f"layers.{i}.mlp", "") for i in range(3)]
+        >>> by_module(d)
+        [ModuleRow(name='layers.*.mlp', count=3, kept=24, recomputed=0, seconds=0.0)]
+    """
+    groups: dict[str, list[Decision]] = defaultdict(list)
+    for d in decisions:
+        groups[re.sub(r"(?<=\.)\d+(?=\.|$)", "*", d.module)].append(d)
+    rows = [
+        ModuleRow(
+            name=name if len({d.module for d in group}) > 1 else group[0].module,
+            count=len({d.module for d in group}),
+            kept=sum(d.nbytes for d in group if d.action == "keep"),
+            recomputed=sum(d.nbytes for d in group if d.action == "recompute"),
+            seconds=sum(d.recompute_seconds for d in group),
+        )
+        for name, group in groups.items()
+    ]
+    return sorted(rows, key=lambda r: (-(r.kept + r.recomputed), r.name))

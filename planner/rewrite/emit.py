@@ -1,0 +1,205 @@
+"""A schedule, written as the forward and the backward `torch.fx.GraphModule` of a region.
+
+An op that runs again is cloned where the schedule runs it; views are cheap and are derived anew wherever they are needed.
+What is alive across the boundary becomes an output of the forward graph and an input of the backward graph. A tensor is
+freed by the generated code after its last use, as `torch.fx` does for every variable.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..capture.region import GraphOp, Region, map_nodes, tensors
+from ..capture.safety import RUNNING_STATISTICS
+from .private import run_and_save_rng_state, run_with_rng_state
+
+
+def emit(region: Region, forward: Sequence[int], backward: Sequence[int]) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Write the forward and backward graphs of a region.
+
+    Args:
+        region: what was captured.
+        forward, backward: indices into `region.ops` in the order in which the two passes run them.
+
+    Returns:
+        Forward: primals -> forward outputs, then what is kept. Backward: what was kept, then the gradients that come
+        in -> the gradients that go out. This is the contract of an AOTAutograd partition function.
+    """
+    replayed = {region.ops[i].node for i, times in Counter([*forward, *backward]).items() if times > 1}
+    first = _Writer(region, replayed, None)
+    for node in region.primals:
+        first.placeholder(node)
+    for i in forward:
+        first.run(region.ops[i])
+    outputs = [first.get(n) if isinstance(n, fx.Node) else n for n in region.fwd_outputs]
+    second = _Writer(region, replayed, first)
+    for node in region.tangents:
+        second.placeholder(node)
+    for i in backward:
+        second.run(region.ops[i])
+    grads = [second.get(n) if isinstance(n, fx.Node) else n for n in region.grads]
+    kept = list(second.kept.values())
+    _close(first, [*outputs, *kept], region.output_descs[: len(outputs)])
+    _close(second, grads, region.output_descs[len(outputs) :])
+    return _module(region, first, "forward"), _module(region, second, "backward")
+
+
+class _Writer:
+    """Writes one graph: knows, for each node of the joint graph, the node that holds it now."""
+
+    def __init__(self, region: Region, replayed: set[fx.Node], before: _Writer | None) -> None:
+        self.region = region
+        self.graph = fx.Graph()
+        self.replayed = replayed  # nodes that run more than once
+        self.before = before  # the forward pass, when this is the backward pass
+        self.kept: dict[fx.Node, fx.Node] = {}  # node of the joint graph -> output of the forward graph
+        self.now: dict[fx.Node, fx.Node] = {}
+        self.states: dict[fx.Node, fx.Node] = {}  # random node -> its generator state
+        self.ran: set[fx.Node] = set()
+        self.last_kept: fx.Node | None = None
+        self.pinned = set(region.values_in(region.fwd_outputs))
+
+    def placeholder(self, node: fx.Node) -> fx.Node:
+        self.now[node] = new = self._input(node)
+        return new
+
+    def _input(self, node: fx.Node) -> fx.Node:
+        new = self.graph.placeholder(node.name)
+        new.meta = dict(node.meta)
+        return new
+
+    def _kept(self, node: fx.Node) -> fx.Node:
+        """An input for what the forward pass kept; these stand before the gradients that come in."""
+        with self.graph.inserting_after(self.last_kept or self.graph._root):
+            self.last_kept = self._input(node)
+        return self.last_kept
+
+    def get(self, node: fx.Node) -> fx.Node:
+        """The node that holds `node` now: already written, kept by the forward pass, or a view derived anew."""
+        stack = [node]
+        while stack:
+            top = stack[-1]
+            if top in self.now or self._fetch(top):
+                stack.pop()
+            elif todo := [n for n in top.all_input_nodes if n not in self.now and not self._fetch(n)]:
+                stack.extend(todo)
+            else:
+                self._copy(top)
+                stack.pop()
+        return self.now[node]
+
+    def _fetch(self, node: fx.Node) -> bool:
+        """Bring a kept tensor from the forward pass; False for a view, which is derived here."""
+        if node.op == "get_attr":
+            new = self.graph.get_attr(str(node.target))
+            new.meta = dict(node.meta)
+            self.now[node] = new
+            return True
+        if self.before is None or not self._is_base(node):
+            return False
+        self.kept[node] = self.before.get(node)
+        self.now[node] = self._kept(node)
+        return True
+
+    def _is_base(self, node: fx.Node) -> bool:
+        if node.op == "placeholder":
+            return True
+        return any(self.region.values[v].owner is node for v in self.region.value_of[node])
+
+    def _copy(self, node: fx.Node) -> fx.Node:
+        new = self.graph.node_copy(node, lambda n: self.now[n])
+        self.now[node] = new
+        return new
+
+    def run(self, op: GraphOp) -> None:
+        """Write one op, and right after it the outputs that others name: a tuple would hold them all alive."""
+        node = op.node
+        if op.kind == "rng_state":
+            return  # written together with the op whose state it is
+        again = node in self.ran or (self.before is not None and node in self.before.ran)
+        self.ran.add(node)
+        statistics = RUNNING_STATISTICS.get(node.target, ()) if again else ()
+        for n in node.all_input_nodes:
+            if not any(n is node.args[at] for at in statistics):
+                self.get(n)
+        # the caller holds a pinned value's first copy: nothing else may hold the second
+        fresh = [v for v in op.writes if not (again and v in self.pinned)]
+        for v in fresh:
+            self._forget(v)
+        if node in self.replayed and any(self.region.values[v].owner is node for v in op.reads):
+            new = self._random(node, again)
+        elif statistics:
+            new = self._on_scratch_statistics(node, statistics)
+        else:
+            new = self.graph.node_copy(node, lambda n: self.now[n])
+        new.meta["runs_again"] = again
+        self.now[node] = new
+        for user in node.users:
+            if user.target is operator.getitem and any(self.region.values[v].owner is user for v in fresh):
+                self._copy(user)
+
+    def _forget(self, value: int) -> None:
+        """Views of the copy of a value that is being replaced must not be used again."""
+        for node in [n for n in self.now if value in self.region.value_of[n]]:
+            del self.now[node]
+
+    def _random(self, node: fx.Node, again: bool) -> fx.Node:
+        """A random op: the first run saves the generator's state, later ones run under it."""
+        target: Any = node.target
+        args, kwargs = self._arguments(node.args, node.kwargs)
+        if not again:
+            pair = self.graph.call_function(run_and_save_rng_state, (target, *args), kwargs)
+            state = self.graph.create_node("call_function", operator.getitem, (pair, 0), name=f"{node.name}_rng_state")
+            with next(tensors(node)).fake_mode:  # type: ignore[attr-defined]
+                state.meta["val"] = torch.get_rng_state()
+            self.states[node] = state
+            new = self.graph.call_function(operator.getitem, (pair, 1))
+        else:
+            new = self.graph.call_function(run_with_rng_state, (self._state(node), target, *args), kwargs)
+        new.meta = dict(node.meta)
+        return new
+
+    def _arguments(self, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        mapped: tuple[tuple[Any, ...], dict[str, Any]] = map_nodes(
+            (tuple(args), dict(kwargs)), lambda n: self.now.get(n, n)
+        )
+        return mapped
+
+    def _state(self, node: fx.Node) -> fx.Node:
+        if node not in self.states:
+            assert self.before is not None
+            kept = self.before.states[node]
+            self.kept[kept] = kept
+            self.states[node] = self._kept(kept)
+        return self.states[node]
+
+    def _on_scratch_statistics(self, node: fx.Node, statistics: Sequence[int]) -> fx.Node:
+        """Run a BatchNorm again without reading or depending on its running statistics."""
+        args = list(node.args)
+        for at in statistics:
+            if isinstance(old := node.args[at], fx.Node):
+                like = next(tensors(old))
+                options: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
+                args[at] = self.graph.call_function(torch.ops.aten.zeros.default, (list(like.shape),), options)
+        new_args, kwargs = self._arguments(args, node.kwargs)
+        new = self.graph.call_function(node.target, new_args, kwargs)  # type: ignore[arg-type]
+        new.meta = dict(node.meta)
+        return new
+
+
+def _close(writer: _Writer, outputs: list[Any], descs: Sequence[Any]) -> None:
+    node = writer.graph.output(tuple(outputs))
+    node.meta["desc"] = [*descs, *[None] * (len(outputs) - len(descs))]
+    writer.graph.lint()
+
+
+def _module(region: Region, writer: _Writer, name: str) -> fx.GraphModule:
+    module = fx.GraphModule(region.joint, writer.graph, class_name=f"Planned{name.capitalize()}")
+    module.recompile()
+    return module

@@ -1,0 +1,197 @@
+"""One real step with a plan and one without, measured by torch's own allocator."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ..capture.step import checked_loss, find_loss
+from ..errors import BatchError, gb
+from ..request import arguments
+from .meter import record_allocations
+from .run import attached, call_signature
+
+if TYPE_CHECKING:
+    from ..plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What one real step showed; bytes and seconds.
+
+    Attributes:
+        predicted_bytes: the plan's peak.
+        measured_bytes: the planned step's peak: what the plan counts as resident, and what the allocator handed out.
+        unplanned_bytes: the same for the model without a plan.
+        budget_bytes: the budget.
+        gradient_error: largest difference of a gradient between the two steps, relative to the largest entry of that
+            gradient without the plan.
+        gradients_agree: whether every difference is within float rounding of its dtype.
+        planned_seconds, unplanned_seconds: time of one step each, after a warm-up.
+    """
+
+    predicted_bytes: int
+    measured_bytes: int
+    unplanned_bytes: int
+    budget_bytes: int
+    gradient_error: float
+    gradients_agree: bool
+    planned_seconds: float
+    unplanned_seconds: float
+
+    @property
+    def within_budget(self) -> bool:
+        """Whether the measured peak is within the budget."""
+        return self.measured_bytes <= self.budget_bytes
+
+    @property
+    def prediction_error(self) -> float:
+        """Measured over predicted, less one."""
+        return self.measured_bytes / self.predicted_bytes - 1
+
+    def __str__(self) -> str:
+        return (
+            f"predicted peak {gb(self.predicted_bytes)}, measured {gb(self.measured_bytes)} "
+            f"({self.prediction_error:+.2%}), budget {gb(self.budget_bytes)} "
+            f"({'held' if self.within_budget else 'EXCEEDED'}), without a plan {gb(self.unplanned_bytes)}; "
+            f"gradients {'agree' if self.gradients_agree else 'DIFFER'} (largest relative difference "
+            f"{self.gradient_error:.1e}); step {self.planned_seconds:.3f} s, without a plan {self.unplanned_seconds:.3f} s"
+        )
+
+
+def verify(plan: Plan, batch: Any = None, kwargs: Mapping[str, Any] | None = None) -> Verification:
+    """Run the model for real, under the plan and without it; see `Plan.verify`.
+
+    Raises:
+        BatchError: no batch is known, or the model's output holds nothing to differentiate.
+    """
+    request = plan.request
+    model = request.model
+    args, extra = (
+        (request.args, request.kwargs) if batch is None and kwargs is None else arguments(model, batch, kwargs)
+    )
+    if args is None:
+        raise BatchError("verify() needs a batch: the plan was made without one")
+
+    def step() -> None:
+        output = model(*args, **extra)  # held to the end, as a training loop holds it
+        _loss(request.loss_fn, output).backward()  # type: ignore[no-untyped-call]
+
+    applied = attached(model)
+    with _untouched(model) as again:
+        if applied is not None:
+            model._compiled_call_impl = None
+        unplanned = _measure(model, step, again)
+        if applied is None:
+            plan.apply()
+        else:
+            model._compiled_call_impl = applied
+        try:
+            planned = _measure(model, step, again)
+            runtime = attached(model)
+            assert runtime is not None
+            used = runtime.plans[call_signature(model, args, extra)]
+        finally:
+            if applied is None:
+                plan.remove()
+    error, agree = _compare(planned.gradients, unplanned.gradients)
+    return Verification(
+        predicted_bytes=used.peak_bytes,  # type: ignore[attr-defined]
+        measured_bytes=used.resident_bytes + planned.peak,  # type: ignore[attr-defined]
+        unplanned_bytes=used.resident_bytes + unplanned.peak,  # type: ignore[attr-defined]
+        budget_bytes=plan.budget_bytes,
+        gradient_error=error,
+        gradients_agree=agree,
+        planned_seconds=planned.seconds,
+        unplanned_seconds=unplanned.seconds,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    peak: int
+    seconds: float
+    gradients: dict[str, torch.Tensor]
+
+
+def _loss(loss_fn: Callable[[Any], torch.Tensor] | None, output: Any) -> torch.Tensor:
+    if loss_fn is not None:
+        return checked_loss(loss_fn, output)
+    if (loss := find_loss(output)) is not None:
+        return loss
+    leaves = output.to_tuple() if hasattr(output, "to_tuple") else pytree.tree_leaves(output)
+    parts = [t.mean() for t in pytree.tree_leaves(leaves) if isinstance(t, torch.Tensor) and t.requires_grad]
+    if not parts:
+        raise BatchError("the model's output holds nothing that needs a gradient")
+    return torch.stack(parts).sum()
+
+
+def _measure(model: nn.Module, step: Callable[[], None], again: Callable[[], None]) -> _Measured:
+    step()  # compiles, and warms caches
+    again()
+    device = next(model.parameters()).device
+    start = time.perf_counter()
+    step()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    seconds = time.perf_counter() - start
+    again()
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        step()
+        peak = torch.cuda.max_memory_allocated(device) - before
+    else:
+        peak = record_allocations(step).peak()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    again()
+    return _Measured(peak, seconds, gradients)
+
+
+@contextmanager
+def _untouched(model: nn.Module) -> Iterator[Callable[[], None]]:
+    """Gives a function that puts gradients, buffers and the random state back; leaves them as they were."""
+    parameters = list(model.parameters())
+    gradients = [p.grad for p in parameters]
+    buffers = [(b, b.detach().clone()) for b in model.buffers()]
+    devices = sorted({p.device.index for p in parameters if p.device.type == "cuda"})
+    with torch.random.fork_rng(devices=devices):
+        seed = torch.random.get_rng_state()
+        cuda = [torch.cuda.get_rng_state(d) for d in devices]
+
+        def again() -> None:
+            for p in parameters:
+                p.grad = None
+            with torch.no_grad():
+                for buffer, saved in buffers:
+                    buffer.copy_(saved)
+            torch.random.set_rng_state(seed)
+            for d, state in zip(devices, cuda, strict=True):
+                torch.cuda.set_rng_state(state, d)
+
+        again()
+        try:
+            yield again
+        finally:
+            again()
+            for p, g in zip(parameters, gradients, strict=True):
+                p.grad = g
+
+
+def _compare(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> tuple[float, bool]:
+    worst, agree = 0.0, ours.keys() == theirs.keys()
+    for name in ours.keys() & theirs.keys():
+        a, b = ours[name], theirs[name]
+        scale = max(b.abs().max().item(), torch.finfo(b.dtype).tiny) if b.numel() else 1.0
+        error = (a - b).abs().max().item() / scale if b.numel() else 0.0
+        worst = max(worst, error)
+        # rounding errors add up over a reduction; a wrong mask or a stale buffer is orders above this
+        agree &= error <= 1e3 * torch.finfo(b.dtype).eps
+    return worst, agree

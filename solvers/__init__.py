@@ -1,0 +1,39 @@
+"""Solvers for rematerialization problems. Knows no torch: `Problem` in, `Schedule` out.
+
+`solve` looks a solver up by name; `simulate` is the one judge of every answer.
+"""
+
+from .auto import auto, lowest
+from .bounds import cost_bound, minimum_peak_bound
+from .chen import chen
+from .errors import InfeasibleError, ProblemError, SolverError, UnknownSolverError
+from .ilp import ilp
+from .problem import Op, Problem, from_json, load, to_json
+from .schedule import Schedule, Timeline, every_op_once, simulate, validate
+from .solve import SOLVERS, Solution, solve
+
+__all__ = [
+    "SOLVERS",
+    "InfeasibleError",
+    "Op",
+    "Problem",
+    "ProblemError",
+    "Schedule",
+    "Solution",
+    "SolverError",
+    "Timeline",
+    "UnknownSolverError",
+    "auto",
+    "chen",
+    "cost_bound",
+    "every_op_once",
+    "from_json",
+    "ilp",
+    "load",
+    "lowest",
+    "minimum_peak_bound",
+    "simulate",
+    "solve",
+    "to_json",
+    "validate",
+]

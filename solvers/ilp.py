@@ -1,0 +1,262 @@
+"""The mixed-integer program of rematerialization: Jain et al., "Checkmate" (MLSys 2020), generalised.
+
+First runs keep the order of the ops; stage t ends with the first run of op t and begins with whatever runs again
+before it. Values held, what runs again, and when values are freed are decided together, exactly, as long as the
+problem is small; a large one is coarsened first, and the answer is trimmed under the exact simulator.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from tqdm import tqdm
+
+from .bounds import minimum_peak_bound
+from .chen import chen
+from .coarsen import Coarse, coarsen, expand, prune, trim
+from .errors import InfeasibleError, ProblemError
+from .milp import Position, build, nonzeros, positions
+from .mip import Result, Tick, solve
+from .problem import Problem
+from .schedule import Answer, Schedule, every_op_once, simulate, validate
+
+TIME_LIMIT = 30.0  # seconds
+# Rounds a stage: with one, an op runs at most once a stage and in index order (Checkmate's own model). That misses
+# the optimum of 3 % of adversarial graphs of 8 ops and 7 % of those of 10; two rounds miss 0.05 % and 0.2 %, three
+# none and 1 in 34,000, four none (112,200 and 34,453 random graphs, against an exhaustive search).
+ROUNDS = ((10, 5), (20, 2))  # (up to so many ops, rounds); 1 beyond
+# Nonzeros of a model that HiGHS closes, or comes near to closing, in 30 s on one core, by measurement: 51 ops have
+# 30,000 and take 8 s, 81 ops 100,000 and 30 s leave a gap of 0.02 %, beyond that the gap grows fast.
+NONZEROS = 80_000
+TRIES = 4  # coarse budgets tried, where there is time: the coarse model misjudges the peak a little, either way
+
+
+def ilp(problem: Problem, *, time_limit: float | None = None, progress: bool | None = None) -> Answer:
+    """The cheapest schedule within the budget: exact for small problems, coarsened for large ones.
+
+    Up to 10 ops the model has five rounds a stage, which is the whole space of schedules as far as exhaustive search
+    could tell; up to 20 ops two; beyond that one, as in Checkmate. A model too large for the time limit is coarsened;
+    in it backward ops run once, and nothing is re-run in the forward pass. No answer is costlier than `chen`'s.
+
+    The model of n ops has O(n^2) 0/1 variables and up to O(n^3) nonzeros; solving it is exponential in the worst case.
+    With a time limit that cuts the search short, the answer depends on the speed of the machine.
+
+    Args:
+        problem: what to schedule; without a budget, every op runs once.
+        time_limit: seconds in all, about; None for 30.
+        progress: show a bar of the time against the limit; None for only where a terminal is watching.
+
+    Returns:
+        The schedule, with a note where it was coarsened or cut short. Its bound holds for every schedule, those outside
+        the model too, so that it is low where the model has few rounds; it is 0 where the problem was coarsened.
+
+    Raises:
+        InfeasibleError: no schedule within the budget exists, or none was found; its `minimum` is a budget that
+            succeeds.
+
+    References:
+        P. Jain et al., "Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization", MLSys 2020.
+    """
+    once = every_op_once(problem)
+    if problem.budget is None or simulate(problem, once).peak <= problem.budget:
+        return Answer(once, problem.total_cost)
+    limit = TIME_LIMIT if time_limit is None else time_limit
+    deadline = time.monotonic() + limit
+    start, minimum = _start(problem)
+    laid = positions(problem, _rounds(problem))
+    with _bar(limit, progress) as tick:
+        if nonzeros(problem, laid) <= _capacity(limit):
+            return _exact(problem, laid, start, minimum, deadline, tick)
+        return _coarse(problem, start, minimum, deadline, tick)
+
+
+def _capacity(seconds: float) -> float:
+    """Nonzeros of the largest model worth building for a search of so many seconds."""
+    return NONZEROS * math.sqrt(seconds / TIME_LIMIT)
+
+
+def _rounds(problem: Problem) -> int:
+    return next((rounds for most, rounds in ROUNDS if len(problem.ops) <= most), 1)
+
+
+def _start(problem: Problem) -> tuple[Schedule | None, int]:
+    """The cheapest schedule that fits without a search of models, and the lowest peak that any found here has."""
+    from .auto import auto, lowest  # here, so that either module may use the other
+
+    assert problem.budget is not None
+    unlimited = problem.with_budget(None)
+    best, cost, minimum = None, math.inf, simulate(problem, every_op_once(problem)).peak
+    found = [lowest(problem, progress=False), chen(unlimited)]
+    for solver in (lambda p: auto(p, progress=False).schedule, chen):
+        with suppress(InfeasibleError):
+            found.append(solver(problem))
+    for schedule in found:
+        with suppress(ProblemError):  # a policy that breaks a rule of this problem is not a start
+            timeline = validate(unlimited, schedule)
+            minimum = min(minimum, timeline.peak)
+            if timeline.peak <= problem.budget and timeline.cost < cost:
+                best, cost = schedule, timeline.cost
+    return best, minimum
+
+
+def _exact(
+    problem: Problem,
+    laid: tuple[Position, ...],
+    start: Schedule | None,
+    minimum: int,
+    deadline: float,
+    tick: Tick,
+) -> Answer:
+    """Solve the whole model; raise with the lowest peak there is where it has no solution."""
+    assert problem.budget is not None
+    result, best = _within(problem, laid, start, deadline, tick)
+    if best is None:
+        minimum = min(minimum, _lowest_peak(problem, laid, deadline, tick))
+        raise InfeasibleError(problem.budget, minimum, minimum_peak_bound(problem))
+    note = "" if result.status in ("optimal", "infeasible") else "time ran out before the optimum was proven"
+    bound = min(result.bound, _outside(problem)) if result.status in ("optimal", "feasible") else 0.0
+    return Answer(best, bound, note)
+
+
+def _within(
+    problem: Problem, laid: tuple[Position, ...], start: Schedule | None, deadline: float, tick: Tick
+) -> tuple[Result, Schedule | None]:
+    """Solve a model, judge its answer by `simulate`, and take the better of it and `start`.
+
+    The solver's arithmetic has tolerances. Where its answer is over the budget by some bytes, it solves again with
+    that much less.
+    """
+    assert problem.budget is not None
+    capacity = problem.budget
+    while True:
+        model = build(problem, laid, capacity)
+        result = solve(problem, model, deadline - time.monotonic(), start, tick)
+        if result.steps is None:
+            return result, start
+        found = Schedule(result.steps)
+        timeline = simulate(problem, found)
+        if timeline.peak <= problem.budget:
+            break
+        if time.monotonic() > deadline:
+            return result, start
+        capacity -= max(1, timeline.peak - problem.budget)
+    if start is not None and simulate(problem, start).cost < timeline.cost:
+        found = start
+    return result, found
+
+
+def _outside(problem: Problem) -> float:
+    """A lower bound on the cost of the schedules that the model leaves out.
+
+    With R rounds a stage, those have a stage of R + 1 or more, each of at least one re-run.
+    """
+    again = sorted(op.cost for op in problem.ops if op.recomputable and op.writes)
+    return problem.total_cost + sum(again[:1]) * (_rounds(problem) + 1)
+
+
+def _lowest_peak(problem: Problem, laid: tuple[Position, ...], deadline: float, tick: Tick) -> int:
+    """The lowest peak of any schedule that the model can say, as far as time allows."""
+    if len(problem.ops) > ROUNDS[0][0]:
+        return simulate(problem, every_op_once(problem)).peak
+    result = solve(problem, build(problem, laid, None), deadline - time.monotonic(), None, None)
+    steps = tuple(range(len(problem.ops))) if result.steps is None else result.steps
+    return simulate(problem, Schedule(steps)).peak
+
+
+def _coarse(problem: Problem, start: Schedule | None, minimum: int, deadline: float, tick: Tick) -> Answer:
+    """Contract, solve, expand and trim, under ever larger coarse budgets while time allows; keep the cheapest."""
+    assert problem.budget is not None
+    found = [] if start is None else [start, trim(problem, start, time.monotonic() + 0.1 * _left(deadline))]
+    coarse = _fitting(problem, _left(deadline))
+    room = problem.budget - problem.resident
+    finished = True
+    share = 1.0
+    for _ in range(TRIES):
+        until = time.monotonic() + 0.85 * _left(deadline)
+        small = coarse.problem.with_budget(problem.resident + int(room * share))
+        best, _ = _start(small)
+        if best is not None:
+            best = trim(small, best, time.monotonic() + 0.1 * _left(until))
+        laid = positions(small, 1, small.boundary)
+        result, best = _within(small, laid, best, time.monotonic() + 0.6 * _left(until), tick)
+        if result.status not in ("optimal", "infeasible"):
+            finished = False
+            if best is not None:
+                best = _neighbourhoods(small, laid, best, until, tick)
+        fits = True
+        if best is not None:
+            fine = expand(coarse, best)
+            fits = simulate(problem, fine).peak <= problem.budget
+            found.append(trim(problem, fine, time.monotonic() + 0.5 * _left(deadline)))
+        share *= 1.06 if fits else 0.93
+        if len(coarse.problem.ops) == len(problem.ops) or _left(deadline) < 5.0:
+            break
+    costs = [(t.cost, n) for n, s in enumerate(found) if (t := simulate(problem, s)).peak <= problem.budget]
+    if not costs:
+        raise InfeasibleError(problem.budget, minimum, minimum_peak_bound(problem))
+    if len(coarse.problem.ops) < len(problem.ops):
+        note = f"coarsened {len(problem.ops)} ops to {len(coarse.problem.ops)}"
+    else:
+        note = "backward ops run once"
+    return Answer(found[min(costs)[1]], 0.0, note if finished else f"{note}; time ran out before the end of the search")
+
+
+def _fitting(problem: Problem, seconds: float) -> Coarse:
+    """The finest coarse problem whose model is small enough for the time."""
+    backward = min(len(problem.ops) - problem.boundary, 150)
+    while True:
+        # Which value to keep is decided by the forward groups: they stay finer than the backward ones.
+        coarse = coarsen(problem, 2 * backward, backward)
+        laid = positions(coarse.problem, 1, coarse.problem.boundary)
+        if backward <= 6 or nonzeros(coarse.problem, laid) <= _capacity(seconds):
+            return coarse
+        backward = int(backward * 0.87)
+
+
+def _neighbourhoods(
+    problem: Problem, laid: tuple[Position, ...], best: Schedule, deadline: float, tick: Tick
+) -> Schedule:
+    """Free the re-runs of a window of forward ops, solve, and move on to the next window, round and round."""
+    assert problem.budget is not None
+    width = max(4, problem.boundary // 12)
+    model = build(problem, laid, problem.budget)
+    cost, at = simulate(problem, best).cost, 0
+    while (left := _left(deadline)) > 0.2:
+        free = {(at + k) % problem.boundary for k in range(width)}
+        at = (at + width // 2) % problem.boundary
+        steps = solve(problem, model, min(left, 2.0), best, tick, free).steps
+        if steps is None:
+            break
+        timeline = simulate(problem, found := prune(problem, Schedule(steps)))
+        if timeline.peak <= problem.budget and timeline.cost < cost:
+            best, cost = found, timeline.cost
+    return best
+
+
+def _left(deadline: float) -> float:
+    return max(0.0, deadline - time.monotonic())
+
+
+@contextmanager
+def _bar(limit: float, progress: bool | None) -> Iterator[Tick]:
+    """A bar of the seconds against the limit, with the best answer and the bound so far of the model being solved."""
+    disable = None if progress is None else not progress
+    began = time.monotonic()
+    with tqdm(
+        total=round(limit, 1),
+        desc="solving",
+        unit="s",
+        leave=False,
+        disable=disable,
+        bar_format="{desc}: {n:.0f} of {total:.0f} s |{bar}| {postfix}",
+    ) as bar:
+
+        def tick(best: float, bound: float) -> None:
+            if not bar.disable:
+                bar.n = min(limit, time.monotonic() - began)
+                bar.set_postfix_str(f"best {best:.6g}, bound {bound:.6g}")
+
+        yield tick

@@ -1,0 +1,105 @@
+"""Naive exact answers for small problems, sharing nothing with the solvers: the tests' independent judge.
+
+A state is how many first runs are done and which values are held. Any op that has run may run again at any time and
+any value may be freed at any time; Dijkstra's algorithm finds the cheapest path of all, or the one of the lowest peak.
+Exponential in the number of values: meant for up to about eight ops.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+
+from solvers.problem import Problem
+
+State = tuple[int, frozenset[int]]
+
+
+def _moves(problem: Problem, state: State) -> Iterator[tuple[int, int, float, State]]:
+    """Each move as (op or -1 for a free, bytes held during it, cost, next state)."""
+    done, held = state
+    for v in held:
+        if v not in problem.pinned:
+            yield -1, 0, 0.0, (done, held - {v})
+    if done == len(problem.ops):
+        return
+    for i in range(done + 1):
+        op = problem.ops[i]
+        again = i < done
+        if again and (not op.recomputable or op.region != problem.ops[done].region):
+            continue
+        if not held.issuperset(op.reads):
+            continue
+        if any(v in held and v not in problem.pinned for v in op.writes):
+            continue  # the old copy can be freed first, which is a move of its own
+        during = problem.resident + op.workspace
+        during += sum(problem.sizes[v] for v in held) + sum(problem.sizes[v] for v in op.writes)
+        yield i, during, op.cost, (done + (not again), held | set(op.writes))
+
+
+def cheapest(problem: Problem) -> float | None:
+    """The cost of the cheapest schedule within the budget; None where none fits."""
+    start: State = (0, frozenset())
+    best = {start: 0.0}
+    queue: list[tuple[float, int, State]] = [(0.0, 0, start)]
+    pushed = 0
+    while queue:
+        cost, _, state = heapq.heappop(queue)
+        if cost > best[state]:
+            continue
+        if state[0] == len(problem.ops):
+            return cost
+        for _, during, extra, after in _moves(problem, state):
+            if problem.budget is not None and during > problem.budget:
+                continue
+            if cost + extra < best.get(after, float("inf")):
+                best[after] = cost + extra
+                pushed += 1
+                heapq.heappush(queue, (cost + extra, pushed, after))
+    return None
+
+
+def lowest_peak(problem: Problem) -> int:
+    """The lowest peak of any schedule, in bytes, whatever it costs."""
+    start: State = (0, frozenset())
+    best = {start: problem.resident}
+    queue: list[tuple[int, int, State]] = [(problem.resident, 0, start)]
+    pushed = 0
+    while queue:
+        peak, _, state = heapq.heappop(queue)
+        if peak > best[state]:
+            continue
+        if state[0] == len(problem.ops):
+            return peak
+        for _, during, _, after in _moves(problem, state):
+            reached = max(peak, during)
+            if reached < best.get(after, 1 << 80):
+                best[after] = reached
+                pushed += 1
+                heapq.heappush(queue, (reached, pushed, after))
+    raise AssertionError("running every op once in order is always possible")
+
+
+def replay(problem: Problem, steps: tuple[int, ...]) -> tuple[int, float]:
+    """Peak and cost of a sequence of ops, quadratic and from the definition: what will be read again is held."""
+
+    def wanted(v: int, at: int) -> bool:
+        """Whether v, as it is before step `at`, is read before it is written again."""
+        for j in range(at, len(steps)):
+            if v in problem.ops[steps[j]].reads:
+                return True
+            if v in problem.ops[steps[j]].writes:
+                return False
+        return False
+
+    peak, cost = problem.resident, 0.0
+    made: set[int] = set()
+    for at, i in enumerate(steps):
+        op = problem.ops[i]
+        assert made.issuperset(op.reads), f"step {at} reads what was never made"
+        before = [v for v in made if v in problem.pinned or wanted(v, at)]
+        total = problem.resident + op.workspace
+        total += sum(problem.sizes[v] for v in before) + sum(problem.sizes[v] for v in op.writes)
+        peak, cost = max(peak, total), cost + op.cost
+        made |= set(op.writes)
+    return peak, cost

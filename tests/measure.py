@@ -1,0 +1,57 @@
+"""What one training step does, by torch's profiler and by autograd: nothing here is the planner's own."""
+
+import gc
+import json
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from .real_models import Case
+
+
+def step(case: Case) -> Any:
+    """One training step, as users write it: the output is held until the backward pass has ended."""
+    output = case.model(**case.batch)
+    case.loss(output).backward()
+    return output
+
+
+def step_peak(case: Case, folder: Path) -> int:
+    """The most bytes that one step holds above what was held before it, from the profiler's allocator events."""
+    step(case)  # warm up: compile, fill caches
+    case.model.zero_grad(set_to_none=True)
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step(case)
+    case.model.zero_grad(set_to_none=True)
+    trace = folder / "trace.json"
+    profiler.export_chrome_trace(str(trace))
+    events = [e for e in json.loads(trace.read_text())["traceEvents"] if e["name"] == "[memory]"]
+    events.sort(key=lambda e: (e["ts"], e["args"]["Ev Idx"]))
+    return max(accumulate(e["args"]["Bytes"] for e in events))
+
+
+def held_before(case: Case) -> int:
+    """Bytes of parameters, buffers and batch, counted by storage."""
+    everything = [*case.model.parameters(), *case.model.buffers(), *case.batch.values()]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in everything}.values())
+
+
+def results(case: Case, seed: int = 1) -> dict[str, torch.Tensor]:
+    """Loss, outputs, gradients and buffers of one step from a given seed, without changing the model's state."""
+    buffers = {name: b.clone() for name, b in case.model.named_buffers()}
+    torch.manual_seed(seed)
+    output = step(case)
+    found = {"loss": case.loss(output).detach()}
+    leaves = output.to_tuple() if hasattr(output, "to_tuple") else [output]
+    found |= {f"output {i}": t.detach().clone() for i, t in enumerate(leaves) if isinstance(t, torch.Tensor)}
+    found |= {f"grad {name}": p.grad.clone() for name, p in case.model.named_parameters() if p.grad is not None}
+    found |= {f"buffer {name}": b.clone() for name, b in case.model.named_buffers()}
+    found["random state"] = torch.get_rng_state()
+    case.model.zero_grad(set_to_none=True)
+    for name, b in case.model.named_buffers():
+        b.copy_(buffers[name])
+    return found

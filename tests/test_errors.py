@@ -1,0 +1,145 @@
+"""What bad input gets: an error of the project's own, naming what was given, and a model left as it was."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import planner
+from planner import plan
+
+from .measure import held_before
+from .real_models import gpt2
+
+
+def small():
+    return nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4)), torch.randn(8, 16)
+
+
+@pytest.mark.parametrize("budget", [0, -1, math.inf, math.nan, "12", None, True])
+def test_a_budget_that_is_not_a_positive_number(budget):
+    model, x = small()
+    with pytest.raises(planner.BudgetError) as e:
+        plan(model, x, budget_gb=budget)
+    assert repr(budget) in str(e.value)
+
+
+def test_a_budget_under_the_minimum_says_what_would_do():
+    case = gpt2()
+    before = {k: v.clone() for k, v in case.model.state_dict().items()}
+    with pytest.raises(planner.InfeasibleBudgetError) as e:
+        plan(case.model, case.batch, budget_gb=1e-3)
+    assert e.value.minimum_gb * 2**30 > held_before(case)
+    assert "parameters" in str(e.value)
+    assert "0.001" in str(e.value)
+    assert e.value.takes["parameters"] == sum(p.numel() * 4 for p in case.model.parameters())
+    p = plan(case.model, case.batch, budget_gb=e.value.minimum_gb)
+    assert p.peak_bytes <= p.budget_bytes
+    assert case.model._compiled_call_impl is None
+    for k, v in case.model.state_dict().items():
+        assert torch.equal(v, before[k])
+
+
+@pytest.mark.parametrize("thing", [None, 3, "model", lambda x: x, nn.Linear], ids=str)
+def test_something_that_is_not_a_module(thing):
+    with pytest.raises(planner.ModelError, match="torch.nn.Module"):
+        plan(thing, torch.zeros(1), budget_gb=1)
+
+
+def test_a_model_with_nothing_to_train():
+    model, x = small()
+    model.requires_grad_(False)
+    with pytest.raises(planner.ModelError, match="needs a gradient"):
+        plan(model, x, budget_gb=1)
+
+
+def test_a_model_whose_outputs_need_no_gradient():
+    class Cut(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.layer(x).detach()
+
+    with pytest.raises(planner.ModelError, match="no output"):
+        plan(Cut(), torch.zeros(2, 4), budget_gb=1)
+
+
+def test_a_batch_that_the_model_does_not_accept():
+    model, _ = small()
+    with pytest.raises(planner.BatchError, match=r"\(8, 17\)"):
+        plan(model, torch.randn(8, 17), budget_gb=1)
+    with pytest.raises(planner.BatchError, match="unexpected"):
+        plan(model, {"unexpected": torch.randn(8, 16)}, budget_gb=1)
+    with pytest.raises(planner.BatchError, match="int"):
+        plan(model, 3, budget_gb=1)
+    assert model._compiled_call_impl is None
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "error"),
+    [(3, planner.OptionError), (lambda y: y, planner.BatchError), (lambda y: y.nothing, planner.BatchError)],
+)
+def test_a_loss_that_is_not_a_scalar(loss_fn, error):
+    model, x = small()
+    with pytest.raises(error, match="loss_fn"):
+        plan(model, x, budget_gb=1, loss_fn=loss_fn)
+
+
+@pytest.mark.parametrize(
+    "options", [{"solver": "magic"}, {"device": "abacus"}, {"optimizer": "magic"}, {"time_limit": 0}], ids=str
+)
+def test_an_unknown_option_lists_the_known_ones(options):
+    model, x = small()
+    (value,) = options.values()
+    with pytest.raises(planner.OptionError) as e:
+        plan(model, x, budget_gb=1, **options)
+    assert repr(value) in str(e.value)
+
+
+def test_apply_twice():
+    model, x = small()
+    p = plan(model, x, budget_gb=1)
+    p.apply()
+    with pytest.raises(planner.ApplyError, match="already"):
+        p.apply()
+    p.remove()
+    p.apply()
+
+
+def test_a_plan_applied_to_another_model():
+    model, x = small()
+    p = plan(model, x, budget_gb=1)
+    other = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
+    with pytest.raises(planner.ApplyError, match="Sequential"):
+        p.apply(other)
+    with pytest.raises(planner.ApplyError, match="Module"):
+        p.apply(3)
+    assert other._compiled_call_impl is None
+    twin, _ = small()
+    assert p.apply(twin) is twin
+    twin(x).sum().backward()
+
+
+def test_a_budget_too_small_for_a_later_batch_is_refused_at_that_batch():
+    model, x = small()
+    p = plan(model, x, budget_gb=1e-4)
+    p.apply()
+    with pytest.raises(planner.InfeasibleBudgetError):
+        model(torch.randn(4096, 16))
+    model(x).sum().backward()
+
+
+def test_never_silently_unplanned():
+    model, x = small()
+    plan(model, x, budget_gb=1).apply()
+    with torch.compiler.set_stance("force_eager"), pytest.raises(planner.ApplyError, match="without its plan"):
+        model(x)
+
+
+def test_every_error_is_a_planner_error():
+    errors = [getattr(planner, name) for name in planner.__all__ if name.endswith("Error")]
+    assert len(errors) >= 7
+    assert all(issubclass(e, planner.PlannerError) for e in errors)

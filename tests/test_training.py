@@ -1,0 +1,172 @@
+"""Planned models in a training loop, and what applying leaves unchanged."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from planner import ApplyError, plan
+
+from .real_models import CASES, gpt2, resnet50
+
+
+def train(model, batches, evaluation):
+    """Five AdamW steps with an evaluation pass between; the losses of all of them."""
+    torch.manual_seed(3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for n, batch in enumerate(batches):
+        if n == 3:
+            model.eval()
+            with torch.no_grad():
+                losses.append(model(**evaluation).loss.item())
+            model.train()
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("make", [lambda: gpt2(dropout=0.1), resnet50], ids=["gpt2_dropout", "resnet50"])
+def test_five_adamw_steps_with_a_smaller_last_batch_and_an_evaluation(make):
+    case = make()
+    plain = copy.deepcopy(case.model)
+    smaller = {k: v[:2] for k, v in case.batch.items()}
+    batches = [case.batch] * 4 + [smaller]
+    baseline = plan(case.model, case.batch, budget_gb=1024).baseline_peak_bytes
+    p = plan(case.model, case.batch, budget_gb=0.9 * baseline / 2**30)
+    assert p.overhead > 0
+    p.apply()
+    assert train(case.model, batches, case.batch) == train(plain, batches, case.batch)
+    for (name, ours), theirs in zip(case.model.state_dict().items(), plain.state_dict().values(), strict=True):
+        assert torch.equal(ours, theirs), name
+
+
+def test_without_a_batch_the_plan_is_made_at_the_first_step():
+    case = gpt2()
+    type(case.model).dummy_inputs  # noqa: B018 - transformers' convention exists, so the plan is made at once
+    model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4))
+    p = plan(model, budget_gb=12)
+    with pytest.raises(ApplyError, match="first training step"):
+        _ = p.peak_bytes
+    assert p.apply() is model
+    model(torch.randn(8, 16)).sum().backward()
+    assert 0 < p.peak_bytes <= p.budget_bytes == 12 * 2**30
+    assert "values are recomputed" in p.summary()
+    p.remove()
+
+
+def test_a_models_own_convention_is_used_for_a_batch():
+    model = nn.Sequential(nn.Linear(16, 4))
+    model.example_input_array = torch.randn(8, 16)
+    assert plan(model, budget_gb=1).peak_bytes > 0
+
+
+@pytest.mark.parametrize("as_batch", [lambda x: x, lambda x: (x,), lambda x: [x], lambda x: {"input": x}])
+def test_a_batch_is_a_tensor_a_sequence_or_a_mapping(as_batch):
+    x = torch.randn(8, 16)
+    model = nn.Linear(16, 4)
+    p = plan(model, as_batch(x), budget_gb=1)
+    expected = torch.autograd.grad(model(x).sum(), model.weight)[0]
+    p.apply()
+    model(x).sum().backward()
+    assert torch.equal(model.weight.grad, expected)
+
+
+def test_apply_keeps_the_object_names_and_state_and_remove_undoes_it():
+    case = CASES["resnet50"]()
+    model, state = case.model, {k: v.clone() for k, v in case.model.state_dict().items()}
+    names = [name for name, _ in model.named_parameters()]
+    p = plan(model, case.batch, budget_gb=1)
+    assert p.apply() is model
+    assert [name for name, _ in model.named_parameters()] == names
+    assert list(model.state_dict()) == list(state)
+    for k, v in model.state_dict().items():
+        assert torch.equal(v, state[k]), k
+    assert p.remove() is model
+    with pytest.raises(ApplyError, match="no plan is applied"):
+        p.remove()
+    assert model(**case.batch).loss.grad_fn.name() == "NllLossBackward0"  # eager again
+
+
+def test_verify_measures_a_real_step_and_leaves_no_trace():
+    case = CASES["resnet50"]()
+    state = {k: v.clone() for k, v in case.model.state_dict().items()}
+    baseline = plan(case.model, case.batch, budget_gb=1024).baseline_peak_bytes
+    p = plan(case.model, case.batch, budget_gb=0.93 * baseline / 2**30)
+    random_state = torch.get_rng_state()
+    checked = p.verify()
+    assert checked.within_budget
+    assert abs(checked.prediction_error) < 0.02
+    assert checked.gradients_agree
+    assert checked.measured_bytes < checked.unplanned_bytes
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert all(p.grad is None for p in case.model.parameters())
+    for k, v in case.model.state_dict().items():
+        assert torch.equal(v, state[k]), k
+
+
+def test_verify_sees_a_wrong_gradient(monkeypatch):
+    case = gpt2()
+    baseline = plan(case.model, case.batch, budget_gb=1024).baseline_peak_bytes
+    p = plan(case.model, case.batch, budget_gb=0.6 * baseline / 2**30)
+    case.model.register_forward_pre_hook(_bias_when_planned, with_kwargs=True)
+    p = plan(case.model, case.batch, budget_gb=0.6 * baseline / 2**30)
+    assert not p.verify().gradients_agree
+
+
+def _bias_when_planned(module, args, kwargs):
+    """A model that trains differently once compiled: what `verify` is there to catch."""
+    if torch.compiler.is_compiling():
+        kwargs = {**kwargs, "labels": kwargs["labels"].flip(0)}
+    return args, kwargs
+
+
+def test_gradients_accumulate():
+    case = gpt2()
+    plain = copy.deepcopy(case.model)
+    plan(case.model, case.batch, budget_gb=1).apply()
+    for model in (case.model, plain):
+        for _ in range(2):
+            model(**case.batch).loss.backward()
+    for (name, ours), theirs in zip(case.model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_a_gradient_into_an_output_planned_to_get_none_is_refused():
+    case = gpt2()
+    plan(case.model, case.batch, budget_gb=1).apply()
+    output = case.model(**case.batch)
+    assert output.logits.requires_grad
+    with pytest.raises(ApplyError, match="loss_fn"):
+        output.logits.sum().backward()
+
+
+def test_a_loss_of_several_outputs_with_loss_fn():
+    case = gpt2()
+
+    def loss_fn(output):
+        return output.loss + 1e-3 * output.logits.square().mean()
+
+    loss_fn(case.model(**case.batch)).backward()
+    expected = {name: p.grad.clone() for name, p in case.model.named_parameters()}
+    case.model.zero_grad()
+    plan(case.model, case.batch, budget_gb=1, loss_fn=loss_fn).apply()
+    loss_fn(case.model(**case.batch)).backward()
+    for name, p in case.model.named_parameters():
+        torch.testing.assert_close(p.grad, expected[name], msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_a_planned_model_can_be_copied_and_saved(tmp_path):
+    case = gpt2()
+    plan(case.model, case.batch, budget_gb=1).apply()
+    case.model(**case.batch)
+    copied = copy.deepcopy(case.model)
+    torch.save(case.model, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    expected = case.model(**case.batch).loss
+    assert torch.equal(copied(**case.batch).loss, expected)
+    assert torch.equal(loaded(**case.batch).loss, expected)
