@@ -1,64 +1,30 @@
-"""The default solver: several starts, then a search over keep decisions, all judged by the exact simulator.
+"""The default solver: several starts, then a search over what to keep, all judged by the exact simulator.
 
-Starts are no recomputation, every segmentation of `chen`, segments nested in segments, and dropping what is cheapest to
-recompute per byte. The best start is improved by keeping values again, in ever smaller groups, while it still
-fits. The work is limited by a count of simulated steps, never by a clock: the answer depends on the problem alone.
+Starts are no recomputation, every segmentation of `chen`, segments nested in segments, and dropping what is cheapest
+to recompute per byte. The best ones are improved by keeping values again, in ever smaller groups, while it fits, and
+then by annealing. The work is limited by a count of simulated steps, never by a clock: the answer depends on the
+problem alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-
 from tqdm import tqdm
 
+from .anneal import Candidate, Search, anneal
 from .bounds import minimum_peak_bound
 from .chen import candidates, cuts, keep_across
 from .errors import InfeasibleError
-from .policy import droppable, realize
 from .problem import Problem
-from .schedule import Answer, Schedule, every_op_once, simulate
+from .schedule import Answer, Schedule, every_op_once
 
-STEPS = 1_200_000  # simulated steps in all: about 2 s of one core, whatever the size of the problem
-
-
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    keep: frozenset[int]
-    hold: frozenset[int] | None
-    schedule: Schedule
-    peak: int
-    cost: float
-
-
-class _Search:
-    """Tries policies and counts the simulated steps that they took."""
-
-    def __init__(self, problem: Problem, bar: tqdm[None]) -> None:
-        self.problem = problem
-        self.values = droppable(problem)
-        self.steps = 0
-        self.bar = bar
-
-    def spent(self, share: float) -> bool:
-        return self.steps >= share * STEPS
-
-    def attempt(self, keep: Iterable[int], hold: Iterable[int] | None = None) -> _Candidate:
-        kept, held = frozenset(keep), None if hold is None else frozenset(hold)
-        schedule = realize(self.problem, kept, held)
-        timeline = simulate(self.problem, schedule)
-        self.steps += len(schedule.steps)
-        self.bar.update(len(schedule.steps))
-        return _Candidate(kept, held, schedule, timeline.peak, timeline.cost)
-
-    def keep_all(self) -> _Candidate:
-        return self.attempt(v for v, made in enumerate(self.problem.producer) if made < self.problem.boundary)
+STEPS = 2_000_000  # simulated steps in each of its two parts: about a second of one core, whatever the problem's size
 
 
 def auto(problem: Problem, *, progress: bool | None = None) -> Answer:
     """The best schedule found within the budget, never costlier than `chen`'s.
 
-    About `STEPS` simulated steps, so O(1) simulations of a large problem and more of a small one.
+    About `STEPS` simulated steps for the starts and as many for the search: O(1) simulations of a large problem,
+    more of a small one.
 
     Raises:
         InfeasibleError: nothing found fits; its `minimum` is the peak of `lowest(problem)`, which always fits.
@@ -66,26 +32,27 @@ def auto(problem: Problem, *, progress: bool | None = None) -> Answer:
     if problem.budget is None:
         return Answer(every_op_once(problem))
     with _bar(progress) as bar:
-        search = _Search(problem, bar)
-        full = search.keep_all()
+        search = Search(problem, bar.update)
+        full = _keep_all(search)
         if full.peak <= problem.budget:
             return Answer(full.schedule)
-        starts = [c for c in (*_segments(search), *_cheapest(search)) if c.peak <= problem.budget]
+        starts = [c for c in (*_segments(search), *_cheapest(search, full)) if c.peak <= problem.budget]
+        starts = [_improve(search, c, STEPS // 8) for c in sorted(starts, key=lambda c: c.cost)[:3]]
+        starts += [c for c in [_cheaper(search, full, 0.02)] if c.peak <= problem.budget]
         if not starts:
             leanest = _lowest(search)
             if leanest.peak > problem.budget:
                 raise InfeasibleError(problem.budget, leanest.peak, minimum_peak_bound(problem))
             starts = [leanest]
-        starts.sort(key=lambda c: c.cost)
-        search.steps = 0
-        best = min((_improve(search, c, 1 / 3 * (n + 1)) for n, c in enumerate(starts[:3])), key=lambda c: c.cost)
+        best = min(starts, key=lambda c: c.cost)
+        best = _improve(search, _cheaper(search, best, 0.001), STEPS // 4)
     return Answer(best.schedule)
 
 
 def lowest(problem: Problem, *, progress: bool | None = None) -> Schedule:
     """The schedule of the lowest peak that the search finds, whatever it costs; the budget is not looked at."""
     with _bar(progress) as bar:
-        return _lowest(_Search(problem, bar)).schedule
+        return _lowest(Search(problem, bar.update)).schedule
 
 
 def _bar(progress: bool | None) -> tqdm[None]:
@@ -93,95 +60,88 @@ def _bar(progress: bool | None) -> tqdm[None]:
     return tqdm(desc="solving", unit=" steps", unit_scale=True, leave=False, disable=disable)
 
 
-def _segments(search: _Search) -> list[_Candidate]:
+def _keep_all(search: Search) -> Candidate:
+    return search.attempt(frozenset(search.values))
+
+
+def _segments(search: Search) -> list[Candidate]:
+    """What `chen` tries."""
     problem = search.problem
-    return [search.attempt(keep_across(problem, cuts(problem, k))) for k in candidates(problem)]
+    return [search.attempt(frozenset(keep_across(problem, cuts(problem, k)))) for k in candidates(problem)]
 
 
-def _nested(search: _Search) -> list[_Candidate]:
+def _nested(search: Search) -> list[Candidate]:
     """Segments inside segments: keep what crosses the outer cuts, hold what crosses the inner ones."""
     problem = search.problem
     found = []
-    counts = candidates(problem)
-    for outer in counts[::3]:
+    for outer in candidates(problem)[::3]:
+        keep = frozenset(keep_across(problem, cuts(problem, outer), last=False))
+        found.append(search.attempt(keep))
         for inner in (3, 8):
-            fine = cuts(problem, outer * inner)
-            keep = keep_across(problem, cuts(problem, outer), last=False)
-            found.append(search.attempt(keep, keep_across(problem, fine, last=False)))
-        found.append(search.attempt(keep_across(problem, cuts(problem, outer), last=False)))
+            fine = keep_across(problem, cuts(problem, outer * inner), last=False)
+            found.append(search.attempt(keep, frozenset(fine)))
     return found
 
 
-def _cheapest(search: _Search) -> list[_Candidate]:
-    """Drop the values that are cheapest to recompute per byte, as few as fit."""
+def _price(search: Search) -> dict[int, float]:
+    """Time to run a value's op again, per byte of it."""
     problem = search.problem
-    assert problem.budget is not None
-    price = {v: problem.ops[problem.producer[v]].cost / max(1, problem.sizes[v]) for v in search.values}
-    order = sorted(search.values, key=lambda v: (price[v], v))
-    everything = frozenset(v for v, made in enumerate(problem.producer) if made < problem.boundary)
+    return {v: problem.ops[problem.producer[v]].cost / max(1, problem.sizes[v]) for v in search.values}
+
+
+def _cheapest(search: Search, full: Candidate) -> list[Candidate]:
+    """Drop the values that are cheapest to recompute per byte, as few as fit."""
+    problem, budget = search.problem, search.problem.budget or 0
+    price = _price(search)
+    needed = (v for v in search.values if problem.readers[v][-1] >= problem.boundary)
+    order = sorted(needed, key=lambda v: (price[v], v))
     low, high, found = 0, len(order), []
     while low < high:
         middle = (low + high) // 2
-        found.append(search.attempt(everything - set(order[:middle])))
-        low, high = (low, middle) if found[-1].peak <= problem.budget else (middle + 1, high)
+        found.append(search.attempt(full.keep.difference(order[:middle])))
+        low, high = (low, middle) if found[-1].peak <= budget else (middle + 1, high)
     return found
 
 
-def _lowest(search: _Search) -> _Candidate:
-    """The leanest start, then values live at its peak dropped one after the other while that lowers it."""
-    start = search.steps
-    best = min((search.keep_all(), *_segments(search), *_nested(search)), key=lambda c: (c.peak, c.cost))
-    values = set(search.values)
-    tried: set[tuple[int, int]] = set()
-    while search.steps - start < STEPS:
-        at, live = _peak(search.problem, best.schedule)
-        choices = sorted(
-            (v for v in live & values if (best.peak, v) not in tried), key=lambda v: (-search.problem.sizes[v], v)
-        )
-        if not choices:
-            break
-        v = choices[0]
-        tried.add((best.peak, v))
-        hold = values if best.hold is None else best.hold
-        if v in best.keep:
-            trial = search.attempt(best.keep - {v}, hold)
-        elif v in hold:
-            trial = search.attempt(best.keep, hold - {v})
-        else:
-            continue
-        if (trial.peak, trial.cost) < (best.peak, best.cost):
-            best = trial
-    return best
+def _lowest(search: Search) -> Candidate:
+    """The leanest start, annealed for its peak; cost only breaks ties."""
+    problem = search.problem
+    best = min((_keep_all(search), *_segments(search), *_nested(search)), key=lambda c: (c.peak, c.cost))
+    variable = max(1, best.peak - problem.resident)
+
+    def energy(peak: int, cost: float) -> float:
+        return peak / variable + 1e-3 * cost / (problem.total_cost or 1.0)
+
+    return anneal(search, best, energy, 0.02, STEPS)
 
 
-def _peak(problem: Problem, schedule: Schedule) -> tuple[int, set[int]]:
-    """The step of the peak, and the values held there that its op neither reads nor writes."""
-    timeline = simulate(problem, schedule)
-    at = timeline.held.index(timeline.peak)
-    live: set[int] = set()
-    for i, gone in zip(schedule.steps[:at], timeline.frees[:at], strict=True):
-        live.update(problem.ops[i].writes)
-        live.difference_update(gone)
-    op = problem.ops[schedule.steps[at]]
-    return at, live.difference(op.reads, op.writes)
-
-
-def _improve(search: _Search, start: _Candidate, share: float) -> _Candidate:
-    """Keep values again while it fits: dearest per byte first, in groups that halve when none fits."""
-    problem, best = search.problem, start
+def _cheaper(search: Search, start: Candidate, hottest: float) -> Candidate:
+    """Annealed for its cost; bytes over the budget are paid for, at twice the whole step's time for all of it."""
+    problem = search.problem
     assert problem.budget is not None
-    price = {v: problem.ops[problem.producer[v]].cost / max(1, problem.sizes[v]) for v in search.values}
+    budget, total = problem.budget, problem.total_cost or 1.0
+    room = max(1, budget - problem.resident)
+
+    def energy(peak: int, cost: float) -> float:
+        return cost / total + 2 * max(0, peak - budget) / room
+
+    return anneal(search, start, energy, hottest, STEPS // 2, fits=lambda c: c.peak <= budget)
+
+
+def _improve(search: Search, start: Candidate, steps: int) -> Candidate:
+    """Keep values again while it fits: dearest per byte first, in groups that halve when none fits."""
+    budget, best, begin = search.problem.budget or 0, start, search.steps
+    price = _price(search)
     size = max(1, len(search.values) // 4)
-    while size and not search.spent(share):
+    while size:
         dropped = sorted((v for v in search.values if v not in best.keep), key=lambda v: (-price[v], v))
         improved = False
         for at in range(0, len(dropped), size):
-            group = dropped[at : at + size]
-            trial = search.attempt(best.keep.union(group), best.hold)
-            if trial.peak <= problem.budget and trial.cost < best.cost:
+            if search.steps - begin > steps:
+                return best
+            trial = search.attempt(best.keep.union(dropped[at : at + size]), best.hold)
+            if trial.peak <= budget and trial.cost < best.cost:
                 best, improved = trial, True
-            if search.spent(share):
-                break
         if not improved or size > 1:
             size //= 2
     return best

@@ -16,13 +16,15 @@ from .schedule import Schedule
 
 
 def droppable(problem: Problem) -> list[int]:
-    """Forward values that a schedule may drop and recompute, in order of production."""
+    """Forward values that a schedule may drop and make again, in order of production.
+
+    Also those that no backward op reads: kept, they are where a recomputation can start.
+    """
     return [
         v
-        for i, op in enumerate(problem.ops[: problem.boundary])
-        if op.recomputable
+        for op in problem.ops[: problem.boundary]
         for v in op.writes
-        if v not in problem.pinned and any(r >= problem.boundary for r in problem.readers[v])
+        if v not in problem.lasting and problem.readers[v]
     ]
 
 
@@ -31,7 +33,7 @@ def realize(problem: Problem, keep: Collection[int], hold: Collection[int] | Non
 
     Args:
         problem: what to schedule.
-        keep: forward values held from the forward pass on. What may not be recomputed or is pinned is kept anyway.
+        keep: forward values held from the forward pass on; `problem.lasting` ones are kept anyway.
         hold: recomputed values held for their later uses; None for all.
 
     Returns:
@@ -39,14 +41,8 @@ def realize(problem: Problem, keep: Collection[int], hold: Collection[int] | Non
     """
     ops, producer, boundary = problem.ops, problem.producer, problem.boundary
     held = bytearray(len(problem.sizes))
-    for v in keep:
+    for v in (*keep, *problem.lasting):
         held[v] = 1
-    for v in problem.pinned:
-        held[v] = 1
-    for i, op in enumerate(ops):
-        if i >= boundary or not op.recomputable:
-            for v in op.writes:
-                held[v] = 1
     again = None if hold is None else set(hold)
     steps = list(range(boundary))
     # what the first backward op reads has not been dropped yet; it may be afterwards

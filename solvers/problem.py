@@ -90,6 +90,20 @@ class Problem:
         return tuple(map(tuple, found))
 
     @cached_property
+    def lasting(self) -> frozenset[int]:
+        """Values that are never made again where they are needed: once made, they stay until their last use.
+
+        Pinned ones, results of the backward pass or of ops that must not run twice, and what another region reads.
+        """
+        found = set(self.pinned)
+        for i, op in enumerate(self.ops):
+            again = i < self.boundary and op.recomputable
+            found.update(
+                v for v in op.writes if not again or any(self.ops[r].region != op.region for r in self.readers[v])
+            )
+        return frozenset(found)
+
+    @cached_property
     def total_cost(self) -> float:
         """Cost of running every op once."""
         return math.fsum(op.cost for op in self.ops)
