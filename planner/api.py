@@ -41,8 +41,8 @@ def plan(
 
     Args:
         model: the module to train, in the mode (`train()` or `eval()`) in which it will run. It is not changed.
-        batch: a tensor (`model(batch)`), a tuple or list (`model(*batch)`) or a mapping (`model(**batch)`). Without one,
-            the model's `dummy_inputs` or `example_input_array`; without those, the plan is made at the first
+        batch: a tensor (`model(batch)`), a tuple or list (`model(*batch)`) or a mapping (`model(**batch)`). Without
+            one, the model's `dummy_inputs` or `example_input_array`; without those, the plan is made at the first
             training step after `apply()`.
         kwargs: further keyword arguments for the model.
         budget_gb: memory that parameters, buffers, batch, optimizer state and everything the step allocates may take

@@ -59,7 +59,8 @@ def run(fraction: float, steps: int, solver: str, progress: bool | None) -> int:
         f"measured peak    {gb(checked.measured_bytes)} (torch.profiler; {gb(checked.unplanned_bytes)} without a plan)"
     )
     print(
-        f"gradients agree  {'yes' if checked.gradients_agree else 'NO'} (largest relative difference {checked.gradient_error:.1e})"
+        f"gradients agree  {'yes' if checked.gradients_agree else 'NO'} "
+        f"(largest relative difference {checked.gradient_error:.1e})"
     )
     print(
         f"losses           {'equal' if with_plan.losses == without.losses else 'close'}: "

@@ -1,4 +1,4 @@
-"""Everything this project refuses, in one small hierarchy. Each message says what was given, what was expected, what to do."""
+"""Everything this project refuses, in one small hierarchy: what was given, what was expected, what to do."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ class Plan:
         return apply(self, model)
 
     def remove(self) -> nn.Module:
-        """Take the plan off the model it was applied to; returns the model. Raises ApplyError where it is not applied."""
+        """Take the plan off the model it was applied to, and return that model; ApplyError where there is none."""
         from .api import remove
 
         return remove(self)
@@ -131,7 +131,8 @@ class Plan:
         Parameters, gradients, buffers and the random state are as before afterwards.
 
         Args:
-            batch, kwargs: as in `plan()`; None for the batch that was planned with.
+            batch: as in `plan()`; None for the batch that was planned with.
+            kwargs: as in `plan()`.
         """
         from .runtime.verify import verify
 

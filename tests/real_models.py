@@ -53,7 +53,7 @@ def _square(output: Any) -> torch.Tensor:
 
 def unet(batch: int = 2) -> Case:
     model = diffusers.UNet2DModel(
-        sample_size=32, in_channels=3, out_channels=3, layers_per_block=2, block_out_channels=(32, 64, 64),
+        sample_size=32, in_channels=3, out_channels=3, layers_per_block=1, block_out_channels=(32, 64, 64),
         down_block_types=("DownBlock2D", "AttnDownBlock2D", "DownBlock2D"),
         up_block_types=("UpBlock2D", "AttnUpBlock2D", "UpBlock2D"), norm_num_groups=8,
     )  # fmt: skip

@@ -43,7 +43,7 @@ def test_a_budget_under_the_minimum_says_what_would_do():
 
 @pytest.mark.parametrize("thing", [None, 3, "model", lambda x: x, nn.Linear], ids=str)
 def test_something_that_is_not_a_module(thing):
-    with pytest.raises(planner.ModelError, match="torch.nn.Module"):
+    with pytest.raises(planner.ModelError, match=r"torch\.nn\.Module"):
         plan(thing, torch.zeros(1), budget_gb=1)
 
 

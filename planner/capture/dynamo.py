@@ -79,7 +79,7 @@ def compile_call(model: nn.Module, backend: Callable[..., Any]) -> Callable[...,
     """The model's call, compiled with static shapes; to be called under `dynamo_settings`."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return model._call_impl(*args, **kwargs)
+        return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     # Dynamo keeps what it compiled by code object: one of its own keeps other models' guards out of this one's way,
     # and goes with it. A frame of ours on top also lets it see modules that are torch's own (nn.Sequential).
@@ -102,7 +102,7 @@ def _detach_outputs(graph: fx.GraphModule, positions: Collection[int]) -> None:
 
 
 def lone_loss(graph: fx.GraphModule) -> tuple[int, ...]:
-    """Positions of differentiable outputs beside the one scalar among them: the loss, if it is one, gets the gradient."""
+    """Positions of differentiable outputs beside the one scalar among them, which is probably the loss."""
     scalar: list[int] = []
     others: list[int] = []
     for at, node in enumerate(graph.graph.output_node().args[0]):  # type: ignore[arg-type]

@@ -258,7 +258,7 @@ def _execution_order(graph: fx.Graph, forward: set[fx.Node], needed: set[fx.Node
 def normalise(joint: fx.GraphModule) -> None:
     """Drop what a training-mode BatchNorm's backward reads but does not use: the running statistics.
 
-    They are the forward pass's *updated* buffers; read, they would hold the buffers' copies and forbid the op to run again.
+    They are the *updated* buffers: read, they would hold copies of them until the backward pass.
     """
     for node in joint.graph.nodes:
         at = _BATCH_NORM_BACKWARD.get(node.target) if node.op == "call_function" else None

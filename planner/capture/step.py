@@ -42,11 +42,8 @@ class TrainingGraph:
 
 
 def find_loss(output: Any) -> torch.Tensor | None:
-    """The loss among a model's outputs: `output.loss`, `output["loss"]`, a lone scalar, or a scalar that comes first."""
-    if isinstance(output, Mapping):
-        found = output.get("loss")
-    else:
-        found = getattr(output, "loss", None)
+    """The loss among a model's outputs: `output.loss`, `output["loss"]`, the output itself, or what comes first."""
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if found is None and isinstance(output, (tuple, list)) and output:
         found = output[0]
     if found is None:
@@ -63,7 +60,8 @@ def capture(
 
     Args:
         model: in the mode (training or evaluation) in which it will run.
-        args, kwargs: what it is called with.
+        args: positional arguments that it is called with.
+        kwargs: keyword arguments.
         loss_fn: the model's output -> the scalar loss; None: the loss is among the outputs (`find_loss`), or unknown,
             and then every differentiable output gets a gradient.
 
@@ -201,7 +199,7 @@ class _DryPass:
                 loss, loss_bytes, source = found, 0, "model"
             else:  # unknown: every output may get a gradient, and a loss may need as much again
                 sizes = [t.untyped_storage().nbytes() for t in _leaves(output) if _differentiable(t)]
-                return {key: () for key in self.cut}, sum(sizes), 16, "unknown"
+                return dict.fromkeys(self.cut, ()), sum(sizes), 16, "unknown"
             last = [t for t in self.outputs[-1][1] if _differentiable(t)]
             with meter:  # up to the last region: what the loss outside allocates
                 made = torch.autograd.grad(loss, last, allow_unused=True, retain_graph=True)

@@ -16,8 +16,7 @@ _MOST_POINTS = 600
 def to_html(plan: Plan) -> str:
     """The answer in one line, the predicted timeline with the budget, and a table per module."""
     rows = "".join(
-        f"<tr><td style='text-align:left'>{escape(r.name or '(the model)')}{f' &times;{r.count}' if r.count > 1 else ''}</td>"
-        f"<td>{gb(r.kept)}</td><td>{gb(r.recomputed)}</td><td>{r.seconds:.2g} s</td></tr>"
+        f"<tr><td style='text-align:left'>{escape(r.label)}</td><td>{gb(r.kept)}</td><td>{gb(r.recomputed)}</td><td>{r.seconds:.2g} s</td></tr>"
         for r in by_module(plan.decisions)[:12]
     )
     account = "".join(
@@ -32,8 +31,8 @@ def to_html(plan: Plan) -> str:
         f"{gb(plan.baseline_peak_bytes)} with everything kept; {plan.overhead:.1%} more time, "
         f"at most {plan.gap:.1%} above the best possible ({escape(plan.solver)}, {plan.solve_seconds:.1f} s).</p>{note}"
         f"{timeline_svg(plan.timeline, plan.budget_bytes, plan.resident_bytes)}"
-        "<table><thead><tr><th style='text-align:left'>module</th><th>kept</th><th>recomputed</th><th>time paid</th></tr></thead>"
-        f"<tbody>{rows}</tbody></table>"
+        "<table><thead><tr><th style='text-align:left'>module</th><th>kept</th><th>recomputed</th>"
+        f"<th>time paid</th></tr></thead><tbody>{rows}</tbody></table>"
         f"<details><summary>What makes up the peak</summary><table><tbody>{account}</tbody></table></details></div>"
     )
 

@@ -20,6 +20,11 @@ class ModuleRow:
     recomputed: int
     seconds: float
 
+    @property
+    def label(self) -> str:
+        """The name, with how many there are."""
+        return f"{self.name or '(the model)'}{f' x{self.count}' if self.count > 1 else ''}"
+
 
 def by_module(decisions: Iterable[Decision]) -> list[ModuleRow]:
     """One row per kind of module, the largest first.

@@ -48,7 +48,5 @@ def summary(plan: Plan) -> str:
 
 
 def _row(row: ModuleRow) -> str:
-    name = f"{row.name or '(the model)'}{f' x{row.count}' if row.count > 1 else ''}"
-    if len(name) > 44:
-        name = "..." + name[-41:]
+    name = row.label if len(row.label) <= 44 else "..." + row.label[-41:]
     return f"{name:<44} {gb(row.kept):>10} {gb(row.recomputed):>12} {row.seconds:>9.2g}"

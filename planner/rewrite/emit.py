@@ -1,6 +1,6 @@
 """A schedule, written as the forward and the backward `torch.fx.GraphModule` of a region.
 
-An op that runs again is cloned where the schedule runs it; views are cheap and are derived anew wherever they are needed.
+An op that runs again is cloned where the schedule runs it; views are cheap and are derived anew where they are needed.
 What is alive across the boundary becomes an output of the forward graph and an input of the backward graph. A tensor is
 freed by the generated code after its last use, as `torch.fx` does for every variable.
 """
@@ -25,7 +25,8 @@ def emit(region: Region, forward: Sequence[int], backward: Sequence[int]) -> tup
 
     Args:
         region: what was captured.
-        forward, backward: indices into `region.ops` in the order in which the two passes run them.
+        forward: indices into `region.ops`, in the order in which the forward pass runs them.
+        backward: the same for the backward pass.
 
     Returns:
         Forward: primals -> forward outputs, then what is kept. Backward: what was kept, then the gradients that come

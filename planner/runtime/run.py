@@ -48,7 +48,7 @@ class _NoGradient(torch.autograd.Function):
 
 
 def call_signature(model: nn.Module, args: Any, kwargs: Any) -> tuple[object, ...]:
-    """Equal for calls that one plan serves: same shapes, dtypes, devices, other arguments, modes and frozen parameters."""
+    """Equal for calls that one plan serves: same shapes, dtypes, devices, other arguments, modes, frozen parts."""
 
     def describe(x: Any) -> Any:
         if isinstance(x, torch.Tensor):
@@ -100,10 +100,12 @@ class Runtime:
                 result = self.compiled(*args, **kwargs)
         except Exception as e:  # what our backend refuses, torch.compile wraps
             inner = getattr(e, "inner_exception", None)
-            raise inner if isinstance(inner, PlannerError) else e
+            if isinstance(inner, PlannerError):
+                raise inner from None
+            raise
         if self.regions_run == before:
             raise ApplyError(
-                "torch.compile ran the model without its plan (is TORCH_COMPILE_DISABLE or torch.compiler.disable on?); "
+                "torch.compile ran the model without its plan (is it disabled by TORCH_COMPILE_DISABLE or a stance?); "
                 "remove() the plan to run without one"
             )
         return result

@@ -62,7 +62,8 @@ class Verification:
             f"({self.prediction_error:+.2%}), budget {gb(self.budget_bytes)} "
             f"({'held' if self.within_budget else 'EXCEEDED'}), without a plan {gb(self.unplanned_bytes)}; "
             f"gradients {'agree' if self.gradients_agree else 'DIFFER'} (largest relative difference "
-            f"{self.gradient_error:.1e}); step {self.planned_seconds:.3f} s, without a plan {self.unplanned_seconds:.3f} s"
+            f"{self.gradient_error:.1e}); "
+            f"step {self.planned_seconds:.3f} s, without a plan {self.unplanned_seconds:.3f} s"
         )
 
 
