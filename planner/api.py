@@ -95,6 +95,7 @@ def _problem(request: Request, graph: TrainingGraph) -> tuple[Lowered, tuple[tup
         loss_bytes=graph.loss_bytes,
         # loss.backward() holds the loss's own gradient; before torch 2.13, autograd holds any that enter a region
         tangents_pinned=graph.loss == "model" or not hasattr(torch.autograd.Function, "boxed_grads_call"),
+        granularity=512 if where.type == "cuda" else 1,
         budget=request.budget_bytes,
     )
     return lowered, lines

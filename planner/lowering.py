@@ -56,6 +56,7 @@ def lower(
     loss_workspace: int = 0,
     loss_bytes: int = 0,
     tangents_pinned: bool = True,
+    granularity: int = 1,
     budget: int | None = None,
 ) -> Lowered:
     """Write the training step as a `Problem`.
@@ -67,6 +68,7 @@ def lower(
         loss_workspace: bytes held only while the loss outside the model is computed, beside the gradients it makes.
         loss_bytes: bytes held from the loss to the end of the backward pass, for the same reason.
         tangents_pinned: whether the gradients that enter a backward pass are held until it ends.
+        granularity: what the allocator rounds sizes up to, in bytes.
         budget: bytes, None for no limit.
     """
     ops: list[Op] = []
@@ -78,7 +80,7 @@ def lower(
     incoming: list[int] = []
     for region in regions:
         offset.append(len(sizes))
-        sizes.extend(v.nbytes for v in region.values)
+        sizes.extend(-(-v.nbytes // granularity) * granularity for v in region.values)
 
     def add(r: int, indices: range) -> None:
         start = offset[r]

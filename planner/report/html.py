@@ -16,7 +16,8 @@ _MOST_POINTS = 600
 def to_html(plan: Plan) -> str:
     """The answer in one line, the predicted timeline with the budget, and a table per module."""
     rows = "".join(
-        f"<tr><td style='text-align:left'>{escape(r.label)}</td><td>{gb(r.kept)}</td><td>{gb(r.recomputed)}</td><td>{r.seconds:.2g} s</td></tr>"
+        f"<tr><td style='text-align:left'>{escape(r.label)}</td><td>{gb(r.kept)}</td>"
+        f"<td>{gb(r.recomputed)}</td><td>{r.seconds:.2g} s</td></tr>"
         for r in by_module(plan.decisions)[:12]
     )
     account = "".join(

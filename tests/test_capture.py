@@ -1,0 +1,200 @@
+"""Awkward models, small: aliasing, mutation, randomness, routing, several regions; each as eager, and as predicted."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from planner import CaptureError, InfeasibleBudgetError, plan
+
+from .measure import held_before, results, step_peak
+from .real_models import Case
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 64):
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return x + self.narrow(F.gelu(self.wide(x)))
+
+
+class Base(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = Block(), Block(), Block()
+
+    def forward(self, x):
+        return self.c(self.middle(self.b(self.a(x)))).square().mean()
+
+    def middle(self, x):
+        return x
+
+
+class InPlace(Base):
+    def middle(self, x):
+        y = x * 2
+        y[:, :8] += 1
+        return F.relu(y, inplace=True).view(-1, 8, 8).transpose(1, 2).reshape(x.shape)
+
+
+class Dropout(Base):
+    def middle(self, x):
+        return F.dropout(x, 0.3) + torch.rand_like(x)
+
+
+class AttentionDropout(Base):
+    def middle(self, x):
+        q = x.view(-1, 4, 16, 64).transpose(1, 2)[:, :, :4]
+        return x + F.scaled_dot_product_attention(q, q, q, dropout_p=0.2).mean()
+
+
+class Routing(Base):
+    def middle(self, x):
+        weights, chosen = torch.topk(x.softmax(-1), 4, dim=-1)
+        return x + (weights * torch.gather(x, 1, chosen)).sum(-1, keepdim=True)
+
+
+class BatchNorm(Base):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(64, momentum=0.3)
+
+    def middle(self, x):
+        return torch.sigmoid(self.norm(torch.tanh(x)))
+
+
+class OwnBuffer(Base):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(64))
+
+    def middle(self, x):
+        y = torch.tanh(x * (1 + self.seen))
+        self.seen.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return y
+
+
+class Tied(Base):
+    def __init__(self):
+        super().__init__()
+        self.c.wide.weight = self.a.wide.weight
+
+
+class Split(Base):
+    def middle(self, x):
+        left, right = x.chunk(2, dim=-1)
+        first, *_ = torch.split(torch.cat([right, left], -1), 16, dim=-1)
+        return x * first.sum(-1, keepdim=True).sigmoid()
+
+
+class TwoRegions(Base):
+    def middle(self, x):
+        torch._dynamo.graph_break()
+        return x
+
+
+class Swish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x.sigmoid()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        s = x.sigmoid()
+        return gradient * s * (1 + x * (1 - s))
+
+
+class OwnFunction(Base):
+    def middle(self, x):
+        return Swish.apply(x)
+
+
+class Sequence(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.layer = nn.LayerNorm(64), nn.TransformerEncoderLayer(64, 4, 256, batch_first=True)
+
+    def forward(self, x):
+        return self.layer(self.norm(x.view(8, -1, 64))).square().mean()
+
+
+class Scalar(Case):
+    def loss(self, output: Any) -> torch.Tensor:
+        return output
+
+
+AWKWARD = [
+    InPlace, Dropout, AttentionDropout, Routing, BatchNorm, OwnBuffer, Tied, Split, TwoRegions, OwnFunction, Sequence
+]  # fmt: skip
+
+
+def make(kind: type[nn.Module]) -> Scalar:
+    return Scalar(kind().train(), {"x": torch.randn(512, 64)})
+
+
+@pytest.mark.parametrize("kind", AWKWARD, ids=lambda k: k.__name__)
+def test_awkward_models_train_as_before_within_the_budget(kind, tmp_path):
+    case = make(kind)
+    eager = results(case)
+    full = plan(case.model, case.batch, budget_gb=1)
+    full.apply()
+    same_graph = results(case)
+    full.remove()
+    try:
+        p = plan(case.model, case.batch, budget_gb=0.7 * full.baseline_peak_bytes / 2**30)
+    except InfeasibleBudgetError as e:
+        p = plan(case.model, case.batch, budget_gb=e.minimum_gb)
+    assert p.overhead > 0
+    p.apply()
+    ours = results(case)
+    measured = held_before(case) + step_peak(case, tmp_path)
+    p.remove()
+    for key, theirs in same_graph.items():
+        assert torch.equal(ours[key], theirs), key
+    for key, theirs in eager.items():
+        torch.testing.assert_close(ours[key], theirs, msg=lambda m, key=key: f"{key}: {m}")
+    assert measured <= p.budget_bytes
+    if kind is not TwoRegions:  # several regions are planned with room to spare between them
+        assert measured == pytest.approx(p.peak_bytes, rel=0.02)
+
+
+def test_several_regions_are_one_plan():
+    case = make(TwoRegions)
+    p = plan(case.model, case.batch, budget_gb=1)
+    assert len(p.graph_modules) == 2
+    assert [m.phase for m in p.timeline] == sorted(
+        [m.phase for m in p.timeline], key=["forward", "loss", "backward"].index
+    )
+
+
+def test_what_must_not_run_twice_is_kept_with_a_reason():
+    case = make(Routing)
+    try:
+        p = plan(case.model, case.batch, budget_gb=1e-4)
+    except InfeasibleBudgetError as e:
+        p = plan(case.model, case.batch, budget_gb=e.minimum_gb)
+    routed = [d for d in p.decisions if "topk" in d.reason]
+    assert routed
+    assert all(d.action == "keep" for d in routed)
+
+
+def test_a_model_that_cannot_be_captured_is_refused_in_words():
+    class Uncapturable(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        @torch.compiler.disable
+        def forward(self, x):
+            return self.layer(x).sum()
+
+    model = Uncapturable()
+    with pytest.raises(CaptureError, match="Uncapturable"):
+        plan(model, torch.randn(2, 4), budget_gb=1)
+    assert model._compiled_call_impl is None
