@@ -17,6 +17,7 @@ from .errors import ApplyError, InfeasibleBudgetError
 from .estimate.device import find_device
 from .estimate.ops import estimate
 from .estimate.resident import account
+from .estimate.workspace import measure
 from .lowering import Lowered, lower, raise_schedule
 from .plan import GraphModules, PendingPlan, Plan
 from .request import GB, Request, check
@@ -87,14 +88,15 @@ def _problem(request: Request, graph: TrainingGraph) -> tuple[Lowered, tuple[tup
     device = find_device(request.device, where)
     lines = account(model, request.args or (), request.kwargs, request.optimizer)
     measurable = where if where.type == device.type and where.type in ("cpu", "cuda") else None
+    outside = measure(graph.loss.calls, measurable, progress=False) if measurable is not None else {}
     lowered = lower(
         graph.regions,
         estimate(graph.regions, device, measure_on=measurable, progress=request.progress),
         resident=sum(size for _, size in lines),
-        loss_workspace=graph.loss_workspace,
-        loss_bytes=graph.loss_bytes,
+        loss_workspace=graph.loss.workspace,
+        loss_bytes=graph.loss.held + sum(a.excess for a in outside.values()),
         # loss.backward() holds the loss's own gradient; before torch 2.13, autograd holds any that enter a region
-        tangents_pinned=graph.loss == "model" or not hasattr(torch.autograd.Function, "boxed_grads_call"),
+        tangents_pinned=graph.loss.source == "model" or not hasattr(torch.autograd.Function, "boxed_grads_call"),
         granularity=512 if where.type == "cuda" else 1,
         budget=request.budget_bytes,
     )

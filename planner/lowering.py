@@ -18,11 +18,19 @@ LOSS = -1  # the op of no region
 
 @dataclass(frozen=True, slots=True)
 class OpEstimate:
-    """What one op costs: seconds and FLOPs, and bytes held only while it runs."""
+    """What one op costs.
+
+    Attributes:
+        seconds: time of one run.
+        flops: of one run.
+        workspace: bytes held only while it runs.
+        excess: bytes that its results hold beyond the sizes of their storages in the graph.
+    """
 
     seconds: float
     flops: int
     workspace: int
+    excess: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,17 +86,21 @@ def lower(
     pinned: set[int] = set()
     outputs: list[int] = []
     incoming: list[int] = []
-    for region in regions:
+    for region, estimated in zip(regions, estimates, strict=True):
         offset.append(len(sizes))
-        sizes.extend(-(-v.nbytes // granularity) * granularity for v in region.values)
+        nbytes = [v.nbytes for v in region.values]
+        for op, estimate in zip(region.ops, estimated, strict=True):
+            if estimate.excess and op.writes:
+                nbytes[op.writes[0]] += estimate.excess
+        sizes.extend(-(-n // granularity) * granularity for n in nbytes)
 
     def add(r: int, indices: range) -> None:
         start = offset[r]
         for i in indices:
-            op, estimate = regions[r].ops[i], estimates[r][i]
-            reads, writes = (tuple(start + v for v in vs) for vs in (op.reads, op.writes))
-            name = op.node.name if op.kind == "call" else f"{op.node.name}_{op.kind}"
-            ops.append(Op(name, reads, writes, estimate.seconds, estimate.workspace, not op.keep_because, r))
+            graph_op, cost = regions[r].ops[i], estimates[r][i]
+            reads, writes = (tuple(start + v for v in vs) for vs in (graph_op.reads, graph_op.writes))
+            name = graph_op.node.name if graph_op.kind == "call" else f"{graph_op.node.name}_{graph_op.kind}"
+            ops.append(Op(name, reads, writes, cost.seconds, cost.workspace, not graph_op.keep_because, r))
             origin.append(LoweredOp(r, i))
 
     for r, region in enumerate(regions):

@@ -64,6 +64,10 @@ def check(
         raise ModelError(f"plan() needs a torch.nn.Module; it was given {model!r} of type {type(model).__name__}")
     if not any(p.requires_grad for p in model.parameters()):
         raise ModelError(f"{type(model).__name__}: no parameter needs a gradient, so there is no training step to plan")
+    if any(nn.parameter.is_lazy(p) for p in model.parameters()):
+        raise ModelError(
+            f"{type(model).__name__} has lazy parameters without a shape; run it once on a batch, then plan"
+        )
     good = isinstance(budget_gb, (int, float)) and not isinstance(budget_gb, bool)
     if not good or not math.isfinite(budget_gb) or budget_gb <= 0:
         raise BudgetError(f"budget_gb={budget_gb!r} must be a positive, finite number of GB (1 GB = 2**30 bytes)")

@@ -1,7 +1,8 @@
-"""What one training step does, by torch's profiler and by autograd: nothing here is the planner's own."""
+"""What one training step does, by torch's profiler and by autograd; nothing here is the planner's own."""
 
 import gc
 import json
+from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,16 @@ def step_peak(case: Case, folder: Path) -> int:
     """The most bytes that one step holds above what was held before it, from the profiler's allocator events."""
     step(case)  # warm up: compile, fill caches
     case.model.zero_grad(set_to_none=True)
+    peak = peak_of(lambda: step(case), folder)
+    case.model.zero_grad(set_to_none=True)
+    return peak
+
+
+def peak_of(run: Callable[[], object], folder: Path) -> int:
+    """The most bytes that a piece of code holds above what was held before it."""
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        step(case)
-    case.model.zero_grad(set_to_none=True)
+        run()
     trace = folder / "trace.json"
     profiler.export_chrome_trace(str(trace))
     events = [e for e in json.loads(trace.read_text())["traceEvents"] if e["name"] == "[memory]"]

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from planner import CaptureError, InfeasibleBudgetError, plan
+from planner import CaptureError, InfeasibleBudgetError, ModelError, plan
 
-from .measure import held_before, results, step_peak
+from .measure import held_before, peak_of, results, step_peak
 from .real_models import Case
 
 
@@ -115,6 +115,46 @@ class OwnFunction(Base):
         return Swish.apply(x)
 
 
+class Noise(torch.autograd.Function):
+    """Draws in its forward pass what only its backward pass uses: the order of draws must stay."""
+
+    @staticmethod
+    def forward(ctx, x):
+        noise = torch.randn_like(x)
+        ctx.save_for_backward(noise)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (noise,) = ctx.saved_tensors
+        return gradient * noise
+
+
+class DrawnForBackward(Base):
+    def middle(self, x):
+        return F.dropout(torch.tanh(Noise.apply(F.dropout(x, 0.1))), 0.1)
+
+
+class BuffersOfOneStorage(Base):
+    def __init__(self):
+        super().__init__()
+        both = torch.ones(2, 64)
+        self.register_buffer("first", both[0])
+        self.register_buffer("both", both)
+
+    def middle(self, x):
+        y = torch.tanh(x + self.first)
+        self.both.mul_(0.9)
+        return y
+
+
+class SquaredError(Base):
+    """On the CPU, mse_loss returns a scalar in a storage of its input's size."""
+
+    def forward(self, x):
+        return F.mse_loss(self.c(self.b(self.a(x))), x)
+
+
 class Sequence(nn.Module):
     def __init__(self):
         super().__init__()
@@ -130,7 +170,8 @@ class Scalar(Case):
 
 
 AWKWARD = [
-    InPlace, Dropout, AttentionDropout, Routing, BatchNorm, OwnBuffer, Tied, Split, TwoRegions, OwnFunction, Sequence
+    InPlace, Dropout, AttentionDropout, Routing, BatchNorm, OwnBuffer, Tied, Split, TwoRegions, OwnFunction, Sequence,
+    DrawnForBackward, BuffersOfOneStorage, SquaredError,
 ]  # fmt: skip
 
 
@@ -198,3 +239,87 @@ def test_a_model_that_cannot_be_captured_is_refused_in_words():
     with pytest.raises(CaptureError, match="Uncapturable"):
         plan(model, torch.randn(2, 4), budget_gb=1)
     assert model._compiled_call_impl is None
+
+
+def test_a_squared_error_outside_the_model_is_counted(tmp_path):
+    model, x = nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(64, 64), nn.GELU())]), torch.randn(512, 64)
+
+    class Outside(Case):
+        def loss(self, output):
+            return F.mse_loss(output, self.batch["input"])
+
+    case = Outside(model, {"input": x})
+    p = plan(model, x, budget_gb=1, loss_fn=case.loss)
+    p.apply()
+
+    def one_step():
+        output = model(x)
+        loss = case.loss(output)
+        loss.backward()
+        return output, loss  # a loop holds both until the step is done
+
+    one_step()
+    model.zero_grad()
+    measured = held_before(case) + peak_of(one_step, tmp_path)
+    assert measured <= p.peak_bytes
+    assert measured == pytest.approx(p.peak_bytes, rel=0.02)
+
+
+class Hooked(Base):
+    def __init__(self):
+        super().__init__()
+        self.b.register_full_backward_hook(lambda module, gradients_in, gradients_out: None)
+
+
+class Disabled(Base):
+    @torch.compiler.disable
+    def middle(self, x):
+        return torch.sin(x) * torch.sigmoid(x) + x.exp().log1p()
+
+
+class Repeated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*[Broken() for _ in range(4)])
+
+    def forward(self, x):
+        return self.layers(x).square().mean()
+
+
+class Broken(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x):
+        torch._dynamo.graph_break()
+        return torch.tanh(self.layer(x))
+
+
+class OverwrittenLater(Base):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(64))
+
+    def middle(self, x):
+        y = torch.tanh(x + self.seen)
+        torch._dynamo.graph_break()
+        with torch.no_grad():
+            self.seen.add_(y.mean(0))
+        return y
+
+
+@pytest.mark.parametrize("kind", [Hooked, Disabled, Repeated, OverwrittenLater], ids=lambda k: k.__name__)
+def test_what_no_plan_could_hold_is_refused(kind):
+    case = make(kind)
+    buffers = {name: b.clone() for name, b in case.model.named_buffers()}
+    with pytest.raises(CaptureError, match=kind.__name__):
+        plan(case.model, case.batch, budget_gb=1)
+    assert case.model._compiled_call_impl is None
+    for name, b in case.model.named_buffers():
+        assert torch.equal(b, buffers[name])
+
+
+def test_lazy_parameters_are_refused():
+    with pytest.raises(ModelError, match="lazy"):
+        plan(nn.Sequential(nn.LazyLinear(4)), torch.randn(2, 4), budget_gb=1)

@@ -17,7 +17,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from ..errors import CaptureError
-from .private import FakeCopyMode, FakeTensorMode, aot_autograd, dynamo_config
+from .private import BoxedCodeGen, FakeCopyMode, FakeTensorMode, aot_autograd, dynamo_config
 from .region import Region, analyse
 
 Partition = Callable[[Region], tuple[fx.GraphModule, fx.GraphModule]]
@@ -129,3 +129,15 @@ def to_fake(
 
     fake_args, fake_kwargs = pytree.tree_map_only(torch.Tensor, fake, (tuple(args), dict(kwargs)))
     return mode, fake_model, fake_args, fake_kwargs
+
+
+def boxed(graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
+    """A graph as a callable that takes one list and empties it, so that an input is freed after its last use."""
+    graph.graph.set_codegen(BoxedCodeGen())
+    graph.recompile()
+
+    def call(arguments: list[Any]) -> Any:
+        return graph.forward(arguments)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from .safety import keep_reason, rng_state_bytes
+from .safety import is_random, keep_reason, rng_state_bytes
 
 Kind = Literal["call", "rng_state"]
 
@@ -118,13 +118,11 @@ def analyse(joint: fx.GraphModule, num_fwd_outputs: int) -> Region:
     flat = list(output.args[0])  # type: ignore[arg-type]
     descs = output.meta.get("desc") or [None] * len(flat)
     fwd_outputs, grads = flat[:num_fwd_outputs], flat[num_fwd_outputs:]
-    mutated = frozenset(
-        primals[d.mutated_input.idx]
-        for d in descs[:num_fwd_outputs]
-        if _is_mutation(d) and hasattr(d.mutated_input, "idx")
-    )
+    mutated = _mutated(primals, [d for d in descs[:num_fwd_outputs] if _is_mutation(d)])
     returned = tuple(n for n, d in zip(fwd_outputs, descs, strict=False) if not _is_mutation(d))
-    forward = _ancestors(n for n in fwd_outputs if isinstance(n, fx.Node))
+    # random ops draw in the order of the forward pass, whoever uses what they draw
+    drawn = [n for n in graph.nodes if is_random(n) and n.meta.get("partitioner_tag") == "is_forward"]
+    forward = _ancestors([*(n for n in fwd_outputs if isinstance(n, fx.Node)), *drawn])
     order = _execution_order(graph, forward, _ancestors(n for n in grads if isinstance(n, fx.Node)))
 
     storages: dict[int, int] = {}  # storage -> value
@@ -188,6 +186,13 @@ def analyse(joint: fx.GraphModule, num_fwd_outputs: int) -> Region:
         value_of=value_of,
         fingerprint=fingerprint(graph),
     )
+
+
+def _mutated(primals: tuple[fx.Node, ...], descs: list[Any]) -> frozenset[fx.Node]:
+    """The inputs that are overwritten; all of them where a name does not say which."""
+    named = {d.mutated_input for d in descs}
+    found = frozenset(n for n in primals if n.meta.get("desc") in named)
+    return found if len(found) == len(named) else frozenset(primals)
 
 
 def _is_mutation(desc: Any) -> bool:

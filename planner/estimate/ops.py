@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
+from ..capture.call import Call, describe_call
 from ..capture.region import GraphOp, Region, map_nodes, tensors
+from ..capture.safety import rng_state_bytes
 from ..lowering import OpEstimate
 from .device import Device
-from .workspace import workspaces
+from .workspace import Allocated, measure
 
 _ATEN = torch.ops.aten
 # attention kernels that torch.utils.flop_counter does not know, and one of the same arguments that it does
@@ -34,18 +36,34 @@ def estimate(
         measure_on: the device to run each distinct op once on, for its workspace; None: not measured, taken as 0.
         progress: show a progress bar; None for only where a terminal is watching.
     """
-    calls = [op.node for region in regions for op in region.ops if op.kind == "call"]
-    spaces = workspaces(calls, measure_on, progress=progress) if measure_on is not None else {}
-    return tuple(tuple(_estimate(op, device, spaces.get(op.node, 0)) for op in region.ops) for region in regions)
+    found = measure(map(call_of, _calls(regions)), measure_on, progress=progress) if measure_on is not None else {}
+    return tuple(tuple(_estimate(op, device, found) for op in region.ops) for region in regions)
 
 
-def _estimate(op: GraphOp, device: Device, workspace: int) -> OpEstimate:
+def _calls(regions: Sequence[Region]) -> Iterator[fx.Node]:
+    for region in regions:
+        for op in region.ops:
+            if op.kind == "call" and isinstance(op.node.target, torch._ops.OpOverload):
+                yield op.node
+
+
+def call_of(node: fx.Node) -> Call:
+    """The call that a node makes, by its fake tensors."""
+    args, kwargs = map_nodes((node.args, dict(node.kwargs)), lambda n: n.meta.get("val"))
+    target: Any = node.target
+    return describe_call(target, args, kwargs, node.meta.get("val"))
+
+
+def _estimate(op: GraphOp, device: Device, found: Mapping[str, Allocated]) -> OpEstimate:
     if op.kind == "rng_state":
-        return OpEstimate(0.0, 0, 0)
+        return OpEstimate(0.0, 0, 0, 0)
     flops, moved = node_flops(op.node), bytes_moved(op.node)
     width = min((t.element_size() for t in tensors(op.node) if t.is_floating_point()), default=4)
-    rate = device.flops.get(width, device.flops[4])
-    return OpEstimate(max(flops / rate, moved / device.bandwidth) + device.launch, flops, workspace)
+    seconds = max(flops / device.flops.get(width, device.flops[4]), moved / device.bandwidth) + device.launch
+    allocated = found.get(call_of(op.node).key) if found else None
+    workspace, excess = (allocated.workspace, allocated.excess) if allocated else (0, 0)
+    # replaying a random op saves the generator's present state beside the one it runs under
+    return OpEstimate(seconds, flops, workspace + (rng_state_bytes(op.node)), excess)
 
 
 def node_flops(node: fx.Node) -> int:

@@ -3,93 +3,94 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
 from torch.utils import _pytree as pytree
 from tqdm import tqdm
 
-from ..capture.region import map_nodes, tensors
+from ..capture.call import Call, TensorSpec, storages
 from ..runtime.meter import marked, record_allocations
 
 
-def workspaces(nodes: Iterable[fx.Node], device: torch.device, *, progress: bool | None = None) -> dict[fx.Node, int]:
-    """For each node, the bytes that it holds only while it runs, beyond its results.
+@dataclass(frozen=True, slots=True)
+class Allocated:
+    """What one run of an op showed, in bytes.
 
-    Each distinct op (target, shapes, strides, dtypes, other arguments) runs once, on zeros; an op that fails on zeros
-    counts as 0. The random generators are left as they were.
+    Attributes:
+        workspace: held only while it runs, beside its results.
+        excess: what its results hold beyond the size that fake tensors give them (on the CPU, `mse_loss` returns a
+            scalar in a storage of its input's size).
     """
-    by_key: dict[str, list[fx.Node]] = {}
-    for node in nodes:
-        if isinstance(node.target, torch._ops.OpOverload):
-            by_key.setdefault(op_key(node), []).append(node)
+
+    workspace: int
+    excess: int
+
+
+def measure(calls: Iterable[Call], device: torch.device, *, progress: bool | None = None) -> dict[str, Allocated]:
+    """Run each distinct op (target, shapes, strides, dtypes, other arguments) once, on zeros.
+
+    An op that fails on zeros counts as nothing. The random generators are left as they were.
+
+    Args:
+        calls: what to run.
+        device: where.
+        progress: show a progress bar; None for only where a terminal is watching.
+
+    Returns:
+        What each allocated, by `Call.key`.
+    """
+    distinct = {call.key: call for call in calls}
     disable = None if progress is None else not progress
-    bar = tqdm(by_key.items(), desc="measuring ops", unit=" ops", leave=False, disable=disable)
-    devices = [device] if device.type == "cuda" else []
-    found: dict[fx.Node, int] = {}
-    with torch.random.fork_rng(devices=devices), torch.no_grad():
-        for key, peak in _peaks(bar, device):
-            for node in by_key[key]:
-                results = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors(node)}
-                for n in node.all_input_nodes:
-                    for t in tensors(n):
-                        results.pop(t.untyped_storage()._cdata, None)
-                found[node] = max(0, peak - sum(results.values()))
-    return found
+    bar = tqdm(distinct.values(), desc="measuring ops", unit=" ops", leave=False, disable=disable)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
+        runs = _on_cuda(bar, device) if device.type == "cuda" else _on_cpu(bar, device)
+    return {
+        call.key: Allocated(max(0, peak - made), max(0, made - call.made_bytes))
+        for call, (peak, made) in zip(distinct.values(), runs, strict=True)
+    }
 
 
-def op_key(node: fx.Node) -> str:
-    """Equal for two calls that allocate alike."""
-    args, kwargs = map_nodes((node.args, dict(node.kwargs)), _Text)
-    return f"{node.target}{args}{kwargs}"
+def _on_cuda(calls: Iterable[Call], device: torch.device) -> list[tuple[int, int]]:
+    """For each call, the peak above its inputs and the bytes of its results."""
+    runs = []
+    for call in calls:
+        args, kwargs = _arguments(call, device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        made = _run(call, args, kwargs)
+        runs.append((torch.cuda.max_memory_allocated(device) - before, made))
+    return runs
 
 
-class _Text:
-    """A node's tensors by shape, strides and dtype, as text; fx leaves unknown objects in arguments alone."""
-
-    def __init__(self, node: fx.Node) -> None:
-        self.text = repr([(tuple(t.shape), t.stride(), t.dtype) for t in tensors(node)])
-
-    def __repr__(self) -> str:
-        return self.text
-
-
-def _peaks(keyed: Iterable[tuple[str, list[fx.Node]]], device: torch.device) -> list[tuple[str, int]]:
-    peaks: list[tuple[str, int]] = []
-    if device.type == "cuda":
-        for key, (node, *_) in keyed:
-            args, kwargs = _real_arguments(node, device)
-            torch.cuda.reset_peak_memory_stats(device)
-            before = torch.cuda.memory_allocated(device)
-            _call(node, args, kwargs)
-            peaks.append((key, torch.cuda.max_memory_allocated(device) - before))
-        return peaks
+def _on_cpu(calls: Iterable[Call], device: torch.device) -> list[tuple[int, int]]:
+    made: list[int] = []
 
     def run_all() -> None:
-        for key, (node, *_) in keyed:
-            args, kwargs = _real_arguments(node, device)
-            with marked(key):
-                result = _call(node, args, kwargs)
-            del result, args, kwargs
+        for call in calls:
+            args, kwargs = _arguments(call, device)
+            with marked(str(len(made))):
+                size = _run(call, args, kwargs)
+            made.append(size)
 
     recorded = record_allocations(run_all)
-    return [(key, recorded.peak(events)) for key, events in recorded.marks]
+    peaks = {int(name): recorded.peak(events) for name, events in recorded.marks}
+    return [(peaks[n], size) for n, size in enumerate(made)]
 
 
-def _call(node: fx.Node, args: Any, kwargs: Any) -> Any:
+def _run(call: Call, args: Any, kwargs: Any) -> int:
+    """Run a call; returns the bytes of the storages that it made."""
     try:
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+        made = storages(call.target(*args, **kwargs))
     except Exception:  # what an op says of zeros is of no interest: only what it allocates is
-        return None
+        return call.made_bytes
+    return sum(size for storage, size in made.items() if storage not in storages((args, kwargs)))
 
 
-def _real_arguments(node: fx.Node, device: torch.device) -> tuple[Any, Any]:
-    def real(t: torch.Tensor) -> torch.Tensor:
-        return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device).zero_()
+def _arguments(call: Call, device: torch.device) -> tuple[Any, Any]:
+    def real(spec: TensorSpec) -> torch.Tensor:
+        return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device).zero_()
 
-    def of(n: fx.Node) -> Any:
-        return pytree.tree_map_only(torch.Tensor, real, n.meta["val"])
-
-    args, kwargs = map_nodes((node.args, dict(node.kwargs)), of)
+    args, kwargs = pytree.tree_map_only(TensorSpec, real, (call.args, call.kwargs))
     return args, kwargs

@@ -10,9 +10,8 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from ..capture.dynamo import compile_call, dynamo_settings, make_backend
+from ..capture.dynamo import boxed, compile_call, dynamo_settings, make_backend
 from ..capture.region import Region, fingerprint
-from ..capture.step import boxed
 from ..errors import ApplyError, PlannerError
 from ..rewrite.emit import emit
 

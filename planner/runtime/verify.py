@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
-from ..capture.step import checked_loss, find_loss
+from ..capture.outside import checked_loss, find_loss, leaves
 from ..errors import BatchError, gb
 from ..request import arguments
 from .meter import record_allocations
@@ -127,8 +126,7 @@ def _loss(loss_fn: Callable[[Any], torch.Tensor] | None, output: Any) -> torch.T
         return checked_loss(loss_fn, output)
     if (loss := find_loss(output)) is not None:
         return loss
-    leaves = output.to_tuple() if hasattr(output, "to_tuple") else pytree.tree_leaves(output)
-    parts = [t.mean() for t in pytree.tree_leaves(leaves) if isinstance(t, torch.Tensor) and t.requires_grad]
+    parts = [t.mean() for t in leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
     if not parts:
         raise BatchError("the model's output holds nothing that needs a gradient")
     return torch.stack(parts).sum()

@@ -1,0 +1,59 @@
+"""One call of an op as plain data: what is needed to run it once more on other tensors of the same shapes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor without its contents."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """A call of an op, with a `TensorSpec` in the place of every tensor.
+
+    Attributes:
+        target: the op.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        made_bytes: size of the storages that it makes, as fake tensors tell.
+    """
+
+    target: torch._ops.OpOverload
+    args: Any
+    kwargs: Any
+    made_bytes: int
+
+    @property
+    def key(self) -> str:
+        """Equal for two calls that allocate alike."""
+        return f"{self.target}{self.args}{self.kwargs}"
+
+
+def describe_call(target: torch._ops.OpOverload, args: Any, kwargs: Any, result: Any) -> Call:
+    """The data of a call; holds none of its tensors."""
+
+    def spec(t: torch.Tensor) -> TensorSpec:
+        return TensorSpec(tuple(t.shape), tuple(t.stride()), t.dtype)
+
+    made = storages(result)
+    for storage in storages((args, kwargs)):
+        made.pop(storage, None)
+    plain_args, plain_kwargs = pytree.tree_map_only(torch.Tensor, spec, (tuple(args), dict(kwargs)))
+    return Call(target, plain_args, plain_kwargs, sum(made.values()))
+
+
+def storages(tree: Any) -> dict[int, int]:
+    """The storages of the tensors in a tree: identity -> bytes."""
+    leaves = (t for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor))
+    return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in leaves}
