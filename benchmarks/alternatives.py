@@ -1,8 +1,8 @@
-"""Eager, torch's own ways to save memory, and plans at the same peaks, on the demo's model: `python -m benchmarks.alternatives`.
+"""Torch's own ways to save memory, and plans at the same peaks, on the demo's model.
 
-Each runs in a process of its own, beside an eager copy of the model. Peaks come from `torch.profiler`'s allocator events,
-FLOPs from the profiler too (matrix products only; a `FlopCounterMode` makes torch.compile step aside), times from steps
-that alternate with eager's. Gradients are compared with eager's from the same seed, dropout included.
+Each runs in a process of its own, beside an eager copy of the model. Peaks come from the allocator events of
+`torch.profiler`; so do FLOPs (under a `FlopCounterMode`, torch.compile steps aside). Times come
+from steps that alternate with eager's. Gradients are compared with eager's from the same seed, dropout included.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def peak_bytes(model: nn.Module, batch: Batch) -> int:
 
 
 def flops(model: nn.Module, batch: Batch) -> int:
-    """Of the matrix products that one step runs."""
+    """Of one step, as the profiler counts them: matrix products, additions and multiplications."""
     with profile(activities=[ProfilerActivity.CPU], with_flops=True) as profiler:
         step(model, batch)
     model.zero_grad(set_to_none=True)
@@ -171,6 +171,7 @@ def main() -> None:
         )
     if options.output:
         report = {"device": "CPU, 1 thread", "torch": torch.__version__, "pairs": options.pairs, "rows": rows}
+        options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.write_text(json.dumps(report, indent=1) + "\n")
 
 

@@ -89,7 +89,7 @@ def benchmark(work: Workload, pairs: int) -> list[Row]:
 
 
 def _plan(work: Workload, budget_gb: float) -> tuple[Plan, bool, float]:
-    """The plan, or the one at the smallest feasible budget; whether it was feasible; the seconds of the one returned."""
+    """The plan, or the one at the smallest feasible budget; whether it was feasible; the seconds it took."""
     feasible = True
     while True:
         start = time.perf_counter()
@@ -147,16 +147,21 @@ def main() -> None:
         torch.manual_seed(0)
         results[name] = benchmark(WORKLOADS[name](), options.pairs)
         tqdm.write(table(name, results[name]) + "\n")
-    if options.output:
-        report = {
-            "device": "CPU, 1 thread",
-            "platform": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
-            "torch": torch.__version__,
-            "pairs": options.pairs,
-            "models": {name: [asdict(r) for r in rows] for name, rows in results.items()},
-        }
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(report, indent=1) + "\n")
+        if options.output:
+            _write(options.output, options.pairs, results)
+
+
+def _write(path: Path, pairs: int, results: dict[str, list[Row]]) -> None:
+    """The rows so far, as JSON."""
+    report = {
+        "device": "CPU, 1 thread",
+        "platform": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
+        "torch": torch.__version__,
+        "pairs": pairs,
+        "models": {name: [asdict(r) for r in rows] for name, rows in results.items()},
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":
