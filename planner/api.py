@@ -131,7 +131,7 @@ def _write(request: Request, graph: TrainingGraph, lowered: Lowered, solution: S
         solver=solution.solver,
         solve_seconds=solution.seconds,
         timeline=moments(lowered, solution),
-        decisions=decisions(graph.regions, lowered, solution),
+        decisions=decisions(graph.regions, lowered, solution, {name for name, _ in request.model.named_modules()}),
         graph_modules=modules,
         step_seconds=timeline.cost,
         account={**lines, **peak_account(problem, solution.schedule)},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch import fx
 
@@ -15,8 +15,10 @@ from .lowering import LOSS, Lowered
 from .plan import Decision, Moment
 
 
-def decisions(regions: Sequence[Region], lowered: Lowered, solution: Solution) -> tuple[Decision, ...]:
-    """One decision per forward value that the backward pass needs, in the order of the forward pass."""
+def decisions(
+    regions: Sequence[Region], lowered: Lowered, solution: Solution, modules: Collection[str]
+) -> tuple[Decision, ...]:
+    """One decision per forward value that the backward pass needs, in their order; `modules` are the model's paths."""
     problem = lowered.problem
     times = Counter(solution.schedule.steps)
     rerun_writes = _carried(problem, solution.schedule)
@@ -34,7 +36,7 @@ def decisions(regions: Sequence[Region], lowered: Lowered, solution: Solution) -
                     action="keep" if kept else "recompute",
                     nbytes=problem.sizes[v],
                     recompute_seconds=0.0 if kept else op.cost * (times[i] - 1),
-                    module=module_path(graph_op.node),
+                    module=module_path(graph_op.node, modules),
                     source=source_line(graph_op.node),
                     reason=graph_op.keep_because,
                 )
@@ -86,12 +88,18 @@ def peak_account(problem: Problem, schedule: Schedule) -> dict[str, int]:
     }
 
 
-def module_path(node: fx.Node) -> str:
-    """Path of the module that made a node, as `named_modules()` names it; "" for the model itself."""
+def module_path(node: fx.Node, names: Collection[str]) -> str:
+    """Path of the module that made a node, as `named_modules()` names it; "" for the model itself.
+
+    Args:
+        node: of a joint graph.
+        names: the paths of the model's modules.
+    """
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     path = str(next(reversed(stack.values()))[0]) if stack else ""
-    path = re.sub(r"\[['\"]?([^\]'\"]+)['\"]?\]", r".\1", path)  # L['model'].h[0] -> L.model.h.0
-    return path.removeprefix("L.model").strip(".").replace("_modules.", "")
+    # Dynamo's own name for it, as L['model']._modules['h']._modules['0']: the user's is the longest end of it
+    parts = [p for p in re.split(r"[\[\].'\"]+", path) if p and p != "_modules"]
+    return next((end for i in range(len(parts)) if (end := ".".join(parts[i:])) in names), "")
 
 
 def source_line(node: fx.Node) -> str:

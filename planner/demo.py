@@ -20,7 +20,7 @@ def small_gpt2() -> tuple[nn.Module, dict[str, torch.Tensor]]:
         from transformers import GPT2Config, GPT2LMHeadModel
     except ImportError as e:
         raise OptionError("the demo needs the package transformers: pip install transformers") from e
-    config = GPT2Config(  # type: ignore[call-arg]  # every config takes loss_type
+    config = GPT2Config(
         n_layer=6,
         n_embd=192,
         n_head=6,
@@ -29,10 +29,11 @@ def small_gpt2() -> tuple[nn.Module, dict[str, torch.Tensor]]:
         bos_token_id=0,
         eos_token_id=0,
         use_cache=False,
-        loss_type="ForCausalLM",
     )
     ids = torch.randint(0, 2000, (8, 128), generator=torch.Generator().manual_seed(0))
-    return GPT2LMHeadModel(config).train(), {"input_ids": ids, "labels": ids}
+    model = GPT2LMHeadModel(config).train()
+    model.loss_type = "ForCausalLM"  # transformers 5 otherwise warns that it had to guess
+    return model, {"input_ids": ids, "labels": ids}
 
 
 def run(fraction: float, steps: int, solver: str, progress: bool | None) -> int:

@@ -133,9 +133,9 @@ class DryPass:
         regions = sum(v.nbytes for region in self.regions for v in region.values)
         if sum(held.values()) > EAGER_SHARE * regions:
             raise CaptureError(
-                f"{name}: {gb(sum(held.values()))} of what its backward pass needs is held by ops that torch.compile left "
-                f"out of every graph ({', '.join(sorted(set(eager))[:4])}): no plan could hold its word. Plan "
-                "a submodule, or remove what keeps them out (backward hooks, torch.compiler.disable)"
+                f"{name}: {gb(sum(held.values()))} of what its backward pass needs is held by ops that torch.compile "
+                f"left out of every graph ({', '.join(sorted(set(eager))[:4])}), so no plan could hold its word. "
+                "Plan a submodule, or remove what keeps them out (backward hooks, torch.compiler.disable)"
             )
 
 

@@ -57,7 +57,8 @@ def timeline_svg(timeline: Sequence[Moment], budget: int, resident: int) -> str:
     text = "font-size='11' fill='currentColor' font-family='sans-serif'"
     line = "stroke='currentColor' stroke-opacity='0.4'"
     return (
-        f"<svg viewBox='0 0 {_WIDTH} {_HEIGHT}' width='100%' role='img' aria-label='memory over the step'>"
+        "<svg xmlns='http://www.w3.org/2000/svg' "
+        f"viewBox='0 0 {_WIDTH} {_HEIGHT}' width='100%' role='img' aria-label='memory over the step'>"
         f"<path d='M{x(0)},{floor} {area} L{x(len(timeline))},{floor} Z' fill='#4c8bf5' fill-opacity='0.75'/>"
         f"<rect x='{x(0)}' y='{y(resident)}' width='{inner}' height='{round(floor - y(resident), 1)}' fill='#8a8f98'/>"
         f"<line x1='{x(0)}' x2='{x(len(timeline))}' y1='{y(budget)}' y2='{y(budget)}' stroke='#d93025' "

@@ -36,7 +36,7 @@ def by_module(decisions: Iterable[Decision]) -> list[ModuleRow]:
     """
     groups: dict[str, list[Decision]] = defaultdict(list)
     for d in decisions:
-        groups[re.sub(r"(?<=\.)\d+(?=\.|$)", "*", d.module)].append(d)
+        groups[re.sub(r"(?:(?<=\.)|^)\d+(?=\.|$)", "*", d.module)].append(d)
     rows = [
         ModuleRow(
             name=name if len({d.module for d in group}) > 1 else group[0].module,

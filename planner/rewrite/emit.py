@@ -72,6 +72,8 @@ class _Writer:
 
     def _input(self, node: fx.Node) -> fx.Node:
         new = self.graph.placeholder(node.name)
+        # the generated code unpacks inputs by target: a name already taken by a clone would bind two inputs to one
+        new.target = new.name
         new.meta = dict(node.meta)
         return new
 
