@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -134,7 +135,7 @@ def _write(request: Request, graph: TrainingGraph, lowered: Lowered, solution: S
         decisions=decisions(graph.regions, lowered, solution, {name for name, _ in request.model.named_modules()}),
         graph_modules=modules,
         step_seconds=timeline.cost,
-        account={**lines, **peak_account(problem, solution.schedule)},
+        account=MappingProxyType({**lines, **peak_account(problem, solution.schedule)}),
         note=solution.note,
         device=find_device(request.device, next(request.model.parameters()).device).name,
         recipe=recipe,

@@ -21,21 +21,23 @@ def decisions(
     """One decision per forward value that the backward pass needs, in their order; `modules` are the model's paths."""
     problem = lowered.problem
     times = Counter(solution.schedule.steps)
-    rerun_writes = _carried(problem, solution.schedule)
+    carried = _carried(problem, solution.schedule)
     found = []
     for i, op in enumerate(problem.ops[: problem.boundary]):
         origin = lowered.origin[i]
-        graph_op = regions[origin.region].ops[origin.index]
-        for v in op.writes:
-            if not any(r > problem.boundary for r in problem.readers[v]) or graph_op.kind != "call":
-                continue
-            kept = v in rerun_writes
+        region = regions[origin.region]
+        graph_op = region.ops[origin.index]
+        if graph_op.kind != "call":
+            continue
+        needed = [v for v in op.writes if any(r > problem.boundary for r in problem.readers[v])]
+        again = [v for v in needed if v not in carried]  # made by one run of the op: they share its time
+        for v in needed:
             found.append(
                 Decision(
-                    name=regions[origin.region].values[v - lowered.value_offset[origin.region]].owner.name,
-                    action="keep" if kept else "recompute",
+                    name=region.values[v - lowered.value_offset[origin.region]].owner.name,
+                    action="recompute" if v in again else "keep",
                     nbytes=problem.sizes[v],
-                    recompute_seconds=0.0 if kept else op.cost * (times[i] - 1),
+                    recompute_seconds=op.cost * (times[i] - 1) / len(again) if v in again else 0.0,
                     module=module_path(graph_op.node, modules),
                     source=source_line(graph_op.node),
                     reason=graph_op.keep_because,

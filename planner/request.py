@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -68,8 +69,8 @@ def check(
         raise ModelError(
             f"{type(model).__name__} has lazy parameters without a shape; run it once on a batch, then plan"
         )
-    good = isinstance(budget_gb, (int, float)) and not isinstance(budget_gb, bool)
-    if not good or not math.isfinite(budget_gb) or budget_gb <= 0:
+    number = isinstance(budget_gb, numbers.Real) and not isinstance(budget_gb, bool)
+    if not number or not math.isfinite(float(budget_gb)) or float(budget_gb) <= 0:
         raise BudgetError(f"budget_gb={budget_gb!r} must be a positive, finite number of GB (1 GB = 2**30 bytes)")
     if solver not in SOLVERS:
         raise OptionError(f"solver={solver!r} is not known; give one of {', '.join(SOLVERS)}")

@@ -18,6 +18,7 @@ class Device:
         type: "cpu" or "cuda".
         bandwidth: bytes per second of its memory.
         flops: peak FLOPs per second of dense matrix work, by bytes per element (2: bf16 and fp16, 4: fp32, 8: fp64).
+        draws: random numbers per second.
         launch: seconds that every op takes at least.
     """
 
@@ -25,16 +26,17 @@ class Device:
     type: str
     bandwidth: float
     flops: dict[int, float]
+    draws: float
     launch: float
 
 
 def _cuda(name: str, bandwidth: float, half: float, single: float, double: float) -> Device:
-    return Device(name, "cuda", bandwidth, {2: half, 4: single, 8: double}, 4e-6)
+    return Device(name, "cuda", bandwidth, {2: half, 4: single, 8: double}, 1e12, 4e-6)
 
 
 # Vendors' datasheets, dense, without sparsity; fp32 without TF32.
 DEVICES: dict[str, Device] = {
-    "cpu": Device("cpu", "cpu", 10e9, {2: 20e9, 4: 40e9, 8: 20e9}, 2e-6),
+    "cpu": Device("cpu", "cpu", 10e9, {2: 20e9, 4: 40e9, 8: 20e9}, 1e8, 2e-6),
     "h200": _cuda("h200", 4.8e12, 989e12, 67e12, 67e12),
     "h100": _cuda("h100", 3.35e12, 989e12, 67e12, 67e12),
     "a100": _cuda("a100", 2.0e12, 312e12, 19.5e12, 19.5e12),

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ..capture.call import Call, describe_call
 from ..capture.region import GraphOp, Region, map_nodes, tensors
-from ..capture.safety import rng_state_bytes
+from ..capture.safety import is_random, rng_state_bytes
 from ..lowering import OpEstimate
 from .device import Device
 from .workspace import Allocated, measure
@@ -59,7 +59,8 @@ def _estimate(op: GraphOp, device: Device, found: Mapping[str, Allocated]) -> Op
         return OpEstimate(0.0, 0, 0, 0)
     flops, moved = node_flops(op.node), bytes_moved(op.node)
     width = min((t.element_size() for t in tensors(op.node) if t.is_floating_point()), default=4)
-    seconds = max(flops / device.flops.get(width, device.flops[4]), moved / device.bandwidth) + device.launch
+    drawn = sum(t.numel() for t in tensors(op.node)) / device.draws if is_random(op.node) else 0.0
+    seconds = max(flops / device.flops.get(width, device.flops[4]), moved / device.bandwidth, drawn) + device.launch
     allocated = found.get(call_of(op.node).key) if found else None
     workspace, excess = (allocated.workspace, allocated.excess) if allocated else (0, 0)
     # replaying a random op saves the generator's present state beside the one it runs under

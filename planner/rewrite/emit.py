@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -133,8 +133,8 @@ class _Writer:
                 self.get(n)
         # the caller holds a pinned value's first copy: nothing else may hold the second
         fresh = [v for v in op.writes if not (again and v in self.pinned)]
-        for v in fresh:
-            self._forget(v)
+        if again:
+            self._forget(fresh)
         if node in self.replayed and any(self.region.values[v].owner is node for v in op.reads):
             new = self._random(node, again)
         elif statistics:
@@ -147,10 +147,10 @@ class _Writer:
             if user.target is operator.getitem and any(self.region.values[v].owner is user for v in fresh):
                 self._copy(user)
 
-    def _forget(self, value: int) -> None:
-        """Views of the copy of a value that is being replaced must not be used again."""
-        for node in [n for n in self.now if value in self.region.value_of[n]]:
-            del self.now[node]
+    def _forget(self, values: Collection[int]) -> None:
+        """Views of copies that are being replaced must not be used again."""
+        gone = set(values)
+        self.now = {n: new for n, new in self.now.items() if gone.isdisjoint(self.region.value_of[n])}
 
     def _random(self, node: fx.Node, again: bool) -> fx.Node:
         """A random op: the first run saves the generator's state, later ones run under it."""
@@ -203,6 +203,4 @@ def _close(writer: _Writer, outputs: list[Any], descs: Sequence[Any]) -> None:
 
 
 def _module(region: Region, writer: _Writer, name: str) -> fx.GraphModule:
-    module = fx.GraphModule(region.joint, writer.graph, class_name=f"Planned{name.capitalize()}")
-    module.recompile()
-    return module
+    return fx.GraphModule(region.joint, writer.graph, class_name=f"Planned{name.capitalize()}")

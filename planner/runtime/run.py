@@ -104,8 +104,8 @@ class Runtime:
             raise
         if self.regions_run == before:
             raise ApplyError(
-                "torch.compile ran the model without its plan (TORCH_COMPILE_DISABLE, a stance, or a dispatch mode such "
-                "as FlopCounterMode keeps it out); "
+                "torch.compile ran the model without its plan (TORCH_COMPILE_DISABLE, a stance, or a dispatch mode "
+                "such as FlopCounterMode keeps it out); "
                 "remove() the plan to run without one"
             )
         return result
