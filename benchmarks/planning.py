@@ -16,7 +16,7 @@ from torch import nn
 from tqdm import tqdm
 
 from planner import InfeasibleBudgetError, Plan, plan
-from planner.runtime.meter import record_allocations
+from planner.estimate.meter import record_allocations
 
 from .models import WORKLOADS, Workload
 

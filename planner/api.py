@@ -22,7 +22,7 @@ from .estimate.workspace import measure
 from .lowering import Lowered, lower, raise_schedule
 from .plan import GraphModules, PendingPlan, Plan
 from .request import GB, Request, check
-from .rewrite.emit import emit
+from .rewrite.emit import emit, keep_everything
 from .runtime.run import Recipe, Runtime, attach, attached, call_signature, detach
 
 
@@ -77,7 +77,7 @@ def plan(
 
 
 def _plan(request: Request) -> Plan:
-    graph = capture(request.model, request.args or (), request.kwargs, request.loss_fn)
+    graph = capture(request.model, request.args or (), request.kwargs, keep_everything, request.loss_fn)
     lowered, lines = _problem(request, graph)
     solution = _solve(request, lowered, dict(lines))
     return _write(request, graph, lowered, solution, dict(lines))

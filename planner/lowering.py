@@ -12,25 +12,9 @@ from dataclasses import dataclass
 from solvers import Op, Problem, Schedule
 
 from .capture.region import Region
+from .estimate.ops import OpEstimate
 
 LOSS = -1  # the op of no region
-
-
-@dataclass(frozen=True, slots=True)
-class OpEstimate:
-    """What one op costs.
-
-    Attributes:
-        seconds: time of one run.
-        flops: of one run.
-        workspace: bytes held only while it runs.
-        excess: bytes that its results hold beyond the sizes of their storages in the graph.
-    """
-
-    seconds: float
-    flops: int
-    workspace: int
-    excess: int = 0
 
 
 @dataclass(frozen=True, slots=True)

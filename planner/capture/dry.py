@@ -9,9 +9,8 @@ import torch
 from torch import fx, nn
 
 from ..errors import CaptureError, PlannerError, gb
-from ..rewrite.emit import emit
 from .call import storages
-from .dynamo import boxed, compile_call, dynamo_settings, make_backend
+from .dynamo import Partition, boxed, compile_call, dynamo_settings, make_backend
 from .outside import LossFn, OutsideLoss, differentiable, leaves, trace_loss
 from .private import FakeTensorMode
 from .region import Region, fingerprint
@@ -29,8 +28,9 @@ class DryPass:
         cut: for each Dynamo graph, by its key, the outputs that were cut off.
     """
 
-    def __init__(self, mode: FakeTensorMode, detach: Detach) -> None:
+    def __init__(self, mode: FakeTensorMode, split: Partition, detach: Detach) -> None:
         self.mode = mode
+        self.split = split
         self.detach = detach
         self.regions: list[Region] = []
         self.cut: dict[str, tuple[int, ...]] = {}
@@ -54,7 +54,7 @@ class DryPass:
                 raise CaptureError(_TWICE.format(name))
             self.regions.append(region)
             planned.add(key)
-            return emit(region, range(region.boundary), range(region.boundary, len(region.ops)))
+            return self.split(region)
 
         def wrap(compiled: Callable[..., Any], cut: Collection[int]) -> Callable[..., Any]:
             own = key

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from ..errors import BatchError, CaptureError, ModelError
 from .dry import DryPass
-from .dynamo import lone_loss, to_fake
+from .dynamo import Partition, lone_loss, to_fake
 from .outside import LossFn, OutsideLoss, checked_loss, differentiable, leaves
 from .private import FakeTensorMode
 from .region import Region
@@ -34,7 +34,11 @@ class TrainingGraph:
 
 
 def capture(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], loss_fn: LossFn | None = None
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    split: Partition,
+    loss_fn: LossFn | None = None,
 ) -> TrainingGraph:
     """Capture the training step under fake tensors: no memory, no compute, the model untouched.
 
@@ -42,6 +46,7 @@ def capture(
         model: in the mode (training or evaluation) in which it will run.
         args: positional arguments that it is called with.
         kwargs: keyword arguments.
+        split: a region -> any forward and backward graph of it, for the pass under fake tensors.
         loss_fn: the model's output -> the scalar loss; None: the loss is among the outputs (`find_loss`), or unknown,
             and then every differentiable output gets a gradient.
 
@@ -53,7 +58,7 @@ def capture(
     unsure = _try_eagerly(mode, fake_model, fake_args, fake_kwargs, loss_fn)
     cut: dict[str, tuple[int, ...]] | None = None
     for _ in range(2):
-        dry = DryPass(mode, lone_loss if cut is None and loss_fn is None else (cut or {}))
+        dry = DryPass(mode, split, lone_loss if cut is None and loss_fn is None else (cut or {}))
         try:
             output = dry.run(fake_model, fake_args, fake_kwargs)
         except CaptureError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +14,6 @@ from torch.utils.flop_counter import flop_registry
 from ..capture.call import Call, describe_call
 from ..capture.region import GraphOp, Region, map_nodes, tensors
 from ..capture.safety import is_random, rng_state_bytes
-from ..lowering import OpEstimate
 from .device import Device
 from .workspace import Allocated, measure
 
@@ -23,6 +23,23 @@ _SAME_FLOPS: dict[Any, Any] = {
     _ATEN._scaled_dot_product_flash_attention_for_cpu: _ATEN._scaled_dot_product_flash_attention,
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _ATEN._scaled_dot_product_flash_attention_backward,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class OpEstimate:
+    """What one op costs.
+
+    Attributes:
+        seconds: time of one run.
+        flops: of one run.
+        workspace: bytes held only while it runs.
+        excess: bytes that its results hold beyond the sizes of their storages in the graph.
+    """
+
+    seconds: float
+    flops: int
+    workspace: int
+    excess: int = 0
 
 
 def estimate(

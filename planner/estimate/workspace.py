@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from tqdm import tqdm
 
 from ..capture.call import Call, TensorSpec, storages
-from ..runtime.meter import marked, record_allocations
+from .meter import marked, record_allocations
 
 
 @dataclass(frozen=True, slots=True)

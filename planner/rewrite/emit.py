@@ -51,6 +51,11 @@ def emit(region: Region, forward: Sequence[int], backward: Sequence[int]) -> tup
     return _module(region, first, "forward"), _module(region, second, "backward")
 
 
+def keep_everything(region: Region) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """The graphs of a region that recompute nothing."""
+    return emit(region, range(region.boundary), range(region.boundary, len(region.ops)))
+
+
 class _Writer:
     """Writes one graph: knows, for each node of the joint graph, the node that holds it now."""
 

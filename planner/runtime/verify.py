@@ -13,8 +13,8 @@ from torch import nn
 
 from ..capture.outside import checked_loss, find_loss, leaves
 from ..errors import BatchError, gb
+from ..estimate.meter import record_allocations
 from ..request import arguments
-from .meter import record_allocations
 from .run import attached, call_signature
 
 if TYPE_CHECKING:
