@@ -7,8 +7,9 @@ last segment is kept whole: its backward pass comes at once.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
-from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
 
 from .bounds import minimum_peak_bound
 from .errors import InfeasibleError
@@ -16,16 +17,28 @@ from .policy import realize
 from .problem import Problem
 from .schedule import Schedule, every_op_once, simulate
 
+Integers = NDArray[np.int64]
 
-def crossing_bytes(problem: Problem) -> list[int]:
+
+def crossing_bytes(problem: Problem) -> Integers:
     """For each forward op, bytes of the values that later forward ops read once it has run (pinned ones aside)."""
-    change = [0] * (problem.boundary + 1)
-    for v, made in enumerate(problem.producer):
-        last = max((r for r in problem.readers[v] if r < problem.boundary), default=made)
-        if made < problem.boundary and v not in problem.pinned:
-            change[made] += problem.sizes[v]
-            change[last] -= problem.sizes[v]
-    return list(accumulate(change[:-1]))
+    values, made, last = _lifetimes(problem)
+    sizes = np.array([0 if v in problem.pinned else problem.sizes[v] for v in values], dtype=np.int64)
+    change = np.zeros(problem.boundary + 1, dtype=np.int64)
+    np.add.at(change, made, sizes)
+    np.subtract.at(change, last, sizes)
+    return np.cumsum(change[:-1])
+
+
+def _lifetimes(problem: Problem) -> tuple[list[int], Integers, Integers]:
+    """The forward values; for each the op that makes it, and the last forward op that reads it."""
+    values = [v for v, i in enumerate(problem.producer) if i < problem.boundary]
+    made = [problem.producer[v] for v in values]
+    last = [
+        max((r for r in problem.readers[v] if r < problem.boundary), default=i)
+        for v, i in zip(values, made, strict=True)
+    ]
+    return values, np.array(made, dtype=np.int64), np.array(last, dtype=np.int64)
 
 
 def cuts(problem: Problem, segments: int) -> list[int]:
@@ -33,34 +46,28 @@ def cuts(problem: Problem, segments: int) -> list[int]:
 
     A cut moves from its even place by up to a third of a segment, to where least crosses.
     """
+    forward = problem.ops[: problem.boundary]
+    total = np.cumsum([sum(problem.sizes[v] for v in op.writes) for op in forward], dtype=np.int64)
+    if not len(total) or not total[-1]:
+        return []
     crossing = crossing_bytes(problem)
-    total = list(accumulate(sum(problem.sizes[v] for v in op.writes) for op in problem.ops[: problem.boundary]))
-    found: list[int] = []
-    if not total or not total[-1]:
-        return found
-    for k in range(1, segments):
-        target = total[-1] * k / segments
-        reach = total[-1] / segments / 3
-        low, high = bisect_left(total, target - reach), bisect_right(total, target + reach)
+    reach = total[-1] / segments / 3
+    found: set[int] = set()
+    for target in total[-1] * np.arange(1, segments) / segments:
+        low, high = np.searchsorted(total, (target - reach, np.nextafter(target + reach, np.inf)))
         if low < high:
-            best = min(range(low, high), key=lambda i: (crossing[i], abs(total[i] - target)))
-            if best not in found:
-                found.append(best)
+            near = slice(low, high)
+            found.add(int(low + np.lexsort((abs(total[near] - target), crossing[near]))[0]))
     return sorted(found)
 
 
 def keep_across(problem: Problem, at: list[int], *, last: bool = True) -> list[int]:
     """The values that cross a cut, and with `last` all of the last segment, whose backward pass comes at once."""
-    begin = at[-1] if at else -1
-    keep = []
-    for v, made in enumerate(problem.producer):
-        if made >= problem.boundary:
-            continue
-        until = max((r for r in problem.readers[v] if r < problem.boundary), default=made)
-        cut = bisect_left(at, made)
-        if (last and made > begin) or (cut < len(at) and at[cut] < until):
-            keep.append(v)
-    return keep
+    values, made, until = _lifetimes(problem)
+    following = np.searchsorted(at, made)  # the first cut at or after the op that makes a value
+    crosses = np.append(np.array(at, dtype=np.int64), len(problem.ops))[following] < until
+    whole = made > (at[-1] if at else -1) if last else np.zeros(len(values), dtype=bool)
+    return [v for v, kept in zip(values, crosses | whole, strict=True) if kept]
 
 
 def candidates(problem: Problem) -> list[int]:

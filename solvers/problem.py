@@ -12,6 +12,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import networkx as nx
+
 from .errors import ProblemError
 
 FORMAT = "rematerialization-problem/1"
@@ -131,10 +133,7 @@ def _check(p: Problem) -> None:
             if not 0 <= v < len(p.sizes):
                 raise ProblemError(f"{where}: there is no value {v!r}, only 0..{len(p.sizes) - 1}")
         if missing := [v for v in op.reads if v not in made]:
-            raise ProblemError(
-                f"{where} reads value {missing[0]}, which no earlier op writes: "
-                "the ops have a cycle, are out of order, or a value has no producer"
-            )
+            raise ProblemError(f"{where} reads value {missing[0]}, which no earlier op writes: {_why(p, missing[0])}")
         if len(set(op.reads)) != len(op.reads):
             raise ProblemError(f"{where}: reads {op.reads} names a value twice")
         for v in op.writes:
@@ -147,6 +146,38 @@ def _check(p: Problem) -> None:
         raise ProblemError(f"value {min(set(range(len(p.sizes))) - made)} has no op that writes it")
     if unknown := [v for v in p.pinned if v not in made]:
         raise ProblemError(f"pinned value {unknown[0]!r} does not exist")
+
+
+def _why(p: Problem, value: int) -> str:
+    """What is wrong when a value is read before it is written."""
+    graph = to_networkx(p)
+    if not any(value in op.writes for op in p.ops):
+        return "no op writes it"
+    try:
+        cycle = nx.find_cycle(graph)
+    except nx.NetworkXNoCycle:
+        return "the ops are out of order"
+    return "the ops have a cycle, " + " -> ".join(str(edge[0]) for edge in (*cycle, cycle[0]))
+
+
+def to_networkx(problem: Problem) -> nx.DiGraph:
+    """The ops as a graph: node i is `ops[i]`, with its attributes; an edge for every value that one reads of another.
+
+    Examples:
+        >>> p = Problem(ops=(Op("a", (), (0,), 1.0), Op("b", (0,), (1,), 2.0)), sizes=(4, 4), boundary=1)
+        >>> list(to_networkx(p).edges(data="bytes"))
+        [(0, 1, 4)]
+    """
+    graph = nx.DiGraph()
+    makes = {v: i for i, op in enumerate(problem.ops) for v in op.writes}
+    for i, op in enumerate(problem.ops):
+        graph.add_node(i, name=op.name, cost=op.cost, workspace=op.workspace, forward=i < problem.boundary)
+    for i, op in enumerate(problem.ops):
+        for v in op.reads:
+            if v in makes:
+                before = graph.get_edge_data(makes[v], i, {"bytes": 0})["bytes"]
+                graph.add_edge(makes[v], i, bytes=before + problem.sizes[v])
+    return graph
 
 
 def to_json(problem: Problem) -> dict[str, Any]:

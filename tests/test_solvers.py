@@ -161,7 +161,9 @@ def test_a_problem_survives_json():
 @pytest.mark.parametrize(
     ("ops", "sizes", "words"),
     [
-        ((Op("a", (1,), (0,), 1.0), Op("b", (0,), (1,), 1.0)), (1, 1), "op 0 .a. reads value 1"),
+        ((Op("a", (1,), (0,), 1.0), Op("b", (0,), (1,), 1.0)), (1, 1), "op 0 .a. reads value 1.* cycle, 0 -> 1 -> 0"),
+        ((Op("a", (1,), (0,), 1.0), Op("b", (), (1,), 1.0)), (1, 1), "out of order"),
+        ((Op("a", (1,), (0,), 1.0),), (1, 1), "no op writes it"),
         ((Op("a", (), (0,), -1.0),), (1,), "cost -1.0"),
         ((Op("a", (), (0,), math.nan),), (1,), "cost nan"),
         ((Op("a", (), (0,), 1.0),), (-1,), "size -1"),
