@@ -93,6 +93,7 @@ def _problem(request: Request, graph: TrainingGraph) -> tuple[Lowered, tuple[tup
     lowered = lower(
         graph.regions,
         estimate(graph.regions, device, measure_on=measurable, progress=request.progress),
+        links=graph.links,
         resident=sum(size for _, size in lines),
         loss_workspace=graph.loss.workspace,
         loss_bytes=graph.loss.held + sum(a.excess for a in outside.values()),

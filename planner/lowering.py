@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from solvers import Op, Problem, Schedule
 
-from .capture.region import Region
+from .capture.region import Link, Region
 from .estimate.ops import OpEstimate
 
 LOSS = -1  # the op of no region
@@ -44,6 +44,7 @@ def lower(
     regions: Sequence[Region],
     estimates: Sequence[Sequence[OpEstimate]],
     *,
+    links: Sequence[Link] = (),
     resident: int,
     loss_workspace: int = 0,
     loss_bytes: int = 0,
@@ -56,6 +57,7 @@ def lower(
     Args:
         regions: in the order in which their forward passes run.
         estimates: for each region, one per op.
+        links: what the regions make for each other; other results of regions are held to the end.
         resident: bytes held beside the values.
         loss_workspace: bytes held only while the loss outside the model is computed, beside the gradients it makes.
         loss_bytes: bytes held from the loss to the end of the backward pass, for the same reason.
@@ -78,11 +80,15 @@ def lower(
                 nbytes[op.writes[0]] += estimate.excess
         sizes.extend(-(-n // granularity) * granularity for n in nbytes)
 
+    taken, same = _linked(regions, links, offset)
+
     def add(r: int, indices: range) -> None:
         start = offset[r]
         for i in indices:
             graph_op, cost = regions[r].ops[i], estimates[r][i]
-            reads, writes = (tuple(start + v for v in vs) for vs in (graph_op.reads, graph_op.writes))
+            own = (same.get(start + v, start + v) for v in graph_op.reads)
+            reads = tuple(dict.fromkeys([*own, *(v for at in graph_op.takes for v in taken.get((r, at), ()))]))
+            writes = tuple(start + v for v in graph_op.writes)
             name = graph_op.node.name if graph_op.kind == "call" else f"{graph_op.node.name}_{graph_op.kind}"
             ops.append(Op(name, reads, writes, cost.seconds, cost.workspace, not graph_op.keep_because, r))
             origin.append(LoweredOp(r, i))
@@ -94,8 +100,11 @@ def lower(
         incoming.extend(start + v for v in region.values_in(region.tangents))
         add(r, range(region.boundary))
     boundary = len(ops)
+    pinned.difference_update(same.values(), *taken.values())
     if tangents_pinned:
-        pinned.update(incoming)
+        pinned.update(same.get(v, v) for v in incoming)
+    for v in same:  # made by the backward pass of the other region, not by the loss
+        sizes[v] = 0
     incoming.append(len(sizes))
     pinned.add(len(sizes))
     sizes.append(loss_bytes)
@@ -106,6 +115,31 @@ def lower(
         add(r, range(regions[r].boundary, len(regions[r].ops)))
     problem = Problem(tuple(ops), tuple(sizes), boundary, frozenset(pinned), resident, budget)
     return Lowered(problem, tuple(origin), tuple(offset))
+
+
+def _linked(
+    regions: Sequence[Region], links: Sequence[Link], offset: Sequence[int]
+) -> tuple[dict[tuple[int, int], tuple[int, ...]], dict[int, int]]:
+    """What links mean for the problem's values.
+
+    Returns:
+        For each (region, primal), the values of another region that it stands for; and for each gradient that comes
+        into a region, the gradient of another region that it is.
+    """
+    taken: dict[tuple[int, int], tuple[int, ...]] = {}
+    same: dict[int, int] = {}
+    for link in links:
+        maker, user = regions[link.producer], regions[link.consumer]
+        result, primal = maker.output_at(link.result), user.input_at(link.argument)
+        if result is None or primal is None:
+            continue
+        incoming = maker.values_in([maker.tangent_at(link.result)])
+        outgoing = user.values_in([user.grads[primal]])
+        values = maker.values_in([result])
+        if len(values) == len(incoming) == len(outgoing) == 1:
+            taken[link.consumer, primal] = (offset[link.producer] + values[0],)
+            same[offset[link.producer] + incoming[0]] = offset[link.consumer] + outgoing[0]
+    return taken, same
 
 
 def raise_schedule(lowered: Lowered, schedule: Schedule) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -13,7 +14,7 @@ from .call import storages
 from .dynamo import Partition, boxed, compile_call, dynamo_settings, make_backend
 from .outside import LossFn, OutsideLoss, differentiable, leaves, trace_loss
 from .private import FakeTensorMode
-from .region import Region, fingerprint
+from .region import Link, Region, fingerprint
 
 Detach = Callable[[fx.GraphModule], Collection[int]] | Mapping[str, tuple[int, ...]]
 # Eager autograd between the regions may hold this share of what the regions hold before a plan is refused.
@@ -34,6 +35,7 @@ class DryPass:
         self.detach = detach
         self.regions: list[Region] = []
         self.cut: dict[str, tuple[int, ...]] = {}
+        self._calls: list[tuple[int | None, list[Any], list[Any]]] = []  # region, inputs, results
         self._results: list[tuple[str, list[Any]]] = []  # of each call: the graph's key, what it returned
         self._inputs: list[tuple[torch.Tensor, int]] = []  # with their versions once the call had ended
 
@@ -41,7 +43,7 @@ class DryPass:
         """Call the model; returns its output. Raises CaptureError."""
         name = type(model).__name__
         key = ""
-        planned: set[str] = set()
+        planned: dict[str, int] = {}
 
         def detach(graph: fx.GraphModule) -> Collection[int]:
             nonlocal key
@@ -52,8 +54,8 @@ class DryPass:
         def partition(region: Region) -> tuple[fx.GraphModule, fx.GraphModule]:
             if any(r.fingerprint == region.fingerprint for r in self.regions):
                 raise CaptureError(_TWICE.format(name))
+            planned[key] = len(self.regions)
             self.regions.append(region)
-            planned.add(key)
             return self.split(region)
 
         def wrap(compiled: Callable[..., Any], cut: Collection[int]) -> Callable[..., Any]:
@@ -66,6 +68,7 @@ class DryPass:
                 for at in cut:  # so that a gradient which does reach it is seen
                     results[at] = results[at].requires_grad_()
                 self._results.append((own, results))
+                self._calls.append((planned.get(own), list(inputs), results))
                 self._inputs += [(t, t._version) for t in inputs if isinstance(t, torch.Tensor)]
                 return tuple(results)
 
@@ -111,6 +114,29 @@ class DryPass:
         unused = {id(t) for t, g in zip(results, reached, strict=True) if g is None}
         cut = {key: tuple(at for at, t in enumerate(ts) if id(t) in unused) for key, ts in self._results}
         return {key: cut.get(key, ()) for key in self.cut}, outside
+
+    def links(self, output: Any) -> tuple[Link, ...]:
+        """What one region makes for exactly one other, and nobody else holds."""
+        made: dict[int, tuple[int, int]] = {}
+        uses: dict[int, list[tuple[int | None, int]]] = defaultdict(list)
+        elsewhere = set(storages(leaves(output)))
+        for region, inputs, results in self._calls:
+            for at, t in enumerate(inputs):
+                for storage in storages(t):
+                    uses[storage].append((region, at))
+            for at, t in enumerate(results):
+                for storage in storages(t):
+                    if storage in made or storage in uses or region is None:
+                        elsewhere.add(storage)
+                    else:
+                        made[storage] = (region, at)
+        found = []
+        for storage, (producer, result) in made.items():
+            if storage not in elsewhere and len(uses[storage]) == 1:
+                ((consumer, argument),) = uses[storage]
+                if consumer is not None:
+                    found.append(Link(producer, result, consumer, argument))
+        return tuple(found)
 
     def _refuse_eager_parts(self, name: str, output: Any) -> None:
         """Raise where eager autograd, outside every region, holds more than a sliver: no plan accounts for it."""

@@ -31,6 +31,7 @@ class GraphOp:
         reads: indices of the values it reads.
         writes: indices of the values it produces.
         keep_because: why it must not run twice; empty where it may.
+        takes: positions of the primals that it reads, itself or through views.
     """
 
     node: fx.Node
@@ -38,6 +39,7 @@ class GraphOp:
     reads: tuple[int, ...]
     writes: tuple[int, ...]
     keep_because: str = ""
+    takes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +85,40 @@ class Region:
     value_of: dict[fx.Node, tuple[int, ...]] = field(repr=False)
     fingerprint: str = ""
 
+    def input_at(self, at: int) -> int | None:
+        """Position of the primal that stands for the region's argument number `at`."""
+        return next((i for i, n in enumerate(self.primals) if _index(n.meta.get("desc")) == at), None)
+
+    def output_at(self, at: int) -> Any:
+        """The node of the region's result number `at`."""
+        found = (n for n, d in zip(self.fwd_outputs, self.output_descs, strict=False) if _index(d) == at)
+        return next(found, None)
+
+    def tangent_at(self, at: int) -> Any:
+        """The placeholder of the gradient of the region's result number `at`."""
+        return next((n for n in self.tangents if _index(getattr(n.meta.get("desc"), "output", None)) == at), None)
+
     def values_in(self, outputs: Iterable[Any]) -> tuple[int, ...]:
         """The values that a list of output nodes holds alive, each once."""
         nodes = [n for n in outputs if isinstance(n, fx.Node)]
         return tuple(dict.fromkeys(v for n in nodes for v in self.value_of[n]))
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A tensor that one region makes for another, and that nothing else holds.
+
+    Attributes:
+        producer: index of the region that returns it.
+        result: the number of the result.
+        consumer: index of the region that takes it.
+        argument: the number of the argument.
+    """
+
+    producer: int
+    result: int
+    consumer: int
+    argument: int
 
 
 def tensors(node: fx.Node) -> Iterator[torch.Tensor]:
@@ -126,7 +158,8 @@ def analyse(joint: fx.GraphModule, num_fwd_outputs: int) -> Region:
     order = _execution_order(graph, forward, _ancestors(n for n in grads if isinstance(n, fx.Node)))
 
     storages: dict[int, int] = {}  # storage -> value
-    external = {t.untyped_storage()._cdata for n in primals for t in tensors(n)}
+    external = {t.untyped_storage()._cdata: at for at, n in enumerate(primals) for t in tensors(n)}
+    primal_of: dict[fx.Node, tuple[int, ...]] = {n: (at,) for at, n in enumerate(primals)}
     values: list[GraphValue] = []
     value_of: dict[fx.Node, tuple[int, ...]] = dict.fromkeys(graph.nodes, ())
     for node in tangents:
@@ -148,6 +181,7 @@ def analyse(joint: fx.GraphModule, num_fwd_outputs: int) -> Region:
             storage = t.untyped_storage()
             key = storage._cdata
             if key in external:
+                primal_of[node] = (external[key],)
                 continue
             if key not in storages:
                 storages[key] = len(values)
@@ -169,7 +203,8 @@ def analyse(joint: fx.GraphModule, num_fwd_outputs: int) -> Region:
             ops.append(GraphOp(node, "rng_state", (), (len(values) - 1,), "the state of a random op"))
             reads = (*reads, len(values) - 1)
             boundary += node in forward
-        ops.append(GraphOp(node, "call", reads, tuple(writes), reason))
+        takes = tuple(dict.fromkeys(at for n in inputs for at in primal_of.get(n, ())))
+        ops.append(GraphOp(node, "call", reads, tuple(writes), reason, takes))
         boundary += node in forward
     return Region(
         joint=joint,
@@ -186,6 +221,11 @@ def analyse(joint: fx.GraphModule, num_fwd_outputs: int) -> Region:
         value_of=value_of,
         fingerprint=fingerprint(graph),
     )
+
+
+def _index(desc: Any) -> int | None:
+    """The number in AOTAutograd's name of a plain input or output."""
+    return desc.idx if type(desc).__name__ in ("PlainAOTInput", "PlainAOTOutput") else None
 
 
 def _mutated(primals: tuple[fx.Node, ...], descs: list[Any]) -> frozenset[fx.Node]:

@@ -15,7 +15,7 @@ from .dry import DryPass
 from .dynamo import Partition, lone_loss, to_fake
 from .outside import LossFn, OutsideLoss, checked_loss, differentiable, leaves
 from .private import FakeTensorMode
-from .region import Region
+from .region import Link, Region
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,13 @@ class TrainingGraph:
         regions: in the order in which their forward passes run.
         detached: for each Dynamo graph, by its key, the outputs that get no gradient and are cut off before capture.
         loss: the loss, as far as it is computed outside the model.
+        links: what regions make for each other.
     """
 
     regions: tuple[Region, ...]
     detached: Mapping[str, tuple[int, ...]] = field(repr=False)
     loss: OutsideLoss
+    links: tuple[Link, ...] = ()
 
 
 def capture(
@@ -67,7 +69,7 @@ def capture(
             raise
         cut, loss = dry.gradients(output, loss_fn)
         if cut == dry.cut:
-            return TrainingGraph(tuple(dry.regions), cut, loss)
+            return TrainingGraph(tuple(dry.regions), cut, loss, dry.links(output))
     raise CaptureError(f"{type(model).__name__}: which outputs get a gradient changes from one pass to the next")
 
 
