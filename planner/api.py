@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -14,7 +15,7 @@ from solvers import InfeasibleError, Solution, every_op_once, simulate, solve
 
 from .capture.step import TrainingGraph, capture
 from .decide import decisions, moments, peak_account
-from .errors import ApplyError, InfeasibleBudgetError
+from .errors import ApplyError, BatchError, CaptureError, InfeasibleBudgetError
 from .estimate.device import find_device
 from .estimate.ops import estimate
 from .estimate.resident import account
@@ -44,8 +45,8 @@ def plan(
     Args:
         model: the module to train, in the mode (`train()` or `eval()`) in which it will run. It is not changed.
         batch: a tensor (`model(batch)`), a tuple or list (`model(*batch)`) or a mapping (`model(**batch)`). Without
-            one, the model's `dummy_inputs` or `example_input_array`; without those, the plan is made at the first
-            training step after `apply()`.
+            one, the model's `dummy_inputs` or `example_input_array`; without those, or where they do not suit the
+            model, the plan is made at the first training step after `apply()`.
         kwargs: further keyword arguments for the model.
         budget_gb: memory that parameters, buffers, batch, optimizer state and everything the step allocates may take
             together, in GB of 2**30 bytes.
@@ -71,9 +72,15 @@ def plan(
         (0.0, True)
     """
     request = check(model, batch, kwargs, budget_gb, solver, optimizer, loss_fn, device, time_limit, progress)
-    if request.args is None:
-        return PendingPlan(request, lambda: _newest(request))
-    return _plan(request)
+    if request.args is not None:
+        try:
+            return _plan(request)
+        except (BatchError, CaptureError):
+            # transformers gives every model, of vision too, token ids for its dummy inputs
+            if batch is not None or kwargs:
+                raise
+    pending = replace(request, args=None, kwargs={})
+    return PendingPlan(pending, lambda: _newest(pending))
 
 
 def _plan(request: Request) -> Plan:
@@ -167,15 +174,14 @@ def apply(plan: Plan, model: nn.Module | None = None) -> nn.Module:
     return target
 
 
-def remove(plan: Plan) -> nn.Module:
+def remove(plan: Plan, model: nn.Module | None = None) -> nn.Module:
     """Take a plan off its model; see `Plan.remove`."""
-    detach(plan.request.model)
-    return plan.request.model
+    target = plan.request.model if model is None else model
+    detach(target)
+    return target
 
 
 def _with_batch(request: Request, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Request:
-    from dataclasses import replace
-
     return replace(request, model_ref=weakref.ref(model), args=args, kwargs=dict(kwargs))
 
 

@@ -119,11 +119,11 @@ class Plan:
 
         return apply(self, model)
 
-    def remove(self) -> nn.Module:
-        """Take the plan off the model it was applied to, and return that model; ApplyError where there is none."""
+    def remove(self, model: nn.Module | None = None) -> nn.Module:
+        """Take the plan off the planned model, or the one it was applied to; returns it. ApplyError where none is on."""
         from .api import remove
 
-        return remove(self)
+        return remove(self, model)
 
     def verify(self, batch: Any = None, kwargs: Mapping[str, Any] | None = None) -> Verification:
         """One real step with the plan and one without: peaks measured by torch's allocator, gradients compared.

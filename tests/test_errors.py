@@ -121,6 +121,7 @@ def test_a_plan_applied_to_another_model():
     twin, _ = small()
     assert p.apply(twin) is twin
     twin(x).sum().backward()
+    assert p.remove(twin)._compiled_call_impl is None
 
 
 def test_a_budget_too_small_for_a_later_batch_is_refused_at_that_batch():

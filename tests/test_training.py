@@ -46,8 +46,6 @@ def test_five_adamw_steps_with_a_smaller_last_batch_and_an_evaluation(make):
 
 
 def test_without_a_batch_the_plan_is_made_at_the_first_step():
-    case = gpt2()
-    type(case.model).dummy_inputs  # noqa: B018 - transformers' convention exists, so the plan is made at once
     model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4))
     p = plan(model, budget_gb=12)
     with pytest.raises(ApplyError, match="first training step"):
@@ -57,6 +55,20 @@ def test_without_a_batch_the_plan_is_made_at_the_first_step():
     assert 0 < p.peak_bytes <= p.budget_bytes == 12 * 2**30
     assert "values are recomputed" in p.summary()
     p.remove()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "resnet50"])
+def test_real_models_need_no_batch(name):
+    """GPT-2's own dummy inputs serve; a ResNet's are token ids, and do not."""
+    case = CASES[name]()
+    expected = case.loss(case.model(**case.batch)).detach()
+    p = plan(case.model, budget_gb=12)
+    p.apply()
+    loss = case.loss(case.model(**case.batch))
+    loss.backward()
+    torch.testing.assert_close(loss.detach(), expected)
+    assert p.peak_bytes > 0
+    assert all(q.grad is not None for q in case.model.parameters())
 
 
 def test_a_models_own_convention_is_used_for_a_batch():
