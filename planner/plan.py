@@ -120,7 +120,7 @@ class Plan:
         return apply(self, model)
 
     def remove(self, model: nn.Module | None = None) -> nn.Module:
-        """Take the plan off the planned model, or the one it was applied to; returns it. ApplyError where none is on."""
+        """Take the plan off the planned model, or the one it was applied to; ApplyError where none is on."""
         from .api import remove
 
         return remove(self, model)
