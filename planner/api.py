@@ -22,7 +22,7 @@ from .estimate.resident import account
 from .estimate.workspace import measure
 from .lowering import Lowered, lower, raise_schedule
 from .plan import GraphModules, PendingPlan, Plan
-from .request import GB, Request, check
+from .request import Request, check
 from .rewrite.emit import emit, keep_everything
 from .runtime.run import Recipe, Runtime, attach, attached, call_signature, detach
 
@@ -197,4 +197,4 @@ def _describe(model: nn.Module) -> list[tuple[str, str, tuple[int, ...], bool]]:
     return modules + [(name, str(p.dtype), tuple(p.shape), p.requires_grad) for name, p in model.named_parameters()]
 
 
-__all__ = ["GB", "apply", "plan", "remove"]
+__all__ = ["apply", "plan", "remove"]
