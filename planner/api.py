@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from solvers import InfeasibleError, Solution, every_op_once, simulate, solve
+from solvers import InfeasibleError, Solution, every_op_once, lowest, simulate, solve
 
 from .capture.step import TrainingGraph, capture
 from .decide import decisions, moments, peak_account
@@ -86,11 +86,11 @@ def plan(
 def _plan(request: Request) -> Plan:
     graph = capture(request.model, request.args or (), request.kwargs, keep_everything, request.loss_fn)
     lowered, lines = _problem(request, graph)
-    solution = _solve(request, lowered, dict(lines))
-    return _write(request, graph, lowered, solution, dict(lines))
+    solution = _solve(request, lowered, lines)
+    return _write(request, graph, lowered, solution, lines)
 
 
-def _problem(request: Request, graph: TrainingGraph) -> tuple[Lowered, tuple[tuple[str, int], ...]]:
+def _problem(request: Request, graph: TrainingGraph) -> tuple[Lowered, dict[str, int]]:
     model = request.model
     where = next(model.parameters()).device
     device = find_device(request.device, where)
@@ -101,7 +101,7 @@ def _problem(request: Request, graph: TrainingGraph) -> tuple[Lowered, tuple[tup
         graph.regions,
         estimate(graph.regions, device, measure_on=measurable, progress=request.progress),
         links=graph.links,
-        resident=sum(size for _, size in lines),
+        resident=sum(lines.values()),
         loss_workspace=graph.loss.workspace,
         loss_bytes=graph.loss.held + sum(a.excess for a in outside.values()),
         # loss.backward() holds the loss's own gradient; before torch 2.13, autograd holds any that enter a region
@@ -116,8 +116,6 @@ def _solve(request: Request, lowered: Lowered, lines: dict[str, int]) -> Solutio
     try:
         return solve(lowered.problem, request.solver, time_limit=request.time_limit, progress=request.progress)
     except InfeasibleError as e:
-        from solvers import lowest
-
         problem = lowered.problem
         leanest = peak_account(problem, lowest(problem, progress=False))
         takes = dict(sorted({**lines, **leanest}.items(), key=lambda line: -line[1]))

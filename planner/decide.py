@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 
 from torch import fx
 
-from solvers import Problem, Schedule, Solution, simulate
+from solvers import Problem, Schedule, Solution, Timeline, simulate
 
 from .capture.region import Region
 from .lowering import LOSS, Lowered
@@ -48,10 +48,15 @@ def decisions(
 
 def _carried(problem: Problem, schedule: Schedule) -> set[int]:
     """Values held when the first backward op starts."""
+    if problem.boundary not in schedule.steps:
+        return set()
+    return _held_before(problem, schedule, simulate(problem, schedule), schedule.steps.index(problem.boundary))
+
+
+def _held_before(problem: Problem, schedule: Schedule, timeline: Timeline, at: int) -> set[int]:
+    """Values held when a step starts."""
     live: set[int] = set()
-    for i, gone in zip(schedule.steps, simulate(problem, schedule).frees, strict=True):
-        if i == problem.boundary:
-            break
+    for i, gone in zip(schedule.steps[:at], timeline.frees[:at], strict=True):
         live.update(problem.ops[i].writes)
         live.difference_update(gone)
     return live
@@ -77,10 +82,7 @@ def peak_account(problem: Problem, schedule: Schedule) -> dict[str, int]:
     if not schedule.steps:
         return {}
     at = timeline.held.index(timeline.peak)
-    live: set[int] = set()
-    for i, gone in zip(schedule.steps[:at], timeline.frees[:at], strict=True):
-        live.update(problem.ops[i].writes)
-        live.difference_update(gone)
+    live = _held_before(problem, schedule, timeline, at)
     op = problem.ops[schedule.steps[at]]
     made_forward = {v for v in live if problem.producer[v] < problem.boundary}
     return {

@@ -78,10 +78,9 @@ class DryPass:
         try:
             with self.mode, dynamo_settings(), torch.enable_grad():
                 output = compiled(*args, **kwargs)
+        except PlannerError:
+            raise
         except Exception as e:
-            inner = getattr(e, "inner_exception", e)
-            if isinstance(inner, PlannerError):
-                raise inner from None
             raise CaptureError(_uncapturable(name, e)) from e
         if not self.regions:
             raise CaptureError(

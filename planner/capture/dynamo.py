@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from ..errors import CaptureError
+from ..errors import CaptureError, PlannerError
 from .private import BoxedCodeGen, FakeCopyMode, FakeTensorMode, aot_autograd, dynamo_config
 from .region import Region, analyse
 
@@ -40,7 +40,13 @@ def dynamo_settings() -> Iterator[None]:
         suppress_errors=False,
         ignore_logger_methods=dynamo_config.ignore_logger_methods | methods,
     ):
-        yield
+        try:
+            yield
+        except Exception as e:  # what our backend refuses, torch.compile wraps
+            inner = getattr(e, "inner_exception", None)
+            if isinstance(inner, PlannerError):
+                raise inner from None
+            raise
 
 
 def make_backend(
@@ -67,7 +73,7 @@ def make_backend(
         return compile_graph(graph)
 
     def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        cut = detach(graph) if torch.is_grad_enabled() else ()
+        cut = detach(graph)
         _detach_outputs(graph, cut)
         aot = aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=split)
         return wrap(aot(graph, inputs), cut)

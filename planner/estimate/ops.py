@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,15 +53,16 @@ def estimate(
         measure_on: the device to run each distinct op once on, for its workspace; None: not measured, taken as 0.
         progress: show a progress bar; None for only where a terminal is watching.
     """
-    found = measure(map(call_of, _calls(regions)), measure_on, progress=progress) if measure_on is not None else {}
+    found: dict[fx.Node, Allocated] = {}
+    if measure_on is not None:
+        calls = {op.node: call_of(op.node) for region in regions for op in region.ops if _measurable(op)}
+        allocated = measure(calls.values(), measure_on, progress=progress)
+        found = {node: allocated[call.key] for node, call in calls.items()}
     return tuple(tuple(_estimate(op, device, found) for op in region.ops) for region in regions)
 
 
-def _calls(regions: Sequence[Region]) -> Iterator[fx.Node]:
-    for region in regions:
-        for op in region.ops:
-            if op.kind == "call" and isinstance(op.node.target, torch._ops.OpOverload):
-                yield op.node
+def _measurable(op: GraphOp) -> bool:
+    return op.kind == "call" and isinstance(op.node.target, torch._ops.OpOverload)
 
 
 def call_of(node: fx.Node) -> Call:
@@ -71,17 +72,16 @@ def call_of(node: fx.Node) -> Call:
     return describe_call(target, args, kwargs, node.meta.get("val"))
 
 
-def _estimate(op: GraphOp, device: Device, found: Mapping[str, Allocated]) -> OpEstimate:
+def _estimate(op: GraphOp, device: Device, found: Mapping[fx.Node, Allocated]) -> OpEstimate:
     if op.kind == "rng_state":
         return OpEstimate(0.0, 0, 0, 0)
     flops, moved = node_flops(op.node), bytes_moved(op.node)
     width = min((t.element_size() for t in tensors(op.node) if t.is_floating_point()), default=4)
     drawn = sum(t.numel() for t in tensors(op.node)) / device.draws if is_random(op.node) else 0.0
     seconds = max(flops / device.flops.get(width, device.flops[4]), moved / device.bandwidth, drawn) + device.launch
-    allocated = found.get(call_of(op.node).key) if found else None
-    workspace, excess = (allocated.workspace, allocated.excess) if allocated else (0, 0)
+    allocated = found.get(op.node, Allocated(0, 0))
     # replaying a random op saves the generator's present state beside the one it runs under
-    return OpEstimate(seconds, flops, workspace + (rng_state_bytes(op.node)), excess)
+    return OpEstimate(seconds, flops, allocated.workspace + rng_state_bytes(op.node), allocated.excess)
 
 
 def node_flops(node: fx.Node) -> int:

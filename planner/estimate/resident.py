@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from ..capture.call import storages
 from ..errors import OptionError
 
 # Elements of optimizer state per element of a trained parameter, by the optimizer's class name.
@@ -17,8 +17,7 @@ STATE_PER_PARAMETER = {"sgd": 0, "momentum": 1, "rmsprop": 1, "adagrad": 1, "ada
 
 def storage_bytes(things: Iterable[Any]) -> int:
     """Bytes of the tensors among the things, each storage counted once."""
-    leaves = (t for thing in things for t in pytree.tree_leaves(thing) if isinstance(t, torch.Tensor))
-    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in leaves}.values())
+    return sum(storages(list(things)).values())
 
 
 def account(
@@ -26,18 +25,18 @@ def account(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     optimizer: torch.optim.Optimizer | str | None,
-) -> tuple[tuple[str, int], ...]:
+) -> dict[str, int]:
     """The lines of the budget that are held all the time: name -> bytes.
 
     Raises:
         OptionError: an optimizer name that is not known.
     """
-    return (
-        ("parameters", storage_bytes(model.parameters())),
-        ("buffers", storage_bytes(model.buffers())),
-        ("batch", storage_bytes([args, kwargs])),
-        ("optimizer state", optimizer_bytes(model, optimizer)),
-    )
+    return {
+        "parameters": storage_bytes(model.parameters()),
+        "buffers": storage_bytes(model.buffers()),
+        "batch": storage_bytes([args, dict(kwargs)]),
+        "optimizer state": optimizer_bytes(model, optimizer),
+    }
 
 
 def optimizer_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | str | None) -> int:

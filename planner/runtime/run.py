@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from ..capture.dynamo import boxed, compile_call, dynamo_settings, make_backend
 from ..capture.region import Region, fingerprint
-from ..errors import ApplyError, PlannerError
+from ..errors import ApplyError
 from ..rewrite.emit import emit
 
 Passes = tuple[tuple[int, ...], tuple[int, ...]]  # indices of a region's ops: forward, backward
@@ -94,14 +94,8 @@ class Runtime:
         if signature not in self.recipes:
             self.add(signature, *self.make(args, kwargs))
         before = self.regions_run
-        try:
-            with dynamo_settings():
-                result = self.compiled(*args, **kwargs)
-        except Exception as e:  # what our backend refuses, torch.compile wraps
-            inner = getattr(e, "inner_exception", None)
-            if isinstance(inner, PlannerError):
-                raise inner from None
-            raise
+        with dynamo_settings():
+            result = self.compiled(*args, **kwargs)
         if self.regions_run == before:
             raise ApplyError(
                 "torch.compile ran the model without its plan (TORCH_COMPILE_DISABLE, a stance, or a dispatch mode "
