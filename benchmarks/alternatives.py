@@ -10,13 +10,8 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import statistics
-import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Callable
-from itertools import accumulate
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,6 +21,8 @@ from tqdm import tqdm
 
 from planner import InfeasibleBudgetError, plan
 from planner.demo import small_gpt2
+
+from . import measure
 
 Batch = dict[str, torch.Tensor]
 
@@ -70,21 +67,6 @@ def step(model: nn.Module, batch: Batch) -> None:
     output.loss.backward()
 
 
-def peak_bytes(model: nn.Module, batch: Batch) -> int:
-    """Parameters, buffers and batch, by storage, and the most that the step holds beside them."""
-    everything = [*model.parameters(), *model.buffers(), *batch.values()]
-    held = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in everything}.values())
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        step(model, batch)
-    model.zero_grad(set_to_none=True)
-    with tempfile.TemporaryDirectory() as folder:
-        trace = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(trace))
-        events = [e for e in json.loads(trace.read_text())["traceEvents"] if e["name"] == "[memory]"]
-    events.sort(key=lambda e: (e["ts"], e["args"]["Ev Idx"]))
-    return held + max(accumulate(e["args"]["Bytes"] for e in events))
-
-
 def flops(model: nn.Module, batch: Batch) -> int:
     """Of one step, as the profiler counts them: matrix products, additions and multiplications."""
     with profile(activities=[ProfilerActivity.CPU], with_flops=True) as profiler:
@@ -93,48 +75,21 @@ def flops(model: nn.Module, batch: Batch) -> int:
     return sum(e.flops for e in profiler.events() if e.flops)
 
 
-def gradients(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
-    """Of one step from a fixed seed."""
-    torch.manual_seed(1)
-    step(model, batch)
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad(set_to_none=True)
-    return found
-
-
-def measure(put: Callable[[nn.Module, Batch], None], pairs: int) -> dict[str, float]:
+def measure_one(name: str, pairs: int) -> dict[str, float]:
     """Put one alternative on the model and measure it, beside an eager copy."""
     torch.manual_seed(0)
     model, batch = small_gpt2()
     plain = copy.deepcopy(model)
-    put(model, batch)
-    ratios = []
-    for i in range(pairs + 2):
-        seconds = {}
-        for m in (model, plain) if i % 2 else (plain, model):
-            start = time.perf_counter()
-            step(m, batch)
-            seconds[m] = time.perf_counter() - start
-            m.zero_grad(set_to_none=True)
-        ratios.append(seconds[model] / seconds[plain])
-    ours, theirs = gradients(model, batch), gradients(plain, batch)
-    error = max(float((ours[n] - g).abs().max() / g.abs().max()) for n, g in theirs.items())
-    del ours, theirs
+    _parse(name)(model, batch)
+    run = partial(step, batch=batch)
+    ratio = measure.time_ratio(run, model, plain, pairs)
+    error = measure.gradient_error(run, model, plain)
     return {
-        "peak_bytes": peak_bytes(model, batch),
+        "peak_bytes": measure.held_bytes(model, batch) + measure.step_peak(run, model),
         "flops": flops(model, batch) / flops(plain, batch) - 1,
-        "time": statistics.median(ratios[2:]) - 1,
+        "time": ratio - 1,
         "gradient_error": error,
     }
-
-
-def _in_a_process(name: str, pairs: int) -> dict[str, float]:
-    command = [sys.executable, "-m", "benchmarks.alternatives", "--one", name, "--pairs", str(pairs)]
-    result = subprocess.run(command, capture_output=True, text=True)
-    if result.returncode:
-        raise RuntimeError(f"{name}: {result.stderr}")
-    found: dict[str, float] = json.loads(result.stdout.splitlines()[-1])
-    return found
 
 
 def _parse(name: str) -> Callable[[nn.Module, Batch], None]:
@@ -151,18 +106,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.alternatives", description=__doc__)
     parser.add_argument("--output", type=Path, help="write the rows as JSON")
     parser.add_argument("--pairs", type=int, default=9, help="pairs of steps that are timed")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    if options.one:
-        print(json.dumps(measure(_parse(options.one), options.pairs)))
-        return
     rows: dict[str, dict[str, float]] = {}
     for name in tqdm(["eager", "checkpoint", "budget 0.7", "budget 0.5", "budget 0.3", "budget 0.0"]):
-        rows[name] = _in_a_process(name, options.pairs)
+        rows[name] = measure.in_own_process(measure_one, name, options.pairs)
         if name != "eager":
             same = f"planned {rows[name]['peak_bytes'] / 2**20:.1f}"
-            rows[same] = _in_a_process(same, options.pairs)
+            rows[same] = measure.in_own_process(measure_one, same, options.pairs)
     print("|  | measured peak | FLOPs | time | gradients: largest relative difference |\n|---|---:|---:|---:|---:|")
     for name, row in rows.items():
         print(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from solvers import InfeasibleError, Solution, every_op_once, lowest, simulate, solve
+from solvers import InfeasibleError, Solution, every_op_once, minimum_peak, simulate, solve
 
 from .capture.step import TrainingGraph, capture
 from .decide import decisions, moments, peak_account
@@ -117,7 +117,7 @@ def _solve(request: Request, lowered: Lowered, lines: dict[str, int]) -> Solutio
         return solve(lowered.problem, request.solver, time_limit=request.time_limit, progress=request.progress)
     except InfeasibleError as e:
         problem = lowered.problem
-        leanest = peak_account(problem, lowest(problem, progress=False))
+        leanest = peak_account(problem, minimum_peak(problem, progress=False).schedule)
         takes = dict(sorted({**lines, **leanest}.items(), key=lambda line: -line[1]))
         raise InfeasibleBudgetError(request.budget_gb, e.minimum, takes) from None
 

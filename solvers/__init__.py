@@ -3,8 +3,8 @@
 `solve` looks a solver up by name; `simulate` is the one judge of every answer.
 """
 
-from .auto import auto, lowest
-from .bounds import cost_bound, minimum_peak_bound
+from .auto import Minimum, auto, minimum_peak
+from .bounds import cost_bound, minimum_peak_bound, relaxation_bound
 from .chen import chen
 from .errors import InfeasibleError, ProblemError, SolverError, UnknownSolverError
 from .ilp import ilp
@@ -15,6 +15,7 @@ from .solve import SOLVERS, Solution, solve
 __all__ = [
     "SOLVERS",
     "InfeasibleError",
+    "Minimum",
     "Op",
     "Problem",
     "ProblemError",
@@ -30,8 +31,9 @@ __all__ = [
     "from_json",
     "ilp",
     "load",
-    "lowest",
+    "minimum_peak",
     "minimum_peak_bound",
+    "relaxation_bound",
     "simulate",
     "solve",
     "to_json",

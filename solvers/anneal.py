@@ -1,90 +1,130 @@
-"""Simulated annealing over the keep and hold bits of a policy, judged by the exact peak and cost of its schedule.
+"""Simulated annealing over policies, judged by the exact peak and cost of their schedules.
 
-Kirkpatrick et al., "Optimization by simulated annealing" (1983). The random numbers are seeded and the work is
-counted in simulated steps, so the answer depends on the problem alone.
+Kirkpatrick et al., "Optimization by simulated annealing" (1983). Work is counted in simulated steps and random numbers
+are seeded, so that what is found depends on the problem alone; walks run in threads, each by itself.
 """
 
 from __future__ import annotations
 
-import math
-import random
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from threading import Event
 
-from .policy import droppable, realize
+import numpy as np
+
+from .compiled import Choices, Goal, Policy, Scratch, Tables, link_all, peak_of, unroll
+from .moves import Journal, anneal
+from .policy import choices, copy, keep_only, realize, scratch, tables
 from .problem import Problem
-from .schedule import Schedule, peak_and_cost
+from .schedule import Schedule
 
-CHANGES = 300  # of each value: small problems are settled long before
-Energy = Callable[[int, float], float]  # peak in bytes, cost -> what to make small
+THREADS = 2
+PAUSES = 20  # how often a walk looks at the clock and shows its progress
+CHANGES = 1024  # gaps that one move changes, at most
+RATE = 30e6  # simulated steps a second and thread, about: how a time limit becomes a count
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
-    """A policy and what its schedule comes to."""
+class Found:
+    """A policy and what its schedule comes to: bytes, and the cost of its re-runs."""
 
-    keep: frozenset[int]
-    hold: frozenset[int]
-    schedule: Schedule
+    policy: Policy
     peak: int
-    cost: float
+    extra: float
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """Where to begin, how hot (in units of energy), for how many steps, with which random numbers."""
+
+    start: Policy
+    hot: float
+    cold: float
+    steps: float
+    seed: int
 
 
 class Search:
-    """Tries policies and counts the simulated steps that this takes."""
+    """A problem made ready for walks, with the time left for them."""
 
-    def __init__(self, problem: Problem, tick: Callable[[int], object]) -> None:
+    def __init__(self, problem: Problem, deadline: float | None, tick: Callable[[float], object]) -> None:
         self.problem = problem
-        self.values = droppable(problem)
-        self.steps = 0
+        self.tables: Tables = tables(problem)
+        self.choices: Choices = choices(problem, self.tables)
+        self.scratch: Scratch = scratch(self.tables)
+        self.deadline = deadline
         self.tick = tick
+        self.late = False
+        self.stopped = Event()
 
-    def attempt(self, keep: frozenset[int], hold: frozenset[int] | None = None) -> Candidate:
-        """The candidate of a policy; `hold` None holds everything recomputed."""
-        schedule = realize(self.problem, keep, hold)
-        peak, cost = peak_and_cost(self.problem, schedule)
-        self.steps += len(schedule.steps)
-        self.tick(len(schedule.steps))
-        return Candidate(keep, frozenset(self.values) if hold is None else hold, schedule, peak, cost)
+    def keep_only(self, keep: Iterable[int] | None = None, hold: Iterable[int] | None = None) -> Found | None:
+        """A policy of two sets of values, see `policy.keep_only`; None where it runs far too long."""
+        sets = (None if s is None else frozenset(s) for s in (keep, hold))
+        return self.judge(keep_only(self.problem, self.tables, *sets))
 
+    def judge(self, policy: Policy) -> Found | None:
+        """What a policy comes to."""
+        link_all(policy, self.scratch)
+        steps, extra = unroll(self.tables, policy, self.scratch, np.inf)
+        if steps < 0:
+            return None
+        return Found(policy, peak_of(self.tables, self.scratch, steps, self.problem.resident, np.inf), extra)
 
-def anneal(
-    search: Search,
-    start: Candidate,
-    energy: Energy,
-    hottest: float,
-    steps: int,
-    fits: Callable[[Candidate], bool] = lambda _: True,
-) -> Candidate:
-    """The candidate of least energy that fits, met on a walk of single changes from `start`; `start` if none was met.
+    def schedule(self, policy: Policy) -> Schedule:
+        """A policy's schedule."""
+        found = realize(self.tables, policy, self.scratch)
+        assert found is not None
+        return found
 
-    A value changes between kept, recomputed and held, and recomputed for each use. Changes for the worse by d are
-    taken with probability exp(-d / t), where the temperature t falls from `hottest` to a thousandth of it.
+    def walk(self, walks: Sequence[Walk], goal: Goal, enough: float = -np.inf) -> list[Found]:
+        """What walks found: for each the policy of least energy with a peak up to the goal's ceiling, where it met one.
 
-    Args:
-        search: the problem, and the count of steps.
-        start: where the walk begins.
-        energy: what to make small.
-        hottest: temperature at the start, in units of energy.
-        steps: simulated steps to spend; fewer where a few hundred changes of each value are done before.
-        fits: what may be returned; the walk goes over others too.
-    """
-    values, rng = search.values, random.Random(0)
-    here = best = start
-    e_here = energy(start.peak, start.cost)
-    e_best = e_here if fits(start) else math.inf
-    begin = search.steps
-    steps = min(steps, CHANGES * len(values) * len(start.schedule.steps))
-    while steps and (spent := (search.steps - begin) / steps) < 1:
-        v = rng.choice(values)
-        keep, hold = here.keep ^ {v}, here.hold
-        if v not in here.keep and rng.random() < 0.4:
-            keep, hold = here.keep, here.hold ^ {v}
-        there = search.attempt(keep, hold)
-        e_there = energy(there.peak, there.cost)
-        rise = e_there - e_here
-        if rise <= 0 or rng.random() < math.exp(-rise / (hottest * 1e-3**spent)):
-            here, e_here = there, e_there
-            if e_here < e_best and fits(here):
-                best, e_best = here, e_here
-    return best
+        A walk ends early when an energy of `enough` is reached, and all do when time is up.
+        """
+        if not len(self.choices.gaps):
+            return []
+        with ThreadPoolExecutor(THREADS) as pool:
+            try:
+                policies = list(pool.map(lambda w: self._walk(w, goal, enough), walks))
+            except BaseException:
+                self.stopped.set()  # the other walks end at their next pause
+                raise
+        return [found for p in policies if p is not None and (found := self.judge(p)) is not None]
+
+    def _walk(self, walk: Walk, goal: Goal, enough: float) -> Policy | None:
+        t, room = self.tables, scratch(self.tables)
+        here, best = (copy(walk.start) for _ in range(2))
+        link_all(here, room)
+        steps, extra = unroll(t, here, room, np.inf)
+        peak = peak_of(t, room, steps, goal.resident, np.inf)
+        energy = goal.price * extra + goal.penalty * max(0.0, peak - goal.budget)
+        now = np.array([energy, energy if peak <= goal.ceiling else np.inf])
+        journal = Journal(np.zeros(CHANGES, np.int32), np.zeros((CHANGES, 4), np.int32), np.zeros(1, np.int32))
+        rng = np.array([88172645463325252 + 2654435761 * walk.seed], np.uint64)
+        progress = 0.0
+        while progress < 1.0 and now[1] > enough and not self.stopped.is_set():
+            if self.deadline is not None and time.monotonic() > self.deadline:
+                self.late = True
+                break
+            end = min(1.0, progress + 1 / PAUSES)
+            before = progress
+            progress = anneal(
+                t,
+                here,
+                best,
+                room,
+                self.choices,
+                journal,
+                rng,
+                goal,
+                now,
+                walk.hot,
+                walk.cold,
+                progress,
+                end,
+                float(walk.steps),
+            )
+            self.tick((progress - before) * walk.steps)
+        return best if now[1] < np.inf else None

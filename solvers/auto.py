@@ -1,147 +1,195 @@
-"""The default solver: several starts, then a search over what to keep, all judged by the exact simulator.
+"""The default solver: starts from relaxations and from segments, then rounds of annealing, judged by the exact replay.
 
-Starts are no recomputation, every segmentation of `chen`, segments nested in segments, and dropping what is cheapest
-to recompute per byte. The best ones are improved by keeping values again, in ever smaller groups, while it fits, and
-then by annealing. The work is limited by a count of simulated steps, never by a clock: the answer depends on the
-problem alone.
+A start is every op once, a segmentation as in `chen`, or what a relaxation of the problem keeps (`guides`): where that
+is only a little above its own bound, as with room to spare it often is, nothing is left to do. Otherwise walks from the
+most promising starts run side by side; the best of them go on, cooler and longer, until the work is spent. Work is
+counted in simulated steps, never by a clock (unless that runs out), so that the answer depends on the problem alone.
+
+A walk decides gap by gap, see `policy`; repeated blocks, found by their structure, also change together and copy from
+one another, so that what works in one block spreads to the others.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+
 from tqdm import tqdm
 
-from .anneal import Candidate, Search, anneal
-from .bounds import minimum_peak_bound
+from .anneal import RATE, THREADS, Found, Search, Walk
+from .bounds import minimum_peak_bound, relax
 from .chen import candidates, cuts, keep_across
+from .compiled import Goal
 from .errors import InfeasibleError
+from .guides import guides
 from .problem import Problem
-from .schedule import Answer, Schedule, every_op_once
+from .schedule import Answer, Schedule, every_op_once, simulate
 
-STEPS = 2_000_000  # simulated steps in each of its two parts: about a second of one core, whatever the problem's size
+EXACT = 8  # problems of no more ops are solved by `ilp`, whose model then holds every schedule that is worth it
+STEPS = 60e6  # of each thread, without a time limit: 2 s; and as many for the lowest peak
+STEPS_PER_OP = 60e3  # and for each op: 15 s for a decoder of 80 layers
+CHANGES = 4000  # of each gap by a walk, at most: small problems are settled long before
+ROUNDS = ((8, 0.02, 0.3), (4, 0.004, 0.3), (2, 0.002, 0.25), (2, 0.001, 0.15))  # walks, hottest, share of the work
+COLDEST = 1e-3  # of the hottest
+OVER = 2.0  # energy of a peak above the budget by all the room there is; every op once more is 1
+ENOUGH = 1e-7  # above the bound, as a share of the cost, is not worth a search
 
 
-def auto(problem: Problem, *, progress: bool | None = None) -> Answer:
-    """The best schedule found within the budget, never costlier than `chen`'s.
+def auto(problem: Problem, *, time_limit: float | None = None, progress: bool | None = None) -> Answer:
+    """The best schedule found within the budget, never costlier than `chen`'s, with a proven bound on the cost.
 
-    About `STEPS` simulated steps for the starts and as many for the search: O(1) simulations of a large problem,
-    more of a small one.
+    Args:
+        problem: what to schedule; up to `EXACT` ops it is solved exactly.
+        time_limit: seconds on two cores; None for about 2, and more for thousands of ops. It becomes a count of
+            simulated steps; the clock itself only matters where the machine is slower than expected.
+        progress: show a bar; None for only where a terminal is watching.
 
     Raises:
-        InfeasibleError: nothing found fits; its `minimum` is the peak of `lowest(problem)`, which always fits.
+        InfeasibleError: nothing found fits; its `minimum` is a budget that succeeds.
     """
-    if problem.budget is None:
-        return Answer(every_op_once(problem))
-    with _bar(progress) as bar:
-        search = Search(problem, bar.update)
-        full = _keep_all(search)
-        if full.peak <= problem.budget:
-            return Answer(full.schedule)
-        starts = [c for c in (*_segments(search), *_cheapest(search, full)) if c.peak <= problem.budget]
-        starts = [_improve(search, c, STEPS // 8) for c in sorted(starts, key=lambda c: c.cost)[:3]]
-        starts += [c for c in [_cheaper(search, full, 0.02)] if c.peak <= problem.budget]
-        if not starts:
-            leanest = _lowest(search)
-            if leanest.peak > problem.budget:
-                raise InfeasibleError(problem.budget, leanest.peak, minimum_peak_bound(problem))
-            starts = [leanest]
-        best = min(starts, key=lambda c: c.cost)
-        best = _improve(search, _cheaper(search, best, 0.001), STEPS // 4)
-    return Answer(best.schedule)
+    once = every_op_once(problem)
+    if problem.budget is None or simulate(problem, once).peak <= problem.budget:
+        return Answer(once, problem.total_cost)
+    if len(problem.ops) <= EXACT:
+        from .ilp import ilp  # which starts from what `search` finds
+
+        return ilp(problem, time_limit=time_limit, progress=progress)
+    return search(problem, time_limit=time_limit, progress=progress)
 
 
-def lowest(problem: Problem, *, progress: bool | None = None) -> Schedule:
-    """The schedule of the lowest peak that the search finds, whatever it costs; the budget is not looked at."""
-    with _bar(progress) as bar:
-        return _lowest(Search(problem, bar.update)).schedule
+def search(problem: Problem, *, time_limit: float | None = None, progress: bool | None = None) -> Answer:
+    """What `auto` does with problems of more than `EXACT` ops whose budget is below the peak of every op once."""
+    deadline = None if time_limit is None else time.monotonic() + time_limit
+    work = _work(problem) if time_limit is None else 0.8 * RATE * time_limit
+    with _bar(THREADS * work, progress) as bar:
+        return _solve(Search(problem, deadline, bar.update), work)
 
 
-def _bar(progress: bool | None) -> tqdm[None]:
-    disable = None if progress is None else not progress
-    return tqdm(desc="solving", unit=" steps", unit_scale=True, leave=False, disable=disable)
-
-
-def _keep_all(search: Search) -> Candidate:
-    return search.attempt(frozenset(search.values))
-
-
-def _segments(search: Search) -> list[Candidate]:
-    """What `chen` tries."""
-    problem = search.problem
-    return [search.attempt(frozenset(keep_across(problem, cuts(problem, k)))) for k in candidates(problem)]
-
-
-def _nested(search: Search) -> list[Candidate]:
-    """Segments inside segments: keep what crosses the outer cuts, hold what crosses the inner ones."""
-    problem = search.problem
-    found = []
-    for outer in candidates(problem)[::3]:
-        keep = frozenset(keep_across(problem, cuts(problem, outer), last=False))
-        found.append(search.attempt(keep))
-        for inner in (3, 8):
-            fine = keep_across(problem, cuts(problem, outer * inner), last=False)
-            found.append(search.attempt(keep, frozenset(fine)))
-    return found
-
-
-def _price(search: Search) -> dict[int, float]:
-    """Time to run a value's op again, per byte of it."""
-    problem = search.problem
-    return {v: problem.ops[problem.producer[v]].cost / max(1, problem.sizes[v]) for v in search.values}
-
-
-def _cheapest(search: Search, full: Candidate) -> list[Candidate]:
-    """Drop the values that are cheapest to recompute per byte, as few as fit."""
-    problem, budget = search.problem, search.problem.budget or 0
-    price = _price(search)
-    needed = (v for v in search.values if problem.readers[v][-1] >= problem.boundary)
-    order = sorted(needed, key=lambda v: (price[v], v))
-    low, high, found = 0, len(order), []
-    while low < high:
-        middle = (low + high) // 2
-        found.append(search.attempt(full.keep.difference(order[:middle])))
-        low, high = (low, middle) if found[-1].peak <= budget else (middle + 1, high)
-    return found
-
-
-def _lowest(search: Search) -> Candidate:
-    """The leanest start, annealed for its peak; cost only breaks ties."""
-    problem = search.problem
-    best = min((_keep_all(search), *_segments(search), *_nested(search)), key=lambda c: (c.peak, c.cost))
-    variable = max(1, best.peak - problem.resident)
-
-    def energy(peak: int, cost: float) -> float:
-        return peak / variable + 1e-3 * cost / (problem.total_cost or 1.0)
-
-    return anneal(search, best, energy, 0.02, STEPS)
-
-
-def _cheaper(search: Search, start: Candidate, hottest: float) -> Candidate:
-    """Annealed for its cost; bytes over the budget are paid for, at twice the whole step's time for all of it."""
+def _solve(search: Search, work: float) -> Answer:
     problem = search.problem
     assert problem.budget is not None
-    budget, total = problem.budget, problem.total_cost or 1.0
-    room = max(1, budget - problem.resident)
+    relaxed = relax(problem)
+    bound = relaxed.bound
+    enough = bound + ENOUGH * (problem.total_cost + bound)
+    goal = _goal(problem)
+    starts: list[Found] = []
+    guided = (search.keep_only(keep) for keep in guides(problem, relaxed))
+    for found in _some(guided, _segments(search), iter([search.keep_only()])):
+        starts.append(found)
+        if found.peak <= problem.budget and found.extra <= enough:
+            break
+    best = _best(problem, starts)
+    if best is None or best.extra > enough:
+        best = _anneal(search, goal, starts, work, goal.price * enough)
+    if best is None:
+        leanest = _lowest(search, work, problem.budget)
+        if leanest.peak > problem.budget:
+            raise InfeasibleError(problem.budget, leanest.peak, minimum_peak_bound(problem))
+        best = _anneal(search, goal, [leanest], work, goal.price * enough) or leanest
+    note = "time ran out: a slower machine than expected, or many ops" if search.late else ""
+    return Answer(search.schedule(best.policy), problem.total_cost + bound, note)
 
-    def energy(peak: int, cost: float) -> float:
-        return cost / total + 2 * max(0, peak - budget) / room
 
-    return anneal(search, start, energy, hottest, STEPS // 2, fits=lambda c: c.peak <= budget)
+@dataclass(frozen=True, slots=True)
+class Minimum:
+    """The leanest schedule that was found, its peak, and a proven lower bound on the peak of any; bytes."""
+
+    schedule: Schedule
+    peak: int
+    bound: int
 
 
-def _improve(search: Search, start: Candidate, steps: int) -> Candidate:
-    """Keep values again while it fits: dearest per byte first, in groups that halve when none fits."""
-    budget, best, begin = search.problem.budget or 0, start, search.steps
-    price = _price(search)
-    size = max(1, len(search.values) // 4)
-    while size:
-        dropped = sorted((v for v in search.values if v not in best.keep), key=lambda v: (-price[v], v))
-        improved = False
-        for at in range(0, len(dropped), size):
-            if search.steps - begin > steps:
-                return best
-            trial = search.attempt(best.keep.union(dropped[at : at + size]), best.hold)
-            if trial.peak <= budget and trial.cost < best.cost:
-                best, improved = trial, True
-        if not improved or size > 1:
-            size //= 2
-    return best
+def minimum_peak(problem: Problem, *, time_limit: float | None = None, progress: bool | None = None) -> Minimum:
+    """The schedule of the lowest peak that the search finds, whatever it costs; the budget is not looked at.
+
+    Args:
+        problem: what to schedule.
+        time_limit: as for `auto`.
+        progress: as for `auto`.
+    """
+    work = _work(problem) if time_limit is None else 0.8 * RATE * time_limit
+    deadline = None if time_limit is None else time.monotonic() + time_limit
+    with _bar(THREADS * work, progress) as bar:
+        found = Search(problem, deadline, bar.update)
+        leanest = _lowest(found, work, 0)
+        return Minimum(found.schedule(leanest.policy), leanest.peak, minimum_peak_bound(problem))
+
+
+def _work(problem: Problem) -> float:
+    return STEPS + STEPS_PER_OP * len(problem.ops)
+
+
+def _bar(total: float, progress: bool | None) -> tqdm[None]:
+    disable = None if progress is None else not progress
+    return tqdm(total=total, desc="solving", unit=" steps", unit_scale=True, leave=False, disable=disable)
+
+
+def _some(*starts: Iterator[Found | None]) -> Iterator[Found]:
+    return (found for each in starts for found in each if found is not None)
+
+
+def _segments(search: Search) -> Iterator[Found | None]:
+    """What `chen` tries."""
+    problem = search.problem
+    return (search.keep_only(keep_across(problem, cuts(problem, k))) for k in candidates(problem))
+
+
+def _nested(search: Search) -> Iterator[Found | None]:
+    """Segments inside segments: keep what crosses the outer cuts, hold what crosses the inner ones."""
+    problem = search.problem
+    for outer in candidates(problem)[::3]:
+        keep = keep_across(problem, cuts(problem, outer), last=False)
+        yield search.keep_only(keep)
+        for inner in (3, 8):
+            yield search.keep_only(keep, keep_across(problem, cuts(problem, outer * inner), last=False))
+
+
+def _goal(problem: Problem) -> Goal:
+    budget = float(problem.budget or 0)
+    room = max(1.0, budget - problem.resident)
+    return Goal(1 / (problem.total_cost or 1.0), OVER / room, budget, budget, problem.resident)
+
+
+def _energy(goal: Goal, found: Found) -> float:
+    return goal.price * found.extra + goal.penalty * max(0.0, found.peak - goal.budget)
+
+
+def _best(problem: Problem, found: list[Found]) -> Found | None:
+    fitting = [f for f in found if problem.budget is None or f.peak <= problem.budget]
+    return min(fitting, key=lambda f: f.extra, default=None)
+
+
+def _anneal(search: Search, goal: Goal, starts: list[Found], work: float, enough: float) -> Found | None:
+    """The best of rounds of walks, each from the best of the round before; None where none fits."""
+    ops = max(1, len(search.problem.ops))
+    longest = CHANGES * len(search.choices.gaps) * ops
+    pool = sorted(starts, key=lambda f: _energy(goal, f))
+    # hot walks forget where they began; what every op once leads to is seldom what segments lead to
+    pool = [*islice(pool, 3), starts[-1]]
+    seed = 0
+    found = list(starts)
+    for walks, hot, share in ROUNDS:
+        steps = min(longest, share * work * THREADS / walks)
+        chosen = [pool[i % len(pool)] for i in range(walks)]
+        round_ = [Walk(f.policy, hot, hot * COLDEST, steps, seed + i) for i, f in enumerate(chosen)]
+        found += search.walk(round_, goal, enough)
+        seed += walks
+        pool = sorted(found, key=lambda f: _energy(goal, f))[: max(1, walks // 2)]
+        if search.late or _energy(goal, pool[0]) <= enough:
+            break
+    return _best(search.problem, found)
+
+
+def _lowest(search: Search, work: float, target: int) -> Found:
+    """The leanest start, annealed for its peak down to `target`; cost only breaks ties."""
+    problem = search.problem
+    starts = [*_some(_nested(search), _segments(search), iter([search.keep_only()]))]
+    best = min(starts, key=lambda f: (f.peak, f.extra))
+    variable = max(1, best.peak - problem.resident)
+    goal = Goal(1e-3 / (problem.total_cost or 1.0), 1 / variable, float(target), float("inf"), problem.resident)
+    ops = max(1, len(problem.ops))
+    steps = min(CHANGES * len(search.choices.gaps) * ops, work)
+    walks = [Walk(best.policy, 0.02, 2e-5, steps / 2, seed) for seed in range(2 * THREADS)]
+    return min((best, *search.walk(walks, goal)), key=lambda f: (f.peak, f.extra))

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from .bounds import minimum_peak_bound
 from .errors import InfeasibleError
-from .policy import realize
+from .policy import keep_only, realize, scratch, tables
 from .problem import Problem
 from .schedule import Schedule, every_op_once, simulate
 
@@ -89,11 +89,13 @@ def chen(problem: Problem) -> Schedule:
         InfeasibleError: no number of segments fits; its `minimum` is the lowest peak among them.
     """
     best, lowest = every_op_once(problem), simulate(problem, every_op_once(problem)).peak
+    t = tables(problem)
+    room = scratch(t)
     for k in candidates(problem):
         if problem.budget is not None and lowest <= problem.budget:
             return best
-        schedule = realize(problem, keep_across(problem, cuts(problem, k)))
-        if (peak := simulate(problem, schedule).peak) < lowest:
+        schedule = realize(t, keep_only(problem, t, keep_across(problem, cuts(problem, k))), room)
+        if schedule is not None and (peak := simulate(problem, schedule).peak) < lowest:
             best, lowest = schedule, peak
     if problem.budget is not None and lowest > problem.budget:
         raise InfeasibleError(problem.budget, lowest, minimum_peak_bound(problem))

@@ -84,13 +84,13 @@ def _rounds(problem: Problem) -> int:
 
 def _start(problem: Problem) -> tuple[Schedule | None, int]:
     """The cheapest schedule that fits without a search of models, and the lowest peak that any found here has."""
-    from .auto import auto, lowest  # here, so that either module may use the other
+    from .auto import minimum_peak, search  # here, so that either module may use the other
 
     assert problem.budget is not None
     unlimited = problem.with_budget(None)
     best, cost, minimum = None, math.inf, simulate(problem, every_op_once(problem)).peak
-    found = [lowest(problem, progress=False), chen(unlimited)]
-    for solver in (lambda p: auto(p, progress=False).schedule, chen):
+    found = [minimum_peak(problem, progress=False).schedule, chen(unlimited)]
+    for solver in (lambda p: search(p, progress=False).schedule, chen):
         with suppress(InfeasibleError):
             found.append(solver(problem))
     for schedule in found:

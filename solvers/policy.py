@@ -1,18 +1,24 @@
-"""From keep and hold decisions to a schedule, by lazy recomputation.
+"""Policies: what to do with each value between its uses, and the schedule that follows by lazy recomputation.
 
-Two sets of values say everything: a value in `keep` stays held from the forward pass to its last use in the
-backward pass; any other one is recomputed, from the nearest held values, just before a backward op needs it. A
-recomputed value in `hold` then stays for its later uses; one that is not is dropped after the op it was recomputed
-for, and recomputed again for the next. Keep is a checkpoint, hold a checkpoint inside a recomputed segment, neither
-is nested recomputation.
+A gap is what lies between two uses of a value, or between its last use and the end. In it the value is kept, or dropped
+and made again: when it is next needed, or ahead of its need, while what that takes is still held; once made again it is
+held or dropped again. With all values kept that is every op once; kept at cuts only, it is checkpointing in segments;
+held inside segments or not, nested recomputation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Hashable, Iterable, Sequence
+from itertools import accumulate, chain
 
+import numpy as np
+
+from .compiled import Choices, Ints, Policy, Scratch, Tables, link_all, unroll
 from .problem import Problem
 from .schedule import Schedule
+
+HOPS = 4  # how far two gaps must look alike to be the same gap of two repeated blocks
+STRETCH = 16  # a schedule longer than this many times the ops is given up
 
 
 def droppable(problem: Problem) -> list[int]:
@@ -28,46 +34,141 @@ def droppable(problem: Problem) -> list[int]:
     ]
 
 
-def realize(problem: Problem, keep: Collection[int], hold: Collection[int] | None = None) -> Schedule:
-    """The schedule of a policy. O(ops run * reads) time.
+def tables(problem: Problem) -> Tables:
+    """A problem as arrays; the last gap of a droppable value reaches to the end. O(ops + reads)."""
+    uses: list[tuple[int, ...]] = list(problem.readers)
+    for v in droppable(problem):
+        uses[v] = (*uses[v], len(problem.ops))
+    use_at, flat_uses = _flat(uses)
+    read_at, reads = _flat([op.reads for op in problem.ops])
+    write_at, writes = _flat([op.writes for op in problem.ops])
+    pinned = np.zeros(len(problem.sizes), np.uint8)
+    pinned[list(problem.pinned)] = 1
+    return Tables(
+        read_at,
+        reads,
+        write_at,
+        writes,
+        use_at,
+        flat_uses,
+        np.array(problem.sizes, np.int64),
+        np.array([op.cost for op in problem.ops], np.float64),
+        np.array([op.workspace for op in problem.ops], np.int64),
+        _ints(problem.producer),
+        pinned,
+        _ints(v for v, found in enumerate(uses) for _ in found),
+        _ints(i for v, found in enumerate(uses) for i in (problem.producer[v], *found)[:-1][: len(found)]),
+    )
+
+
+def _ints(numbers: Iterable[int]) -> Ints:
+    return np.array(list(numbers), np.int32)
+
+
+def _flat(lists: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
+    return _ints(accumulate(map(len, lists), initial=0)), _ints(chain.from_iterable(lists))
+
+
+def scratch(t: Tables) -> Scratch:
+    """Room for `unroll` and `peak_of` to work in."""
+    ops, values, gaps = len(t.cost), len(t.size), len(t.value)
+    ints = [np.full(n, -1, np.int32) for n in (ops, gaps, ops, gaps)]
+    return Scratch(
+        np.zeros(STRETCH * ops + 1, np.int32),
+        np.zeros(values, np.uint8),
+        np.zeros(values, np.int32),
+        np.zeros(ops, np.uint8),
+        np.zeros(values, np.uint8),
+        *ints,
+    )
+
+
+def keep_only(
+    problem: Problem, t: Tables, keep: Collection[int] | None = None, hold: Collection[int] | None = None
+) -> Policy:
+    """The policy of two sets of values.
 
     Args:
         problem: what to schedule.
-        keep: forward values held from the forward pass on; `problem.lasting` ones are kept anyway.
-        hold: recomputed values held for their later uses; None for all.
-
-    Returns:
-        Every op once in order; before each backward op, the forward ops that it needs again, in order.
+        t: its tables.
+        keep: forward values held from the forward pass on; None for all, so that every op runs once. The others are
+            dropped at the end of the forward pass, or after the first backward op if that reads them.
+        hold: values held, once recomputed, for their later uses; None for all.
     """
-    ops, producer, boundary = problem.ops, problem.producer, problem.boundary
-    held = bytearray(len(problem.sizes))
-    for v in (*keep, *problem.lasting):
-        held[v] = 1
-    again = None if hold is None else set(hold)
-    steps = list(range(boundary))
-    # what the first backward op reads has not been dropped yet; it may be afterwards
-    passing = [v for v in ops[boundary].reads if not held[v]] if boundary < len(ops) else []
-    for v in passing:
-        held[v] = 1
-    for b in range(boundary, len(ops)):
-        burst: set[int] = set()
-        stack = [v for v in ops[b].reads if not held[v]]
-        while stack:
-            i = producer[stack.pop()]
-            if i not in burst:
-                burst.add(i)
-                stack.extend(v for v in ops[i].reads if not held[v])
-        for i in sorted(burst):
-            steps.append(i)
-            if again is None:
-                for v in ops[i].writes:
-                    held[v] = 1
-            else:
-                for v in ops[i].writes:
-                    if v in again:
-                        held[v] = 1
-        steps.append(b)
-        if b == boundary:
-            for v in passing:
-                held[v] = 0
-    return Schedule(tuple(steps))
+    gaps = len(t.value)
+    policy = Policy(
+        np.ones(gaps, np.uint8), np.ones(gaps, np.uint8), np.full(gaps, -1, np.int32), np.full(gaps, -1, np.int32)
+    )
+    if keep is not None:
+        loose = np.zeros(len(t.size), bool)
+        loose[droppable(problem)] = True
+        loose[list(keep)] = False
+        passing = np.zeros(len(t.size), bool)
+        passing[list(hold) if hold is not None else slice(None)] = True
+        backward = t.uses > problem.boundary
+        again = t.start > problem.boundary
+        policy.keep[loose[t.value] & backward & ~(again & passing[t.value])] = 0
+        policy.hold[loose[t.value] & ~passing[t.value]] = 0
+    return policy
+
+
+def copy(policy: Policy) -> Policy:
+    """A policy that can be changed without changing this one."""
+    return Policy(policy.keep.copy(), policy.hold.copy(), policy.drop.copy(), policy.make.copy())
+
+
+def realize(t: Tables, policy: Policy, s: Scratch) -> Schedule | None:
+    """The schedule of a policy; None where it would be far longer than any that is worth it. O(steps * reads)."""
+    link_all(policy, s)
+    steps, _ = unroll(t, policy, s, np.inf)
+    found = s.steps[:steps]
+    return Schedule(tuple(np.where(found < 0, -1 - found, found).tolist())) if steps >= 0 else None
+
+
+def choices(problem: Problem, t: Tables) -> Choices:
+    """The gaps that a search decides on: those of droppable values in which something else happens. O(HOPS * reads)."""
+    free = np.zeros(len(t.size), bool)
+    free[droppable(problem)] = True
+    gaps = np.flatnonzero(free[t.value] & (t.uses > t.start + 1)).astype(np.int32)
+    gaps = gaps[np.argsort(t.start[gaps], kind="stable")]
+    looks = _looks(problem)
+    number: dict[Hashable, int] = {}
+    class_of = np.full(len(t.value), -1, np.int32)
+    for g in gaps.tolist():
+        v, end = int(t.value[g]), int(t.uses[g])
+        made = problem.producer[v]
+        key = (
+            looks[made],
+            problem.ops[made].writes.index(v),
+            g - int(t.use_at[v]),
+            looks[end] if end < len(looks) else -1,
+        )
+        class_of[g] = number.setdefault(key, len(number))
+    members = gaps[np.argsort(class_of[gaps], kind="stable")]
+    class_at = np.searchsorted(class_of[members], np.arange(len(number) + 1)).astype(np.int32)
+    place = np.zeros(len(t.value), np.int32)
+    place[members] = np.arange(len(members), dtype=np.int32) - class_at[class_of[members]]
+    # by size: what is large decides; half of all choices by number: small values add up
+    size = t.size[t.value[gaps]] / max(1, int(t.size[t.value[gaps]].sum()))
+    weight = np.cumsum(0.5 * size + 0.5 / max(1, len(gaps)))
+    return Choices(gaps, class_at, members, class_of, place, weight)
+
+
+def _looks(problem: Problem) -> list[int]:
+    """For each op, a number that ops share which look alike to HOPS hops away: Weisfeiler and Leman's refinement."""
+    looks = _number((op.cost, op.workspace, tuple(problem.sizes[v] for v in op.writes)) for op in problem.ops)
+    for _ in range(HOPS):
+        looks = _number(
+            (
+                looks[i],
+                tuple(looks[problem.producer[v]] for v in op.reads),
+                tuple(tuple(looks[r] for r in problem.readers[v]) for v in op.writes),
+            )
+            for i, op in enumerate(problem.ops)
+        )
+    return looks
+
+
+def _number(keys: Iterable[Hashable]) -> list[int]:
+    known: dict[Hashable, int] = {}
+    return [known.setdefault(key, len(known)) for key in keys]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ import networkx as nx
 from .errors import ProblemError
 
 FORMAT = "rematerialization-problem/1"
+MOST_BYTES = 2**62  # of everything together, so that any peak fits 64 bits
+LARGEST = 10**300  # budget or total cost: what solvers make of them stays finite as floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,68 +118,86 @@ class Problem:
 
 
 def _check(p: Problem) -> None:
-    def number(x: object) -> bool:
-        return isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x) and x >= 0
-
-    if not 0 <= p.boundary <= len(p.ops):
-        raise ProblemError(f"boundary {p.boundary!r} is outside 0..{len(p.ops)}")
-    if not number(p.resident) or not (p.budget is None or number(p.budget)):
-        raise ProblemError(f"resident {p.resident!r} and budget {p.budget!r} must be finite and not negative")
-    for v, size in enumerate(p.sizes):
-        if not number(size):
-            raise ProblemError(f"value {v}: size {size!r} is not a finite number of bytes >= 0")
-    made: set[int] = set()
+    """Types before relations, so that nothing here fails but on purpose. O(ops + reads)."""
+    for name, kind in (("ops", tuple), ("sizes", tuple), ("pinned", frozenset), ("name", str)):
+        if not isinstance(getattr(p, name), kind):
+            raise ProblemError(f"{name} must be a {kind.__name__}, not {getattr(p, name)!r:.60}")
+    if not p.ops:
+        raise ProblemError("ops is empty: there is nothing to schedule")
+    if not (_whole(p.boundary) and p.boundary <= len(p.ops)):
+        raise ProblemError(f"boundary {p.boundary!r:.60} is outside 0..{len(p.ops)}")
+    budget = 0 if p.budget is None else p.budget
+    sizes = ((f"value {v}: size", size) for v, size in enumerate(p.sizes))
+    for what, size in (("resident", p.resident), ("budget", budget), *sizes):
+        if not _whole(size):
+            raise ProblemError(f"{what} {size!r:.60} is not a whole number of bytes >= 0")
     for i, op in enumerate(p.ops):
-        where = f"op {i} ({op.name})" if op.name else f"op {i}"
-        for v in (*op.reads, *op.writes):
-            if not 0 <= v < len(p.sizes):
-                raise ProblemError(f"{where}: there is no value {v!r}, only 0..{len(p.sizes) - 1}")
-        if missing := [v for v in op.reads if v not in made]:
-            raise ProblemError(f"{where} reads value {missing[0]}, which no earlier op writes: {_why(p, missing[0])}")
-        if len(set(op.reads)) != len(op.reads):
-            raise ProblemError(f"{where}: reads {op.reads} names a value twice")
+        if wrong := _wrong(op, len(p.sizes)):
+            raise ProblemError(f"{_called(i, op)} {wrong}")
+    if p.resident + sum(p.sizes) + sum(op.workspace for op in p.ops) > MOST_BYTES:
+        raise ProblemError(f"resident, sizes and workspaces add up to more than {MOST_BYTES} bytes")
+    if budget > LARGEST or any(op.cost > LARGEST / len(p.ops) for op in p.ops):
+        raise ProblemError("the budget or a cost is too large to calculate with")
+    made = bytearray(len(p.sizes))
+    for i, op in enumerate(p.ops):
+        for v in op.reads:
+            if not made[v]:
+                raise ProblemError(f"{_called(i, op)} reads value {v}, which no earlier op writes: {_why(p, v)}")
         for v in op.writes:
-            if v in made:
-                raise ProblemError(f"{where}: value {v} is written twice")
-            made.add(v)
-        if not number(op.cost) or not number(op.workspace):
-            raise ProblemError(f"{where}: cost {op.cost!r} and workspace {op.workspace!r} must be finite and >= 0")
-    if len(made) != len(p.sizes):
-        raise ProblemError(f"value {min(set(range(len(p.sizes))) - made)} has no op that writes it")
-    if unknown := [v for v in p.pinned if v not in made]:
-        raise ProblemError(f"pinned value {unknown[0]!r} does not exist")
+            if made[v]:
+                raise ProblemError(f"{_called(i, op)}: value {v} is written twice")
+            made[v] = 1
+    if (v := made.find(0)) >= 0:
+        raise ProblemError(f"value {v} has no op that writes it")
+    for v in p.pinned:
+        if not (_whole(v) and v < len(made)):
+            raise ProblemError(f"pinned value {v!r:.60} does not exist")
+
+
+def _wrong(op: Op, values: int) -> str:
+    """What is wrong with an op by itself; empty where nothing is."""
+    if not isinstance(op, Op):
+        return f"is {op!r:.60}, not an Op"
+    for does, named in (("reads", op.reads), ("writes", op.writes)):
+        if not isinstance(named, tuple):
+            return f"{does} {named!r:.60}, not a tuple of value numbers"
+        for v in named:
+            if not (_whole(v) and v < values):
+                return f"{does} {v!r:.60}, but there is no value {v!r:.60} among the {values}, numbered from 0"
+    if len(set(op.reads)) != len(op.reads):
+        return f"reads {op.reads!r:.60}, which names a value twice"
+    if isinstance(op.cost, bool) or not isinstance(op.cost, (int, float)) or not 0 <= op.cost < math.inf:
+        return f"has cost {op.cost!r:.60}, which is not a finite number >= 0"
+    if not _whole(op.workspace):
+        return f"has workspace {op.workspace!r:.60}, which is not a whole number of bytes >= 0"
+    for what, x, kind in (("name", op.name, str), ("recomputable", op.recomputable, bool), ("region", op.region, int)):
+        if type(x) is not kind:
+            return f"has {what} {x!r:.60}, which is not of type {kind.__name__}"
+    return ""
+
+
+def _whole(x: object) -> bool:
+    return type(x) is int and x >= 0  # not isinstance: True is no number of bytes
+
+
+def _called(i: int, op: Op) -> str:
+    name = f"{getattr(op, 'name', '')!s:.60}"
+    return f"op {i}" if name in ("", f"op{i}") else f"op {i} ({name})"
 
 
 def _why(p: Problem, value: int) -> str:
     """What is wrong when a value is read before it is written."""
-    graph = to_networkx(p)
-    if not any(value in op.writes for op in p.ops):
+    makes = p.producer
+    if makes[value] < 0:
         return "no op writes it"
     try:
-        cycle = nx.find_cycle(graph)
+        graph = nx.DiGraph((makes[v], i) for i, op in enumerate(p.ops) for v in op.reads if makes[v] >= 0)
+        cycle = [i for i, _ in nx.find_cycle(graph)]
     except nx.NetworkXNoCycle:
-        return "the ops are out of order"
-    return "the ops have a cycle, " + " -> ".join(str(edge[0]) for edge in (*cycle, cycle[0]))
-
-
-def to_networkx(problem: Problem) -> nx.DiGraph:
-    """The ops as a graph: node i is `ops[i]`, with its attributes; an edge for every value that one reads of another.
-
-    Examples:
-        >>> p = Problem(ops=(Op("a", (), (0,), 1.0), Op("b", (0,), (1,), 2.0)), sizes=(4, 4), boundary=1)
-        >>> list(to_networkx(p).edges(data="bytes"))
-        [(0, 1, 4)]
-    """
-    graph = nx.DiGraph()
-    makes = {v: i for i, op in enumerate(problem.ops) for v in op.writes}
-    for i, op in enumerate(problem.ops):
-        graph.add_node(i, name=op.name, cost=op.cost, workspace=op.workspace, forward=i < problem.boundary)
-    for i, op in enumerate(problem.ops):
-        for v in op.reads:
-            if v in makes:
-                before = graph.get_edge_data(makes[v], i, {"bytes": 0})["bytes"]
-                graph.add_edge(makes[v], i, bytes=before + problem.sizes[v])
-    return graph
+        return "the ops are out of order; each must stand after all that it reads from"
+    first = cycle.index(min(cycle))
+    shown = [str(i) for i in (*cycle[first:], *cycle[: first + 1])]
+    return "the ops have a cycle, " + " -> ".join(shown if len(shown) < 12 else [*shown[:10], "...", shown[-1]])
 
 
 def to_json(problem: Problem) -> dict[str, Any]:
@@ -190,73 +210,90 @@ def to_json(problem: Problem) -> dict[str, Any]:
         "boundary": problem.boundary,
         "sizes": list(problem.sizes),
         "pinned": sorted(problem.pinned),
-        "ops": [
-            {
-                "name": op.name,
-                "reads": list(op.reads),
-                "writes": list(op.writes),
-                "cost": op.cost,
-                "workspace": op.workspace,
-                "recomputable": op.recomputable,
-                "region": op.region,
-            }
-            for op in problem.ops
-        ],
+        "ops": [asdict(op) | {"reads": list(op.reads), "writes": list(op.writes)} for op in problem.ops],
     }
 
 
-def from_json(data: Any) -> Problem:
+def from_json(data: Any, path: str | Path | None = None) -> Problem:
     """Read a problem: this project's own format, or a published instance.
 
-    A published instance (`{"budget_bytes", "last_forward_op", "ops": [{"inputs", "bytes", "cost"}]}`) has one
-    value per op with the op's own number.
+    A published instance (`{"budget_bytes", "last_forward_op", "ops": [{"inputs", "bytes", "cost"}]}`) has one value per
+    op with the op's own number. Both formats list ops in a valid order of execution. Bytes may be written as 10.0.
+
+    Args:
+        data: what `json.load` returns.
+        path: the file it is from, for messages.
 
     Raises:
         ProblemError: naming what is missing or wrong.
     """
     try:
         if isinstance(data, dict) and "last_forward_op" in data:
-            ops = tuple(
-                Op(f"op{i}", tuple(dict.fromkeys(o["inputs"])), (i,), o["cost"]) for i, o in enumerate(data["ops"])
-            )
-            return Problem(
-                ops=ops,
-                sizes=tuple(o["bytes"] for o in data["ops"]),
-                boundary=data["last_forward_op"] + 1,
-                budget=data["budget_bytes"],
-                name=data.get("name", ""),
-            )
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise ProblemError(f"neither a published instance nor {FORMAT!r}")
-        return Problem(
-            ops=tuple(
-                Op(
-                    o.get("name", ""),
-                    tuple(o["reads"]),
-                    tuple(o["writes"]),
-                    o["cost"],
-                    o.get("workspace", 0),
-                    o.get("recomputable", True),
-                    o.get("region", 0),
-                )
-                for o in data["ops"]
-            ),
-            sizes=tuple(data["sizes"]),
-            boundary=data["boundary"],
-            pinned=frozenset(data.get("pinned", ())),
-            resident=data.get("resident", 0),
-            budget=data.get("budget"),
-            name=data.get("name", ""),
-        )
-    except (KeyError, TypeError, AttributeError) as e:
-        raise ProblemError(f"not a problem file: {type(e).__name__}: {e}") from e
+            return _published(data)
+        if isinstance(data, dict) and data.get("format") == FORMAT:
+            return _own(data)
+        raise ProblemError(f'neither a published instance (with "last_forward_op") nor one with "format": "{FORMAT}"')
+    except ProblemError as e:
+        raise e if path is None else ProblemError(f"{path}: {e}") from e
+
+
+def _published(data: dict[str, Any]) -> Problem:
+    ops, last = _get(data, "ops", list), _get(data, "last_forward_op")
+    if not (_whole(last) and last < len(ops)):
+        raise ProblemError(f"last_forward_op {last!r:.60} is not one of the {len(ops)} ops, numbered from 0")
+    return Problem(
+        tuple(Op(f"op{i}", tuple(_get(o, "inputs", list, i)), (i,), _get(o, "cost", op=i)) for i, o in enumerate(ops)),
+        sizes=tuple(_bytes(_get(o, "bytes", op=i)) for i, o in enumerate(ops)),
+        boundary=last + 1,
+        budget=_bytes(_get(data, "budget_bytes", (int, float))),
+        name=data.get("name", ""),
+    )
+
+
+def _own(data: dict[str, Any]) -> Problem:
+    ops = []
+    for i, o in enumerate(_get(data, "ops", list)):
+        reads, writes = (tuple(_get(o, key, list, i)) for key in ("reads", "writes"))
+        more = {key: o[key] for key in ("recomputable", "region") if key in o}
+        ops.append(Op(o.get("name", ""), reads, writes, _get(o, "cost", op=i), _bytes(o.get("workspace", 0)), **more))
+    pinned = _get({"pinned": [], **data}, "pinned", list)
+    if not all(map(_whole, pinned)):  # a list in it would not go into a set
+        raise ProblemError(f"pinned {pinned!r:.60} is not a list of value numbers")
+    return Problem(
+        ops=tuple(ops),
+        sizes=tuple(map(_bytes, _get(data, "sizes", list))),
+        boundary=_get(data, "boundary"),
+        pinned=frozenset(pinned),
+        resident=_bytes(data.get("resident", 0)),
+        budget=_bytes(data.get("budget")),
+        name=data.get("name", ""),
+    )
+
+
+def _get(data: Any, key: str, kind: type | tuple[type, ...] = object, op: int | None = None) -> Any:
+    where = "the problem" if op is None else f"op {op}"
+    if not isinstance(data, dict):
+        raise ProblemError(f"{where} is {data!r:.60}, not an object")
+    if key not in data:
+        raise ProblemError(f"{where} has no {key!r}")
+    if not isinstance(data[key], kind):
+        raise ProblemError(f"{where} has {key} {data[key]!r:.60}, not a {'list' if kind is list else 'number'}")
+    return data[key]
+
+
+def _bytes(x: Any) -> Any:
+    return int(x) if isinstance(x, float) and x.is_integer() else x
+
+
+def read(path: str | Path) -> Any:
+    """The data in a JSON file; raises ProblemError, naming the file, where there is none."""
+    try:
+        with open(path, encoding="utf-8") as f:
+            return json.load(f)
+    except (OSError, ValueError, RecursionError) as e:
+        raise ProblemError(f"{path}: {getattr(e, 'strerror', None) or f'not JSON: {e}'}") from e
 
 
 def load(path: str | Path) -> Problem:
-    """Read a problem from a JSON file; raises ProblemError for anything that is not one."""
-    try:
-        with open(path) as f:
-            data = json.load(f)
-    except (OSError, ValueError) as e:
-        raise ProblemError(f"{path}: {e}") from e
-    return from_json(data)
+    """Read a problem from a JSON file; raises ProblemError, naming the file, for anything that is not one."""
+    return from_json(read(path), path)

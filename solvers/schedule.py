@@ -122,40 +122,6 @@ def _frees(problem: Problem, steps: tuple[int, ...]) -> tuple[tuple[int, ...], .
     return tuple(frees)
 
 
-def peak_and_cost(problem: Problem, schedule: Schedule) -> tuple[int, float]:
-    """What `simulate` says of a valid schedule's peak and cost, in a third of its time: for searches.
-
-    One walk backwards: what is read later is held, from its writing on.
-    """
-    ops, sizes, pinned = problem.ops, problem.sizes, problem.pinned
-    left = [0] * len(ops)
-    for i in schedule.steps:
-        left[i] += 1
-    wanted = bytearray(len(sizes))
-    live = problem.resident
-    for v in pinned:
-        wanted[v] = 1
-        live += sizes[v]
-    peak, cost = live, 0.0
-    for i in reversed(schedule.steps):
-        op = ops[i]
-        cost += op.cost
-        left[i] -= 1
-        now = op.workspace
-        for v in op.writes:
-            now += sizes[v]
-            if wanted[v] and (v not in pinned or not left[i]):  # a pinned value's first copy is the one held
-                wanted[v] = 0
-                live -= sizes[v]
-        for v in op.reads:
-            if not wanted[v]:
-                wanted[v] = 1
-                live += sizes[v]
-        if live + now > peak:
-            peak = live + now
-    return peak, cost
-
-
 def validate(problem: Problem, schedule: Schedule) -> Timeline:
     """Replay a schedule and check everything a schedule must keep to; returns its timeline.
 

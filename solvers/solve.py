@@ -43,7 +43,7 @@ class Solution:
 
 
 SOLVERS: dict[str, Callable[[Problem, float | None, bool | None], Answer]] = {
-    "auto": lambda problem, time_limit, progress: auto(problem, progress=progress),
+    "auto": lambda problem, time_limit, progress: auto(problem, time_limit=time_limit, progress=progress),
     "chen": lambda problem, time_limit, progress: Answer(chen(problem)),
     "ilp": lambda problem, time_limit, progress: ilp(problem, time_limit=time_limit, progress=progress),
 }

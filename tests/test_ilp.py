@@ -9,8 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from solvers import milp, mip
-from solvers.auto import lowest
+from solvers import milp, minimum_peak, mip
 from solvers.bounds import cost_bound, minimum_peak_bound
 from solvers.chen import chen
 from solvers.coarsen import coarsen, expand, prune, trim
@@ -199,7 +198,11 @@ def test_coarse_schedules_expand_to_valid_ones(forward: int, backward: int) -> N
     assert coarse.starts[-1] == len(problem.ops)
     assert problem.boundary in coarse.starts
     assert coarse.problem.resident == problem.resident
-    for schedule in (every_op_once(coarse.problem), chen(coarse.problem), lowest(coarse.problem, progress=False)):
+    for schedule in (
+        every_op_once(coarse.problem),
+        chen(coarse.problem),
+        minimum_peak(coarse.problem, progress=False).schedule,
+    ):
         fine = expand(coarse, schedule)
         timeline = validate(problem, fine)
         loose = problem.with_budget(timeline.peak + (timeline.peak >> 3))
@@ -214,7 +217,11 @@ def test_coarse_peaks_are_never_too_low() -> None:
     problem = Problem(ops, plain.sizes, plain.boundary, plain.pinned, plain.resident)
     for groups in (8, 30):
         coarse = coarsen(problem, groups, groups // 2)
-        for schedule in (every_op_once(coarse.problem), chen(coarse.problem), lowest(coarse.problem, progress=False)):
+        for schedule in (
+            every_op_once(coarse.problem),
+            chen(coarse.problem),
+            minimum_peak(coarse.problem, progress=False).schedule,
+        ):
             peak = simulate(coarse.problem, schedule).peak
             assert simulate(problem, expand(coarse, schedule)).peak <= peak
 

@@ -1,0 +1,179 @@
+"""What one training step takes, by torch's profiler, by a clock and by autograd; nothing here is the planner's own."""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+Step = Callable[[nn.Module], object]
+PRELOAD = ["planner", "transformers", "diffusers", "torch._dynamo.backends.debugging", "torch._functorch.partitioners"]
+
+
+def held_bytes(model: nn.Module, batch: dict[str, torch.Tensor]) -> int:
+    """Bytes of parameters, buffers and batch, counted by storage."""
+    everything = [*model.parameters(), *model.buffers(), *batch.values()]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in everything}.values())
+
+
+def step_peak(step: Step, model: nn.Module) -> int:
+    """The most bytes that one step holds above what was held before it."""
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step(model)
+    model.zero_grad(set_to_none=True)
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(trace))
+        events = [e for e in json.loads(trace.read_text())["traceEvents"] if e["name"] == "[memory]"]
+    events.sort(key=lambda e: (e["ts"], e["args"]["Ev Idx"]))
+    peak: int = max(accumulate(e["args"]["Bytes"] for e in events))
+    return peak
+
+
+def flops(step: Step, model: nn.Module) -> int:
+    """FLOPs of one step's matrix products, convolutions and attention, from the shapes that the profiler records.
+
+    The profiler's own count (`with_flops`) has none for convolutions' backward passes, for `aten::convolution` called
+    by a graph rather than by `conv2d`, or for fused attention; `FlopCounterMode` makes torch.compile step aside.
+    """
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+        step(model)
+    model.zero_grad(set_to_none=True)
+    return sum(_flops(e) for e in profiler.events() if not _inside(e))
+
+
+def _inside(event: Any) -> bool:
+    """Whether an op that is counted calls this one."""
+    while (event := event.cpu_parent) is not None:
+        if event.name in _FORMULAS:
+            return True
+    return False
+
+
+def _flops(event: Any) -> int:
+    formula = _FORMULAS.get(event.name)
+    return 0 if formula is None else formula(event.input_shapes, event.concrete_inputs)
+
+
+def _product(shapes: Sequence[Sequence[int]], at: int) -> int:
+    """Of matrices, or batches of them, `at` and `at + 1`."""
+    return 2 * math.prod(shapes[at]) * shapes[at + 1][-1]
+
+
+def _convolution(shapes: Sequence[Sequence[int]], given: Sequence[Any]) -> int:
+    data, weight = shapes[:2]
+    stride, padding, dilation, transposed = given[3:7]
+    kernel = weight[2:]
+    if transposed:
+        area = math.prod(data[2:])
+    else:
+        sides = zip(data[2:], kernel, stride, padding, dilation, strict=True)
+        area = math.prod((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in sides)
+    return 2 * data[0] * area * math.prod(weight)
+
+
+def _convolution_backward(shapes: Sequence[Sequence[int]], given: Sequence[Any]) -> int:
+    gradient, data, weight = shapes[:3]
+    area = math.prod((data if given[7] else gradient)[2:])
+    wanted: int = sum(given[10][:2])
+    return wanted * 2 * data[0] * area * math.prod(weight)
+
+
+def _attention(shapes: Sequence[Sequence[int]], passes: int) -> int:
+    """`passes` products of a query's length, a key's length and a head's width, causal or not."""
+    query, key = shapes[:2]
+    return passes * 2 * math.prod(query) * key[-2]
+
+
+_FORMULAS: dict[str, Callable[[Any, Any], int]] = {
+    "aten::mm": lambda shapes, _: _product(shapes, 0),
+    "aten::bmm": lambda shapes, _: _product(shapes, 0),
+    "aten::addmm": lambda shapes, _: _product(shapes, 1),
+    "aten::baddbmm": lambda shapes, _: _product(shapes, 1),
+    "aten::convolution": _convolution,
+    "aten::convolution_backward": _convolution_backward,
+    "aten::_scaled_dot_product_flash_attention_for_cpu": lambda shapes, _: _attention(shapes, 2),
+    # it computes the scores again; as torch.utils.flop_counter counts it
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": lambda shapes, _: _attention(shapes[1:], 5),
+}
+
+
+def gradients(step: Step, model: nn.Module) -> dict[str, torch.Tensor]:
+    """Of one step from a fixed seed."""
+    torch.manual_seed(1)
+    step(model)
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def gradient_error(step: Step, model: nn.Module, plain: nn.Module) -> float:
+    """The largest difference of any gradient, relative to the largest entry of that gradient."""
+    ours, theirs = gradients(step, model), gradients(step, plain)
+    found = (float((ours[n] - g).abs().max() / g.abs().max().clamp_min(1e-30)) for n, g in theirs.items())
+    return max(found)
+
+
+def time_ratio(
+    step: Step, model: nn.Module, plain: nn.Module, pairs: int, clock: Callable[[], float] = time.perf_counter
+) -> float:
+    """Median over pairs of steps of one model's seconds over the other's; which goes first alternates."""
+    ratios = []
+    for i in range(pairs + 2):
+        seconds = {}
+        for m in (model, plain) if i % 2 else (plain, model):
+            start = clock()
+            step(m)
+            seconds[m] = clock() - start
+            m.zero_grad(set_to_none=True)
+        ratios.append(seconds[model] / seconds[plain])
+    return statistics.median(ratios[2:])
+
+
+def in_own_process(function: Callable[..., Any], *args: Any) -> Any:
+    """What a module's function returns in a process of its own, with one thread; its arguments and result are pickled.
+
+    The process is forked from one that has imported the slow libraries and has run nothing.
+
+    Raises:
+        RuntimeError: it raised, with what, or it ended without an answer.
+    """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler of torch 2.13 otherwise announces start and stop
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_answer, args=(sender, function, args))
+    process.start()
+    sender.close()
+    try:
+        good, found = receiver.recv()
+    except EOFError:
+        good, found = False, "it ended without an answer"
+    process.join()
+    if not good:
+        raise RuntimeError(f"{function.__name__}: {found}")
+    return found
+
+
+def _answer(sender: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    try:
+        sender.send((True, function(*args)))
+    except Exception as e:
+        sender.send((False, f"{type(e).__name__}: {e}"))

@@ -1,0 +1,234 @@
+"""The cheapest re-runs, relaxed: what a schedule must hold or run again is counted only at a few points in time.
+
+The points are first runs of some ops. They cut every schedule into stages, whatever it re-runs and when: a stage ends
+with the first run of its op. What happens inside a stage is not looked at, only which ops run again in it at all, and
+which values are held at its end. That is a few 0/1 variables an op and stage, where Checkmate's model has some for
+every op of every stage; a point well chosen loses little (of the published instances, two or three points prove
+what 24 hours of Gurobi prove on the full model).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+
+from .problem import Problem
+
+UNITS = 1e7  # sizes are rounded down to so many parts of their sum: a bound stays one
+COST = 1e3  # the dearest op's cost, as the solver sees it
+ITERATIONS = 200_000  # of the simplex method, at most: a limit that is no clock
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What is known between two points: the columns of values held at its begin and of ops that run again in it."""
+
+    begin: int  # the last op whose first run lies before the stage; -1 for none
+    held: dict[int, int]
+    again: dict[int, int]
+    needed: set[int]  # values from before the stage that its first runs read
+
+    def available(self, v: int, maker: int, again: dict[int, int] | None = None) -> list[tuple[int, float]]:
+        """The terms that say that v is to be had: held from the begin on, or its op runs again."""
+        runs = self.again if again is None else again
+        return [(d[key], 1.0) for d, key in ((self.held, v), (runs, maker)) if key in d]
+
+
+@dataclass
+class Program:
+    """Minimise `costs` x over x in [0, 1], each row between its limits; the rows as (row, column, factor) entries."""
+
+    costs: list[float] = field(default_factory=list)
+    low: list[float] = field(default_factory=list)
+    high: list[float] = field(default_factory=list)
+    entries: list[tuple[int, int, float]] = field(default_factory=list)
+    stages: list[Stage] = field(default_factory=list)
+
+    @property
+    def work(self) -> float:
+        """About how long the linear relaxation takes: it grows a little faster than the columns."""
+        return float(len(self.costs) ** 1.5)
+
+    def column(self, cost: float = 0.0) -> int:
+        self.costs.append(cost)
+        return len(self.costs) - 1
+
+    def row(self, terms: Iterable[tuple[int, float]], low: float, high: float = math.inf) -> None:
+        self.entries += [(len(self.low), column, factor) for column, factor in terms]
+        self.low.append(low)
+        self.high.append(high)
+
+
+@dataclass(frozen=True, slots=True)
+class Relaxed:
+    """A solved relaxation.
+
+    Attributes:
+        bound: no schedule's re-runs cost less.
+        again: for the ops that may run again, how much of one run; in whole numbers after a search.
+        points: the ops whose first runs are its points in time, ascending.
+    """
+
+    bound: float
+    again: dict[int, float]
+    points: tuple[int, ...]
+
+    def kept(self, problem: Problem, share: float) -> frozenset[int]:
+        """The values of ops of which no more than this share runs again."""
+        return frozenset(v for v, i in enumerate(problem.producer) if self.again.get(i, 0.0) <= share)
+
+
+def build(problem: Problem, at: Sequence[int]) -> Program:
+    """The relaxation at the first runs of the ops `at`, ascending. O(points * (ops + reads)) rows and columns.
+
+    Every valid schedule is a 0/1 solution of no higher cost, so that its optimum, and that of its linear relaxation,
+    are lower bounds on what the schedule's re-runs cost:
+
+    - What a first run or a re-run reads is held since the stage began, or its op runs again within the stage.
+    - What is held at a stage's end is held at its begin, or its op runs again within it, or runs there first.
+    - While the op of a point runs for the first time, its reads, writes and workspace, the pinned values so far and
+      what is held afterwards fit the budget together.
+    - From any point to the end of the schedule the first rule holds for all stages in one. To 0/1 solutions that adds
+      nothing; a fractional one could otherwise run half an op in either of two stages from half of its reads.
+    """
+    assert problem.budget is not None
+    ops, sizes, made, pinned = problem.ops, problem.sizes, problem.producer, problem.pinned
+    unit = max(1.0, sum(sizes) / UNITS)
+    cost_unit = _cost_unit(problem)
+    matters = _matters(problem)
+    # the last first run by which somebody may still want the value
+    wanted = [max((matters[r] for r in problem.readers[v]), default=-1) for v in range(len(sizes))]
+    program = Program()
+    stages = program.stages
+    held: dict[int, int] = {}
+    for begin, end in pairwise((-1, *at, len(ops) - 1)):
+        regions = {op.region for op in ops[begin + 1 : end + 1]}
+        again = {
+            i: program.column(op.cost / cost_unit)
+            for i, op in enumerate(ops[: begin + 1])
+            if op.recomputable and op.writes and op.region in regions and matters[i] > begin
+        }
+        reads = {v for op in ops[begin + 1 : end + 1] for v in op.reads}
+        stage = Stage(begin, held, again, {v for v in reads if made[v] <= begin and v not in pinned})
+        stages.append(stage)
+        _closed(problem, program, stage, stage.needed, again)
+        if len(stages) > len(at):
+            break
+        op = ops[end]
+        now = set(op.reads) | set(op.writes) | {v for v in pinned if made[v] < end}
+        room = problem.budget - problem.resident - op.workspace - sum(sizes[v] for v in now)
+        held = {v: program.column() for v, i in enumerate(made) if i <= end < wanted[v] and v not in pinned}
+        for v, column in held.items():
+            if made[v] <= begin:
+                program.row([*stage.available(v, made[v]), (column, -1.0)], 0.0)
+        terms = [(column, (sizes[v] // unit) / 1e3) for v, column in held.items() if v not in now and sizes[v] >= unit]
+        program.row(terms, -math.inf, (room // unit) / 1e3)
+    _suffixes(problem, program)
+    return program
+
+
+def _matters(problem: Problem) -> list[int]:
+    """For each op the last first run that a run of it can matter to, through ops that may run again."""
+    found = list(range(len(problem.ops)))
+    for i in range(len(found) - 1, -1, -1):
+        for v in problem.ops[i].writes:
+            for r in problem.readers[v]:
+                found[i] = max(found[i], found[r])
+        if not problem.ops[i].recomputable:
+            found[i] = i
+    return found
+
+
+def _closed(problem: Problem, program: Program, stage: Stage, needed: Iterable[int], again: dict[int, int]) -> None:
+    """What is needed, or read by an op that runs again, is held when the stage begins or runs again itself."""
+    made, pinned = problem.producer, problem.pinned
+    for v in sorted(needed):
+        program.row(stage.available(v, made[v], again), 1.0)
+    for i, column in again.items():
+        for v in problem.ops[i].reads:
+            if v not in pinned:
+                program.row([*stage.available(v, made[v], again), (column, -1.0)], 0.0)
+
+
+def _suffixes(problem: Problem, program: Program) -> None:
+    """For each stage but the first and the last: an op's runs in it and all later ones as one variable, closed."""
+    later, needed = program.stages[-1].again, program.stages[-1].needed
+    for stage in program.stages[-2:0:-1]:
+        needed = {v for v in needed | stage.needed if problem.producer[v] <= stage.begin}
+        merged = {}
+        for i in range(stage.begin + 1):
+            parts = [runs[i] for runs in (stage.again, later) if i in runs]
+            if len(parts) == 1:
+                merged[i] = parts[0]
+            elif parts:
+                merged[i] = column = program.column()
+                program.row([*((part, 1.0) for part in parts), (column, -1.0)], 0.0)
+                for part in parts:
+                    program.row([(column, 1.0), (part, -1.0)], 0.0)
+        later = merged
+        _closed(problem, program, stage, needed, later)
+
+
+def solve(problem: Problem, program: Program, nodes: int = 0) -> Relaxed:
+    """A lower bound on the program's optimum, and its solution; 0 and nothing where HiGHS finds none or is missing.
+
+    The linear relaxation, or with `nodes` at least 1 the 0/1 program, searched for so many nodes. What a linear
+    relaxation gives is computed from the solver's row prices alone, whichever they are (weak duality; Neumaier and
+    Shcherbina, "Safe bounds in linear and mixed-integer linear programming", 2004), so that no tolerance or early end
+    of the solver can make it wrong. The bound of the search is HiGHS's own, less 1e-6 of it.
+    """
+    at = tuple(stage.begin for stage in program.stages[1:])
+    try:
+        import highspy
+    except ImportError:
+        return Relaxed(0.0, {}, at)
+    rows, columns, factors = _arrays(program)
+    costs, low, high = np.array(program.costs), np.array(program.low), np.array(program.high)
+    lp = highspy.HighsLp()
+    lp.num_col_, lp.num_row_ = len(costs), len(low)
+    lp.col_cost_, lp.col_lower_, lp.col_upper_ = costs, np.zeros(len(costs)), np.ones(len(costs))
+    lp.row_lower_, lp.row_upper_ = low, high
+    lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    lp.a_matrix_.start_ = np.concatenate(([0], np.cumsum(np.bincount(rows, minlength=len(low)))))
+    lp.a_matrix_.index_, lp.a_matrix_.value_ = columns, factors
+    highs = highspy.Highs()  # type: ignore[no-untyped-call]
+    options: dict[str, bool | int | float] = {"output_flag": False, "threads": 1, "random_seed": 1}
+    options["simplex_iteration_limit"] = ITERATIONS
+    if nodes:
+        lp.integrality_ = [highspy.HighsVarType.kInteger] * len(costs)
+        options |= {"mip_max_nodes": nodes, "mip_rel_gap": 0.0}
+    for name, value in options.items():
+        highs.setOptionValue(name, value)
+    highs.passModel(lp)
+    highs.run()
+    unit = _cost_unit(problem)
+    found = highs.getSolution()
+    again: dict[int, float] = {}
+    if found.value_valid:
+        for stage in program.stages:
+            for i, column in stage.again.items():
+                again[i] = max(again.get(i, 0.0), found.col_value[column])
+    if nodes:
+        best = highs.getInfo().mip_dual_bound
+        return Relaxed(max(0.0, best - 1e-6 * (1 + best)) * unit if math.isfinite(best) else 0.0, again, at)
+    prices = np.array(found.row_dual)
+    if len(prices) != len(low) or not np.isfinite(prices).all():
+        return Relaxed(0.0, again, at)
+    prices = np.where(np.isfinite(low), np.maximum(prices, 0.0), np.minimum(prices, 0.0))
+    reduced = costs - np.bincount(columns, factors * prices[rows], minlength=len(costs))
+    limits = np.where(np.isfinite(low), low, high)
+    return Relaxed(max(0.0, float(prices @ limits + np.minimum(reduced, 0.0).sum())) * unit, again, at)
+
+
+def _cost_unit(problem: Problem) -> float:
+    """What 1 of a program's cost is: the dearest op has 1,000, far from what solvers take for zero."""
+    return max(op.cost for op in problem.ops) / COST or 1.0
+
+
+def _arrays(program: Program) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    rows, columns, factors = zip(*program.entries, strict=True) if program.entries else ((), (), ())
+    return np.array(rows, dtype=np.int32), np.array(columns, dtype=np.int32), np.array(factors, dtype=float)
