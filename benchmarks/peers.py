@@ -28,7 +28,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from tqdm import tqdm
 
 from planner import InfeasibleBudgetError, plan
-from planner.api import _problem
+from planner.api import problem_of
 from planner.capture.step import capture
 from planner.decide import module_path
 from planner.estimate.ops import node_flops
@@ -90,7 +90,7 @@ def forward_costs(name: str) -> Row:
     case = make(name)
     request = check(case.model, case.batch, None, 1.0, "auto", None, case.loss_fn, None, None, False)
     graph = capture(case.model, request.args or (), request.kwargs, keep_everything, case.loss_fn)
-    lowered, _ = _problem(request, graph)
+    lowered, _ = problem_of(request, graph)
     modules = {n for n, _ in case.model.named_modules()}
     ops = []
     for op, origin in zip(lowered.problem.ops, lowered.origin, strict=True):

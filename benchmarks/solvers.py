@@ -20,7 +20,8 @@ from typing import Any
 from tqdm import tqdm
 
 from solvers import SOLVERS, InfeasibleError, SolverError, load, solve
-from solvers.__main__ import seconds, steps
+from solvers.__main__ import seconds
+from solvers.schedule import to_steps
 
 INSTANCES = Path(__file__).parents[2] / "shared" / "instances"
 CHECKER = "check_schedule.py"
@@ -71,7 +72,7 @@ def measure(path: Path, solver: str, time_limit: float) -> Result:
     except InfeasibleError as e:
         return Result(*about, None, None, None, *known, f"infeasible: {e}")
     overhead, bound = (100 * (cost / problem.total_cost - 1) for cost in (found.timeline.cost, found.bound))
-    verdict = check(path, steps(problem, found.schedule), overhead)
+    verdict = check(path, to_steps(problem, found.schedule), overhead)
     if verdict == "ok" and known[0] is not None and bound > known[0] + 0.001:
         verdict = "the bound is above the published answer, so it is wrong"
     return Result(*about, found.seconds, overhead, bound, *known, verdict, found.note)

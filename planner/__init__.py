@@ -14,6 +14,7 @@ from .errors import (
     OptionError,
     PlannerError,
 )
+from .pareto import pareto
 from .plan import Plan
 
 __all__ = [
@@ -26,5 +27,6 @@ __all__ = [
     "OptionError",
     "Plan",
     "PlannerError",
+    "pareto",
     "plan",
 ]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from solvers import InfeasibleError, Solution, every_op_once, minimum_peak, simulate, solve
+from solvers import InfeasibleError, Solution, every_op_once, simulate, solve
 
 from .capture.step import TrainingGraph, capture
 from .decide import decisions, moments, peak_account
@@ -54,7 +54,7 @@ def plan(
         optimizer: an optimizer or its name, to count its state; None counts none.
         loss_fn: model output -> scalar loss, where the loss is not among the model's outputs.
         device: a device to estimate times for ("h100", ...); None for where the model is.
-        time_limit: seconds for solvers that search by the clock.
+        time_limit: seconds for the solver; None for its default, which for "auto" is a count of steps and no clock.
         progress: show progress bars; None for only where a terminal is watching.
 
     Returns:
@@ -85,12 +85,12 @@ def plan(
 
 def _plan(request: Request) -> Plan:
     graph = capture(request.model, request.args or (), request.kwargs, keep_everything, request.loss_fn)
-    lowered, lines = _problem(request, graph)
+    lowered, lines = problem_of(request, graph)
     solution = _solve(request, lowered, lines)
-    return _write(request, graph, lowered, solution, lines)
+    return write(request, graph, lowered, solution, lines)
 
 
-def _problem(request: Request, graph: TrainingGraph) -> tuple[Lowered, dict[str, int]]:
+def problem_of(request: Request, graph: TrainingGraph) -> tuple[Lowered, dict[str, int]]:
     model = request.model
     where = next(model.parameters()).device
     device = find_device(request.device, where)
@@ -116,13 +116,12 @@ def _solve(request: Request, lowered: Lowered, lines: dict[str, int]) -> Solutio
     try:
         return solve(lowered.problem, request.solver, time_limit=request.time_limit, progress=request.progress)
     except InfeasibleError as e:
-        problem = lowered.problem
-        leanest = peak_account(problem, minimum_peak(problem, progress=False).schedule)
+        leanest = peak_account(lowered.problem, e.schedule)
         takes = dict(sorted({**lines, **leanest}.items(), key=lambda line: -line[1]))
         raise InfeasibleBudgetError(request.budget_gb, e.minimum, takes) from None
 
 
-def _write(request: Request, graph: TrainingGraph, lowered: Lowered, solution: Solution, lines: dict[str, int]) -> Plan:
+def write(request: Request, graph: TrainingGraph, lowered: Lowered, solution: Solution, lines: dict[str, int]) -> Plan:
     problem, timeline = lowered.problem, solution.timeline
     passes = raise_schedule(lowered, solution.schedule)
     modules = tuple(GraphModules(*emit(region, *each)) for region, each in zip(graph.regions, passes, strict=True))

@@ -8,6 +8,7 @@ from .bounds import cost_bound, minimum_peak_bound, relaxation_bound
 from .chen import chen
 from .errors import InfeasibleError, ProblemError, SolverError, UnknownSolverError
 from .ilp import ilp
+from .pareto import pareto
 from .problem import Op, Problem, from_json, load, to_json
 from .schedule import Schedule, Timeline, every_op_once, simulate, validate
 from .solve import SOLVERS, Solution, solve
@@ -33,6 +34,7 @@ __all__ = [
     "load",
     "minimum_peak",
     "minimum_peak_bound",
+    "pareto",
     "relaxation_bound",
     "simulate",
     "solve",

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 from .errors import InfeasibleError, ProblemError, SolverError
 from .problem import Problem, from_json, read
-from .schedule import Schedule, simulate
+from .schedule import to_steps
 from .solve import SOLVERS, Solution, solve
 
 UNITS = {"": 1, "B": 1, "KB": 2**10, "MB": 2**20, "GB": 2**30, "TB": 2**40}
@@ -78,7 +78,7 @@ def _run(argv: Sequence[str] | None) -> int:
     solution = solve(problem, options.solver, time_limit=options.time_limit, progress=progress)
     print(report(problem, solution, options.instance.stem, published if isinstance(published, dict) else {}))
     if target is not None:
-        _write(target, {"name": problem.name, "steps": steps(problem, solution.schedule)})
+        _write(target, {"name": problem.name, "steps": to_steps(problem, solution.schedule)})
     return 0
 
 
@@ -100,20 +100,6 @@ def size(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size: give bytes, or a number with KB, MB, GB or TB")
     number, unit = found[1], UNITS[found[2].replace("I", "")]
     return int(number) * unit if number.isdigit() else int(float(number) * unit)
-
-
-def steps(problem: Problem, schedule: Schedule) -> list[list[object]]:
-    """The schedule as `["compute", op]` and `["free", value]` pairs."""
-    found: list[list[object]] = []
-    held: set[int] = set()
-    for i, gone in zip(schedule.steps, simulate(problem, schedule).frees, strict=True):
-        writes = problem.ops[i].writes
-        found += [["free", v] for v in writes if v in held]
-        found.append(["compute", i])
-        found += [["free", v] for v in gone]
-        held.update(writes)
-        held.difference_update(gone)
-    return found
 
 
 def report(problem: Problem, solution: Solution, name: str, published: dict[str, Any]) -> str:

@@ -14,8 +14,7 @@ from threading import Event
 
 import numpy as np
 
-from .compiled import Choices, Goal, Policy, Scratch, Tables, link_all, peak_of, unroll
-from .moves import Journal, anneal
+from .compiled import Choices, Goal, Journal, Policy, Scratch, Tables, anneal, link_all, peak_of, unroll
 from .policy import choices, copy, keep_only, realize, scratch, tables
 from .problem import Problem
 from .schedule import Schedule
@@ -23,7 +22,24 @@ from .schedule import Schedule
 THREADS = 2
 PAUSES = 20  # how often a walk looks at the clock and shows its progress
 CHANGES = 1024  # gaps that one move changes, at most
-RATE = 30e6  # simulated steps a second and thread, about: how a time limit becomes a count
+RATE = 40e6  # simulated steps a second and thread, about: how a time limit becomes a count
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much to search: simulated steps of each thread, and the time.monotonic() by which to be done, or None."""
+
+    steps: float
+    deadline: float | None = None
+
+    @classmethod
+    def within(cls, seconds: float) -> Effort:
+        """What a time limit allows; the rest of it is for relaxations, and for a machine slower than expected."""
+        return cls(0.8 * RATE * seconds, time.monotonic() + seconds)
+
+    def left(self) -> float | None:
+        """Seconds until the deadline, a little more than none where it has passed."""
+        return None if self.deadline is None else max(1e-3, self.deadline - time.monotonic())
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,24 +53,24 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """Where to begin, how hot (in units of energy), for how many steps, with which random numbers."""
+    """Where to begin, how hot (in units of energy), for how many steps and seconds at most, seed of random numbers."""
 
     start: Policy
     hot: float
     cold: float
     steps: float
+    seconds: float | None
     seed: int
 
 
 class Search:
-    """A problem made ready for walks, with the time left for them."""
+    """A problem made ready for walks."""
 
-    def __init__(self, problem: Problem, deadline: float | None, tick: Callable[[float], object]) -> None:
+    def __init__(self, problem: Problem, tick: Callable[[float], object]) -> None:
         self.problem = problem
         self.tables: Tables = tables(problem)
         self.choices: Choices = choices(problem, self.tables)
         self.scratch: Scratch = scratch(self.tables)
-        self.deadline = deadline
         self.tick = tick
         self.late = False
         self.stopped = Event()
@@ -81,7 +97,7 @@ class Search:
     def walk(self, walks: Sequence[Walk], goal: Goal, enough: float = -np.inf) -> list[Found]:
         """What walks found: for each the policy of least energy with a peak up to the goal's ceiling, where it met one.
 
-        A walk ends early when an energy of `enough` is reached, and all do when time is up.
+        A walk ends early when an energy of `enough` is reached. One that runs late cools down faster.
         """
         if not len(self.choices.gaps):
             return []
@@ -103,12 +119,8 @@ class Search:
         now = np.array([energy, energy if peak <= goal.ceiling else np.inf])
         journal = Journal(np.zeros(CHANGES, np.int32), np.zeros((CHANGES, 4), np.int32), np.zeros(1, np.int32))
         rng = np.array([88172645463325252 + 2654435761 * walk.seed], np.uint64)
-        progress = 0.0
+        began, progress = time.monotonic(), 0.0
         while progress < 1.0 and now[1] > enough and not self.stopped.is_set():
-            if self.deadline is not None and time.monotonic() > self.deadline:
-                self.late = True
-                break
-            end = min(1.0, progress + 1 / PAUSES)
             before = progress
             progress = anneal(
                 t,
@@ -123,8 +135,10 @@ class Search:
                 walk.hot,
                 walk.cold,
                 progress,
-                end,
+                min(1.0, progress + 1 / PAUSES),
                 float(walk.steps),
             )
-            self.tick((progress - before) * walk.steps)
+            if walk.seconds is not None and (gone := (time.monotonic() - began) / walk.seconds) > progress:
+                progress, self.late = gone, True
+            self.tick((min(1.0, progress) - before) * walk.steps)
         return best if now[1] < np.inf else None

@@ -11,14 +11,13 @@ one another, so that what works in one block spreads to the others.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 
 from tqdm import tqdm
 
-from .anneal import RATE, THREADS, Found, Search, Walk
+from .anneal import THREADS, Effort, Found, Search, Walk
 from .bounds import minimum_peak_bound, relax
 from .chen import candidates, cuts, keep_across
 from .compiled import Goal
@@ -28,13 +27,15 @@ from .problem import Problem
 from .schedule import Answer, Schedule, every_op_once, simulate
 
 EXACT = 8  # problems of no more ops are solved by `ilp`, whose model then holds every schedule that is worth it
-STEPS = 60e6  # of each thread, without a time limit: 2 s; and as many for the lowest peak
-STEPS_PER_OP = 60e3  # and for each op: 15 s for a decoder of 80 layers
+STEPS = 80e6  # of each thread, without a time limit: 2 s; and as many for the lowest peak
+STEPS_PER_OP = 45e3  # and for each op: 10 s for a decoder of 80 layers
 CHANGES = 4000  # of each gap by a walk, at most: small problems are settled long before
-ROUNDS = ((8, 0.02, 0.3), (4, 0.004, 0.3), (2, 0.002, 0.25), (2, 0.001, 0.15))  # walks, hottest, share of the work
+ROUNDS = ((8, 0.01, 0.3), (4, 0.006, 0.3), (4, 0.003, 0.25), (2, 0.001, 0.15))  # walks, hottest, share of the work
 COLDEST = 1e-3  # of the hottest
+WARMED = 20  # changes of each gap that a walk needs to make good what its heat spoils; with fewer it begins cooler
+RELAXING = 10.0  # seconds; with a longer time limit relaxations take more, with a shorter one less
 OVER = 2.0  # energy of a peak above the budget by all the room there is; every op once more is 1
-ENOUGH = 1e-7  # above the bound, as a share of the cost, is not worth a search
+ENOUGH = 2e-5  # above the bound, as a share of the cost, is not worth a search
 
 
 def auto(problem: Problem, *, time_limit: float | None = None, progress: bool | None = None) -> Answer:
@@ -61,35 +62,41 @@ def auto(problem: Problem, *, time_limit: float | None = None, progress: bool | 
 
 def search(problem: Problem, *, time_limit: float | None = None, progress: bool | None = None) -> Answer:
     """What `auto` does with problems of more than `EXACT` ops whose budget is below the peak of every op once."""
-    deadline = None if time_limit is None else time.monotonic() + time_limit
-    work = _work(problem) if time_limit is None else 0.8 * RATE * time_limit
-    with _bar(THREADS * work, progress) as bar:
-        return _solve(Search(problem, deadline, bar.update), work)
+    effort = effort_of(problem, time_limit)
+    with bar_of(effort, progress) as bar:
+        return _solve(Search(problem, bar.update), effort)
 
 
-def _solve(search: Search, work: float) -> Answer:
+def _solve(search: Search, effort: Effort) -> Answer:
     problem = search.problem
     assert problem.budget is not None
-    relaxed = relax(problem)
+    if (least := minimum_peak_bound(problem)) > problem.budget:
+        raise _infeasible(search, leanest_of(search, effort, 0), least)
+    share = 1.0 if (left := effort.left()) is None else min(4.0, left / RELAXING)
+    relaxed = relax(problem, share)
     bound = relaxed.bound
     enough = bound + ENOUGH * (problem.total_cost + bound)
-    goal = _goal(problem)
+    goal = goal_of(problem)
     starts: list[Found] = []
-    guided = (search.keep_only(keep) for keep in guides(problem, relaxed))
-    for found in _some(guided, _segments(search), iter([search.keep_only()])):
+    guided = (search.keep_only(keep) for keep in guides(problem, relaxed, share))
+    for found in chained(guided, segments(search), iter([search.keep_only()])):
         starts.append(found)
         if found.peak <= problem.budget and found.extra <= enough:
             break
     best = _best(problem, starts)
     if best is None or best.extra > enough:
-        best = _anneal(search, goal, starts, work, goal.price * enough)
+        best = _anneal(search, goal, starts, effort, goal.price * enough)
     if best is None:
-        leanest = _lowest(search, work, problem.budget)
+        leanest = leanest_of(search, effort, problem.budget)
         if leanest.peak > problem.budget:
-            raise InfeasibleError(problem.budget, leanest.peak, minimum_peak_bound(problem))
-        best = _anneal(search, goal, [leanest], work, goal.price * enough) or leanest
-    note = "time ran out: a slower machine than expected, or many ops" if search.late else ""
+            raise _infeasible(search, leanest, least)
+        best = _anneal(search, goal, [leanest], effort, goal.price * enough) or leanest
+    note = "time ran out before the end of the search" if search.late else ""
     return Answer(search.schedule(best.policy), problem.total_cost + bound, note)
+
+
+def _infeasible(search: Search, leanest: Found, bound: int) -> InfeasibleError:
+    return InfeasibleError(search.problem.budget or 0, leanest.peak, bound, search.schedule(leanest.policy))
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,34 +116,36 @@ def minimum_peak(problem: Problem, *, time_limit: float | None = None, progress:
         time_limit: as for `auto`.
         progress: as for `auto`.
     """
-    work = _work(problem) if time_limit is None else 0.8 * RATE * time_limit
-    deadline = None if time_limit is None else time.monotonic() + time_limit
-    with _bar(THREADS * work, progress) as bar:
-        found = Search(problem, deadline, bar.update)
-        leanest = _lowest(found, work, 0)
+    effort = effort_of(problem, time_limit)
+    with bar_of(effort, progress) as bar:
+        found = Search(problem, bar.update)
+        leanest = leanest_of(found, effort, 0)
         return Minimum(found.schedule(leanest.policy), leanest.peak, minimum_peak_bound(problem))
 
 
-def _work(problem: Problem) -> float:
-    return STEPS + STEPS_PER_OP * len(problem.ops)
+def effort_of(problem: Problem, time_limit: float | None) -> Effort:
+    default = Effort(STEPS + STEPS_PER_OP * len(problem.ops))
+    return default if time_limit is None else Effort.within(time_limit)
 
 
-def _bar(total: float, progress: bool | None) -> tqdm[None]:
+def bar_of(effort: Effort, progress: bool | None) -> tqdm[None]:
     disable = None if progress is None else not progress
-    return tqdm(total=total, desc="solving", unit=" steps", unit_scale=True, leave=False, disable=disable)
+    return tqdm(
+        total=THREADS * effort.steps, desc="solving", unit=" steps", unit_scale=True, leave=False, disable=disable
+    )
 
 
-def _some(*starts: Iterator[Found | None]) -> Iterator[Found]:
+def chained(*starts: Iterator[Found | None]) -> Iterator[Found]:
     return (found for each in starts for found in each if found is not None)
 
 
-def _segments(search: Search) -> Iterator[Found | None]:
+def segments(search: Search) -> Iterator[Found | None]:
     """What `chen` tries."""
     problem = search.problem
     return (search.keep_only(keep_across(problem, cuts(problem, k))) for k in candidates(problem))
 
 
-def _nested(search: Search) -> Iterator[Found | None]:
+def nested(search: Search) -> Iterator[Found | None]:
     """Segments inside segments: keep what crosses the outer cuts, hold what crosses the inner ones."""
     problem = search.problem
     for outer in candidates(problem)[::3]:
@@ -146,13 +155,13 @@ def _nested(search: Search) -> Iterator[Found | None]:
             yield search.keep_only(keep, keep_across(problem, cuts(problem, outer * inner), last=False))
 
 
-def _goal(problem: Problem) -> Goal:
+def goal_of(problem: Problem) -> Goal:
     budget = float(problem.budget or 0)
     room = max(1.0, budget - problem.resident)
     return Goal(1 / (problem.total_cost or 1.0), OVER / room, budget, budget, problem.resident)
 
 
-def _energy(goal: Goal, found: Found) -> float:
+def energy_of(goal: Goal, found: Found) -> float:
     return goal.price * found.extra + goal.penalty * max(0.0, found.peak - goal.budget)
 
 
@@ -161,35 +170,39 @@ def _best(problem: Problem, found: list[Found]) -> Found | None:
     return min(fitting, key=lambda f: f.extra, default=None)
 
 
-def _anneal(search: Search, goal: Goal, starts: list[Found], work: float, enough: float) -> Found | None:
+def _anneal(search: Search, goal: Goal, starts: list[Found], effort: Effort, enough: float) -> Found | None:
     """The best of rounds of walks, each from the best of the round before; None where none fits."""
     ops = max(1, len(search.problem.ops))
     longest = CHANGES * len(search.choices.gaps) * ops
-    pool = sorted(starts, key=lambda f: _energy(goal, f))
+    pool = sorted(starts, key=lambda f: energy_of(goal, f))
     # hot walks forget where they began; what every op once leads to is seldom what segments lead to
     pool = [*islice(pool, 3), starts[-1]]
     seed = 0
     found = list(starts)
-    for walks, hot, share in ROUNDS:
-        steps = min(longest, share * work * THREADS / walks)
+    for at, (walks, hot, share) in enumerate(ROUNDS):
+        steps = min(longest, share * effort.steps * THREADS / walks)
+        seconds = None
+        if (left := effort.left()) is not None:
+            seconds = left * share / sum(later for _, _, later in ROUNDS[at:]) * THREADS / walks
+        hot *= min(1.0, steps / (WARMED * len(search.choices.gaps) * ops + 1))
         chosen = [pool[i % len(pool)] for i in range(walks)]
-        round_ = [Walk(f.policy, hot, hot * COLDEST, steps, seed + i) for i, f in enumerate(chosen)]
+        round_ = [Walk(f.policy, hot, hot * COLDEST, steps, seconds, seed + i) for i, f in enumerate(chosen)]
         found += search.walk(round_, goal, enough)
         seed += walks
-        pool = sorted(found, key=lambda f: _energy(goal, f))[: max(1, walks // 2)]
-        if search.late or _energy(goal, pool[0]) <= enough:
+        pool = sorted(found, key=lambda f: energy_of(goal, f))[: max(1, walks // 2)]
+        if energy_of(goal, pool[0]) <= enough:
             break
     return _best(search.problem, found)
 
 
-def _lowest(search: Search, work: float, target: int) -> Found:
+def leanest_of(search: Search, effort: Effort, target: int) -> Found:
     """The leanest start, annealed for its peak down to `target`; cost only breaks ties."""
     problem = search.problem
-    starts = [*_some(_nested(search), _segments(search), iter([search.keep_only()]))]
+    starts = [*chained(nested(search), segments(search), iter([search.keep_only()]))]
     best = min(starts, key=lambda f: (f.peak, f.extra))
     variable = max(1, best.peak - problem.resident)
     goal = Goal(1e-3 / (problem.total_cost or 1.0), 1 / variable, float(target), float("inf"), problem.resident)
     ops = max(1, len(problem.ops))
-    steps = min(CHANGES * len(search.choices.gaps) * ops, work)
-    walks = [Walk(best.policy, 0.02, 2e-5, steps / 2, seed) for seed in range(2 * THREADS)]
+    steps = min(CHANGES * len(search.choices.gaps) * ops, effort.steps)
+    walks = [Walk(best.policy, 0.02, 2e-5, steps / 2, effort.left(), seed) for seed in range(2 * THREADS)]
     return min((best, *search.walk(walks, goal)), key=lambda f: (f.peak, f.extra))

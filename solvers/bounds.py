@@ -16,8 +16,8 @@ POINTS = 24  # points in time that are candidates, at most
 QUICK = 16_000  # ops, times how many points `cost_bound` looks at
 WORK = 1.5e6  # of all linear relaxations that `relax` solves: about 1 s
 GAIN = 1e-5  # what one more point must add, as a share of the bound
-SEARCHED = 2_500  # columns of the largest relaxation that is searched for whole numbers
-NODES = 200  # of that search
+SEARCHED = 1_500  # columns of the largest relaxation that is searched for whole numbers
+NODES = 100  # of that search
 LOOKS = 32  # states looked at for each op in `minimum_peak_bound`
 ALL_LOOKS = 40_000  # and for all ops
 
@@ -47,16 +47,17 @@ def relaxation_bound(problem: Problem, relaxed: Relaxed | None = None) -> float:
     return max(cost_bound(problem), problem.total_cost + found.bound)
 
 
-def relax(problem: Problem) -> Relaxed:
+def relax(problem: Problem, effort: float = 1.0) -> Relaxed:
     """The relaxation at several points in time, searched for whole numbers. 0.1 to 3 s, the search most of it.
 
     Points are added one by one, each time the one that raises the bound most, until none does or the work is spent.
-    Limited by counts and not by a clock: the answer depends on the problem alone.
+    Limited by counts and not by a clock: the answer depends on the problem alone, and on the `effort`, a share of that
+    work.
     """
     found = Relaxed(0.0, {}, ())
     if problem.budget is None or not problem.ops:
         return found
-    work, taken, left = WORK, list[int](), points(problem)
+    work, taken, left = effort * WORK, list[int](), points(problem)
     while left:
         tried: list[tuple[Relaxed, int]] = []
         for t in left:
@@ -74,7 +75,7 @@ def relax(problem: Problem) -> Relaxed:
         left = [t for _, t in tried[1 : 1 + len(left) // 2]]
     while taken:
         program = build(problem, sorted(taken))
-        if len(program.costs) <= SEARCHED:
+        if len(program.costs) <= effort * SEARCHED:
             searched = solve(problem, program, NODES)
             return replace(searched if searched.again else found, bound=max(found.bound, searched.bound))
         taken.pop()

@@ -98,5 +98,5 @@ def chen(problem: Problem) -> Schedule:
         if schedule is not None and (peak := simulate(problem, schedule).peak) < lowest:
             best, lowest = schedule, peak
     if problem.budget is not None and lowest > problem.budget:
-        raise InfeasibleError(problem.budget, lowest, minimum_peak_bound(problem))
+        raise InfeasibleError(problem.budget, lowest, minimum_peak_bound(problem), best)
     return best

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .schedule import Schedule
+
 
 class SolverError(Exception):
     """Base of every error that `solvers` raises on purpose."""
@@ -23,9 +28,10 @@ class InfeasibleError(SolverError):
         minimum: the peak of the leanest schedule that the solver found, in bytes; solving again with this
             budget succeeds.
         bound: a proven lower bound on the peak of any schedule, in bytes.
+        schedule: that leanest schedule.
     """
 
-    def __init__(self, budget: int, minimum: int, bound: int) -> None:
+    def __init__(self, budget: int, minimum: int, bound: int, schedule: Schedule) -> None:
         super().__init__(
             f"budget of {budget} bytes: the leanest schedule found peaks at {minimum} bytes "
             f"(proven: none peaks under {bound}); raise the budget to {minimum} bytes or more"
@@ -33,3 +39,4 @@ class InfeasibleError(SolverError):
         self.budget = budget
         self.minimum = minimum
         self.bound = bound
+        self.schedule = schedule

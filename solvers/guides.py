@@ -15,13 +15,13 @@ SEARCHED = 1_000  # columns of a relaxation that is searched for whole numbers t
 NODES = 20  # of that search
 
 
-def guides(problem: Problem, relaxed: Relaxed) -> Iterator[frozenset[int]]:
+def guides(problem: Problem, relaxed: Relaxed, effort: float = 1.0) -> Iterator[frozenset[int]]:
     """Values to keep, the others to be made again when they are needed: what relaxations would do.
 
     Starts for a search, the most promising first; the search says which of them fit. The first is what `relax` found:
     often a schedule that fits, or nearly, at a cost that equals the bound. As the schedules that follow hold more than
     a relaxation knows of, more are solved for less than the budget, at its points and at single ones. About 50 sets, in
-    1 or 2 s; a caller may stop early.
+    1 or 2 s; a caller may stop early. `effort` is a share of that.
     """
     if problem.budget is None or not relaxed.points:
         return
@@ -35,7 +35,7 @@ def guides(problem: Problem, relaxed: Relaxed) -> Iterator[frozenset[int]]:
                 yield keep
 
     yield from fresh(relaxed)
-    work = WORK
+    work = effort * WORK
     for share in SHARES:
         room = int((problem.budget - problem.resident) * share)
         smaller = problem.with_budget(problem.resident + max(0, room))
@@ -44,6 +44,6 @@ def guides(problem: Problem, relaxed: Relaxed) -> Iterator[frozenset[int]]:
             work -= program.work
             if work < 0:
                 return
-            whole = len(program.costs) <= SEARCHED and len(at) == 1 and share >= 0.97
+            whole = len(program.costs) <= SEARCHED and len(at) == 1 and share == 1.0
             for nodes in (0, NODES)[: 1 + whole]:
                 yield from fresh(solve(smaller, program, nodes))

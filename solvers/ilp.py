@@ -17,11 +17,11 @@ from tqdm import tqdm
 from .bounds import minimum_peak_bound
 from .chen import chen
 from .coarsen import Coarse, coarsen, expand, prune, trim
-from .errors import InfeasibleError, ProblemError
+from .errors import InfeasibleError
 from .milp import Position, build, nonzeros, positions
 from .mip import Result, Tick, solve
 from .problem import Problem
-from .schedule import Answer, Schedule, every_op_once, simulate, validate
+from .schedule import Answer, Schedule, every_op_once, simulate
 
 TIME_LIMIT = 30.0  # seconds
 # Rounds a stage: with one, an op runs at most once a stage and in index order (Checkmate's own model). That misses
@@ -65,12 +65,12 @@ def ilp(problem: Problem, *, time_limit: float | None = None, progress: bool | N
         return Answer(once, problem.total_cost)
     limit = TIME_LIMIT if time_limit is None else time_limit
     deadline = time.monotonic() + limit
-    start, minimum = _start(problem)
+    start, leanest = _start(problem, 0.3 * limit)
     laid = positions(problem, _rounds(problem))
     with _bar(limit, progress) as tick:
         if nonzeros(problem, laid) <= _capacity(limit):
-            return _exact(problem, laid, start, minimum, deadline, tick)
-        return _coarse(problem, start, minimum, deadline, tick)
+            return _exact(problem, laid, start, leanest, deadline, tick)
+        return _coarse(problem, start, leanest, deadline, tick)
 
 
 def _capacity(seconds: float) -> float:
@@ -82,31 +82,37 @@ def _rounds(problem: Problem) -> int:
     return next((rounds for most, rounds in ROUNDS if len(problem.ops) <= most), 1)
 
 
-def _start(problem: Problem) -> tuple[Schedule | None, int]:
-    """The cheapest schedule that fits without a search of models, and the lowest peak that any found here has."""
+def _start(problem: Problem, seconds: float) -> tuple[Schedule | None, Schedule]:
+    """The cheapest schedule that fits without a search of models, and the leanest of all found in so many seconds."""
     from .auto import minimum_peak, search  # here, so that either module may use the other
 
     assert problem.budget is not None
     unlimited = problem.with_budget(None)
-    best, cost, minimum = None, math.inf, simulate(problem, every_op_once(problem)).peak
-    found = [minimum_peak(problem, progress=False).schedule, chen(unlimited)]
-    for solver in (lambda p: search(p, progress=False).schedule, chen):
+    found = [
+        every_op_once(problem),
+        minimum_peak(problem, time_limit=seconds / 3, progress=False).schedule,
+        chen(unlimited),
+    ]
+    for solver in (lambda p: search(p, time_limit=seconds / 3, progress=False).schedule, chen):
         with suppress(InfeasibleError):
             found.append(solver(problem))
-    for schedule in found:
-        with suppress(ProblemError):  # a policy that breaks a rule of this problem is not a start
-            timeline = validate(unlimited, schedule)
-            minimum = min(minimum, timeline.peak)
-            if timeline.peak <= problem.budget and timeline.cost < cost:
-                best, cost = schedule, timeline.cost
-    return best, minimum
+    peaks = [simulate(unlimited, schedule).peak for schedule in found]
+    fitting = [schedule for schedule, peak in zip(found, peaks, strict=True) if peak <= problem.budget]
+    cheapest = min(fitting, key=lambda schedule: simulate(unlimited, schedule).cost, default=None)
+    return cheapest, found[peaks.index(min(peaks))]
+
+
+def _infeasible(problem: Problem, *leanest: Schedule) -> InfeasibleError:
+    assert problem.budget is not None
+    peak, schedule = min(((simulate(problem, s).peak, s) for s in leanest), key=lambda found: found[0])
+    return InfeasibleError(problem.budget, peak, minimum_peak_bound(problem), schedule)
 
 
 def _exact(
     problem: Problem,
     laid: tuple[Position, ...],
     start: Schedule | None,
-    minimum: int,
+    leanest: Schedule,
     deadline: float,
     tick: Tick,
 ) -> Answer:
@@ -114,8 +120,7 @@ def _exact(
     assert problem.budget is not None
     result, best = _within(problem, laid, start, deadline, tick)
     if best is None:
-        minimum = min(minimum, _lowest_peak(problem, laid, deadline, tick))
-        raise InfeasibleError(problem.budget, minimum, minimum_peak_bound(problem))
+        raise _infeasible(problem, leanest, _leanest(problem, laid, deadline, tick))
     note = "" if result.status in ("optimal", "infeasible") else "time ran out before the optimum was proven"
     bound = min(result.bound, _outside(problem)) if result.status in ("optimal", "feasible") else 0.0
     return Answer(best, bound, note)
@@ -157,16 +162,15 @@ def _outside(problem: Problem) -> float:
     return problem.total_cost + sum(again[:1]) * (_rounds(problem) + 1)
 
 
-def _lowest_peak(problem: Problem, laid: tuple[Position, ...], deadline: float, tick: Tick) -> int:
-    """The lowest peak of any schedule that the model can say, as far as time allows."""
+def _leanest(problem: Problem, laid: tuple[Position, ...], deadline: float, tick: Tick) -> Schedule:
+    """The schedule of the lowest peak that the model can say, as far as time allows."""
     if len(problem.ops) > ROUNDS[0][0]:
-        return simulate(problem, every_op_once(problem)).peak
+        return every_op_once(problem)
     result = solve(problem, build(problem, laid, None), deadline - time.monotonic(), None, None)
-    steps = tuple(range(len(problem.ops))) if result.steps is None else result.steps
-    return simulate(problem, Schedule(steps)).peak
+    return every_op_once(problem) if result.steps is None else Schedule(result.steps)
 
 
-def _coarse(problem: Problem, start: Schedule | None, minimum: int, deadline: float, tick: Tick) -> Answer:
+def _coarse(problem: Problem, start: Schedule | None, leanest: Schedule, deadline: float, tick: Tick) -> Answer:
     """Contract, solve, expand and trim, under ever larger coarse budgets while time allows; keep the cheapest."""
     assert problem.budget is not None
     found = [] if start is None else [start, trim(problem, start, time.monotonic() + 0.1 * _left(deadline))]
@@ -177,7 +181,7 @@ def _coarse(problem: Problem, start: Schedule | None, minimum: int, deadline: fl
     for _ in range(TRIES):
         until = time.monotonic() + 0.85 * _left(deadline)
         small = coarse.problem.with_budget(problem.resident + int(room * share))
-        best, _ = _start(small)
+        best, _ = _start(small, 0.3 * _left(until) + 0.01)
         if best is not None:
             best = trim(small, best, time.monotonic() + 0.1 * _left(until))
         laid = positions(small, 1, small.boundary)
@@ -196,7 +200,7 @@ def _coarse(problem: Problem, start: Schedule | None, minimum: int, deadline: fl
             break
     costs = [(t.cost, n) for n, s in enumerate(found) if (t := simulate(problem, s)).peak <= problem.budget]
     if not costs:
-        raise InfeasibleError(problem.budget, minimum, minimum_peak_bound(problem))
+        raise _infeasible(problem, leanest)
     if len(coarse.problem.ops) < len(problem.ops):
         note = f"coarsened {len(problem.ops)} ops to {len(coarse.problem.ops)}"
     else:

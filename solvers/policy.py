@@ -35,10 +35,12 @@ def droppable(problem: Problem) -> list[int]:
 
 
 def tables(problem: Problem) -> Tables:
-    """A problem as arrays; the last gap of a droppable value reaches to the end. O(ops + reads)."""
-    uses: list[tuple[int, ...]] = list(problem.readers)
-    for v in droppable(problem):
-        uses[v] = (*uses[v], len(problem.ops))
+    """A problem as arrays; the last gap of a forward value reaches to the end: a re-run may read it. O(ops + reads)."""
+    end = len(problem.ops)
+    uses = [
+        (*found, end) if made < problem.boundary else found
+        for made, found in zip(problem.producer, problem.readers, strict=True)
+    ]
     use_at, flat_uses = _flat(uses)
     read_at, reads = _flat([op.reads for op in problem.ops])
     write_at, writes = _flat([op.writes for op in problem.ops])
@@ -58,6 +60,7 @@ def tables(problem: Problem) -> Tables:
         pinned,
         _ints(v for v, found in enumerate(uses) for _ in found),
         _ints(i for v, found in enumerate(uses) for i in (problem.producer[v], *found)[:-1][: len(found)]),
+        _ints(op.region for op in problem.ops),
     )
 
 

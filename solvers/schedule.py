@@ -149,19 +149,17 @@ def validate(problem: Problem, schedule: Schedule) -> Timeline:
 
 
 def to_steps(problem: Problem, schedule: Schedule) -> list[list[object]]:
-    """The schedule as `["compute", op]` / `["free", op]` pairs, for problems with one value per op of the same number.
+    """The schedule as `["compute", op]` and `["free", value]` pairs; in published instances these are one number.
 
-    A value that is recomputed while it is still held has its old copy freed first.
+    A value that is made again while it is still held has its old copy freed first.
     """
-    timeline = simulate(problem, schedule)
     steps: list[list[object]] = []
-    is_held: set[int] = set()
-    for i, gone in zip(schedule.steps, timeline.frees, strict=True):
-        if i in is_held:
-            steps.append(["free", i])
-        is_held.add(i)
+    held: set[int] = set()
+    for i, gone in zip(schedule.steps, simulate(problem, schedule).frees, strict=True):
+        writes = problem.ops[i].writes
+        steps += [["free", v] for v in writes if v in held]
         steps.append(["compute", i])
-        for v in gone:
-            is_held.discard(v)
-            steps.append(["free", v])
+        steps += [["free", v] for v in gone]
+        held.update(writes)
+        held.difference_update(gone)
     return steps

@@ -78,28 +78,3 @@ def lowest_peak(problem: Problem) -> int:
                 pushed += 1
                 heapq.heappush(queue, (reached, pushed, after))
     raise AssertionError("running every op once in order is always possible")
-
-
-def replay(problem: Problem, steps: tuple[int, ...]) -> tuple[int, float]:
-    """Peak and cost of a sequence of ops, quadratic and from the definition: what will be read again is held."""
-
-    def wanted(v: int, at: int) -> bool:
-        """Whether v, as it is before step `at`, is read before it is written again."""
-        for j in range(at, len(steps)):
-            if v in problem.ops[steps[j]].reads:
-                return True
-            if v in problem.ops[steps[j]].writes:
-                return False
-        return False
-
-    peak, cost = problem.resident, 0.0
-    made: set[int] = set()
-    for at, i in enumerate(steps):
-        op = problem.ops[i]
-        assert made.issuperset(op.reads), f"step {at} reads what was never made"
-        before = [v for v in made if v in problem.pinned or wanted(v, at)]
-        total = problem.resident + op.workspace
-        total += sum(problem.sizes[v] for v in before) + sum(problem.sizes[v] for v in op.writes)
-        peak, cost = max(peak, total), cost + op.cost
-        made |= set(op.writes)
-    return peak, cost

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import random
+from dataclasses import replace
 from typing import Any
 
+import pytest
 from hypothesis import strategies as st
 
 from solvers.problem import Op, Problem
@@ -101,6 +104,24 @@ def random_training_graph(seed: int, forward: int, skips: bool = True) -> Proble
     return Problem(tuple(ops), tuple(sizes), boundary, frozenset(pinned), resident=4096)
 
 
+def in_regions(problem: Problem) -> Problem:
+    """The problem with the ops of its middle, forward and backward, in a region of their own."""
+    inner = range(problem.boundary // 2, problem.boundary + (len(problem.ops) - problem.boundary) // 2)
+    return replace(problem, ops=tuple(replace(op, region=int(i in inner)) for i, op in enumerate(problem.ops)))
+
+
+def with_side_outputs(problem: Problem) -> Problem:
+    """The problem with a second output of every second op, as large as the first; every fourth op's is pinned."""
+    first = len(problem.sizes)
+    more = range(0, len(problem.ops), 2)
+    sizes = tuple(sum(problem.sizes[v] for v in problem.ops[i].writes) for i in more)
+    ops = list(problem.ops)
+    for n, i in enumerate(more):
+        ops[i] = replace(ops[i], writes=(*ops[i].writes, first + n))
+    pinned = problem.pinned | frozenset(range(first, first + len(sizes), 2))
+    return replace(problem, ops=tuple(ops), sizes=problem.sizes + sizes, pinned=pinned)
+
+
 def transformer(layers: int) -> Problem:
     """A transformer-like chain, 14 forward and 16 backward ops a layer: small checkpoints, large inner activations."""
     ops: list[Op] = []
@@ -149,3 +170,10 @@ def transformer(layers: int) -> Problem:
             if name in ("up", "down"):
                 pinned.append(add(f"{name}.{layer}.weight", [gradient, made[reads[0]]], unit, cost))
     return Problem(tuple(ops), tuple(sizes), boundary, frozenset(pinned))
+
+
+def shorten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give every search a small part of its work: by count, so that it stays repeatable."""
+    module = importlib.import_module("solvers.auto")  # `solvers.auto` is the function
+    monkeypatch.setattr(module, "STEPS", 2e6)
+    monkeypatch.setattr(module, "STEPS_PER_OP", 0.0)

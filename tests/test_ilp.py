@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import threading
+from collections.abc import Iterator
 
 import pulp
 import pytest
@@ -10,18 +12,33 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from solvers import milp, minimum_peak, mip
-from solvers.bounds import cost_bound, minimum_peak_bound
+from solvers.bounds import minimum_peak_bound
 from solvers.chen import chen
 from solvers.coarsen import coarsen, expand, prune, trim
 from solvers.errors import InfeasibleError
 from solvers.ilp import ilp
 from solvers.problem import Op, Problem
 from solvers.schedule import Schedule, every_op_once, simulate, validate
-from tests.brute_force import cheapest, lowest_peak, replay
-from tests.problems import random_training_graph, reused_problems, small_problems, transformer
+from tests.brute_force import cheapest, lowest_peak
+from tests.problems import random_training_graph, reused_problems, shorten, small_problems, transformer
 
 CHECKS = tuple(HealthCheck)
 any_small = st.one_of(small_problems(), reused_problems())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _short() -> Iterator[None]:
+    """The searches that a model starts from are not what is tested here."""
+    with pytest.MonkeyPatch.context() as patch:
+        shorten(patch)
+        yield
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing to start from: what the models do not find, nothing does."""
+    module = importlib.import_module("solvers.ilp")
+    monkeypatch.setattr(module, "_start", lambda problem: (None, every_op_once(problem)))
 
 
 def reproducible(examples: int) -> settings:
@@ -36,7 +53,8 @@ def out_of_order() -> Problem:
     return Problem(ops, sizes, 6, budget=9)
 
 
-@reproducible(1500)
+@pytest.mark.usefixtures("alone")
+@reproducible(500)
 @given(any_small)
 def test_equals_exhaustive_search(problem: Problem) -> None:
     truth = cheapest(problem)
@@ -54,32 +72,12 @@ def test_equals_exhaustive_search(problem: Problem) -> None:
         assert not answer.note
 
 
-@reproducible(250)
-@given(any_small)
-def test_bounds_are_below_the_truth(problem: Problem) -> None:
-    assert minimum_peak_bound(problem) <= lowest_peak(problem)
-    if (truth := cheapest(problem)) is not None:
-        assert cost_bound(problem) <= truth + 1e-9
-
-
+@pytest.mark.usefixtures("alone")
 def test_several_rounds_are_needed() -> None:
     problem = out_of_order()
     truth = cheapest(problem)
     assert truth is not None
     assert validate(problem, ilp(problem, progress=False).schedule).cost == pytest.approx(truth)
-
-
-@reproducible(300)
-@given(any_small, st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8)), max_size=6))
-def test_simulate_equals_a_naive_replay(problem: Problem, again: list[tuple[int, int]]) -> None:
-    steps = list(range(len(problem.ops)))
-    for at, i in again:
-        at = min(at, len(problem.ops))
-        first_run = steps.index(min(at, len(problem.ops) - 1))
-        if i < steps[first_run]:
-            steps.insert(first_run, i)
-    timeline = simulate(problem, Schedule(tuple(steps)))
-    assert (timeline.peak, timeline.cost) == replay(problem, tuple(steps))
 
 
 @reproducible(200)
@@ -119,7 +117,7 @@ def between(problem: Problem, share: float) -> Problem:
 def test_large_graph_within_a_time_limit() -> None:
     problem = between(transformer(50), 0.2)
     assert len(problem.ops) > 1500
-    answer = ilp(problem, time_limit=6.0, progress=False)
+    answer = ilp(problem, time_limit=4.0, progress=False)
     timeline = validate(problem, answer.schedule)
     assert timeline.cost <= simulate(problem, chen(problem)).cost
     assert f"coarsened {len(problem.ops)} ops to" in answer.note
@@ -127,7 +125,7 @@ def test_large_graph_within_a_time_limit() -> None:
 
 
 def test_large_graph_that_does_not_fit() -> None:
-    problem = transformer(12)
+    problem = transformer(4)
     problem = problem.with_budget(minimum_peak_bound(problem) - 1)
     with pytest.raises(InfeasibleError) as caught:
         ilp(problem, time_limit=1.0, progress=False)
@@ -147,6 +145,7 @@ def test_the_answer_is_repeatable() -> None:
     assert ilp(problem, progress=False) == ilp(problem, progress=False)
 
 
+@pytest.mark.usefixtures("alone")
 def test_bytes_are_exact_at_real_sizes() -> None:
     """A schedule one byte above the budget is not an answer, however large the numbers."""
     gib = 1 << 30
@@ -162,6 +161,7 @@ def test_bytes_are_exact_at_real_sizes() -> None:
             assert validate(problem, ilp(problem, progress=False).schedule).cost == pytest.approx(truth)
 
 
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("seed", range(4))
 def test_cbc_agrees_with_highs(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = between(random_training_graph(seed, 4), 0.2)

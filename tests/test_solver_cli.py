@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 import solvers.__main__ as cli
 from solvers import InfeasibleError, Problem, Schedule, from_json, simulate, to_json
-from solvers.__main__ import main, size, steps
+from solvers.__main__ import main, size
+from solvers.schedule import to_steps as steps
 
 from .problems import random_training_graph, small_problems
 
@@ -280,7 +281,7 @@ def test_what_is_asked_for_reaches_the_solver(arguments, expected, instance, mon
 
     def solve(problem: Problem, solver: str, *, time_limit: float, progress: bool | None) -> None:
         asked.append((solver, time_limit, progress))
-        raise InfeasibleError(1, 2, 2)
+        raise InfeasibleError(1, 2, 2, Schedule(()))
 
     monkeypatch.setattr(cli, "solve", solve)
     assert main([str(instance), *arguments]) == 1
@@ -389,7 +390,7 @@ def test_the_benchmark_goes_on_after_an_infeasible_instance(tmp_path, capsys, mo
 
     def solve(problem: Problem, *arguments: Any, **named: Any) -> Any:
         if problem.budget == 60:
-            raise InfeasibleError(60, 65, 62)
+            raise InfeasibleError(60, 65, 62, Schedule(()))
         return real(problem, *arguments, **named)
 
     monkeypatch.setattr(bench, "solve", solve)
