@@ -38,7 +38,7 @@ def _short() -> Iterator[None]:
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing to start from: what the models do not find, nothing does."""
     module = importlib.import_module("solvers.ilp")
-    monkeypatch.setattr(module, "_start", lambda problem: (None, every_op_once(problem)))
+    monkeypatch.setattr(module, "_start", lambda problem, _: (None, every_op_once(problem)))
 
 
 def reproducible(examples: int) -> settings:
