@@ -71,7 +71,7 @@ def _solve(search: Search, effort: Effort) -> Answer:
     problem = search.problem
     assert problem.budget is not None
     if (least := minimum_peak_bound(problem)) > problem.budget:
-        raise _infeasible(search, leanest_of(search, effort, 0), least)
+        raise _infeasible(search, leanest_of(search, effort), least)
     share = 1.0 if (left := effort.left()) is None else min(4.0, left / RELAXING)
     relaxed = relax(problem, share)
     bound = relaxed.bound
@@ -87,7 +87,7 @@ def _solve(search: Search, effort: Effort) -> Answer:
     if best is None or best.extra > enough:
         best = _anneal(search, goal, starts, effort, goal.price * enough)
     if best is None:
-        leanest = leanest_of(search, effort, problem.budget)
+        leanest = leanest_of(search, effort, enough=problem.budget)
         if leanest.peak > problem.budget:
             raise _infeasible(search, leanest, least)
         best = _anneal(search, goal, [leanest], effort, goal.price * enough) or leanest
@@ -119,7 +119,7 @@ def minimum_peak(problem: Problem, *, time_limit: float | None = None, progress:
     effort = effort_of(problem, time_limit)
     with bar_of(effort, progress) as bar:
         found = Search(problem, bar.update)
-        leanest = leanest_of(found, effort, 0)
+        leanest = leanest_of(found, effort)
         return Minimum(found.schedule(leanest.policy), leanest.peak, minimum_peak_bound(problem))
 
 
@@ -195,8 +195,11 @@ def _anneal(search: Search, goal: Goal, starts: list[Found], effort: Effort, eno
     return _best(search.problem, found)
 
 
-def leanest_of(search: Search, effort: Effort, target: int) -> Found:
-    """The leanest start, annealed for its peak down to `target`; cost only breaks ties."""
+def leanest_of(search: Search, effort: Effort, target: int = 0, enough: int = 0) -> Found:
+    """The leanest start, annealed for its peak down to `target`; cost only breaks ties.
+
+    The walks end at a peak of `enough`, and are the same for any: what one call has reached, another one reaches too.
+    """
     problem = search.problem
     starts = [*chained(nested(search), segments(search), iter([search.keep_only()]))]
     best = min(starts, key=lambda f: (f.peak, f.extra))
@@ -205,4 +208,4 @@ def leanest_of(search: Search, effort: Effort, target: int) -> Found:
     ops = max(1, len(problem.ops))
     steps = min(CHANGES * len(search.choices.gaps) * ops, effort.steps)
     walks = [Walk(best.policy, 0.02, 2e-5, steps / 2, effort.left(), seed) for seed in range(2 * THREADS)]
-    return min((best, *search.walk(walks, goal)), key=lambda f: (f.peak, f.extra))
+    return min((best, *search.walk(walks, goal, goal.penalty * enough)), key=lambda f: (f.peak, f.extra))
