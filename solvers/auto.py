@@ -17,7 +17,7 @@ from itertools import islice
 
 from tqdm import tqdm
 
-from .anneal import THREADS, Effort, Found, Search, Walk
+from .anneal import THREADS, Effort, Found, Search, Walk, ready
 from .bounds import minimum_peak_bound, relax
 from .chen import candidates, cuts, keep_across
 from .compiled import Goal
@@ -62,6 +62,7 @@ def auto(problem: Problem, *, time_limit: float | None = None, progress: bool | 
 
 def search(problem: Problem, *, time_limit: float | None = None, progress: bool | None = None) -> Answer:
     """What `auto` does with problems of more than `EXACT` ops whose budget is below the peak of every op once."""
+    ready()
     effort = effort_of(problem, time_limit)
     with bar_of(effort, progress) as bar:
         return _solve(Search(problem, bar.update), effort)
@@ -116,6 +117,7 @@ def minimum_peak(problem: Problem, *, time_limit: float | None = None, progress:
         time_limit: as for `auto`.
         progress: as for `auto`.
     """
+    ready()
     effort = effort_of(problem, time_limit)
     with bar_of(effort, progress) as bar:
         found = Search(problem, bar.update)

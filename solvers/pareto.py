@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from .anneal import THREADS, Effort, Found, Search, Walk
+from .anneal import THREADS, Effort, Found, Search, Walk, ready
 from .auto import CHANGES, COLDEST, ENOUGH, bar_of, chained, effort_of, energy_of, goal_of, leanest_of, nested, segments
 from .bounds import relax, relaxation_bound
 from .compiled import Goal
@@ -124,6 +124,7 @@ def curve(
     check_points(points)
     if time_limit is not None and not (math.isfinite(time_limit) and time_limit > 0):
         raise ProblemError(f"time limit {time_limit!r} is not a positive number of seconds")
+    ready()
     begin = time.perf_counter()
     most = effort_of(problem, None).steps  # for one point
     whole = Effort(points * AS_AUTO * most) if time_limit is None else Effort.within(time_limit)
