@@ -38,6 +38,11 @@ class Effort:
         """What a time limit allows; the rest of it is for relaxations, and for a machine slower than expected."""
         return cls(0.8 * RATE * seconds, time.monotonic() + seconds)
 
+    def part(self, share: float) -> Effort:
+        """A share of the steps, and of the time that is left."""
+        left = self.left()
+        return Effort(share * self.steps, None if left is None else time.monotonic() + share * left)
+
     def left(self) -> float | None:
         """Seconds until the deadline, a little more than none where it has passed."""
         return None if self.deadline is None else max(1e-3, self.deadline - time.monotonic())

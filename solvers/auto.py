@@ -35,7 +35,8 @@ COLDEST = 1e-3  # of the hottest
 WARMED = 20  # changes of each gap that a walk needs to make good what its heat spoils; with fewer it begins cooler
 RELAXING = 10.0  # seconds; with a longer time limit relaxations take more, with a shorter one less
 OVER = 2.0  # energy of a peak above the budget by all the room there is; every op once more is 1
-ENOUGH = 2e-5  # above the bound, as a share of the cost, is not worth a search
+ENOUGH = 5e-4  # above the bound, as a share of the cost, is not worth a search
+EXACTLY = 2e-5  # nor is this where a time limit says how much a search may take
 
 
 def auto(problem: Problem, *, time_limit: float | None = None, progress: bool | None = None) -> Answer:
@@ -76,7 +77,8 @@ def _solve(search: Search, effort: Effort) -> Answer:
     share = 1.0 if (left := effort.left()) is None else min(4.0, left / RELAXING)
     relaxed = relax(problem, share)
     bound = relaxed.bound
-    enough = bound + ENOUGH * (problem.total_cost + bound)
+    slack = ENOUGH if effort.deadline is None else EXACTLY
+    enough = bound + slack * (problem.total_cost + bound)
     goal = goal_of(problem)
     starts: list[Found] = []
     guided = (search.keep_only(keep) for keep in guides(problem, relaxed, share))
@@ -86,12 +88,13 @@ def _solve(search: Search, effort: Effort) -> Answer:
             break
     best = _best(problem, starts)
     if best is None or best.extra > enough:
-        best = _anneal(search, goal, starts, effort, goal.price * enough)
+        # where no start fits, perhaps nothing does: some time is left to find the leanest
+        best = _anneal(search, goal, starts, effort.part(1.0 if best else 0.6), enough)
     if best is None:
         leanest = leanest_of(search, effort, enough=problem.budget)
         if leanest.peak > problem.budget:
             raise _infeasible(search, leanest, least)
-        best = _anneal(search, goal, [leanest], effort, goal.price * enough) or leanest
+        best = _anneal(search, goal, [leanest], effort, enough) or leanest
     note = "time ran out before the end of the search" if search.late else ""
     return Answer(search.schedule(best.policy), problem.total_cost + bound, note)
 
@@ -173,14 +176,17 @@ def _best(problem: Problem, found: list[Found]) -> Found | None:
 
 
 def _anneal(search: Search, goal: Goal, starts: list[Found], effort: Effort, enough: float) -> Found | None:
-    """The best of rounds of walks, each from the best of the round before; None where none fits."""
+    """The best of rounds of walks, each from the best of the round before; None where none fits.
+
+    They end when re-runs cost no more than `enough`.
+    """
     ops = max(1, len(search.problem.ops))
     longest = CHANGES * len(search.choices.gaps) * ops
     pool = sorted(starts, key=lambda f: energy_of(goal, f))
     # hot walks forget where they began; what every op once leads to is seldom what segments lead to
     pool = [*islice(pool, 3), starts[-1]]
     seed = 0
-    found = list(starts)
+    found, best = list(starts), _best(search.problem, starts)
     for at, (walks, hot, share) in enumerate(ROUNDS):
         steps = min(longest, share * effort.steps * THREADS / walks)
         seconds = None
@@ -189,12 +195,13 @@ def _anneal(search: Search, goal: Goal, starts: list[Found], effort: Effort, eno
         hot *= min(1.0, steps / (WARMED * len(search.choices.gaps) * ops + 1))
         chosen = [pool[i % len(pool)] for i in range(walks)]
         round_ = [Walk(f.policy, hot, hot * COLDEST, steps, seconds, seed + i) for i, f in enumerate(chosen)]
-        found += search.walk(round_, goal, enough)
+        found += search.walk(round_, goal, goal.price * enough)
         seed += walks
         pool = sorted(found, key=lambda f: energy_of(goal, f))[: max(1, walks // 2)]
-        if energy_of(goal, pool[0]) <= enough:
+        best = _best(search.problem, found)
+        if best is not None and best.extra <= enough:
             break
-    return _best(search.problem, found)
+    return best
 
 
 def leanest_of(search: Search, effort: Effort, target: int = 0, enough: int = 0) -> Found:
