@@ -31,6 +31,8 @@ def decisions(
             continue
         needed = [v for v in op.writes if any(r > problem.boundary for r in problem.readers[v])]
         again = [v for v in needed if v not in carried]  # made by one run of the op: they share its time
+        if not again and times[i] > 1:  # dropped and made again within the forward pass
+            again = needed
         for v in needed:
             found.append(
                 Decision(
