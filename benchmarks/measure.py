@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import json
 import math
 import multiprocessing
 import os
@@ -12,13 +10,14 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
+
+from tests.measure import peak_of
 
 Step = Callable[[nn.Module], object]
 PRELOAD = ["planner", "transformers", "diffusers", "torch._dynamo.backends.debugging", "torch._functorch.partitioners"]
@@ -32,16 +31,9 @@ def held_bytes(model: nn.Module, batch: dict[str, torch.Tensor]) -> int:
 
 def step_peak(step: Step, model: nn.Module) -> int:
     """The most bytes that one step holds above what was held before it."""
-    gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        step(model)
-    model.zero_grad(set_to_none=True)
     with tempfile.TemporaryDirectory() as folder:
-        trace = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(trace))
-        events = [e for e in json.loads(trace.read_text())["traceEvents"] if e["name"] == "[memory]"]
-    events.sort(key=lambda e: (e["ts"], e["args"]["Ev Idx"]))
-    peak: int = max(accumulate(e["args"]["Bytes"] for e in events))
+        peak = peak_of(lambda: step(model), Path(folder))
+    model.zero_grad(set_to_none=True)
     return peak
 
 

@@ -19,8 +19,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from solvers import SOLVERS, InfeasibleError, SolverError, load, solve
+from solvers import SOLVERS, InfeasibleError, SolverError, from_json, solve
 from solvers.__main__ import seconds
+from solvers.problem import read
 from solvers.schedule import to_steps
 
 INSTANCES = Path(__file__).parents[2] / "shared" / "instances"
@@ -63,8 +64,9 @@ class Result:
 
 def measure(path: Path, solver: str, time_limit: float) -> Result:
     """Run one solver on one instance and have its schedule checked."""
-    problem = load(path)
-    published = json.loads(path.read_text()).get("published", {})
+    data = read(path)
+    problem = from_json(data, path)
+    published = data.get("published", {})
     known = published.get("overhead_percent"), published.get("proven_bound_percent")
     about = (path.stem, len(problem.ops), solver, time_limit)
     try:

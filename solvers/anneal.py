@@ -40,8 +40,12 @@ class Effort:
 
     def part(self, share: float) -> Effort:
         """A share of the steps, and of the time that is left."""
+        return Effort(share * self.steps, self.until(share))
+
+    def until(self, share: float) -> float | None:
+        """The time.monotonic() when a share of the time that is left has passed."""
         left = self.left()
-        return Effort(share * self.steps, None if left is None else time.monotonic() + share * left)
+        return None if left is None else time.monotonic() + share * left
 
     def left(self) -> float | None:
         """Seconds until the deadline, a little more than none where it has passed."""
@@ -69,6 +73,11 @@ class Walk:
     seed: int
 
 
+def energy_of(goal: Goal, found: Found) -> float:
+    """What a walk makes small."""
+    return goal.price * found.extra + goal.penalty * max(0.0, found.peak - goal.budget)
+
+
 class Search:
     """A problem made ready for walks."""
 
@@ -87,12 +96,15 @@ class Search:
         return self.judge(keep_only(self.problem, self.tables, *sets))
 
     def judge(self, policy: Policy) -> Found | None:
-        """What a policy comes to."""
-        link_all(policy, self.scratch)
-        steps, extra = unroll(self.tables, policy, self.scratch, np.inf)
+        """What a policy comes to; None where it runs far too long."""
+        return self._judge(policy, self.scratch)
+
+    def _judge(self, policy: Policy, room: Scratch) -> Found | None:
+        link_all(policy, room)
+        steps, extra = unroll(self.tables, policy, room, np.inf)
         if steps < 0:
             return None
-        return Found(policy, peak_of(self.tables, self.scratch, steps, self.problem.resident, np.inf), extra)
+        return Found(policy, peak_of(self.tables, room, steps, self.problem.resident, np.inf), extra)
 
     def schedule(self, policy: Policy) -> Schedule:
         """A policy's schedule."""
@@ -116,20 +128,19 @@ class Search:
         return [found for p in policies if p is not None and (found := self.judge(p)) is not None]
 
     def _walk(self, walk: Walk, goal: Goal, enough: float) -> Policy | None:
-        t, room = self.tables, scratch(self.tables)
+        room = scratch(self.tables)
         here, best = (copy(walk.start) for _ in range(2))
-        link_all(here, room)
-        steps, extra = unroll(t, here, room, np.inf)
-        peak = peak_of(t, room, steps, goal.resident, np.inf)
-        energy = goal.price * extra + goal.penalty * max(0.0, peak - goal.budget)
-        now = np.array([energy, energy if peak <= goal.ceiling else np.inf])
+        start = self._judge(here, room)
+        assert start is not None, "walks begin at policies that were judged"
+        energy = energy_of(goal, start)
+        now = np.array([energy, energy if start.peak <= goal.ceiling else np.inf])
         journal = Journal(np.zeros(CHANGES, np.int32), np.zeros((CHANGES, 4), np.int32), np.zeros(1, np.int32))
         rng = np.array([88172645463325252 + 2654435761 * walk.seed], np.uint64)
         began, progress = time.monotonic(), 0.0
         while progress < 1.0 and now[1] > enough and not self.stopped.is_set():
             before = progress
             progress = anneal(
-                t,
+                self.tables,
                 here,
                 best,
                 room,

@@ -17,7 +17,7 @@ from itertools import islice
 
 from tqdm import tqdm
 
-from .anneal import THREADS, Effort, Found, Search, Walk, ready
+from .anneal import THREADS, Effort, Found, Search, Walk, energy_of, ready
 from .bounds import minimum_peak_bound, relax
 from .chen import candidates, cuts, keep_across
 from .compiled import Goal
@@ -166,10 +166,6 @@ def goal_of(problem: Problem) -> Goal:
     return Goal(1 / (problem.total_cost or 1.0), OVER / room, budget, budget, problem.resident)
 
 
-def energy_of(goal: Goal, found: Found) -> float:
-    return goal.price * found.extra + goal.penalty * max(0.0, found.peak - goal.budget)
-
-
 def _best(problem: Problem, found: list[Found]) -> Found | None:
     fitting = [f for f in found if problem.budget is None or f.peak <= problem.budget]
     return min(fitting, key=lambda f: f.extra, default=None)
@@ -181,17 +177,14 @@ def _anneal(search: Search, goal: Goal, starts: list[Found], effort: Effort, eno
     They end when re-runs cost no more than `enough`.
     """
     ops = max(1, len(search.problem.ops))
-    longest = CHANGES * len(search.choices.gaps) * ops
     pool = sorted(starts, key=lambda f: energy_of(goal, f))
     # hot walks forget where they began; what every op once leads to is seldom what segments lead to
     pool = [*islice(pool, 3), starts[-1]]
     seed = 0
     found, best = list(starts), _best(search.problem, starts)
     for at, (walks, hot, share) in enumerate(ROUNDS):
-        steps = min(longest, share * effort.steps * THREADS / walks)
-        seconds = None
-        if (left := effort.left()) is not None:
-            seconds = left * share / sum(later for _, _, later in ROUNDS[at:]) * THREADS / walks
+        until = effort.until(share / sum(later for _, _, later in ROUNDS[at:]))
+        steps, seconds = each_of(search, Effort(share * effort.steps, until), walks)
         hot *= min(1.0, steps / (WARMED * len(search.choices.gaps) * ops + 1))
         chosen = [pool[i % len(pool)] for i in range(walks)]
         round_ = [Walk(f.policy, hot, hot * COLDEST, steps, seconds, seed + i) for i, f in enumerate(chosen)]
@@ -202,6 +195,13 @@ def _anneal(search: Search, goal: Goal, starts: list[Found], effort: Effort, eno
         if best is not None and best.extra <= enough:
             break
     return best
+
+
+def each_of(search: Search, effort: Effort, walks: int) -> tuple[float, float | None]:
+    """Steps and seconds for each of the walks that share an effort."""
+    left = effort.left()
+    longest = CHANGES * len(search.choices.gaps) * len(search.problem.ops)
+    return min(longest, effort.steps * THREADS / walks), None if left is None else left * THREADS / walks
 
 
 def leanest_of(search: Search, effort: Effort, target: int = 0, enough: int = 0) -> Found:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from .anneal import THREADS, Effort, Found, Search, Walk, ready
-from .auto import CHANGES, COLDEST, ENOUGH, bar_of, chained, effort_of, energy_of, goal_of, leanest_of, nested, segments
+from .anneal import Effort, Found, Search, Walk, energy_of, ready
+from .auto import COLDEST, ENOUGH, bar_of, chained, each_of, effort_of, goal_of, leanest_of, nested, segments
 from .bounds import relax, relaxation_bound
 from .compiled import Goal
 from .errors import ProblemError
 from .guides import guides
 from .problem import Problem
 from .schedule import Schedule, Timeline, every_op_once, simulate, validate
-from .solve import Solution
+from .solve import Solution, check_time_limit
 
 AS_AUTO = 1 / 4  # of what `auto` would walk for all the points one by one; with the rest, about a third of its time
 LEANING, RELAXED = 0.15, 0.5  # of a time limit: for the lowest peak, until when bounds
@@ -66,10 +65,7 @@ class _Found:
 
     def improve(self, point: _Point, walks: int, hot: float, effort: Effort, seed: int) -> None:
         """Walk from what is best for a point, whichever point it was found for, and from the cheapest of all."""
-        gaps, ops = len(self.search.choices.gaps), len(self.search.problem.ops)
-        steps = min(effort.steps * THREADS / walks, CHANGES * gaps * ops)
-        left = effort.left()
-        seconds = None if left is None else left * THREADS / walks
+        steps, seconds = each_of(self.search, effort, walks)
         ranked = sorted((k.found for k in self.schedules), key=lambda f: energy_of(point.goal, f))
         # hot walks forget where they began; what every op once leads to is seldom what segments lead to
         starts = [self.best(point.budget).found, *ranked[: walks - 2], min(ranked, key=lambda f: f.extra)][:walks]
@@ -122,8 +118,7 @@ def curve(
 ) -> list[tuple[int, Solution]]:
     """What `pareto` returns, each solution with its budget in bytes."""
     check_points(points)
-    if time_limit is not None and not (math.isfinite(time_limit) and time_limit > 0):
-        raise ProblemError(f"time limit {time_limit!r} is not a positive number of seconds")
+    check_time_limit(time_limit)
     ready()
     begin = time.perf_counter()
     most = effort_of(problem, None).steps  # for one point
@@ -146,9 +141,7 @@ def curve(
             open_ = [p for p in (each, each[::-1])[n % 2] if not found.settled(p)]
             later = sum(share for _, _, share in ROUNDS[n:])
             for done, point in enumerate(open_):
-                left, deadline = whole.left(), None
-                if left is not None:
-                    deadline = time.monotonic() + left * share / later / (len(open_) - done)
+                deadline = whole.until(share / later / (len(open_) - done))
                 found.improve(point, walks, hot, Effort(share * min(most, whole.steps / len(open_)), deadline), n)
     note = "time ran out before the end of the search" if search.late else ""
     seconds = (time.perf_counter() - begin) / points

@@ -67,10 +67,15 @@ def solve(
     """
     if solver not in SOLVERS:
         raise UnknownSolverError(f"solver {solver!r} is not known; the known ones are {', '.join(SOLVERS)}")
-    if time_limit is not None and not (math.isfinite(time_limit) and time_limit > 0):
-        raise ProblemError(f"time limit {time_limit!r} is not a positive number of seconds")
+    check_time_limit(time_limit)
     start = time.perf_counter()
     answer = SOLVERS[solver](problem, time_limit, progress)
     timeline = validate(problem, answer.schedule)
     bound = min(timeline.cost, max(answer.bound, cost_bound(problem)))
     return Solution(answer.schedule, timeline, solver, time.perf_counter() - start, bound, answer.note)
+
+
+def check_time_limit(seconds: float | None) -> None:
+    """Raise ProblemError where a time limit is neither None nor a positive number of seconds."""
+    if seconds is not None and not (math.isfinite(seconds) and seconds > 0):
+        raise ProblemError(f"time limit {seconds!r} is not a positive number of seconds")
