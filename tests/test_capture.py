@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
 
 from planner import CaptureError, InfeasibleBudgetError, ModelError, plan
 
@@ -211,6 +212,21 @@ def test_several_regions_are_one_plan():
     assert [m.phase for m in p.timeline] == sorted(
         [m.phase for m in p.timeline], key=["forward", "loss", "backward"].index
     )
+
+
+def test_a_dropout_runs_again_without_drawing_where_its_mask_is_kept():
+    model = nn.Sequential(*[m for _ in range(6) for m in (nn.Linear(64, 64), nn.Dropout(0.2), nn.GELU())]).train()
+    x = torch.randn(512, 64)
+    options = {"loss_fn": torch.Tensor.mean}
+    everything = plan(model, x, budget_gb=1, **options).baseline_peak_bytes
+    p = plan(model, x, budget_gb=0.6 * everything / 2**30, **options)
+    p.apply()
+    model(x).mean().backward()
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        model(x).mean().backward()
+    called = [e.name for e in profiler.events()]
+    assert called.count("aten::native_dropout") == 6
+    assert called.count("aten::native_dropout_backward") > 6
 
 
 def test_what_must_not_run_twice_is_kept_with_a_reason():

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from .dropout import split_dropouts
 from .safety import is_random, keep_reason, rng_state_bytes
 
 Kind = Literal["call", "rng_state"]
@@ -301,10 +302,11 @@ def _execution_order(graph: fx.Graph, forward: set[fx.Node], needed: set[fx.Node
 
 
 def normalise(joint: fx.GraphModule) -> None:
-    """Drop what a training-mode BatchNorm's backward reads but does not use: the running statistics.
+    """Drop what a training-mode BatchNorm's backward reads but does not use: the running statistics; split dropouts.
 
     They are the *updated* buffers: read, they would hold copies of them until the backward pass.
     """
+    split_dropouts(joint.graph)
     for node in joint.graph.nodes:
         at = _BATCH_NORM_BACKWARD.get(node.target) if node.op == "call_function" else None
         if at is not None and node.args[at] is True:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from ..capture.call import Call, describe_call
+from ..capture.dropout import drawn_by
 from ..capture.region import GraphOp, Region, map_nodes, tensors
 from ..capture.safety import is_random, rng_state_bytes
 from .device import Device
@@ -58,7 +59,18 @@ def estimate(
         calls = {op.node: call_of(op.node) for region in regions for op in region.ops if _measurable(op)}
         allocated = measure(calls.values(), measure_on, progress=progress)
         found = {node: allocated[call.key] for node, call in calls.items()}
-    return tuple(tuple(_estimate(op, device, found) for op in region.ops) for region in regions)
+    return tuple(_share_dropouts(region, [_estimate(op, device, found) for op in region.ops]) for region in regions)
+
+
+def _share_dropouts(region: Region, estimates: list[OpEstimate]) -> tuple[OpEstimate, ...]:
+    """Take the scaling off a drawing op's time: where the mask is drawn, its result comes with it."""
+    at = {op.node: i for i, op in enumerate(region.ops) if op.kind == "call"}
+    for scaled, i in at.items():
+        draw = drawn_by(scaled)
+        if draw is not None:
+            alone = max(0.0, estimates[at[draw]].seconds - estimates[i].seconds)
+            estimates[at[draw]] = replace(estimates[at[draw]], seconds=alone)
+    return tuple(estimates)
 
 
 def _measurable(op: GraphOp) -> bool:

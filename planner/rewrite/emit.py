@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..capture.dropout import drawn_by
 from ..capture.region import GraphOp, Region, map_nodes, tensors
 from ..capture.safety import RUNNING_STATISTICS
 from .private import run_and_save_rng_state, run_with_rng_state
@@ -68,6 +69,7 @@ class _Writer:
         self.now: dict[fx.Node, fx.Node] = {}
         self.states: dict[fx.Node, fx.Node] = {}  # random node -> its generator state
         self.ran: set[fx.Node] = set()
+        self.last_run: fx.Node | None = None
         self.last_kept: fx.Node | None = None
         self.pinned = set(region.values_in(region.fwd_outputs))
 
@@ -142,11 +144,15 @@ class _Writer:
             self._forget(fresh)
         if node in self.replayed and any(self.region.values[v].owner is node for v in op.reads):
             new = self._random(node, again)
+        elif self.last_run is not None and drawn_by(node) is self.last_run:
+            new = self.graph.call_function(operator.getitem, (self.now[self.last_run], 0))
+            new.meta = dict(node.meta)
         elif statistics:
             new = self._on_scratch_statistics(node, statistics)
         else:
             new = self.graph.node_copy(node, lambda n: self.now[n])
         new.meta["runs_again"] = again
+        self.last_run = node
         self.now[node] = new
         for user in node.users:
             if user.target is operator.getitem and any(self.region.values[v].owner is user for v in fresh):
