@@ -16,7 +16,7 @@ from threading import Event
 import numpy as np
 
 from .compiled import Choices, Goal, Journal, Policy, Scratch, Tables, anneal, link_all, peak_of, unroll
-from .policy import choices, copy, keep_only, realize, scratch, tables
+from .policy import choices, copy, keep_only, nest, realize, scratch, tables
 from .problem import Op, Problem
 from .schedule import Schedule
 
@@ -94,6 +94,10 @@ class Search:
         """A policy of two sets of values, see `policy.keep_only`; None where it runs far too long."""
         sets = (None if s is None else frozenset(s) for s in (keep, hold))
         return self.judge(keep_only(self.problem, self.tables, *sets))
+
+    def nest(self, keep: Iterable[int], hold: Iterable[int], at: Sequence[int]) -> Found | None:
+        """A policy of segments inside segments, see `policy.nest`; None where it runs far too long."""
+        return self.judge(nest(self.problem, self.tables, frozenset(keep), frozenset(hold), at))
 
     def judge(self, policy: Policy) -> Found | None:
         """What a policy comes to; None where it runs far too long."""

@@ -35,6 +35,7 @@ COLDEST = 1e-3  # of the hottest
 WARMED = 20  # changes of each gap that a walk needs to make good what its heat spoils; with fewer it begins cooler
 RELAXING = 10.0  # seconds; with a longer time limit relaxations take more, with a shorter one less
 OVER = 2.0  # energy of a peak above the budget by all the room there is; every op once more is 1
+STRICTER = 4.0  # times OVER, where the most promising peak is above the budget
 ENOUGH = 5e-4  # above the bound, as a share of the cost, is not worth a search
 EXACTLY = 2e-5  # nor is this where a time limit says how much a search may take
 
@@ -87,14 +88,18 @@ def _solve(search: Search, effort: Effort) -> Answer:
         if found.peak <= problem.budget and found.extra <= enough:
             break
     best = _best(problem, starts)
+    tight = best is None
+    if tight:
+        starts = [*chained(nested(search)), *starts]
     if best is None or best.extra > enough:
-        # where no start fits, perhaps nothing does: some time is left to find the leanest
-        best = _anneal(search, goal, starts, effort.part(1.0 if best else 0.6), enough)
+        # where no segments fit, perhaps nothing does: some time is left to find the leanest
+        best = _anneal(search, goal, starts, effort.part(0.6 if tight else 1.0), enough)
     if best is None:
-        leanest = leanest_of(search, effort, enough=problem.budget)
-        if leanest.peak > problem.budget:
-            raise _infeasible(search, leanest, least)
-        best = _anneal(search, goal, [leanest], effort, enough) or leanest
+        best = leanest_of(search, effort, enough=problem.budget)
+        if best.peak > problem.budget:
+            raise _infeasible(search, best, least)
+    if tight and best.extra > enough:
+        best = _anneal(search, goal._replace(penalty=STRICTER * goal.penalty), [best], effort, enough) or best
     note = "time ran out before the end of the search" if search.late else ""
     return Answer(search.schedule(best.policy), problem.total_cost + bound, note)
 
@@ -153,11 +158,14 @@ def segments(search: Search) -> Iterator[Found | None]:
 def nested(search: Search) -> Iterator[Found | None]:
     """Segments inside segments: keep what crosses the outer cuts, hold what crosses the inner ones."""
     problem = search.problem
-    for outer in candidates(problem)[::3]:
+    for outer in (1, *candidates(problem)[::3]):
         keep = keep_across(problem, cuts(problem, outer), last=False)
         yield search.keep_only(keep)
-        for inner in (3, 8):
-            yield search.keep_only(keep, keep_across(problem, cuts(problem, outer * inner), last=False))
+        for inner in (3, 8, 20):
+            at = cuts(problem, outer * inner)
+            hold = keep_across(problem, at, last=False)
+            yield search.keep_only(keep, hold)
+            yield search.nest(keep, hold, at)
 
 
 def goal_of(problem: Problem) -> Goal:
@@ -190,7 +198,13 @@ def _anneal(search: Search, goal: Goal, starts: list[Found], effort: Effort, eno
         round_ = [Walk(f.policy, hot, hot * COLDEST, steps, seconds, seed + i) for i, f in enumerate(chosen)]
         found += search.walk(round_, goal, goal.price * enough)
         seed += walks
-        pool = sorted(found, key=lambda f: energy_of(goal, f))[: max(1, walks // 2)]
+        pool = sorted(found, key=lambda f: energy_of(goal, f))
+        while pool[0].peak > goal.budget and _best(search.problem, found) is not None:
+            goal = goal._replace(penalty=STRICTER * goal.penalty)
+            pool = sorted(found, key=lambda f: energy_of(goal, f))
+        if pool[0].peak > goal.budget:  # a little too much memory was the cheaper choice
+            goal = goal._replace(penalty=STRICTER * goal.penalty)
+        pool = pool[: max(1, walks // 2)]
         best = _best(search.problem, found)
         if best is not None and best.extra <= enough:
             break

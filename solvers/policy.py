@@ -115,6 +115,31 @@ def keep_only(
     return policy
 
 
+def nest(problem: Problem, t: Tables, keep: Collection[int], hold: Collection[int], at: Sequence[int]) -> Policy:
+    """The policy of segments inside segments: what is neither kept nor held is made segment by segment.
+
+    Args:
+        problem: what to schedule.
+        t: its tables.
+        keep: forward values held from the forward pass on.
+        hold: values held, once recomputed, for their later uses.
+        at: forward ops after which an inner segment ends. Its values are made, and from there on held, when the first
+            of them is needed in the backward pass; a re-run that only passes through holds none of them.
+    """
+    policy = keep_only(problem, t, keep, hold)
+    made = np.array(problem.producer, np.int64)[t.value]
+    dropped = (policy.keep == 0) & (policy.hold == 0) & (made < problem.boundary)
+    policy.keep[dropped & (t.start > problem.boundary)] = 1
+    passing = np.flatnonzero(dropped & (t.start <= problem.boundary) & (t.uses < len(problem.ops)))
+    segment = np.searchsorted(np.array(at, np.int64), made[passing])
+    first = np.full(len(at) + 1, len(problem.ops))
+    np.minimum.at(first, segment, t.uses[passing])
+    early = (first[segment] > t.start[passing]) & (first[segment] < t.uses[passing])
+    early &= t.region[first[segment]] == t.region[made[passing]]
+    policy.make[passing[early]] = first[segment][early]
+    return policy
+
+
 def copy(policy: Policy) -> Policy:
     """A policy that can be changed without changing this one."""
     return Policy(policy.keep.copy(), policy.hold.copy(), policy.drop.copy(), policy.make.copy())

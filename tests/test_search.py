@@ -8,6 +8,7 @@ import random
 import signal
 import threading
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -242,3 +243,13 @@ def test_interrupting_stops_every_walk(by_signal, monkeypatch):
         auto.auto(problem, time_limit=300.0)
     assert set(threading.enumerate()) == before
     assert ticks < PAUSES  # the first round alone has eight times as many
+
+
+def test_where_the_loss_leaves_no_room_the_lowest_peak_is_the_proven_one():
+    """Nothing can be kept into the backward pass, and the re-run has too little room not to need its own segments."""
+    problem = transformer(16)
+    ops = list(problem.ops)
+    first = ops[problem.boundary]
+    ops[problem.boundary] = replace(first, workspace=90 << 20)
+    least = auto.minimum_peak(replace(problem, ops=tuple(ops)))
+    assert least.peak == least.bound
