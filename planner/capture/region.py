@@ -17,6 +17,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from .dropout import split_dropouts
+from .duplicates import merge_duplicates
 from .safety import is_random, keep_reason, rng_state_bytes
 
 Kind = Literal["call", "rng_state"]
@@ -157,6 +158,7 @@ def analyse(joint: fx.GraphModule, num_fwd_outputs: int) -> Region:
     drawn = [n for n in graph.nodes if is_random(n) and n.meta.get("partitioner_tag") == "is_forward"]
     forward = _ancestors([*(n for n in fwd_outputs if isinstance(n, fx.Node)), *drawn])
     order = _execution_order(graph, forward, _ancestors(n for n in grads if isinstance(n, fx.Node)))
+    order = merge_duplicates(graph, order)
 
     storages: dict[int, int] = {}  # storage -> value
     external = {t.untyped_storage()._cdata: at for at, n in enumerate(primals) for t in tensors(n)}
