@@ -22,7 +22,7 @@ test: env
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto
 
 bench: env
 	$(BIN)/python -m benchmarks.planning

@@ -28,10 +28,10 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from tqdm import tqdm
 
 from planner import InfeasibleBudgetError, plan
-from planner.api import problem_of
 from planner.capture.step import capture
 from planner.decide import module_path
 from planner.estimate.ops import node_flops
+from planner.pipeline import problem_of
 from planner.request import check
 from planner.rewrite.emit import keep_everything
 from tests.real_models import CASES, Case, tokens
@@ -88,7 +88,7 @@ def make(name: str) -> Case:
 def forward_costs(name: str) -> Row:
     """Of the captured step: its seconds and FLOPs, and (op, module, seconds, FLOPs) of every forward op."""
     case = make(name)
-    request = check(case.model, case.batch, None, 1.0, "auto", None, case.loss_fn, None, None, False)
+    request = check(case.model, case.batch, None, budget_gb="100%", loss_fn=case.loss_fn, progress=False)
     graph = capture(case.model, request.args or (), request.kwargs, keep_everything, case.loss_fn)
     lowered, _ = problem_of(request, graph)
     modules = {n for n, _ in case.model.named_modules()}

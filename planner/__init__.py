@@ -3,7 +3,7 @@
 >>> from planner import plan
 """
 
-from .api import plan
+from .api import applied_plan, plan
 from .errors import (
     ApplyError,
     BatchError,
@@ -13,6 +13,8 @@ from .errors import (
     ModelError,
     OptionError,
     PlannerError,
+    PlanWarning,
+    VerificationError,
 )
 from .pareto import pareto
 from .plan import Plan
@@ -26,7 +28,10 @@ __all__ = [
     "ModelError",
     "OptionError",
     "Plan",
+    "PlanWarning",
     "PlannerError",
+    "VerificationError",
+    "applied_plan",
     "pareto",
     "plan",
 ]

@@ -1,30 +1,34 @@
-"""`plan()`: capture, estimate, solve, rewrite, on one screen."""
+"""The front door: `plan()`, and what puts a plan on a model, takes it off, and repairs it."""
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
-from solvers import InfeasibleError, Solution, every_op_once, simulate, solve
+from .errors import (
+    ApplyError,
+    BatchError,
+    CaptureError,
+    PlanWarning,
+    VerificationError,
+    gb,
+)
+from .estimate.resident import storage_bytes
+from .pipeline import make_plan
+from .plan import PendingPlan, Plan
+from .request import GB, Costs, Request, arguments, check
+from .runtime.run import Recipe, Runtime, attach, attached, call_signature, detach, taken_off
+from .runtime.verify import FOUND
+from .runtime.verify import verify as verify_plan
 
-from .capture.step import TrainingGraph, capture
-from .decide import decisions, moments, peak_account
-from .errors import ApplyError, BatchError, CaptureError, InfeasibleBudgetError
-from .estimate.device import find_device
-from .estimate.ops import estimate
-from .estimate.resident import account
-from .estimate.workspace import measure
-from .lowering import Lowered, lower, raise_schedule
-from .plan import GraphModules, PendingPlan, Plan
-from .request import Request, check
-from .rewrite.emit import emit, keep_everything
-from .runtime.run import Recipe, Runtime, attach, attached, call_signature, detach
+# Share of the budget taken off where a step ran out of memory and so could not say by how much.
+OUT_OF_MEMORY = 0.05
 
 
 def plan(
@@ -32,11 +36,15 @@ def plan(
     batch: Any = None,
     kwargs: Mapping[str, Any] | None = None,
     *,
-    budget_gb: float,
+    budget_gb: float | str | None = None,
     solver: str = "auto",
     optimizer: torch.optim.Optimizer | str | None = None,
     loss_fn: Callable[[Any], torch.Tensor] | None = None,
     device: str | torch.device | None = None,
+    accumulate: bool = False,
+    shard: int = 1,
+    costs: Costs | None = None,
+    account_gb: Mapping[str, float] | None = None,
     time_limit: float | None = None,
     progress: bool | None = None,
 ) -> Plan:
@@ -49,11 +57,19 @@ def plan(
             model, the plan is made at the first training step after `apply()`.
         kwargs: further keyword arguments for the model.
         budget_gb: memory that parameters, buffers, batch, optimizer state and everything the step allocates may take
-            together, in GB of 2**30 bytes.
+            together, in GB of 2**30 bytes; or a share of the device's memory as "80%"; None for what the GPU has free.
         solver: "auto" (the default), "chen" (sqrt(L) segments) or "ilp" (exact on small graphs).
-        optimizer: an optimizer or its name, to count its state; None counts none.
+        optimizer: an optimizer or its name, to count its state and the temporaries of its step; None counts none.
         loss_fn: model output -> scalar loss, where the loss is not among the model's outputs.
-        device: a device to estimate times for ("h100", ...); None for where the model is.
+        device: a device to plan for, here or not ("h100", "rtx4090", ...); None for where the model is. The model may
+            be on `meta` or on fake tensors.
+        accumulate: whether gradients of earlier microbatches are there when the step begins (gradient accumulation, or
+            `zero_grad(set_to_none=False)`): they are then held beside the new ones.
+        shard: how many devices share parameters, gradients and optimizer state, as FSDP does.
+        costs: what times are taken from: "roofline" (the device's datasheet), "measured" (each distinct op run on the
+            device, kept on disk), or None: measured on a GPU that is here.
+        account_gb: lines of `Plan.account` to set by hand, in GB, as {"CUDA context": 0.6, "fragmentation margin": 0};
+            a new name adds a line for what else is on the device.
         time_limit: seconds for the solver; None for its default, which for "auto" is a count of steps and no clock.
         progress: show progress bars; None for only where a terminal is watching.
 
@@ -71,84 +87,34 @@ def plan(
         >>> p.overhead, p.peak_bytes <= p.budget_bytes
         (0.0, True)
     """
-    request = check(model, batch, kwargs, budget_gb, solver, optimizer, loss_fn, device, time_limit, progress)
+    request = check(
+        model,
+        batch,
+        kwargs,
+        budget_gb=budget_gb,
+        solver=solver,
+        optimizer=optimizer,
+        loss_fn=loss_fn,
+        device=device,
+        accumulate=accumulate,
+        shard=shard,
+        costs=costs,
+        account_gb=account_gb,
+        time_limit=time_limit,
+        progress=progress,
+    )
     if request.args is not None:
         try:
-            return _plan(request)
+            return make_plan(request)
         except (BatchError, CaptureError):
             # transformers gives every model, of vision too, token ids for its dummy inputs
             if batch is not None or kwargs:
                 raise
     pending = replace(request, args=None, kwargs={})
-    return PendingPlan(pending, lambda: _newest(pending))
+    return PendingPlan(pending, lambda: applied_plan(pending.model))
 
 
-def _plan(request: Request) -> Plan:
-    graph = capture(request.model, request.args or (), request.kwargs, keep_everything, request.loss_fn)
-    lowered, lines = problem_of(request, graph)
-    solution = _solve(request, lowered, lines)
-    return write(request, graph, lowered, solution, lines)
-
-
-def problem_of(request: Request, graph: TrainingGraph) -> tuple[Lowered, dict[str, int]]:
-    model = request.model
-    where = next(model.parameters()).device
-    device = find_device(request.device, where)
-    lines = account(model, request.args or (), request.kwargs, request.optimizer)
-    measurable = where if where.type == device.type and where.type in ("cpu", "cuda") else None
-    outside = measure(graph.loss.calls, measurable, progress=False) if measurable is not None else {}
-    lowered = lower(
-        graph.regions,
-        estimate(graph.regions, device, measure_on=measurable, progress=request.progress),
-        links=graph.links,
-        resident=sum(lines.values()),
-        loss_workspace=graph.loss.workspace,
-        loss_bytes=graph.loss.held + sum(a.excess for a in outside.values()),
-        # loss.backward() holds the loss's own gradient; before torch 2.13, autograd holds any that enter a region
-        tangents_pinned=graph.loss.source == "model" or not hasattr(torch.autograd.Function, "boxed_grads_call"),
-        granularity=512 if where.type == "cuda" else 1,
-        budget=request.budget_bytes,
-    )
-    return lowered, lines
-
-
-def _solve(request: Request, lowered: Lowered, lines: dict[str, int]) -> Solution:
-    try:
-        return solve(lowered.problem, request.solver, time_limit=request.time_limit, progress=request.progress)
-    except InfeasibleError as e:
-        leanest = peak_account(lowered.problem, e.schedule)
-        takes = dict(sorted({**lines, **leanest}.items(), key=lambda line: -line[1]))
-        raise InfeasibleBudgetError(request.budget_gb, e.minimum, takes) from None
-
-
-def write(request: Request, graph: TrainingGraph, lowered: Lowered, solution: Solution, lines: dict[str, int]) -> Plan:
-    problem, timeline = lowered.problem, solution.timeline
-    passes = raise_schedule(lowered, solution.schedule)
-    modules = tuple(GraphModules(*emit(region, *each)) for region, each in zip(graph.regions, passes, strict=True))
-    recipe = Recipe({r.fingerprint: each for r, each in zip(graph.regions, passes, strict=True)}, graph.detached)
-    return Plan(
-        budget_bytes=request.budget_bytes,
-        peak_bytes=timeline.peak,
-        baseline_peak_bytes=simulate(problem, every_op_once(problem)).peak,
-        resident_bytes=problem.resident,
-        overhead=timeline.cost / problem.total_cost - 1,
-        bound=solution.bound,
-        gap=solution.gap,
-        solver=solution.solver,
-        solve_seconds=solution.seconds,
-        timeline=moments(lowered, solution),
-        decisions=decisions(graph.regions, lowered, solution, {name for name, _ in request.model.named_modules()}),
-        graph_modules=modules,
-        step_seconds=timeline.cost,
-        account=MappingProxyType({**lines, **peak_account(problem, solution.schedule)}),
-        note=solution.note,
-        device=find_device(request.device, next(request.model.parameters()).device).name,
-        recipe=recipe,
-        request=request,
-    )
-
-
-def apply(plan: Plan, model: nn.Module | None = None) -> nn.Module:
+def apply(plan: Plan, model: nn.Module | None = None, *, verify: bool = False) -> nn.Module:
     """Put a plan on its model, or on another one of the same kind; see `Plan.apply`."""
     request = plan.request
     target = request.model if model is None else model
@@ -160,15 +126,37 @@ def apply(plan: Plan, model: nn.Module | None = None) -> nn.Module:
             f"{type(target).__name__} it is applied to; plan that model instead"
         )
 
+    planned = None if isinstance(plan, PendingPlan) else call_signature(target, request.args or (), request.kwargs)
+
     def make(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Plan, Recipe]:
-        made = _plan(_with_batch(request, target, args, kwargs))
+        if target is request.model and call_signature(target, args, kwargs) == planned:
+            made = plan
+        else:
+            made = make_plan(with_batch(request, target, args, kwargs))
+        if verify:
+            made = repair(made)
         return made, made.recipe
 
-    runtime = Runtime(target, make)
-    if not isinstance(plan, PendingPlan):
-        runtime.add(call_signature(target, request.args or (), request.kwargs), plan, plan.recipe)
+    runtime = Runtime(target, make, lambda used: _warn_of_gradients(target, used))
+    if planned is not None and not verify:
+        runtime.add(planned, plan, plan.recipe)
     attach(target, runtime)
     return target
+
+
+def _warn_of_gradients(model: nn.Module, plan: Plan) -> bool:
+    """Say so where gradients that the plan does not count leave too little room; False while there are none."""
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    held = 0 if plan.request.accumulate else storage_bytes(gradients)
+    if plan.peak_bytes + held > plan.budget_bytes:
+        warnings.warn(
+            f"{gb(held)} of gradients are there already, which this plan does not count: the step may take "
+            f"{gb(plan.peak_bytes + held)} of {gb(plan.budget_bytes)}. Plan with accumulate=True, or clear them with "
+            "zero_grad(set_to_none=True)",
+            PlanWarning,
+            stacklevel=4,
+        )
+    return bool(gradients)
 
 
 def remove(plan: Plan, model: nn.Module | None = None) -> nn.Module:
@@ -178,14 +166,53 @@ def remove(plan: Plan, model: nn.Module | None = None) -> nn.Module:
     return target
 
 
-def _with_batch(request: Request, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Request:
+def with_batch(request: Request, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Request:
+    """The same request for another model or batch."""
     return replace(request, model_ref=weakref.ref(model), args=args, kwargs=dict(kwargs))
 
 
-def _newest(request: Request) -> Plan | None:
-    runtime = attached(request.model)
+def applied_plan(model: nn.Module) -> Plan | None:
+    """The plan that a model runs under, the newest where it has several; None where there is none (yet)."""
+    runtime = attached(model)
     newest = runtime.newest if runtime else None
     return newest if isinstance(newest, Plan) else None
+
+
+def repair(plan: Plan, batch: Any = None, kwargs: Mapping[str, Any] | None = None, *, attempts: int = 3) -> Plan:
+    """Measure a real step, and plan again with what it showed where it took more than the budget; see `Plan.repair`."""
+    request = plan.request
+    if batch is not None or kwargs is not None:
+        args, extra = arguments(request.model, batch, kwargs)
+        request = with_batch(request, request.model, args or (), extra)
+        plan = make_plan(request)
+    with taken_off(request.model):
+        return _repair(plan, request, attempts)
+
+
+def _repair(plan: Plan, request: Request, attempts: int) -> Plan:
+    found = 0
+    learnt: list[str] = []
+    while True:
+        try:
+            seen = verify_plan(plan)
+        except torch.OutOfMemoryError:
+            missing = round(OUT_OF_MEMORY * request.budget_bytes)
+            learnt.append(f"A real step ran out of memory: planned again with {gb(missing)} taken off.")
+        else:
+            if seen.gradients_agree is False:
+                warnings.warn(f"gradients differ from those without a plan: {seen}", PlanWarning, stacklevel=3)
+            if seen.within_budget:
+                return replace(plan, note=" ".join([plan.note, *learnt]).strip())
+            missing = seen.measured_bytes - seen.predicted_bytes
+            learnt.append(f"A real step took {gb(missing)} more than predicted: planned again with that taken off.")
+        if len(learnt) > attempts:
+            raise VerificationError(
+                f"after {attempts} repairs a real step still takes more than budget_gb={request.budget_gb!r}. "
+                f"{' '.join(learnt)} Give a larger budget, or a smaller batch"
+            )
+        found += missing
+        request = replace(request, account_gb={**request.account_gb, FOUND: found / GB})
+        plan = make_plan(request)
 
 
 def _describe(model: nn.Module) -> list[tuple[str, str, tuple[int, ...], bool]]:
@@ -194,4 +221,4 @@ def _describe(model: nn.Module) -> list[tuple[str, str, tuple[int, ...], bool]]:
     return modules + [(name, str(p.dtype), tuple(p.shape), p.requires_grad) for name, p in model.named_parameters()]
 
 
-__all__ = ["apply", "plan", "remove"]
+__all__ = ["applied_plan", "apply", "plan", "remove", "repair"]

@@ -11,7 +11,7 @@ from torch import fx
 from solvers import Problem, Schedule, Solution, Timeline, simulate
 
 from .capture.region import Region
-from .lowering import LOSS, Lowered
+from .lowering import LOSS, OPTIMIZER, Lowered
 from .plan import Decision, Moment
 
 
@@ -70,9 +70,9 @@ def moments(lowered: Lowered, solution: Solution) -> tuple[Moment, ...]:
     found = []
     backward = False
     for i, held in zip(solution.schedule.steps, solution.timeline.held, strict=True):
-        loss = lowered.origin[i].region == LOSS
-        backward = backward or loss
-        phase = "loss" if loss else "backward" if backward else "forward"
+        region = lowered.origin[i].region
+        backward = backward or region == LOSS
+        phase = {LOSS: "loss", OPTIMIZER: "optimizer"}.get(region, "backward" if backward else "forward")
         found.append(Moment(problem.ops[i].name, phase, i in seen, held))  # type: ignore[arg-type]
         seen.add(i)
     return tuple(found)

@@ -43,8 +43,8 @@ def run(fraction: float, steps: int, solver: str, progress: bool | None) -> int:
     torch.set_num_threads(1)
     model, batch = small_gpt2()
     start = time.perf_counter()
-    baseline = plan(model, batch, budget_gb=1024, progress=progress).baseline_peak_bytes
-    p = plan(model, batch, budget_gb=fraction * baseline / 2**30, solver=solver, progress=progress)
+    baseline = plan(model, batch, budget_gb="100%", optimizer="adamw", progress=progress).baseline_peak_bytes
+    p = plan(model, batch, budget_gb=fraction * baseline / 2**30, solver=solver, optimizer="adamw", progress=progress)
     print(
         f"Planned GPT-2 ({sum(x.numel() for x in model.parameters()):,} parameters) twice in "
         f"{time.perf_counter() - start:.1f} s: once for its baseline, once for {fraction:.0%} of that.\n"
@@ -56,9 +56,8 @@ def run(fraction: float, steps: int, solver: str, progress: bool | None) -> int:
     with_plan = _train(model, batch, steps, "with the plan", progress)
     checked = p.verify()
     print(f"predicted peak   {gb(checked.predicted_bytes)}")
-    print(
-        f"measured peak    {gb(checked.measured_bytes)} (torch.profiler; {gb(checked.unplanned_bytes)} without a plan)"
-    )
+    unplanned = gb(checked.unplanned_bytes or 0)
+    print(f"measured peak    {gb(checked.measured_bytes)} (torch.profiler; {unplanned} without a plan)")
     print(
         f"gradients agree  {'yes' if checked.gradients_agree else 'NO'} "
         f"(largest relative difference {checked.gradient_error:.1e})"

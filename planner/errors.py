@@ -11,6 +11,10 @@ def gb(nbytes: float) -> str:
     return f"{nbytes:.0f} bytes"
 
 
+class PlanWarning(UserWarning):
+    """Something that a plan's promise does not cover, or that a real step showed of it."""
+
+
 class PlannerError(Exception):
     """Base of every error that `planner` raises on purpose."""
 
@@ -54,6 +58,10 @@ class CaptureError(PlannerError):
 
 class ApplyError(PlannerError, RuntimeError):
     """A plan applied twice, to another model, or not applied when it should be."""
+
+
+class VerificationError(PlannerError, RuntimeError):
+    """A real step takes more than the budget, and planning again with what it showed did not help."""
 
 
 class OptionError(PlannerError, ValueError):

@@ -2,24 +2,27 @@
 
 Ops of all regions stand in the order of the step: every forward pass in order, the loss, every backward pass in reverse
 order. The loss op stands for what happens between the passes: it reads the model's outputs and makes their gradients.
+Where gradients accumulate, an op after each backward pass adds its gradients to those that are there; the optimizer's
+step comes last.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate as sums
 
 from solvers import Op, Problem, Schedule
 
 from .capture.region import Link, Region
 from .estimate.ops import OpEstimate
 
-LOSS = -1  # the op of no region
+LOSS, ACCUMULATE, OPTIMIZER = -1, -2, -3  # ops of no region
 
 
 @dataclass(frozen=True, slots=True)
 class LoweredOp:
-    """Where an op of the problem comes from: `regions[region].ops[index]`; region is LOSS for the loss."""
+    """Where an op of the problem comes from: `regions[region].ops[index]`, or LOSS, ACCUMULATE, OPTIMIZER."""
 
     region: int
     index: int
@@ -49,6 +52,9 @@ def lower(
     loss_workspace: int = 0,
     loss_bytes: int = 0,
     tangents_pinned: bool = True,
+    accumulate: bool = False,
+    optimizer_step: int | None = None,
+    shard: int = 1,
     granularity: int = 1,
     budget: int | None = None,
 ) -> Lowered:
@@ -62,25 +68,34 @@ def lower(
         loss_workspace: bytes held only while the loss outside the model is computed, beside the gradients it makes.
         loss_bytes: bytes held from the loss to the end of the backward pass, for the same reason.
         tangents_pinned: whether the gradients that enter a backward pass are held until it ends.
+        accumulate: whether gradients are added to those of earlier microbatches (counted in `resident`), and freed.
+        optimizer_step: bytes held only while the optimizer steps; None for no optimizer.
+        shard: how many devices share each gradient, once it is made.
         granularity: what the allocator rounds sizes up to, in bytes.
         budget: bytes, None for no limit.
     """
     ops: list[Op] = []
     origin: list[LoweredOp] = []
     sizes: list[int] = []
-    offset: list[int] = []
+    unsharded: list[int] = []  # bytes of each value that other devices take once it is made
     pinned: set[int] = set()
     outputs: list[int] = []
     incoming: list[int] = []
+    offset = tuple(sums([0, *(len(region.values) for region in regions)]))[:-1]
+    taken, same = _linked(regions, links, offset)
+    gradients = [
+        [start + v for v in region.values_in(region.grads)] for region, start in zip(regions, offset, strict=True)
+    ]
+    shared = {v for each in gradients for v in each} - set(same.values()) if shard > 1 else set()
     for region, estimated in zip(regions, estimates, strict=True):
-        offset.append(len(sizes))
         nbytes = [v.nbytes for v in region.values]
         for op, estimate in zip(region.ops, estimated, strict=True):
             if estimate.excess and op.writes:
                 nbytes[op.writes[0]] += estimate.excess
-        sizes.extend(-(-n // granularity) * granularity for n in nbytes)
-
-    taken, same = _linked(regions, links, offset)
+        for n in nbytes:
+            share = -(-n // shard) if len(sizes) in shared else n
+            sizes.append(-(-share // granularity) * granularity)
+            unsharded.append(n - share)
 
     def add(r: int, indices: range) -> None:
         start = offset[r]
@@ -90,12 +105,15 @@ def lower(
             reads = tuple(dict.fromkeys([*own, *(v for at in graph_op.takes for v in taken.get((r, at), ()))]))
             writes = tuple(start + v for v in graph_op.writes)
             name = graph_op.node.name if graph_op.kind == "call" else f"{graph_op.node.name}_{graph_op.kind}"
-            ops.append(Op(name, reads, writes, cost.seconds, cost.workspace, not graph_op.keep_because, r))
+            workspace = cost.workspace + sum(unsharded[v] for v in writes)
+            ops.append(Op(name, reads, writes, cost.seconds, workspace, not graph_op.keep_because, r))
             origin.append(LoweredOp(r, i))
 
     for r, region in enumerate(regions):
         start = offset[r]
-        pinned.update(start + v for v in region.values_in((*region.returned, *region.grads)))
+        pinned.update(start + v for v in region.values_in(region.returned))
+        if not accumulate:
+            pinned.update(gradients[r])
         outputs.extend(start + v for v in region.values_in(region.fwd_outputs))
         incoming.extend(start + v for v in region.values_in(region.tangents))
         add(r, range(region.boundary))
@@ -107,14 +125,23 @@ def lower(
         sizes[v] = 0
     incoming.append(len(sizes))
     pinned.add(len(sizes))
-    sizes.append(loss_bytes)
-    reads = tuple(dict.fromkeys(outputs))
-    ops.append(Op("loss", reads, tuple(incoming), 0.0, loss_workspace, recomputable=False, region=LOSS))
-    origin.append(LoweredOp(LOSS, 0))
+    sizes.append(-(-loss_bytes // granularity) * granularity)
+
+    def add_own(
+        kind: int, name: str, reads: Sequence[int] = (), writes: Sequence[int] = (), workspace: int = 0
+    ) -> None:
+        ops.append(Op(name, tuple(dict.fromkeys(reads)), tuple(writes), 0.0, workspace, False, region=kind))
+        origin.append(LoweredOp(kind, 0))
+
+    add_own(LOSS, "loss", outputs, incoming, loss_workspace)
     for r in reversed(range(len(regions))):
         add(r, range(regions[r].boundary, len(regions[r].ops)))
+        if accumulate:
+            add_own(ACCUMULATE, "accumulate gradients", gradients[r])
+    if optimizer_step is not None:
+        add_own(OPTIMIZER, "optimizer step", workspace=optimizer_step)
     problem = Problem(tuple(ops), tuple(sizes), boundary, frozenset(pinned), resident, budget)
-    return Lowered(problem, tuple(origin), tuple(offset))
+    return Lowered(problem, tuple(origin), offset)
 
 
 def _linked(
@@ -150,6 +177,6 @@ def raise_schedule(lowered: Lowered, schedule: Schedule) -> tuple[tuple[tuple[in
         origin = lowered.origin[step]
         if origin.region == LOSS:
             half = 1
-        else:
+        elif origin.region >= 0:
             passes[origin.region][half].append(origin.index)
     return tuple((tuple(forward), tuple(backward)) for forward, backward in passes)

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, overload
+from typing import Any, Unpack, overload
 
-import torch
 from torch import nn
 
 from solvers import Problem, ProblemError, Solution
 from solvers import pareto as solve
 from solvers.pareto import check_points, curve
 
-from .api import problem_of, write
 from .capture.step import capture
 from .errors import BatchError, CaptureError, OptionError
+from .fragmentation import MARGIN, add_margin
+from .pipeline import problem_of, write
 from .plan import Plan
-from .request import GB, check
+from .request import GB, Options, check
 from .rewrite.emit import keep_everything
 
 
@@ -28,11 +28,7 @@ def pareto(
     kwargs: Mapping[str, Any] | None = None,
     *,
     points: int = 10,
-    optimizer: torch.optim.Optimizer | str | None = None,
-    loss_fn: Callable[[Any], torch.Tensor] | None = None,
-    device: str | torch.device | None = None,
-    time_limit: float | None = None,
-    progress: bool | None = None,
+    **options: Unpack[Options],
 ) -> tuple[Plan, ...]: ...
 @overload
 def pareto(
@@ -46,11 +42,7 @@ def pareto(
     kwargs: Mapping[str, Any] | None = None,
     *,
     points: int = 10,
-    optimizer: torch.optim.Optimizer | str | None = None,
-    loss_fn: Callable[[Any], torch.Tensor] | None = None,
-    device: str | torch.device | None = None,
-    time_limit: float | None = None,
-    progress: bool | None = None,
+    **options: Unpack[Options],
 ) -> tuple[Plan, ...] | tuple[Solution, ...]:
     """What memory costs in time: plans from the lowest peak found to that of recomputing nothing, computed together.
 
@@ -58,17 +50,15 @@ def pareto(
     a smaller one never peaks higher. The model is captured and its ops are estimated once; the search takes about
     `points` / 3 times as long as that of one plan (see `solvers.pareto`).
 
+    On a GPU, every plan leaves the margin for fragmentation that keeping everything needs.
+
     Args:
         model_or_problem: as for `plan()`; or a `solvers.Problem`, for which only `points`, `time_limit` and `progress`
             count.
         batch: as for `plan()`. Without one, the model's own dummy inputs have to serve.
         kwargs: as for `plan()`.
         points: how many budgets, at least 2.
-        optimizer: as for `plan()`.
-        loss_fn: as for `plan()`.
-        device: as for `plan()`.
-        time_limit: seconds for the search of all points together, about.
-        progress: as for `plan()`.
+        options: as for `plan()`; `time_limit` is about that of the search of all points together.
 
     Returns:
         One plan a budget, ascending, each of which can be applied. For a problem, what `solvers.pareto` returns.
@@ -78,15 +68,17 @@ def pareto(
         solvers.ProblemError: for a problem, `points` or `time_limit` that cannot be used.
 
     Examples:
+        >>> import torch
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
         >>> plans = pareto(model, torch.zeros(32, 64), points=3, loss_fn=torch.Tensor.mean)
         >>> [p.peak_bytes <= p.budget_bytes for p in plans], plans[-1].overhead
         ([True, True, True], 0.0)
     """
+    time_limit, progress = options.get("time_limit"), options.get("progress")
     if isinstance(model_or_problem, Problem):
         return solve(model_or_problem, points, time_limit=time_limit, progress=progress)
     model = model_or_problem
-    request = check(model, batch, kwargs, 1.0, "auto", optimizer, loss_fn, device, time_limit, progress)
+    request = check(model, batch, kwargs, budget_gb="100%", **options)
     try:
         check_points(points)
     except ProblemError as e:
@@ -94,8 +86,10 @@ def pareto(
     if request.args is None:
         raise BatchError(_no_batch(model, "it has no dummy inputs of its own"))
     try:
-        graph = capture(model, request.args, request.kwargs, keep_everything, loss_fn)
+        graph = capture(model, request.args, request.kwargs, keep_everything, request.loss_fn)
         lowered, lines = problem_of(request, graph)
+        if request.device.type == "cuda" and MARGIN not in lines:
+            lowered, lines = add_margin(request, lowered, lines)
     except (BatchError, CaptureError) as e:
         if batch is None and not kwargs:
             raise BatchError(_no_batch(model, f"with its own dummy inputs: {e}")) from e

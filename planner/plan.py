@@ -46,7 +46,7 @@ class Moment:
     """One step of the predicted timeline: what runs, and the bytes held while it runs, everything counted."""
 
     op: str
-    phase: Literal["forward", "loss", "backward"]
+    phase: Literal["forward", "loss", "backward", "optimizer"]
     recomputed: bool
     held_bytes: int
 
@@ -103,11 +103,21 @@ class Plan:
     recipe: Recipe = field(repr=False)
     request: Request = field(repr=False)
 
-    def apply(self, model: nn.Module | None = None) -> nn.Module:
+    @property
+    def phase_peaks(self) -> dict[str, int]:
+        """The most bytes held in each phase of the step: forward, loss, backward, optimizer (where it is counted)."""
+        peaks: dict[str, int] = {}
+        for moment in self.timeline:
+            peaks[moment.phase] = max(peaks.get(moment.phase, 0), moment.held_bytes)
+        return peaks
+
+    def apply(self, model: nn.Module | None = None, *, verify: bool = False) -> nn.Module:
         """Make the model train by this plan, in place.
 
         Args:
             model: the planned model (the default), or another of the same class, parameters and modes.
+            verify: measure a real step before the first one of each kind, and plan again where it takes more than the
+                budget, as `repair()` does; `planner.applied_plan(model)` is what came of it.
 
         Returns:
             The same module object; its parameters' names and its `state_dict` do not change.
@@ -117,7 +127,7 @@ class Plan:
         """
         from .api import apply
 
-        return apply(self, model)
+        return apply(self, model, verify=verify)
 
     def remove(self, model: nn.Module | None = None) -> nn.Module:
         """Take the plan off the planned model, or the one it was applied to; ApplyError where none is on."""
@@ -137,6 +147,27 @@ class Plan:
         from .runtime.verify import verify
 
         return verify(self, batch, kwargs)
+
+    def repair(self, batch: Any = None, kwargs: Mapping[str, Any] | None = None, *, attempts: int = 3) -> Plan:
+        """Verify on a real step; where it takes more than the budget, plan again with the difference taken off.
+
+        What was learnt is in the `note` and the `account` of the plan that is returned. The model is as before.
+
+        Args:
+            batch: as in `verify()`.
+            kwargs: as in `verify()`.
+            attempts: how often to plan again, at most.
+
+        Returns:
+            This plan, where it holds, or one that does.
+
+        Raises:
+            VerificationError: the step takes more than the budget after as many attempts.
+            InfeasibleBudgetError: nothing fits with the difference taken off.
+        """
+        from .api import repair
+
+        return repair(self, batch, kwargs, attempts=attempts)
 
     def summary(self) -> str:
         """The plan as text."""

@@ -4,24 +4,50 @@ from __future__ import annotations
 
 import math
 import numbers
+import re
+import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from solvers import SOLVERS
 
-from .errors import BatchError, BudgetError, ModelError, OptionError
+from .capture.call import storages
+from .errors import BatchError, BudgetError, ModelError, OptionError, PlanWarning, gb
+from .estimate.device import Device, find_device
 
 GB = 2**30
+PLANNED = ("activations", "gradients")  # lines of the account that come from the schedule
+Costs = Literal["roofline", "measured"]
+
+
+class Options(TypedDict, total=False):
+    """The options of `plan()` that everything which plans takes, and that say nothing of a budget."""
+
+    optimizer: torch.optim.Optimizer | str | None
+    loss_fn: Callable[[Any], torch.Tensor] | None
+    device: str | torch.device | None
+    accumulate: bool
+    shard: int
+    costs: Costs | None
+    account_gb: Mapping[str, float] | None
+    time_limit: float | None
+    progress: bool | None
 
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """The arguments of `plan()`, checked; the model is held weakly."""
+    """The arguments of `plan()`, checked; the model is held weakly.
+
+    Attributes beside them:
+        device: what is planned for.
+        measure_on: the same as a torch device, where it is here.
+    """
 
     model_ref: weakref.ref[nn.Module]
     args: tuple[Any, ...] | None
@@ -30,7 +56,12 @@ class Request:
     solver: str
     optimizer: torch.optim.Optimizer | str | None
     loss_fn: Callable[[Any], torch.Tensor] | None
-    device: str | torch.device | None
+    device: Device
+    measure_on: torch.device | None
+    accumulate: bool
+    shard: int
+    costs: Costs
+    account_gb: Mapping[str, float]
     time_limit: float | None
     progress: bool | None
 
@@ -52,13 +83,18 @@ def check(
     model: Any,
     batch: Any,
     kwargs: Any,
+    *,
     budget_gb: Any,
-    solver: Any,
-    optimizer: Any,
-    loss_fn: Any,
-    device: Any,
-    time_limit: Any,
-    progress: Any,
+    solver: Any = "auto",
+    optimizer: Any = None,
+    loss_fn: Any = None,
+    device: Any = None,
+    accumulate: Any = False,
+    shard: Any = 1,
+    costs: Any = None,
+    account_gb: Any = None,
+    time_limit: Any = None,
+    progress: Any = None,
 ) -> Request:
     """The request, or the first thing that is wrong with it: ModelError, BudgetError, BatchError or OptionError."""
     if not isinstance(model, nn.Module):
@@ -69,24 +105,105 @@ def check(
         raise ModelError(
             f"{type(model).__name__} has lazy parameters without a shape; run it once on a batch, then plan"
         )
-    number = isinstance(budget_gb, numbers.Real) and not isinstance(budget_gb, bool)
-    if not number or not math.isfinite(float(budget_gb)) or float(budget_gb) <= 0:
-        raise BudgetError(f"budget_gb={budget_gb!r} must be a positive, finite number of GB (1 GB = 2**30 bytes)")
+    where = next(model.parameters()).device
+    if len(devices := {p.device for p in model.parameters()}) > 1:
+        raise ModelError(
+            f"{type(model).__name__} has parameters on several devices ({', '.join(sorted(map(str, devices)))}); a "
+            "plan is for one: move the model, or plan the part on each"
+        )
+    if where.type == "meta" and device is None:
+        raise OptionError(f"{type(model).__name__} is on the meta device: say what to plan for, as in device='h100'")
+    target = find_device(device, where)
     if solver not in SOLVERS:
         raise OptionError(f"solver={solver!r} is not known; give one of {', '.join(SOLVERS)}")
-    limited = time_limit is None or (
-        isinstance(time_limit, (int, float)) and math.isfinite(time_limit) and time_limit > 0
-    )
-    if not limited:
+    if time_limit is not None and not _positive(time_limit):
         raise OptionError(f"time_limit={time_limit!r} must be a positive number of seconds, or None")
     if loss_fn is not None and not callable(loss_fn):
         raise OptionError(f"loss_fn={loss_fn!r} must be callable: the model's output -> the scalar loss")
+    if not isinstance(accumulate, bool):
+        raise OptionError(f"accumulate={accumulate!r} must be True where gradients are there already, or False")
+    if not isinstance(shard, int) or isinstance(shard, bool) or shard < 1:
+        raise OptionError(f"shard={shard!r} must be a number of devices that share the parameters: 1, 2, ...")
+    here = where.type in ("cpu", "cuda") and target == find_device(None, where)
+    if costs not in (None, "roofline", "measured") or (costs == "measured" and not here):
+        raise OptionError(
+            f"costs={costs!r} must be 'roofline', or 'measured' with the model on the device that is planned for "
+            f"(it is on {where}, planned for {target.name}), or None to choose"
+        )
+    if not isinstance(account_gb or {}, Mapping) or not all(
+        isinstance(name, str) and name not in PLANNED and _real(size) and size >= 0
+        for name, size in (account_gb or {}).items()
+    ):
+        raise OptionError(
+            f"account_gb={account_gb!r} must be a mapping from names of lines to GB, as p.account has them; what the "
+            f"plan decides ({', '.join(PLANNED)}) cannot be set"
+        )
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise BatchError(f"kwargs={kwargs!r} must be a mapping of keyword arguments, or None")
     args, extra = arguments(model, batch, kwargs)
+    state = list(optimizer.state.values()) if isinstance(optimizer, torch.optim.Optimizer) else []
+    own = [
+        *model.parameters(),
+        *model.buffers(),
+        *[p.grad for p in model.parameters() if accumulate],
+        args,
+        extra,
+        state,
+    ]
+    budget = _budget(budget_gb, target, where, own)
     return Request(
-        weakref.ref(model), args, extra, float(budget_gb), solver, optimizer, loss_fn, device, time_limit, progress
+        model_ref=weakref.ref(model),
+        args=args,
+        kwargs=extra,
+        budget_gb=budget,
+        solver=solver,
+        optimizer=optimizer,
+        loss_fn=loss_fn,
+        device=target,
+        measure_on=where if here else None,
+        accumulate=accumulate,
+        shard=shard,
+        costs=costs or ("measured" if here and where.type == "cuda" else "roofline"),
+        account_gb=dict(account_gb or {}),
+        time_limit=time_limit,
+        progress=progress,
     )
+
+
+def _real(x: Any) -> bool:
+    return isinstance(x, numbers.Real) and not isinstance(x, bool) and math.isfinite(float(x))
+
+
+def _positive(x: Any) -> bool:
+    return _real(x) and float(x) > 0
+
+
+def _budget(given: Any, device: Device, where: torch.device, own: list[Any]) -> float:
+    """A budget in GB, from a number, a share of the device's memory as "80%", or None: what is free on it.
+
+    Free is what nobody holds, what this process's allocator has cached, and what the plan's own tensors have there now.
+    """
+    if given is None and where.type == "cuda":
+        cached = torch.cuda.memory_reserved(where) - torch.cuda.memory_allocated(where)
+        counted = storages([t for t in tree_leaves(own) if isinstance(t, torch.Tensor) and t.is_cuda])
+        return (torch.cuda.mem_get_info(where)[0] + cached + sum(counted.values()) + device.context) / GB
+    if given is None and device.type == "cuda":
+        return device.memory / GB
+    share = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", given) if isinstance(given, str) else None
+    if share is not None and 0 < float(share[1]) <= 100:
+        return device.memory / GB * float(share[1]) / 100
+    if not _positive(given):
+        raise BudgetError(
+            f"budget_gb={given!r} must be a positive, finite number of GB (1 GB = 2**30 bytes), a share of the "
+            "device's memory as '80%', or, for a GPU, None for what is free"
+        )
+    if float(given) * GB > device.memory:
+        warnings.warn(
+            f"budget_gb={given!r} is more than the {gb(device.memory)} of {device.name}; the plan may not fit there",
+            PlanWarning,
+            stacklevel=4,
+        )
+    return float(given)
 
 
 def arguments(

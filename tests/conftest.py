@@ -1,8 +1,10 @@
 import os
+import tempfile
 
 import pytest
 import torch
 
+os.environ["CHECKPOINT_PLANNER_CACHE"] = tempfile.mkdtemp(prefix="checkpoint-planner-")  # not the user's
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler of torch 2.13 otherwise announces itself on stderr
 
 

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import diffusers
 import torch
 import transformers
 
@@ -52,6 +51,8 @@ def _square(output: Any) -> torch.Tensor:
 
 
 def unet(batch: int = 2) -> Case:
+    import diffusers
+
     model = diffusers.UNet2DModel(
         sample_size=32, in_channels=3, out_channels=3, layers_per_block=1, block_out_channels=(32, 64, 64),
         down_block_types=("DownBlock2D", "AttnDownBlock2D", "DownBlock2D"),

@@ -47,6 +47,21 @@ class Dropout(Base):
         return F.dropout(x, 0.3) + torch.rand_like(x)
 
 
+class HalfDropout(Base):
+    """Rounds otherwise when it is scaled a second time."""
+
+    def middle(self, x):
+        return F.dropout(x.bfloat16(), 0.3).sin().float()
+
+
+class OwnScale(Base):
+    """Looks like a dropout, and scales by something else."""
+
+    def middle(self, x):
+        y, mask = torch.native_dropout(x.sin(), 0.5, True)
+        return y + torch.ops.aten.native_dropout_backward(x.sin(), mask, 3.0).cos()
+
+
 class AttentionDropout(Base):
     def middle(self, x):
         q = x.view(-1, 4, 16, 64).transpose(1, 2)[:, :, :4]
@@ -171,8 +186,8 @@ class Scalar(Case):
 
 
 AWKWARD = [
-    InPlace, Dropout, AttentionDropout, Routing, BatchNorm, OwnBuffer, Tied, Split, TwoRegions, OwnFunction, Sequence,
-    DrawnForBackward, BuffersOfOneStorage, SquaredError,
+    InPlace, Dropout, HalfDropout, OwnScale, AttentionDropout, Routing, BatchNorm, OwnBuffer, Tied, Split, TwoRegions,
+    OwnFunction, Sequence, DrawnForBackward, BuffersOfOneStorage, SquaredError,
 ]  # fmt: skip
 
 
@@ -212,6 +227,18 @@ def test_several_regions_are_one_plan():
     assert [m.phase for m in p.timeline] == sorted(
         [m.phase for m in p.timeline], key=["forward", "loss", "backward"].index
     )
+
+
+def test_an_assertion_in_the_forward_pass_stays():
+    class Asserts(Base):
+        def middle(self, x):
+            torch._assert_async(x.sin().sum() < -1e9, "not that small")
+            return x.sin() + x.tanh()
+
+    case = make(Asserts)
+    plan(case.model, case.batch, budget_gb=1).apply()
+    with pytest.raises(RuntimeError, match="not that small"):
+        case.model(**case.batch)
 
 
 def test_a_dropout_runs_again_without_drawing_where_its_mask_is_kept():

@@ -36,7 +36,7 @@ def test_five_adamw_steps_with_a_smaller_last_batch_and_an_evaluation(make):
     plain = copy.deepcopy(case.model)
     smaller = {k: v[:2] for k, v in case.batch.items()}
     batches = [case.batch] * 4 + [smaller]
-    baseline = plan(case.model, case.batch, budget_gb=1024).baseline_peak_bytes
+    baseline = plan(case.model, case.batch, budget_gb="100%").baseline_peak_bytes
     p = plan(case.model, case.batch, budget_gb=0.9 * baseline / 2**30)
     assert p.overhead > 0
     p.apply()
@@ -107,7 +107,7 @@ def test_apply_keeps_the_object_names_and_state_and_remove_undoes_it():
 def test_verify_measures_a_real_step_and_leaves_no_trace():
     case = CASES["resnet50"]()
     state = {k: v.clone() for k, v in case.model.state_dict().items()}
-    baseline = plan(case.model, case.batch, budget_gb=1024).baseline_peak_bytes
+    baseline = plan(case.model, case.batch, budget_gb="100%").baseline_peak_bytes
     p = plan(case.model, case.batch, budget_gb=0.93 * baseline / 2**30)
     random_state = torch.get_rng_state()
     checked = p.verify()
@@ -121,9 +121,30 @@ def test_verify_measures_a_real_step_and_leaves_no_trace():
         assert torch.equal(v, state[k]), k
 
 
+def test_verify_leaves_an_optimizer_in_the_backward_pass_and_another_compiler_alone():
+    model, x = torch.nn.Linear(64, 8), torch.randn(4, 64)
+
+    def descend(p):
+        p.data.sub_(0.1 * p.grad)
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(descend)
+    before = [p.detach().clone() for p in model.parameters()]
+    planned = plan(model, x, budget_gb=1, loss_fn=torch.Tensor.mean)
+    assert planned.verify().gradients_agree
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+    model(x).mean().backward()
+    assert not any(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+    model.compile(backend="eager")
+    compiled = model._compiled_call_impl
+    with pytest.raises(ApplyError, match="compile"):
+        planned.verify()
+    assert model._compiled_call_impl is compiled
+
+
 def test_verify_sees_a_wrong_gradient(monkeypatch):
     case = gpt2()
-    baseline = plan(case.model, case.batch, budget_gb=1024).baseline_peak_bytes
+    baseline = plan(case.model, case.batch, budget_gb="100%").baseline_peak_bytes
     p = plan(case.model, case.batch, budget_gb=0.6 * baseline / 2**30)
     case.model.register_forward_pre_hook(_bias_when_planned, with_kwargs=True)
     p = plan(case.model, case.batch, budget_gb=0.6 * baseline / 2**30)

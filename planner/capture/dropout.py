@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 _ATEN = torch.ops.aten
+_DRAWN_BY = "planner_drawn_by"  # in a node's meta
 
 
 def split_dropouts(graph: fx.Graph) -> None:
@@ -22,10 +23,12 @@ def split_dropouts(graph: fx.Graph) -> None:
         if not train or not isinstance(rate, float) or rate >= 1 or parts.keys() != {0, 1}:
             continue
         result, mask = parts[0], parts[1]
+        if not result.meta["val"].is_cuda and result.meta["val"].dtype not in (torch.float32, torch.float64):
+            continue  # on the CPU, the two round half precision differently
         draw.append(mask)
         with graph.inserting_after(mask):
-            scaled = graph.call_function(_ATEN.native_dropout_backward.default, (x, mask, 1 / (1 - rate)))
-        scaled.meta = dict(result.meta)
+            scaled = graph.call_function(_ATEN.native_dropout_backward.default, (x, mask, _scale(rate, draw)))
+        scaled.meta = {**result.meta, _DRAWN_BY: draw.name}
         made: Any = result.meta["val"]  # views of it share its storage
         with made.fake_mode:
             draw.meta = {**draw.meta, "val": (torch.empty_like(made), mask.meta["val"])}
@@ -33,12 +36,15 @@ def split_dropouts(graph: fx.Graph) -> None:
         graph.erase_node(result)
 
 
-def drawn_by(node: fx.Node) -> fx.Node | None:
-    """The op whose first result a node computes anew from the mask; None for other nodes."""
-    if node.target is not _ATEN.native_dropout_backward.default:
-        return None
-    x, mask = node.args[:2]
-    draw = mask.args[0] if isinstance(mask, fx.Node) and mask.target is operator.getitem else None
-    if isinstance(draw, fx.Node) and draw.target is _ATEN.native_dropout.default and draw.args[0] is x:
-        return draw
-    return None
+def _scale(rate: float, draw: fx.Node) -> float:
+    """What the drawing kernel multiplies by: on CUDA it divides in single precision, but for doubles."""
+    made = draw.meta["val"][0]
+    if made.is_cuda and made.dtype is not torch.float64:
+        return 1 / torch.tensor(1 - rate, dtype=torch.float32).item()
+    return 1 / (1 - rate)
+
+
+def drawn_by(node: fx.Node) -> str | None:
+    """The name of the op whose first result a node computes anew from the mask; None for other nodes."""
+    name: str | None = node.meta.get(_DRAWN_BY)
+    return name

@@ -121,7 +121,7 @@ def lone_loss(graph: fx.GraphModule) -> tuple[int, ...]:
 def to_fake(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[FakeTensorMode, nn.Module, Any, Any]:
-    """The model and its inputs on fake tensors; the originals are not touched."""
+    """The model and its inputs on fake tensors; the originals are not touched. What is on `meta` comes to the CPU."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         with FakeCopyMode(mode):
@@ -129,12 +129,27 @@ def to_fake(
     except Exception as e:
         raise CaptureError(f"{type(model).__name__} cannot be copied for planning: {type(e).__name__}: {e}") from e
 
-    def fake(t: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = mode.from_tensor(t)
-        return made
+    def fake(t: torch.Tensor) -> Any:
+        return _landed(mode.from_tensor(t), mode)
 
+    landed: dict[int, Any] = {}  # tied parameters stay tied
+    for module in fake_model.modules():
+        tables: list[dict[str, Any]] = [module._parameters, module._buffers]
+        for table in tables:
+            for name, t in table.items():
+                if t is not None and t.device.type == "meta":
+                    table[name] = landed.setdefault(id(t), _landed(t, mode))
     fake_args, fake_kwargs = pytree.tree_map_only(torch.Tensor, fake, (tuple(args), dict(kwargs)))
     return mode, fake_model, fake_args, fake_kwargs
+
+
+def _landed(t: torch.Tensor, mode: FakeTensorMode) -> Any:
+    """A fake tensor on the CPU in the place of one on `meta`, on which autograd and autocast differ."""
+    if t.device.type != "meta":
+        return t
+    with mode:
+        made = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cpu", requires_grad=t.requires_grad)
+    return nn.Parameter(made, t.requires_grad) if isinstance(t, nn.Parameter) else made
 
 
 def boxed(graph: fx.GraphModule) -> Callable[[list[Any]], Any]:

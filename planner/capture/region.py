@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from .dropout import split_dropouts
 from .duplicates import merge_duplicates
-from .safety import is_random, keep_reason, rng_state_bytes
+from .safety import is_random, keep_reason, replay_bytes
 
 Kind = Literal["call", "rng_state"]
 
@@ -163,13 +163,18 @@ def analyse(joint: fx.GraphModule, num_fwd_outputs: int) -> Region:
     storages: dict[int, int] = {}  # storage -> value
     external = {t.untyped_storage()._cdata: at for at, n in enumerate(primals) for t in tensors(n)}
     primal_of: dict[fx.Node, tuple[int, ...]] = {n: (at,) for at, n in enumerate(primals)}
+    on_gpu = any(t.is_cuda for n in primals for t in tensors(n))
+
+    def nbytes(storage: torch.UntypedStorage) -> int:
+        return 0 if on_gpu and storage.device.type == "cpu" else storage.nbytes()  # scalars stay on the host
+
     values: list[GraphValue] = []
     value_of: dict[fx.Node, tuple[int, ...]] = dict.fromkeys(graph.nodes, ())
     for node in tangents:
         for t in tensors(node):
             storages[t.untyped_storage()._cdata] = len(values)
             value_of[node] = (len(values),)
-            values.append(GraphValue(node, t.untyped_storage().nbytes()))
+            values.append(GraphValue(node, nbytes(t.untyped_storage())))
     ops: list[GraphOp] = []
     boundary = 0
     tainted = set(mutated)  # nodes that hold a mutated input
@@ -189,7 +194,7 @@ def analyse(joint: fx.GraphModule, num_fwd_outputs: int) -> Region:
             if key not in storages:
                 storages[key] = len(values)
                 writes.append(len(values))
-                values.append(GraphValue(node, storage.nbytes()))
+                values.append(GraphValue(node, nbytes(storage)))
             held.append(storages[key])
         value_of[node] = tuple(dict.fromkeys(held))
         if node.target is operator.getitem and not writes:
@@ -201,8 +206,8 @@ def analyse(joint: fx.GraphModule, num_fwd_outputs: int) -> Region:
                 tainted.add(node)
             continue
         reason = keep_reason(node, tainted)
-        if not reason and (state := rng_state_bytes(node)):
-            values.append(GraphValue(node, state))
+        if not reason and is_random(node):
+            values.append(GraphValue(node, replay_bytes(node)[0]))
             ops.append(GraphOp(node, "rng_state", (), (len(values) - 1,), "the state of a random op"))
             reads = (*reads, len(values) - 1)
             boundary += node in forward
@@ -259,27 +264,13 @@ def _execution_order(graph: fx.Graph, forward: set[fx.Node], needed: set[fx.Node
     Impure nodes without results (assertions) stay where they are: in the forward pass if no gradient reaches them.
     """
     waits: set[fx.Node] = {n for n in graph.nodes if n.op == "placeholder" and "tangents" in str(n.target)}
-    first: list[fx.Node] = []
-    rest: list[fx.Node] = []
-    for node in graph.nodes:
-        if node.op in ("placeholder", "output"):
-            continue
+    nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
+    for node in nodes:
         if any(n in waits for n in node.all_input_nodes):
             waits.add(node)
-        if node in forward:
-            first.append(node)
-        elif node in needed:
-            rest.append(node)
-        elif node.is_impure():
-            if node in waits:
-                rest.append(node)
-            else:
-                forward.update(_ancestors([node]))
-    if any(n in forward for n in rest):  # an assertion drew some of them into the forward pass
-        first, rest = (
-            [n for n in graph.nodes if n in forward and n.op not in ("placeholder", "output")],
-            [n for n in rest if n not in forward],
-        )
+    forward |= _ancestors(n for n in nodes if n.is_impure() and n not in waits and n not in needed)
+    first = [n for n in nodes if n in forward]
+    rest = [n for n in nodes if n not in forward and (n in needed or n.is_impure())]
     done: set[fx.Node] = set()
     late: list[fx.Node] = []
     members = set(rest)

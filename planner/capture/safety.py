@@ -66,12 +66,18 @@ def is_random(node: fx.Node) -> bool:
     return True
 
 
-def rng_state_bytes(node: fx.Node) -> int:
-    """Bytes of the generator's state that replays a random node; 0 for a node that is not random."""
-    if not is_random(node):
-        return 0
-    leaves = [t for n in (node, *node.all_input_nodes) for t in _tensors(n)]
-    return 16 if any(t.is_cuda for t in leaves) else torch.get_rng_state().nbytes
+def replay_bytes(node: fx.Node) -> tuple[int, int]:
+    """What running a node again takes, in bytes: kept from its first run, and only while it runs.
+
+    A random node needs the generator's state, and saves the present one; a normalisation needs scratch statistics.
+    """
+    state = 0
+    if is_random(node):
+        leaves = [t for n in (node, *node.all_input_nodes) for t in _tensors(n)]
+        state = 0 if any(t.is_cuda for t in leaves) else torch.get_rng_state().nbytes  # a GPU's is on the host
+    statistics = [node.args[at] for at in RUNNING_STATISTICS.get(node.target, ())]
+    scratch = sum(t.nbytes for n in statistics if isinstance(n, fx.Node) for t in _tensors(n))
+    return state, state + scratch
 
 
 def _tensors(node: fx.Node) -> list[torch.Tensor]:

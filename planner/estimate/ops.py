@@ -1,10 +1,11 @@
-"""Per op: FLOPs by torch's own formulas, bytes moved, seconds by the roofline, workspace by running it once."""
+"""Per op: FLOPs by torch's own formulas, bytes moved, seconds and workspace by formula or by running it."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any
 
 import torch
@@ -14,9 +15,11 @@ from torch.utils.flop_counter import flop_registry
 from ..capture.call import Call, describe_call
 from ..capture.dropout import drawn_by
 from ..capture.region import GraphOp, Region, map_nodes, tensors
-from ..capture.safety import is_random, rng_state_bytes
+from ..capture.safety import is_random, replay_bytes
+from .costs import Allocated
 from .device import Device
-from .workspace import Allocated, measure
+from .predicted import predicted_workspace
+from .workspace import measure
 
 _ATEN = torch.ops.aten
 # attention kernels that torch.utils.flop_counter does not know, and one of the same arguments that it does
@@ -24,6 +27,7 @@ _SAME_FLOPS: dict[Any, Any] = {
     _ATEN._scaled_dot_product_flash_attention_for_cpu: _ATEN._scaled_dot_product_flash_attention,
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _ATEN._scaled_dot_product_flash_attention_backward,
 }
+_CONVOLUTIONS = {_ATEN.convolution.default, _ATEN.convolution_backward.default}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,56 +48,93 @@ class OpEstimate:
 
 
 def estimate(
-    regions: Sequence[Region], device: Device, *, measure_on: torch.device | None, progress: bool | None = None
+    regions: Sequence[Region],
+    device: Device,
+    *,
+    measure_on: torch.device | None,
+    timed: bool = False,
+    progress: bool | None = None,
 ) -> tuple[tuple[OpEstimate, ...], ...]:
     """Estimates for every op of every region.
 
     Args:
         regions: what was captured.
         device: the roofline.
-        measure_on: the device to run each distinct op once on, for its workspace; None: not measured, taken as 0.
+        measure_on: the device to run each distinct op once on, for its workspace; None: not measured, taken as
+            `predicted_workspace` on CUDA and as 0 elsewhere.
+        timed: take seconds from runs there too. Ops that could not be run take their roofline's, scaled by the median
+            ratio of measured seconds to the roofline's.
         progress: show a progress bar; None for only where a terminal is watching.
     """
     found: dict[fx.Node, Allocated] = {}
     if measure_on is not None:
         calls = {op.node: call_of(op.node) for region in regions for op in region.ops if _measurable(op)}
-        allocated = measure(calls.values(), measure_on, progress=progress)
-        found = {node: allocated[call.key] for node, call in calls.items()}
-    return tuple(_share_dropouts(region, [_estimate(op, device, found) for op in region.ops]) for region in regions)
+        allocated = measure(calls.values(), measure_on, timed=timed, progress=progress)
+        found = {node: allocated[call.key] for node, call in calls.items() if call.key in allocated}
+    ratios = [m.seconds / roofline_seconds(node, device) for node, m in found.items() if m.seconds is not None]
+    scale = median(ratios) if ratios else 1.0
+    return tuple(
+        _share_dropouts(region, [_estimate(op, device, found, scale) for op in region.ops]) for region in regions
+    )
 
 
 def _share_dropouts(region: Region, estimates: list[OpEstimate]) -> tuple[OpEstimate, ...]:
     """Take the scaling off a drawing op's time: where the mask is drawn, its result comes with it."""
-    at = {op.node: i for i, op in enumerate(region.ops) if op.kind == "call"}
-    for scaled, i in at.items():
-        draw = drawn_by(scaled)
-        if draw is not None:
-            alone = max(0.0, estimates[at[draw]].seconds - estimates[i].seconds)
-            estimates[at[draw]] = replace(estimates[at[draw]], seconds=alone)
+    at = {op.node.name: i for i, op in enumerate(region.ops) if op.kind == "call"}
+    for i, op in enumerate(region.ops):
+        if (name := drawn_by(op.node)) is not None:
+            draw = estimates[at[name]]
+            estimates[at[name]] = replace(draw, seconds=max(0.0, draw.seconds - estimates[i].seconds))
     return tuple(estimates)
 
 
 def _measurable(op: GraphOp) -> bool:
-    return op.kind == "call" and isinstance(op.node.target, torch._ops.OpOverload)
+    """Whether an op may run on made-up numbers: what checks them on a GPU would end the process."""
+    target = op.node.target
+    if op.kind != "call" or not isinstance(target, torch._ops.OpOverload):
+        return False
+    return bool(target._schema.returns) and target is not _ATEN.multinomial.default
 
 
 def call_of(node: fx.Node) -> Call:
     """The call that a node makes, by its fake tensors."""
     args, kwargs = map_nodes((node.args, dict(node.kwargs)), lambda n: n.meta.get("val"))
     target: Any = node.target
+    names = [a.name for a in target._schema.arguments]
+    if "philox_seed" in names and "dropout_p" in names:
+        # attention's backward pass reads the seed on the host, where fake tensors put it on the GPU: without dropout
+        # it reads none, and holds as much
+        args = tuple(0.0 if name == "dropout_p" else a for name, a in zip(names, args, strict=False))
     return describe_call(target, args, kwargs, node.meta.get("val"))
 
 
-def _estimate(op: GraphOp, device: Device, found: Mapping[fx.Node, Allocated]) -> OpEstimate:
+def _estimate(op: GraphOp, device: Device, found: Mapping[fx.Node, Allocated], scale: float) -> OpEstimate:
     if op.kind == "rng_state":
         return OpEstimate(0.0, 0, 0, 0)
-    flops, moved = node_flops(op.node), bytes_moved(op.node)
-    width = min((t.element_size() for t in tensors(op.node) if t.is_floating_point()), default=4)
-    drawn = sum(t.numel() for t in tensors(op.node)) / device.draws if is_random(op.node) else 0.0
-    seconds = max(flops / device.flops.get(width, device.flops[4]), moved / device.bandwidth, drawn) + device.launch
-    allocated = found.get(op.node, Allocated(0, 0))
-    # replaying a random op saves the generator's present state beside the one it runs under
-    return OpEstimate(seconds, flops, allocated.workspace + rng_state_bytes(op.node), allocated.excess)
+    measured = found.get(op.node)
+    if measured is None:
+        measured = Allocated(predicted_workspace(op.node, device) if device.type == "cuda" else 0, 0)
+    seconds = scale * roofline_seconds(op.node, device) if measured.seconds is None else measured.seconds
+    workspace = measured.workspace + replay_bytes(op.node)[1]
+    return OpEstimate(seconds, node_flops(op.node), workspace, measured.excess)
+
+
+def roofline_seconds(node: fx.Node, device: Device) -> float:
+    """The longest of computing, moving bytes and drawing random numbers, and the launch."""
+    drawn = sum(t.numel() for t in tensors(node)) / device.draws if is_random(node) else 0.0
+    return max(node_flops(node) / _rate(node, device), bytes_moved(node) / device.bandwidth, drawn) + device.launch
+
+
+def _rate(node: fx.Node, device: Device) -> float:
+    """FLOPs per second in the narrowest floating-point dtype that a node returns."""
+    dtypes = {t.dtype for t in tensors(node) if t.is_floating_point()}
+    narrowest = min(dtypes, key=lambda d: d.itemsize, default=torch.float32)
+    if narrowest is torch.float32:
+        backends: Any = torch.backends
+        library = backends.cudnn.conv if node.target in _CONVOLUTIONS else backends.cuda.matmul
+        if library.fp32_precision == "tf32":
+            return device.tf32
+    return device.flops.get(narrowest, device.flops[torch.float32])
 
 
 def node_flops(node: fx.Node) -> int:

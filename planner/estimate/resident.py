@@ -1,4 +1,4 @@
-"""What is held beside the values of the step: parameters, buffers, the batch, the optimizer's state."""
+"""What is held beside the values of the step, line by line."""
 
 from __future__ import annotations
 
@@ -7,69 +7,66 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from ..capture.call import storages
-from ..errors import OptionError
-
-# Elements of optimizer state per element of a trained parameter, by the optimizer's class name.
-STATE_PER_PARAMETER = {"sgd": 0, "momentum": 1, "rmsprop": 1, "adagrad": 1, "adam": 2, "adamw": 2}
+from .device import Device
 
 
-def storage_bytes(things: Iterable[Any]) -> int:
-    """Bytes of the tensors among the things, each storage counted once."""
-    return sum(storages(list(things)).values())
+def storage_bytes(things: Iterable[Any], shard: int = 1) -> int:
+    """Bytes of the tensors among the things, each storage counted once; one device's share of each."""
+    return sum(-(-size // shard) for size in storages(list(things)).values())
 
 
 def account(
     model: nn.Module,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    optimizer: torch.optim.Optimizer | str | None,
+    device: Device,
+    *,
+    optimizer_state: int = 0,
+    accumulate: bool = False,
+    shard: int = 1,
 ) -> dict[str, int]:
     """The lines of the budget that are held all the time: name -> bytes.
 
-    Raises:
-        OptionError: an optimizer name that is not known.
-    """
-    return {
-        "parameters": storage_bytes(model.parameters()),
-        "buffers": storage_bytes(model.buffers()),
-        "batch": storage_bytes([args, dict(kwargs)]),
-        "optimizer state": optimizer_bytes(model, optimizer),
-    }
-
-
-def optimizer_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | str | None) -> int:
-    """Bytes of an optimizer's state once it has stepped; 0 for None.
-
     Args:
-        model: whose trained parameters it holds state for, when a name is given.
-        optimizer: the optimizer, or one of `STATE_PER_PARAMETER`.
+        model: what is trained.
+        args: what it is called with.
+        kwargs: the same, by keyword.
+        device: what the context and cuBLAS take.
+        optimizer_state: bytes, of one device.
+        accumulate: whether the gradients of earlier microbatches are held through the step.
+        shard: how many devices share parameters, gradients and optimizer state.
     """
-    if optimizer is None:
-        return 0
-    if isinstance(optimizer, str):
-        if optimizer.lower() not in STATE_PER_PARAMETER:
-            known = ", ".join(STATE_PER_PARAMETER)
-            raise OptionError(f"optimizer={optimizer!r} is not known; give one of {known}, or an optimizer object")
-        factor = STATE_PER_PARAMETER[optimizer.lower()]
-        return factor * sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise OptionError(f"optimizer={optimizer!r} is neither a name nor a torch.optim.Optimizer")
-    total = 0
-    for group in optimizer.param_groups:
-        name = type(optimizer).__name__.lower()
-        if name == "sgd":
-            factor = 1 if group.get("momentum") else 0
-        elif name in STATE_PER_PARAMETER:
-            factor = STATE_PER_PARAMETER[name] + bool(group.get("amsgrad"))
-        else:
-            held = storage_bytes(optimizer.state.values())
-            if not held:
-                raise OptionError(
-                    f"optimizer {type(optimizer).__name__} has no state yet and is not known by name: "
-                    "give a name, or plan after its first step"
-                )
-            return held
-        total += factor * sum(p.numel() * p.element_size() for p in group["params"] if p.requires_grad)
-    return total
+    where = next(model.parameters()).device
+    tensors = [t for t in tree_leaves((tuple(args), dict(kwargs))) if isinstance(t, torch.Tensor)]
+    batch = [t for t in tensors if where.type != "cuda" or t.is_cuda]  # what is on the host takes no room on a GPU
+    lines = {
+        "parameters": storage_bytes(model.parameters(), shard),
+        "parameters gathered for use": gathered_bytes(model) if shard > 1 else 0,
+        "buffers": storage_bytes(model.buffers()),
+        "batch": storage_bytes(batch),
+        "optimizer state": optimizer_state,
+        "CUDA context": device.context,
+        "cuBLAS workspace": device.blas,
+    }
+    if accumulate:
+        trained = [p for p in model.parameters() if p.requires_grad]
+        lines["gradients of earlier microbatches"] = storage_bytes(trained, shard)
+    return lines
+
+
+def gathered_bytes(model: nn.Module) -> int:
+    """Bytes of whole parameters that are there at once when devices share them.
+
+    As `torch.distributed.fsdp.fully_shard` does it, wrapped block by block: the block that runs and the one fetched
+    ahead of it, and what belongs to no block. A block is a member of an outermost `nn.ModuleList`.
+    """
+    lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    outermost = [name for name in lists if not any(name.startswith(other + ".") for other in lists)]
+    blocks = [storages(list(b.parameters())) for name in outermost for b in model.get_submodule(name).children()]
+    in_blocks = {storage for block in blocks for storage in block}
+    rest = sum(size for storage, size in storages(list(model.parameters())).items() if storage not in in_blocks)
+    largest = sorted(sum(block.values()) for block in blocks)[-2:]
+    return rest + sum(largest)

@@ -1,96 +1,57 @@
-"""What an op allocates beside its results, found by running each distinct op once on the real device."""
+"""What ops allocate beside their results and how long they take, each distinct op measured once on a device."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import replace
 
 import torch
-from torch.utils import _pytree as pytree
 from tqdm import tqdm
 
-from ..capture.call import Call, TensorSpec, storages
-from .meter import marked, record_allocations
+from ..capture.call import Call
+from . import cache
+from .costs import Allocated, run_on_cpu, run_on_cuda
+
+_BATCH = 16  # ops between two writes: what an interruption loses
+_STABLE = ("aten", "prims")  # other ops may change without a new torch: they are not kept on disk
 
 
-@dataclass(frozen=True, slots=True)
-class Allocated:
-    """What one run of an op showed, in bytes.
+def measure(
+    calls: Iterable[Call], device: torch.device, *, timed: bool = False, progress: bool | None = None
+) -> dict[str, Allocated]:
+    """Run each distinct op (target, shapes, strides, dtypes, other arguments) on zeros, unless the disk cache knows it.
 
-    Attributes:
-        workspace: held only while it runs, beside its results.
-        excess: what its results hold beyond the size that fake tensors give them (on the CPU, `mse_loss` returns a
-            scalar in a storage of its input's size).
-    """
-
-    workspace: int
-    excess: int
-
-
-def measure(calls: Iterable[Call], device: torch.device, *, progress: bool | None = None) -> dict[str, Allocated]:
-    """Run each distinct op (target, shapes, strides, dtypes, other arguments) once, on zeros.
-
-    An op that fails on zeros counts as nothing. The random generators are left as they were.
+    An op that fails on zeros is left out. The random generators are left as they were. What was measured before an
+    interruption is kept.
 
     Args:
         calls: what to run.
         device: where.
+        timed: run each a few times more, for its seconds.
         progress: show a progress bar; None for only where a terminal is watching.
 
     Returns:
-        What each allocated, by `Call.key`.
+        What each showed, by `Call.key`; without seconds unless `timed`.
     """
     distinct = {call.key: call for call in calls}
-    disable = None if progress is None else not progress
-    bar = tqdm(distinct.values(), desc="measuring ops", unit=" ops", leave=False, disable=disable)
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
-        runs = _on_cuda(bar, device) if device.type == "cuda" else _on_cpu(bar, device)
-    return {
-        call.key: Allocated(max(0, peak - made), max(0, made - call.made_bytes))
-        for call, (peak, made) in zip(distinct.values(), runs, strict=True)
-    }
-
-
-def _on_cuda(calls: Iterable[Call], device: torch.device) -> list[tuple[int, int]]:
-    """For each call, the peak above its inputs and the bytes of its results."""
-    runs = []
-    for call in calls:
-        args, kwargs = _arguments(call, device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        made = _run(call, args, kwargs)
-        runs.append((torch.cuda.max_memory_allocated(device) - before, made))
-    return runs
-
-
-def _on_cpu(calls: Iterable[Call], device: torch.device) -> list[tuple[int, int]]:
-    made: list[int] = []
-
-    def run_all() -> None:
-        for call in calls:
-            args, kwargs = _arguments(call, device)
-            with marked(str(len(made))):
-                size = _run(call, args, kwargs)
-            made.append(size)
-
-    recorded = record_allocations(run_all)
-    peaks = {int(name): recorded.peak(events) for name, events in recorded.marks}
-    return [(peaks[n], size) for n, size in enumerate(made)]
-
-
-def _run(call: Call, args: Any, kwargs: Any) -> int:
-    """Run a call; returns the bytes of the storages that it made."""
-    try:
-        made = storages(call.target(*args, **kwargs))
-    except Exception:  # what an op says of zeros is of no interest: only what it allocates is
-        return call.made_bytes
-    return sum(size for storage, size in made.items() if storage not in storages((args, kwargs)))
-
-
-def _arguments(call: Call, device: torch.device) -> tuple[Any, Any]:
-    def real(spec: TensorSpec) -> torch.Tensor:
-        return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device).zero_()
-
-    args, kwargs = pytree.tree_map_only(TensorSpec, real, (call.args, call.kwargs))
-    return args, kwargs
+    around = cache.surroundings(device)
+    digests = {key: cache.digest(around, key) for key, call in distinct.items() if call.target.namespace in _STABLE}
+    kept = cache.read(digests.values())
+    found = {key: kept[digest] for key, digest in digests.items() if digest in kept}
+    todo = [c for key, c in distinct.items() if key not in found or (timed and found[key].seconds is None)]
+    if todo:
+        disable = None if progress is None else not progress
+        with (
+            tqdm(total=len(todo), desc="measuring ops", unit=" ops", leave=False, disable=disable) as bar,
+            torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+            torch.no_grad(),
+        ):
+            for at in range(0, len(todo), _BATCH):
+                batch = todo[at : at + _BATCH]
+                new = run_on_cuda(batch, device, timed) if device.type == "cuda" else run_on_cpu(batch, timed)
+                cache.write({digests[key]: measured for key, measured in new.items() if key in digests})
+                found |= new
+                bar.update(len(batch))
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # blocks cut to fit these runs would fragment the training's memory
+    return found if timed else {key: replace(measured, seconds=None) for key, measured in found.items()}

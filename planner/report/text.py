@@ -39,7 +39,8 @@ def summary(plan: Plan) -> str:
     ]
     if plan.note:
         lines.append(plan.note)
-    lines += ["", "Memory over the step (a full bar is the budget):", sparkline(held, top=plan.budget_bytes), ""]
+    lines += ["", "Memory over the step (a full bar is the budget):", sparkline(held, top=plan.budget_bytes)]
+    lines += ["Highest: " + ", ".join(f"{phase} {gb(size)}" for phase, size in plan.phase_peaks.items()), ""]
     lines.append("At the peak:")
     lines += [f"  {name:<60.60} {gb(size):>12}" for name, size in plan.account.items() if size]
     lines += ["", f"{'module':<44} {'kept':>10} {'recomputed':>12} {'seconds':>9}"]

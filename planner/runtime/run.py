@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,12 +70,17 @@ class Runtime:
     """What stands in for the model's call while plans are applied."""
 
     def __init__(
-        self, model: nn.Module, make: Callable[[tuple[Any, ...], Mapping[str, Any]], tuple[object, Recipe]]
+        self,
+        model: nn.Module,
+        make: Callable[[tuple[Any, ...], Mapping[str, Any]], tuple[Any, Recipe]],
+        warn: Callable[[Any], bool],
     ) -> None:
         self.make = make
+        self.warn = warn  # asked before a step until it has said what there is to say
+        self.warned = False
         self.recipes: dict[tuple[object, ...], Recipe] = {}
-        self.plans: dict[tuple[object, ...], object] = {}
-        self.newest: object = None
+        self.plans: dict[tuple[object, ...], Any] = {}
+        self.newest: Any = None
         self.call_eagerly = model._call_impl
         self.model = model
         self.regions_run = 0
@@ -82,7 +88,7 @@ class Runtime:
         backend = make_backend(self._partition, boxed, self._detach, self._wrap)
         self.compiled = compile_call(model, backend)
 
-    def add(self, signature: tuple[object, ...], plan: object, recipe: Recipe) -> None:
+    def add(self, signature: tuple[object, ...], plan: Any, recipe: Recipe) -> None:
         self.recipes[signature] = recipe
         self.plans[signature] = plan
         self.newest = plan
@@ -93,6 +99,7 @@ class Runtime:
         signature = call_signature(self.model, args, kwargs)
         if signature not in self.recipes:
             self.add(signature, *self.make(args, kwargs))
+        self.warned = self.warned or self.warn(self.plans[signature])
         before = self.regions_run
         with dynamo_settings():
             result = self.compiled(*args, **kwargs)
@@ -121,9 +128,13 @@ class Runtime:
         return found
 
     def _wrap(self, compiled: Callable[..., Any], cut: Collection[int]) -> Callable[..., Any]:
+        device = next(self.model.parameters()).device
+
         def call(*inputs: Any) -> Any:
             self.regions_run += 1
-            results = compiled(*inputs)
+            # a random op's state is that of the current device's generator
+            with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+                results = compiled(*inputs)
             if not cut:
                 return results
             return tuple(
@@ -140,11 +151,10 @@ def attach(model: nn.Module, runtime: Runtime) -> None:
     Raises:
         ApplyError: the model already runs under a plan, or is compiled.
     """
-    current = getattr(model, "_compiled_call_impl", None)
-    if isinstance(current, Runtime):
-        raise ApplyError(f"a plan is already applied to this {type(model).__name__}; remove() it first")
+    current = attached(model)
     if current is not None:
-        raise ApplyError(f"this {type(model).__name__} is already compiled with model.compile(); plan it uncompiled")
+        raise ApplyError(f"a plan is already applied to this {type(model).__name__}; remove() it first")
+    _refuse_compiled(model, None)
     model._compiled_call_impl = runtime
 
 
@@ -159,3 +169,20 @@ def detach(model: nn.Module) -> None:
     if attached(model) is None:
         raise ApplyError(f"no plan is applied to this {type(model).__name__}")
     model._compiled_call_impl = None
+
+
+@contextmanager
+def taken_off(model: nn.Module) -> Iterator[None]:
+    """The model without its plan, if it runs under one, for a while; ApplyError where it is compiled otherwise."""
+    runtime = attached(model)
+    _refuse_compiled(model, runtime)
+    model._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        model._compiled_call_impl = runtime
+
+
+def _refuse_compiled(model: nn.Module, runtime: Runtime | None) -> None:
+    if getattr(model, "_compiled_call_impl", None) is not runtime:
+        raise ApplyError(f"this {type(model).__name__} is already compiled with model.compile(); plan it uncompiled")

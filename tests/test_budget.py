@@ -1,0 +1,310 @@
+"""What a budget may be, what counts against it, and what is done where a prediction is wrong."""
+
+import os
+import warnings
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import planner
+from planner import PlanWarning, applied_plan, fragmentation, pipeline, plan
+from planner.capture.step import capture
+from planner.estimate.caching import reserved
+from planner.fragmentation import solve_with_margin
+from planner.pipeline import problem_of
+from planner.request import check
+from planner.rewrite.emit import keep_everything
+from solvers import simulate
+
+from .measure import held_before, peak_of, results, step_peak
+from .real_models import Case, gpt2, tokens, unet
+
+RAM = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def layers() -> tuple[nn.Module, torch.Tensor]:
+    return nn.Sequential(*[m for _ in range(6) for m in (nn.Linear(64, 64), nn.GELU())]), torch.randn(512, 64)
+
+
+def convolutions() -> tuple[nn.Module, torch.Tensor]:
+    blocks = [m for _ in range(8) for m in (nn.Conv2d(32, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU())]
+    return nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), *blocks).train(), torch.zeros(16, 3, 112, 112)
+
+
+def tiny_llama() -> transformers.PreTrainedModel:
+    config = transformers.LlamaConfig(
+        num_hidden_layers=6, hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=1000, max_position_embeddings=512, use_cache=False,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).train()
+
+
+def on_meta() -> transformers.PreTrainedModel:
+    with torch.device("meta"):
+        return tiny_llama()
+
+
+# What a budget may be
+
+
+def test_a_share_of_the_memory_is_a_budget():
+    model, x = layers()
+    p = plan(model, x, budget_gb="50%", loss_fn=torch.Tensor.mean)
+    assert p.budget_bytes == pytest.approx(RAM / 2, abs=1)
+    on_a_card = plan(model, x, budget_gb="12.5 %", loss_fn=torch.Tensor.mean, device="a100-40gb")
+    assert 4 * 2**30 < on_a_card.budget_bytes < 5 * 2**30
+
+
+@pytest.mark.parametrize("budget", ["12", "0%", "101%", "-5%", "half", "%", "nan%"])
+def test_words_that_are_no_budget(budget):
+    model, x = layers()
+    with pytest.raises(planner.BudgetError, match=budget):
+        plan(model, x, budget_gb=budget)
+
+
+def test_no_budget_is_the_memory_of_the_card_that_is_planned_for():
+    model, x = layers()
+    p = plan(model, x, loss_fn=torch.Tensor.mean, device="t4")
+    assert 14 * 2**30 < p.budget_bytes < 16 * 2**30
+    with pytest.raises(planner.BudgetError, match="None"):
+        plan(model, x, loss_fn=torch.Tensor.mean)
+
+
+def test_a_budget_above_the_memory_is_warned_of():
+    model, x = layers()
+    with pytest.warns(PlanWarning, match=r"budget_gb=64.*t4"):
+        plan(model, x, budget_gb=64, device="t4", loss_fn=torch.Tensor.mean)
+
+
+# What counts
+
+
+def test_a_card_adds_its_lines_and_they_can_be_set():
+    model, x = layers()
+    options = {"budget_gb": 4, "loss_fn": torch.Tensor.mean, "device": "h100"}
+    p = plan(model, x, **options)
+    assert p.account["CUDA context"] > 2**28
+    assert p.account["cuBLAS workspace"] >= 2**25
+    assert p.account["fragmentation margin"] > 0
+    mine = {"CUDA context": 0.25, "fragmentation margin": 0, "an average of the weights": 1}
+    q = plan(model, x, account_gb=mine, **options)
+    assert q.account["CUDA context"] == 2**28
+    assert q.account["an average of the weights"] == 2**30
+    assert not q.account["fragmentation margin"]
+    for each in (p, q):
+        assert sum(each.account.values()) == each.peak_bytes
+    on_cpu = plan(model, x, budget_gb=1, loss_fn=torch.Tensor.mean)
+    assert not on_cpu.account["CUDA context"]
+    assert not on_cpu.account["cuBLAS workspace"]
+
+
+def test_a_budget_named_as_feasible_on_a_card_is(monkeypatch):
+    model, images = convolutions()
+    options = {"device": "h100", "loss_fn": torch.Tensor.mean, "solver": "chen"}
+    for allocator in ("", "expandable_segments:True"):
+        monkeypatch.setenv("PYTORCH_ALLOC_CONF", allocator)
+        with pytest.raises(planner.InfeasibleBudgetError) as e:
+            plan(model, images, budget_gb=1e-3, **options)
+        p = plan(model, images, budget_gb=e.value.minimum_gb, **options)
+        assert p.peak_bytes <= p.budget_bytes
+
+
+def test_a_plan_for_a_card_fits_its_caching_allocator(monkeypatch):
+    """What the allocator reserves by simulation, with what the plan leaves for it, or the note says so."""
+    model, images = convolutions()
+    request = check(model, images, None, budget_gb=0.9, device="rtx3090", loss_fn=torch.Tensor.mean)
+    graph = capture(request.model, request.args, request.kwargs, keep_everything, request.loss_fn)
+    bare, lines = problem_of(request, graph)
+    seen = []
+
+    def solve(request, lowered, lines):
+        seen.append(lines["fragmentation margin"])
+        return pipeline._solve(request, lowered, lines)
+
+    lowered, solution, account = solve_with_margin(request, bare, lines, solve)
+    assert solution.timeline.peak <= request.budget_bytes
+    assert simulate(lowered.problem, solution.schedule).peak == solution.timeline.peak
+    events = fragmentation._events(request, bare, lines, solution.schedule)
+    ran_out = reserved(events, request.budget_bytes - account["CUDA context"]).out_of_memory
+    assert ran_out == ("expandable_segments" in solution.note)
+    assert account["fragmentation margin"] == seen[-1] > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"device": "h1000"}, "h100"),
+        ({"device": torch.device("meta")}, "h100"),
+        ({"optimizer": "adamwx"}, "adamw"),
+        ({"account_gb": {"activations": 1}}, "activations"),
+        ({"account_gb": {"CUDA context": -1}}, "CUDA context"),
+        ({"account_gb": 3}, "account_gb=3"),
+        ({"shard": 0}, "shard=0"),
+        ({"accumulate": 2}, "accumulate=2"),
+        ({"costs": "guessed"}, "guessed"),
+        ({"costs": "measured", "device": "t4"}, "measured"),
+    ],
+    ids=str,
+)
+def test_options_that_cannot_be_used_are_named(options, named):
+    model, x = layers()
+    with pytest.raises(planner.OptionError, match=named):
+        plan(model, x, budget_gb=1, loss_fn=torch.Tensor.mean, **options)
+
+
+def test_a_model_on_meta_is_planned_as_the_real_one():
+    batch = tokens(1000, 2, 256)
+    options = {"budget_gb": 1, "device": "rtx4090", "optimizer": "adamw"}
+    there, here = plan(on_meta(), batch, **options), plan(tiny_llama(), batch, **options)
+    assert there.account == here.account
+    assert there.baseline_peak_bytes == here.baseline_peak_bytes
+    with pytest.raises(planner.OptionError, match="meta"):
+        plan(on_meta(), batch, budget_gb=1)
+
+
+def test_devices_share_parameters_gradients_and_state():
+    batch = tokens(1000, 1, 64)
+    model = on_meta()
+    whole = sum(p.nbytes for p in model.parameters())
+    alone = plan(model, batch, device="h200", optimizer="adamw-fused")
+    shared = plan(model, batch, device="h200", optimizer="adamw-fused", shard=8)
+    assert alone.account["parameters"] == whole
+    assert whole / 8 <= shared.account["parameters"] < whole / 8 + 8 * 100
+    assert shared.account["optimizer state"] == pytest.approx(alone.account["optimizer state"] / 8, rel=0.01)
+    block = sum(p.nbytes for p in model.model.layers[0].parameters())
+    others = whole - 6 * block
+    assert shared.account["parameters gathered for use"] == others + 2 * block
+    last = [m.held_bytes for m in alone.timeline if m.phase == "optimizer"]
+    assert len(last) == 1
+
+
+# What is done where a prediction is wrong
+
+
+@pytest.fixture
+def no_workspaces(monkeypatch):
+    """A planted misprediction: the planner believes that ops need no memory of their own."""
+    monkeypatch.setattr("planner.estimate.ops.measure", lambda *_, **__: {})
+
+
+def tight(case: Case) -> planner.Plan:
+    everything = plan(case.model, case.batch, budget_gb="100%", loss_fn=case.loss_fn).baseline_peak_bytes
+    return plan(case.model, case.batch, budget_gb=0.6 * everything / 2**30, loss_fn=case.loss_fn)
+
+
+@pytest.mark.usefixtures("no_workspaces")
+def test_a_misprediction_is_found_and_repaired(tmp_path):
+    case = unet()
+    p = tight(case)
+    seen = p.verify()
+    assert seen.measured_bytes > p.budget_bytes
+    assert not seen.within_budget
+    with pytest.raises(planner.VerificationError, match="after 0 repairs"):
+        p.repair(attempts=0)
+    q = p.repair()
+    assert "more than predicted" in q.note
+    assert q.account["found by a real step"] > 0
+    assert q.verify().within_budget
+    assert case.model._compiled_call_impl is None
+    q.apply()
+    assert held_before(case) + step_peak(case, tmp_path) <= p.budget_bytes == q.budget_bytes
+
+
+@pytest.mark.usefixtures("no_workspaces")
+def test_a_plan_may_verify_itself_at_the_first_step(tmp_path):
+    case = unet()
+    expected = results(case)
+    p = tight(case)
+    p.apply(verify=True)
+    ours = results(case)
+    for key, theirs in expected.items():
+        torch.testing.assert_close(ours[key], theirs, msg=lambda m, key=key: f"{key}: {m}")
+    repaired = applied_plan(case.model)
+    assert repaired is not p
+    assert "more than predicted" in repaired.note
+    assert held_before(case) + step_peak(case, tmp_path) <= p.budget_bytes
+
+
+def test_a_plan_that_holds_is_left_alone():
+    case = gpt2(layers=2)
+    p = plan(case.model, case.batch, budget_gb=1)
+    q = p.repair()
+    assert (q.peak_bytes, q.note) == (p.peak_bytes, p.note)
+    assert applied_plan(case.model) is None
+    p.apply(verify=True)
+    case.loss(case.model(**case.batch)).backward()
+    assert applied_plan(case.model).peak_bytes == p.peak_bytes
+
+
+def test_gradients_that_the_plan_does_not_count_are_warned_of():
+    model, x = layers()
+    options = {"loss_fn": torch.Tensor.mean}
+    everything = plan(model, x, budget_gb=1, **options).baseline_peak_bytes
+    p = plan(model, x, budget_gb=0.7 * everything / 2**30, **options)
+    p.apply()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PlanWarning)
+        model(x).mean().backward()
+    with pytest.warns(PlanWarning, match="accumulate=True"):
+        model(x).mean().backward()
+    p.remove()
+    q = plan(model, x, budget_gb=everything / 2**30, accumulate=True, **options)
+    q.apply()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PlanWarning)
+        model(x).mean().backward()
+
+
+# What changes from step to step
+
+
+def test_a_larger_second_batch_is_planned_within_the_budget(tmp_path):
+    case = gpt2(layers=3)
+    larger = gpt2(layers=3, batch=6)
+    everything = plan(case.model, larger.batch, budget_gb="100%").baseline_peak_bytes
+    p = plan(case.model, case.batch, budget_gb=0.7 * everything / 2**30)
+    p.apply()
+    assert held_before(case) + step_peak(case, tmp_path) <= p.budget_bytes
+    second = Case(case.model, larger.batch)
+    assert held_before(second) + step_peak(second, tmp_path) <= p.budget_bytes
+    assert applied_plan(case.model).overhead > 0
+
+
+def test_half_precision_with_a_scaler(tmp_path):
+    case = gpt2(layers=2)
+
+    def step(scaler):
+        with torch.autocast("cpu", torch.float16):
+            output = case.model(**case.batch)
+        scaler.scale(output.loss).backward()
+        return output
+
+    def gradients():
+        case.model.zero_grad()
+        step(torch.amp.GradScaler("cpu", init_scale=1024.0))
+        return {name: p.grad.clone() for name, p in case.model.named_parameters()}
+
+    expected = gradients()
+    with torch.autocast("cpu", torch.float16):
+        everything = plan(case.model, case.batch, budget_gb="100%").baseline_peak_bytes
+        p = plan(case.model, case.batch, budget_gb=0.8 * everything / 2**30)
+    assert p.overhead > 0
+    p.apply()
+    for name, ours in gradients().items():
+        torch.testing.assert_close(ours, expected[name], rtol=2e-2, atol=2e-2, msg=lambda m, name=name: f"{name}: {m}")
+    case.model.zero_grad()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    assert held_before(case) + peak_of(lambda: step(scaler), tmp_path) <= p.budget_bytes + 1024
+
+
+def test_bf16_weights(tmp_path):
+    case = gpt2(layers=2)
+    case.model.to(torch.bfloat16)
+    everything = plan(case.model, case.batch, budget_gb="100%").baseline_peak_bytes
+    p = plan(case.model, case.batch, budget_gb=0.75 * everything / 2**30)
+    p.apply()
+    measured = held_before(case) + step_peak(case, tmp_path)
+    assert measured <= p.budget_bytes
+    assert measured == pytest.approx(p.peak_bytes, rel=0.01)

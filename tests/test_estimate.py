@@ -1,0 +1,351 @@
+"""Device profiles, workspaces of cards that are not here, and the costs of ops: measured once, kept on disk."""
+
+import multiprocessing
+import warnings
+from dataclasses import fields
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from planner import OptionError
+from planner.capture.call import describe_call
+from planner.capture.step import capture
+from planner.estimate import cache
+from planner.estimate import ops as ops_module
+from planner.estimate.costs import Allocated
+from planner.estimate.device import DEVICES, find_device
+from planner.estimate.ops import call_of, estimate, roofline_seconds
+from planner.estimate.workspace import measure
+from planner.rewrite.emit import keep_everything
+
+CPU = torch.device("cpu")
+ATEN = torch.ops.aten
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("CHECKPOINT_PLANNER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    return tmp_path / "cache"
+
+
+def call(target, *args):
+    return describe_call(target, args, {}, target(*args))
+
+
+def some_calls(count=3):
+    return [call(ATEN.mm.default, torch.zeros(8, 8 + n), torch.zeros(8 + n, 8)) for n in range(count)]
+
+
+class Ran(TorchDispatchMode):
+    """Counts the runs of matrix products; interrupts, as a user would, after some of them."""
+
+    def __init__(self, interrupt_after=None):
+        super().__init__()
+        self.count = 0
+        self.interrupt_after = interrupt_after
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is ATEN.mm.default:
+            self.count += 1
+            if self.count == self.interrupt_after:
+                raise KeyboardInterrupt
+        return func(*args, **(kwargs or {}))
+
+
+def runs(calls, **options):
+    with Ran() as ran:
+        found = measure(calls, CPU, progress=False, **options)
+    return ran.count, found
+
+
+# Profiles
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_every_figure_of_a_profile_is_positive(name):
+    device = DEVICES[name]
+    zero = {"capability", "context", "blas"} if device.type == "cpu" else set()
+    for field in fields(device):
+        value = getattr(device, field.name)
+        if isinstance(value, dict):
+            assert set(value) == {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+            assert all(rate > 0 for rate in value.values())
+        elif field.name in zero:
+            assert value in (0, (0, 0))
+        else:
+            assert value == name if field.name == "name" else value > (0, 0) if isinstance(value, tuple) else value
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ("h100", "h100"),
+        ("H200", "h200"),
+        ("nvidia-h100", "h100"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("A100 40GB", "a100-40gb"),
+        ("a100_80gb", "a100-80gb"),
+        ("a100", "a100"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("A10", "a10"),
+        ("NVIDIA A10G", "a10"),
+        ("Tesla T4", "t4"),
+        ("RTX 4090", "rtx4090"),
+        ("NVIDIA GeForce RTX 3090", "rtx3090"),
+        ("5090", "rtx5090"),
+        ("L40S", "l40s"),
+        ("CPU", "cpu"),
+        (torch.device("cpu"), "cpu"),
+        (None, "cpu"),
+    ],
+)
+def test_names_are_matched_forgivingly(given, name):
+    assert find_device(given, CPU) == DEVICES[name]
+
+
+@pytest.mark.parametrize("given", ["gtx 9000", "a1000", "", "!", "my h100", 1.5])
+def test_an_unknown_name_is_answered_with_the_known_ones(given):
+    with pytest.raises(OptionError) as caught:
+        find_device(given, CPU)
+    assert all(name in str(caught.value) for name in DEVICES)
+    assert repr(given) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("driver", "capability", "like"),
+    [
+        ("NVIDIA A100-SXM4-40GB", (8, 0), "a100-40gb"),
+        ("Tesla T4", (7, 5), "t4"),
+        ("NVIDIA B200", (10, 0), "h200"),
+        ("NVIDIA L40", (8, 9), "l40s"),
+    ],
+)
+def test_a_card_is_known_by_its_driver_and_has_its_own_memory(driver, capability, like, monkeypatch):
+    major, minor = capability
+    properties = SimpleNamespace(name=driver, major=major, minor=minor, total_memory=11 * 2**30)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    card = find_device(None, torch.device("cuda", 0))
+    assert (card.name, card.memory, card.capability) == (driver, 11 * 2**30, capability)
+    assert (card.bandwidth, card.flops) == (DEVICES[like].bandwidth, DEVICES[like].flops)
+    with pytest.raises(OptionError, match="cuda:1"):
+        find_device("cuda:1", CPU)
+
+
+def test_blas_workspaces_are_those_of_torch(monkeypatch):
+    assert DEVICES["h100"].blas == 2 * 32 * 2**20
+    assert DEVICES["a100"].blas == 2 * (8 * 2**20 + 128 * 2**10)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    properties = SimpleNamespace(name="NVIDIA H100", major=9, minor=0, total_memory=2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert find_device("cuda", CPU).blas == 2 * 16 * 8 * 2**10
+
+
+# What an op costs
+
+
+class Attention(torch.nn.Module):
+    """Embedding, attention and convolution: ops that take large workspaces on CUDA."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.table = torch.nn.Embedding(50, 64, dtype=dtype)
+        self.convolve = torch.nn.Conv1d(64, 64, 3, padding=1, dtype=dtype)
+
+    def forward(self, ids):
+        x = self.table(ids).unflatten(-1, (4, 16)).transpose(1, 2)
+        return self.convolve(functional.scaled_dot_product_attention(x, x, x).transpose(1, 2).flatten(2).mT)
+
+
+def regions_of(model, *args):
+    return capture(model, args, {}, keep_everything, lambda output: output.float().mean()).regions
+
+
+def by_target(regions, estimates):
+    (region,), (costs,) = regions, estimates
+    return {op.node.target: cost for op, cost in zip(region.ops, costs, strict=True)}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name", "expected"),
+    [
+        (torch.bfloat16, "h100", 2 * 4 * 2048 * (32 + 1) * 4),  # dq at a width of 32, and the row sums, in fp32
+        (torch.bfloat16, "t4", 2 * 4 * 2048 * (64 + 1) * 4),  # no flash attention before Ampere
+        (torch.float32, "h100", 2 * 4 * 2048 * (16 + 1) * 4),  # nor in fp32
+        (torch.float32, "cpu", 0),
+    ],
+)
+def test_workspaces_of_a_card_that_is_not_here_are_predicted(dtype, name, expected):
+    ids = torch.zeros(2, 2048, dtype=torch.long)
+    regions = regions_of(Attention(dtype), ids)
+    costs = by_target(regions, estimate(regions, DEVICES[name], measure_on=None))
+    assert costs[ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default].workspace == expected
+    segments = (4096 // 10 + 50) * 64 * 4
+    table = costs[ATEN.embedding_dense_backward.default].workspace
+    image = 2 * 2048 * 64 * dtype.itemsize
+    folded = costs[ATEN.convolution_backward.default].workspace
+    if name == "cpu":
+        assert table == folded == 0
+    else:
+        assert segments < table < 2 * segments
+        assert 2 * image < folded < 3 * image
+
+
+def test_a_matrix_without_a_unit_stride_is_copied_for_cublas():
+    class EverySecond(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(4, 3))
+
+        def forward(self, x):
+            return x[:, ::2] @ self.weight
+
+    regions = regions_of(EverySecond(), torch.zeros(6, 8))
+    costs = estimate(regions, DEVICES["a100"], measure_on=None)[0]
+    forward = [cost for op, cost in zip(regions[0].ops, costs, strict=True) if op.node.target is ATEN.mm.default]
+    assert forward[0].workspace == 6 * 4 * 4
+
+
+def test_timed_estimates_take_seconds_from_runs_and_nothing_else():
+    regions = regions_of(torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU()), torch.zeros(16, 32))
+    plain = estimate(regions, DEVICES["cpu"], measure_on=CPU, progress=False)
+    timed = estimate(regions, DEVICES["cpu"], measure_on=CPU, timed=True, progress=False)
+    for op, one, other in zip(regions[0].ops, plain[0], timed[0], strict=True):
+        assert one.seconds == roofline_seconds(op.node, DEVICES["cpu"])
+        assert other.seconds > 0
+        assert (one.flops, one.workspace, one.excess) == (other.flops, other.workspace, other.excess)
+    assert any(one.seconds != other.seconds for one, other in zip(plain[0], timed[0], strict=True))
+    # what is known of the times does not change an estimate that does not ask for them
+    assert estimate(regions, DEVICES["cpu"], measure_on=CPU, progress=False) == plain
+
+
+def test_an_op_that_was_not_measured_is_scaled_as_the_others_are(monkeypatch):
+    regions = regions_of(torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU()), torch.zeros(16, 32))
+    nodes = [op.node for op in regions[0].ops]
+    cpu = DEVICES["cpu"]
+    known = {call_of(n).key: Allocated(0, 0, 3 * roofline_seconds(n, cpu)) for n in nodes[1:]}
+    monkeypatch.setattr(ops_module, "measure", lambda calls, device, **options: known)
+    (costs,) = estimate(regions, cpu, measure_on=CPU, timed=True)
+    assert costs[0].seconds == pytest.approx(3 * roofline_seconds(nodes[0], cpu))
+
+
+def test_an_op_that_refuses_zeros_is_left_out():
+    singular = describe_call(ATEN.linalg_inv.default, (torch.eye(4),), {}, torch.eye(4))
+    with pytest.raises(RuntimeError):
+        ATEN.linalg_inv.default(torch.zeros(4, 4))
+    (product,) = some_calls(1)
+    found = measure([product, singular], CPU, timed=True, progress=False)
+    assert set(found) == {product.key}
+
+
+# The cache
+
+
+def test_what_was_measured_is_not_run_again():
+    calls = some_calls()
+    first, found = runs(calls)
+    assert first == len(calls)
+    assert runs(calls) == (0, found)
+
+
+def test_times_are_measured_where_only_bytes_are_known():
+    calls = some_calls()
+    _, bytes_only = runs(calls)
+    assert all(f.seconds is None for f in bytes_only.values())
+    again, timed = runs(calls, timed=True)
+    assert again > len(calls)
+    assert all(f.seconds > 0 for f in timed.values())
+    assert runs(calls, timed=True) == (0, timed)
+    assert runs(calls) == (0, bytes_only)
+
+
+def test_other_shapes_types_and_settings_are_other_measurements():
+    def again(*args):
+        return runs([call(ATEN.mm.default, *args)])[0]
+
+    x = torch.zeros(8, 8)
+    assert again(x, x) == 1
+    assert again(x, x) == 0
+    assert again(x.double(), x.double()) == 1
+    assert again(x, x.t()) == 1
+    assert again(torch.zeros(9, 8), x) == 1
+    torch.set_num_threads(2)
+    assert again(x, x) == 1
+
+
+def test_an_interruption_keeps_what_was_measured():
+    calls = some_calls(40)
+    with pytest.raises(KeyboardInterrupt), Ran(interrupt_after=39):
+        measure(calls, CPU, progress=False)
+    left, found = runs(calls)
+    assert 0 < left < 20
+    assert len(found) == 40
+
+
+@pytest.mark.parametrize("damage", ["text", "cut", "overwritten"])
+def test_a_damaged_file_is_begun_anew_and_says_so(damage, folder):
+    calls = some_calls(40)
+    _, found = runs(calls)
+    (file,) = folder.iterdir()
+    content = file.read_bytes()
+    broken = {
+        "text": b"not a database, but long enough to be read as one" * 40,
+        "cut": content[: len(content) // 2],
+        "overwritten": content[:100] + b"\xff" * (len(content) - 100),
+    }
+    file.write_bytes(broken[damage])
+    with pytest.warns(UserWarning, match=file.name):
+        count, again = runs(calls)
+    assert (count, again) == (len(calls), found)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert runs(calls) == (0, found)
+
+
+def write_many(worker, count):
+    for n in range(count):
+        cache.write({f"{worker} {n}": Allocated(worker, n), "both": Allocated(1, 2)})
+
+
+def test_two_processes_write_at_once(folder):
+    fork = multiprocessing.get_context("fork")
+    workers = [fork.Process(target=write_many, args=(w, 40)) for w in range(2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert [worker.exitcode for worker in workers] == [0, 0]
+    everything = {f"{w} {n}": Allocated(w, n) for w in range(2) for n in range(40)}
+    assert cache.read([*everything, "both", "neither"]) == {**everything, "both": Allocated(1, 2)}
+
+
+def test_a_folder_that_cannot_be_written_is_no_cache(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("CHECKPOINT_PLANNER_CACHE", str(tmp_path / "file" / "cache"))
+    calls = some_calls()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        first, found = runs(calls)
+        assert (first, runs(calls)) == (len(calls), (len(calls), found))
+
+
+def test_the_folder_is_where_the_environment_says(tmp_path, monkeypatch):
+    assert cache.cache_file().parent == tmp_path / "cache"
+    monkeypatch.delenv("CHECKPOINT_PLANNER_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache.cache_file().parent == tmp_path / "xdg" / "checkpoint-planner"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert cache.cache_file().parent == tmp_path / "home" / ".cache" / "checkpoint-planner"
+
+
+def test_measuring_leaves_the_random_generator_alone():
+    drawing = call(ATEN.bernoulli.p, torch.zeros(100), 0.5)
+    before = torch.get_rng_state()
+    assert measure([drawing], CPU, timed=True, progress=False)
+    assert torch.equal(torch.get_rng_state(), before)
