@@ -16,6 +16,7 @@ from .errors import (
     PlanWarning,
     VerificationError,
 )
+from .max_batch import MaxBatch, max_batch
 from .pareto import pareto
 from .plan import Plan
 
@@ -25,6 +26,7 @@ __all__ = [
     "BudgetError",
     "CaptureError",
     "InfeasibleBudgetError",
+    "MaxBatch",
     "ModelError",
     "OptionError",
     "Plan",
@@ -32,6 +34,7 @@ __all__ = [
     "PlannerError",
     "VerificationError",
     "applied_plan",
+    "max_batch",
     "pareto",
     "plan",
 ]
