@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from math import ceil
 
 import torch
 
@@ -15,7 +16,7 @@ from .capture.call import storages
 from .errors import InfeasibleBudgetError, PlanWarning, gb
 from .estimate.caching import Event, events_of, reserved, smallest_limit
 from .lowering import OPTIMIZER, Lowered
-from .request import Request
+from .request import GB, Request
 
 CONTEXT, MARGIN = "CUDA context", "fragmentation margin"  # lines of the account
 ROUNDS, GROWTH = 3, 0.15  # solves, and what each adds to the margin that its predecessor's schedule would need
@@ -41,7 +42,7 @@ def add_margin(
     schedule = schedule or every_op_once(problem)
     peak = simulate(problem, schedule).peak
     if _expandable():
-        margin = EXPANDABLE * peak
+        margin = EXPANDABLE * min(peak, request.budget_bytes / (1 + EXPANDABLE))
     else:
         need = smallest_limit(_events(request, lowered, lines, schedule)) + lines[CONTEXT]
         margin = (1 + growth) * max(0, need - peak)
@@ -64,7 +65,11 @@ def solve_with_margin(
         roomy, account = add_margin(request, lowered, lines, schedule, GROWTH * n)
         try:
             solution = solve(request, roomy, account)
-        except InfeasibleBudgetError:
+        except InfeasibleBudgetError as e:
+            if best is None and _expandable():  # a larger budget needs a larger margin
+                asked = round(e.minimum_gb * GB) - account[MARGIN]
+                least = ceil(asked * (1 + EXPANDABLE)) + 1
+                raise InfeasibleBudgetError(e.budget_gb, least, {**e.takes, MARGIN: least - asked}) from None
             if best is None:
                 raise
             break
