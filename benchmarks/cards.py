@@ -1,6 +1,7 @@
 """Plans of large models for cards that are not here, from models without weights: `python -m benchmarks.cards`.
 
-Each plan has a process of its own, so that its memory is its own.
+Each plan has a process of its own, so that its memory is its own. As for training, PYTORCH_ALLOC_CONF says what
+allocator to plan for.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import resource
 import time
 from dataclasses import dataclass
@@ -116,7 +118,9 @@ def main() -> None:
         print("\n".join(f"  {name:<60.60} {gb(size):>12}" for name, size in row["account"].items() if size))
     if options.output:
         options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1) + "\n")
+        allocator = os.environ.get("PYTORCH_ALLOC_CONF", "")
+        report = {"torch": torch.__version__, "allocator": allocator, "rows": rows}
+        options.output.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":
