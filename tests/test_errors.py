@@ -41,7 +41,7 @@ def test_a_budget_under_the_minimum_says_what_would_do():
         assert torch.equal(v, before[k])
 
 
-@pytest.mark.parametrize("thing", [None, 3, "model", lambda x: x, nn.Linear], ids=str)
+@pytest.mark.parametrize("thing", [None, 3, "model", lambda x: x, nn.Linear], ids=lambda thing: type(thing).__name__)
 def test_something_that_is_not_a_module(thing):
     with pytest.raises(planner.ModelError, match=r"torch\.nn\.Module"):
         plan(thing, torch.zeros(1), budget_gb=1)
