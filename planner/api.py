@@ -23,7 +23,7 @@ from .estimate.resident import storage_bytes
 from .pipeline import make_plan
 from .plan import PendingPlan, Plan
 from .request import GB, Costs, Request, arguments, check
-from .runtime.run import Recipe, Runtime, attach, attached, call_signature, detach, taken_off
+from .runtime.run import Recipe, Runtime, attach, attached, call_signature, detach
 from .runtime.verify import FOUND
 from .runtime.verify import verify as verify_plan
 
@@ -185,11 +185,6 @@ def repair(plan: Plan, batch: Any = None, kwargs: Mapping[str, Any] | None = Non
         args, extra = arguments(request.model, batch, kwargs)
         request = with_batch(request, request.model, args or (), extra)
         plan = make_plan(request)
-    with taken_off(request.model):
-        return _repair(plan, request, attempts)
-
-
-def _repair(plan: Plan, request: Request, attempts: int) -> Plan:
     found = 0
     learnt: list[str] = []
     while True:

@@ -38,6 +38,8 @@ def add_margin(
         schedule: what runs; None for every op once.
         growth: share of the margin to add.
     """
+    if not _fragments(request, lines):
+        return lowered, lines
     problem = lowered.problem
     schedule = schedule or every_op_once(problem)
     peak = simulate(problem, schedule).peak
@@ -58,6 +60,8 @@ def solve_with_margin(
     The first margin is that of keeping everything, whatever the budget is, so that a budget that was named as feasible
     is. Where no margin that fits is enough, the note of the solution says so.
     """
+    if not _fragments(request, lines):
+        return lowered, solve(request, lowered, lines), lines
     schedule: Schedule | None = None
     best: tuple[Lowered, Solution, Lines] | None = None
     limit = request.budget_bytes - lines[CONTEXT]
@@ -86,6 +90,11 @@ def solve_with_margin(
     )
     warnings.warn(note, PlanWarning, stacklevel=5)
     return roomy, replace(solution, note=f"{solution.note} {note}".strip()), account
+
+
+def _fragments(request: Request, lines: Lines) -> bool:
+    """Whether there is a caching allocator, and no margin for it yet."""
+    return request.device.type == "cuda" and MARGIN not in lines
 
 
 def _expandable() -> bool:

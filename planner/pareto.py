@@ -14,7 +14,7 @@ from solvers.pareto import check_points, curve
 
 from .capture.step import capture
 from .errors import BatchError, CaptureError, OptionError
-from .fragmentation import MARGIN, add_margin
+from .fragmentation import add_margin
 from .pipeline import problem_of, write
 from .plan import Plan
 from .request import GB, Options, check
@@ -87,9 +87,7 @@ def pareto(
         raise BatchError(_no_batch(model, "it has no dummy inputs of its own"))
     try:
         graph = capture(model, request.args, request.kwargs, keep_everything, request.loss_fn)
-        lowered, lines = problem_of(request, graph)
-        if request.device.type == "cuda" and MARGIN not in lines:
-            lowered, lines = add_margin(request, lowered, lines)
+        lowered, lines = add_margin(request, *problem_of(request, graph))
     except (BatchError, CaptureError) as e:
         if batch is None and not kwargs:
             raise BatchError(_no_batch(model, f"with its own dummy inputs: {e}")) from e

@@ -15,7 +15,7 @@ from .estimate.ops import estimate
 from .estimate.optimizer import optimizer_memory
 from .estimate.resident import account
 from .estimate.workspace import measure
-from .fragmentation import MARGIN, solve_with_margin
+from .fragmentation import solve_with_margin
 from .lowering import Lowered, lower, raise_schedule
 from .plan import GraphModules, Plan
 from .request import GB, Request
@@ -29,10 +29,7 @@ def make_plan(request: Request) -> Plan:
     """Plan a checked request that has a batch: capture, estimate, solve, rewrite. Raises as `plan()` does."""
     graph = capture(request.model, request.args or (), request.kwargs, keep_everything, request.loss_fn)
     lowered, lines = problem_of(request, graph)
-    if request.device.type == "cuda" and MARGIN not in lines:
-        lowered, solution, lines = solve_with_margin(request, lowered, lines, _solve)
-    else:
-        solution = _solve(request, lowered, lines)
+    lowered, solution, lines = solve_with_margin(request, lowered, lines, _solve)
     return write(request, graph, lowered, solution, lines)
 
 
@@ -41,9 +38,7 @@ def problem_of(request: Request, graph: TrainingGraph) -> tuple[Lowered, dict[st
     device, here = request.device, request.measure_on
     outside = measure(graph.loss.calls, here, progress=False) if here is not None else {}
     given = {name: round(size * GB) for name, size in request.account_gb.items()}
-    optimizer = optimizer_memory(
-        [p for p in request.model.parameters() if p.requires_grad], request.optimizer, cuda=device.type == "cuda"
-    )
+    optimizer = optimizer_memory(request.model.parameters(), request.optimizer, cuda=device.type == "cuda")
     lines = account(
         request.model,
         request.args or (),

@@ -141,16 +141,13 @@ def check(
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise BatchError(f"kwargs={kwargs!r} must be a mapping of keyword arguments, or None")
     args, extra = arguments(model, batch, kwargs)
-    state = list(optimizer.state.values()) if isinstance(optimizer, torch.optim.Optimizer) else []
-    own = [
-        *model.parameters(),
-        *model.buffers(),
-        *[p.grad for p in model.parameters() if accumulate],
-        args,
-        extra,
-        state,
-    ]
-    budget = _budget(budget_gb, target, where, own)
+    if budget_gb is None and where.type == "cuda":
+        gradients = [p.grad for p in model.parameters() if accumulate]
+        state = list(optimizer.state.values()) if isinstance(optimizer, torch.optim.Optimizer) else []
+        own = [*model.parameters(), *model.buffers(), *gradients, args, extra, state]
+        budget = (_free_bytes(where, own) + target.context) / GB
+    else:
+        budget = _budget(budget_gb, target)
     return Request(
         model_ref=weakref.ref(model),
         args=args,
@@ -178,15 +175,15 @@ def _positive(x: Any) -> bool:
     return _real(x) and float(x) > 0
 
 
-def _budget(given: Any, device: Device, where: torch.device, own: list[Any]) -> float:
-    """A budget in GB, from a number, a share of the device's memory as "80%", or None: what is free on it.
+def _free_bytes(where: torch.device, own: list[Any]) -> int:
+    """What nobody holds on a GPU, what this process's allocator has cached, and what the plan's own tensors have."""
+    cached = torch.cuda.memory_reserved(where) - torch.cuda.memory_allocated(where)
+    counted = storages([t for t in tree_leaves(own) if isinstance(t, torch.Tensor) and t.is_cuda])
+    return torch.cuda.mem_get_info(where)[0] + cached + sum(counted.values())
 
-    Free is what nobody holds, what this process's allocator has cached, and what the plan's own tensors have there now.
-    """
-    if given is None and where.type == "cuda":
-        cached = torch.cuda.memory_reserved(where) - torch.cuda.memory_allocated(where)
-        counted = storages([t for t in tree_leaves(own) if isinstance(t, torch.Tensor) and t.is_cuda])
-        return (torch.cuda.mem_get_info(where)[0] + cached + sum(counted.values()) + device.context) / GB
+
+def _budget(given: Any, device: Device) -> float:
+    """A budget in GB, from a number, a share of the device's memory as "80%", or None: all of it."""
     if given is None and device.type == "cuda":
         return device.memory / GB
     share = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", given) if isinstance(given, str) else None

@@ -198,14 +198,13 @@ def _anneal(search: Search, goal: Goal, starts: list[Found], effort: Effort, eno
         round_ = [Walk(f.policy, hot, hot * COLDEST, steps, seconds, seed + i) for i, f in enumerate(chosen)]
         found += search.walk(round_, goal, goal.price * enough)
         seed += walks
-        pool = sorted(found, key=lambda f: energy_of(goal, f))
-        while pool[0].peak > goal.budget and _best(search.problem, found) is not None:
+        pool, best = sorted(found, key=lambda f: energy_of(goal, f)), _best(search.problem, found)
+        while pool[0].peak > goal.budget:  # a little too much memory was the cheaper choice
             goal = goal._replace(penalty=STRICTER * goal.penalty)
+            if best is None:
+                break
             pool = sorted(found, key=lambda f: energy_of(goal, f))
-        if pool[0].peak > goal.budget:  # a little too much memory was the cheaper choice
-            goal = goal._replace(penalty=STRICTER * goal.penalty)
         pool = pool[: max(1, walks // 2)]
-        best = _best(search.problem, found)
         if best is not None and best.extra <= enough:
             break
     return best

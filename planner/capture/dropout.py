@@ -23,13 +23,13 @@ def split_dropouts(graph: fx.Graph) -> None:
         if not train or not isinstance(rate, float) or rate >= 1 or parts.keys() != {0, 1}:
             continue
         result, mask = parts[0], parts[1]
-        if not result.meta["val"].is_cuda and result.meta["val"].dtype not in (torch.float32, torch.float64):
+        made: Any = result.meta["val"]  # views of it share its storage
+        if not made.is_cuda and made.dtype not in (torch.float32, torch.float64):
             continue  # on the CPU, the two round half precision differently
         draw.append(mask)
         with graph.inserting_after(mask):
             scaled = graph.call_function(_ATEN.native_dropout_backward.default, (x, mask, _scale(rate, draw)))
         scaled.meta = {**result.meta, _DRAWN_BY: draw.name}
-        made: Any = result.meta["val"]  # views of it share its storage
         with made.fake_mode:
             draw.meta = {**draw.meta, "val": (torch.empty_like(made), mask.meta["val"])}
         result.replace_all_uses_with(scaled)

@@ -177,8 +177,6 @@ def _untouched(model: nn.Module, accumulate: bool) -> Iterator[Callable[[], None
     parameters = list(model.parameters())
     # an optimizer that steps in the backward pass must not
     hooks = [(h, dict(h)) for p in parameters if (h := p._post_accumulate_grad_hooks)]
-    for table, _ in hooks:
-        table.clear()
     gradients = [p.grad for p in parameters]
     buffers = [(b, b.detach().clone()) for b in model.buffers()]
     devices = sorted({p.device.index for p in parameters if p.device.type == "cuda"})
@@ -196,8 +194,10 @@ def _untouched(model: nn.Module, accumulate: bool) -> Iterator[Callable[[], None
             for d, state in zip(devices, cuda, strict=True):
                 torch.cuda.set_rng_state(state, d)
 
-        again()
         try:
+            for table, _ in hooks:
+                table.clear()
+            again()
             yield again
         finally:
             again()
