@@ -2,20 +2,22 @@
 
 Ops of all regions stand in the order of the step: every forward pass in order, the loss, every backward pass in reverse
 order. The loss op stands for what happens between the passes: it reads the model's outputs and makes their gradients.
-Where gradients accumulate, an op after each backward pass adds its gradients to those that are there; the optimizer's
-step comes last.
+An op after a backward pass adds its gradients to those of other regions, and, where gradients accumulate, to those
+that are there; the optimizer's step comes last.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate as sums
+from itertools import accumulate as totals
 
 from solvers import Op, Problem, Schedule
 
-from .capture.region import Link, Region
+from .capture.calls import Link
+from .capture.region import Region
 from .estimate.ops import OpEstimate
+from .joining import join
 
 LOSS, ACCUMULATE, OPTIMIZER = -1, -2, -3  # ops of no region
 
@@ -52,6 +54,7 @@ def lower(
     loss_workspace: int = 0,
     loss_bytes: int = 0,
     tangents_pinned: bool = True,
+    tangents_held: bool = False,
     accumulate: bool = False,
     optimizer_step: int | None = None,
     shard: int = 1,
@@ -67,7 +70,8 @@ def lower(
         resident: bytes held beside the values.
         loss_workspace: bytes held only while the loss outside the model is computed, beside the gradients it makes.
         loss_bytes: bytes held from the loss to the end of the backward pass, for the same reason.
-        tangents_pinned: whether the gradients that enter a backward pass are held until it ends.
+        tangents_pinned: whether the gradients that the loss makes are held to the end of the backward pass.
+        tangents_held: whether the gradients that enter a region's backward pass are held until that has ended.
         accumulate: whether gradients are added to those of earlier microbatches (counted in `resident`), and freed.
         optimizer_step: bytes held only while the optimizer steps; None for no optimizer.
         shard: how many devices share each gradient, once it is made.
@@ -81,28 +85,34 @@ def lower(
     pinned: set[int] = set()
     outputs: list[int] = []
     incoming: list[int] = []
-    offset = tuple(sums([0, *(len(region.values) for region in regions)]))[:-1]
-    taken, same = _linked(regions, links, offset)
-    gradients = [
-        [start + v for v in region.values_in(region.grads)] for region, start in zip(regions, offset, strict=True)
-    ]
-    shared = {v for each in gradients for v in each} - set(same.values()) if shard > 1 else set()
+    offset = tuple(totals([0, *(len(region.values) for region in regions)]))
+    joined = join(regions, links, offset)
+    shared = {v for each in joined.gradients for v in each} if shard > 1 else set()
+
+    def size(nbytes: int) -> None:
+        share = -(-nbytes // shard) if len(sizes) in shared else nbytes
+        sizes.append(-(-share // granularity) * granularity)
+        unsharded.append(nbytes - share)
+
     for region, estimated in zip(regions, estimates, strict=True):
         nbytes = [v.nbytes for v in region.values]
         for op, estimate in zip(region.ops, estimated, strict=True):
             if estimate.excess and op.writes:
                 nbytes[op.writes[0]] += estimate.excess
         for n in nbytes:
-            share = -(-n // shard) if len(sizes) in shared else n
-            sizes.append(-(-share // granularity) * granularity)
-            unsharded.append(n - share)
+            size(n)
+    for each in sorted((s for group in joined.sums.values() for s in group if s.writes), key=lambda s: s.writes or 0):
+        size(each.size)
 
     def add(r: int, indices: range) -> None:
         start = offset[r]
         for i in indices:
             graph_op, cost = regions[r].ops[i], estimates[r][i]
-            own = (same.get(start + v, start + v) for v in graph_op.reads)
-            reads = tuple(dict.fromkeys([*own, *(v for at in graph_op.takes for v in taken.get((r, at), ()))]))
+            read = [joined.resolve(start + v) for v in graph_op.reads]
+            read += [v for at in graph_op.takes for v in joined.taken.get((r, at), ())]
+            if tangents_held and i + 1 == len(regions[r].ops):
+                read += [joined.resolve(start + v) for v in regions[r].values_in(regions[r].tangents)]
+            reads = tuple(dict.fromkeys(read))
             writes = tuple(start + v for v in graph_op.writes)
             name = graph_op.node.name if graph_op.kind == "call" else f"{graph_op.node.name}_{graph_op.kind}"
             workspace = cost.workspace + sum(unsharded[v] for v in writes)
@@ -113,15 +123,15 @@ def lower(
         start = offset[r]
         pinned.update(start + v for v in region.values_in(region.returned))
         if not accumulate:
-            pinned.update(gradients[r])
+            pinned.update(joined.gradients[r])
         outputs.extend(start + v for v in region.values_in(region.fwd_outputs))
         incoming.extend(start + v for v in region.values_in(region.tangents))
         add(r, range(region.boundary))
     boundary = len(ops)
-    pinned.difference_update(same.values(), *taken.values())
+    pinned.difference_update(joined.freed)
     if tangents_pinned:
-        pinned.update(same.get(v, v) for v in incoming)
-    for v in same:  # made by the backward pass of the other region, not by the loss
+        pinned.update(set(incoming).difference(joined.same))
+    for v in joined.unused:
         sizes[v] = 0
     incoming.append(len(sizes))
     pinned.add(len(sizes))
@@ -136,37 +146,15 @@ def lower(
     add_own(LOSS, "loss", outputs, incoming, loss_workspace)
     for r in reversed(range(len(regions))):
         add(r, range(regions[r].boundary, len(regions[r].ops)))
+        for each in joined.sums.get(r, ()):
+            reads = [joined.resolve(v) for v in each.reads]
+            add_own(ACCUMULATE, "add gradients", reads, () if each.writes is None else [each.writes])
         if accumulate:
-            add_own(ACCUMULATE, "accumulate gradients", gradients[r])
+            add_own(ACCUMULATE, "accumulate gradients", joined.gradients[r])
     if optimizer_step is not None:
         add_own(OPTIMIZER, "optimizer step", workspace=optimizer_step)
     problem = Problem(tuple(ops), tuple(sizes), boundary, frozenset(pinned), resident, budget)
-    return Lowered(problem, tuple(origin), offset)
-
-
-def _linked(
-    regions: Sequence[Region], links: Sequence[Link], offset: Sequence[int]
-) -> tuple[dict[tuple[int, int], tuple[int, ...]], dict[int, int]]:
-    """What links mean for the problem's values.
-
-    Returns:
-        For each (region, primal), the values of another region that it stands for; and for each gradient that comes
-        into a region, the gradient of another region that it is.
-    """
-    taken: dict[tuple[int, int], tuple[int, ...]] = {}
-    same: dict[int, int] = {}
-    for link in links:
-        maker, user = regions[link.producer], regions[link.consumer]
-        result, primal = maker.output_at(link.result), user.input_at(link.argument)
-        if result is None or primal is None:
-            continue
-        incoming = maker.values_in([maker.tangent_at(link.result)])
-        outgoing = user.values_in([user.grads[primal]])
-        values = maker.values_in([result])
-        if len(values) == len(incoming) == len(outgoing) == 1:
-            taken[link.consumer, primal] = (offset[link.producer] + values[0],)
-            same[offset[link.producer] + incoming[0]] = offset[link.consumer] + outgoing[0]
-    return taken, same
+    return Lowered(problem, tuple(origin), offset[:-1])
 
 
 def raise_schedule(lowered: Lowered, schedule: Schedule) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:

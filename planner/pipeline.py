@@ -20,8 +20,10 @@ from .lowering import Lowered, lower, raise_schedule
 from .plan import GraphModules, Plan
 from .request import GB, Request
 from .rewrite.emit import emit, keep_everything
-from .runtime.run import Recipe
+from .runtime.run import PlannedRegion, Recipe
 
+# from torch 2.13 on, a compiled region may free a gradient that enters its backward pass while that runs
+TANGENTS_FREED = hasattr(torch.autograd.Function, "boxed_grads_call")
 OPTIMIZER_STEP = "optimizer step"  # a line that can be set, and is not held all the time
 
 
@@ -63,8 +65,9 @@ def problem_of(request: Request, graph: TrainingGraph) -> tuple[Lowered, dict[st
         resident=sum(lines.values()),
         loss_workspace=graph.loss.workspace,
         loss_bytes=graph.loss.held + sum(a.excess for a in outside.values()),
-        # loss.backward() holds the loss's own gradient; before torch 2.13, autograd holds any that enter a region
-        tangents_pinned=graph.loss.source == "model" or not hasattr(torch.autograd.Function, "boxed_grads_call"),
+        # loss.backward() holds the loss's own gradient
+        tangents_pinned=graph.loss.source == "model" or not TANGENTS_FREED,
+        tangents_held=not TANGENTS_FREED,
         accumulate=request.accumulate,
         optimizer_step=step if request.optimizer is not None or OPTIMIZER_STEP in request.account_gb else None,
         shard=request.shard,
@@ -87,7 +90,9 @@ def write(request: Request, graph: TrainingGraph, lowered: Lowered, solution: So
     problem, timeline = lowered.problem, solution.timeline
     passes = raise_schedule(lowered, solution.schedule)
     modules = tuple(GraphModules(*emit(region, *each)) for region, each in zip(graph.regions, passes, strict=True))
-    recipe = Recipe({r.fingerprint: each for r, each in zip(graph.regions, passes, strict=True)}, graph.detached)
+    planned = [PlannedRegion(r.fingerprint, *each) for r, each in zip(graph.regions, passes, strict=True)]
+    calls = {key: tuple(None if r is None else planned[r] for r in order) for key, order in graph.order.items()}
+    recipe = Recipe(calls, graph.detached)
     return Plan(
         budget_bytes=request.budget_bytes,
         peak_bytes=timeline.peak,

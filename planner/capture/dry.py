@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -11,10 +10,11 @@ from torch import fx, nn
 
 from ..errors import CaptureError, PlannerError, gb
 from .call import storages
-from .dynamo import Partition, boxed, compile_call, dynamo_settings, make_backend
+from .calls import RegionCall, version
+from .dynamo import CompileRegion, Partition, compile_call, detach_outputs, dynamo_settings, make_backend
 from .outside import LossFn, OutsideLoss, differentiable, leaves, trace_loss
 from .private import FakeTensorMode
-from .region import Link, Region, fingerprint
+from .region import Region, fingerprint
 
 Detach = Callable[[fx.GraphModule], Collection[int]] | Mapping[str, tuple[int, ...]]
 # Eager autograd between the regions may hold this share of what the regions hold before a plan is refused.
@@ -25,7 +25,7 @@ class DryPass:
     """One call of the fake model.
 
     Attributes:
-        regions: those with a gradient, in the order of their calls.
+        calls: of compiled graphs, in order; one graph may serve several.
         cut: for each Dynamo graph, by its key, the outputs that were cut off.
     """
 
@@ -33,48 +33,13 @@ class DryPass:
         self.mode = mode
         self.split = split
         self.detach = detach
-        self.regions: list[Region] = []
+        self.calls: list[RegionCall] = []
         self.cut: dict[str, tuple[int, ...]] = {}
-        self._calls: list[tuple[int | None, list[Any], list[Any]]] = []  # region, inputs, results
-        self._results: list[tuple[str, list[Any]]] = []  # of each call: the graph's key, what it returned
-        self._inputs: list[tuple[torch.Tensor, int]] = []  # with their versions once the call had ended
 
     def run(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
         """Call the model; returns its output. Raises CaptureError."""
         name = type(model).__name__
-        key = ""
-        planned: dict[str, int] = {}
-
-        def detach(graph: fx.GraphModule) -> Collection[int]:
-            nonlocal key
-            key = fingerprint(graph.graph)
-            self.cut[key] = tuple(self.detach.get(key, ()) if isinstance(self.detach, Mapping) else self.detach(graph))
-            return self.cut[key]
-
-        def partition(region: Region) -> tuple[fx.GraphModule, fx.GraphModule]:
-            if any(r.fingerprint == region.fingerprint for r in self.regions):
-                raise CaptureError(_TWICE.format(name))
-            planned[key] = len(self.regions)
-            self.regions.append(region)
-            return self.split(region)
-
-        def wrap(compiled: Callable[..., Any], cut: Collection[int]) -> Callable[..., Any]:
-            own = key
-
-            def call(*inputs: Any) -> Any:
-                if own in planned and any(own == k for k, _ in self._results):
-                    raise CaptureError(_TWICE.format(name))
-                results = list(compiled(*inputs))
-                for at in cut:  # so that a gradient which does reach it is seen
-                    results[at] = results[at].requires_grad_()
-                self._results.append((own, results))
-                self._calls.append((planned.get(own), list(inputs), results))
-                self._inputs += [(t, t._version) for t in inputs if isinstance(t, torch.Tensor)]
-                return tuple(results)
-
-            return call
-
-        compiled = compile_call(model, make_backend(partition, boxed, detach, wrap))
+        compiled = compile_call(model, make_backend(self._serve))
         try:
             with self.mode, dynamo_settings(), torch.enable_grad():
                 output = compiled(*args, **kwargs)
@@ -82,24 +47,42 @@ class DryPass:
             raise
         except Exception as e:
             raise CaptureError(_uncapturable(name, e)) from e
-        if not self.regions:
+        if all(call.region is None for call in self.calls):
             raise CaptureError(
                 f"{name}: torch.compile captured nothing of its forward pass that needs a gradient (it leaves alone "
                 "recurrent layers and what is under torch.compiler.disable). Plan a submodule that it can capture"
             )
         with self.mode:
             self._refuse_eager_parts(name, output)
-        if any(t._version != version for t, version in self._inputs):
-            raise CaptureError(
-                f"{name}: a buffer or input that one compiled region reads is overwritten outside it, so the region "
-                "cannot be recomputed. Move the update into the module that reads it, or plan a submodule"
-            )
         return output
+
+    def _serve(self, graph: fx.GraphModule, compile_region: CompileRegion) -> Callable[..., Any]:
+        key = fingerprint(graph.graph)
+        cut = self.detach.get(key, ()) if isinstance(self.detach, Mapping) else self.detach(graph)
+        self.cut[key] = tuple(cut)
+        detach_outputs(graph, cut)
+        captured: list[Region] = []
+
+        def partition(region: Region) -> tuple[fx.GraphModule, fx.GraphModule]:
+            captured.append(region)
+            return self.split(region)
+
+        compiled = compile_region(partition)
+
+        def call(*inputs: Any) -> Any:
+            results = tuple(compiled(*inputs))
+            for at in cut:  # so that a gradient which does reach it is seen
+                results[at].requires_grad_()
+            region = captured[0] if captured else None
+            self.calls.append(RegionCall(key, region, inputs, tuple(map(version, inputs)), results))
+            return results
+
+        return call
 
     def gradients(self, output: Any, loss_fn: LossFn | None) -> tuple[dict[str, tuple[int, ...]], OutsideLoss]:
         """For each Dynamo graph, the outputs that no gradient reaches; and what the loss outside the model takes."""
-        results = [t for _, outputs in self._results for t in outputs if differentiable(t)]
-        last = [t for t in self._results[-1][1] if differentiable(t)]
+        results = [t for call in self.calls for t in call.results if differentiable(t)]
+        last = [t for t in self.calls[-1].results if differentiable(t)]
         try:
             with self.mode, torch.enable_grad():
                 outside, loss = trace_loss(output, loss_fn, last)
@@ -111,35 +94,15 @@ class DryPass:
         except Exception as e:
             raise CaptureError(f"the backward pass cannot be captured: {type(e).__name__}: {e}") from e
         unused = {id(t) for t, g in zip(results, reached, strict=True) if g is None}
-        cut = {key: tuple(at for at, t in enumerate(ts) if id(t) in unused) for key, ts in self._results}
+        cut: dict[str, tuple[int, ...]] = {}
+        for call in self.calls:
+            here = tuple(at for at, t in enumerate(call.results) if id(t) in unused)
+            cut[call.key] = tuple(at for at in cut.get(call.key, here) if at in here)
         return {key: cut.get(key, ()) for key in self.cut}, outside
-
-    def links(self, output: Any) -> tuple[Link, ...]:
-        """What one region makes for exactly one other, and nobody else holds."""
-        made: dict[int, tuple[int, int]] = {}
-        uses: dict[int, list[tuple[int | None, int]]] = defaultdict(list)
-        elsewhere = set(storages(leaves(output)))
-        for region, inputs, results in self._calls:
-            for at, t in enumerate(inputs):
-                for storage in storages(t):
-                    uses[storage].append((region, at))
-            for at, t in enumerate(results):
-                for storage in storages(t):
-                    if storage in made or storage in uses or region is None:
-                        elsewhere.add(storage)
-                    else:
-                        made[storage] = (region, at)
-        found = []
-        for storage, (producer, result) in made.items():
-            if storage not in elsewhere and len(uses[storage]) == 1:
-                ((consumer, argument),) = uses[storage]
-                if consumer is not None:
-                    found.append(Link(producer, result, consumer, argument))
-        return tuple(found)
 
     def _refuse_eager_parts(self, name: str, output: Any) -> None:
         """Raise where eager autograd, outside every region, holds more than a sliver: no plan accounts for it."""
-        ours = storages([[t for t, _ in self._inputs], [ts for _, ts in self._results]])
+        ours = storages([(call.inputs, call.results) for call in self.calls])
         held: dict[int, int] = {}
         eager: list[str] = []
         stack = [t.grad_fn for t in leaves(output) if differentiable(t) and t.grad_fn is not None]
@@ -155,19 +118,13 @@ class DryPass:
                 if following is not None and following not in seen:
                     seen.add(following)
                     stack.append(following)
-        regions = sum(v.nbytes for region in self.regions for v in region.values)
+        regions = sum(v.nbytes for call in self.calls if call.region for v in call.region.values)
         if sum(held.values()) > EAGER_SHARE * regions:
             raise CaptureError(
                 f"{name}: {gb(sum(held.values()))} of what its backward pass needs is held by ops that torch.compile "
                 f"left out of every graph ({', '.join(sorted(set(eager))[:4])}), so no plan could hold its word. "
                 "Plan a submodule, or remove what keeps them out (backward hooks, torch.compiler.disable)"
             )
-
-
-_TWICE = (
-    "{}: one compiled graph serves several calls in the same step, which cannot be planned apart yet. "
-    "Plan the repeated submodule, or remove the graph break inside it"
-)
 
 
 def _uncapturable(name: str, error: Exception) -> str:

@@ -21,7 +21,8 @@ from .private import BoxedCodeGen, FakeCopyMode, FakeTensorMode, aot_autograd, d
 from .region import Region, analyse
 
 Partition = Callable[[Region], tuple[fx.GraphModule, fx.GraphModule]]
-Compile = Callable[[fx.GraphModule], Callable[[list[Any]], Any]]
+CompileRegion = Callable[[Partition], Callable[..., Any]]
+Serve = Callable[[fx.GraphModule, CompileRegion], Callable[..., Any]]
 
 
 @contextlib.contextmanager
@@ -49,34 +50,29 @@ def dynamo_settings() -> Iterator[None]:
             raise
 
 
-def make_backend(
-    partition: Partition,
-    compile_graph: Compile,
-    detach: Callable[[fx.GraphModule], Collection[int]],
-    wrap: Callable[[Callable[..., Any], Collection[int]], Callable[..., Any]],
-) -> Callable[..., Any]:
-    """A `torch.compile` backend that leaves every decision to its arguments.
+def make_backend(serve: Serve) -> Callable[..., Any]:
+    """A `torch.compile` backend that leaves every decision to `serve`.
 
     Args:
-        partition: a captured region -> its forward and backward graphs.
-        compile_graph: a graph -> a boxed callable (it takes one list, and empties it).
-        detach: a Dynamo graph -> positions of outputs that receive no gradient and are cut off before capture.
-        wrap: the compiled region and those positions -> what Dynamo calls.
+        serve: a Dynamo graph, and a function that compiles it -> what Dynamo calls in its place. That function takes
+            what turns the captured region into its forward and backward graphs.
     """
 
-    def split(
-        joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any
-    ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        return partition(analyse(joint, num_fwd_outputs))
-
     def compiler(graph: fx.GraphModule, _inputs: Any) -> Callable[[list[Any]], Any]:
-        return compile_graph(graph)
+        return boxed(graph)
 
     def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        cut = detach(graph)
-        _detach_outputs(graph, cut)
-        aot = aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=split)
-        return wrap(aot(graph, inputs), cut)
+        def compile_region(partition: Partition) -> Callable[..., Any]:
+            def split(
+                joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any
+            ) -> tuple[fx.GraphModule, fx.GraphModule]:
+                return partition(analyse(joint, num_fwd_outputs))
+
+            aot = aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=split)
+            compiled: Callable[..., Any] = aot(graph, inputs)
+            return compiled
+
+        return serve(graph, compile_region)
 
     return backend
 
@@ -94,7 +90,8 @@ def compile_call(model: nn.Module, backend: Callable[..., Any]) -> Callable[...,
     return compiled
 
 
-def _detach_outputs(graph: fx.GraphModule, positions: Collection[int]) -> None:
+def detach_outputs(graph: fx.GraphModule, positions: Collection[int]) -> None:
+    """Cut outputs of a Dynamo graph off, in place: no gradient is captured for them."""
     output = graph.graph.output_node()
     results = list(output.args[0])  # type: ignore[arg-type]
     with graph.graph.inserting_before(output):

@@ -106,23 +106,6 @@ class Region:
         return tuple(dict.fromkeys(v for n in nodes for v in self.value_of[n]))
 
 
-@dataclass(frozen=True, slots=True)
-class Link:
-    """A tensor that one region makes for another, and that nothing else holds.
-
-    Attributes:
-        producer: index of the region that returns it.
-        result: the number of the result.
-        consumer: index of the region that takes it.
-        argument: the number of the argument.
-    """
-
-    producer: int
-    result: int
-    consumer: int
-    argument: int
-
-
 def tensors(node: fx.Node) -> Iterator[torch.Tensor]:
     """The fake tensors that a node returns."""
     value = node.meta.get("val", node.meta.get("example_value"))  # AOTAutograd's name for it, Dynamo's
@@ -314,7 +297,7 @@ def fingerprint(graph: fx.Graph) -> str:
     for node in graph.nodes:
         target = "" if node.op in ("placeholder", "get_attr") else getattr(node.target, "__name__", str(node.target))
         args = pytree.tree_map_only(fx.Node, number.__getitem__, (node.args, node.kwargs))
-        shapes = [(tuple(t.shape), t.stride(), str(t.dtype), str(t.device)) for t in tensors(node)]
+        shapes = [(tuple(t.shape), t.stride(), str(t.dtype), str(t.device), t.requires_grad) for t in tensors(node)]
         digest.update(repr((node.op, target, args, shapes)).encode())
     return digest.hexdigest()
 

@@ -11,11 +11,12 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ..errors import BatchError, CaptureError, ModelError
+from .calls import Link, links_of, order_of, regions_of
 from .dry import DryPass
 from .dynamo import Partition, lone_loss, to_fake
 from .outside import LossFn, OutsideLoss, checked_loss, differentiable, leaves
 from .private import FakeTensorMode
-from .region import Link, Region
+from .region import Region
 
 
 @dataclass(frozen=True)
@@ -23,13 +24,15 @@ class TrainingGraph:
     """The training step of a model on one batch.
 
     Attributes:
-        regions: in the order in which their forward passes run.
+        regions: in the order in which their forward passes run; one for each call of a compiled graph.
+        order: for each Dynamo graph, by its key, the regions that its calls are; None for a call without a gradient.
         detached: for each Dynamo graph, by its key, the outputs that get no gradient and are cut off before capture.
         loss: the loss, as far as it is computed outside the model.
-        links: what regions make for each other.
+        links: what regions make for each other and share.
     """
 
     regions: tuple[Region, ...]
+    order: Mapping[str, tuple[int | None, ...]] = field(repr=False)
     detached: Mapping[str, tuple[int, ...]] = field(repr=False)
     loss: OutsideLoss
     links: tuple[Link, ...] = ()
@@ -69,7 +72,8 @@ def capture(
             raise
         cut, loss = dry.gradients(output, loss_fn)
         if cut == dry.cut:
-            return TrainingGraph(tuple(dry.regions), cut, loss, dry.links(output))
+            order, links = order_of(dry.calls), links_of(dry.calls, leaves(output))
+            return TrainingGraph(regions_of(dry.calls), order, cut, loss, links)
     raise CaptureError(f"{type(model).__name__}: which outputs get a gradient changes from one pass to the next")
 
 

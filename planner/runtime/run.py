@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,25 +12,42 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from ..capture.dynamo import boxed, compile_call, dynamo_settings, make_backend
+from ..capture.dynamo import CompileRegion, compile_call, detach_outputs, dynamo_settings, make_backend
 from ..capture.region import Region, fingerprint
 from ..errors import ApplyError
 from ..rewrite.emit import emit
 
-Passes = tuple[tuple[int, ...], tuple[int, ...]]  # indices of a region's ops: forward, backward
+
+@dataclass(frozen=True, slots=True)
+class PlannedRegion:
+    """What a region runs: indices of its ops, for a region of this fingerprint."""
+
+    fingerprint: str
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to run one kind of call.
+    """How to run one kind of call of the model.
 
     Attributes:
-        passes: for each region, by fingerprint, the ops that its forward and backward run.
+        calls: for each Dynamo graph, by key, what each of its calls in a step runs; None for one without a gradient.
         detached: for each Dynamo graph, by key, the outputs that get no gradient.
     """
 
-    passes: Mapping[str, Passes] = field(repr=False)
+    calls: Mapping[str, tuple[PlannedRegion | None, ...]] = field(repr=False)
     detached: Mapping[str, tuple[int, ...]] = field(repr=False)
+
+
+class GraphDiffersError(ApplyError):
+    """The model's graph is not the one that was planned."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the model's graph differs from the one that was planned (it depends on something beside its arguments); "
+            "plan again with the model in the state in which it trains"
+        )
 
 
 class _NoGradient(torch.autograd.Function):
@@ -83,10 +101,10 @@ class Runtime:
         self.newest: Any = None
         self.call_eagerly = model._call_impl
         self.model = model
-        self.regions_run = 0
         self.anchor = torch.zeros((), requires_grad=True)
-        backend = make_backend(self._partition, boxed, self._detach, self._wrap)
-        self.compiled = compile_call(model, backend)
+        self.current = Recipe({}, {})
+        self.calls: Counter[str] = Counter()  # of each Dynamo graph, in this call of the model
+        self.compiled = compile_call(model, make_backend(self._serve))
 
     def add(self, signature: tuple[object, ...], plan: Any, recipe: Recipe) -> None:
         self.recipes[signature] = recipe
@@ -100,10 +118,8 @@ class Runtime:
         if signature not in self.recipes:
             self.add(signature, *self.make(args, kwargs))
         self.warned = self.warned or self.warn(self.plans[signature])
-        before = self.regions_run
-        with dynamo_settings():
-            result = self.compiled(*args, **kwargs)
-        if self.regions_run == before:
+        result = self._run(signature, args, kwargs)
+        if not self.calls:
             raise ApplyError(
                 "torch.compile ran the model without its plan (TORCH_COMPILE_DISABLE, a stance, or a dispatch mode "
                 "such as FlopCounterMode keeps it out); "
@@ -111,30 +127,45 @@ class Runtime:
             )
         return result
 
-    def _recipe_of(self, table: str, key: str) -> Any:
-        for recipe in reversed(self.recipes.values()):
-            if key in getattr(recipe, table):
-                return getattr(recipe, table)[key]
-        raise ApplyError(
-            "the model's graph differs from the one that was planned (it depends on something beside its arguments); "
-            "plan again with the model in the state in which it trains"
-        )
+    def _run(self, signature: tuple[object, ...], args: Any, kwargs: Any) -> Any:
+        self.calls.clear()
+        self.current = self.recipes[signature]
+        with dynamo_settings():
+            return self.compiled(*args, **kwargs)
 
-    def _partition(self, region: Region) -> tuple[fx.GraphModule, fx.GraphModule]:
-        return emit(region, *self._recipe_of("passes", region.fingerprint))
-
-    def _detach(self, graph: fx.GraphModule) -> Collection[int]:
-        found: Collection[int] = self._recipe_of("detached", fingerprint(graph.graph))
-        return found
-
-    def _wrap(self, compiled: Callable[..., Any], cut: Collection[int]) -> Callable[..., Any]:
+    def _serve(self, graph: fx.GraphModule, compile_region: CompileRegion) -> Callable[..., Any]:
+        key = fingerprint(graph.graph)
+        if key not in self.current.calls:
+            raise GraphDiffersError
+        cut = self.current.detached[key]
+        detach_outputs(graph, cut)
         device = next(self.model.parameters()).device
+        compiled: dict[PlannedRegion | None, Callable[..., Any]] = {}
+
+        def compiled_for(planned: PlannedRegion | None) -> Callable[..., Any]:
+            def partition(region: Region) -> tuple[fx.GraphModule, fx.GraphModule]:
+                if planned is None or region.fingerprint != planned.fingerprint:
+                    raise GraphDiffersError
+                return emit(region, planned.forward, planned.backward)
+
+            if planned not in compiled:
+                compiled[planned] = compile_region(partition)
+            return compiled[planned]
+
+        def planned_now() -> PlannedRegion | None:
+            calls = self.current.calls.get(key, ())
+            if self.calls[key] >= len(calls):
+                raise GraphDiffersError
+            return calls[self.calls[key]]
+
+        compiled_for(planned_now())
 
         def call(*inputs: Any) -> Any:
-            self.regions_run += 1
+            run = compiled_for(planned_now())
+            self.calls[key] += 1
             # a random op's state is that of the current device's generator
             with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-                results = compiled(*inputs)
+                results = run(*inputs)
             if not cut:
                 return results
             return tuple(
