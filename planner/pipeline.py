@@ -89,7 +89,11 @@ def _solve(request: Request, lowered: Lowered, lines: dict[str, int]) -> Solutio
 def write(request: Request, graph: TrainingGraph, lowered: Lowered, solution: Solution, lines: dict[str, int]) -> Plan:
     problem, timeline = lowered.problem, solution.timeline
     passes = raise_schedule(lowered, solution.schedule)
-    modules = tuple(GraphModules(*emit(region, *each)) for region, each in zip(graph.regions, passes, strict=True))
+    modules = tuple(
+        GraphModules(*emit(region, *each))
+        for region, each in zip(graph.regions, passes, strict=True)
+        if region.fingerprint
+    )
     planned = [PlannedRegion(r.fingerprint, *each) for r, each in zip(graph.regions, passes, strict=True)]
     calls = {key: tuple(None if r is None else planned[r] for r in order) for key, order in graph.order.items()}
     recipe = Recipe(calls, graph.detached)

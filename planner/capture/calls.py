@@ -20,7 +20,7 @@ class RegionCall:
     """One call of a compiled graph.
 
     Attributes:
-        key: of the Dynamo graph.
+        key: of the Dynamo graph; empty for what ran outside them.
         region: None for a graph without a gradient.
         inputs: what it was given.
         versions: of the inputs once it had returned; 0 for what is not a tensor.
@@ -77,8 +77,8 @@ def _keep_readers(region: Region, primals: set[int]) -> Region:
         if any(at in primals and region.primals[at] not in unread for at in op.takes):
             if i >= region.boundary:
                 raise CaptureError(
-                    f"{op.node.format_node()} of the backward pass reads a buffer or an input that is overwritten after "
-                    "its forward pass, so its gradient would be wrong. Write a new tensor instead"
+                    f"{op.node.format_node()} of the backward pass reads a buffer or an input that is overwritten "
+                    "after its forward pass, so its gradient would be wrong. Write a new tensor instead"
                 )
             ops[i] = replace(op, keep_because="it reads an input that is overwritten later")
     return replace(region, ops=tuple(ops))
@@ -89,7 +89,8 @@ def order_of(calls: Sequence[RegionCall]) -> dict[str, tuple[int | None, ...]]:
     order: dict[str, tuple[int | None, ...]] = {}
     count = 0
     for call in calls:
-        order[call.key] = (*order.get(call.key, ()), None if call.region is None else count)
+        if call.key:
+            order[call.key] = (*order.get(call.key, ()), None if call.region is None else count)
         count += call.region is not None
     return order
 

@@ -2,39 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from ..errors import CaptureError, PlannerError, gb
+from ..errors import CaptureError, PlannerError
 from .call import storages
 from .calls import RegionCall, version
 from .dynamo import CompileRegion, Partition, compile_call, detach_outputs, dynamo_settings, make_backend
+from .eager_parts import EagerCall, RecordingFakeMode, WatchedBackward, as_region_calls
 from .outside import LossFn, OutsideLoss, differentiable, leaves, trace_loss
-from .private import FakeTensorMode
 from .region import Region, fingerprint
 
 Detach = Callable[[fx.GraphModule], Collection[int]] | Mapping[str, tuple[int, ...]]
-# Eager autograd between the regions may hold this share of what the regions hold before a plan is refused.
-EAGER_SHARE = 0.01
+# What ops outside the regions make is left out of a plan up to this share of what the regions make.
+EAGER_SHARE = 0.001
 
 
 class DryPass:
     """One call of the fake model.
 
     Attributes:
-        calls: of compiled graphs, in order; one graph may serve several.
+        calls: of compiled graphs, in order; one graph may serve several. What ran between them, after `gradients()`.
         cut: for each Dynamo graph, by its key, the outputs that were cut off.
     """
 
-    def __init__(self, mode: FakeTensorMode, split: Partition, detach: Detach) -> None:
+    def __init__(self, mode: RecordingFakeMode, split: Partition, detach: Detach) -> None:
         self.mode = mode
         self.split = split
         self.detach = detach
         self.calls: list[RegionCall] = []
         self.cut: dict[str, tuple[int, ...]] = {}
+        self._between: list[tuple[EagerCall, ...]] = []  # before each call that has a gradient, and after the last
 
     def run(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
         """Call the model; returns its output. Raises CaptureError."""
@@ -42,18 +43,21 @@ class DryPass:
         compiled = compile_call(model, make_backend(self._serve))
         try:
             with self.mode, dynamo_settings(), torch.enable_grad():
-                output = compiled(*args, **kwargs)
+                self.mode.resume()
+                try:
+                    output = compiled(*args, **kwargs)
+                finally:
+                    self.mode.pause()
         except PlannerError:
             raise
         except Exception as e:
             raise CaptureError(_uncapturable(name, e)) from e
+        self._between.append(self.mode.taken())
         if all(call.region is None for call in self.calls):
             raise CaptureError(
                 f"{name}: torch.compile captured nothing of its forward pass that needs a gradient (it leaves alone "
                 "recurrent layers and what is under torch.compiler.disable). Plan a submodule that it can capture"
             )
-        with self.mode:
-            self._refuse_eager_parts(name, output)
         return output
 
     def _serve(self, graph: fx.GraphModule, compile_region: CompileRegion) -> Callable[..., Any]:
@@ -70,61 +74,58 @@ class DryPass:
         compiled = compile_region(partition)
 
         def call(*inputs: Any) -> Any:
+            self.mode.pause()
             results = tuple(compiled(*inputs))
+            self.mode.resume()
             for at in cut:  # so that a gradient which does reach it is seen
                 results[at].requires_grad_()
             region = captured[0] if captured else None
+            if region is not None:
+                self._between.append(self.mode.taken())
             self.calls.append(RegionCall(key, region, inputs, tuple(map(version, inputs)), results))
             return results
 
         return call
 
     def gradients(self, output: Any, loss_fn: LossFn | None) -> tuple[dict[str, tuple[int, ...]], OutsideLoss]:
-        """For each Dynamo graph, the outputs that no gradient reaches; and what the loss outside the model takes."""
+        """For each Dynamo graph, the outputs that no gradient reaches; and what the loss outside the model takes.
+
+        The backward pass runs for it; with what runs outside the regions then, `calls` is complete.
+        """
         results = [t for call in self.calls for t in call.results if differentiable(t)]
-        last = [t for t in self.calls[-1].results if differentiable(t)]
+        ends = [t for t in leaves(output) if differentiable(t)]
+        eager = self._runs_outside()
         try:
             with self.mode, torch.enable_grad():
-                outside, loss = trace_loss(output, loss_fn, last)
-                if loss is None:
-                    return dict.fromkeys(self.cut, ()), outside
-                reached = torch.autograd.grad(loss, results, allow_unused=True)
+                outside, loss = trace_loss(
+                    output, loss_fn, ends if eager else [t for t in self.calls[-1].results if differentiable(t)]
+                )
+                if loss is not None:
+                    roots, arriving = [loss], None
+                else:
+                    roots, arriving = ends, [torch.ones_like(t) for t in ends]
+                if not eager:
+                    reached: Sequence[torch.Tensor | None]
+                    reached = torch.autograd.grad(roots, results, arriving, allow_unused=True)
+                else:
+                    watch = WatchedBackward(self.mode, [c for c in self.calls if c.region is not None], self._between)
+                    reached = watch.run(roots, arriving, results, ends)
+                    self.calls = list(as_region_calls(watch.parts, self.calls, leaves(output), watch.gradients))
         except PlannerError:
             raise
         except Exception as e:
             raise CaptureError(f"the backward pass cannot be captured: {type(e).__name__}: {e}") from e
-        unused = {id(t) for t, g in zip(results, reached, strict=True) if g is None}
+        unused = {id(t) for t, g in zip(results, reached, strict=True) if g is None} if loss is not None else set()
         cut: dict[str, tuple[int, ...]] = {}
         for call in self.calls:
             here = tuple(at for at, t in enumerate(call.results) if id(t) in unused)
             cut[call.key] = tuple(at for at in cut.get(call.key, here) if at in here)
         return {key: cut.get(key, ()) for key in self.cut}, outside
 
-    def _refuse_eager_parts(self, name: str, output: Any) -> None:
-        """Raise where eager autograd, outside every region, holds more than a sliver: no plan accounts for it."""
-        ours = storages([(call.inputs, call.results) for call in self.calls])
-        held: dict[int, int] = {}
-        eager: list[str] = []
-        stack = [t.grad_fn for t in leaves(output) if differentiable(t) and t.grad_fn is not None]
-        seen = set(stack)
-        while stack:
-            node = stack.pop()
-            saved = [getattr(node, a) for a in dir(node) if a.startswith("_saved_")]
-            own = {k: size for k, size in storages(saved).items() if k not in ours}
-            if own and "CompiledFunction" not in node.name():
-                held |= own
-                eager.append(node.name())
-            for following, _ in node.next_functions:
-                if following is not None and following not in seen:
-                    seen.add(following)
-                    stack.append(following)
-        regions = sum(v.nbytes for call in self.calls if call.region for v in call.region.values)
-        if sum(held.values()) > EAGER_SHARE * regions:
-            raise CaptureError(
-                f"{name}: {gb(sum(held.values()))} of what its backward pass needs is held by ops that torch.compile "
-                f"left out of every graph ({', '.join(sorted(set(eager))[:4])}), so no plan could hold its word. "
-                "Plan a submodule, or remove what keeps them out (backward hooks, torch.compiler.disable)"
-            )
+    def _runs_outside(self) -> bool:
+        """Whether ops outside the regions make more than a sliver."""
+        made = sum(sum(storages([call.result for call in calls]).values()) for calls in self._between)
+        return made > EAGER_SHARE * sum(v.nbytes for c in self.calls if c.region for v in c.region.values)
 
 
 def _uncapturable(name: str, error: Exception) -> str:

@@ -17,6 +17,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from ..errors import CaptureError, PlannerError
+from .eager_parts import RecordingFakeMode
 from .private import BoxedCodeGen, FakeCopyMode, FakeTensorMode, aot_autograd, dynamo_config
 from .region import Region, analyse
 
@@ -117,9 +118,9 @@ def lone_loss(graph: fx.GraphModule) -> tuple[int, ...]:
 
 def to_fake(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[FakeTensorMode, nn.Module, Any, Any]:
+) -> tuple[RecordingFakeMode, nn.Module, Any, Any]:
     """The model and its inputs on fake tensors; the originals are not touched. What is on `meta` comes to the CPU."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = RecordingFakeMode()
     try:
         with FakeCopyMode(mode):
             fake_model = copy.deepcopy(model)

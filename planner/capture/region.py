@@ -70,7 +70,7 @@ class Region:
         returned: forward outputs that the caller goes on holding (not the new contents of buffers).
         mutated: primals that the step writes into (BatchNorm statistics).
         value_of: for each node that holds values, their indices.
-        fingerprint: equal for graphs of equal structure, shapes, dtypes and devices.
+        fingerprint: equal for graphs of equal structure, shapes, dtypes and devices; empty for what ran outside them.
     """
 
     joint: fx.GraphModule
@@ -117,17 +117,23 @@ def map_nodes(arguments: Any, of: Callable[[fx.Node], Any]) -> Any:
     return fx.node.map_arg(arguments, of)
 
 
-def analyse(joint: fx.GraphModule, num_fwd_outputs: int) -> Region:
+def analyse(joint: fx.GraphModule, num_fwd_outputs: int, outside: str = "") -> Region:
     """Read a joint graph. O(nodes) time.
 
     Nodes that neither feed the forward outputs nor depend on a gradient run in the backward pass, just before they
     are first needed.
 
+    Args:
+        joint: the graph; forward nodes are tagged as AOTAutograd does.
+        num_fwd_outputs: how many of its outputs the forward pass returns.
+        outside: why it runs just as it is, node by node, and nothing of it twice; empty for a graph to be planned.
+
     Raises:
         NotImplementedError: the graph has sizes that are known only at run time.
     """
-    normalise(joint)
     graph = joint.graph
+    if not outside:
+        normalise(joint)
     output = graph.output_node()
     placeholders = list(graph.find_nodes(op="placeholder"))
     tangents = tuple(n for n in placeholders if "tangents" in str(n.target))
@@ -137,11 +143,16 @@ def analyse(joint: fx.GraphModule, num_fwd_outputs: int) -> Region:
     fwd_outputs, grads = flat[:num_fwd_outputs], flat[num_fwd_outputs:]
     mutated = _mutated(primals, [d for d in descs[:num_fwd_outputs] if _is_mutation(d)])
     returned = tuple(n for n, d in zip(fwd_outputs, descs, strict=False) if not _is_mutation(d))
-    # random ops draw in the order of the forward pass, whoever uses what they draw
-    drawn = [n for n in graph.nodes if is_random(n) and n.meta.get("partitioner_tag") == "is_forward"]
-    forward = _ancestors([*(n for n in fwd_outputs if isinstance(n, fx.Node)), *drawn])
-    order = _execution_order(graph, forward, _ancestors(n for n in grads if isinstance(n, fx.Node)))
-    order = merge_duplicates(graph, order)
+    tagged = {n for n in graph.nodes if n.meta.get("partitioner_tag") == "is_forward"}
+    if outside:
+        forward = tagged
+        order = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
+    else:
+        # random ops draw in the order of the forward pass, whoever uses what they draw
+        drawn = [n for n in graph.nodes if is_random(n) and n in tagged]
+        forward = _ancestors([*(n for n in fwd_outputs if isinstance(n, fx.Node)), *drawn])
+        order = _execution_order(graph, forward, _ancestors(n for n in grads if isinstance(n, fx.Node)))
+        order = merge_duplicates(graph, order)
 
     storages: dict[int, int] = {}  # storage -> value
     external = {t.untyped_storage()._cdata: at for at, n in enumerate(primals) for t in tensors(n)}
@@ -188,7 +199,7 @@ def analyse(joint: fx.GraphModule, num_fwd_outputs: int) -> Region:
             if any(n in tainted for n in inputs):
                 tainted.add(node)
             continue
-        reason = keep_reason(node, tainted)
+        reason = outside or keep_reason(node, tainted)
         if not reason and is_random(node):
             values.append(GraphValue(node, replay_bytes(node)[0]))
             ops.append(GraphOp(node, "rng_state", (), (len(values) - 1,), "the state of a random op"))
@@ -210,7 +221,7 @@ def analyse(joint: fx.GraphModule, num_fwd_outputs: int) -> Region:
         output_descs=tuple(descs),
         mutated=mutated,
         value_of=value_of,
-        fingerprint=fingerprint(graph),
+        fingerprint="" if outside else fingerprint(graph),
     )
 
 

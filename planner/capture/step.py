@@ -14,8 +14,8 @@ from ..errors import BatchError, CaptureError, ModelError
 from .calls import Link, links_of, order_of, regions_of
 from .dry import DryPass
 from .dynamo import Partition, lone_loss, to_fake
+from .eager_parts import RecordingFakeMode
 from .outside import LossFn, OutsideLoss, checked_loss, differentiable, leaves
-from .private import FakeTensorMode
 from .region import Region
 
 
@@ -78,7 +78,7 @@ def capture(
 
 
 def _try_eagerly(
-    mode: FakeTensorMode, model: nn.Module, args: Any, kwargs: Any, loss_fn: LossFn | None
+    mode: RecordingFakeMode, model: nn.Module, args: Any, kwargs: Any, loss_fn: LossFn | None
 ) -> Exception | None:
     """Call the fake model without a compiler; returns what it raised, which may be a limit of fake tensors."""
     try:
