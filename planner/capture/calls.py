@@ -115,7 +115,7 @@ def links_of(calls: Sequence[RegionCall], output: Sequence[Any]) -> tuple[Link, 
                 seen[id(t)] = t
                 made[id(t)] = (r, at)
     tensors_of = Counter(s for t in seen.values() for s in storages(t))
-    elsewhere = storages([output, [(call.inputs, call.results) for call in calls if call.region is None]])
+    elsewhere = storages(output)
     found = []
     for key, takers in uses.items():
         t = seen[key]

@@ -74,14 +74,15 @@ class DryPass:
         compiled = compile_region(partition)
 
         def call(*inputs: Any) -> Any:
-            self.mode.pause()
+            region = captured[0] if captured else None
+            if region is not None:  # else its ops run as they are, and count as what runs outside
+                self._between.append(self.mode.taken())
+                self.mode.pause()
             results = tuple(compiled(*inputs))
-            self.mode.resume()
+            if region is not None:
+                self.mode.resume()
             for at in cut:  # so that a gradient which does reach it is seen
                 results[at].requires_grad_()
-            region = captured[0] if captured else None
-            if region is not None:
-                self._between.append(self.mode.taken())
             self.calls.append(RegionCall(key, region, inputs, tuple(map(version, inputs)), results))
             return results
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import linecache
 import operator
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -90,10 +91,11 @@ def _user_line(frame: FrameType | None) -> str:
 
 @dataclass(frozen=True)
 class EagerPart:
-    """The ops between two calls of compiled graphs, and those of their backward pass."""
+    """The ops between two calls of compiled graphs, those of their backward pass, and what autograd nodes saved."""
 
     forward: tuple[EagerCall, ...]
     backward: tuple[EagerCall, ...]
+    saved: Mapping[int, tuple[torch.Tensor, ...]]
 
 
 class WatchedBackward:
@@ -112,6 +114,7 @@ class WatchedBackward:
         self.between = between
         self.gradients: dict[int, torch.Tensor] = {}
         self.parts: tuple[EagerPart, ...] = ()
+        self._saved: dict[int, tuple[torch.Tensor, ...]] = {}
 
     def run(
         self,
@@ -136,8 +139,10 @@ class WatchedBackward:
                 begun = True
             self.gradients[key] = gradient
 
-        def begins(_: Any) -> None:
+        def begins(_: Any, node: torch.autograd.graph.Node) -> None:
             self.mode.node += 1
+            names = (name for name in dir(node) if name.startswith("_saved_") or name == "saved_tensors")
+            self._saved[self.mode.node] = tuple(_tensors([getattr(node, name) for name in names]))
 
         def enters(_: Any) -> None:
             backward[at].extend(self.mode.taken())
@@ -152,7 +157,7 @@ class WatchedBackward:
         inner = [(key, t) for key, t in crossing.items() if not t.is_leaf]
         hooks = [partial(arrived, key, key in last) for key, _ in inner]
         handles = [t.register_hook(hook) for (_, t), hook in zip(inner, hooks, strict=True)]  # type: ignore[no-untyped-call]
-        handles += [node.register_prehook(begins) for node in _eager_nodes(roots)]
+        handles += [node.register_prehook(partial(begins, node=node)) for node in _eager_nodes(roots)]
         for r, call in enumerate(self.calls):
             nodes = {t.grad_fn for t in call.results if _differentiable(t) and t.grad_fn is not None}
             for node in nodes:
@@ -168,7 +173,7 @@ class WatchedBackward:
         backward[at].extend(self.mode.taken())
         self.gradients |= {id(t): g for t, g in zip(own_leaves, found[len(results) :], strict=True) if g is not None}
         self.parts = tuple(
-            EagerPart(forward, tuple(back)) for forward, back in zip(self.between, backward, strict=True)
+            EagerPart(forward, tuple(back), self._saved) for forward, back in zip(self.between, backward, strict=True)
         )
         return found[: len(results)]
 
@@ -202,7 +207,7 @@ def as_region_calls(
         output: the leaves of the model's output.
         gradients: of tensors that cross from one call or part to another, by the tensor's identity.
     """
-    wanted = {id(t) for t in pytree.tree_leaves([[c.inputs for c in calls], output])}
+    wanted = {id(t) for t in pytree.tree_leaves([[c.inputs for c in calls if c.region is not None], output])}
     wanted |= {id(t) for part in parts for t in _reads(part.forward)}
     merged: list[RegionCall] = []
     remaining = iter(parts)
@@ -229,24 +234,25 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     return [t for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)]
 
 
-def _makes(call: EagerCall) -> bool:
-    """Whether an op allocates: views and writes in place do not."""
-    return bool(storages(call.result).keys() - storages((call.args, call.kwargs)).keys())
+def _matters(call: EagerCall) -> bool:
+    """Whether an op allocates or writes; others are views."""
+    made = storages(call.result).keys() - storages((call.args, call.kwargs)).keys()
+    return bool(made) or call.target._schema.is_mutable
 
 
 def _needed(calls: Sequence[EagerCall], wanted: set[int]) -> tuple[EagerCall, ...]:
-    """The ops that allocate, and what their inputs and the wanted tensors are views by."""
+    """The ops that allocate or write, and what their inputs and the wanted tensors are views by."""
     kept: list[EagerCall] = []
     needed = set(wanted)
     for call in reversed(calls):
-        if _makes(call) or any(id(t) in needed for t in _tensors(call.result)):
+        if _matters(call) or any(id(t) in needed for t in _tensors(call.result)):
             kept.append(call)
             needed.update(id(t) for t in _tensors((call.args, call.kwargs)))
     return tuple(reversed(kept))
 
 
 def _region_call(part: EagerPart, wanted: set[int], gradients: Mapping[int, torch.Tensor]) -> Iterator[RegionCall]:
-    part = EagerPart(_needed(part.forward, wanted), tuple(filter(_makes, part.backward)))
+    part = EagerPart(_needed(part.forward, wanted), tuple(filter(_matters, part.backward)), part.saved)
     if not part.forward:
         return
     inputs = tuple(_reads(part.forward))
@@ -292,7 +298,7 @@ class _Recorder:
         output = self.graph.output(tuple(outputs))
         output.meta["desc"] = descs + [None] * len(inputs)
         joint = fx.GraphModule(torch.nn.Module(), self.graph)
-        return _held_by_nodes(analyse(joint, len(results), outside=REASON))
+        return self._held_by_nodes(analyse(joint, len(results), outside=REASON), part.saved)
 
     def _placeholder(self, name: str, t: torch.Tensor, desc: Any) -> None:
         last = next((n for n in reversed(self.graph.nodes) if n.op == "placeholder"), None)
@@ -334,19 +340,22 @@ class _Recorder:
                     item.meta.update(val=t, stack_trace=call.stack_trace)
                     self._know(t, item)
 
-
-def _held_by_nodes(region: Region) -> Region:
-    """The same, where what an autograd node reads and makes is held until it has run: it is in C++ variables."""
-    ops = list(region.ops)
-    used: dict[int, set[int]] = {}
-    taken: dict[int, set[int]] = {}
-    last: dict[int, int] = {}
-    for i, op in enumerate(ops[region.boundary :], region.boundary):
-        number = op.node.meta["autograd_node"]
-        used.setdefault(number, set()).update(op.reads, op.writes)
-        taken.setdefault(number, set()).update(op.takes)
-        last[number] = i
-    for number, i in last.items():
-        reads = tuple(sorted(used[number].difference(ops[i].writes)))
-        ops[i] = replace(ops[i], reads=reads, takes=tuple(sorted(taken[number])))
-    return replace(region, ops=tuple(ops))
+    def _held_by_nodes(self, region: Region, saved: Mapping[int, tuple[torch.Tensor, ...]]) -> Region:
+        """The same, where what an autograd node saved, reads and makes is held until it has run."""
+        ops = list(region.ops)
+        used: dict[int, set[int]] = defaultdict(set)
+        taken: dict[int, set[int]] = defaultdict(set)
+        last: dict[int, int] = {}
+        for i, op in enumerate(ops[region.boundary :], region.boundary):
+            number = op.node.meta["autograd_node"]
+            used[number].update(op.reads, op.writes)
+            taken[number].update(op.takes)
+            last[number] = i
+        for number, i in last.items():
+            for storage in storages(saved.get(number, ())):
+                if storage in self.holder:
+                    used[number].update(region.value_of[self.holder[storage]])
+                    taken[number].update(at for at, n in enumerate(region.primals) if n is self.holder[storage])
+            reads = tuple(sorted(used[number].difference(ops[i].writes)))
+            ops[i] = replace(ops[i], reads=reads, takes=tuple(sorted(taken[number])))
+        return replace(region, ops=tuple(ops))

@@ -195,7 +195,7 @@ def analyse(joint: fx.GraphModule, num_fwd_outputs: int, outside: str = "") -> R
             for v in value_of[node]:
                 if values[v].owner is node.args[0]:
                     values[v] = GraphValue(node, values[v].nbytes)
-        if not writes and not node.is_impure():
+        if not writes and not node.is_impure() and not (outside and node.target._schema.is_mutable):
             if any(n in tainted for n in inputs):
                 tainted.add(node)
             continue
