@@ -81,11 +81,13 @@ def join(regions: Sequence[Region], links: Sequence[Link], offset: Sequence[int]
         incoming: tuple[int, ...] = ()
         if link.producer is not None:
             maker, result = link.producer
-            values = _values(regions, offset, maker, regions[maker].output_at(result))
+            node = regions[maker].output_at(result)
+            values = _values(regions, offset, maker, node)
             incoming = _values(regions, offset, maker, regions[maker].tangent_at(result))
-            if len(values) != 1 or len(incoming) > 1:
+            view_of = [v for p in regions[maker].primal_of.get(node, ()) for v in taken.get((maker, p), ())]
+            if len(values or view_of) != 1 or len(incoming) > 1:
                 continue
-            taken.update(dict.fromkeys(places, values))
+            taken.update(dict.fromkeys(places, values or tuple(view_of)))
             if not link.held:
                 freed.update(values)
         arrivals = [(r, p, _values(regions, offset, r, regions[r].grads[p])) for r, p in reversed(places)]

@@ -124,7 +124,7 @@ def lower(
         pinned.update(start + v for v in region.values_in(region.returned))
         if not accumulate:
             pinned.update(joined.gradients[r])
-        outputs.extend(start + v for v in region.values_in(region.fwd_outputs))
+        outputs.extend({start + v for v in region.values_in(region.fwd_outputs)} - joined.freed)
         incoming.extend(start + v for v in region.values_in(region.tangents))
         add(r, range(region.boundary))
     boundary = len(ops)
@@ -147,7 +147,7 @@ def lower(
     for r in reversed(range(len(regions))):
         add(r, range(regions[r].boundary, len(regions[r].ops)))
         for each in joined.sums.get(r, ()):
-            reads = [joined.resolve(v) for v in each.reads]
+            reads = [joined.resolve(v) if v in joined.unused else v for v in each.reads]
             add_own(ACCUMULATE, "add gradients", reads, () if each.writes is None else [each.writes])
         if accumulate:
             add_own(ACCUMULATE, "accumulate gradients", joined.gradients[r])

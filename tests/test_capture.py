@@ -1,5 +1,6 @@
 """Awkward models, small: aliasing, mutation, randomness, routing, several regions; each as eager, and as predicted."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from planner import CaptureError, InfeasibleBudgetError, ModelError, plan
+from planner import CaptureError, InfeasibleBudgetError, ModelError, Plan, plan
 
 from .measure import held_before, peak_of, results, step_peak
 from .real_models import Case
@@ -107,12 +108,6 @@ class Split(Base):
         return x * first.sum(-1, keepdim=True).sigmoid()
 
 
-class TwoRegions(Base):
-    def middle(self, x):
-        torch._dynamo.graph_break()
-        return x
-
-
 class Swish(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -186,7 +181,7 @@ class Scalar(Case):
 
 
 AWKWARD = [
-    InPlace, Dropout, HalfDropout, OwnScale, AttentionDropout, Routing, BatchNorm, OwnBuffer, Tied, Split, TwoRegions,
+    InPlace, Dropout, HalfDropout, OwnScale, AttentionDropout, Routing, BatchNorm, OwnBuffer, Tied, Split,
     OwnFunction, Sequence, DrawnForBackward, BuffersOfOneStorage, SquaredError,
 ]  # fmt: skip
 
@@ -195,9 +190,8 @@ def make(kind: type[nn.Module]) -> Scalar:
     return Scalar(kind().train(), {"x": torch.randn(512, 64)})
 
 
-@pytest.mark.parametrize("kind", AWKWARD, ids=lambda k: k.__name__)
-def test_awkward_models_train_as_before_within_the_budget(kind, tmp_path):
-    case = make(kind)
+def trains_as_before(case: Case, folder: Path) -> tuple[Plan, int]:
+    """A plan at 70 % of the peak, or the least that works, and its measured peak, once gradients were compared."""
     eager = results(case)
     full = plan(case.model, case.batch, budget_gb=1)
     full.apply()
@@ -207,26 +201,23 @@ def test_awkward_models_train_as_before_within_the_budget(kind, tmp_path):
         p = plan(case.model, case.batch, budget_gb=0.7 * full.baseline_peak_bytes / 2**30)
     except InfeasibleBudgetError as e:
         p = plan(case.model, case.batch, budget_gb=e.minimum_gb)
-    assert p.overhead > 0
     p.apply()
     ours = results(case)
-    measured = held_before(case) + step_peak(case, tmp_path)
+    measured = held_before(case) + step_peak(case, folder)
     p.remove()
     for key, theirs in same_graph.items():
         assert torch.equal(ours[key], theirs), key
     for key, theirs in eager.items():
         torch.testing.assert_close(ours[key], theirs, msg=lambda m, key=key: f"{key}: {m}")
     assert measured <= p.budget_bytes
+    return p, measured
+
+
+@pytest.mark.parametrize("kind", AWKWARD, ids=lambda k: k.__name__)
+def test_awkward_models_train_as_before_within_the_budget(kind, tmp_path):
+    p, measured = trains_as_before(make(kind), tmp_path)
+    assert p.overhead > 0
     assert measured == pytest.approx(p.peak_bytes, rel=0.02)
-
-
-def test_several_regions_are_one_plan():
-    case = make(TwoRegions)
-    p = plan(case.model, case.batch, budget_gb=1)
-    assert len(p.graph_modules) == 2
-    assert [m.phase for m in p.timeline] == sorted(
-        [m.phase for m in p.timeline], key=["forward", "loss", "backward"].index
-    )
 
 
 def test_an_assertion_in_the_forward_pass_stays():
@@ -305,61 +296,6 @@ def test_a_squared_error_outside_the_model_is_counted(tmp_path):
     measured = held_before(case) + peak_of(one_step, tmp_path)
     assert measured <= p.peak_bytes
     assert measured == pytest.approx(p.peak_bytes, rel=0.02)
-
-
-class Hooked(Base):
-    def __init__(self):
-        super().__init__()
-        self.b.register_full_backward_hook(lambda module, gradients_in, gradients_out: None)
-
-
-class Disabled(Base):
-    @torch.compiler.disable
-    def middle(self, x):
-        return torch.sin(x) * torch.sigmoid(x) + x.exp().log1p()
-
-
-class Repeated(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(*[Broken() for _ in range(4)])
-
-    def forward(self, x):
-        return self.layers(x).square().mean()
-
-
-class Broken(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(64, 64)
-
-    def forward(self, x):
-        torch._dynamo.graph_break()
-        return torch.tanh(self.layer(x))
-
-
-class OverwrittenLater(Base):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("seen", torch.zeros(64))
-
-    def middle(self, x):
-        y = torch.tanh(x + self.seen)
-        torch._dynamo.graph_break()
-        with torch.no_grad():
-            self.seen.add_(y.mean(0))
-        return y
-
-
-@pytest.mark.parametrize("kind", [Hooked, Disabled, Repeated, OverwrittenLater], ids=lambda k: k.__name__)
-def test_what_no_plan_could_hold_is_refused(kind):
-    case = make(kind)
-    buffers = {name: b.clone() for name, b in case.model.named_buffers()}
-    with pytest.raises(CaptureError, match=kind.__name__):
-        plan(case.model, case.batch, budget_gb=1)
-    assert case.model._compiled_call_impl is None
-    for name, b in case.model.named_buffers():
-        assert torch.equal(b, buffers[name])
 
 
 def test_lazy_parameters_are_refused():

@@ -55,5 +55,9 @@ def describe_call(target: torch._ops.OpOverload, args: Any, kwargs: Any, result:
 
 def storages(tree: Any) -> dict[int, int]:
     """The storages of the tensors in a tree: identity -> bytes."""
-    leaves = (t for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor))
-    return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in leaves}
+    return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors_in(tree)}
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """The tensors in a tree."""
+    return [t for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)]

@@ -114,12 +114,14 @@ def links_of(calls: Sequence[RegionCall], output: Sequence[Any]) -> tuple[Link, 
             if isinstance(t, torch.Tensor) and id(t) not in seen:
                 seen[id(t)] = t
                 made[id(t)] = (r, at)
-    tensors_of = Counter(s for t in seen.values() for s in storages(t))
-    elsewhere = storages(output)
+    # what the model returns, or a storage that a tensor shares which no region made
+    elsewhere = set(storages(output))
+    shared = Counter(s for t in seen.values() for s in storages(t))
+    elsewhere |= {s for key, t in seen.items() if key not in made for s in storages(t) if shared[s] > 1}
     found = []
     for key, takers in uses.items():
         t = seen[key]
-        held = any(s in elsewhere or tensors_of[s] > 1 for s in storages(t))
+        held = any(s in elsewhere for s in storages(t))
         if key in made or (len(takers) > 1 and t.is_leaf and t.requires_grad):
             found.append(Link(made.get(key), tuple(takers), held))
     return tuple(found)

@@ -12,9 +12,11 @@ from ..errors import CaptureError, PlannerError
 from .call import storages
 from .calls import RegionCall, version
 from .dynamo import CompileRegion, Partition, compile_call, detach_outputs, dynamo_settings, make_backend
-from .eager_parts import EagerCall, RecordingFakeMode, WatchedBackward, as_region_calls
+from .eager_parts import as_region_calls
 from .outside import LossFn, OutsideLoss, differentiable, leaves, trace_loss
+from .recording import EagerCall, RecordingFakeMode
 from .region import Region, fingerprint
+from .watched import watch_backward
 
 Detach = Callable[[fx.GraphModule], Collection[int]] | Mapping[str, tuple[int, ...]]
 # What ops outside the regions make is left out of a plan up to this share of what the regions make.
@@ -109,9 +111,10 @@ class DryPass:
                     reached: Sequence[torch.Tensor | None]
                     reached = torch.autograd.grad(roots, results, arriving, allow_unused=True)
                 else:
-                    watch = WatchedBackward(self.mode, [c for c in self.calls if c.region is not None], self._between)
-                    reached = watch.run(roots, arriving, results, ends)
-                    self.calls = list(as_region_calls(watch.parts, self.calls, leaves(output), watch.gradients))
+                    regions = [call for call in self.calls if call.region is not None]
+                    seen = watch_backward(self.mode, regions, self._between, roots, arriving, results, ends)
+                    reached = seen.reached
+                    self.calls = list(as_region_calls(seen.parts, self.calls, leaves(output), seen.arrived))
         except PlannerError:
             raise
         except Exception as e:

@@ -17,8 +17,8 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from ..errors import CaptureError, PlannerError
-from .eager_parts import RecordingFakeMode
 from .private import BoxedCodeGen, FakeCopyMode, FakeTensorMode, aot_autograd, dynamo_config
+from .recording import RecordingFakeMode
 from .region import Region, analyse
 
 Partition = Callable[[Region], tuple[fx.GraphModule, fx.GraphModule]]

@@ -70,6 +70,7 @@ class Region:
         returned: forward outputs that the caller goes on holding (not the new contents of buffers).
         mutated: primals that the step writes into (BatchNorm statistics).
         value_of: for each node that holds values, their indices.
+        primal_of: for each node that is a primal or a view of one, its position.
         fingerprint: equal for graphs of equal structure, shapes, dtypes and devices; empty for what ran outside them.
     """
 
@@ -85,6 +86,7 @@ class Region:
     output_descs: tuple[Any, ...]
     mutated: frozenset[fx.Node]
     value_of: dict[fx.Node, tuple[int, ...]] = field(repr=False)
+    primal_of: dict[fx.Node, tuple[int, ...]] = field(repr=False)
     fingerprint: str = ""
 
     def input_at(self, at: int) -> int | None:
@@ -195,7 +197,7 @@ def analyse(joint: fx.GraphModule, num_fwd_outputs: int, outside: str = "") -> R
             for v in value_of[node]:
                 if values[v].owner is node.args[0]:
                     values[v] = GraphValue(node, values[v].nbytes)
-        if not writes and not node.is_impure() and not (outside and node.target._schema.is_mutable):
+        if not writes and not node.is_impure() and not (outside and _writes(node)):
             if any(n in tainted for n in inputs):
                 tainted.add(node)
             continue
@@ -221,6 +223,7 @@ def analyse(joint: fx.GraphModule, num_fwd_outputs: int, outside: str = "") -> R
         output_descs=tuple(descs),
         mutated=mutated,
         value_of=value_of,
+        primal_of=primal_of,
         fingerprint="" if outside else fingerprint(graph),
     )
 
@@ -239,6 +242,11 @@ def _mutated(primals: tuple[fx.Node, ...], descs: list[Any]) -> frozenset[fx.Nod
 
 def _is_mutation(desc: Any) -> bool:
     return type(desc).__name__ == "InputMutationAOTOutput"
+
+
+def _writes(node: fx.Node) -> bool:
+    """Whether a node writes into its inputs."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def _ancestors(roots: Iterable[fx.Node]) -> set[fx.Node]:

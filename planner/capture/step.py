@@ -14,8 +14,8 @@ from ..errors import BatchError, CaptureError, ModelError
 from .calls import Link, links_of, order_of, regions_of
 from .dry import DryPass
 from .dynamo import Partition, lone_loss, to_fake
-from .eager_parts import RecordingFakeMode
 from .outside import LossFn, OutsideLoss, checked_loss, differentiable, leaves
+from .recording import RecordingFakeMode
 from .region import Region
 
 

@@ -1,0 +1,75 @@
+"""Fake tensors that can say which ops ran on them, by whom they were called, and for which autograd node."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+
+from .private import FakeTensorMode, TracingContext
+
+
+@dataclass(frozen=True, slots=True)
+class EagerCall:
+    """One op that ran outside every compiled graph, the autograd node that called it, and the user's line that did."""
+
+    target: torch._ops.OpOverload
+    args: Any
+    kwargs: Mapping[str, Any]
+    result: Any
+    node: int
+    stack_trace: str
+
+
+class RecordingFakeMode(FakeTensorMode):
+    """Fake tensors that can say which ops were called on them.
+
+    Attributes:
+        calls: what was recorded.
+        node: number of the autograd node that runs now; 0 for none.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)  # type: ignore[no-untyped-call]
+        self.calls: list[EagerCall] = []
+        self.node = 0
+        self._pauses = 1
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.pause()
+        try:
+            result = super().dispatch(func, types, args, kwargs or {})
+        finally:
+            self.resume()
+        if not self._pauses and TracingContext.try_get() is None:
+            self.calls.append(EagerCall(func, args, dict(kwargs or {}), result, self.node, _user_line(sys._getframe())))
+        return result
+
+    def pause(self) -> None:
+        """Record nothing until `resume()`; pauses nest, and the mode begins with one."""
+        self._pauses += 1
+
+    def resume(self) -> None:
+        """Undo one `pause()`."""
+        self._pauses -= 1
+
+    def taken(self) -> tuple[EagerCall, ...]:
+        """What was recorded since this was last called."""
+        taken = tuple(self.calls)
+        self.calls.clear()
+        return taken
+
+
+def _user_line(frame: FrameType | None) -> str:
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if "/torch/" not in name and not name.startswith("<") and __package__.rpartition(".")[0] not in name:
+            line = linecache.getline(name, frame.f_lineno).strip()
+            return f'File "{name}", line {frame.f_lineno}, in {frame.f_code.co_name}\n    {line}'
+        frame = frame.f_back
+    return ""

@@ -1,0 +1,200 @@
+"""Models that torch.compile breaks into several graphs: one plan for all of them, and for what runs between."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from planner import plan
+from planner.capture.step import capture
+from planner.pipeline import problem_of
+from planner.request import check
+from planner.rewrite.emit import keep_everything
+from solvers import InfeasibleError, Problem, Schedule, every_op_once, simulate, solve
+
+from .real_models import gpt2
+from .test_capture import Base, Block, make, trains_as_before
+
+
+class TwoRegions(Base):
+    def middle(self, x):
+        torch._dynamo.graph_break()
+        return x
+
+
+class Shared(nn.Module):
+    """What the first region makes is read by the second and the third, and so gets two gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = Block(), Block(), Block()
+
+    def forward(self, x):
+        first = self.a(x)
+        torch._dynamo.graph_break()
+        second = self.b(first)
+        torch._dynamo.graph_break()
+        return (self.c(second) * first).square().mean()
+
+
+class SharedWeights(nn.Module):
+    """A parameter that two regions use gets its gradients added up."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = Block(), Block()
+
+    def forward(self, x):
+        x = self.b(self.a(x))
+        torch._dynamo.graph_break()
+        return self.a(x).square().mean()
+
+
+class NormAcross(nn.Module):
+    """Two regions update one module's running statistics."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.norm = Block(), Block(), nn.BatchNorm1d(64)
+
+    def forward(self, x):
+        x = F.dropout(self.norm(self.a(x)), 0.2)
+        torch._dynamo.graph_break()
+        return self.norm(self.b(x)).square().mean()
+
+
+class Broken(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x):
+        torch._dynamo.graph_break()
+        return F.dropout(self.block(x), 0.1)
+
+
+class Repeated(nn.Module):
+    """One compiled graph serves every layer; the loop around them, and the loss, run outside every graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Broken() for _ in range(4)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+class Disabled(Base):
+    @torch.compiler.disable
+    def middle(self, x):
+        return torch.sin(x) * torch.sigmoid(x) + x.exp().log1p()
+
+
+class OverwrittenLater(Base):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(64))
+
+    def middle(self, x):
+        y = torch.tanh(x + self.seen)
+        torch._dynamo.graph_break()
+        with torch.no_grad():
+            self.seen.add_(y.mean(0))
+        return y
+
+
+class Hooked(Base):
+    def __init__(self):
+        super().__init__()
+        self.b.register_full_backward_hook(lambda module, gradients_in, gradients_out: None)
+
+
+KINDS = [TwoRegions, Shared, SharedWeights, NormAcross, Repeated, Disabled, OverwrittenLater, Hooked]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.__name__)
+def test_several_regions_are_one_plan(kind, tmp_path):
+    p, measured = trains_as_before(make(kind), tmp_path)
+    assert len(p.graph_modules) >= 2
+    assert p.overhead > 0
+    assert measured == pytest.approx(p.peak_bytes, rel=0.02)
+    phases = [m.phase for m in p.timeline]
+    assert phases == sorted(phases, key=["forward", "loss", "backward"].index)
+
+
+def test_what_runs_outside_every_graph_is_listed():
+    case = make(Disabled)
+    p = plan(case.model, case.batch, budget_gb=1)
+    outside = [d for d in p.decisions if "outside every compiled graph" in d.reason]
+    assert len(outside) >= 3
+    assert all("test_regions.py" in d.source for d in outside)
+
+
+def test_calls_of_one_graph_get_schedules_of_their_own():
+    case = make(Repeated)
+    full = plan(case.model, case.batch, budget_gb=1)
+    p = plan(case.model, case.batch, budget_gb=0.75 * full.baseline_peak_bytes / 2**30)
+    forwards = {str(g.forward.graph) for g in p.graph_modules}
+    assert len(forwards) > 1
+
+
+def test_a_plan_across_regions_beats_every_split_of_the_budget_between_them():
+    """Each region planned for itself at four budgets; of all combinations that fit together, the cheapest."""
+    case = gpt2(layers=3)
+    for block in case.model.transformer.h:
+        block.register_forward_pre_hook(lambda module, args: torch._dynamo.graph_break())
+    graph = capture(case.model, (), case.batch, keep_everything)
+    lowered, _ = problem_of(check(case.model, case.batch, None, budget_gb=1), graph)
+    problem = lowered.problem
+    everything = simulate(problem, every_op_once(problem))
+    planned = [r for r, region in enumerate(graph.regions) if region.fingerprint]
+    assert len(planned) >= 3
+    combined = [
+        simulate(problem, _combined(problem, dict(zip(planned, choice, strict=True))))
+        for choice in product(*(_alone(problem, r, everything.peak) for r in planned))
+    ]
+    won = 0
+    for share in (0.8, 0.7):
+        budget = round(share * everything.peak)
+        costs = [timeline.cost for timeline in combined if timeline.peak <= budget]
+        p = plan(case.model, case.batch, budget_gb=budget / 2**30)
+        assert p.peak_bytes <= budget
+        if costs:
+            best = min(costs) / everything.cost - 1
+            assert p.overhead <= best + 1e-9
+            won += p.overhead < 0.95 * best
+    assert won >= 1
+
+
+def _alone(problem: Problem, region: int, highest: int) -> set[tuple[int, ...]]:
+    """Schedules in which only one region recomputes."""
+    ops = tuple(op if op.region == region else replace(op, recomputable=False) for op in problem.ops)
+    found = {every_op_once(problem).steps}
+    for share in (0.7, 0.8, 0.87, 0.93):
+        try:
+            solution = solve(replace(problem, ops=ops, budget=round(share * highest)), "auto", progress=False)
+        except InfeasibleError as e:
+            solution = solve(replace(problem, ops=ops, budget=e.minimum), "auto", progress=False)
+        found.add(solution.schedule.steps)
+    return found
+
+
+def _combined(problem: Problem, choice: dict[int, tuple[int, ...]]) -> Schedule:
+    """The schedule in which each region runs as it does in its own one."""
+    steps: list[int] = []
+    done: set[tuple[int, bool]] = set()
+    for i, op in enumerate(problem.ops):
+        half = (op.region, i < problem.boundary)
+        if op.region not in choice:
+            steps.append(i)
+        elif half not in done:
+            done.add(half)
+            own = choice[op.region]
+            loss = own.index(problem.boundary)
+            steps += [s for s in (own[:loss] if half[1] else own[loss:]) if problem.ops[s].region == op.region]
+    return Schedule(tuple(steps))
