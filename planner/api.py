@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -22,7 +21,7 @@ from .errors import (
 from .estimate.resident import storage_bytes
 from .pipeline import make_plan
 from .plan import PendingPlan, Plan
-from .request import GB, Costs, Request, arguments, check
+from .request import GB, Costs, arguments, check, with_batch
 from .runtime.run import Recipe, Runtime, attach, attached, call_signature, detach
 from .runtime.verify import FOUND
 from .runtime.verify import verify as verify_plan
@@ -126,20 +125,23 @@ def apply(plan: Plan, model: nn.Module | None = None, *, verify: bool = False) -
             f"{type(target).__name__} it is applied to; plan that model instead"
         )
 
-    planned = None if isinstance(plan, PendingPlan) else call_signature(target, request.args or (), request.kwargs)
+    ready: dict[tuple[object, ...], Plan] = {}
+    if not isinstance(plan, PendingPlan):
+        own = replace(plan, request=with_batch(request, target, request.args or (), request.kwargs))
+        ready[call_signature(target, request.args or (), request.kwargs)] = plan if target is request.model else own
 
-    def make(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Plan, Recipe]:
-        if target is request.model and call_signature(target, args, kwargs) == planned:
-            made = plan
-        else:
-            made = make_plan(with_batch(request, target, args, kwargs))
+    def make(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Plan, Recipe]:
+        made = ready.pop(call_signature(model, args, kwargs), None) if model is target else None
+        made = made or make_plan(with_batch(request, model, args, kwargs))
         if verify:
             made = repair(made)
         return made, made.recipe
 
-    runtime = Runtime(target, make, lambda used: _warn_of_gradients(target, used))
-    if planned is not None and not verify:
-        runtime.add(planned, plan, plan.recipe)
+    runtime = Runtime(target, make, _warn_of_gradients)
+    if not verify:
+        for signature in list(ready):
+            made = ready.pop(signature)
+            runtime.add(signature, made, made.recipe)
     attach(target, runtime)
     return target
 
@@ -164,11 +166,6 @@ def remove(plan: Plan, model: nn.Module | None = None) -> nn.Module:
     target = plan.request.model if model is None else model
     detach(target)
     return target
-
-
-def with_batch(request: Request, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Request:
-    """The same request for another model or batch."""
-    return replace(request, model_ref=weakref.ref(model), args=args, kwargs=dict(kwargs))
 
 
 def applied_plan(model: nn.Module) -> Plan | None:

@@ -56,6 +56,13 @@ def capture(
         BatchError: the model does not accept the arguments, or the loss is not a differentiable scalar.
         CaptureError: the step cannot be written as graphs.
     """
+    with torch.inference_mode(False):  # gradients are on, whatever the caller has
+        return _capture(model, args, kwargs, split, loss_fn)
+
+
+def _capture(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], split: Partition, loss_fn: LossFn | None
+) -> TrainingGraph:
     mode, fake_model, fake_args, fake_kwargs = to_fake(model, args, kwargs)
     unsure = _try_eagerly(mode, fake_model, fake_args, fake_kwargs, loss_fn)
     cut: dict[str, tuple[int, ...]] | None = None

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,7 +16,11 @@ from ..capture.dynamo import boxed, compile_call, dynamo_settings, make_backend
 from ..capture.region import Region, fingerprint
 from ..errors import ApplyError
 from ..rewrite.emit import emit
+from .modes import refuse_compiled, trains, unguarded
 
+# Where a model keeps its runtime beside `_compiled_call_impl`, which its copies lose. Python calls an object by its
+# class's `__call__`; torch.compile, around a planned model, goes past the plan unless the object has one as well.
+CARRIER = "__call__"
 Passes = tuple[tuple[int, ...], tuple[int, ...]]  # indices of a region's ops: forward, backward
 
 
@@ -30,6 +35,10 @@ class Recipe:
 
     passes: Mapping[str, Passes] = field(repr=False)
     detached: Mapping[str, tuple[int, ...]] = field(repr=False)
+
+
+class GraphChanged(ApplyError):
+    """A graph that no plan knows: the model changed in a way that its signature does not tell."""
 
 
 class _NoGradient(torch.autograd.Function):
@@ -56,12 +65,12 @@ def call_signature(model: nn.Module, args: Any, kwargs: Any) -> tuple[object, ..
         return x if isinstance(x, (int, float, str, bool, type(None))) else type(x)
 
     leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
-    kinds = {p.device.type for p in model.parameters()}
+    kinds = {p.device.type for p in model.parameters()} - {"meta"}
     return (
         tuple(map(describe, leaves)),
         str(spec),
-        tuple(m.training for m in model.modules()),
-        tuple((p.requires_grad, p.device, p.dtype) for p in model.parameters()),
+        tuple((type(m), m.training) for m in model.modules()),
+        tuple((tuple(p.shape), p.requires_grad, p.device, p.dtype) for p in model.parameters()),
         tuple((torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in sorted(kinds)),
     )
 
@@ -72,8 +81,8 @@ class Runtime:
     def __init__(
         self,
         model: nn.Module,
-        make: Callable[[tuple[Any, ...], Mapping[str, Any]], tuple[Any, Recipe]],
-        warn: Callable[[Any], bool],
+        make: Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any]], tuple[Any, Recipe]],
+        warn: Callable[[nn.Module, Any], bool],
     ) -> None:
         self.make = make
         self.warn = warn  # asked before a step until it has said what there is to say
@@ -85,24 +94,67 @@ class Runtime:
         self.model = model
         self.regions_run = 0
         self.anchor = torch.zeros((), requires_grad=True)
-        backend = make_backend(self._partition, boxed, self._detach, self._wrap)
-        self.compiled = compile_call(model, backend)
+        self.unguarded: object = None
+        self._compile()
+
+    def _compile(self) -> None:
+        """A call that has compiled nothing yet."""
+        self.compiled = compile_call(self.model, make_backend(self._partition, boxed, self._detach, self._wrap))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Runtime | None:
+        """The model's copy trains by the same plans; a runtime that is copied without its model is nothing."""
+        model = memo.get(id(self.model))
+        if model is None:
+            return None
+        copied = Runtime(model, self.make, self.warn)
+        for signature, plan in self.plans.items():
+            request = replace(plan.request, model_ref=weakref.ref(model))
+            copied.add(signature, replace(plan, request=request), self.recipes[signature])
+        _put(model, copied)
+        return copied
+
+    def __reduce__(self) -> Any:
+        """In a pickle, the model's own call: it loads without a plan, and where this package is not."""
+        kind = type(self.model)
+        if (kind.__reduce__, kind.__reduce_ex__) == (object.__reduce__, object.__reduce_ex__):
+            return getattr, (self.model, CARRIER)
+        return type(None), ()  # torch.fx.GraphModule, which would be pickled once more inside itself
 
     def add(self, signature: tuple[object, ...], plan: Any, recipe: Recipe) -> None:
         self.recipes[signature] = recipe
         self.plans[signature] = plan
         self.newest = plan
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled model around this one would have it in its own graph, without the plan
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
+        if not trains(self.model, args, kwargs):
             return self.call_eagerly(*args, **kwargs)  # type: ignore[no-untyped-call]
+        refuse_compiled(self.model, attached(self.model))
         signature = call_signature(self.model, args, kwargs)
         if signature not in self.recipes:
-            self.add(signature, *self.make(args, kwargs))
-        self.warned = self.warned or self.warn(self.plans[signature])
+            self.add(signature, *self.make(self.model, args, kwargs))
+        self.warned = self.warned or self.warn(self.model, self.plans[signature])
+        if (state := unguarded(self.model)) != self.unguarded:
+            self.unguarded = state
+            self._compile()
         before = self.regions_run
-        with dynamo_settings():
-            result = self.compiled(*args, **kwargs)
+        try:
+            return self._run(args, kwargs)
+        except GraphChanged:
+            del self.recipes[signature], self.plans[signature]
+            if self.regions_run != before:
+                raise
+            self.add(signature, *self.make(self.model, args, kwargs))
+            return self._run(args, kwargs)
+
+    def _run(self, args: Any, kwargs: Any) -> Any:
+        before = self.regions_run
+        try:
+            with dynamo_settings():
+                result = self.compiled(*args, **kwargs)
+        except Exception:
+            self._compile()  # torch.compile runs code that raised without its plan from then on
+            raise
         if self.regions_run == before:
             raise ApplyError(
                 "torch.compile ran the model without its plan (TORCH_COMPILE_DISABLE, a stance, or a dispatch mode "
@@ -115,9 +167,9 @@ class Runtime:
         for recipe in reversed(self.recipes.values()):
             if key in getattr(recipe, table):
                 return getattr(recipe, table)[key]
-        raise ApplyError(
-            "the model's graph differs from the one that was planned (it depends on something beside its arguments); "
-            "plan again with the model in the state in which it trains"
+        raise GraphChanged(
+            "a part of the model's graph differs from the one that was planned, and other parts have run already: "
+            "something that it depends on was changed (a module, a hook, a dropout rate). The next call plans anew"
         )
 
     def _partition(self, region: Region) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -149,13 +201,13 @@ def attach(model: nn.Module, runtime: Runtime) -> None:
     """Put a runtime on a model, in place: the object, its parameters' names and its `state_dict` stay.
 
     Raises:
-        ApplyError: the model already runs under a plan, or is compiled.
+        ApplyError: the model, or a module in it, already runs under a plan, or is compiled.
     """
     current = attached(model)
     if current is not None:
         raise ApplyError(f"a plan is already applied to this {type(model).__name__}; remove() it first")
-    _refuse_compiled(model, None)
-    model._compiled_call_impl = runtime
+    refuse_compiled(model, None)
+    _put(model, runtime)
 
 
 def attached(model: nn.Module) -> Runtime | None:
@@ -168,21 +220,23 @@ def detach(model: nn.Module) -> None:
     """Take the plan off; raises ApplyError where there is none."""
     if attached(model) is None:
         raise ApplyError(f"no plan is applied to this {type(model).__name__}")
-    model._compiled_call_impl = None
+    _put(model, None)
 
 
 @contextmanager
 def taken_off(model: nn.Module) -> Iterator[None]:
     """The model without its plan, if it runs under one, for a while; ApplyError where it is compiled otherwise."""
     runtime = attached(model)
-    _refuse_compiled(model, runtime)
-    model._compiled_call_impl = None
+    refuse_compiled(model, runtime)
+    _put(model, None)
     try:
         yield
     finally:
-        model._compiled_call_impl = runtime
+        _put(model, runtime)
 
 
-def _refuse_compiled(model: nn.Module, runtime: Runtime | None) -> None:
-    if getattr(model, "_compiled_call_impl", None) is not runtime:
-        raise ApplyError(f"this {type(model).__name__} is already compiled with model.compile(); plan it uncompiled")
+def _put(model: nn.Module, runtime: Runtime | None) -> None:
+    for name in ("_compiled_call_impl", CARRIER):
+        model.__dict__.pop(name, None)
+        if runtime is not None:
+            model.__dict__[name] = runtime

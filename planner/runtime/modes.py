@@ -1,0 +1,42 @@
+"""What the state of a model and of torch means for a planned call, where no signature and no guard tells."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from ..errors import ApplyError
+from .private import GLOBAL_HOOKS
+
+
+def trains(model: nn.Module, args: Any, kwargs: Any) -> bool:
+    """Whether a call holds anything for a backward pass: gradients are on, and something needs one."""
+    if not torch.is_grad_enabled() or torch._C._get_tracing_state() or torch.compiler.is_exporting():
+        return False
+    return any(p.requires_grad for p in model.parameters()) or any(
+        isinstance(t, torch.Tensor) and t.requires_grad for t in tree_leaves((args, kwargs))
+    )
+
+
+def unguarded(model: nn.Module) -> tuple[object, ...]:
+    """What torch.compile writes into a graph and does not look at again: hooks on every module, classes' `forward`."""
+    classes: list[Any] = list(dict.fromkeys(map(type, model.modules())))
+    return (*map(tuple, GLOBAL_HOOKS), *(c.forward for c in classes))
+
+
+def refuse_compiled(model: nn.Module, own: Any) -> None:
+    """Raise ApplyError where a model, or a module in it, has a call of its own (`compile()`, a plan) beside `own`."""
+    for name, module in model.named_modules():
+        if getattr(module, "_compiled_call_impl", None) is (own if module is model else None):
+            continue
+        if module is model:
+            raise ApplyError(
+                f"this {type(model).__name__} is already compiled with model.compile(); plan it uncompiled"
+            )
+        raise ApplyError(
+            f"{name} of this {type(model).__name__} runs under a plan of its own, or is compiled; one plan serves the "
+            f"whole: remove() the plan of {name}, or plan only the parts"
+        )
