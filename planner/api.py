@@ -137,7 +137,7 @@ def apply(plan: Plan, model: nn.Module | None = None, *, verify: bool = False) -
             made = repair(made)
         return made, made.recipe
 
-    runtime = Runtime(target, make, _warn_of_gradients)
+    runtime = Runtime(target, make, _warn)
     if not verify:
         for signature in list(ready):
             made = ready.pop(signature)
@@ -146,19 +146,32 @@ def apply(plan: Plan, model: nn.Module | None = None, *, verify: bool = False) -
     return target
 
 
-def _warn_of_gradients(model: nn.Module, plan: Plan) -> bool:
-    """Say so where gradients that the plan does not count leave too little room; False while there are none."""
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    held = 0 if plan.request.accumulate else storage_bytes(gradients)
-    if plan.peak_bytes + held > plan.budget_bytes:
+def _warn(model: nn.Module, plan: Plan, earlier: bool) -> bool:
+    """Say so where what a plan does not count leaves too little room: gradients, and an earlier forward pass that waits
+    for its backward pass. False while there is nothing to say.
+    """
+    gradients = [p.grad for p in model.parameters() if p.grad is not None and not plan.request.accumulate]
+    held, room = storage_bytes(gradients), plan.budget_bytes - plan.peak_bytes
+    if held > room:
         warnings.warn(
             f"{gb(held)} of gradients are there already, which this plan does not count: the step may take "
             f"{gb(plan.peak_bytes + held)} of {gb(plan.budget_bytes)}. Plan with accumulate=True, or clear them with "
             "zero_grad(set_to_none=True)",
             PlanWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
-    return bool(gradients)
+        return True
+    waiting = [m.held_bytes for m in plan.timeline if m.phase == "forward"][-1] - plan.resident_bytes if earlier else 0
+    if waiting > room:
+        warnings.warn(
+            f"the model runs forward again before the backward pass of an earlier call, whose activations "
+            f"({gb(waiting)}) this plan does not count: the step may take {gb(plan.peak_bytes + waiting)} of "
+            f"{gb(plan.budget_bytes)}. Count them as in account_gb={{'an earlier forward pass': {waiting / GB:.4g}}}, "
+            "or call backward() after each",
+            PlanWarning,
+            stacklevel=5,
+        )
+    return waiting > room
 
 
 def remove(plan: Plan, model: nn.Module | None = None) -> nn.Module:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -40,3 +42,23 @@ def refuse_compiled(model: nn.Module, own: Any) -> None:
             f"{name} of this {type(model).__name__} runs under a plan of its own, or is compiled; one plan serves the "
             f"whole: remove() the plan of {name}, or plan only the parts"
         )
+
+
+def backward_node(results: Iterable[Any]) -> weakref.ref[Any] | None:
+    """The autograd node of a compiled region, from what the region returned; held weakly."""
+    for t in results:
+        node = t.grad_fn if isinstance(t, torch.Tensor) else None
+        while node is not None and not hasattr(node, "_raw_saved_tensors"):  # a view on top of it
+            node = node.next_functions[0][0] if node.next_functions else None
+        if node is not None:
+            return weakref.ref(node)
+    return None
+
+
+def waits(node: weakref.ref[Any]) -> bool:
+    """Whether a region's activations are still held for a backward pass."""
+    alive = node()
+    try:
+        return alive is not None and len(alive._raw_saved_tensors) > 0
+    except RuntimeError:  # freed by the backward pass
+        return False

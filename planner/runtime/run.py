@@ -16,7 +16,7 @@ from ..capture.dynamo import boxed, compile_call, dynamo_settings, make_backend
 from ..capture.region import Region, fingerprint
 from ..errors import ApplyError
 from ..rewrite.emit import emit
-from .modes import refuse_compiled, trains, unguarded
+from .modes import backward_node, refuse_compiled, trains, unguarded, waits
 
 # Where a model keeps its runtime beside `_compiled_call_impl`, which its copies lose. Python calls an object by its
 # class's `__call__`; torch.compile, around a planned model, goes past the plan unless the object has one as well.
@@ -82,7 +82,7 @@ class Runtime:
         self,
         model: nn.Module,
         make: Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any]], tuple[Any, Recipe]],
-        warn: Callable[[nn.Module, Any], bool],
+        warn: Callable[[nn.Module, Any, bool], bool],
     ) -> None:
         self.make = make
         self.warn = warn  # asked before a step until it has said what there is to say
@@ -93,6 +93,7 @@ class Runtime:
         self.call_eagerly = model._call_impl
         self.model = model
         self.regions_run = 0
+        self.nodes: list[weakref.ref[Any]] = []  # of regions whose backward pass has not run
         self.anchor = torch.zeros((), requires_grad=True)
         self.unguarded: object = None
         self._compile()
@@ -133,7 +134,8 @@ class Runtime:
         signature = call_signature(self.model, args, kwargs)
         if signature not in self.recipes:
             self.add(signature, *self.make(self.model, args, kwargs))
-        self.warned = self.warned or self.warn(self.model, self.plans[signature])
+        self.nodes = [node for node in self.nodes if waits(node)]
+        self.warned = self.warned or self.warn(self.model, self.plans[signature], bool(self.nodes))
         if (state := unguarded(self.model)) != self.unguarded:
             self.unguarded = state
             self._compile()
@@ -187,6 +189,8 @@ class Runtime:
             # a random op's state is that of the current device's generator
             with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
                 results = compiled(*inputs)
+            if (node := backward_node(results)) is not None:
+                self.nodes.append(node)
             if not cut:
                 return results
             return tuple(
