@@ -7,6 +7,7 @@ import sys
 import threading
 import warnings
 
+import peft
 import pytest
 import torch
 from torch import nn
@@ -17,12 +18,13 @@ from planner import ApplyError, OptionError, PlanWarning, applied_plan, plan
 from planner.request import with_batch
 
 from .measure import peak_of
+from .real_models import llama
 
 BATCH, WIDTH = 256, 64
 
 
 class Layers(nn.Module):
-    def __init__(self, depth=4, dropout=0.1, norm=False):
+    def __init__(self, depth=3, dropout=0.1, norm=False):
         super().__init__()
         layers = []
         for _ in range(depth):
@@ -76,6 +78,7 @@ def assert_same(model, twin, run, tolerance=0.0):
     for name in ours:
         torch.testing.assert_close(ours[name], theirs[name], rtol=tolerance, atol=tolerance * 1e-2, msg=name)
     assert model._compiled_call_impl.regions_run > before
+    return theirs
 
 
 def change(model, twin, what):
@@ -87,7 +90,7 @@ def change(model, twin, what):
 
 
 def test_a_copy_trains_by_the_plan_in_its_memory_and_apart_from_its_original(x, tmp_path):
-    model = Layers(depth=6)
+    model = Layers(depth=4)
     p, twin = applied(model, x)
     assert_same(model, twin, lambda m: step(m, x))
     copied = copy.deepcopy(model)
@@ -157,13 +160,14 @@ def test_a_saved_model_loads_where_the_planner_is_not(x, tmp_path):
     loaded(x)
 
 
-@pytest.mark.parametrize("assign", [False, True])
-def test_state_dicts_go_both_ways(x, assign):
+def test_state_dicts_go_both_ways(x):
     model = Layers(norm=True)
-    p, _ = applied(model, x)
-    other = Layers(norm=True)
-    model.load_state_dict({k: v.clone() for k, v in other.state_dict().items()}, assign=assign)
-    assert_same(model, other, lambda m: step(m, x))
+    p, twin = applied(model, x)
+    assert_same(model, twin, lambda m: step(m, x))
+    for assign in (False, True):
+        other = Layers(norm=True)
+        model.load_state_dict({k: v.clone() for k, v in other.state_dict().items()}, assign=assign)
+        assert_same(model, other, lambda m: step(m, x))
     fresh = Layers(norm=True)
     fresh.load_state_dict(model.state_dict())
     assert_same(model, fresh, lambda m: step(m, x))
@@ -253,9 +257,10 @@ def test_evaluation_without_gradients_and_fine_tuning_without_dropout(x):
 
 @pytest.mark.parametrize("first", [False, True])
 def test_autocast_changed_between_plan_and_use(x, first):
-    model = Layers(dropout=0.0)
+    model = Layers(depth=2, dropout=0.0)
+    twin = copy.deepcopy(model)
     with torch.autocast("cpu", torch.bfloat16, enabled=first):
-        _, twin = applied(model, x)
+        plan(model, x, budget_gb=1, loss_fn=square).apply()
 
     def inside(m):
         with torch.autocast("cpu", torch.bfloat16):
@@ -266,9 +271,17 @@ def test_autocast_changed_between_plan_and_use(x, first):
     assert_same(model, twin, lambda m: step(m, x))
 
 
-def test_a_scaler_and_clipping(x):
+def test_a_scaler_clipping_and_settings_of_torch(x):
     model = Layers()
     _, twin = applied(model, x)
+    assert_same(model, twin, lambda m: step(m, x))
+    try:
+        torch.use_deterministic_algorithms(True)
+        torch.set_default_dtype(torch.float64)
+        assert_same(model, twin, lambda m: step(m, x))
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.set_default_dtype(torch.float32)
 
     def scaled(m):
         scaler, optimizer = torch.amp.GradScaler("cpu"), torch.optim.SGD(m.parameters())
@@ -314,7 +327,7 @@ def test_two_forward_passes_before_a_backward_pass_are_right_and_what_they_hold_
     with pytest.warns(PlanWarning, match="an earlier forward pass") as seen:
         assert_same(model, twin, lambda m: (square(m(x)) + square(m(2 * x))).backward())
     assert seen[0].filename == __file__
-    room = p.budget_bytes + 2**20
+    room = 4 * p.budget_bytes
     ample = plan(twin, x, budget_gb=room / 2**30, loss_fn=square)
     ample.apply()
     with warnings.catch_warnings():
@@ -421,20 +434,17 @@ def test_a_planned_part_of_a_planned_model_is_refused(x):
 # changes after the first step
 
 CHANGES = {
-    "frozen layers": lambda m: m.body[:6].requires_grad_(False),
+    "frozen layers": lambda m: m.body[:3].requires_grad_(False),
     "a head of another size": lambda m: setattr(m, "head", _seeded(lambda: nn.Linear(WIDTH, 5))),
     "another activation": lambda m: m.body.__setitem__(1, nn.Tanh()),
     "one module more": lambda m: m.body.append(nn.Tanh()),
     "another rate of dropout": lambda m: setattr(m.body[2], "p", 0.5),
-    "another forward": lambda m: setattr(m.body[1], "forward", torch.tanh),
-    "tied weights": lambda m: setattr(m.body[3], "weight", m.body[0].weight),
-    "weight_norm": lambda m: parametrizations.weight_norm(m.body[0]),
-    "spectral_norm": lambda m: _seeded(lambda: parametrizations.spectral_norm(m.body[0])),
+    "another forward": lambda m: setattr(m.body[4], "forward", torch.tanh),
+    "spectral_norm": lambda m: _seeded(lambda: parametrizations.spectral_norm(m.body[3])),
+    "a layer used twice": lambda m: m.body.append(m.body[0]),
     "a hook on the model": lambda m: m.register_forward_hook(lambda module, args, output: 2 * output),
-    "a hook before the model": lambda m: m.register_forward_pre_hook(lambda module, args: (2 * args[0],)),
     "a hook on a part": lambda m: m.body[4].register_forward_hook(lambda module, args, output: 2 * output),
     "a backward hook": lambda m: m.register_full_backward_pre_hook(lambda module, gradient: (2 * gradient[0],)),
-    "a hook on a parameter": lambda m: m.head.weight.register_hook(lambda gradient: 2 * gradient),
 }
 
 
@@ -444,19 +454,16 @@ def _seeded(make):
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook")
-@pytest.mark.parametrize("what", CHANGES)
-def test_a_model_changed_after_its_first_step(x, what):
-    model = Layers(depth=3)
-    p, twin = applied(model, x, share=0.95)
-    object.__setattr__(p.request, "budget_gb", 1.0)  # some changes take room
-    assert_same(model, twin, lambda m: step(m, x))
-    before = gradients(twin, lambda m: step(m, x))
-    change(model, twin, CHANGES[what])
-    assert_same(model, twin, lambda m: step(m, x))
-    after = gradients(twin, lambda m: step(m, x))
-    assert before.keys() != after.keys() or any(
-        before[n].shape != after[n].shape or not torch.equal(before[n], after[n]) for n in before
-    )
+def test_a_model_changed_after_its_first_step(x):
+    model = Layers(depth=2)
+    twin = copy.deepcopy(model)
+    plan(model, x, budget_gb=1, loss_fn=square, solver="chen").apply()
+    before = assert_same(model, twin, lambda m: step(m, x))
+    for what, how in CHANGES.items():
+        change(model, twin, how)
+        after = assert_same(model, twin, lambda m: step(m, x))
+        assert before.keys() != after.keys() or any(not torch.equal(before[n], after[n]) for n in after), what
+        before = after
 
 
 def test_a_hook_on_every_module_after_the_first_step(x):
@@ -487,28 +494,12 @@ def test_an_input_that_needs_a_gradient_and_nothing_else(x):
     assert model._compiled_call_impl.regions_run == 1
 
 
-def test_settings_of_torch_after_the_first_step(x):
-    model = Layers()
-    _, twin = applied(model, x)
-    assert_same(model, twin, lambda m: step(m, x))
-    try:
-        torch.use_deterministic_algorithms(True)
-        torch.set_default_dtype(torch.float64)
-        assert_same(model, twin, lambda m: step(m, x))
-    finally:
-        torch.use_deterministic_algorithms(False)
-        torch.set_default_dtype(torch.float32)
-
-
 # LoRA
 
 
 @pytest.mark.parametrize("planned_first", [False, True])
 def test_lora(planned_first):
-    peft = pytest.importorskip("peft")
-    from .real_models import llama
-
-    case = llama()
+    case = llama(batch=2, layers=1)
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     base = case.model
     if planned_first:
@@ -532,7 +523,7 @@ def test_lora(planned_first):
         ours, theirs = gradients(model, train), gradients(twin, train)
         assert ours.keys() == theirs.keys()
         for name in ours:
-            assert torch.equal(ours[name], theirs[name]), name
+            torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-6, msg=name)
         assert planned._compiled_call_impl.regions_run > before
 
     same()
