@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -22,7 +21,7 @@ from .errors import (
 from .estimate.resident import storage_bytes
 from .pipeline import make_plan
 from .plan import PendingPlan, Plan
-from .request import GB, Costs, Request, arguments, check
+from .request import GB, Costs, arguments, check, with_batch
 from .runtime.run import Recipe, Runtime, attach, attached, call_signature, detach
 from .runtime.verify import FOUND
 from .runtime.verify import verify as verify_plan
@@ -126,37 +125,53 @@ def apply(plan: Plan, model: nn.Module | None = None, *, verify: bool = False) -
             f"{type(target).__name__} it is applied to; plan that model instead"
         )
 
-    planned = None if isinstance(plan, PendingPlan) else call_signature(target, request.args or (), request.kwargs)
+    ready: dict[tuple[object, ...], Plan] = {}
+    if not isinstance(plan, PendingPlan):
+        own = replace(plan, request=with_batch(request, target, request.args or (), request.kwargs))
+        ready[call_signature(target, request.args or (), request.kwargs)] = plan if target is request.model else own
 
-    def make(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Plan, Recipe]:
-        if target is request.model and call_signature(target, args, kwargs) == planned:
-            made = plan
-        else:
-            made = make_plan(with_batch(request, target, args, kwargs))
+    def make(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Plan, Recipe]:
+        made = ready.pop(call_signature(model, args, kwargs), None) if model is target else None
+        made = made or make_plan(with_batch(request, model, args, kwargs))
         if verify:
             made = repair(made)
         return made, made.recipe
 
-    runtime = Runtime(target, make, lambda used: _warn_of_gradients(target, used))
-    if planned is not None and not verify:
-        runtime.add(planned, plan, plan.recipe)
+    runtime = Runtime(target, make, _warn)
+    if not verify:
+        for signature in list(ready):
+            made = ready.pop(signature)
+            runtime.add(signature, made, made.recipe)
     attach(target, runtime)
     return target
 
 
-def _warn_of_gradients(model: nn.Module, plan: Plan) -> bool:
-    """Say so where gradients that the plan does not count leave too little room; False while there are none."""
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    held = 0 if plan.request.accumulate else storage_bytes(gradients)
-    if plan.peak_bytes + held > plan.budget_bytes:
+def _warn(model: nn.Module, plan: Plan, earlier: bool) -> bool:
+    """Say so where what a plan does not count leaves too little room: gradients, and an earlier forward pass that waits
+    for its backward pass. False while there is nothing to say.
+    """
+    gradients = [p.grad for p in model.parameters() if p.grad is not None and not plan.request.accumulate]
+    held, room = storage_bytes(gradients), plan.budget_bytes - plan.peak_bytes
+    if held > room:
         warnings.warn(
             f"{gb(held)} of gradients are there already, which this plan does not count: the step may take "
             f"{gb(plan.peak_bytes + held)} of {gb(plan.budget_bytes)}. Plan with accumulate=True, or clear them with "
             "zero_grad(set_to_none=True)",
             PlanWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
-    return bool(gradients)
+        return True
+    waiting = [m.held_bytes for m in plan.timeline if m.phase == "forward"][-1] - plan.resident_bytes if earlier else 0
+    if waiting > room:
+        warnings.warn(
+            f"the model runs forward again before the backward pass of an earlier call, whose activations "
+            f"({gb(waiting)}) this plan does not count: the step may take {gb(plan.peak_bytes + waiting)} of "
+            f"{gb(plan.budget_bytes)}. Count them as in account_gb={{'an earlier forward pass': {waiting / GB:.4g}}}, "
+            "or call backward() after each",
+            PlanWarning,
+            stacklevel=5,
+        )
+    return waiting > room
 
 
 def remove(plan: Plan, model: nn.Module | None = None) -> nn.Module:
@@ -164,11 +179,6 @@ def remove(plan: Plan, model: nn.Module | None = None) -> nn.Module:
     target = plan.request.model if model is None else model
     detach(target)
     return target
-
-
-def with_batch(request: Request, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Request:
-    """The same request for another model or batch."""
-    return replace(request, model_ref=weakref.ref(model), args=args, kwargs=dict(kwargs))
 
 
 def applied_plan(model: nn.Module) -> Plan | None:

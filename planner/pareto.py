@@ -95,7 +95,7 @@ def pareto(
     found = curve(lowered.problem, points, time_limit=time_limit, progress=progress)
     return tuple(
         write(
-            replace(request, budget_gb=budget / GB),
+            replace(request, budget_gb=budget / GB, given={**request.given, "budget_gb": budget / GB}),
             graph,
             replace(lowered, problem=lowered.problem.with_budget(budget)),
             solution,

@@ -8,7 +8,7 @@ import re
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypedDict
 
 import torch
@@ -47,6 +47,8 @@ class Request:
     Attributes beside them:
         device: what is planned for.
         measure_on: the same as a torch device, where it is here.
+        where: where the model was.
+        given: `device`, `budget_gb` and `costs` as the user gave them, for a model that has moved since.
     """
 
     model_ref: weakref.ref[nn.Module]
@@ -64,6 +66,8 @@ class Request:
     account_gb: Mapping[str, float]
     time_limit: float | None
     progress: bool | None
+    where: torch.device
+    given: Mapping[str, Any]
 
     @property
     def budget_bytes(self) -> int:
@@ -105,15 +109,7 @@ def check(
         raise ModelError(
             f"{type(model).__name__} has lazy parameters without a shape; run it once on a batch, then plan"
         )
-    where = next(model.parameters()).device
-    if len(devices := {p.device for p in model.parameters()}) > 1:
-        raise ModelError(
-            f"{type(model).__name__} has parameters on several devices ({', '.join(sorted(map(str, devices)))}); a "
-            "plan is for one: move the model, or plan the part on each"
-        )
-    if where.type == "meta" and device is None:
-        raise OptionError(f"{type(model).__name__} is on the meta device: say what to plan for, as in device='h100'")
-    target = find_device(device, where)
+    where, target = _where(model, device)
     if solver not in SOLVERS:
         raise OptionError(f"solver={solver!r} is not known; give one of {', '.join(SOLVERS)}")
     if time_limit is not None and not _positive(time_limit):
@@ -124,12 +120,7 @@ def check(
         raise OptionError(f"accumulate={accumulate!r} must be True where gradients are there already, or False")
     if not isinstance(shard, int) or isinstance(shard, bool) or shard < 1:
         raise OptionError(f"shard={shard!r} must be a number of devices that share the parameters: 1, 2, ...")
-    here = where.type in ("cpu", "cuda") and target == find_device(None, where)
-    if costs not in (None, "roofline", "measured") or (costs == "measured" and not here):
-        raise OptionError(
-            f"costs={costs!r} must be 'roofline', or 'measured' with the model on the device that is planned for "
-            f"(it is on {where}, planned for {target.name}), or None to choose"
-        )
+    measured = _measured(where, target, costs)
     if not isinstance(account_gb or {}, Mapping) or not all(
         isinstance(name, str) and name not in PLANNED and _real(size) and size >= 0
         for name, size in (account_gb or {}).items()
@@ -141,30 +132,67 @@ def check(
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise BatchError(f"kwargs={kwargs!r} must be a mapping of keyword arguments, or None")
     args, extra = arguments(model, batch, kwargs)
-    if budget_gb is None and where.type == "cuda":
-        gradients = [p.grad for p in model.parameters() if accumulate]
-        state = list(optimizer.state.values()) if isinstance(optimizer, torch.optim.Optimizer) else []
-        own = [*model.parameters(), *model.buffers(), *gradients, args, extra, state]
-        budget = (_free_bytes(where, own) + target.context) / GB
-    else:
-        budget = _budget(budget_gb, target)
-    return Request(
+    request = Request(
         model_ref=weakref.ref(model),
         args=args,
         kwargs=extra,
-        budget_gb=budget,
+        budget_gb=0.0,
         solver=solver,
         optimizer=optimizer,
         loss_fn=loss_fn,
         device=target,
-        measure_on=where if here else None,
         accumulate=accumulate,
         shard=shard,
-        costs=costs or ("measured" if here and where.type == "cuda" else "roofline"),
         account_gb=dict(account_gb or {}),
         time_limit=time_limit,
         progress=progress,
+        where=where,
+        given={"device": device, "budget_gb": budget_gb, "costs": costs},
+        **measured,
     )
+    return replace(request, budget_gb=_budget(request))
+
+
+def with_batch(request: Request, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Request:
+    """The same request for another model or batch; for the device where the model is now, unless one was given.
+
+    Raises:
+        ModelError, OptionError, BudgetError: the model has moved to where the request cannot be met.
+    """
+    found = replace(request, model_ref=weakref.ref(model), args=args, kwargs=dict(kwargs))
+    where, device = _where(model, request.given["device"])
+    if where == request.where:
+        return found
+    measured = _measured(where, device, request.given["costs"])
+    found = replace(found, where=where, device=device, **measured)
+    return replace(found, budget_gb=_budget(found))
+
+
+def _where(model: nn.Module, device: Any) -> tuple[torch.device, Device]:
+    """Where a model is, and what to plan for."""
+    where = next(model.parameters()).device
+    if len(devices := {p.device for p in model.parameters()}) > 1:
+        raise ModelError(
+            f"{type(model).__name__} has parameters on several devices ({', '.join(sorted(map(str, devices)))}); a "
+            "plan is for one: move the model, or plan the part on each"
+        )
+    if where.type == "meta" and device is None:
+        raise OptionError(f"{type(model).__name__} is on the meta device: say what to plan for, as in device='h100'")
+    return where, find_device(device, where)
+
+
+def _measured(where: torch.device, target: Device, costs: Any) -> dict[str, Any]:
+    """Where ops can be run for measurements, and where times come from; raises OptionError."""
+    here = where.type in ("cpu", "cuda") and target == find_device(None, where)
+    if costs not in (None, "roofline", "measured") or (costs == "measured" and not here):
+        raise OptionError(
+            f"costs={costs!r} must be 'roofline', or 'measured' with the model on the device that is planned for "
+            f"(it is on {where}, planned for {target.name}), or None to choose"
+        )
+    return {
+        "measure_on": where if here else None,
+        "costs": costs or ("measured" if here and where.type == "cuda" else "roofline"),
+    }
 
 
 def _real(x: Any) -> bool:
@@ -182,8 +210,15 @@ def _free_bytes(where: torch.device, own: list[Any]) -> int:
     return torch.cuda.mem_get_info(where)[0] + cached + sum(counted.values())
 
 
-def _budget(given: Any, device: Device) -> float:
-    """A budget in GB, from a number, a share of the device's memory as "80%", or None: all of it."""
+def _budget(request: Request) -> float:
+    """A budget in GB, from a number, a share of the device's memory as "80%", or None: what is free, or all of it."""
+    given, device = request.given["budget_gb"], request.device
+    if given is None and request.where.type == "cuda":
+        model, optimizer = request.model, request.optimizer
+        gradients = [p.grad for p in model.parameters() if request.accumulate]
+        state = list(optimizer.state.values()) if isinstance(optimizer, torch.optim.Optimizer) else []
+        own = [*model.parameters(), *model.buffers(), *gradients, request.args, request.kwargs, state]
+        return (_free_bytes(request.where, own) + device.context) / GB
     if given is None and device.type == "cuda":
         return device.memory / GB
     share = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", given) if isinstance(given, str) else None
@@ -198,7 +233,7 @@ def _budget(given: Any, device: Device) -> float:
         warnings.warn(
             f"budget_gb={given!r} is more than the {gb(device.memory)} of {device.name}; the plan may not fit there",
             PlanWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
     return float(given)
 

@@ -31,7 +31,7 @@ def dynamo_settings() -> Iterator[None]:
     """The settings under which a planned model compiles and runs.
 
     torch.compile silently runs a model unplanned after `recompile_limit` shapes, and breaks the graph at every logging
-    call: neither may happen here.
+    call: neither may happen here. Nor may a hook that comes after the first step be overlooked.
     """
     words = ("debug", "info", "warn", "error", "exception", "critical", "log")
     methods = {f for name, f in vars(logging.Logger).items() if name.startswith(words)}
@@ -40,6 +40,7 @@ def dynamo_settings() -> Iterator[None]:
         accumulated_recompile_limit=1_000_000,
         fail_on_recompile_limit_hit=True,
         suppress_errors=False,
+        skip_nnmodule_hook_guards=False,
         ignore_logger_methods=dynamo_config.ignore_logger_methods | methods,
     ):
         try:
@@ -124,6 +125,8 @@ def to_fake(
     try:
         with FakeCopyMode(mode):
             fake_model = copy.deepcopy(model)
+        for module in fake_model.modules():
+            module._compiled_call_impl = None  # a copy runs under the plan of its original
     except Exception as e:
         raise CaptureError(f"{type(model).__name__} cannot be copied for planning: {type(e).__name__}: {e}") from e
 

@@ -8,15 +8,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from ..errors import BatchError, CaptureError, ModelError
+from .call import tensors_in
 from .calls import Link, links_of, order_of, regions_of
 from .dry import DryPass
 from .dynamo import Partition, lone_loss, to_fake
 from .outside import LossFn, OutsideLoss, checked_loss, differentiable, leaves
 from .recording import RecordingFakeMode
 from .region import Region
+from .untouched import untouched
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,13 @@ def capture(
         BatchError: the model does not accept the arguments, or the loss is not a differentiable scalar.
         CaptureError: the step cannot be written as graphs.
     """
+    with torch.inference_mode(False):  # gradients are on, whatever the caller has
+        return _capture(model, args, kwargs, split, loss_fn)
+
+
+def _capture(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], split: Partition, loss_fn: LossFn | None
+) -> TrainingGraph:
     mode, fake_model, fake_args, fake_kwargs = to_fake(model, args, kwargs)
     unsure = _try_eagerly(mode, fake_model, fake_args, fake_kwargs, loss_fn)
     cut: dict[str, tuple[int, ...]] | None = None
@@ -96,18 +104,12 @@ def _try_eagerly(
 
 def _blame(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception) -> None:
     """Raise BatchError if the model itself refuses the batch, run for real without gradients; return if it does not."""
-    tensors = [t for t in pytree.tree_leaves((args, dict(kwargs))) if isinstance(t, torch.Tensor)]
-    devices = sorted({t.device.index or 0 for t in (*tensors, *model.parameters()) if t.is_cuda})
-    buffers = [(b, b.detach().clone()) for b in model.buffers()]
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=devices):
-            model(*args, **kwargs)
+        with untouched(model, args, kwargs) as (own_args, own_kwargs):
+            model(*own_args, **own_kwargs)
     except Exception as e:
+        tensors = tensors_in((args, dict(kwargs)))
         given = ", ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors)
         raise BatchError(
             f"{type(model).__name__} does not accept the batch ({given or 'no tensors'}): {type(e).__name__}: {e}"
         ) from error
-    finally:
-        with torch.no_grad():
-            for buffer, saved in buffers:
-                buffer.copy_(saved)

@@ -1,0 +1,64 @@
+"""What the state of a model and of torch means for a planned call, where no signature and no guard tells."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from ..errors import ApplyError
+from .private import GLOBAL_HOOKS
+
+
+def trains(model: nn.Module, args: Any, kwargs: Any) -> bool:
+    """Whether a call holds anything for a backward pass: gradients are on, and something needs one."""
+    if not torch.is_grad_enabled() or torch._C._get_tracing_state() or torch.compiler.is_exporting():
+        return False
+    return any(p.requires_grad for p in model.parameters()) or any(
+        isinstance(t, torch.Tensor) and t.requires_grad for t in tree_leaves((args, kwargs))
+    )
+
+
+def unguarded(model: nn.Module) -> tuple[object, ...]:
+    """What torch.compile writes into a graph and does not look at again: hooks on every module, classes' `forward`."""
+    classes: list[Any] = list(dict.fromkeys(map(type, model.modules())))
+    return (*map(tuple, GLOBAL_HOOKS), *(c.forward for c in classes))
+
+
+def refuse_compiled(model: nn.Module, own: Any) -> None:
+    """Raise ApplyError where a model, or a module in it, has a call of its own (`compile()`, a plan) beside `own`."""
+    for name, module in model.named_modules():
+        if getattr(module, "_compiled_call_impl", None) is (own if module is model else None):
+            continue
+        if module is model:
+            raise ApplyError(
+                f"this {type(model).__name__} is already compiled with model.compile(); plan it uncompiled"
+            )
+        raise ApplyError(
+            f"{name} of this {type(model).__name__} runs under a plan of its own, or is compiled; one plan serves the "
+            f"whole: remove() the plan of {name}, or plan only the parts"
+        )
+
+
+def backward_node(results: Iterable[Any]) -> weakref.ref[Any] | None:
+    """The autograd node of a compiled region, from what the region returned; held weakly."""
+    for t in results:
+        node = t.grad_fn if isinstance(t, torch.Tensor) else None
+        while node is not None and not hasattr(node, "_raw_saved_tensors"):  # a view on top of it
+            node = node.next_functions[0][0] if node.next_functions else None
+        if node is not None:
+            return weakref.ref(node)
+    return None
+
+
+def waits(node: weakref.ref[Any]) -> bool:
+    """Whether a region's activations are still held for a backward pass."""
+    alive = node()
+    try:
+        return alive is not None and len(alive._raw_saved_tensors) > 0
+    except RuntimeError:  # freed by the backward pass
+        return False
