@@ -9,7 +9,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, get_args
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from solvers import SOLVERS
 
 from .capture.call import storages
+from .capture.checkpoints import Checkpoints
 from .errors import BatchError, BudgetError, ModelError, OptionError, PlanWarning, gb
 from .estimate.device import Device, find_device
 
@@ -34,6 +35,7 @@ class Options(TypedDict, total=False):
     device: str | torch.device | None
     accumulate: bool
     shard: int
+    checkpoints: Checkpoints
     costs: Costs | None
     account_gb: Mapping[str, float] | None
     time_limit: float | None
@@ -60,6 +62,7 @@ class Request:
     measure_on: torch.device | None
     accumulate: bool
     shard: int
+    checkpoints: Checkpoints
     costs: Costs
     account_gb: Mapping[str, float]
     time_limit: float | None
@@ -91,6 +94,7 @@ def check(
     device: Any = None,
     accumulate: Any = False,
     shard: Any = 1,
+    checkpoints: Any = "replace",
     costs: Any = None,
     account_gb: Any = None,
     time_limit: Any = None,
@@ -124,6 +128,8 @@ def check(
         raise OptionError(f"accumulate={accumulate!r} must be True where gradients are there already, or False")
     if not isinstance(shard, int) or isinstance(shard, bool) or shard < 1:
         raise OptionError(f"shard={shard!r} must be a number of devices that share the parameters: 1, 2, ...")
+    if checkpoints not in get_args(Checkpoints):
+        raise OptionError(f"checkpoints={checkpoints!r} must be one of {', '.join(map(repr, get_args(Checkpoints)))}")
     here = where.type in ("cpu", "cuda") and target == find_device(None, where)
     if costs not in (None, "roofline", "measured") or (costs == "measured" and not here):
         raise OptionError(
@@ -160,6 +166,7 @@ def check(
         measure_on=where if here else None,
         accumulate=accumulate,
         shard=shard,
+        checkpoints=checkpoints,
         costs=costs or ("measured" if here and where.type == "cuda" else "roofline"),
         account_gb=dict(account_gb or {}),
         time_limit=time_limit,

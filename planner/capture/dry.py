@@ -11,6 +11,7 @@ from torch import fx, nn
 
 from ..errors import CaptureError, PlannerError, gb
 from .call import storages
+from .checkpoints import Checkpoints
 from .dynamo import Partition, boxed, compile_call, dynamo_settings, make_backend
 from .outside import LossFn, OutsideLoss, differentiable, leaves, trace_loss
 from .private import FakeTensorMode
@@ -29,10 +30,11 @@ class DryPass:
         cut: for each Dynamo graph, by its key, the outputs that were cut off.
     """
 
-    def __init__(self, mode: FakeTensorMode, split: Partition, detach: Detach) -> None:
+    def __init__(self, mode: FakeTensorMode, split: Partition, detach: Detach, checkpoints: Checkpoints = "replace") -> None:
         self.mode = mode
         self.split = split
         self.detach = detach
+        self.checkpoints = checkpoints
         self.regions: list[Region] = []
         self.cut: dict[str, tuple[int, ...]] = {}
         self._calls: list[tuple[int | None, list[Any], list[Any]]] = []  # region, inputs, results
@@ -74,7 +76,7 @@ class DryPass:
 
             return call
 
-        compiled = compile_call(model, make_backend(partition, boxed, detach, wrap))
+        compiled = compile_call(model, make_backend(partition, boxed, detach, wrap, self.checkpoints))
         try:
             with self.mode, dynamo_settings(), torch.enable_grad():
                 output = compiled(*args, **kwargs)

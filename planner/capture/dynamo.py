@@ -17,6 +17,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from ..errors import CaptureError, PlannerError
+from .checkpoints import Checkpoints
 from .private import BoxedCodeGen, FakeCopyMode, FakeTensorMode, aot_autograd, dynamo_config
 from .region import Region, analyse
 
@@ -54,6 +55,7 @@ def make_backend(
     compile_graph: Compile,
     detach: Callable[[fx.GraphModule], Collection[int]],
     wrap: Callable[[Callable[..., Any], Collection[int]], Callable[..., Any]],
+    checkpoints: Checkpoints = "replace",
 ) -> Callable[..., Any]:
     """A `torch.compile` backend that leaves every decision to its arguments.
 
@@ -62,12 +64,13 @@ def make_backend(
         compile_graph: a graph -> a boxed callable (it takes one list, and empties it).
         detach: a Dynamo graph -> positions of outputs that receive no gradient and are cut off before capture.
         wrap: the compiled region and those positions -> what Dynamo calls.
+        checkpoints: what becomes of calls that the model itself checkpoints.
     """
 
     def split(
         joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        return partition(analyse(joint, num_fwd_outputs))
+        return partition(analyse(joint, num_fwd_outputs, checkpoints))
 
     def compiler(graph: fx.GraphModule, _inputs: Any) -> Callable[[list[Any]], Any]:
         return compile_graph(graph)

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from .checkpoints import Checkpoints, checkpointed_calls, clone_of, repeat_checkpointed
 from .dropout import split_dropouts
 from .duplicates import merge_duplicates
 from .safety import is_random, keep_reason, replay_bytes
@@ -71,6 +72,7 @@ class Region:
         mutated: primals that the step writes into (BatchNorm statistics).
         value_of: for each node that holds values, their indices.
         fingerprint: equal for graphs of equal structure, shapes, dtypes and devices.
+        checkpointed: calls in it that the model itself checkpoints.
     """
 
     joint: fx.GraphModule
@@ -86,6 +88,7 @@ class Region:
     mutated: frozenset[fx.Node]
     value_of: dict[fx.Node, tuple[int, ...]] = field(repr=False)
     fingerprint: str = ""
+    checkpointed: int = 0
 
     def input_at(self, at: int) -> int | None:
         """Position of the primal that stands for the region's argument number `at`."""
@@ -134,11 +137,11 @@ def map_nodes(arguments: Any, of: Callable[[fx.Node], Any]) -> Any:
     return fx.node.map_arg(arguments, of)
 
 
-def analyse(joint: fx.GraphModule, num_fwd_outputs: int) -> Region:
+def analyse(joint: fx.GraphModule, num_fwd_outputs: int, checkpoints: Checkpoints = "replace") -> Region:
     """Read a joint graph. O(nodes) time.
 
     Nodes that neither feed the forward outputs nor depend on a gradient run in the backward pass, just before they
-    are first needed.
+    are first needed. With checkpoints="keep", what the model itself checkpoints runs again in the backward pass.
 
     Raises:
         NotImplementedError: the graph has sizes that are known only at run time.
@@ -157,6 +160,8 @@ def analyse(joint: fx.GraphModule, num_fwd_outputs: int) -> Region:
     # random ops draw in the order of the forward pass, whoever uses what they draw
     drawn = [n for n in graph.nodes if is_random(n) and n.meta.get("partitioner_tag") == "is_forward"]
     forward = _ancestors([*(n for n in fwd_outputs if isinstance(n, fx.Node)), *drawn])
+    if checkpoints == "keep":
+        repeat_checkpointed(graph, forward, mutated)
     order = _execution_order(graph, forward, _ancestors(n for n in grads if isinstance(n, fx.Node)))
     order = merge_duplicates(graph, order)
 
@@ -177,6 +182,7 @@ def analyse(joint: fx.GraphModule, num_fwd_outputs: int) -> Region:
             values.append(GraphValue(node, nbytes(t.untyped_storage())))
     ops: list[GraphOp] = []
     boundary = 0
+    states: dict[fx.Node | None, int] = {}  # random node -> the value that is its generator's state
     tainted = set(mutated)  # nodes that hold a mutated input
     for node in order:
         inputs = node.all_input_nodes
@@ -206,7 +212,11 @@ def analyse(joint: fx.GraphModule, num_fwd_outputs: int) -> Region:
                 tainted.add(node)
             continue
         reason = keep_reason(node, tainted)
-        if not reason and is_random(node):
+        original = clone_of(node)
+        if original in states:
+            reads = (*reads, states[original])
+        elif not reason and is_random(node):
+            states[node] = len(values)
             values.append(GraphValue(node, replay_bytes(node)[0]))
             ops.append(GraphOp(node, "rng_state", (), (len(values) - 1,), "the state of a random op"))
             reads = (*reads, len(values) - 1)
@@ -228,6 +238,7 @@ def analyse(joint: fx.GraphModule, num_fwd_outputs: int) -> Region:
         mutated=mutated,
         value_of=value_of,
         fingerprint=fingerprint(graph),
+        checkpointed=checkpointed_calls(graph),
     )
 
 

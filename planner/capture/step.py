@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ..errors import BatchError, CaptureError, ModelError
+from .checkpoints import Checkpoints
 from .dry import DryPass
 from .dynamo import Partition, lone_loss, to_fake
 from .outside import LossFn, OutsideLoss, checked_loss, differentiable, leaves
@@ -41,6 +42,7 @@ def capture(
     kwargs: Mapping[str, Any],
     split: Partition,
     loss_fn: LossFn | None = None,
+    checkpoints: Checkpoints = "replace",
 ) -> TrainingGraph:
     """Capture the training step under fake tensors: no memory, no compute, the model untouched.
 
@@ -51,6 +53,7 @@ def capture(
         split: a region -> any forward and backward graph of it, for the pass under fake tensors.
         loss_fn: the model's output -> the scalar loss; None: the loss is among the outputs (`find_loss`), or unknown,
             and then every differentiable output gets a gradient.
+        checkpoints: whether calls that the model itself checkpoints are planned like the rest, or stay as they are.
 
     Raises:
         BatchError: the model does not accept the arguments, or the loss is not a differentiable scalar.
@@ -60,7 +63,7 @@ def capture(
     unsure = _try_eagerly(mode, fake_model, fake_args, fake_kwargs, loss_fn)
     cut: dict[str, tuple[int, ...]] | None = None
     for _ in range(2):
-        dry = DryPass(mode, split, lone_loss if cut is None and loss_fn is None else (cut or {}))
+        dry = DryPass(mode, split, lone_loss if cut is None and loss_fn is None else (cut or {}), checkpoints)
         try:
             output = dry.run(fake_model, fake_args, fake_kwargs)
         except CaptureError:

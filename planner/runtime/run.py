@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from ..capture.checkpoints import Checkpoints
 from ..capture.dynamo import boxed, compile_call, dynamo_settings, make_backend
 from ..capture.region import Region, fingerprint
 from ..errors import ApplyError
@@ -74,6 +75,7 @@ class Runtime:
         model: nn.Module,
         make: Callable[[tuple[Any, ...], Mapping[str, Any]], tuple[Any, Recipe]],
         warn: Callable[[Any], bool],
+        checkpoints: Checkpoints = "replace",
     ) -> None:
         self.make = make
         self.warn = warn  # asked before a step until it has said what there is to say
@@ -85,7 +87,7 @@ class Runtime:
         self.model = model
         self.regions_run = 0
         self.anchor = torch.zeros((), requires_grad=True)
-        backend = make_backend(self._partition, boxed, self._detach, self._wrap)
+        backend = make_backend(self._partition, boxed, self._detach, self._wrap, checkpoints)
         self.compiled = compile_call(model, backend)
 
     def add(self, signature: tuple[object, ...], plan: Any, recipe: Recipe) -> None:
