@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from collections.abc import Collection, Mapping
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -67,6 +68,7 @@ def repeat_checkpointed(graph: fx.Graph, forward: Collection[fx.Node], mutated: 
 
     again = {node for node in forward if runs_again(node)}
     clones: dict[fx.Node, fx.Node] = {}
+    views: set[fx.Node] = set()
     for user in list(graph.nodes):
         if user in forward or user.op in ("placeholder", "output"):
             continue
@@ -81,17 +83,25 @@ def repeat_checkpointed(graph: fx.Graph, forward: Collection[fx.Node], mutated: 
             if node not in clones:
                 with graph.inserting_before(user):
                     clones[node] = _clone(graph, node, clones)
+        moved = {storage for n in user.all_input_nodes if n in again or n in views for storage in held_by[n]}
         user.args, user.kwargs = fx.node.map_arg((user.args, user.kwargs), lambda n: clones.get(n, n))
+        if not moved.isdisjoint(held_by[user]):  # a view, of a clone now
+            user.meta = {**user.meta, "val": _fake_result(user)}
+            views.add(user)
 
 
 def _clone(graph: fx.Graph, node: fx.Node, clones: Mapping[fx.Node, fx.Node]) -> fx.Node:
     new = graph.node_copy(node, lambda n: clones.get(n, n))
-    target: Any = new.target
-    args, kwargs = fx.node.map_arg((new.args, new.kwargs), lambda n: n.meta["val"])
-    with detect_fake_mode(node.meta["val"]):  # its storages are its own
-        value = target(*args, **kwargs)
-    new.meta = {**node.meta, "val": value, _CLONE_OF: node, "partitioner_tag": "is_backward"}
+    new.meta = {**node.meta, "val": _fake_result(new), _CLONE_OF: node, "partitioner_tag": "is_backward"}
     return new
+
+
+def _fake_result(node: fx.Node) -> Any:
+    """What a node makes of its inputs: new storages, or views of theirs."""
+    target: Any = node.target
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    with detect_fake_mode((args, kwargs)) or nullcontext():
+        return target(*args, **kwargs)
 
 
 def _call_of(node: fx.Node) -> Any:
