@@ -286,7 +286,7 @@ def _execution_order(graph: fx.Graph, forward: set[fx.Node], needed: set[fx.Node
     late: list[fx.Node] = []
     members = set(rest)
     for node in rest:
-        if node not in waits and not node.is_impure():
+        if node not in waits and (not node.is_impure() or clone_of(node) is not None):  # a clone's draws are replayed
             continue
         stack = [node]
         while stack:  # its inputs that wait for no gradient, deepest first
