@@ -39,6 +39,7 @@ def dynamo_settings() -> Iterator[None]:
         accumulated_recompile_limit=1_000_000,
         fail_on_recompile_limit_hit=True,
         suppress_errors=False,
+        allow_rnn=True,
         ignore_logger_methods=dynamo_config.ignore_logger_methods | methods,
     ):
         try:
