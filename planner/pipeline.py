@@ -27,7 +27,9 @@ OPTIMIZER_STEP = "optimizer step"  # a line that can be set, and is not held all
 
 def make_plan(request: Request) -> Plan:
     """Plan a checked request that has a batch: capture, estimate, solve, rewrite. Raises as `plan()` does."""
-    graph = capture(request.model, request.args or (), request.kwargs, keep_everything, request.loss_fn, request.checkpoints)
+    graph = capture(
+        request.model, request.args or (), request.kwargs, keep_everything, request.loss_fn, request.checkpoints
+    )
     lowered, lines = problem_of(request, graph)
     lowered, solution, lines = solve_with_margin(request, lowered, lines, _solve)
     return write(request, graph, lowered, solution, lines)
@@ -89,7 +91,7 @@ def _notes(request: Request, graph: TrainingGraph) -> list[str]:
         return []
     calls = "1 checkpointed call" if found == 1 else f"{found} checkpointed calls"
     if request.checkpoints == "keep":
-        return [f"{calls} of the model recomputed as the model asks; that is part of \"everything kept\" here."]
+        return [f'{calls} of the model recomputed as the model asks; that is part of "everything kept" here.']
     return [f"{calls} of the model planned like the rest (checkpoints='keep' leaves them as they are)."]
 
 

@@ -15,6 +15,7 @@ from .checkpoints import Checkpoints
 from .dynamo import Partition, boxed, compile_call, dynamo_settings, make_backend
 from .outside import LossFn, OutsideLoss, differentiable, leaves, trace_loss
 from .private import FakeTensorMode
+from .refusals import refusal
 from .region import Link, Region, fingerprint
 
 Detach = Callable[[fx.GraphModule], Collection[int]] | Mapping[str, tuple[int, ...]]
@@ -30,7 +31,9 @@ class DryPass:
         cut: for each Dynamo graph, by its key, the outputs that were cut off.
     """
 
-    def __init__(self, mode: FakeTensorMode, split: Partition, detach: Detach, checkpoints: Checkpoints = "replace") -> None:
+    def __init__(
+        self, mode: FakeTensorMode, split: Partition, detach: Detach, checkpoints: Checkpoints = "replace"
+    ) -> None:
         self.mode = mode
         self.split = split
         self.detach = detach
@@ -83,7 +86,7 @@ class DryPass:
         except PlannerError:
             raise
         except Exception as e:
-            raise CaptureError(_uncapturable(name, e)) from e
+            raise CaptureError(refusal(model, e, eagerly=False)) from e
         if not self.regions:
             raise CaptureError(
                 f"{name}: torch.compile captured nothing of its forward pass that needs a gradient (it leaves alone "
@@ -170,14 +173,3 @@ _TWICE = (
     "{}: one compiled graph serves several calls in the same step, which cannot be planned apart yet. "
     "Plan the repeated submodule, or remove the graph break inside it"
 )
-
-
-def _uncapturable(name: str, error: Exception) -> str:
-    """The error in words, with the innermost line of the user's code that torch.compile names."""
-    lines = str(error).strip().splitlines()
-    where = [line.strip() for line in lines if line.strip().startswith("File ") and "/torch/" not in line]
-    place = f" at {where[-1]}" if where else ""
-    return (
-        f"{name} cannot be captured{place}: {type(error).__name__}: {lines[0] if lines else ''}. "
-        "Move what is named here out of forward(), or plan a submodule"
-    )

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from ..errors import CaptureError, PlannerError
 from .checkpoints import Checkpoints
+from .known_values import KnownValues
 from .private import BoxedCodeGen, FakeCopyMode, FakeTensorMode, aot_autograd, dynamo_config
 from .region import Region, analyse
 
@@ -126,7 +127,7 @@ def to_fake(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[FakeTensorMode, nn.Module, Any, Any]:
     """The model and its inputs on fake tensors; the originals are not touched. What is on `meta` comes to the CPU."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = KnownValues(allow_non_fake_inputs=True)
     try:
         with FakeCopyMode(mode):
             fake_model = copy.deepcopy(model)
@@ -134,7 +135,7 @@ def to_fake(
         raise CaptureError(f"{type(model).__name__} cannot be copied for planning: {type(e).__name__}: {e}") from e
 
     def fake(t: torch.Tensor) -> Any:
-        return _landed(mode.from_tensor(t), mode)
+        return _landed(t, mode)
 
     landed: dict[int, Any] = {}  # tied parameters stay tied
     for module in fake_model.modules():
@@ -143,7 +144,7 @@ def to_fake(
             for name, t in table.items():
                 if t is not None and t.device.type == "meta":
                     table[name] = landed.setdefault(id(t), _landed(t, mode))
-    fake_args, fake_kwargs = pytree.tree_map_only(torch.Tensor, fake, (tuple(args), dict(kwargs)))
+    fake_args, fake_kwargs = pytree.tree_map_only(torch.Tensor, fake, mode.known((tuple(args), dict(kwargs))))
     return mode, fake_model, fake_args, fake_kwargs
 
 

@@ -3,8 +3,29 @@
 import torch._dynamo.config as dynamo_config
 from torch._dynamo.backends.common import aot_autograd
 from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeCopyMode,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
 from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
+from torch.utils._mode_utils import no_dispatch
 from torch.utils.checkpoint import CheckpointPolicy
 
-__all__ = ["BoxedCodeGen", "CheckpointPolicy", "FakeCopyMode", "FakeTensorMode", "aot_autograd", "detect_fake_mode", "dynamo_config"]
+__all__ = [
+    "BoxedCodeGen",
+    "CheckpointPolicy",
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "FakeCopyMode",
+    "FakeTensor",
+    "FakeTensorMode",
+    "UnsupportedOperatorException",
+    "aot_autograd",
+    "detect_fake_mode",
+    "dynamo_config",
+    "no_dispatch",
+]

@@ -16,6 +16,7 @@ from .dry import DryPass
 from .dynamo import Partition, lone_loss, to_fake
 from .outside import LossFn, OutsideLoss, checked_loss, differentiable, leaves
 from .private import FakeTensorMode
+from .refusals import refusal
 from .region import Link, Region
 
 
@@ -66,10 +67,13 @@ def capture(
         dry = DryPass(mode, split, lone_loss if cut is None and loss_fn is None else (cut or {}), checkpoints)
         try:
             output = dry.run(fake_model, fake_args, fake_kwargs)
-        except CaptureError:
-            if unsure is not None:
-                _blame(model, args, kwargs, unsure)
-            raise
+        except CaptureError as e:
+            if unsure is None:
+                raise
+            _blame(model, args, kwargs, unsure)
+            if e.__cause__ is None:
+                raise
+            raise CaptureError(refusal(fake_model, unsure, eagerly=True)) from unsure
         cut, loss = dry.gradients(output, loss_fn)
         if cut == dry.cut:
             return TrainingGraph(tuple(dry.regions), cut, loss, dry.links(output))
