@@ -127,7 +127,7 @@ def to_fake(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[FakeTensorMode, nn.Module, Any, Any]:
     """The model and its inputs on fake tensors; the originals are not touched. What is on `meta` comes to the CPU."""
-    mode = KnownValues(allow_non_fake_inputs=True)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         with FakeCopyMode(mode):
             fake_model = copy.deepcopy(model)
@@ -144,7 +144,9 @@ def to_fake(
             for name, t in table.items():
                 if t is not None and t.device.type == "meta":
                     table[name] = landed.setdefault(id(t), _landed(t, mode))
-    fake_args, fake_kwargs = pytree.tree_map_only(torch.Tensor, fake, mode.known((tuple(args), dict(kwargs))))
+    fake_args, fake_kwargs = pytree.tree_map_only(
+        torch.Tensor, fake, KnownValues(mode).fake((tuple(args), dict(kwargs)))
+    )
     return mode, fake_model, fake_args, fake_kwargs
 
 

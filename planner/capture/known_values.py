@@ -19,24 +19,32 @@ _ATEN = torch.ops.aten
 MOST_ELEMENTS = 2**22  # of a tensor that is known: a mask of 2048 by 2048 tokens
 
 
-class KnownValues(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """A fake mode that knows the values of what is small, and depends on no parameter and no random draw."""
+class KnownValues:
+    """Has a fake mode know the values of what is small, and depends on no parameter and no random draw."""
 
-    def known(self, tree: Any) -> Any:
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self.mode = mode
+        self._dispatch = mode.dispatch
+        self._may_turn_const = mode.may_turn_const
+        # not by a subclass: higher-order operators look for what to do under FakeTensorMode itself
+        mode.dispatch = self.dispatch  # type: ignore[method-assign]
+        mode.may_turn_const = self.may_turn_const  # type: ignore[method-assign]
+
+    def fake(self, tree: Any) -> Any:
         """A tree with fake tensors for its tensors, known where they are small; writing into them changes nothing."""
         memo: dict[int, Any] = {}  # what shares a storage goes on sharing one
 
         def fake(t: torch.Tensor) -> Any:
             if type(t) is not torch.Tensor or t.requires_grad or t.is_meta or t.numel() > MOST_ELEMENTS:
-                return self.from_tensor(t)
-            return self.fake_tensor_converter.from_real_tensor(self, copy.deepcopy(t, memo), make_constant=True)
+                return self.mode.from_tensor(t)
+            own = copy.deepcopy(t, memo)
+            return self.mode.fake_tensor_converter.from_real_tensor(self.mode, own, make_constant=True)
 
         return pytree.tree_map_only(torch.Tensor, fake, tree)
 
     def may_turn_const(self, t: torch.Tensor) -> bool:
         """Whether a result is to be known; torch allows for one element."""
-        small: bool = t.numel() <= MOST_ELEMENTS and super().may_turn_const(t.flatten()[:1])
-        return small
+        return t.numel() <= MOST_ELEMENTS and self._may_turn_const(t.flatten()[:1])
 
     def dispatch(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -45,8 +53,9 @@ class KnownValues(FakeTensorMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         known = [t for t in inputs if isinstance(t, FakeTensor) and t.constant is not None]
+        made: Any
         if len(known) < len(inputs) or not _repeatable(func):
-            made: Any = super().dispatch(func, types, args, kwargs)
+            made = self._dispatch(func, types, args, kwargs)
             if func is _ATEN.rand.default:
                 made.planner_drawn = True
             elif func is _ATEN.lt.Scalar and getattr(args[0], "planner_drawn", False) and args[1] <= 0:
@@ -56,7 +65,7 @@ class KnownValues(FakeTensorMode):  # type: ignore[no-untyped-call]
         for t in known:  # first without them: the result may be large
             t.constant = None
         try:
-            made = super().dispatch(func, types, args, kwargs)
+            made = self._dispatch(func, types, args, kwargs)
         finally:
             for t, value in zip(known, values, strict=True):
                 t.constant = value
@@ -71,7 +80,7 @@ class KnownValues(FakeTensorMode):  # type: ignore[no-untyped-call]
     def _learn(self, fakes: Sequence[Any], values: Sequence[torch.Tensor]) -> None:
         for t, value in zip(fakes, values, strict=True):
             t.constant = value
-            self.fake_tensor_converter.add_constant_storage_mapping(t)
+            self.mode.fake_tensor_converter.add_constant_storage_mapping(t)
 
 
 def _repeatable(func: Any) -> bool:

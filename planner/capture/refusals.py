@@ -78,7 +78,10 @@ def _reason(error: BaseException, code: Sequence[str]) -> tuple[str, str]:
         )
     if isinstance(error, UnsupportedOperatorException):
         return f"{op} does not run on fake tensors, from which a plan is made", "Replace it,"
+    error = getattr(error, "inner_exception", None) or error  # what torch.compile wraps
     lines = str(error).strip().splitlines() or [""]
+    if "SparseTensorImpl" in lines[0]:
+        return "a gradient is sparse (nn.Embedding(sparse=True)), which cannot be planned", "Make it dense,"
     inner = re.search(r"got (\w+\(.*\))", str(error))  # torch.compile's report of what a traced op raised
     return f"{type(error).__name__}: {inner[1] if inner else lines[0]}", "Move it out of forward(),"
 
