@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from planner import InfeasibleBudgetError, plan
 from planner.decide import REPLAYED
+from planner.estimate import workspace
 from planner.plan import Plan
 
 from .measure import held_before, results, step_peak
@@ -221,7 +222,15 @@ def one_process(folder):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_collectives_are_kept(tmp_path):
+def test_collectives_are_kept_and_not_run_to_plan(tmp_path, monkeypatch):
+    run: list[str] = []
+    measured = workspace.run_on_cpu
+    monkeypatch.setattr(
+        workspace,
+        "run_on_cpu",
+        lambda calls, timed: (run.extend(str(c.target) for c in calls), measured(calls, timed))[1],
+    )
+
     def gathered(x):
         y = collectives.all_gather_tensor_autograd(x.sin(), 0, dist.group.WORLD)
         mean = x.detach().mean(0)
@@ -231,6 +240,8 @@ def test_collectives_are_kept(tmp_path):
     with one_process(tmp_path):
         p = checked(Case(Around(gathered), {"x": torch.randn(128, 64)}, lambda loss: loss))
     assert any("collective" in d.reason and d.action == "keep" for d in p.decisions)
+    assert run
+    assert not any("c10d" in target for target in run)  # other processes may not be planning
 
 
 class WeightDropout(nn.Module):

@@ -52,7 +52,7 @@ def keep_reason(node: fx.Node, tainted: Collection[fx.Node]) -> str:
     if not isinstance(target, torch._ops.OpOverload):
         return f"{target} is opaque: nothing says that a second run would give the same"
     name = target._schema.name.split("::")[1]
-    if target.namespace in ("_c10d_functional", "c10d_functional"):
+    if is_collective(node):
         return f"{name} is a collective, which all processes would have to run again together"
     if target.namespace not in ("aten", "prims"):
         return f"{target._schema.name} is a custom op: nothing says that a second run would give the same"
@@ -69,6 +69,11 @@ def keep_reason(node: fx.Node, tainted: Collection[fx.Node]) -> str:
     if any(n in tainted for n in inputs):
         return "it reads a buffer or an input that the step overwrites"
     return ""
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Whether a node waits for other processes."""
+    return getattr(node.target, "namespace", "") in ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional")
 
 
 def is_random(node: fx.Node) -> bool:
