@@ -184,6 +184,30 @@ def test_sparse_gradients_are_refused_in_words():
         plan(model, torch.arange(4), budget_gb=1)
 
 
+class Causal(nn.Module):
+    """torch's own layers compare the mask with a causal one."""
+
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerDecoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+        self.layers = nn.TransformerDecoder(layer, 2)
+
+    def forward(self, x):
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        return self.layers(x, x, tgt_mask=mask).square().mean()
+
+
+def test_masks_of_torchs_transformers():
+    model, x = Causal(), torch.randn(2, 8, 16)
+    expected = torch.autograd.grad(model(x), list(model.parameters()))
+    p = plan(model, x, budget_gb=1)
+    assert len(p.graph_modules) == 1
+    p.apply()
+    model(x).backward()
+    for q, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(q.grad, gradient)
+
+
 def test_constructs_that_need_no_refusal():
     class Fine(nn.Module):
         def __init__(self):

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from ..errors import CaptureError, PlannerError
 from .checkpoints import Checkpoints
 from .known_values import KnownValues
-from .private import BoxedCodeGen, FakeCopyMode, FakeTensorMode, aot_autograd, dynamo_config
+from .private import BoxedCodeGen, FakeCopyMode, FakeTensorMode, aot_autograd, dynamo_config, nn_transformer
 from .region import Region, analyse
 
 Partition = Callable[[Region], tuple[fx.GraphModule, fx.GraphModule]]
@@ -43,6 +43,8 @@ def dynamo_settings() -> Iterator[None]:
         allow_rnn=True,
         ignore_logger_methods=dynamo_config.ignore_logger_methods | methods,
     ):
+        detect = nn_transformer._detect_is_causal_mask
+        nn_transformer._detect_is_causal_mask = _causal_if_told
         try:
             yield
         except Exception as e:  # what our backend refuses, torch.compile wraps
@@ -50,6 +52,13 @@ def dynamo_settings() -> Iterator[None]:
             if isinstance(inner, PlannerError):
                 raise inner from None
             raise
+        finally:
+            nn_transformer._detect_is_causal_mask = detect
+
+
+def _causal_if_told(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
+    """Whether attention may ignore its mask; asked of the mask itself, compiling would stop."""
+    return is_causal is True
 
 
 def make_backend(

@@ -1,6 +1,7 @@
 """The private parts of torch that capture needs. Known to work on torch 2.11 to 2.13."""
 
 import torch._dynamo.config as dynamo_config
+import torch.nn.modules.transformer as nn_transformer
 from torch._dynamo.backends.common import aot_autograd
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import (
@@ -27,5 +28,6 @@ __all__ = [
     "aot_autograd",
     "detect_fake_mode",
     "dynamo_config",
+    "nn_transformer",
     "no_dispatch",
 ]

@@ -118,7 +118,7 @@ class Runtime:
             if key in getattr(recipe, table):
                 return getattr(recipe, table)[key]
         raise ApplyError(
-            "the model's graph differs from the one that was planned (it depends on something beside its arguments); "
+            "the model's graph differs from the one that was planned (it depends on more than the shapes of its arguments); "
             "plan again with the model in the state in which it trains"
         )
 
