@@ -118,8 +118,8 @@ class Runtime:
             if key in getattr(recipe, table):
                 return getattr(recipe, table)[key]
         raise ApplyError(
-            "the model's graph differs from the one that was planned (it depends on more than the shapes of its arguments); "
-            "plan again with the model in the state in which it trains"
+            "the model's graph differs from the one that was planned (it depends on more than the shapes of its "
+            "arguments); plan again with the model in the state in which it trains"
         )
 
     def _partition(self, region: Region) -> tuple[fx.GraphModule, fx.GraphModule]:
