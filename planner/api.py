@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .capture.checkpoints import Checkpoints
 from .errors import (
     ApplyError,
     BatchError,
@@ -42,6 +43,7 @@ def plan(
     device: str | torch.device | None = None,
     accumulate: bool = False,
     shard: int = 1,
+    checkpoints: Checkpoints = "replace",
     costs: Costs | None = None,
     account_gb: Mapping[str, float] | None = None,
     time_limit: float | None = None,
@@ -65,6 +67,8 @@ def plan(
         accumulate: whether gradients of earlier microbatches are there when the step begins (gradient accumulation, or
             `zero_grad(set_to_none=False)`): they are then held beside the new ones.
         shard: how many devices share parameters, gradients and optimizer state, as FSDP does.
+        checkpoints: what becomes of calls that the model itself checkpoints (`torch.utils.checkpoint`): "replace"
+            plans them like the rest; "keep" recomputes them as their author asked, and plans around them.
         costs: what times are taken from: "roofline" (the device's datasheet), "measured" (each distinct op run on the
             device, kept on disk), or None: measured on a GPU that is here.
         account_gb: lines of `Plan.account` to set by hand, in GB, as {"CUDA context": 0.6, "fragmentation margin": 0};
@@ -97,6 +101,7 @@ def plan(
         device=device,
         accumulate=accumulate,
         shard=shard,
+        checkpoints=checkpoints,
         costs=costs,
         account_gb=account_gb,
         time_limit=time_limit,
@@ -137,7 +142,7 @@ def apply(plan: Plan, model: nn.Module | None = None, *, verify: bool = False) -
             made = repair(made)
         return made, made.recipe
 
-    runtime = Runtime(target, make, _warn)
+    runtime = Runtime(target, make, _warn, request.checkpoints)
     if not verify:
         for signature in list(ready):
             made = ready.pop(signature)

@@ -11,8 +11,11 @@ from torch import fx
 from solvers import Problem, Schedule, Solution, Timeline, simulate
 
 from .capture.region import Region
+from .capture.safety import is_random
 from .lowering import LOSS, OPTIMIZER, Lowered
 from .plan import Decision, Moment
+
+REPLAYED = "drawn again under the saved state of the generator"
 
 
 def decisions(
@@ -42,7 +45,7 @@ def decisions(
                     recompute_seconds=op.cost * (times[i] - 1) / len(again) if v in again else 0.0,
                     module=module_path(graph_op.node, modules),
                     source=source_line(graph_op.node),
-                    reason=graph_op.keep_because,
+                    reason=graph_op.keep_because or (REPLAYED if v in again and is_random(graph_op.node) else ""),
                 )
             )
     return tuple(found)

@@ -29,7 +29,9 @@ OPTIMIZER_STEP = "optimizer step"  # a line that can be set, and is not held all
 
 def make_plan(request: Request) -> Plan:
     """Plan a checked request that has a batch: capture, estimate, solve, rewrite. Raises as `plan()` does."""
-    graph = capture(request.model, request.args or (), request.kwargs, keep_everything, request.loss_fn)
+    graph = capture(
+        request.model, request.args or (), request.kwargs, keep_everything, request.loss_fn, request.checkpoints
+    )
     lowered, lines = problem_of(request, graph)
     lowered, solution, lines = solve_with_margin(request, lowered, lines, _solve)
     return write(request, graph, lowered, solution, lines)
@@ -86,6 +88,16 @@ def _solve(request: Request, lowered: Lowered, lines: dict[str, int]) -> Solutio
         raise InfeasibleBudgetError(request.budget_gb, e.minimum, takes) from None
 
 
+def _notes(request: Request, graph: TrainingGraph) -> list[str]:
+    found = sum(region.checkpointed for region in graph.regions)
+    if found == 0:
+        return []
+    calls = "1 checkpointed call" if found == 1 else f"{found} checkpointed calls"
+    if request.checkpoints == "keep":
+        return [f'{calls} of the model recomputed as the model asks; that is part of "everything kept" here.']
+    return [f"{calls} of the model planned like the rest (checkpoints='keep' leaves them as they are)."]
+
+
 def write(request: Request, graph: TrainingGraph, lowered: Lowered, solution: Solution, lines: dict[str, int]) -> Plan:
     problem, timeline = lowered.problem, solution.timeline
     passes = raise_schedule(lowered, solution.schedule)
@@ -112,7 +124,7 @@ def write(request: Request, graph: TrainingGraph, lowered: Lowered, solution: So
         graph_modules=modules,
         step_seconds=timeline.cost,
         account=MappingProxyType({**lines, **peak_account(problem, solution.schedule)}),
-        note=solution.note,
+        note=" ".join(filter(None, [solution.note, *_notes(request, graph)])),
         device=request.device.name,
         recipe=recipe,
         request=request,

@@ -29,7 +29,7 @@ class Decision:
         recompute_seconds: estimated time of running its op again, as often as the plan does (0 when kept).
         module: path of the module that made it, as in `named_modules()`.
         source: the user's own line: "file:line: code".
-        reason: why it has to be kept, where it has to.
+        reason: why it has to be kept, where it has to; how a random value that is recomputed stays the same.
     """
 
     name: str

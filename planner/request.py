@@ -9,7 +9,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, get_args
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from solvers import SOLVERS
 
 from .capture.call import storages
+from .capture.checkpoints import Checkpoints
 from .errors import BatchError, BudgetError, ModelError, OptionError, PlanWarning, gb
 from .estimate.device import Device, find_device
 
@@ -34,6 +35,7 @@ class Options(TypedDict, total=False):
     device: str | torch.device | None
     accumulate: bool
     shard: int
+    checkpoints: Checkpoints
     costs: Costs | None
     account_gb: Mapping[str, float] | None
     time_limit: float | None
@@ -62,6 +64,7 @@ class Request:
     measure_on: torch.device | None
     accumulate: bool
     shard: int
+    checkpoints: Checkpoints
     costs: Costs
     account_gb: Mapping[str, float]
     time_limit: float | None
@@ -95,6 +98,7 @@ def check(
     device: Any = None,
     accumulate: Any = False,
     shard: Any = 1,
+    checkpoints: Any = "replace",
     costs: Any = None,
     account_gb: Any = None,
     time_limit: Any = None,
@@ -120,6 +124,8 @@ def check(
         raise OptionError(f"accumulate={accumulate!r} must be True where gradients are there already, or False")
     if not isinstance(shard, int) or isinstance(shard, bool) or shard < 1:
         raise OptionError(f"shard={shard!r} must be a number of devices that share the parameters: 1, 2, ...")
+    if checkpoints not in get_args(Checkpoints):
+        raise OptionError(f"checkpoints={checkpoints!r} must be one of {', '.join(map(repr, get_args(Checkpoints)))}")
     measured = _measured(where, target, costs)
     if not isinstance(account_gb or {}, Mapping) or not all(
         isinstance(name, str) and name not in PLANNED and _real(size) and size >= 0
@@ -143,6 +149,7 @@ def check(
         device=target,
         accumulate=accumulate,
         shard=shard,
+        checkpoints=checkpoints,
         account_gb=dict(account_gb or {}),
         time_limit=time_limit,
         progress=progress,

@@ -11,10 +11,12 @@ from torch import fx, nn
 from ..errors import CaptureError, PlannerError
 from .call import storages
 from .calls import RegionCall, version
+from .checkpoints import Checkpoints
 from .dynamo import CompileRegion, Partition, compile_call, detach_outputs, dynamo_settings, make_backend
 from .eager_parts import as_region_calls
 from .outside import LossFn, OutsideLoss, differentiable, leaves, trace_loss
-from .recording import EagerCall, RecordingFakeMode
+from .recording import EagerCall, Recording
+from .refusals import refusal
 from .region import Region, fingerprint
 from .watched import watch_backward
 
@@ -31,10 +33,13 @@ class DryPass:
         cut: for each Dynamo graph, by its key, the outputs that were cut off.
     """
 
-    def __init__(self, mode: RecordingFakeMode, split: Partition, detach: Detach) -> None:
-        self.mode = mode
+    def __init__(
+        self, recording: Recording, split: Partition, detach: Detach, checkpoints: Checkpoints = "replace"
+    ) -> None:
+        self.recording = recording
         self.split = split
         self.detach = detach
+        self.checkpoints = checkpoints
         self.calls: list[RegionCall] = []
         self.cut: dict[str, tuple[int, ...]] = {}
         self._between: list[tuple[EagerCall, ...]] = []  # before each call that has a gradient, and after the last
@@ -42,23 +47,23 @@ class DryPass:
     def run(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
         """Call the model; returns its output. Raises CaptureError."""
         name = type(model).__name__
-        compiled = compile_call(model, make_backend(self._serve))
+        compiled = compile_call(model, make_backend(self._serve, self.checkpoints))
         try:
-            with self.mode, dynamo_settings(), torch.enable_grad():
-                self.mode.resume()
+            with self.recording.mode, dynamo_settings(), torch.enable_grad():
+                self.recording.resume()
                 try:
                     output = compiled(*args, **kwargs)
                 finally:
-                    self.mode.pause()
+                    self.recording.pause()
         except PlannerError:
             raise
         except Exception as e:
-            raise CaptureError(_uncapturable(name, e)) from e
-        self._between.append(self.mode.taken())
+            raise CaptureError(refusal(model, e, eagerly=False)) from e
+        self._between.append(self.recording.taken())
         if all(call.region is None for call in self.calls):
             raise CaptureError(
-                f"{name}: torch.compile captured nothing of its forward pass that needs a gradient (it leaves alone "
-                "recurrent layers and what is under torch.compiler.disable). Plan a submodule that it can capture"
+                f"{name}: torch.compile captured nothing of its forward pass that needs a gradient (it leaves "
+                "alone what is under torch.compiler.disable). Plan with mode='eager', or a submodule it can capture"
             )
         return output
 
@@ -78,11 +83,11 @@ class DryPass:
         def call(*inputs: Any) -> Any:
             region = captured[0] if captured else None
             if region is not None:  # else its ops run as they are, and count as what runs outside
-                self._between.append(self.mode.taken())
-                self.mode.pause()
+                self._between.append(self.recording.taken())
+                self.recording.pause()
             results = tuple(compiled(*inputs))
             if region is not None:
-                self.mode.resume()
+                self.recording.resume()
             for at in cut:  # so that a gradient which does reach it is seen
                 results[at].requires_grad_()
             self.calls.append(RegionCall(key, region, inputs, tuple(map(version, inputs)), results))
@@ -99,7 +104,7 @@ class DryPass:
         ends = [t for t in leaves(output) if differentiable(t)]
         eager = self._runs_outside()
         try:
-            with self.mode, torch.enable_grad():
+            with self.recording.mode, torch.enable_grad():
                 outside, loss = trace_loss(
                     output, loss_fn, ends if eager else [t for t in self.calls[-1].results if differentiable(t)]
                 )
@@ -112,7 +117,7 @@ class DryPass:
                     reached = torch.autograd.grad(roots, results, arriving, allow_unused=True)
                 else:
                     regions = [call for call in self.calls if call.region is not None]
-                    seen = watch_backward(self.mode, regions, self._between, roots, arriving, results, ends)
+                    seen = watch_backward(self.recording, regions, self._between, roots, arriving, results, ends)
                     reached = seen.reached
                     self.calls = list(as_region_calls(seen.parts, self.calls, leaves(output), seen.arrived))
         except PlannerError:
@@ -130,14 +135,3 @@ class DryPass:
         """Whether ops outside the regions make more than a sliver."""
         made = sum(sum(storages([call.result for call in calls]).values()) for calls in self._between)
         return made > EAGER_SHARE * sum(v.nbytes for c in self.calls if c.region for v in c.region.values)
-
-
-def _uncapturable(name: str, error: Exception) -> str:
-    """The error in words, with the innermost line of the user's code that torch.compile names."""
-    lines = str(error).strip().splitlines()
-    where = [line.strip() for line in lines if line.strip().startswith("File ") and "/torch/" not in line]
-    place = f" at {where[-1]}" if where else ""
-    return (
-        f"{name} cannot be captured{place}: {type(error).__name__}: {lines[0] if lines else ''}. "
-        "Move what is named here out of forward(), or plan a submodule"
-    )

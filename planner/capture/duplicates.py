@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from .call import storages
+from .checkpoints import clone_of
 from .safety import is_random
 
 Storages = Mapping[fx.Node, frozenset[int]]
@@ -75,7 +76,11 @@ def _numbers(graph: fx.Graph) -> dict[fx.Node, int]:
         number[node] = at
         if _may_write(node):
             known.clear()
-        elif not is_random(node) and getattr(node.target, "namespace", "aten") in ("aten", "prims"):
+        elif (
+            not is_random(node)
+            and clone_of(node) is None
+            and getattr(node.target, "namespace", "aten") in ("aten", "prims")
+        ):
             arguments = fx.node.map_arg((node.args, node.kwargs), lambda n: f"%{number[n]}")
             number[node] = known.setdefault(repr((node.op, str(node.target), arguments)), at)
     return number

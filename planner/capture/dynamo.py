@@ -17,8 +17,10 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from ..errors import CaptureError, PlannerError
-from .private import BoxedCodeGen, FakeCopyMode, FakeTensorMode, aot_autograd, dynamo_config
-from .recording import RecordingFakeMode
+from .checkpoints import Checkpoints
+from .known_values import KnownValues
+from .private import BoxedCodeGen, FakeCopyMode, FakeTensorMode, aot_autograd, dynamo_config, nn_transformer
+from .recording import Recording
 from .region import Region, analyse
 
 Partition = Callable[[Region], tuple[fx.GraphModule, fx.GraphModule]]
@@ -41,8 +43,11 @@ def dynamo_settings() -> Iterator[None]:
         fail_on_recompile_limit_hit=True,
         suppress_errors=False,
         skip_nnmodule_hook_guards=False,
+        allow_rnn=True,
         ignore_logger_methods=dynamo_config.ignore_logger_methods | methods,
     ):
+        detect = nn_transformer._detect_is_causal_mask
+        nn_transformer._detect_is_causal_mask = _causal_if_told
         try:
             yield
         except Exception as e:  # what our backend refuses, torch.compile wraps
@@ -50,14 +55,22 @@ def dynamo_settings() -> Iterator[None]:
             if isinstance(inner, PlannerError):
                 raise inner from None
             raise
+        finally:
+            nn_transformer._detect_is_causal_mask = detect
 
 
-def make_backend(serve: Serve) -> Callable[..., Any]:
+def _causal_if_told(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
+    """Whether attention may ignore its mask; asked of the mask itself, compiling would stop."""
+    return is_causal is True
+
+
+def make_backend(serve: Serve, checkpoints: Checkpoints = "replace") -> Callable[..., Any]:
     """A `torch.compile` backend that leaves every decision to `serve`.
 
     Args:
         serve: a Dynamo graph, and a function that compiles it -> what Dynamo calls in its place. That function takes
             what turns the captured region into its forward and backward graphs.
+        checkpoints: what becomes of calls that the model itself checkpoints.
     """
 
     def compiler(graph: fx.GraphModule, _inputs: Any) -> Callable[[list[Any]], Any]:
@@ -68,7 +81,7 @@ def make_backend(serve: Serve) -> Callable[..., Any]:
             def split(
                 joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any
             ) -> tuple[fx.GraphModule, fx.GraphModule]:
-                return partition(analyse(joint, num_fwd_outputs))
+                return partition(analyse(joint, num_fwd_outputs, checkpoints))
 
             aot = aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=split)
             compiled: Callable[..., Any] = aot(graph, inputs)
@@ -117,11 +130,9 @@ def lone_loss(graph: fx.GraphModule) -> tuple[int, ...]:
     return tuple(others) if len(scalar) == 1 else ()
 
 
-def to_fake(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[RecordingFakeMode, nn.Module, Any, Any]:
+def to_fake(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Recording, nn.Module, Any, Any]:
     """The model and its inputs on fake tensors; the originals are not touched. What is on `meta` comes to the CPU."""
-    mode = RecordingFakeMode()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         with FakeCopyMode(mode):
             fake_model = copy.deepcopy(model)
@@ -131,7 +142,7 @@ def to_fake(
         raise CaptureError(f"{type(model).__name__} cannot be copied for planning: {type(e).__name__}: {e}") from e
 
     def fake(t: torch.Tensor) -> Any:
-        return _landed(mode.from_tensor(t), mode)
+        return _landed(t, mode)
 
     landed: dict[int, Any] = {}  # tied parameters stay tied
     for module in fake_model.modules():
@@ -140,8 +151,10 @@ def to_fake(
             for name, t in table.items():
                 if t is not None and t.device.type == "meta":
                     table[name] = landed.setdefault(id(t), _landed(t, mode))
-    fake_args, fake_kwargs = pytree.tree_map_only(torch.Tensor, fake, (tuple(args), dict(kwargs)))
-    return mode, fake_model, fake_args, fake_kwargs
+    fake_args, fake_kwargs = pytree.tree_map_only(
+        torch.Tensor, fake, KnownValues(mode).fake((tuple(args), dict(kwargs)))
+    )
+    return Recording(mode), fake_model, fake_args, fake_kwargs
 
 
 def _landed(t: torch.Tensor, mode: FakeTensorMode) -> Any:

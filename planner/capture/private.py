@@ -1,20 +1,38 @@
 """The private parts of torch that capture needs. Known to work on torch 2.11 to 2.13."""
 
 import torch._dynamo.config as dynamo_config
+import torch.nn.modules.transformer as nn_transformer
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.descriptors import PlainAOTInput, PlainAOTOutput, TangentAOTInput
-from torch._guards import TracingContext
-from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+from torch._guards import TracingContext, detect_fake_mode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeCopyMode,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
 from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
+from torch.utils._mode_utils import no_dispatch
+from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = [
     "BoxedCodeGen",
+    "CheckpointPolicy",
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
     "FakeCopyMode",
+    "FakeTensor",
     "FakeTensorMode",
     "PlainAOTInput",
     "PlainAOTOutput",
     "TangentAOTInput",
     "TracingContext",
+    "UnsupportedOperatorException",
     "aot_autograd",
+    "detect_fake_mode",
     "dynamo_config",
+    "nn_transformer",
+    "no_dispatch",
 ]

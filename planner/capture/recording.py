@@ -26,28 +26,34 @@ class EagerCall:
     stack_trace: str
 
 
-class RecordingFakeMode(FakeTensorMode):
-    """Fake tensors that can say which ops were called on them.
+class Recording:
+    """Has a fake mode say which ops are called on its tensors.
 
     Attributes:
+        mode: the fake mode.
         calls: what was recorded.
         node: number of the autograd node that runs now; 0 for none.
     """
 
-    def __init__(self) -> None:
-        super().__init__(allow_non_fake_inputs=True)  # type: ignore[no-untyped-call]
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self.mode = mode
         self.calls: list[EagerCall] = []
         self.node = 0
         self._pauses = 1
+        self._dispatch = mode.dispatch
+        # not by a subclass: higher-order operators look for what to do under FakeTensorMode itself
+        mode.dispatch = self.dispatch  # type: ignore[method-assign]
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an op on fake tensors."""
         self.pause()
         try:
-            result = super().dispatch(func, types, args, kwargs or {})
+            result = self._dispatch(func, types, args, kwargs or {})
         finally:
             self.resume()
         if not self._pauses and TracingContext.try_get() is None:
-            self.calls.append(EagerCall(func, args, dict(kwargs or {}), result, self.node, _user_line(sys._getframe())))
+            line = _user_line(sys._getframe())
+            self.calls.append(EagerCall(func, args, dict(kwargs or {}), result, self.node, line))
         return result
 
     def pause(self) -> None:

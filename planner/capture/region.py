@@ -16,6 +16,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from .checkpoints import Checkpoints, checkpointed_calls, clone_of, repeat_checkpointed
 from .dropout import split_dropouts
 from .duplicates import merge_duplicates
 from .safety import is_random, keep_reason, replay_bytes
@@ -72,6 +73,7 @@ class Region:
         value_of: for each node that holds values, their indices.
         primal_of: for each node that is a primal or a view of one, its position.
         fingerprint: equal for graphs of equal structure, shapes, dtypes and devices; empty for what ran outside them.
+        checkpointed: calls in it that the model itself checkpoints.
     """
 
     joint: fx.GraphModule
@@ -88,6 +90,7 @@ class Region:
     value_of: dict[fx.Node, tuple[int, ...]] = field(repr=False)
     primal_of: dict[fx.Node, tuple[int, ...]] = field(repr=False)
     fingerprint: str = ""
+    checkpointed: int = 0
 
     def input_at(self, at: int) -> int | None:
         """Position of the primal that stands for the region's argument number `at`."""
@@ -119,7 +122,9 @@ def map_nodes(arguments: Any, of: Callable[[fx.Node], Any]) -> Any:
     return fx.node.map_arg(arguments, of)
 
 
-def analyse(joint: fx.GraphModule, num_fwd_outputs: int, outside: str = "") -> Region:
+def analyse(
+    joint: fx.GraphModule, num_fwd_outputs: int, checkpoints: Checkpoints = "replace", outside: str = ""
+) -> Region:
     """Read a joint graph. O(nodes) time.
 
     Nodes that neither feed the forward outputs nor depend on a gradient run in the backward pass, just before they
@@ -128,6 +133,7 @@ def analyse(joint: fx.GraphModule, num_fwd_outputs: int, outside: str = "") -> R
     Args:
         joint: the graph; forward nodes are tagged as AOTAutograd does.
         num_fwd_outputs: how many of its outputs the forward pass returns.
+        checkpoints: "keep" for what the model itself checkpoints to run again as it asks.
         outside: why it runs just as it is, node by node, and nothing of it twice; empty for a graph to be planned.
 
     Raises:
@@ -153,6 +159,8 @@ def analyse(joint: fx.GraphModule, num_fwd_outputs: int, outside: str = "") -> R
         # random ops draw in the order of the forward pass, whoever uses what they draw
         drawn = [n for n in graph.nodes if is_random(n) and n in tagged]
         forward = _ancestors([*(n for n in fwd_outputs if isinstance(n, fx.Node)), *drawn])
+        if checkpoints == "keep":
+            repeat_checkpointed(graph, forward, mutated)
         order = _execution_order(graph, forward, _ancestors(n for n in grads if isinstance(n, fx.Node)))
         order = merge_duplicates(graph, order)
 
@@ -173,6 +181,7 @@ def analyse(joint: fx.GraphModule, num_fwd_outputs: int, outside: str = "") -> R
             values.append(GraphValue(node, nbytes(t.untyped_storage())))
     ops: list[GraphOp] = []
     boundary = 0
+    states: dict[fx.Node | None, int] = {}  # random node -> the value that is its generator's state
     tainted = set(mutated)  # nodes that hold a mutated input
     for node in order:
         inputs = node.all_input_nodes
@@ -202,7 +211,11 @@ def analyse(joint: fx.GraphModule, num_fwd_outputs: int, outside: str = "") -> R
                 tainted.add(node)
             continue
         reason = outside or keep_reason(node, tainted)
-        if not reason and is_random(node):
+        original = clone_of(node)
+        if original in states:
+            reads = (*reads, states[original])
+        elif not reason and is_random(node):
+            states[node] = len(values)
             values.append(GraphValue(node, replay_bytes(node)[0]))
             ops.append(GraphOp(node, "rng_state", (), (len(values) - 1,), "the state of a random op"))
             reads = (*reads, len(values) - 1)
@@ -225,6 +238,7 @@ def analyse(joint: fx.GraphModule, num_fwd_outputs: int, outside: str = "") -> R
         value_of=value_of,
         primal_of=primal_of,
         fingerprint="" if outside else fingerprint(graph),
+        checkpointed=checkpointed_calls(graph),
     )
 
 
@@ -277,7 +291,7 @@ def _execution_order(graph: fx.Graph, forward: set[fx.Node], needed: set[fx.Node
     late: list[fx.Node] = []
     members = set(rest)
     for node in rest:
-        if node not in waits and not node.is_impure():
+        if node not in waits and (not node.is_impure() or clone_of(node) is not None):  # a clone's draws are replayed
             continue
         stack = [node]
         while stack:  # its inputs that wait for no gradient, deepest first

@@ -16,7 +16,8 @@ RUNNING_STATISTICS: dict[object, tuple[int, int]] = {
     _ATEN._batch_norm_with_update_functional.default: (3, 4),
 }
 
-# A tie broken otherwise on the second run would route the gradient elsewhere.
+# What these choose among equals is not fixed on every device: a second run would send data, and gradients, elsewhere.
+# Other ops that return indices (argmax, cummax, max_pool, searchsorted) take the first of equals.
 _ROUTING = {
     _ATEN.topk.default,
     _ATEN.sort.default,
@@ -24,6 +25,19 @@ _ROUTING = {
     _ATEN.nonzero.default,
     _ATEN.multinomial.default,
     _ATEN.kthvalue.default,
+    _ATEN.median.dim,
+    _ATEN.nanmedian.dim,
+    _ATEN.mode.default,
+}
+
+# These add on a GPU in the order in which threads come (`torch.use_deterministic_algorithms` lists them).
+_UNORDERED_SUMS = {
+    _ATEN.index_add.default,
+    _ATEN.index_put.default,
+    _ATEN.scatter_add.default,
+    _ATEN.scatter_reduce.two,
+    _ATEN.index_reduce.default,
+    _ATEN.put.default,
 }
 
 
@@ -36,20 +50,30 @@ def keep_reason(node: fx.Node, tainted: Collection[fx.Node]) -> str:
     """
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
-        return f"{target} is opaque"
+        return f"{target} is opaque: nothing says that a second run would give the same"
+    name = target._schema.name.split("::")[1]
+    if is_collective(node):
+        return f"{name} is a collective, which all processes would have to run again together"
     if target.namespace not in ("aten", "prims"):
-        return f"{target} is not one of PyTorch's own ops"
+        return f"{target._schema.name} is a custom op: nothing says that a second run would give the same"
     if target._schema.is_mutable:
-        return f"{target} writes into its inputs"
+        return f"{name} writes into what it reads"
     if target in _ROUTING:
-        return f"{target} decides where data goes"
+        return f"{name} chooses among equal values, and may choose otherwise in a second run"
+    if target in _UNORDERED_SUMS and any(t.is_cuda for t in _tensors(node)):
+        return f"{name} adds in no fixed order on a GPU, and may round otherwise in a second run"
     statistics = RUNNING_STATISTICS.get(target)
     inputs = node.all_input_nodes
     if statistics is not None:
         inputs = [n for i, n in enumerate(node.args) if i not in statistics and isinstance(n, fx.Node)]
     if any(n in tainted for n in inputs):
-        return "it reads a buffer that the step overwrites"
+        return "it reads a buffer or an input that the step overwrites"
     return ""
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Whether a node waits for other processes."""
+    return getattr(node.target, "namespace", "") in ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional")
 
 
 def is_random(node: fx.Node) -> bool:

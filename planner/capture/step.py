@@ -12,10 +12,12 @@ from torch import nn
 from ..errors import BatchError, CaptureError, ModelError
 from .call import tensors_in
 from .calls import Link, links_of, order_of, regions_of
+from .checkpoints import Checkpoints
 from .dry import DryPass
 from .dynamo import Partition, lone_loss, to_fake
 from .outside import LossFn, OutsideLoss, checked_loss, differentiable, leaves
-from .recording import RecordingFakeMode
+from .private import FakeTensorMode
+from .refusals import refusal
 from .region import Region
 from .untouched import untouched
 
@@ -45,6 +47,7 @@ def capture(
     kwargs: Mapping[str, Any],
     split: Partition,
     loss_fn: LossFn | None = None,
+    checkpoints: Checkpoints = "replace",
 ) -> TrainingGraph:
     """Capture the training step under fake tensors: no memory, no compute, the model untouched.
 
@@ -55,29 +58,38 @@ def capture(
         split: a region -> any forward and backward graph of it, for the pass under fake tensors.
         loss_fn: the model's output -> the scalar loss; None: the loss is among the outputs (`find_loss`), or unknown,
             and then every differentiable output gets a gradient.
+        checkpoints: whether calls that the model itself checkpoints are planned like the rest, or stay as they are.
 
     Raises:
         BatchError: the model does not accept the arguments, or the loss is not a differentiable scalar.
         CaptureError: the step cannot be written as graphs.
     """
     with torch.inference_mode(False):  # gradients are on, whatever the caller has
-        return _capture(model, args, kwargs, split, loss_fn)
+        return _capture(model, args, kwargs, split, loss_fn, checkpoints)
 
 
 def _capture(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], split: Partition, loss_fn: LossFn | None
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    split: Partition,
+    loss_fn: LossFn | None,
+    checkpoints: Checkpoints,
 ) -> TrainingGraph:
-    mode, fake_model, fake_args, fake_kwargs = to_fake(model, args, kwargs)
-    unsure = _try_eagerly(mode, fake_model, fake_args, fake_kwargs, loss_fn)
+    recording, fake_model, fake_args, fake_kwargs = to_fake(model, args, kwargs)
+    unsure = _try_eagerly(recording.mode, fake_model, fake_args, fake_kwargs, loss_fn)
     cut: dict[str, tuple[int, ...]] | None = None
     for _ in range(2):
-        dry = DryPass(mode, split, lone_loss if cut is None and loss_fn is None else (cut or {}))
+        dry = DryPass(recording, split, lone_loss if cut is None and loss_fn is None else (cut or {}), checkpoints)
         try:
             output = dry.run(fake_model, fake_args, fake_kwargs)
-        except CaptureError:
-            if unsure is not None:
-                _blame(model, args, kwargs, unsure)
-            raise
+        except CaptureError as e:
+            if unsure is None:
+                raise
+            _blame(model, args, kwargs, unsure)
+            if e.__cause__ is None:
+                raise
+            raise CaptureError(refusal(fake_model, unsure, eagerly=True)) from unsure
         cut, loss = dry.gradients(output, loss_fn)
         if cut == dry.cut:
             order, links = order_of(dry.calls), links_of(dry.calls, leaves(output))
@@ -86,7 +98,7 @@ def _capture(
 
 
 def _try_eagerly(
-    mode: RecordingFakeMode, model: nn.Module, args: Any, kwargs: Any, loss_fn: LossFn | None
+    mode: FakeTensorMode, model: nn.Module, args: Any, kwargs: Any, loss_fn: LossFn | None
 ) -> Exception | None:
     """Call the fake model without a compiler; returns what it raised, which may be a limit of fake tensors."""
     try:

@@ -13,7 +13,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from .call import tensors_in
 from .calls import RegionCall
-from .recording import EagerCall, RecordingFakeMode
+from .recording import EagerCall, Recording
 
 Edge = tuple[Node, int]
 _SUMS = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
@@ -71,7 +71,7 @@ def reads(calls: Sequence[EagerCall]) -> tuple[torch.Tensor, ...]:
 
 
 def watch_backward(
-    mode: RecordingFakeMode,
+    recording: Recording,
     regions: Sequence[RegionCall],
     between: Sequence[tuple[EagerCall, ...]],
     roots: Sequence[torch.Tensor],
@@ -82,7 +82,7 @@ def watch_backward(
     """Run the backward pass, and watch.
 
     Args:
-        mode: that of all tensors.
+        recording: of the mode of all tensors.
         regions: the calls that have a gradient.
         between: what ran before each of them, and after the last.
         roots: where the backward pass begins.
@@ -105,31 +105,31 @@ def watch_backward(
     def arrives(key: int, gradient: torch.Tensor) -> None:
         nonlocal begun
         if key in last and not begun:
-            mode.taken()
+            recording.taken()
             begun = True
         arrived[key] = gradient
 
     def collect() -> None:
-        backward[at].extend(call for call in mode.taken() if call.node or call.target not in _SUMS)
+        backward[at].extend(call for call in recording.taken() if call.node or call.target not in _SUMS)
 
     def node_begins(_: Any, node: Node) -> None:
-        mode.node = next(numbers)
+        recording.node = next(numbers)
         names = (name for name in dir(node) if name.startswith("_saved_") or name == "saved_tensors")
-        saved[mode.node] = tuple(tensors_in([getattr(node, name) for name in names]))
+        saved[recording.node] = tuple(tensors_in([getattr(node, name) for name in names]))
 
     def node_ends(made: Any, _: Any, node: Node) -> None:
-        mode.node = 0
+        recording.node = 0
         for (following, number), gradient in zip(node.next_functions, made, strict=True):
             if following is not None and gradient is not None:
                 gradients[at].setdefault((following, number), gradient)
 
     def region_begins(_: Any) -> None:
         collect()
-        mode.pause()
+        recording.pause()
 
     def region_ends(_: Any, __: Any, r: int) -> None:
         nonlocal at
-        mode.resume()
+        recording.resume()
         at = r
 
     crossing = {id(t): t for t in (*read, *made, *taken, *ends) if not t.is_leaf}
@@ -144,12 +144,12 @@ def watch_backward(
             if "CompiledFunction" in node.name():
                 handles += [node.register_prehook(region_begins), node.register_hook(partial(region_ends, r=r))]
     leaves = [t for t in read if t.is_leaf]
-    mode.resume()
+    recording.resume()
     try:
         reached = torch.autograd.grad(roots, [*results, *leaves], arriving, allow_unused=True)
     finally:
-        mode.pause()
-        mode.node = 0
+        recording.pause()
+        recording.node = 0
         for handle in handles:
             handle.remove()
     collect()

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import flop_registry
 from ..capture.call import Call, describe_call
 from ..capture.dropout import drawn_by
 from ..capture.region import GraphOp, Region, map_nodes, tensors
-from ..capture.safety import is_random, replay_bytes
+from ..capture.safety import is_collective, is_random, replay_bytes
 from .costs import Allocated
 from .device import Device
 from .predicted import predicted_workspace
@@ -89,9 +89,9 @@ def _share_dropouts(region: Region, estimates: list[OpEstimate]) -> tuple[OpEsti
 
 
 def _measurable(op: GraphOp) -> bool:
-    """Whether an op may run on made-up numbers: what checks them on a GPU would end the process."""
+    """Whether an op may run alone on made-up numbers: what checks them on a GPU would end the process."""
     target = op.node.target
-    if op.kind != "call" or not isinstance(target, torch._ops.OpOverload):
+    if op.kind != "call" or not isinstance(target, torch._ops.OpOverload) or is_collective(op.node):
         return False
     return bool(target._schema.returns) and target is not _ATEN.multinomial.default
 

@@ -7,7 +7,7 @@ from html import escape
 
 from ..errors import gb
 from ..plan import Moment, Plan
-from .table import by_module
+from .table import by_module, by_reason
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 640, 200, 64, 24
 _MOST_POINTS = 600
@@ -25,6 +25,9 @@ def to_html(plan: Plan) -> str:
         for name, size in plan.account.items()
         if size
     )
+    unsafe = "".join(f"<li>{escape(line)}</li>" for line in by_reason(plan.decisions))
+    if unsafe:
+        unsafe = f"<details><summary>Unsafe to run again as they are</summary><ul>{unsafe}</ul></details>"
     note = f"<p>{escape(plan.note)}</p>" if plan.note else ""
     return (
         "<div style='max-width:720px'>"
@@ -34,7 +37,8 @@ def to_html(plan: Plan) -> str:
         f"{timeline_svg(plan.timeline, plan.budget_bytes, plan.resident_bytes)}"
         "<table><thead><tr><th style='text-align:left'>module</th><th>kept</th><th>recomputed</th>"
         f"<th>time paid</th></tr></thead><tbody>{rows}</tbody></table>"
-        f"<details><summary>What makes up the peak</summary><table><tbody>{account}</tbody></table></details></div>"
+        f"<details><summary>What makes up the peak</summary><table><tbody>{account}</tbody></table></details>"
+        f"{unsafe}</div>"
     )
 
 

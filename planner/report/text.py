@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from textwrap import wrap
 
 from ..errors import gb
 from ..plan import Plan
-from .table import ModuleRow, by_module
+from .table import ModuleRow, by_module, by_reason
 
 _BARS = "▁▂▃▄▅▆▇█"
 
@@ -45,6 +46,11 @@ def summary(plan: Plan) -> str:
     lines += [f"  {name:<60.60} {gb(size):>12}" for name, size in plan.account.items() if size]
     lines += ["", f"{'module':<44} {'kept':>10} {'recomputed':>12} {'seconds':>9}"]
     lines += [_row(row) for row in by_module(plan.decisions)[:12]]
+    if reasons := by_reason(plan.decisions):
+        lines += ["", "Unsafe to run again as they are:"]
+        lines += [
+            line for reason in reasons for line in wrap(reason, 78, initial_indent="  ", subsequent_indent="    ")
+        ]
     return "\n".join(lines)
 
 

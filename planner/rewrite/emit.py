@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..capture.checkpoints import clone_of
 from ..capture.dropout import drawn_by
 from ..capture.region import GraphOp, Region, map_nodes, tensors
 from ..capture.safety import RUNNING_STATISTICS
@@ -33,7 +34,9 @@ def emit(region: Region, forward: Sequence[int], backward: Sequence[int]) -> tup
         Forward: primals -> forward outputs, then what is kept. Backward: what was kept, then the gradients that come
         in -> the gradients that go out. This is the contract of an AOTAutograd partition function.
     """
-    replayed = {region.ops[i].node for i, times in Counter([*forward, *backward]).items() if times > 1}
+    called = [op.node for i in (*forward, *backward) if (op := region.ops[i]).kind == "call"]
+    runs = Counter(clone_of(node) or node for node in called)
+    replayed = {node for node, times in runs.items() if times > 1}
     first = _Writer(region, replayed, None)
     for node in region.primals:
         first.placeholder(node)
@@ -132,7 +135,8 @@ class _Writer:
         node = op.node
         if op.kind == "rng_state":
             return  # written together with the op whose state it is
-        again = node in self.ran or (self.before is not None and node in self.before.ran)
+        original = clone_of(node) or node
+        again = original is not node or node in self.ran or (self.before is not None and node in self.before.ran)
         self.ran.add(node)
         statistics = RUNNING_STATISTICS.get(node.target, ()) if again else ()
         for n in node.all_input_nodes:
@@ -142,9 +146,9 @@ class _Writer:
         fresh = [v for v in op.writes if not (again and v in self.pinned)]
         if again:
             self._forget(fresh)
-        if node in self.replayed and any(self.region.values[v].owner is node for v in op.reads):
+        if original in self.replayed and any(self.region.values[v].owner is original for v in op.reads):
             new = self._random(node, again)
-        elif self.last_run is not None and drawn_by(node) == self.last_run.name:
+        elif self.last_run is not None and drawn_by(node) == (clone_of(self.last_run) or self.last_run).name:
             new = self.graph.call_function(operator.getitem, (self.now[self.last_run], 0))
             new.meta = dict(node.meta)
         elif statistics:
@@ -167,6 +171,7 @@ class _Writer:
         """A random op: the first run saves the generator's state, later ones run under it."""
         target: Any = node.target
         args, kwargs = self._arguments(node.args, node.kwargs)
+        original = clone_of(node) or node
         if not again:
             pair = self.graph.call_function(run_and_save_rng_state, (target, *args), kwargs)
             state = self.graph.create_node("call_function", operator.getitem, (pair, 0), name=f"{node.name}_rng_state")
@@ -175,7 +180,7 @@ class _Writer:
             self.states[node] = state
             new = self.graph.call_function(operator.getitem, (pair, 1))
         else:
-            new = self.graph.call_function(run_with_rng_state, (self._state(node), target, *args), kwargs)
+            new = self.graph.call_function(run_with_rng_state, (self._state(original), target, *args), kwargs)
         new.meta = dict(node.meta)
         return new
 

@@ -13,6 +13,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from ..capture.checkpoints import Checkpoints
 from ..capture.dynamo import CompileRegion, compile_call, detach_outputs, dynamo_settings, make_backend
 from ..capture.region import Region, fingerprint
 from ..capture.untouched import untouched
@@ -99,9 +100,11 @@ class Runtime:
         model: nn.Module,
         make: Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any]], tuple[Any, Recipe]],
         warn: Callable[[nn.Module, Any, bool], bool],
+        checkpoints: Checkpoints = "replace",
     ) -> None:
         self.make = make
         self.warn = warn  # asked before a step until it has said what there is to say
+        self.checkpoints = checkpoints
         self.warned = False
         self.recipes: dict[tuple[object, ...], Recipe] = {}
         self.plans: dict[tuple[object, ...], Any] = {}
@@ -118,14 +121,14 @@ class Runtime:
 
     def _compile(self) -> None:
         """A call that has compiled nothing yet."""
-        self.compiled = compile_call(self.model, make_backend(self._serve))
+        self.compiled = compile_call(self.model, make_backend(self._serve, self.checkpoints))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Runtime | None:
         """The model's copy trains by the same plans; a runtime that is copied without its model is nothing."""
         model = memo.get(id(self.model))
         if model is None:
             return None
-        copied = Runtime(model, self.make, self.warn)
+        copied = Runtime(model, self.make, self.warn, self.checkpoints)
         for signature, plan in self.plans.items():
             request = replace(plan.request, model_ref=weakref.ref(model))
             copied.add(signature, replace(plan, request=request), self.recipes[signature])

@@ -1,0 +1,228 @@
+"""What cannot be captured: the construct in words, the module and the line, what to try; and what can be, after all."""
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from planner import CaptureError, plan
+
+
+class Inner(nn.Module):
+    def __init__(self, ask):
+        super().__init__()
+        self.layer, self.ask = nn.Linear(8, 8), ask
+
+    def forward(self, x):
+        return self.ask(self.layer(x))
+
+
+class Outer(nn.Module):
+    def __init__(self, ask):
+        super().__init__()
+        self.first, self.blocks, self.last = nn.Linear(8, 12), nn.ModuleList([Inner(ask)]), nn.Linear(8, 4)
+        self.narrow = nn.Linear(12, 8)
+
+    def forward(self, x):
+        return self.last(self.blocks[0](self.narrow(self.first(x)))).square().mean()
+
+
+def by_item(x):
+    return x * 2 if x.sum().item() > 0 else x
+
+
+def by_if(x):
+    if x.sum() > 0:
+        x = x * 2
+    return x
+
+
+def by_while(x):
+    while x.abs().max() > 1:
+        x = x / 2
+    return x
+
+
+def by_list(x):
+    return x * sum(x.mean(0).tolist())
+
+
+def by_numpy(x):
+    return x * float(np.mean(x.detach().numpy()))
+
+
+def dropped_layer(x):
+    if torch.rand([]) < 0.5:
+        return x.exp()
+    return x
+
+
+def by_index(x):
+    return x + x[x > 0].sum()
+
+
+def by_unique(x):
+    return x * torch.unique(x.round()).sum()
+
+
+def caught(x):
+    try:
+        return x.view(3, 3)
+    except RuntimeError:
+        return x.exp()
+
+
+REFUSED = {  # what is asked, and what the message says of it
+    by_item: ".item()",
+    by_if: "`if` on a tensor",
+    by_while: "`while` on a tensor",
+    by_list: ".tolist()",
+    by_numpy: "numpy",
+    dropped_layer: "`if` on a tensor",
+    by_index: "an index of booleans",
+    by_unique: "torch.unique()",
+    caught: "shape '[3, 3]' is invalid",
+}
+
+
+@pytest.mark.parametrize("ask", REFUSED, ids=lambda ask: ask.__name__)
+@pytest.mark.filterwarnings("ignore")
+def test_a_refusal_names_the_construct_the_module_the_line_and_what_to_try(ask):
+    model = Outer(ask)
+    with pytest.raises(CaptureError) as e:
+        plan(model, torch.randn(16, 8), budget_gb=1)
+    message = str(e.value)
+    assert REFUSED[ask] in message
+    assert "blocks.0 (Inner)" in message
+    assert any(f"test_refusals.py:{ask.__code__.co_firstlineno + n}: `" in message for n in range(1, 3)), message
+    assert "plan " in message
+    assert "'first'" in message  # the largest part without it
+    assert ('mode="eager"' in message) == (ask is caught)  # where the model runs on fake tensors
+    assert model._compiled_call_impl is None
+
+
+def test_a_refusal_names_the_line_of_torch_that_asks():
+    with pytest.raises(CaptureError, match=r"in 1 \(BatchNorm1d\).*num_batches_tracked.*plan .*'0'"):
+        plan(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=None)), torch.randn(4, 8), budget_gb=1)
+
+
+class Asks(nn.Module):
+    """Asks for values of its batch, and of what it makes of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x, mask):
+        x = self.first(x)
+        if not mask.all():
+            x = x * mask[:, None]
+        places = torch.arange(6)
+        places[2] += 4
+        if places.sum().item() == 19:
+            x = x.exp() * mask.nonzero().shape[0]
+        return self.last(x).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("padded", [False, True])
+def test_values_of_the_batch_are_known_at_planning(padded):
+    model, x, mask = Asks(), torch.randn(16, 8), torch.ones(16, dtype=torch.bool)
+    mask[3] = not padded
+    batch = x.clone(), mask.clone()
+    expected = torch.autograd.grad(model(*batch), list(model.parameters()))
+    p = plan(model, batch, budget_gb=1)
+    assert torch.equal(batch[0], x)
+    assert torch.equal(batch[1], mask)
+    p.apply()
+    loss = model(*batch)
+    loss.backward()
+    for q, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(q.grad, gradient)
+
+
+def test_what_is_written_into_the_batch_is_known_no_more():
+    class Writes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x):
+            y = x.clone()
+            y += self.layer(x).detach()
+            return self.layer(y).sum() if y.sum() > 0 else self.layer(x).mean()
+
+    model, x = Writes(), torch.randn(4, 8)
+    before = x.clone()
+    with pytest.raises(CaptureError, match="asks for a tensor's value"):
+        plan(model, x, budget_gb=1)
+    assert torch.equal(x, before)
+
+
+def bart(rate):
+    config = transformers.BartConfig(
+        vocab_size=100, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, max_position_embeddings=32,
+        encoder_layerdrop=rate, use_cache=False,
+    )  # fmt: skip
+    return transformers.BartForConditionalGeneration(config).train()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_layers_that_are_never_dropped():
+    ids = torch.randint(3, 100, (2, 8))
+    batch = {"input_ids": ids, "labels": ids}
+    assert plan(bart(0.0), batch, budget_gb=1).peak_bytes > 0
+    with pytest.raises(CaptureError, match=r"model\.encoder.*layerdrop"):
+        plan(bart(0.1), batch, budget_gb=1)
+
+
+def test_sparse_gradients_are_refused_in_words():
+    model = nn.Sequential(nn.Embedding(10, 8, sparse=True), nn.Linear(8, 4))
+    with pytest.raises(CaptureError, match="sparse=True"):
+        plan(model, torch.arange(4), budget_gb=1)
+
+
+class Causal(nn.Module):
+    """torch's own layers compare the mask with a causal one."""
+
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerDecoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+        self.layers = nn.TransformerDecoder(layer, 2)
+
+    def forward(self, x):
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        return self.layers(x, x, tgt_mask=mask).square().mean()
+
+
+def test_masks_of_torchs_transformers():
+    model, x = Causal(), torch.randn(2, 8, 16)
+    expected = torch.autograd.grad(model(x), list(model.parameters()))
+    p = plan(model, x, budget_gb=1)
+    assert len(p.graph_modules) == 1
+    p.apply()
+    model(x).backward()
+    for q, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(q.grad, gradient)
+
+
+def test_constructs_that_need_no_refusal():
+    class Fine(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x, *, scale=1.0, **others):
+            assert (x > -1e6).all(), "a tensor"
+            total = sum(self.layer(x) * i for i in (n for n in range(1, 3)))
+            wave = torch.fft.ifft(torch.fft.fft(total)).real
+            return (wave * scale * len(others["names"]) * len(f"{x.shape}")).square().mean()
+
+    model, batch = Fine(), {"x": torch.randn(4, 8), "scale": 2.0, "names": ["a", "b"]}
+    expected = torch.autograd.grad(model(**batch), list(model.parameters()))
+    plan(model, batch, budget_gb=1).apply()
+    model(**batch).backward()
+    for q, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(q.grad, gradient)
