@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .capture.shapes import Maxima
 from .errors import (
     ApplyError,
     BatchError,
@@ -22,8 +23,9 @@ from .errors import (
 from .estimate.resident import storage_bytes
 from .pipeline import make_plan
 from .plan import PendingPlan, Plan
-from .request import GB, Costs, Request, arguments, check
+from .request import GB, Costs, Dynamic, Request, arguments, check, maxima_of, named_maxima
 from .runtime.run import Recipe, Runtime, attach, attached, call_signature, detach
+from .runtime.shapes import Shapes
 from .runtime.verify import FOUND
 from .runtime.verify import verify as verify_plan
 
@@ -47,6 +49,7 @@ def plan(
     account_gb: Mapping[str, float] | None = None,
     time_limit: float | None = None,
     progress: bool | None = None,
+    dynamic: Dynamic = False,
 ) -> Plan:
     """Decide, for every activation of a training step, whether to keep or recompute it, within a memory budget.
 
@@ -72,6 +75,9 @@ def plan(
             a new name adds a line for what else is on the device.
         time_limit: seconds for the solver; None for its default, which for "auto" is a count of steps and no clock.
         progress: show progress bars; None for only where a terminal is watching.
+        dynamic: True where any size in the batch may be smaller at another step; or the largest sizes, by argument and
+            dimension, as in `{"input_ids": {0: 8, 1: 2048}}` (by position, as in `{0: {0: 8}}`, for a positional
+            batch): these may then be more than those of the batch. The plan is made for the largest, and holds for all.
 
     Returns:
         The plan; `apply()` puts it on the model.
@@ -102,6 +108,7 @@ def plan(
         account_gb=account_gb,
         time_limit=time_limit,
         progress=progress,
+        dynamic=dynamic,
     )
     if request.args is not None:
         try:
@@ -110,7 +117,7 @@ def plan(
             # transformers gives every model, of vision too, token ids for its dummy inputs
             if batch is not None or kwargs:
                 raise
-    pending = replace(request, args=None, kwargs={})
+    pending = replace(request, args=None, kwargs={}, maxima=None)
     return PendingPlan(pending, lambda: applied_plan(pending.model))
 
 
@@ -126,20 +133,27 @@ def apply(plan: Plan, model: nn.Module | None = None, *, verify: bool = False) -
             f"{type(target).__name__} it is applied to; plan that model instead"
         )
 
-    planned = None if isinstance(plan, PendingPlan) else call_signature(target, request.args or (), request.kwargs)
+    pending = isinstance(plan, PendingPlan)
+    planned = None if pending else call_signature(target, request.args or (), request.kwargs, request.maxima)
+    known = [] if pending else [plan]
 
-    def make(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Plan, Recipe]:
-        if target is request.model and call_signature(target, args, kwargs) == planned:
+    def make(args: tuple[Any, ...], kwargs: Mapping[str, Any], maxima: Maxima | None) -> tuple[Plan, Recipe]:
+        same = maxima == request.maxima and call_signature(target, args, kwargs, maxima) == planned
+        if target is request.model and same:
             made = plan
         else:
-            made = make_plan(with_batch(request, target, args, kwargs))
+            made = make_plan(with_batch(request, target, args, kwargs, maxima), known)
         if verify:
             made = repair(made)
+        known.append(made)
         return made, made.recipe
 
-    runtime = Runtime(target, make, lambda used: _warn_of_gradients(target, used))
-    if planned is not None and not verify:
-        runtime.add(planned, plan, plan.recipe)
+    shapes = Shapes(request.dynamic is True, named_maxima(request.dynamic))
+    runtime = Runtime(target, make, lambda used: _warn_of_gradients(target, used), shapes)
+    if request.maxima is not None:
+        shapes.limit(request.maxima)
+    if not pending and not verify:
+        runtime.add(request.args or (), request.kwargs, plan, plan.recipe, request.maxima)
     attach(target, runtime)
     return target
 
@@ -166,9 +180,11 @@ def remove(plan: Plan, model: nn.Module | None = None) -> nn.Module:
     return target
 
 
-def with_batch(request: Request, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Request:
+def with_batch(
+    request: Request, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], maxima: Maxima | None = None
+) -> Request:
     """The same request for another model or batch."""
-    return replace(request, model_ref=weakref.ref(model), args=args, kwargs=dict(kwargs))
+    return replace(request, model_ref=weakref.ref(model), args=args, kwargs=dict(kwargs), maxima=maxima)
 
 
 def applied_plan(model: nn.Module) -> Plan | None:
@@ -183,7 +199,7 @@ def repair(plan: Plan, batch: Any = None, kwargs: Mapping[str, Any] | None = Non
     request = plan.request
     if batch is not None or kwargs is not None:
         args, extra = arguments(request.model, batch, kwargs)
-        request = with_batch(request, request.model, args or (), extra)
+        request = with_batch(request, request.model, args or (), extra, maxima_of(request.dynamic, args, extra))
         plan = make_plan(request)
     found = 0
     learnt: list[str] = []

@@ -61,7 +61,7 @@ class GraphModules:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A plan for one model, one batch shape and one budget. Immutable; bytes and seconds throughout.
+    """A plan for one model, one batch shape (or, with `dynamic`, the largest) and one budget; bytes and seconds.
 
     Attributes:
         budget_bytes: what the step may take, everything counted (1 GB = 2**30 bytes).
@@ -81,6 +81,7 @@ class Plan:
         note: what the solver wants known.
         device: what times are estimated for.
         recipe: what each region runs, as the runtime reads it.
+        problem, schedule: the step and what runs in it, as solvers see them.
         request: what was asked for; with the model that the plan is for.
     """
 
@@ -101,6 +102,8 @@ class Plan:
     note: str
     device: str
     recipe: Recipe = field(repr=False)
+    problem: Problem = field(repr=False)
+    schedule: Schedule = field(repr=False)
     request: Request = field(repr=False)
 
     @property

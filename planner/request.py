@@ -18,12 +18,14 @@ from torch.utils._pytree import tree_leaves
 from solvers import SOLVERS
 
 from .capture.call import storages
+from .capture.shapes import Maxima, sizes_in, tensors_of
 from .errors import BatchError, BudgetError, ModelError, OptionError, PlanWarning, gb
 from .estimate.device import Device, find_device
 
 GB = 2**30
 PLANNED = ("activations", "gradients")  # lines of the account that come from the schedule
 Costs = Literal["roofline", "measured"]
+Dynamic = bool | Mapping[str | int, Mapping[int, int]]
 
 
 class Options(TypedDict, total=False):
@@ -38,6 +40,7 @@ class Options(TypedDict, total=False):
     account_gb: Mapping[str, float] | None
     time_limit: float | None
     progress: bool | None
+    dynamic: Dynamic
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +50,7 @@ class Request:
     Attributes beside them:
         device: what is planned for.
         measure_on: the same as a torch device, where it is here.
+        maxima: the sizes that are planned for where those of the batch may be smaller; None where all are as in `args`.
     """
 
     model_ref: weakref.ref[nn.Module]
@@ -64,6 +68,8 @@ class Request:
     account_gb: Mapping[str, float]
     time_limit: float | None
     progress: bool | None
+    dynamic: Dynamic = False
+    maxima: Maxima | None = None
 
     @property
     def budget_bytes(self) -> int:
@@ -95,6 +101,7 @@ def check(
     account_gb: Any = None,
     time_limit: Any = None,
     progress: Any = None,
+    dynamic: Any = False,
 ) -> Request:
     """The request, or the first thing that is wrong with it: ModelError, BudgetError, BatchError or OptionError."""
     if not isinstance(model, nn.Module):
@@ -164,7 +171,61 @@ def check(
         account_gb=dict(account_gb or {}),
         time_limit=time_limit,
         progress=progress,
+        dynamic=_checked_dynamic(dynamic),
+        maxima=None if args is None else maxima_of(dynamic, args, extra),
     )
+
+
+def _checked_dynamic(given: Any) -> Dynamic:
+    """`dynamic` of `plan()`; raises OptionError where it is not understood."""
+    if isinstance(given, bool) or (
+        isinstance(given, Mapping)
+        and all(isinstance(name, (str, int)) and isinstance(at, Mapping) for name, at in given.items())
+        and all(_whole(n) for at in given.values() for size in at.items() for n in size)
+    ):
+        return given
+    raise OptionError(
+        f"dynamic={given!r} must be True (any size may be smaller than in the batch), False, or largest sizes by "
+        "argument and dimension, as in {'input_ids': {0: 8, 1: 2048}}, with positions for names in a positional batch"
+    )
+
+
+def named_maxima(dynamic: Dynamic) -> Maxima:
+    """The largest sizes that `dynamic` names, whatever the batch is."""
+    named = {} if isinstance(dynamic, bool) else dynamic
+    return Maxima({path_of(name): {d: n for d, n in at.items() if n > 1} for name, at in named.items()})
+
+
+def maxima_of(dynamic: Dynamic, args: Any, kwargs: Mapping[str, Any]) -> Maxima | None:
+    """The largest sizes that `dynamic` means for a batch; None where all are those of the batch.
+
+    Raises:
+        OptionError: it names what the batch does not have, or a size below that of the batch.
+    """
+    if isinstance(dynamic, bool):
+        return sizes_in(args, kwargs) if dynamic else None
+    shapes = {path: tuple(t.shape) for path, t in tensors_of(args, kwargs)}
+    for name, at in dynamic.items():
+        shape = shapes.get(path_of(name))
+        if shape is None:
+            known = ", ".join(repr(n) for n in (*range(len(args)), *kwargs) if path_of(n) in shapes)
+            raise OptionError(f"dynamic names {name!r}, which is no tensor of the batch; these are: {known}")
+        for d, n in at.items():
+            if d >= len(shape) or n < shape[d]:
+                raise OptionError(
+                    f"dynamic={{{name!r}: {{{d}: {n}}}}} does not suit the batch, where {name!r} has the shape {shape}: "
+                    "give the largest size of each of its dimensions that may be smaller"
+                )
+    return named_maxima(dynamic)
+
+
+def path_of(name: str | int) -> str:
+    """The path of an argument in `(args, kwargs)`, as `capture.shapes` has it."""
+    return f"[0][{name}]" if isinstance(name, int) else f"[1][{name!r}]"
+
+
+def _whole(x: Any) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool) and x >= 0
 
 
 def _real(x: Any) -> bool:

@@ -15,6 +15,7 @@ from .dynamo import Partition, boxed, compile_call, dynamo_settings, make_backen
 from .outside import LossFn, OutsideLoss, differentiable, leaves, trace_loss
 from .private import FakeTensorMode
 from .region import Link, Region, fingerprint
+from .shapes import Maxima, marked
 
 Detach = Callable[[fx.GraphModule], Collection[int]] | Mapping[str, tuple[int, ...]]
 # Eager autograd between the regions may hold this share of what the regions hold before a plan is refused.
@@ -39,8 +40,8 @@ class DryPass:
         self._results: list[tuple[str, list[Any]]] = []  # of each call: the graph's key, what it returned
         self._inputs: list[tuple[torch.Tensor, int]] = []  # with their versions once the call had ended
 
-    def run(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Call the model; returns its output. Raises CaptureError."""
+    def run(self, model: nn.Module, args: Any, kwargs: Any, maxima: Maxima | None = None) -> Any:
+        """Call the model, with symbols for the sizes that may be smaller; returns its output. Raises CaptureError."""
         name = type(model).__name__
         key = ""
         planned: dict[str, int] = {}
@@ -76,7 +77,7 @@ class DryPass:
 
         compiled = compile_call(model, make_backend(partition, boxed, detach, wrap))
         try:
-            with self.mode, dynamo_settings(), torch.enable_grad():
+            with self.mode, dynamo_settings(), torch.enable_grad(), marked(args, kwargs, maxima):
                 output = compiled(*args, **kwargs)
         except PlannerError:
             raise

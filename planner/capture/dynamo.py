@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from ..errors import CaptureError, PlannerError
 from .private import BoxedCodeGen, FakeCopyMode, FakeTensorMode, aot_autograd, dynamo_config
 from .region import Region, analyse
+from .shapes import at_hints, symbolic_again
 
 Partition = Callable[[Region], tuple[fx.GraphModule, fx.GraphModule]]
 Compile = Callable[[fx.GraphModule], Callable[[list[Any]], Any]]
@@ -67,7 +68,9 @@ def make_backend(
     def split(
         joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        return partition(analyse(joint, num_fwd_outputs))
+        symbolic = at_hints(joint)
+        forward, backward = partition(analyse(joint, num_fwd_outputs))
+        return (symbolic_again(forward), symbolic_again(backward)) if symbolic else (forward, backward)
 
     def compiler(graph: fx.GraphModule, _inputs: Any) -> Callable[[list[Any]], Any]:
         return compile_graph(graph)

@@ -16,6 +16,7 @@ from .dynamo import Partition, lone_loss, to_fake
 from .outside import LossFn, OutsideLoss, checked_loss, differentiable, leaves
 from .private import FakeTensorMode
 from .region import Link, Region
+from .shapes import Maxima, enlarged, is_size
 
 
 @dataclass(frozen=True)
@@ -27,12 +28,16 @@ class TrainingGraph:
         detached: for each Dynamo graph, by its key, the outputs that get no gradient and are cut off before capture.
         loss: the loss, as far as it is computed outside the model.
         links: what regions make for each other.
+        maxima: where sizes are symbols in the graphs, the largest, for which the step is read.
+        note: what the user should know of it.
     """
 
     regions: tuple[Region, ...]
     detached: Mapping[str, tuple[int, ...]] = field(repr=False)
     loss: OutsideLoss
     links: tuple[Link, ...] = ()
+    maxima: Maxima | None = None
+    note: str = ""
 
 
 def capture(
@@ -41,6 +46,9 @@ def capture(
     kwargs: Mapping[str, Any],
     split: Partition,
     loss_fn: LossFn | None = None,
+    maxima: Maxima | None = None,
+    *,
+    symbolic: bool = True,
 ) -> TrainingGraph:
     """Capture the training step under fake tensors: no memory, no compute, the model untouched.
 
@@ -51,25 +59,30 @@ def capture(
         split: a region -> any forward and backward graph of it, for the pass under fake tensors.
         loss_fn: the model's output -> the scalar loss; None: the loss is among the outputs (`find_loss`), or unknown,
             and then every differentiable output gets a gradient.
+        maxima: sizes that may be smaller than these; the step is that of the largest.
+        symbolic: whether they are symbols in the graphs.
 
     Raises:
         BatchError: the model does not accept the arguments, or the loss is not a differentiable scalar.
         CaptureError: the step cannot be written as graphs.
     """
     mode, fake_model, fake_args, fake_kwargs = to_fake(model, args, kwargs)
+    if maxima is not None:
+        fake_args, fake_kwargs = enlarged(fake_args, fake_kwargs, maxima, mode)
     unsure = _try_eagerly(mode, fake_model, fake_args, fake_kwargs, loss_fn)
     cut: dict[str, tuple[int, ...]] | None = None
     for _ in range(2):
         dry = DryPass(mode, split, lone_loss if cut is None and loss_fn is None else (cut or {}))
         try:
-            output = dry.run(fake_model, fake_args, fake_kwargs)
+            output = dry.run(fake_model, fake_args, fake_kwargs, maxima if symbolic else None)
         except CaptureError:
             if unsure is not None:
                 _blame(model, args, kwargs, unsure)
             raise
         cut, loss = dry.gradients(output, loss_fn)
         if cut == dry.cut:
-            return TrainingGraph(tuple(dry.regions), cut, loss, dry.links(output))
+            has_symbols = any(is_size(n) for region in dry.regions for n in region.primals)
+            return TrainingGraph(tuple(dry.regions), cut, loss, dry.links(output), maxima if has_symbols else None)
     raise CaptureError(f"{type(model).__name__}: which outputs get a gradient changes from one pass to the next")
 
 

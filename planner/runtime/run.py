@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,9 +12,12 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from ..capture.dynamo import boxed, compile_call, dynamo_settings, make_backend
+from ..capture.private import FakeTensorMode
 from ..capture.region import Region, fingerprint
+from ..capture.shapes import Maxima, enlarged, layout
 from ..errors import ApplyError
 from ..rewrite.emit import emit
+from .shapes import Family, GraphDiffers, Shapes
 
 Passes = tuple[tuple[int, ...], tuple[int, ...]]  # indices of a region's ops: forward, backward
 
@@ -26,10 +29,12 @@ class Recipe:
     Attributes:
         passes: for each region, by fingerprint, the ops that its forward and backward run.
         detached: for each Dynamo graph, by key, the outputs that get no gradient.
+        maxima: where sizes are symbols in the graphs, the largest for which the plan holds.
     """
 
     passes: Mapping[str, Passes] = field(repr=False)
     detached: Mapping[str, tuple[int, ...]] = field(repr=False)
+    maxima: Maxima | None = field(default=None, repr=False)
 
 
 class _NoGradient(torch.autograd.Function):
@@ -47,18 +52,23 @@ class _NoGradient(torch.autograd.Function):
         )
 
 
-def call_signature(model: nn.Module, args: Any, kwargs: Any) -> tuple[object, ...]:
-    """Equal for calls that one plan serves: same shapes, dtypes, devices, other arguments, modes, frozen parts."""
+def call_signature(model: nn.Module, args: Any, kwargs: Any, maxima: Maxima | None = None) -> tuple[object, ...]:
+    """Equal for calls that one plan serves: same shapes, dtypes, devices, other arguments, modes, frozen parts.
 
-    def describe(x: Any) -> Any:
+    Where sizes may be smaller than maxima, these do not count.
+    """
+
+    def describe(path: Any, x: Any) -> Any:
         if isinstance(x, torch.Tensor):
-            return (tuple(x.shape), x.dtype, x.device, x.requires_grad)
+            free = maxima.of(pytree.keystr(path)) if maxima else {}
+            shape = tuple(None if d in free else n for d, n in enumerate(x.shape))
+            return (shape, layout(x) if free else x.stride(), x.dtype, x.device, x.requires_grad)
         return x if isinstance(x, (int, float, str, bool, type(None))) else type(x)
 
-    leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
+    leaves, spec = pytree.tree_flatten_with_path((tuple(args), dict(kwargs)))
     kinds = {p.device.type for p in model.parameters()}
     return (
-        tuple(map(describe, leaves)),
+        tuple(describe(*leaf) for leaf in leaves),
         str(spec),
         tuple(m.training for m in model.modules()),
         tuple((p.requires_grad, p.device, p.dtype) for p in model.parameters()),
@@ -67,13 +77,20 @@ def call_signature(model: nn.Module, args: Any, kwargs: Any) -> tuple[object, ..
 
 
 class Runtime:
-    """What stands in for the model's call while plans are applied."""
+    """What stands in for the model's call while plans are applied.
+
+    Attributes:
+        plans: for each kind of call, by signature, its plan.
+        newest: the plan made last.
+        shapes: the plans that serve calls of several shapes.
+    """
 
     def __init__(
         self,
         model: nn.Module,
-        make: Callable[[tuple[Any, ...], Mapping[str, Any]], tuple[Any, Recipe]],
+        make: Callable[[tuple[Any, ...], Mapping[str, Any], Maxima | None], tuple[Any, Recipe]],
         warn: Callable[[Any], bool],
+        shapes: Shapes,
     ) -> None:
         self.make = make
         self.warn = warn  # asked before a step until it has said what there is to say
@@ -81,28 +98,71 @@ class Runtime:
         self.recipes: dict[tuple[object, ...], Recipe] = {}
         self.plans: dict[tuple[object, ...], Any] = {}
         self.newest: Any = None
+        self.shapes = shapes
+        self.serving: dict[tuple[object, ...], Family] = {}
         self.call_eagerly = model._call_impl
         self.model = model
         self.regions_run = 0
         self.anchor = torch.zeros((), requires_grad=True)
-        backend = make_backend(self._partition, boxed, self._detach, self._wrap)
-        self.compiled = compile_call(model, backend)
+        self.compiled = self._compiled(self.recipes.values, ApplyError)
 
-    def add(self, signature: tuple[object, ...], plan: Any, recipe: Recipe) -> None:
+    def _compiled(
+        self, recipes: Callable[[], Iterable[Recipe]], error: type[ApplyError]
+    ) -> Callable[..., Any]:
+        """The model's call, by the recipes that are there when it is traced; the error is for a graph without one."""
+
+        def of(table: str, key: str) -> Any:
+            for recipe in reversed([*recipes()]):
+                if key in getattr(recipe, table):
+                    return getattr(recipe, table)[key]
+            raise error(
+                "the model's graph differs from the one that was planned (it depends on something beside its "
+                "arguments); plan again with the model in the state in which it trains"
+            )
+
+        def partition(region: Region) -> tuple[fx.GraphModule, fx.GraphModule]:
+            return emit(region, *of("passes", region.fingerprint))
+
+        def detach(graph: fx.GraphModule) -> Collection[int]:
+            found: Collection[int] = of("detached", fingerprint(graph.graph))
+            return found
+
+        return compile_call(self.model, make_backend(partition, boxed, detach, self._wrap))
+
+    def add(self, args: Any, kwargs: Any, plan: Any, recipe: Recipe, maxima: Maxima | None = None) -> None:
+        """Let a plan serve the calls that it was made for.
+
+        Args:
+            args: of a call; so are `kwargs`.
+            plan: what was made.
+            recipe: how it runs.
+            maxima: the sizes that it was made for, where those of the call may be smaller.
+        """
+        self.newest = plan
+        if maxima is not None:
+            self.shapes.limit(maxima)
+        if recipe.maxima is not None:
+            compiled = self._compiled(lambda: [recipe], GraphDiffers)
+            family = Family(recipe.maxima, plan, compiled, len(recipe.detached))
+            self.shapes.add(call_signature(self.model, args, kwargs, recipe.maxima), family)
+            return
+        if maxima is not None:
+            self.shapes.apart.add(call_signature(self.model, args, kwargs, maxima))
+            args, kwargs = enlarged(args, kwargs, maxima, FakeTensorMode(allow_non_fake_inputs=True))
+        signature = call_signature(self.model, args, kwargs)
         self.recipes[signature] = recipe
         self.plans[signature] = plan
-        self.newest = plan
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.call_eagerly(*args, **kwargs)  # type: ignore[no-untyped-call]
         signature = call_signature(self.model, args, kwargs)
-        if signature not in self.recipes:
-            self.add(signature, *self.make(args, kwargs))
+        if signature not in self.plans:
+            self._serve(signature, args, kwargs)
         self.warned = self.warned or self.warn(self.plans[signature])
         before = self.regions_run
         with dynamo_settings():
-            result = self.compiled(*args, **kwargs)
+            result = self._run(signature, args, kwargs)
         if self.regions_run == before:
             raise ApplyError(
                 "torch.compile ran the model without its plan (TORCH_COMPILE_DISABLE, a stance, or a dispatch mode "
@@ -111,21 +171,31 @@ class Runtime:
             )
         return result
 
-    def _recipe_of(self, table: str, key: str) -> Any:
-        for recipe in reversed(self.recipes.values()):
-            if key in getattr(recipe, table):
-                return getattr(recipe, table)[key]
-        raise ApplyError(
-            "the model's graph differs from the one that was planned (it depends on something beside its arguments); "
-            "plan again with the model in the state in which it trains"
-        )
+    def _run(self, signature: tuple[object, ...], args: Any, kwargs: Any) -> Any:
+        family = self.serving.get(signature)
+        if family is not None:
+            try:
+                return family.run(self.model, signature, args, kwargs)
+            except GraphDiffers:
+                del self.serving[signature]
+                self.add(args, kwargs, *self.make(args, kwargs, None))
+        return self.compiled(*args, **kwargs)
 
-    def _partition(self, region: Region) -> tuple[fx.GraphModule, fx.GraphModule]:
-        return emit(region, *self._recipe_of("passes", region.fingerprint))
-
-    def _detach(self, graph: fx.GraphModule) -> Collection[int]:
-        found: Collection[int] = self._recipe_of("detached", fingerprint(graph.graph))
-        return found
+    def _serve(self, signature: tuple[object, ...], args: Any, kwargs: Any) -> None:
+        """Find a plan for a kind of call that comes for the first time, or make one."""
+        sizes = self.shapes.sizes(args, kwargs)
+        if sizes.sizes:
+            kind = call_signature(self.model, args, kwargs, sizes)
+            family = self.shapes.find(kind, sizes)
+            if family is None and kind not in self.shapes.apart:
+                maxima = self.shapes.wanted(sizes)
+                self.add(args, kwargs, *self.make(args, kwargs, maxima), maxima)
+                family = self.shapes.find(kind, sizes)
+            if family is not None:
+                self.serving[signature] = family
+                self.plans[signature] = family.plan
+        if signature not in self.plans:
+            self.add(args, kwargs, *self.make(args, kwargs, None))
 
     def _wrap(self, compiled: Callable[..., Any], cut: Collection[int]) -> Callable[..., Any]:
         device = next(self.model.parameters()).device
