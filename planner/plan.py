@@ -11,6 +11,8 @@ from torch import fx, nn
 from .errors import ApplyError, gb
 
 if TYPE_CHECKING:
+    from solvers import Problem, Schedule
+
     from .request import Request
     from .runtime.run import Recipe
     from .runtime.verify import Verification

@@ -213,7 +213,7 @@ def maxima_of(dynamic: Dynamic, args: Any, kwargs: Mapping[str, Any]) -> Maxima 
         for d, n in at.items():
             if d >= len(shape) or n < shape[d]:
                 raise OptionError(
-                    f"dynamic={{{name!r}: {{{d}: {n}}}}} does not suit the batch, where {name!r} has the shape {shape}: "
+                    f"dynamic={{{name!r}: {{{d}: {n}}}}} does not suit the batch, where {name!r} is of shape {shape}; "
                     "give the largest size of each of its dimensions that may be smaller"
                 )
     return named_maxima(dynamic)

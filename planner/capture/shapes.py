@@ -7,9 +7,10 @@ A fixed schedule holds no more at smaller sizes where every storage grows with e
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,38 +65,50 @@ def tensors_of(args: Any, kwargs: Any) -> list[tuple[str, torch.Tensor]]:
 def enlarged(args: Any, kwargs: Any, maxima: Maxima, mode: FakeTensorMode) -> Any:
     """Arguments with fake tensors of the largest size, dense, in the same order of dimensions."""
 
-    def make(path: Any, t: Any) -> Any:
-        at = maxima.of(pytree.keystr(path))
-        if not at or not isinstance(t, torch.Tensor):
-            return t
+    def make(t: torch.Tensor, at: Mapping[int, int]) -> torch.Tensor:
         size = [at.get(d, n) for d, n in enumerate(t.shape)]
         with mode:
             made = torch.empty_permuted(size, layout(t), dtype=t.dtype, device=t.device)
         return made.requires_grad_(t.requires_grad)
 
-    return pytree.tree_map_with_path(make, (tuple(args), dict(kwargs)))
+    return _mapped(args, kwargs, maxima, make)
 
 
 def densely(args: Any, kwargs: Any, maxima: Maxima) -> tuple[Any, list[tuple[torch.Tensor, torch.Tensor]]]:
     """Arguments in the layout of what was planned: parts of larger tensors are copied; also what was, with its copy."""
     copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def make(path: Any, t: Any) -> Any:
-        if not isinstance(t, torch.Tensor) or t.requires_grad or not maxima.of(pytree.keystr(path)):
-            return t
+    def make(t: torch.Tensor, _: Any) -> torch.Tensor:
         dense = torch.empty_permuted(t.shape, layout(t), device="meta").stride()
-        if dense == t.stride():
+        if t.requires_grad or dense == t.stride():
             return t
         copies.append((t, torch.empty_strided(t.shape, dense, dtype=t.dtype, device=t.device).copy_(t)))
         return copies[-1][1]
 
-    return pytree.tree_map_with_path(make, (tuple(args), dict(kwargs))), copies
+    return _mapped(args, kwargs, maxima, make), copies
+
+
+def _mapped(args: Any, kwargs: Any, maxima: Maxima, make: Callable[[torch.Tensor, Mapping[int, int]], Any]) -> Any:
+    """Arguments with new tensors for those that may be smaller; one that comes twice stays one."""
+    made: dict[int, Any] = {}
+
+    def new(path: Any, t: Any) -> Any:
+        at = maxima.of(pytree.keystr(path))
+        if not at or not isinstance(t, torch.Tensor):
+            return t
+        if id(t) not in made:
+            made[id(t)] = make(t, at)
+        return made[id(t)]
+
+    return pytree.tree_map_with_path(new, (tuple(args), dict(kwargs)))
 
 
 def layout(t: torch.Tensor) -> tuple[int, ...]:
     """The order of dimensions in memory, the slowest first; those of one element stand where they are."""
-    rest = iter(sorted((d for d in range(t.dim()) if t.shape[d] > 1), key=lambda d: -t.stride(d)))
-    return tuple(next(rest) if t.shape[d] > 1 else d for d in range(t.dim()))
+    strides = t.stride()
+    moving = sorted((d for d, n in enumerate(t.shape) if n > 1), key=lambda d: strides[d], reverse=True)
+    rest = iter(moving)
+    return tuple(next(rest) if n > 1 else d for d, n in enumerate(t.shape))
 
 
 @contextmanager
@@ -229,5 +242,9 @@ def _read_no_tensor(graph: fx.Graph) -> None:
     for node in reversed(read):
         number = {node: made[node.meta["val"].node.expr]}
         for user in list(node.users):
-            user.args, user.kwargs = fx.node.map_arg((user.args, user.kwargs), lambda n, of=number: of.get(n, n))
+            user.args, user.kwargs = fx.node.map_arg((user.args, user.kwargs), partial(_get, number))
         graph.erase_node(node)
+
+
+def _get(table: Mapping[fx.Node, Any], node: fx.Node) -> Any:
+    return table.get(node, node)

@@ -55,16 +55,18 @@ class _NoGradient(torch.autograd.Function):
 def call_signature(model: nn.Module, args: Any, kwargs: Any, maxima: Maxima | None = None) -> tuple[object, ...]:
     """Equal for calls that one plan serves: same shapes, dtypes, devices, other arguments, modes, frozen parts.
 
-    Where sizes may be smaller than maxima, these do not count.
+    Where sizes may be smaller than maxima, these do not count. A tensor that is passed twice is one input of a graph.
     """
 
     def describe(path: Any, x: Any) -> Any:
         if isinstance(x, torch.Tensor):
             free = maxima.of(pytree.keystr(path)) if maxima else {}
             shape = tuple(None if d in free else n for d, n in enumerate(x.shape))
-            return (shape, layout(x) if free else x.stride(), x.dtype, x.device, x.requires_grad)
+            same = first.setdefault(id(x), len(first))
+            return (shape, layout(x) if free else x.stride(), x.dtype, x.device, x.requires_grad, same)
         return x if isinstance(x, (int, float, str, bool, type(None))) else type(x)
 
+    first: dict[int, int] = {}
     leaves, spec = pytree.tree_flatten_with_path((tuple(args), dict(kwargs)))
     kinds = {p.device.type for p in model.parameters()}
     return (
@@ -106,9 +108,7 @@ class Runtime:
         self.anchor = torch.zeros((), requires_grad=True)
         self.compiled = self._compiled(self.recipes.values, ApplyError)
 
-    def _compiled(
-        self, recipes: Callable[[], Iterable[Recipe]], error: type[ApplyError]
-    ) -> Callable[..., Any]:
+    def _compiled(self, recipes: Callable[[], Iterable[Recipe]], error: type[ApplyError]) -> Callable[..., Any]:
         """The model's call, by the recipes that are there when it is traced; the error is for a graph without one."""
 
         def of(table: str, key: str) -> Any:
@@ -130,14 +130,7 @@ class Runtime:
         return compile_call(self.model, make_backend(partition, boxed, detach, self._wrap))
 
     def add(self, args: Any, kwargs: Any, plan: Any, recipe: Recipe, maxima: Maxima | None = None) -> None:
-        """Let a plan serve the calls that it was made for.
-
-        Args:
-            args: of a call; so are `kwargs`.
-            plan: what was made.
-            recipe: how it runs.
-            maxima: the sizes that it was made for, where those of the call may be smaller.
-        """
+        """Let a plan serve such calls; where it was made for maxima, those of smaller sizes too."""
         self.newest = plan
         if maxima is not None:
             self.shapes.limit(maxima)

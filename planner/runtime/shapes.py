@@ -37,7 +37,7 @@ class Family:
     came: set[tuple[object, ...]] = field(default_factory=set)
 
     def run(self, model: nn.Module, signature: tuple[object, ...], args: Any, kwargs: Any) -> Any:
-        """The model's output; raises GraphDiffers, and leaves the model's state as it was, where the graph is another."""
+        """The model's output. Raises GraphDiffers, with the model's state as it was, where its graph is another."""
         (args, kwargs), copies = densely(args, kwargs, self.maxima)
         versions = [copy._version for _, copy in copies]
         # a graph that differs may come after others have run
