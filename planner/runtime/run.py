@@ -154,8 +154,7 @@ class Runtime:
             self._serve(signature, args, kwargs)
         self.warned = self.warned or self.warn(self.plans[signature])
         before = self.regions_run
-        with dynamo_settings():
-            result = self._run(signature, args, kwargs)
+        result = self._run(signature, args, kwargs)
         if self.regions_run == before:
             raise ApplyError(
                 "torch.compile ran the model without its plan (TORCH_COMPILE_DISABLE, a stance, or a dispatch mode "
@@ -171,16 +170,20 @@ class Runtime:
                 return family.run(self.model, signature, args, kwargs)
             except GraphDiffers:
                 del self.serving[signature]
+                self.shapes.differs(self._kind(args, kwargs))
                 self.add(args, kwargs, *self.make(args, kwargs, None))
-        return self.compiled(*args, **kwargs)
+        with dynamo_settings():
+            return self.compiled(*args, **kwargs)
+
+    def _kind(self, args: Any, kwargs: Any) -> tuple[object, ...]:
+        return call_signature(self.model, args, kwargs, self.shapes.sizes(args, kwargs))
 
     def _serve(self, signature: tuple[object, ...], args: Any, kwargs: Any) -> None:
         """Find a plan for a kind of call that comes for the first time, or make one."""
-        sizes = self.shapes.sizes(args, kwargs)
-        if sizes.sizes:
-            kind = call_signature(self.model, args, kwargs, sizes)
+        sizes, kind = self.shapes.sizes(args, kwargs), self._kind(args, kwargs)
+        if sizes.sizes and kind not in self.shapes.apart:
             family = self.shapes.find(kind, sizes)
-            if family is None and kind not in self.shapes.apart:
+            if family is None:
                 maxima = self.shapes.wanted(sizes)
                 self.add(args, kwargs, *self.make(args, kwargs, maxima), maxima)
                 family = self.shapes.find(kind, sizes)

@@ -11,8 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..capture.dynamo import dynamo_settings
 from ..capture.shapes import Maxima, densely, marked, sizes_in
 from ..errors import ApplyError, PlanWarning
+
+
+TRIES = 3  # shapes that turn out to have graphs of their own, before no more is expected of a kind of calls
 
 
 class GraphDiffers(ApplyError):
@@ -42,7 +46,8 @@ class Family:
         versions = [copy._version for _, copy in copies]
         # a graph that differs may come after others have run
         careful = self.graphs > 1 and signature not in self.came
-        with marked(args, kwargs, self.maxima), _undone_where_it_differs(model) if careful else nullcontext():
+        undone = _undone_where_it_differs(model) if careful else nullcontext()
+        with marked(args, kwargs, self.maxima), undone, dynamo_settings():
             result = self.compiled(*args, **kwargs)
         self.came.add(signature)
         for (t, copy), version in zip(copies, versions, strict=True):
@@ -85,6 +90,7 @@ class Shapes:
         self.limits: dict[tuple[str, int], int] = {}
         self.families: dict[tuple[object, ...], list[Family]] = {}
         self.apart: set[tuple[object, ...]] = set()
+        self.differed: dict[tuple[object, ...], int] = {}
         self.warned = False
         self.limit(limits)
 
@@ -108,6 +114,12 @@ class Shapes:
                 stacklevel=5,
             )
         return own
+
+    def differs(self, kind: tuple[object, ...]) -> None:
+        """Note that a call had another graph than that of the largest: after `TRIES`, such calls are planned apart."""
+        self.differed[kind] = self.differed.get(kind, 0) + 1
+        if self.differed[kind] >= TRIES:
+            self.apart.add(kind)
 
     def find(self, kind: tuple[object, ...], maxima: Maxima) -> Family | None:
         """The first family of a kind of call that holds for such sizes."""
