@@ -26,6 +26,7 @@ _GROWING = {
     "TruncToInt",
 }  # fmt: skip
 _WEAK = "_dynamo_weak_dynamic_indices"  # what torch._dynamo.maybe_mark_dynamic writes
+_PROPAGATED = "_dynamo_propagated_dynamic_indices"  # what AOTAutograd writes on an input that a graph passes on
 
 
 @dataclass(frozen=True)
@@ -115,17 +116,17 @@ def layout(t: torch.Tensor) -> tuple[int, ...]:
 def marked(args: Any, kwargs: Any, maxima: Maxima | None) -> Iterator[None]:
     """While it is on, torch.compile takes the dimensions that may be smaller for symbols."""
     tensors = [(t, at) for path, t in tensors_of(args, kwargs) if (at := maxima.of(path))] if maxima else []
-    before = [getattr(t, _WEAK, None) for t, _ in tensors]
+    before = [(t, name, getattr(t, name, None)) for t, _ in tensors for name in (_WEAK, _PROPAGATED)]
     for t, at in tensors:
         setattr(t, _WEAK, set(at))
     try:
         yield
     finally:
-        for (t, _), old in zip(tensors, before, strict=True):
+        for t, name, old in before:
             if old is not None:
-                setattr(t, _WEAK, old)
-            elif hasattr(t, _WEAK):
-                delattr(t, _WEAK)
+                setattr(t, name, old)
+            elif hasattr(t, name):
+                delattr(t, name)
 
 
 def at_hints(joint: fx.GraphModule) -> bool:
