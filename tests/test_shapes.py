@@ -164,7 +164,7 @@ def test_largest_sizes_by_name_for_a_smaller_batch(tmp_path):
 
 def test_parts_of_larger_tensors_and_one_tensor_passed_twice():
     case = case_of(Net(), torch.randn(8, 32, 8))
-    p, plain = planned(case, 0.7, dynamic=True)
+    _, plain = planned(case, 0.7, dynamic=True)
     x = torch.randn(9, 40, 8)
     for part in (x[:4, :20], x[1:5, 5:30], x[:6, :20].transpose(0, 1).contiguous().transpose(0, 1)):
         check(case, plain, {"x": part})
@@ -259,8 +259,8 @@ def test_expressions_that_grow_with_every_size():
         assert e.subs({a: x, b: y + 1}) >= value
 
 
-def test_interpolated_sizes_do_not_keep_tensors_alive(tmp_path):
-    """Sizes read off activations are computed from the inputs' sizes, and the peak is that of the static plan."""
+def test_sizes_read_off_activations_do_not_keep_tensors_alive(tmp_path):
+    """They are computed from the inputs' sizes; the peak is as predicted."""
 
     class Sizes(Net):
         def forward(self, x):

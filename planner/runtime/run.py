@@ -169,7 +169,7 @@ class Runtime:
             try:
                 return family.run(self.model, signature, args, kwargs)
             except GraphDiffers:
-                del self.serving[signature]
+                del self.serving[signature], self.plans[signature]
                 self.shapes.differs(self._kind(args, kwargs))
                 self.add(args, kwargs, *self.make(args, kwargs, None))
         with dynamo_settings():

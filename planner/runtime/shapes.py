@@ -15,7 +15,6 @@ from ..capture.dynamo import dynamo_settings
 from ..capture.shapes import Maxima, densely, marked, sizes_in
 from ..errors import ApplyError, PlanWarning
 
-
 TRIES = 3  # shapes that turn out to have graphs of their own, before no more is expected of a kind of calls
 
 
