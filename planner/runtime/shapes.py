@@ -137,7 +137,7 @@ class Shapes:
 
 def _in_words(own: Maxima, limits: Maxima) -> str:
     over = [
-        f"dimension {d} of batch{path[3:]} is {n}, planned for {limits.of(path)[d]}"  # less the [0] of args, [1] of kwargs
+        f"dimension {d} of batch{path[3:]} is {n}, planned for {limits.of(path)[d]}"
         for path, at in own.sizes.items()
         for d, n in at.items()
         if n > limits.of(path)[d]
