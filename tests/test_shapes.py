@@ -19,7 +19,7 @@ from planner.capture.shapes import grows
 from .measure import held_before, results, step_peak
 from .real_models import Case, gpt2
 
-ROOMY = 4.0
+BASELINES: dict[str, int] = {}  # peaks with everything kept, by model and batch
 
 
 class Net(nn.Module):
@@ -32,7 +32,7 @@ class Net(nn.Module):
         self.norm = nn.BatchNorm1d(width)
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Dropout(0.2), nn.Linear(4 * width, width))
-            for _ in range(3)
+            for _ in range(2)
         )
         self.extra = nn.Linear(width, width)
 
@@ -83,8 +83,11 @@ def case_of(model, x):
 def planned(case, fraction, **options):
     """A plan at a fraction of what keeping everything takes; the model with it, and an eager copy."""
     plain = copy.deepcopy(case.model)
-    most = plan(case.model, case.batch, budget_gb=ROOMY, loss_fn=case.loss_fn).baseline_peak_bytes
-    p = plan(case.model, case.batch, budget_gb=fraction * most / 2**30, loss_fn=case.loss_fn, **options)
+    key = f"{case.model} {[t.shape for t in case.batch.values()]}"
+    if key not in BASELINES:
+        BASELINES[key] = plan(case.model, case.batch, budget_gb=4, loss_fn=case.loss_fn).baseline_peak_bytes
+    budget = fraction * BASELINES[key] / 2**30
+    p = plan(case.model, case.batch, budget_gb=budget, loss_fn=case.loss_fn, **options)
     assert p.overhead > 0
     p.apply()
     return p, plain
@@ -129,7 +132,7 @@ def test_a_conv_net_with_fewer_and_smaller_images(tmp_path):
 @pytest.mark.parametrize("breaks", [False, True], ids=["one graph", "graph break"])
 def test_a_shape_with_another_graph_is_planned_and_nothing_happens_twice(breaks, tmp_path):
     case = case_of(Net(limit=12, breaks=breaks), torch.randn(8, 32, 8))
-    p, plain = planned(case, 0.7, dynamic=True)
+    p, plain = planned(case, 0.8, dynamic=True)
     for rows, length in ((8, 32), (3, 20), (8, 10)):
         x = torch.randn(rows, length, 8)
         check(case, plain, {"x": x})
@@ -149,7 +152,7 @@ def test_where_every_length_is_a_graph_all_of_them_are_planned_beyond_torchs_rec
 
 def test_largest_sizes_by_name_for_a_smaller_batch(tmp_path):
     largest = case_of(Net(), torch.randn(8, 32, 8))
-    p, plain = planned(largest, 0.7)
+    p, plain = planned(largest, 0.8)
     p.remove()
     case = case_of(largest.model, torch.randn(2, 16, 8))
     q = plan(case.model, case.batch, budget_gb=p.budget_bytes / 2**30, dynamic={"x": {0: 8, 1: 32}})
@@ -164,7 +167,7 @@ def test_largest_sizes_by_name_for_a_smaller_batch(tmp_path):
 
 def test_parts_of_larger_tensors_and_one_tensor_passed_twice():
     case = case_of(Net(), torch.randn(8, 32, 8))
-    _, plain = planned(case, 0.7, dynamic=True)
+    _, plain = planned(case, 0.8, dynamic=True)
     x = torch.randn(9, 40, 8)
     for part in (x[:4, :20], x[1:5, 5:30], x[:6, :20].transpose(0, 1).contiguous().transpose(0, 1)):
         check(case, plain, {"x": part})
@@ -214,7 +217,7 @@ def test_without_a_batch_the_first_is_the_largest():
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_smaller_last_batch_takes_the_schedule_and_no_solver(dynamic, tmp_path, monkeypatch):
     case = case_of(Net(), torch.randn(8, 32, 8))
-    p, plain = planned(case, 0.7, dynamic=dynamic)
+    p, plain = planned(case, 0.8, dynamic=dynamic)
 
     def refuse(*_, **__):
         raise AssertionError("solved anew")
@@ -270,7 +273,7 @@ def test_sizes_read_off_activations_do_not_keep_tensors_alive(tmp_path):
             return F.pad(y, (0, 0, 0, y.shape[1])).square().mean() * y.shape[0]
 
     case = case_of(Sizes(), torch.randn(8, 32, 8))
-    p, plain = planned(case, 0.7, dynamic=True)
+    p, plain = planned(case, 0.8, dynamic=True)
     check(case, plain, case.batch)
     check(case, plain, {"x": torch.randn(5, 30, 8)})
     assert held_before(case) + step_peak(case, tmp_path) == pytest.approx(p.peak_bytes, rel=0.02)
