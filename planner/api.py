@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from .capture.checkpoints import Checkpoints
+from .capture.shapes import Maxima
 from .errors import (
     ApplyError,
     BatchError,
@@ -22,8 +23,10 @@ from .errors import (
 from .estimate.resident import storage_bytes
 from .pipeline import make_plan
 from .plan import PendingPlan, Plan
-from .request import GB, Costs, arguments, check, with_batch
-from .runtime.run import Recipe, Runtime, attach, attached, call_signature, detach
+from .request import GB, Costs, Dynamic, arguments, check, maxima_of, named_maxima, with_batch
+from .runtime.applied import attach, attached, call_signature, detach
+from .runtime.run import Runtime
+from .runtime.shapes import Shapes
 from .runtime.verify import FOUND
 from .runtime.verify import verify as verify_plan
 
@@ -48,6 +51,7 @@ def plan(
     account_gb: Mapping[str, float] | None = None,
     time_limit: float | None = None,
     progress: bool | None = None,
+    dynamic: Dynamic = False,
 ) -> Plan:
     """Decide, for every activation of a training step, whether to keep or recompute it, within a memory budget.
 
@@ -75,6 +79,9 @@ def plan(
             a new name adds a line for what else is on the device.
         time_limit: seconds for the solver; None for its default, which for "auto" is a count of steps and no clock.
         progress: show progress bars; None for only where a terminal is watching.
+        dynamic: True where any size in the batch may be smaller at another step; or the largest sizes, by argument and
+            dimension, as in `{"input_ids": {0: 8, 1: 2048}}` (by position, as in `{0: {0: 8}}`, for a positional
+            batch): these may then be more than those of the batch. The plan is made for the largest, and holds for all.
 
     Returns:
         The plan; `apply()` puts it on the model.
@@ -106,6 +113,7 @@ def plan(
         account_gb=account_gb,
         time_limit=time_limit,
         progress=progress,
+        dynamic=dynamic,
     )
     if request.args is not None:
         try:
@@ -114,7 +122,7 @@ def plan(
             # transformers gives every model, of vision too, token ids for its dummy inputs
             if batch is not None or kwargs:
                 raise
-    pending = replace(request, args=None, kwargs={})
+    pending = replace(request, args=None, kwargs={}, maxima=None)
     return PendingPlan(pending, lambda: applied_plan(pending.model))
 
 
@@ -131,22 +139,29 @@ def apply(plan: Plan, model: nn.Module | None = None, *, verify: bool = False) -
         )
 
     ready: dict[tuple[object, ...], Plan] = {}
+    known: list[Plan] = []
     if not isinstance(plan, PendingPlan):
-        own = replace(plan, request=with_batch(request, target, request.args or (), request.kwargs))
-        ready[call_signature(target, request.args or (), request.kwargs)] = plan if target is request.model else own
+        batch = (request.args or (), request.kwargs, request.maxima)
+        own = plan if target is request.model else replace(plan, request=with_batch(request, target, *batch))
+        ready[call_signature(target, *batch)] = own
+        known.append(own)
 
-    def make(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Plan, Recipe]:
-        made = ready.pop(call_signature(model, args, kwargs), None) if model is target else None
-        made = made or make_plan(with_batch(request, model, args, kwargs))
+    def make(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], maxima: Maxima | None) -> Plan:
+        same = model is target and maxima == request.maxima
+        made = ready.pop(call_signature(model, args, kwargs, maxima), None) if same else None
+        made = made or make_plan(with_batch(request, model, args, kwargs, maxima), known)
         if verify:
             made = repair(made)
-        return made, made.recipe
+        known.append(made)
+        return made
 
-    runtime = Runtime(target, make, _warn, request.checkpoints)
-    if not verify:
-        for signature in list(ready):
-            made = ready.pop(signature)
-            runtime.add(signature, made, made.recipe)
+    shapes = Shapes(request.dynamic is True, named_maxima(request.dynamic))
+    if request.maxima is not None:
+        shapes.limit(request.maxima)
+    runtime = Runtime(target, make, _warn, shapes, request.checkpoints)
+    if ready and not verify:
+        _, made = ready.popitem()
+        runtime.add(request.args or (), request.kwargs, made, request.maxima)
     attach(target, runtime)
     return target
 
@@ -198,7 +213,7 @@ def repair(plan: Plan, batch: Any = None, kwargs: Mapping[str, Any] | None = Non
     request = plan.request
     if batch is not None or kwargs is not None:
         args, extra = arguments(request.model, batch, kwargs)
-        request = with_batch(request, request.model, args or (), extra)
+        request = with_batch(request, request.model, args or (), extra, maxima_of(request.dynamic, args, extra))
         plan = make_plan(request)
     found = 0
     learnt: list[str] = []

@@ -12,7 +12,7 @@ from tqdm import tqdm
 from .errors import BatchError, CaptureError, InfeasibleBudgetError, OptionError, gb
 from .pipeline import make_plan
 from .plan import Plan
-from .request import GB, Options, Request, arguments, check
+from .request import GB, Options, Request, arguments, check, maxima_of
 
 GROWTH = 8  # times the largest n that fits, at most, while peaks say that there is much room
 ENDLESS = 2**40  # an n that says that memory does not depend on n
@@ -168,7 +168,8 @@ def _planned(request: Request, make_batch: Callable[[int], Any], n: int) -> tupl
         raise BatchError(f"make_batch({n}) returned None; it must return a batch for plan()")
     try:
         args, kwargs = arguments(request.model, batch, None)
-        made = make_plan(replace(request, args=args, kwargs=kwargs))
+        maxima = maxima_of(request.dynamic, args or (), kwargs)
+        made = make_plan(replace(request, args=args, kwargs=kwargs, maxima=maxima))
     except InfeasibleBudgetError as e:
         if n == 1:
             raise

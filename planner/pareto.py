@@ -12,13 +12,11 @@ from solvers import Problem, ProblemError, Solution
 from solvers import pareto as solve
 from solvers.pareto import check_points, curve
 
-from .capture.step import capture
 from .errors import BatchError, CaptureError, OptionError
 from .fragmentation import add_margin
-from .pipeline import problem_of, write
+from .pipeline import graph_of, problem_of, write
 from .plan import Plan
 from .request import GB, Options, check
-from .rewrite.emit import keep_everything
 
 
 @overload
@@ -86,7 +84,7 @@ def pareto(
     if request.args is None:
         raise BatchError(_no_batch(model, "it has no dummy inputs of its own"))
     try:
-        graph = capture(model, request.args, request.kwargs, keep_everything, request.loss_fn)
+        graph = graph_of(request)
         lowered, lines = add_margin(request, *problem_of(request, graph))
     except (BatchError, CaptureError) as e:
         if batch is None and not kwargs:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 
 import torch
 
 from solvers import InfeasibleError, Solution, every_op_once, simulate, solve
 
+from .capture.private import FakeTensorMode
+from .capture.shapes import enlarged
 from .capture.step import TrainingGraph, capture
 from .decide import decisions, moments, peak_account
-from .errors import InfeasibleBudgetError
+from .errors import CaptureError, InfeasibleBudgetError
 from .estimate.ops import estimate
 from .estimate.optimizer import optimizer_memory
 from .estimate.resident import account
@@ -19,6 +24,7 @@ from .fragmentation import solve_with_margin
 from .lowering import Lowered, lower, raise_schedule
 from .plan import GraphModules, Plan
 from .request import GB, Request
+from .reuse import reused
 from .rewrite.emit import emit, keep_everything
 from .runtime.run import PlannedRegion, Recipe
 
@@ -27,14 +33,34 @@ TANGENTS_FREED = hasattr(torch.autograd.Function, "boxed_grads_call")
 OPTIMIZER_STEP = "optimizer step"  # a line that can be set, and is not held all the time
 
 
-def make_plan(request: Request) -> Plan:
-    """Plan a checked request that has a batch: capture, estimate, solve, rewrite. Raises as `plan()` does."""
-    graph = capture(
-        request.model, request.args or (), request.kwargs, keep_everything, request.loss_fn, request.checkpoints
-    )
+def make_plan(request: Request, known: Sequence[Plan] = ()) -> Plan:
+    """Plan a checked request that has a batch: capture, estimate, solve, rewrite. Raises as `plan()` does.
+
+    Args:
+        request: what was asked for.
+        known: plans for other sizes: a schedule of theirs is taken where it fits this step, instead of solving anew.
+    """
+    graph = graph_of(request)
     lowered, lines = problem_of(request, graph)
-    lowered, solution, lines = solve_with_margin(request, lowered, lines, _solve)
+    lowered, solution, lines = solve_with_margin(request, lowered, lines, partial(_solve, known=known))
     return write(request, graph, lowered, solution, lines)
+
+
+def graph_of(request: Request) -> TrainingGraph:
+    """The training step; where sizes may be smaller, at the largest, with symbols for them if that is possible."""
+    batch = (request.args or (), request.kwargs)
+    step = partial(capture, request.model, *batch, keep_everything, request.loss_fn, request.checkpoints)
+    if request.maxima is None:
+        return step()
+    why = "none of its sizes is a symbol once it is traced"
+    try:
+        graph = step(request.maxima)
+        if graph.maxima is not None:
+            return graph
+    except CaptureError as e:
+        why = str(e)
+    note = f"No graph serves every size ({why}): each new one is compiled, and runs by this schedule where that fits."
+    return replace(step(request.maxima, symbolic=False), note=note)
 
 
 def problem_of(request: Request, graph: TrainingGraph) -> tuple[Lowered, dict[str, int]]:
@@ -43,10 +69,13 @@ def problem_of(request: Request, graph: TrainingGraph) -> tuple[Lowered, dict[st
     outside = measure(graph.loss.calls, here, progress=False) if here is not None else {}
     given = {name: round(size * GB) for name, size in request.account_gb.items()}
     optimizer = optimizer_memory(request.model.parameters(), request.optimizer, cuda=device.type == "cuda")
+    args, kwargs = request.args or (), request.kwargs
+    if request.maxima is not None:
+        args, kwargs = enlarged(args, kwargs, request.maxima, FakeTensorMode(allow_non_fake_inputs=True))
     lines = account(
         request.model,
-        request.args or (),
-        request.kwargs,
+        args,
+        kwargs,
         device,
         optimizer_state=-(-optimizer.state // request.shard),
         accumulate=request.accumulate,
@@ -79,7 +108,10 @@ def problem_of(request: Request, graph: TrainingGraph) -> tuple[Lowered, dict[st
     return lowered, lines
 
 
-def _solve(request: Request, lowered: Lowered, lines: dict[str, int]) -> Solution:
+def _solve(request: Request, lowered: Lowered, lines: dict[str, int], known: Sequence[Plan] = ()) -> Solution:
+    found = reused(lowered.problem, [(p.problem, p.schedule) for p in known])
+    if found is not None:
+        return found
     try:
         return solve(lowered.problem, request.solver, time_limit=request.time_limit, progress=request.progress)
     except InfeasibleError as e:
@@ -108,7 +140,7 @@ def write(request: Request, graph: TrainingGraph, lowered: Lowered, solution: So
     )
     planned = [PlannedRegion(r.fingerprint, *each) for r, each in zip(graph.regions, passes, strict=True)]
     calls = {key: tuple(None if r is None else planned[r] for r in order) for key, order in graph.order.items()}
-    recipe = Recipe(calls, graph.detached)
+    recipe = Recipe(calls, graph.detached, graph.maxima)
     return Plan(
         budget_bytes=request.budget_bytes,
         peak_bytes=timeline.peak,
@@ -124,8 +156,10 @@ def write(request: Request, graph: TrainingGraph, lowered: Lowered, solution: So
         graph_modules=modules,
         step_seconds=timeline.cost,
         account=MappingProxyType({**lines, **peak_account(problem, solution.schedule)}),
-        note=" ".join(filter(None, [solution.note, *_notes(request, graph)])),
+        note=" ".join(filter(None, [solution.note, graph.note, *_notes(request, graph)])),
         device=request.device.name,
         recipe=recipe,
+        problem=problem,
+        schedule=solution.schedule,
         request=request,
     )

@@ -11,6 +11,8 @@ from torch import fx, nn
 from .errors import ApplyError, gb
 
 if TYPE_CHECKING:
+    from solvers import Problem, Schedule
+
     from .request import Request
     from .runtime.run import Recipe
     from .runtime.verify import Verification
@@ -61,7 +63,7 @@ class GraphModules:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A plan for one model, one batch shape and one budget. Immutable; bytes and seconds throughout.
+    """A plan for one model, one batch shape (or, with `dynamic`, the largest) and one budget; bytes and seconds.
 
     Attributes:
         budget_bytes: what the step may take, everything counted (1 GB = 2**30 bytes).
@@ -81,6 +83,7 @@ class Plan:
         note: what the solver wants known.
         device: what times are estimated for.
         recipe: what each region runs, as the runtime reads it.
+        problem, schedule: the step and what runs in it, as solvers see them.
         request: what was asked for; with the model that the plan is for.
     """
 
@@ -101,6 +104,8 @@ class Plan:
     note: str
     device: str
     recipe: Recipe = field(repr=False)
+    problem: Problem = field(repr=False)
+    schedule: Schedule = field(repr=False)
     request: Request = field(repr=False)
 
     @property

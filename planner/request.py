@@ -19,12 +19,14 @@ from solvers import SOLVERS
 
 from .capture.call import storages
 from .capture.checkpoints import Checkpoints
+from .capture.shapes import Maxima, sizes_in, tensors_of
 from .errors import BatchError, BudgetError, ModelError, OptionError, PlanWarning, gb
 from .estimate.device import Device, find_device
 
 GB = 2**30
 PLANNED = ("activations", "gradients")  # lines of the account that come from the schedule
 Costs = Literal["roofline", "measured"]
+Dynamic = bool | Mapping[str | int, Mapping[int, int]]
 
 
 class Options(TypedDict, total=False):
@@ -40,6 +42,7 @@ class Options(TypedDict, total=False):
     account_gb: Mapping[str, float] | None
     time_limit: float | None
     progress: bool | None
+    dynamic: Dynamic
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +52,7 @@ class Request:
     Attributes beside them:
         device: what is planned for.
         measure_on: the same as a torch device, where it is here.
+        maxima: the sizes that are planned for where those of the batch may be smaller; None where all are as in `args`.
         where: where the model was.
         given: `device`, `budget_gb` and `costs` as the user gave them, for a model that has moved since.
     """
@@ -71,6 +75,8 @@ class Request:
     progress: bool | None
     where: torch.device
     given: Mapping[str, Any]
+    dynamic: Dynamic = False
+    maxima: Maxima | None = None
 
     @property
     def budget_bytes(self) -> int:
@@ -103,6 +109,7 @@ def check(
     account_gb: Any = None,
     time_limit: Any = None,
     progress: Any = None,
+    dynamic: Any = False,
 ) -> Request:
     """The request, or the first thing that is wrong with it: ModelError, BudgetError, BatchError or OptionError."""
     if not isinstance(model, nn.Module):
@@ -153,6 +160,8 @@ def check(
         account_gb=dict(account_gb or {}),
         time_limit=time_limit,
         progress=progress,
+        dynamic=_checked_dynamic(dynamic),
+        maxima=None if args is None else maxima_of(dynamic, args, extra),
         where=where,
         given={"device": device, "budget_gb": budget_gb, "costs": costs},
         **measured,
@@ -160,13 +169,15 @@ def check(
     return replace(request, budget_gb=_budget(request))
 
 
-def with_batch(request: Request, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Request:
+def with_batch(
+    request: Request, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], maxima: Maxima | None = None
+) -> Request:
     """The same request for another model or batch; for the device where the model is now, unless one was given.
 
     Raises:
         ModelError, OptionError, BudgetError: the model has moved to where the request cannot be met.
     """
-    found = replace(request, model_ref=weakref.ref(model), args=args, kwargs=dict(kwargs))
+    found = replace(request, model_ref=weakref.ref(model), args=args, kwargs=dict(kwargs), maxima=maxima)
     where, device = _where(model, request.given["device"])
     if where == request.where:
         return found
@@ -200,6 +211,58 @@ def _measured(where: torch.device, target: Device, costs: Any) -> dict[str, Any]
         "measure_on": where if here else None,
         "costs": costs or ("measured" if here and where.type == "cuda" else "roofline"),
     }
+
+
+def _checked_dynamic(given: Any) -> Dynamic:
+    """`dynamic` of `plan()`; raises OptionError where it is not understood."""
+    if isinstance(given, bool) or (
+        isinstance(given, Mapping)
+        and all(isinstance(name, (str, int)) and isinstance(at, Mapping) for name, at in given.items())
+        and all(_whole(n) for at in given.values() for size in at.items() for n in size)
+    ):
+        return given
+    raise OptionError(
+        f"dynamic={given!r} must be True (any size may be smaller than in the batch), False, or largest sizes by "
+        "argument and dimension, as in {'input_ids': {0: 8, 1: 2048}}, with positions for names in a positional batch"
+    )
+
+
+def named_maxima(dynamic: Dynamic) -> Maxima:
+    """The largest sizes that `dynamic` names, whatever the batch is."""
+    named = {} if isinstance(dynamic, bool) else dynamic
+    return Maxima({path_of(name): {d: n for d, n in at.items() if n > 1} for name, at in named.items()})
+
+
+def maxima_of(dynamic: Dynamic, args: Any, kwargs: Mapping[str, Any]) -> Maxima | None:
+    """The largest sizes that `dynamic` means for a batch; None where all are those of the batch.
+
+    Raises:
+        OptionError: it names what the batch does not have, or a size below that of the batch.
+    """
+    if isinstance(dynamic, bool):
+        return sizes_in(args, kwargs) if dynamic else None
+    shapes = {path: tuple(t.shape) for path, t in tensors_of(args, kwargs)}
+    for name, at in dynamic.items():
+        shape = shapes.get(path_of(name))
+        if shape is None:
+            known = ", ".join(repr(n) for n in (*range(len(args)), *kwargs) if path_of(n) in shapes)
+            raise OptionError(f"dynamic names {name!r}, which is no tensor of the batch; these are: {known}")
+        for d, n in at.items():
+            if d >= len(shape) or n < shape[d]:
+                raise OptionError(
+                    f"dynamic={{{name!r}: {{{d}: {n}}}}} does not suit the batch, where {name!r} is of shape {shape}; "
+                    "give the largest size of each of its dimensions that may be smaller"
+                )
+    return named_maxima(dynamic)
+
+
+def path_of(name: str | int) -> str:
+    """The path of an argument in `(args, kwargs)`, as `capture.shapes` has it."""
+    return f"[0][{name}]" if isinstance(name, int) else f"[1][{name!r}]"
+
+
+def _whole(x: Any) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool) and x >= 0
 
 
 def _real(x: Any) -> bool:

@@ -18,6 +18,7 @@ from .outside import LossFn, OutsideLoss, differentiable, leaves, trace_loss
 from .recording import EagerCall, Recording
 from .refusals import refusal
 from .region import Region, fingerprint
+from .shapes import Maxima, marked
 from .watched import watch_backward
 
 Detach = Callable[[fx.GraphModule], Collection[int]] | Mapping[str, tuple[int, ...]]
@@ -44,12 +45,12 @@ class DryPass:
         self.cut: dict[str, tuple[int, ...]] = {}
         self._between: list[tuple[EagerCall, ...]] = []  # before each call that has a gradient, and after the last
 
-    def run(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Call the model; returns its output. Raises CaptureError."""
+    def run(self, model: nn.Module, args: Any, kwargs: Any, maxima: Maxima | None = None) -> Any:
+        """Call the model, with symbols for the sizes that may be smaller; returns its output. Raises CaptureError."""
         name = type(model).__name__
         compiled = compile_call(model, make_backend(self._serve, self.checkpoints))
         try:
-            with self.recording.mode, dynamo_settings(), torch.enable_grad():
+            with self.recording.mode, dynamo_settings(), torch.enable_grad(), marked(args, kwargs, maxima):
                 self.recording.resume()
                 try:
                     output = compiled(*args, **kwargs)

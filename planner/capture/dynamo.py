@@ -22,6 +22,7 @@ from .known_values import KnownValues
 from .private import BoxedCodeGen, FakeCopyMode, FakeTensorMode, aot_autograd, dynamo_config, nn_transformer
 from .recording import Recording
 from .region import Region, analyse
+from .shapes import at_hints, symbolic_again
 
 Partition = Callable[[Region], tuple[fx.GraphModule, fx.GraphModule]]
 CompileRegion = Callable[[Partition], Callable[..., Any]]
@@ -81,7 +82,9 @@ def make_backend(serve: Serve, checkpoints: Checkpoints = "replace") -> Callable
             def split(
                 joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any
             ) -> tuple[fx.GraphModule, fx.GraphModule]:
-                return partition(analyse(joint, num_fwd_outputs, checkpoints))
+                symbolic = at_hints(joint)
+                forward, backward = partition(analyse(joint, num_fwd_outputs, checkpoints))
+                return (symbolic_again(forward), symbolic_again(backward)) if symbolic else (forward, backward)
 
             aot = aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=split)
             compiled: Callable[..., Any] = aot(graph, inputs)

@@ -15,6 +15,8 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
 from torch.utils._mode_utils import no_dispatch
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis as ReferenceAnalysis
 from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = [
@@ -27,6 +29,7 @@ __all__ = [
     "FakeTensorMode",
     "PlainAOTInput",
     "PlainAOTOutput",
+    "ReferenceAnalysis",
     "TangentAOTInput",
     "TracingContext",
     "UnsupportedOperatorException",
@@ -35,4 +38,5 @@ __all__ = [
     "dynamo_config",
     "nn_transformer",
     "no_dispatch",
+    "sympy_interp",
 ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -20,6 +21,7 @@ from .checkpoints import Checkpoints, checkpointed_calls, clone_of, repeat_check
 from .dropout import split_dropouts
 from .duplicates import merge_duplicates
 from .safety import is_random, keep_reason, replay_bytes
+from .shapes import SYMBOLIC, is_size
 
 Kind = Literal["call", "rng_state"]
 
@@ -111,9 +113,10 @@ class Region:
         return tuple(dict.fromkeys(v for n in nodes for v in self.value_of[n]))
 
 
-def tensors(node: fx.Node) -> Iterator[torch.Tensor]:
-    """The fake tensors that a node returns."""
-    value = node.meta.get("val", node.meta.get("example_value"))  # AOTAutograd's name for it, Dynamo's
+def tensors(node: fx.Node, value: Any = None) -> Iterator[torch.Tensor]:
+    """The fake tensors that a node returns, or those of another value of its."""
+    if value is None:
+        value = node.meta.get("val", node.meta.get("example_value"))  # AOTAutograd's name for it, Dynamo's
     return (t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor))
 
 
@@ -324,14 +327,23 @@ def normalise(joint: fx.GraphModule) -> None:
 
 
 def fingerprint(graph: fx.Graph) -> str:
-    """A digest of a graph's structure: equal for two captures of the same step, whatever the nodes are called."""
+    """A digest of a graph's structure: equal for two captures of the same step, whatever nodes and symbols are called.
+
+    Sizes that are symbols are told apart by where they first appear.
+    """
     number = {node: i for i, node in enumerate(graph.nodes)}
+    symbols: dict[str, str] = {}
     digest = hashlib.sha256()
     for node in graph.nodes:
         target = "" if node.op in ("placeholder", "get_attr") else getattr(node.target, "__name__", str(node.target))
         args = pytree.tree_map_only(fx.Node, number.__getitem__, (node.args, node.kwargs))
-        shapes = [(tuple(t.shape), t.stride(), str(t.dtype), str(t.device), t.requires_grad) for t in tensors(node)]
-        digest.update(repr((node.op, target, args, shapes)).encode())
+        value = node.meta.get(SYMBOLIC)
+        shapes = [
+            (tuple(t.shape), t.stride(), str(t.dtype), str(t.device), t.requires_grad) for t in tensors(node, value)
+        ]
+        sizes = value if is_size(node) else None
+        text = repr((node.op, target, args, shapes, sizes))
+        digest.update(re.sub(r"\bs\d+\b", lambda s: symbols.setdefault(s[0], f"s{len(symbols)}"), text).encode())
     return digest.hexdigest()
 
 

@@ -19,6 +19,7 @@ from .outside import LossFn, OutsideLoss, checked_loss, differentiable, leaves
 from .private import FakeTensorMode
 from .refusals import refusal
 from .region import Region
+from .shapes import Maxima, enlarged, is_size
 from .untouched import untouched
 
 
@@ -32,6 +33,8 @@ class TrainingGraph:
         detached: for each Dynamo graph, by its key, the outputs that get no gradient and are cut off before capture.
         loss: the loss, as far as it is computed outside the model.
         links: what regions make for each other and share.
+        maxima: where sizes are symbols in the graphs, the largest, for which the step is read.
+        note: what the user should know of it.
     """
 
     regions: tuple[Region, ...]
@@ -39,6 +42,8 @@ class TrainingGraph:
     detached: Mapping[str, tuple[int, ...]] = field(repr=False)
     loss: OutsideLoss
     links: tuple[Link, ...] = ()
+    maxima: Maxima | None = None
+    note: str = ""
 
 
 def capture(
@@ -48,6 +53,9 @@ def capture(
     split: Partition,
     loss_fn: LossFn | None = None,
     checkpoints: Checkpoints = "replace",
+    maxima: Maxima | None = None,
+    *,
+    symbolic: bool = True,
 ) -> TrainingGraph:
     """Capture the training step under fake tensors: no memory, no compute, the model untouched.
 
@@ -59,13 +67,15 @@ def capture(
         loss_fn: the model's output -> the scalar loss; None: the loss is among the outputs (`find_loss`), or unknown,
             and then every differentiable output gets a gradient.
         checkpoints: whether calls that the model itself checkpoints are planned like the rest, or stay as they are.
+        maxima: sizes that may be smaller than these; the step is that of the largest.
+        symbolic: whether they are symbols in the graphs.
 
     Raises:
         BatchError: the model does not accept the arguments, or the loss is not a differentiable scalar.
         CaptureError: the step cannot be written as graphs.
     """
     with torch.inference_mode(False):  # gradients are on, whatever the caller has
-        return _capture(model, args, kwargs, split, loss_fn, checkpoints)
+        return _capture(model, args, kwargs, split, loss_fn, checkpoints, maxima, symbolic)
 
 
 def _capture(
@@ -75,14 +85,18 @@ def _capture(
     split: Partition,
     loss_fn: LossFn | None,
     checkpoints: Checkpoints,
+    maxima: Maxima | None,
+    symbolic: bool,
 ) -> TrainingGraph:
     recording, fake_model, fake_args, fake_kwargs = to_fake(model, args, kwargs)
+    if maxima is not None:
+        fake_args, fake_kwargs = enlarged(fake_args, fake_kwargs, maxima, recording.mode)
     unsure = _try_eagerly(recording.mode, fake_model, fake_args, fake_kwargs, loss_fn)
     cut: dict[str, tuple[int, ...]] | None = None
     for _ in range(2):
         dry = DryPass(recording, split, lone_loss if cut is None and loss_fn is None else (cut or {}), checkpoints)
         try:
-            output = dry.run(fake_model, fake_args, fake_kwargs)
+            output = dry.run(fake_model, fake_args, fake_kwargs, maxima if symbolic else None)
         except CaptureError as e:
             if unsure is None:
                 raise
@@ -92,8 +106,9 @@ def _capture(
             raise CaptureError(refusal(fake_model, unsure, eagerly=True)) from unsure
         cut, loss = dry.gradients(output, loss_fn)
         if cut == dry.cut:
-            order, links = order_of(dry.calls), links_of(dry.calls, leaves(output))
-            return TrainingGraph(regions_of(dry.calls), order, cut, loss, links)
+            order, links, regions = order_of(dry.calls), links_of(dry.calls, leaves(output)), regions_of(dry.calls)
+            has_symbols = any(is_size(n) for region in regions for n in region.primals)
+            return TrainingGraph(regions, order, cut, loss, links, maxima if has_symbols else None)
     raise CaptureError(f"{type(model).__name__}: which outputs get a gradient changes from one pass to the next")
 
 

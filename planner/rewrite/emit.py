@@ -19,6 +19,7 @@ from ..capture.checkpoints import clone_of
 from ..capture.dropout import drawn_by
 from ..capture.region import GraphOp, Region, map_nodes, tensors
 from ..capture.safety import RUNNING_STATISTICS
+from ..capture.shapes import is_size
 from .private import run_and_save_rng_state, run_with_rng_state
 
 
@@ -31,8 +32,9 @@ def emit(region: Region, forward: Sequence[int], backward: Sequence[int]) -> tup
         backward: the same for the backward pass.
 
     Returns:
-        Forward: primals -> forward outputs, then what is kept. Backward: what was kept, then the gradients that come
-        in -> the gradients that go out. This is the contract of an AOTAutograd partition function.
+        Forward: primals -> forward outputs, then the tensors and then the sizes that are kept. Backward: these sizes
+        and tensors, then the gradients that come in -> the gradients that go out. This is the contract of an
+        AOTAutograd partition function.
     """
     called = [op.node for i in (*forward, *backward) if (op := region.ops[i]).kind == "call"]
     runs = Counter(clone_of(node) or node for node in called)
@@ -49,7 +51,10 @@ def emit(region: Region, forward: Sequence[int], backward: Sequence[int]) -> tup
     for i in backward:
         second.run(region.ops[i])
     grads = [second.get(n) if isinstance(n, fx.Node) else n for n in region.grads]
-    kept = list(second.kept.values())
+    sizes = [n for n in second.kept if is_size(n)]
+    for n in reversed(sizes):
+        second.graph._root.append(second.now[n])
+    kept = [second.kept[n] for n in (*(n for n in second.kept if not is_size(n)), *sizes)]
     _close(first, [*outputs, *kept], region.output_descs[: len(outputs)])
     _close(second, grads, region.output_descs[len(outputs) :])
     return _module(region, first, "forward"), _module(region, second, "backward")

@@ -15,7 +15,7 @@ from ..capture.outside import checked_loss, find_loss, leaves
 from ..errors import BatchError, gb
 from ..estimate.meter import record_allocations
 from ..request import arguments
-from .run import attached, call_signature, taken_off
+from .applied import attached, call_signature, taken_off
 
 if TYPE_CHECKING:
     from ..plan import Plan

@@ -1,0 +1,251 @@
+"""Sizes that may change from step to step: a graph captured with symbolic sizes, read at the largest.
+
+A joint graph with symbolic sizes serves every shape. It is planned at the sizes for which it was traced, the largest:
+`at_hints` writes them in the place of the symbols, and `symbolic_again` puts the symbols back into what was emitted.
+A fixed schedule holds no more at smaller sizes where every storage grows with every size (`grows`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from ..errors import CaptureError
+from .private import FakeTensorMode, ReferenceAnalysis, sympy_interp
+
+SYMBOLIC = "planner_symbolic"  # in a node's meta: its value with symbols in it
+_GROWING = {
+    "Add", "Max", "Min", "FloorDiv", "CleanDiv", "CeilDiv", "CeilToInt", "FloorToInt", "IntTrueDiv", "ToFloat",
+    "TruncToInt",
+}  # fmt: skip
+_WEAK = "_dynamo_weak_dynamic_indices"  # what torch._dynamo.maybe_mark_dynamic writes
+_PROPAGATED = "_dynamo_propagated_dynamic_indices"  # what AOTAutograd writes on an input that a graph passes on
+
+
+@dataclass(frozen=True)
+class Maxima:
+    """The largest size of each dimension that may be smaller.
+
+    Attributes:
+        sizes: for each tensor of a call, by its path in `(args, kwargs)`, dimension -> largest size.
+    """
+
+    sizes: Mapping[str, Mapping[int, int]]
+
+    def of(self, path: str) -> Mapping[int, int]:
+        """The dimensions of a tensor that may be smaller, with their largest sizes."""
+        return self.sizes.get(path, {})
+
+    def cover(self, other: Maxima) -> bool:
+        """Whether what the other has for a dimension is nowhere more."""
+        return all(n <= self.of(path).get(d, 0) for path, at in other.sizes.items() for d, n in at.items())
+
+
+def sizes_in(args: Any, kwargs: Any, free: Mapping[str, Collection[int]] | None = None) -> Maxima:
+    """The sizes of a call as maxima: of the free dimensions (None: of all), without those of one element or none."""
+    sizes = {
+        path: {d: n for d, n in enumerate(t.shape) if n > 1 and (free is None or d in free.get(path, ()))}
+        for path, t in tensors_of(args, kwargs)
+    }
+    return Maxima({path: at for path, at in sizes.items() if at})
+
+
+def tensors_of(args: Any, kwargs: Any) -> list[tuple[str, torch.Tensor]]:
+    """The tensors of a call, each with its path."""
+    leaves, _ = pytree.tree_flatten_with_path((tuple(args), dict(kwargs)))
+    return [(pytree.keystr(path), t) for path, t in leaves if isinstance(t, torch.Tensor)]
+
+
+def enlarged(args: Any, kwargs: Any, maxima: Maxima, mode: FakeTensorMode) -> Any:
+    """Arguments with fake tensors of the largest size, dense, in the same order of dimensions."""
+
+    def make(t: torch.Tensor, at: Mapping[int, int]) -> torch.Tensor:
+        size = [at.get(d, n) for d, n in enumerate(t.shape)]
+        with mode:
+            made = torch.empty_permuted(size, layout(t), dtype=t.dtype, device=t.device)
+        return made.requires_grad_(t.requires_grad)
+
+    return _mapped(args, kwargs, maxima, make)
+
+
+def densely(args: Any, kwargs: Any, maxima: Maxima) -> tuple[Any, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Arguments in the layout of what was planned: parts of larger tensors are copied; also what was, with its copy."""
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def make(t: torch.Tensor, _: Any) -> torch.Tensor:
+        dense = torch.empty_permuted(t.shape, layout(t), device="meta").stride()
+        if t.requires_grad or dense == t.stride():
+            return t
+        copies.append((t, torch.empty_strided(t.shape, dense, dtype=t.dtype, device=t.device).copy_(t)))
+        return copies[-1][1]
+
+    return _mapped(args, kwargs, maxima, make), copies
+
+
+def _mapped(args: Any, kwargs: Any, maxima: Maxima, make: Callable[[torch.Tensor, Mapping[int, int]], Any]) -> Any:
+    """Arguments with new tensors for those that may be smaller; one that comes twice stays one."""
+    made: dict[int, Any] = {}
+
+    def new(path: Any, t: Any) -> Any:
+        at = maxima.of(pytree.keystr(path))
+        if not at or not isinstance(t, torch.Tensor):
+            return t
+        if id(t) not in made:
+            made[id(t)] = make(t, at)
+        return made[id(t)]
+
+    return pytree.tree_map_with_path(new, (tuple(args), dict(kwargs)))
+
+
+def layout(t: torch.Tensor) -> tuple[int, ...]:
+    """The order of dimensions in memory, the slowest first; those of one element stand where they are."""
+    strides = t.stride()
+    moving = sorted((d for d, n in enumerate(t.shape) if n > 1), key=lambda d: strides[d], reverse=True)
+    rest = iter(moving)
+    return tuple(next(rest) if n > 1 else d for d, n in enumerate(t.shape))
+
+
+@contextmanager
+def marked(args: Any, kwargs: Any, maxima: Maxima | None) -> Iterator[None]:
+    """While it is on, torch.compile takes the dimensions that may be smaller for symbols."""
+    tensors = [(t, at) for path, t in tensors_of(args, kwargs) if (at := maxima.of(path))] if maxima else []
+    before = [(t, name, getattr(t, name, None)) for t, _ in tensors for name in (_WEAK, _PROPAGATED)]
+    for t, at in tensors:
+        setattr(t, _WEAK, set(at))
+    try:
+        yield
+    finally:
+        for t, name, old in before:
+            if old is not None:
+                setattr(t, name, old)
+            elif hasattr(t, name):
+                delattr(t, name)
+
+
+def at_hints(joint: fx.GraphModule) -> bool:
+    """Write the sizes for which a joint graph was traced in the place of symbols, in place; False where it has none.
+
+    The symbolic values stay in the nodes' meta, under `SYMBOLIC`. Sizes read off a tensor in the graph are computed
+    from the graph's inputs, so that none of them keeps a tensor alive.
+
+    Raises:
+        CaptureError: a size is known only at run time, or a storage may be larger at smaller sizes.
+    """
+    graph = joint.graph
+    if not any(map(_symbolic, graph.nodes)):
+        return False
+    _read_no_tensor(graph)
+    sizes = _Hints()
+    for node in graph.nodes:
+        if "val" in node.meta:
+            node.meta[SYMBOLIC] = node.meta["val"]
+            node.meta["val"] = pytree.tree_map(sizes.fixed, node.meta["val"])
+    joint.recompile()
+    return True
+
+
+def symbolic_again(graph: fx.GraphModule) -> fx.GraphModule:
+    """Put symbols back into a graph that was emitted from one that `at_hints` has changed. In place."""
+    for node in graph.graph.nodes:
+        if SYMBOLIC in node.meta:
+            node.meta["val"] = node.meta.pop(SYMBOLIC)
+    return graph
+
+
+def is_size(node: fx.Node) -> bool:
+    """Whether a node is a number made of symbols."""
+    return isinstance(node.meta.get(SYMBOLIC), (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def grows(expression: Any) -> bool:
+    """Whether an expression in sizes (sympy's, or torch's functions on them) never falls as one of them grows.
+
+    Factors are taken to be at least 0, as sizes are. Says False where it cannot tell.
+    """
+    if expression.is_number or expression.is_symbol:
+        return True
+    name = type(expression).__name__
+    if name in ("FloorDiv", "CleanDiv", "CeilDiv", "IntTrueDiv"):
+        top, bottom = expression.args
+        return bool(bottom.is_number and bottom > 0 and grows(top))
+    if name == "Pow":
+        base, exponent = expression.args
+        return bool(exponent.is_number and exponent > 0 and grows(base))
+    if name == "Mul":
+        return all(bool(x >= 0) if x.is_number else grows(x) for x in expression.args)
+    return name in _GROWING and all(map(grows, expression.args))
+
+
+class _Hints:
+    """Fixes values at their hints; views of one storage stay views of one."""
+
+    def __init__(self) -> None:
+        self.mode = FakeTensorMode()
+        self.bases: dict[int, torch.Tensor] = {}
+
+    def fixed(self, x: Any) -> Any:
+        if isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return _hint(x)
+        if not isinstance(x, torch.Tensor):
+            return x
+        storage = x.untyped_storage()
+        nbytes: Any = storage.nbytes()
+        with self.mode:
+            if storage._cdata not in self.bases:
+                if isinstance(nbytes, torch.SymInt) and not grows(nbytes.node.expr):
+                    raise CaptureError(f"a tensor of {nbytes} bytes may be larger where the batch is smaller")
+                self.bases[storage._cdata] = torch.empty(_hint(nbytes), dtype=torch.uint8, device=x.device)
+            base = self.bases[storage._cdata].view(x.dtype)
+            size, stride = [_hint(n) for n in x.shape], [_hint(n) for n in x.stride()]
+            return base.as_strided(size, stride, _hint(x.storage_offset()))
+
+
+def _hint(x: Any) -> Any:
+    if not isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return x
+    if x.node.hint is None:
+        raise CaptureError(f"the size {x} is known only at run time")
+    return x.node.hint
+
+
+def _symbolic(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def _read_no_tensor(graph: fx.Graph) -> None:
+    """Compute sizes that are read off tensors from the symbols among the graph's inputs."""
+    inputs = [n for n in graph.find_nodes(op="placeholder") if _symbolic(n)]
+    symbols: dict[Any, Any] = {n.meta["val"].node.expr: fx.Proxy(n) for n in inputs}
+    there = list(graph.nodes)
+    first = next(n for n in there if n.op != "placeholder")
+    read = [n for n in there if _symbolic(n) and n.op != "placeholder" and not all(map(_symbolic, n.all_input_nodes))]
+    made: dict[Any, Any] = {}
+    for node in read:
+        expression = node.meta["val"].node.expr
+        if not expression.free_symbols <= symbols.keys():
+            raise CaptureError(f"the size {expression} is known only at run time")
+        if expression not in made:
+            with graph.inserting_before(first):
+                found = sympy_interp(ReferenceAnalysis, symbols, expression)
+            made[expression] = found.node if isinstance(found, fx.Proxy) else found
+    known = set(there)
+    for node in graph.nodes:
+        if node not in known:
+            target: Any = node.target
+            node.meta["val"] = target(*fx.node.map_arg(node.args, lambda n: n.meta["val"]))
+    for node in reversed(read):
+        number = {node: made[node.meta["val"].node.expr]}
+        for user in list(node.users):
+            user.args, user.kwargs = fx.node.map_arg((user.args, user.kwargs), partial(_get, number))
+        graph.erase_node(node)
+
+
+def _get(table: Mapping[fx.Node, Any], node: fx.Node) -> Any:
+    return table.get(node, node)

@@ -1,0 +1,42 @@
+"""A schedule made for other sizes, taken where it fits: the same step with a smaller batch needs no solver."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from solvers import Problem, Schedule, Solution, every_op_once, validate
+from solvers.bounds import cost_bound
+
+NOTE = "The schedule is that of another size, which fits this one."
+
+
+def reused(problem: Problem, known: Iterable[tuple[Problem, Schedule]]) -> Solution | None:
+    """The cheapest of the known schedules that holds the problem's budget; None where none does. O(steps) for each.
+
+    Recomputing nothing is tried first, where any are known. A schedule is taken only from a problem of equal structure,
+    and is replayed on this one.
+
+    Args:
+        problem: what to schedule.
+        known: problems, each with a schedule of it.
+    """
+    schedules = [s for other, s in known if alike(problem, other)]
+    found: Solution | None = None
+    for schedule in dict.fromkeys([every_op_once(problem), *schedules] if schedules else []):
+        timeline = validate(problem.with_budget(None), schedule)
+        if problem.budget is not None and timeline.peak > problem.budget:
+            continue
+        if found is None or timeline.cost < found.timeline.cost:
+            bound = min(timeline.cost, cost_bound(problem))
+            found = Solution(schedule, timeline, "reused", 0.0, bound, NOTE)
+    return found
+
+
+def alike(one: Problem, other: Problem) -> bool:
+    """Whether two problems differ in nothing but sizes, costs and the budget."""
+    if (one.boundary, one.pinned, len(one.ops)) != (other.boundary, other.pinned, len(other.ops)):
+        return False
+    return all(
+        (a.reads, a.writes, a.recomputable, a.region) == (b.reads, b.writes, b.recomputable, b.region)
+        for a, b in zip(one.ops, other.ops, strict=True)
+    )

@@ -1,0 +1,170 @@
+"""Puts plans on a model and takes them off: what stands in for its call, and goes with it into its copies."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ..capture.shapes import Maxima, layout
+from ..errors import ApplyError
+from .modes import refuse_compiled, trains
+
+# Where a model keeps its runtime beside `_compiled_call_impl`, which its copies lose. Python calls an object by its
+# class's `__call__`; torch.compile, around a planned model, goes past the plan unless the object has one as well.
+CARRIER = "__call__"
+
+Signature = tuple[object, ...]
+Make = Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any], Maxima | None], Any]
+
+
+def call_signature(model: nn.Module, args: Any, kwargs: Any, maxima: Maxima | None = None) -> Signature:
+    """Equal for calls that one plan serves: same shapes, dtypes, devices, other arguments, modes, frozen parts.
+
+    Where sizes may be smaller than maxima, these do not count. A tensor that is passed twice is one input of a graph.
+    """
+
+    def describe(path: Any, x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            free = maxima.of(pytree.keystr(path)) if maxima else {}
+            shape = tuple(None if d in free else n for d, n in enumerate(x.shape))
+            same = first.setdefault(id(x), len(first))
+            return (shape, layout(x) if free else x.stride(), x.dtype, x.device, x.requires_grad, same)
+        return x if isinstance(x, (int, float, str, bool, type(None))) else type(x)
+
+    first: dict[int, int] = {}
+    leaves, spec = pytree.tree_flatten_with_path((tuple(args), dict(kwargs)))
+    kinds = {p.device.type for p in model.parameters()} - {"meta"}
+    return (
+        tuple(describe(*leaf) for leaf in leaves),
+        str(spec),
+        tuple((type(m), m.training) for m in model.modules()),
+        tuple((tuple(p.shape), p.requires_grad, p.device, p.dtype) for p in model.parameters()),
+        tuple((torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in sorted(kinds)),
+    )
+
+
+class Applied:
+    """What stands in for the model's call while plans are applied.
+
+    Attributes:
+        plans: for each kind of call, by signature, its plan.
+        newest: the plan made last.
+    """
+
+    def __init__(self, model: nn.Module, make: Make, warn: Callable[[nn.Module, Any, bool], bool]) -> None:
+        self.model = model
+        self.make = make
+        self.warn = warn  # asked before a step until it has said what there is to say
+        self.warned = False
+        self.plans: dict[Signature, Any] = {}
+        self.newest: Any = None
+        self.call_eagerly = model._call_impl
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Applied | None:
+        """The model's copy trains by the same plans; a runtime that is copied without its model is nothing."""
+        model = memo.get(id(self.model))
+        if model is None:
+            return None
+        copied = self.like(model)
+        put(model, copied)
+        return copied
+
+    def __reduce__(self) -> Any:
+        """In a pickle, the model's own call: it loads without a plan, and where this package is not."""
+        kind = type(self.model)
+        if (kind.__reduce__, kind.__reduce_ex__) == (object.__reduce__, object.__reduce_ex__):
+            return getattr, (self.model, CARRIER)
+        return type(None), ()  # torch.fx.GraphModule, which would be pickled once more inside itself
+
+    def like(self, model: nn.Module) -> Applied:
+        """The same for a copy of the model."""
+        copied = type(self)(model, self.make, self.warn)
+        copied.plans = {signature: for_copy(plan, model) for signature, plan in self.plans.items()}
+        copied.newest = self.newest and for_copy(self.newest, model)
+        return copied
+
+    def add(self, args: Any, kwargs: Any, plan: Any, maxima: Maxima | None = None) -> None:
+        """Let a plan serve such calls; where it was made for maxima, those of smaller sizes too."""
+        self.newest = plan
+        self.plans[call_signature(self.model, args, kwargs)] = plan
+
+    # a compiled model around this one would have it in its own graph, without the plan
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not trains(self.model, args, kwargs):
+            return self.call_eagerly(*args, **kwargs)  # type: ignore[no-untyped-call]
+        refuse_compiled(self.model, self)
+        signature = call_signature(self.model, args, kwargs)
+        if signature not in self.plans:
+            self.find(signature, args, kwargs)
+        self.warned = self.warned or self.warn(self.model, self.plans[signature], self.waits())
+        return self.run(signature, args, kwargs)
+
+    def find(self, signature: Signature, args: Any, kwargs: Any) -> None:
+        """Find a plan for a kind of call that comes for the first time, or make one."""
+        self.add(args, kwargs, self.make(self.model, args, kwargs, None))
+
+    def waits(self) -> bool:
+        """Whether an earlier call still waits for its backward pass."""
+        return False
+
+    def run(self, signature: Signature, args: Any, kwargs: Any) -> Any:
+        """Call the model under its plan."""
+        raise NotImplementedError
+
+
+def for_copy(plan: Any, model: nn.Module) -> Any:
+    """A plan, as that of a copy of its model."""
+    return replace(plan, request=replace(plan.request, model_ref=weakref.ref(model)))
+
+
+def attach(model: nn.Module, runtime: Applied) -> None:
+    """Put a runtime on a model, in place: the object, its parameters' names and its `state_dict` stay.
+
+    Raises:
+        ApplyError: the model, or a module in it, already runs under a plan, or is compiled.
+    """
+    if attached(model) is not None:
+        raise ApplyError(f"a plan is already applied to this {type(model).__name__}; remove() it first")
+    refuse_compiled(model, None)
+    put(model, runtime)
+
+
+def attached(model: nn.Module) -> Applied | None:
+    """The runtime that a model runs under, or None."""
+    current = getattr(model, "_compiled_call_impl", None)
+    return current if isinstance(current, Applied) else None
+
+
+def detach(model: nn.Module) -> None:
+    """Take the plan off; raises ApplyError where there is none."""
+    if attached(model) is None:
+        raise ApplyError(f"no plan is applied to this {type(model).__name__}")
+    put(model, None)
+
+
+@contextmanager
+def taken_off(model: nn.Module) -> Iterator[None]:
+    """The model without its plan, if it runs under one, for a while; ApplyError where it is compiled otherwise."""
+    runtime = attached(model)
+    refuse_compiled(model, runtime)
+    put(model, None)
+    try:
+        yield
+    finally:
+        put(model, runtime)
+
+
+def put(model: nn.Module, runtime: Applied | None) -> None:
+    """Have a model be called through a runtime, or as it is."""
+    for name in ("_compiled_call_impl", CARRIER):
+        model.__dict__.pop(name, None)
+        if runtime is not None:
+            model.__dict__[name] = runtime
