@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .eager.run import EagerRuntime
+from .eager.wrap import Choice
 from .errors import (
     ApplyError,
     BatchError,
@@ -22,7 +24,7 @@ from .errors import (
 from .estimate.resident import storage_bytes
 from .pipeline import make_plan
 from .plan import PendingPlan, Plan
-from .request import GB, Costs, Request, arguments, check
+from .request import GB, Costs, Mode, Request, arguments, check, check_mode
 from .runtime.run import Recipe, Runtime, attach, attached, call_signature, detach
 from .runtime.verify import FOUND
 from .runtime.verify import verify as verify_plan
@@ -47,6 +49,7 @@ def plan(
     account_gb: Mapping[str, float] | None = None,
     time_limit: float | None = None,
     progress: bool | None = None,
+    mode: Mode = "compiled",
 ) -> Plan:
     """Decide, for every activation of a training step, whether to keep or recompute it, within a memory budget.
 
@@ -72,6 +75,9 @@ def plan(
             a new name adds a line for what else is on the device.
         time_limit: seconds for the solver; None for its default, which for "auto" is a count of steps and no clock.
         progress: show progress bars; None for only where a terminal is watching.
+        mode: "compiled" (torch.compile's graphs, rewritten), or "eager": whole modules checkpointed, with some of
+            their results kept, for code that cannot or shall not be compiled. It has a search of its own: `solver` and
+            `time_limit` do not count.
 
     Returns:
         The plan; `apply()` puts it on the model.
@@ -102,6 +108,7 @@ def plan(
         account_gb=account_gb,
         time_limit=time_limit,
         progress=progress,
+        mode=mode,
     )
     if request.args is not None:
         try:
@@ -114,8 +121,12 @@ def plan(
     return PendingPlan(pending, lambda: applied_plan(pending.model))
 
 
-def apply(plan: Plan, model: nn.Module | None = None, *, verify: bool = False) -> nn.Module:
+def apply(plan: Plan, model: nn.Module | None = None, *, verify: bool = False, mode: Mode | None = None) -> nn.Module:
     """Put a plan on its model, or on another one of the same kind; see `Plan.apply`."""
+    if mode is not None:
+        check_mode(mode)
+        if mode != plan.request.mode:
+            plan = in_mode(plan, mode)
     request = plan.request
     target = request.model if model is None else model
     if not isinstance(target, nn.Module):
@@ -128,20 +139,31 @@ def apply(plan: Plan, model: nn.Module | None = None, *, verify: bool = False) -
 
     planned = None if isinstance(plan, PendingPlan) else call_signature(target, request.args or (), request.kwargs)
 
-    def make(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Plan, Recipe]:
+    def make(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Plan, Recipe | Choice]:
         if target is request.model and call_signature(target, args, kwargs) == planned:
             made = plan
         else:
-            made = make_plan(with_batch(request, target, args, kwargs))
+            made = make_plan(with_batch(request, target, args, kwargs), like=runtime.newest)
         if verify:
             made = repair(made)
         return made, made.recipe
 
-    runtime = Runtime(target, make, lambda used: _warn_of_gradients(target, used))
+    kind = EagerRuntime if request.mode == "eager" else Runtime
+    runtime = kind(target, make, lambda used: _warn_of_gradients(target, used))
     if planned is not None and not verify:
         runtime.add(planned, plan, plan.recipe)
     attach(target, runtime)
     return target
+
+
+def in_mode(plan: Plan, mode: Mode) -> Plan:
+    """A plan for the same request in another mode; its note says what each of the two predicts."""
+    request = replace(plan.request, mode=mode)
+    if isinstance(plan, PendingPlan):
+        return PendingPlan(request, lambda: applied_plan(request.model))
+    made = make_plan(request, like=plan)
+    other = f"The {plan.request.mode} plan: peak {gb(plan.peak_bytes)}, {plan.overhead:.1%} more time, estimated."
+    return replace(made, note=f"{made.note} {other}".strip())
 
 
 def _warn_of_gradients(model: nn.Module, plan: Plan) -> bool:

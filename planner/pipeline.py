@@ -8,25 +8,30 @@ import torch
 
 from solvers import InfeasibleError, Solution, every_op_once, simulate, solve
 
+from .account import account_of
 from .capture.step import TrainingGraph, capture
 from .decide import decisions, moments, peak_account
+from .eager.pipeline import make_eager_plan
 from .errors import InfeasibleBudgetError
 from .estimate.ops import estimate
-from .estimate.optimizer import optimizer_memory
-from .estimate.resident import account
 from .estimate.workspace import measure
 from .fragmentation import solve_with_margin
 from .lowering import Lowered, lower, raise_schedule
 from .plan import GraphModules, Plan
-from .request import GB, Request
+from .request import Request
 from .rewrite.emit import emit, keep_everything
 from .runtime.run import Recipe
 
-OPTIMIZER_STEP = "optimizer step"  # a line that can be set, and is not held all the time
 
+def make_plan(request: Request, like: Plan | None = None) -> Plan:
+    """Plan a checked request that has a batch: capture, estimate, solve, rewrite. Raises as `plan()` does.
 
-def make_plan(request: Request) -> Plan:
-    """Plan a checked request that has a batch: capture, estimate, solve, rewrite. Raises as `plan()` does."""
+    Args:
+        request: what to plan.
+        like: a plan for the same model; an eager one is made like it where that fits.
+    """
+    if request.mode == "eager":
+        return make_eager_plan(request, like)
     graph = capture(request.model, request.args or (), request.kwargs, keep_everything, request.loss_fn)
     lowered, lines = problem_of(request, graph)
     lowered, solution, lines = solve_with_margin(request, lowered, lines, _solve)
@@ -37,19 +42,7 @@ def problem_of(request: Request, graph: TrainingGraph) -> tuple[Lowered, dict[st
     """The training step as a problem, and the lines of the account that are held all the time, fragmentation apart."""
     device, here = request.device, request.measure_on
     outside = measure(graph.loss.calls, here, progress=False) if here is not None else {}
-    given = {name: round(size * GB) for name, size in request.account_gb.items()}
-    optimizer = optimizer_memory(request.model.parameters(), request.optimizer, cuda=device.type == "cuda")
-    lines = account(
-        request.model,
-        request.args or (),
-        request.kwargs,
-        device,
-        optimizer_state=-(-optimizer.state // request.shard),
-        accumulate=request.accumulate,
-        shard=request.shard,
-    )
-    step = given.pop(OPTIMIZER_STEP, -(-optimizer.step // request.shard))
-    lines |= given
+    lines, step = account_of(request)
     lowered = lower(
         graph.regions,
         estimate(
@@ -66,7 +59,7 @@ def problem_of(request: Request, graph: TrainingGraph) -> tuple[Lowered, dict[st
         # loss.backward() holds the loss's own gradient; before torch 2.13, autograd holds any that enter a region
         tangents_pinned=graph.loss.source == "model" or not hasattr(torch.autograd.Function, "boxed_grads_call"),
         accumulate=request.accumulate,
-        optimizer_step=step if request.optimizer is not None or OPTIMIZER_STEP in request.account_gb else None,
+        optimizer_step=step,
         shard=request.shard,
         granularity=512 if device.type == "cuda" else 1,
         budget=request.budget_bytes,

@@ -9,7 +9,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, get_args
 
 import torch
 from torch import nn
@@ -24,6 +24,8 @@ from .estimate.device import Device, find_device
 GB = 2**30
 PLANNED = ("activations", "gradients")  # lines of the account that come from the schedule
 Costs = Literal["roofline", "measured"]
+Mode = Literal["compiled", "eager"]
+MODES = get_args(Mode)
 
 
 class Options(TypedDict, total=False):
@@ -64,6 +66,7 @@ class Request:
     account_gb: Mapping[str, float]
     time_limit: float | None
     progress: bool | None
+    mode: Mode = "compiled"
 
     @property
     def budget_bytes(self) -> int:
@@ -95,6 +98,7 @@ def check(
     account_gb: Any = None,
     time_limit: Any = None,
     progress: Any = None,
+    mode: Any = "compiled",
 ) -> Request:
     """The request, or the first thing that is wrong with it: ModelError, BudgetError, BatchError or OptionError."""
     if not isinstance(model, nn.Module):
@@ -116,6 +120,7 @@ def check(
     target = find_device(device, where)
     if solver not in SOLVERS:
         raise OptionError(f"solver={solver!r} is not known; give one of {', '.join(SOLVERS)}")
+    check_mode(mode)
     if time_limit is not None and not _positive(time_limit):
         raise OptionError(f"time_limit={time_limit!r} must be a positive number of seconds, or None")
     if loss_fn is not None and not callable(loss_fn):
@@ -164,7 +169,14 @@ def check(
         account_gb=dict(account_gb or {}),
         time_limit=time_limit,
         progress=progress,
+        mode=mode,
     )
+
+
+def check_mode(mode: Any) -> None:
+    """Raise OptionError where it is none."""
+    if mode not in MODES:
+        raise OptionError(f"mode={mode!r} is not known; give one of {', '.join(MODES)}")
 
 
 def _real(x: Any) -> bool:

@@ -65,7 +65,7 @@ def capture(
             output = dry.run(fake_model, fake_args, fake_kwargs)
         except CaptureError:
             if unsure is not None:
-                _blame(model, args, kwargs, unsure)
+                blame(model, args, kwargs, unsure)
             raise
         cut, loss = dry.gradients(output, loss_fn)
         if cut == dry.cut:
@@ -90,7 +90,7 @@ def _try_eagerly(
     return None
 
 
-def _blame(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception) -> None:
+def blame(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception) -> None:
     """Raise BatchError if the model itself refuses the batch, run for real without gradients; return if it does not."""
     tensors = [t for t in pytree.tree_leaves((args, dict(kwargs))) if isinstance(t, torch.Tensor)]
     devices = sorted({t.device.index or 0 for t in (*tensors, *model.parameters()) if t.is_cuda})

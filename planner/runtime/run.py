@@ -66,29 +66,25 @@ def call_signature(model: nn.Module, args: Any, kwargs: Any) -> tuple[object, ..
     )
 
 
-class Runtime:
-    """What stands in for the model's call while plans are applied."""
+class Applied:
+    """What stands in for the model's call while plans are applied, one per kind of call."""
 
     def __init__(
         self,
         model: nn.Module,
-        make: Callable[[tuple[Any, ...], Mapping[str, Any]], tuple[Any, Recipe]],
+        make: Callable[[tuple[Any, ...], Mapping[str, Any]], tuple[Any, Any]],
         warn: Callable[[Any], bool],
     ) -> None:
         self.make = make
         self.warn = warn  # asked before a step until it has said what there is to say
         self.warned = False
-        self.recipes: dict[tuple[object, ...], Recipe] = {}
+        self.recipes: dict[tuple[object, ...], Any] = {}
         self.plans: dict[tuple[object, ...], Any] = {}
         self.newest: Any = None
         self.call_eagerly = model._call_impl
         self.model = model
-        self.regions_run = 0
-        self.anchor = torch.zeros((), requires_grad=True)
-        backend = make_backend(self._partition, boxed, self._detach, self._wrap)
-        self.compiled = compile_call(model, backend)
 
-    def add(self, signature: tuple[object, ...], plan: Any, recipe: Recipe) -> None:
+    def add(self, signature: tuple[object, ...], plan: Any, recipe: Any) -> None:
         self.recipes[signature] = recipe
         self.plans[signature] = plan
         self.newest = plan
@@ -100,6 +96,29 @@ class Runtime:
         if signature not in self.recipes:
             self.add(signature, *self.make(args, kwargs))
         self.warned = self.warned or self.warn(self.plans[signature])
+        return self.run(self.recipes[signature], args, kwargs)
+
+    def run(self, recipe: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Call the model under a plan."""
+        raise NotImplementedError
+
+
+class Runtime(Applied):
+    """Runs compiled graphs."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        make: Callable[[tuple[Any, ...], Mapping[str, Any]], tuple[Any, Any]],
+        warn: Callable[[Any], bool],
+    ) -> None:
+        super().__init__(model, make, warn)
+        self.regions_run = 0
+        self.anchor = torch.zeros((), requires_grad=True)
+        backend = make_backend(self._partition, boxed, self._detach, self._wrap)
+        self.compiled = compile_call(model, backend)
+
+    def run(self, recipe: Recipe, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         before = self.regions_run
         with dynamo_settings():
             result = self.compiled(*args, **kwargs)
@@ -145,7 +164,7 @@ class Runtime:
         return call
 
 
-def attach(model: nn.Module, runtime: Runtime) -> None:
+def attach(model: nn.Module, runtime: Applied) -> None:
     """Put a runtime on a model, in place: the object, its parameters' names and its `state_dict` stay.
 
     Raises:
@@ -158,10 +177,10 @@ def attach(model: nn.Module, runtime: Runtime) -> None:
     model._compiled_call_impl = runtime
 
 
-def attached(model: nn.Module) -> Runtime | None:
+def attached(model: nn.Module) -> Applied | None:
     """The runtime that a model runs under, or None."""
     current = getattr(model, "_compiled_call_impl", None)
-    return current if isinstance(current, Runtime) else None
+    return current if isinstance(current, Applied) else None
 
 
 def detach(model: nn.Module) -> None:
@@ -183,6 +202,6 @@ def taken_off(model: nn.Module) -> Iterator[None]:
         model._compiled_call_impl = runtime
 
 
-def _refuse_compiled(model: nn.Module, runtime: Runtime | None) -> None:
+def _refuse_compiled(model: nn.Module, runtime: Applied | None) -> None:
     if getattr(model, "_compiled_call_impl", None) is not runtime:
         raise ApplyError(f"this {type(model).__name__} is already compiled with model.compile(); plan it uncompiled")

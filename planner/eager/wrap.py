@@ -1,0 +1,153 @@
+"""Modules whose calls are checkpointed for a while, each with its own policy of what is kept."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+Kept = Mapping[int, str]  # ordinal of an op in its module's call -> the op
+_PLAIN = (torch.Tensor, nn.Module, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, type)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is checkpointed, and what is kept of it.
+
+    Attributes:
+        kept: path of each module that is checkpointed -> the ops whose results are kept.
+        random: the modules among them that draw random numbers when they run again.
+    """
+
+    kept: Mapping[str, Kept] = field(default_factory=dict)
+    random: frozenset[str] = frozenset()
+
+
+@contextmanager
+def checkpointed(model: nn.Module, choice: Choice) -> Iterator[None]:
+    """While it is on, calls of the chosen modules are checkpointed; the modules are as before afterwards."""
+    with ExitStack() as stack:
+        for path, kept in choice.kept.items():
+            module = model.get_submodule(path)
+            stack.enter_context(replaced_forward(module, _wrap(module, kept, path in choice.random)))
+        yield
+
+
+@contextmanager
+def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Another `forward` on one instance, for a while."""
+    own = vars(module)
+    before = own.get("forward")
+    own["forward"] = forward
+    try:
+        yield
+    finally:
+        own.pop("forward")
+        if before is not None:
+            own["forward"] = before
+
+
+def statistics_of(module: nn.Module) -> list[_NormBase]:
+    """The normalisations in a module that update running statistics when they are called."""
+    return [m for m in module.modules() if isinstance(m, _NormBase) and m.training and m.track_running_stats]
+
+
+def _wrap(module: nn.Module, kept: Kept, random: bool) -> Callable[..., Any]:
+    forward = module.forward
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        # what the first run changes in a cache or another object that it is given, the second must not find there
+        before, named = _copied(args), _copied(kwargs)
+        first: dict[str, Any] | None = kwargs
+
+        def run(*given: Any) -> Any:
+            nonlocal first
+            if first is not None:
+                extra, first = first, None
+                return forward(*given, **extra)
+            fresh = _copied(before)
+            again = [g if isinstance(g, torch.Tensor) else b for g, b in zip(given, fresh, strict=True)]
+            return forward(*again, **_copied(named))
+
+        return checkpoint(
+            run, *args, use_reentrant=False, preserve_rng_state=random, context_fn=lambda: _contexts(module, kept)
+        )
+
+    return call
+
+
+def _contexts(module: nn.Module, kept: Kept) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """What the first run and those in the backward pass happen under."""
+    if not kept:
+        return nullcontext(), _Again(module, nullcontext())
+    ordinals = count()
+
+    def policy(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+        keep = kept.get(next(ordinals)) == str(op)
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    first, again = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
+    return first, _Again(module, again)
+
+
+class _Again:
+    """Running a module again: running statistics, which the first run has updated, stay as they are."""
+
+    def __init__(self, module: nn.Module, inner: AbstractContextManager[Any]) -> None:
+        self.module = module
+        self.inner = inner
+        self.stack = ExitStack()
+
+    def __enter__(self) -> None:
+        for norm in statistics_of(self.module):
+            self.stack.enter_context(_frozen(norm))
+        self.stack.enter_context(self.inner)
+
+    def __exit__(self, *exception: Any) -> None:
+        self.stack.close()
+
+
+@contextmanager
+def _frozen(norm: _NormBase) -> Iterator[None]:
+    """The same ops, without a trace: the new statistics count for nothing, and a copy counts the batches."""
+    momentum, counted = norm.momentum, norm.num_batches_tracked
+    norm.momentum = 0.0
+    norm._buffers["num_batches_tracked"] = None if counted is None else counted.clone()
+    try:
+        yield
+    finally:
+        norm.momentum = momentum
+        norm._buffers["num_batches_tracked"] = counted
+
+
+class _SharedTensors(TorchFunctionMode):
+    """Under it, a copy of an object shares the object's tensors."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if func is torch.Tensor.__deepcopy__ else func(*args, **(kwargs or {}))
+
+
+def _copied(x: Any) -> Any:
+    """A copy of what can change: containers and objects, their tensors shared. What refuses is itself."""
+    if isinstance(x, _PLAIN) or callable(x):
+        return x
+    if type(x) in (tuple, list):
+        return type(x)(map(_copied, x))
+    if type(x) is dict:
+        return {key: _copied(value) for key, value in x.items()}
+    try:
+        with _SharedTensors():
+            return copy.deepcopy(x)
+    except Exception:  # locks, generators and the like
+        return x
