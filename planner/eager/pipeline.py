@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from ..account import account_of
-from ..capture.dynamo import to_fake
 from ..capture.step import blame
 from ..errors import CaptureError, InfeasibleBudgetError, PlannerError
 from ..fragmentation import MARGIN
@@ -23,6 +22,7 @@ from .search import Step, search
 from .surrogate import State, Surrogate, surrogate
 from .trace import StepFailed, Trace, trace_step
 from .units import find_units
+from .values import to_fake_with_integers
 from .wrap import Choice
 
 
@@ -35,7 +35,7 @@ def make_eager_plan(request: Request, like: Plan | None = None) -> Plan:
     """
     began = time.perf_counter()
     model, args, kwargs = request.model, request.args or (), request.kwargs
-    mode, fake_model, fake_args, fake_kwargs = to_fake(model, args, kwargs)
+    mode, fake_model, fake_args, fake_kwargs = to_fake_with_integers(model, args, kwargs)
     where = next(fake_model.parameters()).device
     lines, step = account_of(request)
     known: Known = {}

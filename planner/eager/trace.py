@@ -21,6 +21,8 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from ..capture.call import TensorSpec, storages
 from ..capture.outside import LossFn, checked_loss, differentiable, find_loss, leaves
+from ..capture.private import FakeTensorMode
+from .values import call_op
 from .wrap import Choice, checkpointed
 
 Phase = Literal["forward", "loss", "backward"]
@@ -154,7 +156,7 @@ def trace_step(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     *,
-    mode: Any,
+    mode: FakeTensorMode,
     loss_fn: LossFn | None,
     choice: Choice | None = None,
     accumulate: bool = False,
@@ -178,7 +180,7 @@ def trace_step(
         StepFailed: the step raised.
         BatchError: the loss function does not suit the output.
     """
-    recorder = _Recorder(detailed)
+    recorder = _Recorder(mode, detailed)
     shards: list[torch.Tensor] = []
 
     def keep_share(p: torch.Tensor) -> None:
@@ -186,9 +188,10 @@ def trace_step(
             shards.append(torch.empty(-(-p.grad.numel() // shard), dtype=p.grad.dtype, device=p.grad.device))
             p.grad = None
 
+    devices = {p.device.index or 0 for p in model.parameters() if p.device.type == "cuda" and torch.cuda.is_available()}
     with ExitStack() as stack:
         stack.enter_context(_unchanged(model))
-        stack.enter_context(mode)
+        stack.enter_context(torch.random.fork_rng(devices=devices))
         stack.enter_context(torch.enable_grad())
         parameters = [p for p in model.parameters() if p.requires_grad]
         for p in parameters:
@@ -246,8 +249,9 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, detailed: bool) -> None:
+    def __init__(self, mode: FakeTensorMode, detailed: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.mode = mode
         self.detailed = detailed
         self.phase: Phase = "forward"
         self.path: list[str] = []
@@ -270,10 +274,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func in SAC_IGNORED_OPS:
             return func(*args, **kwargs)
         flat = pytree.tree_leaves((args, kwargs))
-        reads = {k: self._number(k) for t in flat if isinstance(t, torch.Tensor) for k in [t.untyped_storage()._cdata]}
+        tensors = [t for t in flat if isinstance(t, torch.Tensor)]
+        reads = {key: self._number(key) for key in storages(tensors)}
         mutates = self._written(func, args, kwargs)
         self._begun += 1
-        result = func(*args, **kwargs)
+        result = call_op(self.mode, func, args, kwargs, tensors)
         writes = []
         for t in pytree.tree_leaves(result):
             if isinstance(t, torch.Tensor):
