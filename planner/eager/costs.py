@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from ..capture.call import TensorSpec
 from ..capture.safety import is_random, keep_reason, replay_bytes
-from ..estimate.ops import estimate_nodes
+from ..estimate.ops import estimate_nodes, reads_workspace
 from ..request import Request
 from .trace import DistinctOp, Trace
 
@@ -27,6 +28,7 @@ class OpCost:
         excess: bytes that its results hold beyond their sizes.
         random: whether it draws random numbers.
         keep_because: why it must not run twice; empty where it may.
+        paired: whether it reads bytes that only its forward op can make.
     """
 
     seconds: float = 0.0
@@ -34,6 +36,7 @@ class OpCost:
     excess: int = 0
     random: bool = False
     keep_because: str = ""
+    paired: bool = False
 
 
 _VIEW = OpCost()
@@ -69,8 +72,16 @@ def costs_of(trace: Trace, request: Request, mode: Any, device: torch.device, kn
             found.excess,
             is_random(node),
             "" if mutable and aten else keep_reason(node, ()),
+            reads_workspace(new[key].target),
         )
-    return [known[op.distinct.key] if op.distinct else _VIEW for op in trace.ops]
+    costs = [known[op.distinct.key] if op.distinct else _VIEW for op in trace.ops]
+    for i, op in enumerate(trace.ops):
+        if op.distinct and costs[i].paired:
+            # cannot be run by itself: taken to need what the op that it belongs to does, and a copy of a gradient
+            made = [costs[trace.born[s]].workspace for s in op.reads if trace.born[s] >= 0]
+            given = [prod(x.shape) * x.dtype.itemsize for x in op.distinct.args if isinstance(x, TensorSpec)]
+            costs[i] = replace(costs[i], workspace=max(made, default=0) + max(given, default=0))
+    return costs
 
 
 def _node(op: DistinctOp, mode: Any, device: torch.device) -> fx.Node:

@@ -109,7 +109,12 @@ def _measurable(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return False
-    return bool(target._schema.returns) and target is not _ATEN.multinomial.default
+    return bool(target._schema.returns) and target is not _ATEN.multinomial.default and not reads_workspace(target)
+
+
+def reads_workspace(target: torch._ops.OpOverload) -> bool:
+    """Whether an op reads the bytes that its forward op left for it: made-up ones would end the process."""
+    return any(a.name in ("workspace", "reserve") for a in target._schema.arguments)
 
 
 def call_of(node: fx.Node) -> Call:
