@@ -138,21 +138,27 @@ def _unit(at: int, trace: Trace, costs: Sequence[OpCost], written: Mapping[int, 
     stop = min(call.end, max(s.packed for s in packed))
     forced: set[int] = set()
     optional: list[tuple[int, ...]] = []
-    random: list[tuple[int, bool]] = []
+    random: list[tuple[int, ...]] = []
     for i in range(call.begin, stop):
         op, cost = trace.ops[i], costs[i]
-        keepable = bool(op.writes) and not op.mutates and not any(s in written for s in op.writes)
-        if cost.keep_because:
-            if cost.random or not keepable:
+        if not op.writes:
+            if cost.keep_because:
                 return f"{op.target} must not run twice"
-            forced.add(i)
-        elif cost.random:
-            random.append((i, keepable))
-        elif keepable and cost.seconds > 0:
-            optional.append((i,))
-    if random and all(keepable for _, keepable in random):
+            continue
+        group = _group(i, range(call.begin, stop), trace, written)
+        draws = any(costs[j].random for j in group or (i,))
+        if cost.keep_because:
+            if draws or not group:
+                return f"{op.target} must not run twice"
+            forced.update(group)
+        elif draws:
+            random.append(group)
+        elif group and any(costs[j].seconds for j in group):
+            optional.append(group)
+    drawn = sum(costs[i].random for i in range(call.begin, stop))
+    if random and all(random) and drawn == sum(costs[i].random for group in random for i in group):
         # one drawn again would draw what those kept before it have drawn
-        optional.append(tuple(i for i, _ in random))
+        optional.append(tuple(i for group in random for i in group))
     return Unit(
         call.path,
         range(at, call.inner),
@@ -165,5 +171,20 @@ def _unit(at: int, trace: Trace, costs: Sequence[OpCost], written: Mapping[int, 
         saved,
         frozenset(forced),
         tuple(optional),
-        bool(random),
+        drawn > 0,
     )
+
+
+def _group(i: int, unit: range, trace: Trace, written: Mapping[int, Sequence[int]]) -> tuple[int, ...]:
+    """An op and those that write into what it makes, which can be kept together; empty where that would be wrong."""
+    made = trace.ops[i].writes
+    later = sorted({j for s in made for j in written.get(s, ())})
+    own = all(j in unit and not trace.ops[j].writes and set(trace.ops[j].mutates) <= set(made) for j in later)
+    last = later[-1] if later else i
+    read = any(
+        not set(made).isdisjoint(trace.ops[j].reads) and trace.ops[j].distinct is not None
+        for j in range(i + 1, last)
+        if j not in later
+    )
+    changes = any(s in written for s in trace.ops[i].mutates)  # running statistics are left out
+    return () if changes or not own or read else (i, *later)

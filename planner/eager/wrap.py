@@ -97,7 +97,8 @@ def _contexts(module: nn.Module, kept: Kept) -> tuple[AbstractContextManager[Any
         keep = kept.get(next(ordinals)) == str(op)
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
-    first, again = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
+    # what writes into a kept result is kept with it: it is there as it was in the end
+    first, again = create_selective_checkpoint_contexts(policy, allow_cache_entry_mutation=True)  # type: ignore[no-untyped-call]
     return first, _Again(module, again)
 
 
