@@ -56,9 +56,8 @@ def make_eager_plan(request: Request, like: Plan | None = None) -> Plan:
     def measured(choice: Choice, state: State, traced: Trace) -> tuple[Step, list[OpCost]]:
         costs = costs_of(traced, request, mode, where, known)
         held, sizes = timeline(traced, costs, 512 if request.device.type == "cuda" else 1)
-        # checkpoints of modules that draw random numbers hold the generator's state, which no dispatch mode sees
-        states = torch.get_rng_state().nbytes * len(choice.random) if where.type == "cpu" else 0
-        held = [states + now for now in held]
+        unseen = _unseen(choice, traced) if request.device.type == "cpu" else 0
+        held = [now + unseen for now in held]
         timed = moments(traced, held, sum(lines.values()), step)
         peak = max((m.held_bytes for m in timed), default=sum(lines.values()))
         margin = margin_of(request, lines, traced, costs, sizes, peak)
@@ -115,6 +114,13 @@ def make_eager_plan(request: Request, like: Plan | None = None) -> Plan:
     )
 
 
+def _unseen(choice: Choice, trace: Trace) -> int:
+    """Bytes that no dispatch mode sees: states of random generators, and numbers that are saved as tensors."""
+    saved = [op.distinct.args for op in trace.ops if op.distinct and op.phase != "backward" and ".Tensor" in op.target]
+    numbers = sum(isinstance(x, (int, float)) for args in saved for x in args)
+    return torch.get_rng_state().nbytes * len(choice.kept) + 8 * numbers
+
+
 def _account(step: Step, optimizer_step: int | None) -> dict[str, int]:
     return peak_account(step.trace, step.held, step.sizes, optimizer_step)
 
@@ -148,14 +154,9 @@ def _explained(model: nn.Module, request: Request, failed: StepFailed) -> Planne
 
 def choice_of(model: Surrogate, state: State) -> Choice:
     """What to checkpoint, in terms that the runtime can follow."""
-    kept = {}
-    random = []
-    for path, ops in state.items():
-        unit = model.units[path]
-        kept[path] = {i - unit.begin: model.trace.ops[i].target for i in sorted(ops)}
-        if any(model.costs[i].random and i not in ops for i in range(unit.begin, unit.stop)):
-            random.append(path)
-    return Choice(kept, frozenset(random))
+    begins = {path: model.units[path].begin for path in state}
+    ops = model.trace.ops
+    return Choice({path: {i - begins[path]: ops[i].target for i in sorted(kept)} for path, kept in state.items()})
 
 
 def state_of(model: Surrogate, choice: Choice) -> State | None:

@@ -193,6 +193,7 @@ def trace_step(
         stack.enter_context(_unchanged(model))
         stack.enter_context(torch.random.fork_rng(devices=devices))
         stack.enter_context(torch.enable_grad())
+        torch.clear_autocast_cache()
         parameters = [p for p in model.parameters() if p.requires_grad]
         for p in parameters:
             p.grad = torch.zeros_like(p) if accumulate else None

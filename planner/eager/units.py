@@ -30,7 +30,6 @@ class Unit:
         saved: storages that autograd saves in it and it makes -> the op up to which they are needed.
         forced: ops whose results must be kept.
         optional: ops whose results may be kept, alone or together.
-        random: whether an op draws random numbers.
     """
 
     path: str
@@ -44,7 +43,6 @@ class Unit:
     saved: Mapping[int, int]
     forced: frozenset[int]
     optional: tuple[tuple[int, ...], ...]
-    random: bool
 
 
 def find_units(model: nn.Module, trace: Trace, costs: Sequence[OpCost]) -> tuple[list[Unit], dict[str, str]]:
@@ -171,7 +169,6 @@ def _unit(at: int, trace: Trace, costs: Sequence[OpCost], written: Mapping[int, 
         saved,
         frozenset(forced),
         tuple(optional),
-        drawn > 0,
     )
 
 

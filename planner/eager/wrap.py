@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from itertools import count
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from ..errors import ApplyError, PlanWarning
 
 Kept = Mapping[int, str]  # ordinal of an op in its module's call -> the op
 _PLAIN = (torch.Tensor, nn.Module, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, type)
@@ -25,11 +27,9 @@ class Choice:
 
     Attributes:
         kept: path of each module that is checkpointed -> the ops whose results are kept.
-        random: the modules among them that draw random numbers when they run again.
     """
 
     kept: Mapping[str, Kept] = field(default_factory=dict)
-    random: frozenset[str] = frozenset()
 
 
 @contextmanager
@@ -38,7 +38,7 @@ def checkpointed(model: nn.Module, choice: Choice) -> Iterator[None]:
     with ExitStack() as stack:
         for path, kept in choice.kept.items():
             module = model.get_submodule(path)
-            stack.enter_context(replaced_forward(module, _wrap(module, kept, path in choice.random)))
+            stack.enter_context(replaced_forward(module, _wrap(path, module, kept)))
         yield
 
 
@@ -61,7 +61,7 @@ def statistics_of(module: nn.Module) -> list[_NormBase]:
     return [m for m in module.modules() if isinstance(m, _NormBase) and m.training and m.track_running_stats]
 
 
-def _wrap(module: nn.Module, kept: Kept, random: bool) -> Callable[..., Any]:
+def _wrap(path: str, module: nn.Module, kept: Kept) -> Callable[..., Any]:
     forward = module.forward
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -80,23 +80,45 @@ def _wrap(module: nn.Module, kept: Kept, random: bool) -> Callable[..., Any]:
             again = [g if isinstance(g, torch.Tensor) else b for g, b in zip(given, fresh, strict=True)]
             return forward(*again, **_copied(named))
 
-        return checkpoint(
-            run, *args, use_reentrant=False, preserve_rng_state=random, context_fn=lambda: _contexts(module, kept)
-        )
+        policy = _Policy(kept)
+        # weights that autocast has cast before would make the two runs differ
+        torch.clear_autocast_cache()
+        result = checkpoint(run, *args, use_reentrant=False, context_fn=lambda: _contexts(module, policy))
+        policy.check(path)
+        return result
 
     return call
 
 
-def _contexts(module: nn.Module, kept: Kept) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """What the first run and those in the backward pass happen under."""
-    if not kept:
-        return nullcontext(), _Again(module, nullcontext())
-    ordinals = count()
+class _Policy:
+    """Keeps the chosen results of one call, and sees whether it runs the ops that were planned."""
 
-    def policy(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-        keep = kept.get(next(ordinals)) == str(op)
+    def __init__(self, kept: Kept) -> None:
+        self.kept = kept
+        self.begun = self.found = 0
+        self.drawn: set[bool] = set()  # whether results of random ops are kept
+
+    def __call__(self, _context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+        keep = self.kept.get(self.begun) == str(op)
+        self.begun += 1
+        self.found += keep
+        if torch.Tag.nondeterministic_seeded in op.tags:
+            self.drawn.add(keep)
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
+    def check(self, path: str) -> None:
+        if self.found == len(self.kept):
+            return
+        told = f"{path} ran other ops than those planned for (it depends on something beside its arguments)"
+        if len(self.drawn) > 1:
+            raise ApplyError(f"{told}, and would draw other random numbers when it runs again; remove() the plan")
+        warnings.warn(f"{told}: its peak may differ from the plan's", PlanWarning, stacklevel=4)
+
+
+def _contexts(module: nn.Module, policy: _Policy) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """What the first run and those in the backward pass happen under."""
+    if not policy.kept:
+        return nullcontext(), _Again(module, nullcontext())
     # what writes into a kept result is kept with it: it is there as it was in the end
     first, again = create_selective_checkpoint_contexts(policy, allow_cache_entry_mutation=True)  # type: ignore[no-untyped-call]
     return first, _Again(module, again)
@@ -111,6 +133,7 @@ class _Again:
         self.stack = ExitStack()
 
     def __enter__(self) -> None:
+        torch.clear_autocast_cache()
         for norm in statistics_of(self.module):
             self.stack.enter_context(_frozen(norm))
         self.stack.enter_context(self.inner)
