@@ -7,14 +7,20 @@ from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import count
 
+import numpy as np
+from numpy.typing import NDArray
+
 from .surrogate import State, Surrogate
 from .trace import Trace
 from .wrap import Choice
 
 LEVELS = 8  # sizes of modules that are tried
+SHARES = (0.0, 0.5, 1.0)
 ROUNDS = 3  # how often a choice that fits is improved
-CHECKS = 12  # traces of a choice, beside those for the lowest peak
+CHECKS = 10  # traces of choices
+LEANEST = 4  # further ones, where none of those fits
 SLACK = 0.01  # of the budget: with less to spare, a choice is not improved
+WORTH = 0.002  # of the time: a choice that promises less is not traced
 
 
 @dataclass(frozen=True)
@@ -48,17 +54,37 @@ class Entry:
 
     Attributes:
         modules: what is checkpointed at first.
-        whole_first: whether modules are left alone before results are kept in others.
+        share: how much of what the target leaves may go to checkpointing smaller modules, or none, in their place,
+            before it goes to keeping results in them.
         preferred: ops whose results are kept before others.
         target: bytes that the surrogate may hold.
         rounds: how often the target was corrected.
     """
 
     modules: tuple[str, ...]
-    whole_first: bool
+    share: float
     preferred: frozenset[int]
     target: int
     rounds: int = 0
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Modules to checkpoint in the place of one.
+
+    Attributes:
+        path: of the one.
+        modules: in it; maybe none.
+        gain: seconds.
+        more: bytes that are held more while each op runs.
+        rate: seconds gained per byte held at the end of the forward pass.
+    """
+
+    path: str
+    modules: tuple[str, ...]
+    gain: float
+    more: NDArray[np.int64]
+    rate: float
 
 
 def levels(model: Surrogate) -> list[tuple[str, ...]]:
@@ -81,18 +107,52 @@ def _below(model: Surrogate, size: Mapping[str, int], limit: int) -> list[str]:
     return sorted(chosen, key=lambda p: model.units[p].begin)
 
 
-def lean(model: Surrogate, modules: Sequence[str]) -> State:
+def lean(model: Surrogate, modules: Sequence[str]) -> dict[str, frozenset[int]]:
     """Nothing kept but what has to be."""
     return {path: model.units[path].forced for path in modules}
 
 
-def fill(model: Surrogate, entry: Entry) -> State | None:
+def exchanges(model: Surrogate, modules: Sequence[str], sets: Sequence[Sequence[str]]) -> list[Exchange]:
+    """What could be done instead of checkpointing each of the modules, the most seconds per byte first.
+
+    Args:
+        model: the surrogate.
+        modules: what is checkpointed.
+        sets: of modules, to choose those in each of them from.
+    """
+    state = lean(model, modules)
+    held, _ = model.timeline(state)
+    turn = next((i for i, op in enumerate(model.trace.ops) if op.phase != "forward"), 0)
+    found = []
+    for path in modules:
+        calls = model.units[path].calls
+        inner = {tuple(p for p in other if p != path and model.units[p].calls.start in calls) for other in sets}
+        for instead in {(), *inner}:
+            others = {p: kept for p, kept in state.items() if p != path}
+            gain = model.seconds_of(path, state[path]) - model.seconds(lean(model, instead))
+            if gain > 0:
+                more = model.timeline({**others, **lean(model, instead)})[0] - held
+                found.append(Exchange(path, instead, gain, more, gain / max(int(more[turn]), 1)))
+    return sorted(found, key=lambda e: (-e.rate, e.path, e.modules))
+
+
+def fill(model: Surrogate, entry: Entry, offers: Sequence[Exchange]) -> State | None:
     """Begin with the leanest state and spend what the target leaves; None where not even that is within it."""
-    state = dict(lean(model, entry.modules))
-    if not state or model.timeline(state)[0].max(initial=0) > entry.target:
+    state = lean(model, entry.modules)
+    held, _ = model.timeline(state)
+    least = int(held.max(initial=0))
+    if not state or least > entry.target:
         return None
-    if entry.whole_first:
-        _leave_alone(model, state, entry.target)
+    taken: dict[str, Exchange] = {}
+    for offer in offers:
+        now = taken.get(offer.path)
+        if now is None or offer.gain > now.gain:
+            after = held + offer.more if now is None else held + offer.more - now.more
+            if after.max() <= least + entry.share * (entry.target - least):
+                held, taken[offer.path] = after, offer
+    for path, offer in taken.items():
+        state.pop(path)
+        state.update(lean(model, offer.modules))
     _keep(model, state, entry.target, entry.preferred)
     _leave_alone(model, state, entry.target)
     return state
@@ -113,9 +173,8 @@ def _keep(model: Surrogate, state: dict[str, frozenset[int]], target: int, prefe
     for path in state:
         unit = model.units[path]
         for group in unit.optional:
-            made = [s for i in group for s in model.trace.ops[i].writes]
-            begin = {s: dropped.get(s, model.last_read[s] + 1) for s in made}
-            more = {s: at for s, at in begin.items() if at < unit.starts and model.trace.died[s] <= len(held)}
+            freed = {s: dropped.get(s, model.trace.died[s]) for i in group for s in model.trace.ops[i].writes}
+            more = {s: at for s, at in freed.items() if at < unit.starts}
             seconds = sum(model.costs[i].seconds for i in group)
             nbytes = sum(model.sizes[s] for s in more)
             items.append((preferred.isdisjoint(group), -seconds / max(nbytes, 1), path, group, more))
@@ -155,7 +214,7 @@ def search(
     leanest = baseline
 
     def push(entry: Entry) -> None:
-        state = fill(model, entry)
+        state = fill(model, entry, offers[entry.modules])
         if state is not None:
             heappush(queue, (baseline.seconds + model.seconds(state), next(order), entry, state))
 
@@ -169,20 +228,28 @@ def search(
         return found
 
     order, sets = count(), levels(model)
+    offers = {modules: exchanges(model, modules, sets) for modules in sets}
     for modules in sets:
-        for whole_first in (False, True):
-            push(Entry(modules, whole_first, frozenset(), budget))
+        for share in SHARES:
+            push(Entry(modules, share, frozenset(), budget))
         if preferred:
-            push(Entry(modules, False, preferred, budget))
-    for _ in range(CHECKS):
-        if not queue or (best is not None and queue[0][0] >= best.seconds):
-            break
+            push(Entry(modules, 0.0, preferred, budget))
+    error: dict[tuple[str, ...], int] = {}  # what the surrogate's peak lacks, by what is checkpointed at first
+    checks = 0
+    while queue and checks < CHECKS and (best is None or queue[0][0] < (1 - WORTH) * best.seconds):
         _, _, entry, state = heappop(queue)
+        target = budget - error.get(entry.modules, 0)
+        if entry.target > target:
+            push(replace(entry, target=target))
+            continue
+        checks += 1
         found = checked(state)
-        miss = 0 if found is None else found.peak - budget
-        if miss > 0 or (entry.rounds < ROUNDS and -miss > SLACK * budget):
-            push(replace(entry, target=entry.target - miss, rounds=entry.rounds + 1))
+        if found is not None:
+            error[entry.modules] = found.peak - int(model.timeline(state)[0].max())
+            if found.peak > budget or (entry.rounds < ROUNDS and budget - found.peak > SLACK * budget):
+                target = min(budget - error[entry.modules], entry.target - (found.peak > budget))
+                push(replace(entry, target=target, rounds=entry.rounds + 1))
     if best is None:
-        for modules in sets:
+        for modules in sorted(sets, key=lambda m: int(model.timeline(lean(model, m))[0].max()))[:LEANEST]:
             checked(lean(model, modules))
     return best, leanest

@@ -130,7 +130,9 @@ def _unit(at: int, trace: Trace, costs: Sequence[OpCost], written: Mapping[int, 
     saved: dict[int, int] = {}
     for s in packed:
         if trace.born[s.storage] >= call.begin and s.unpacked:
-            saved[s.storage] = max([saved.get(s.storage, 0), *(n + 1 for n in s.unpacked)])
+            died = trace.died[s.storage]  # the ops that need it have ended then, unless it is held for the user
+            needed = died if died < len(trace.ops) else max(s.unpacked) + 1
+            saved[s.storage] = max(saved.get(s.storage, 0), needed)
     if not saved:
         return None
     stop = min(call.end, max(s.packed for s in packed))
@@ -164,7 +166,7 @@ def _unit(at: int, trace: Trace, costs: Sequence[OpCost], written: Mapping[int, 
         stop,
         call.end,
         min(asked),
-        max(asked) + 1,
+        max(*saved.values(), max(asked) + 1),
         call.inputs,
         saved,
         frozenset(forced),
