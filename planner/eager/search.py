@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
-from itertools import count
+from itertools import count, product
+from math import exp
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +16,9 @@ from .trace import Trace
 from .wrap import Choice
 
 LEVELS = 8  # sizes of modules that are tried
-SHARES = (0.0, 0.5, 1.0)
+SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+SEEDS = 6  # orders in which to spend memory: by rate, and by rates disturbed at random
+DISTURBED = 0.4
 ROUNDS = 3  # how often a choice that fits is improved
 CHECKS = 10  # traces of choices
 LEANEST = 4  # further ones, where none of those fits
@@ -59,6 +62,7 @@ class Entry:
         preferred: ops whose results are kept before others.
         target: bytes that the surrogate may hold.
         rounds: how often the target was corrected.
+        seed: of what disturbs the order in which memory is spent; 0 for nothing.
     """
 
     modules: tuple[str, ...]
@@ -66,6 +70,7 @@ class Entry:
     preferred: frozenset[int]
     target: int
     rounds: int = 0
+    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -144,7 +149,10 @@ def fill(model: Surrogate, entry: Entry, offers: Sequence[Exchange]) -> State | 
     if not state or least > entry.target:
         return None
     taken: dict[str, Exchange] = {}
-    for offer in offers:
+    random = np.random.default_rng(entry.seed)
+    noise = DISTURBED * (entry.seed > 0)
+    rates = [offer.rate * exp(noise * random.standard_normal()) for offer in offers]
+    for _, offer in sorted(zip(rates, offers, strict=True), key=lambda pair: -pair[0]):
         now = taken.get(offer.path)
         if now is None or offer.gain > now.gain:
             after = held + offer.more if now is None else held + offer.more - now.more
@@ -153,7 +161,7 @@ def fill(model: Surrogate, entry: Entry, offers: Sequence[Exchange]) -> State | 
     for path, offer in taken.items():
         state.pop(path)
         state.update(lean(model, offer.modules))
-    _keep(model, state, entry.target, entry.preferred)
+    _keep(model, state, entry.target, entry.preferred, random, noise)
     _leave_alone(model, state, entry.target)
     return state
 
@@ -166,7 +174,14 @@ def _leave_alone(model: Surrogate, state: dict[str, frozenset[int]], target: int
             state[path] = kept
 
 
-def _keep(model: Surrogate, state: dict[str, frozenset[int]], target: int, preferred: frozenset[int]) -> None:
+def _keep(
+    model: Surrogate,
+    state: dict[str, frozenset[int]],
+    target: int,
+    preferred: frozenset[int],
+    random: np.random.Generator,
+    noise: float,
+) -> None:
     """Keep results, those first that are preferred, or take the most time per byte."""
     held, dropped = model.timeline(state)
     items = []
@@ -177,7 +192,8 @@ def _keep(model: Surrogate, state: dict[str, frozenset[int]], target: int, prefe
             more = {s: at for s, at in freed.items() if at < unit.starts}
             seconds = sum(model.costs[i].seconds for i in group)
             nbytes = sum(model.sizes[s] for s in more)
-            items.append((preferred.isdisjoint(group), -seconds / max(nbytes, 1), path, group, more))
+            rate = seconds / max(nbytes, 1) * exp(noise * random.standard_normal())
+            items.append((preferred.isdisjoint(group), -rate, path, group, more))
     for _, _, path, group, more in sorted(items, key=lambda item: item[:2]):
         starts = model.units[path].starts
         nbytes = sum(model.sizes[s] for s in more)
@@ -230,8 +246,8 @@ def search(
     order, sets = count(), levels(model)
     offers = {modules: exchanges(model, modules, sets) for modules in sets}
     for modules in sets:
-        for share in SHARES:
-            push(Entry(modules, share, frozenset(), budget))
+        for share, seed in product(SHARES, range(SEEDS)):
+            push(Entry(modules, share, frozenset(), budget, seed=seed))
         if preferred:
             push(Entry(modules, 0.0, preferred, budget))
     error: dict[tuple[str, ...], int] = {}  # what the surrogate's peak lacks, by what is checkpointed at first
