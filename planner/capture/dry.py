@@ -85,7 +85,8 @@ class DryPass:
         if not self.regions:
             raise CaptureError(
                 f"{name}: torch.compile captured nothing of its forward pass that needs a gradient (it leaves alone "
-                "recurrent layers and what is under torch.compiler.disable). Plan a submodule that it can capture"
+                "recurrent layers and what is under torch.compiler.disable). Plan with mode='eager', or a submodule "
+                "that it can capture"
             )
         with self.mode:
             self._refuse_eager_parts(name, output)
@@ -160,7 +161,8 @@ class DryPass:
             raise CaptureError(
                 f"{name}: {gb(sum(held.values()))} of what its backward pass needs is held by ops that torch.compile "
                 f"left out of every graph ({', '.join(sorted(set(eager))[:4])}), so no plan could hold its word. "
-                "Plan a submodule, or remove what keeps them out (backward hooks, torch.compiler.disable)"
+                "Plan with mode='eager', or a submodule, or remove what keeps them out (backward hooks, "
+                "torch.compiler.disable)"
             )
 
 
@@ -177,5 +179,5 @@ def _uncapturable(name: str, error: Exception) -> str:
     place = f" at {where[-1]}" if where else ""
     return (
         f"{name} cannot be captured{place}: {type(error).__name__}: {lines[0] if lines else ''}. "
-        "Move what is named here out of forward(), or plan a submodule"
+        "Move what is named here out of forward(), plan with mode='eager', or plan a submodule"
     )

@@ -16,8 +16,8 @@ from .trace import Trace
 from .wrap import Choice
 
 LEVELS = 8  # sizes of modules that are tried
-SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
-SEEDS = 6  # orders in which to spend memory: by rate, and by rates disturbed at random
+SHARES = (0.0, 0.5, 1.0)
+SEEDS = 3  # orders in which to spend memory: by rate, and by rates disturbed at random
 DISTURBED = 0.4
 ROUNDS = 3  # how often a choice that fits is improved
 CHECKS = 10  # traces of choices
@@ -228,10 +228,13 @@ def search(
     queue: list[tuple[float, int, Entry, State]] = []
     best: Step | None = None
     leanest = baseline
+    seen: set[frozenset[tuple[str, frozenset[int]]]] = set()
 
     def push(entry: Entry) -> None:
         state = fill(model, entry, offers[entry.modules])
-        if state is not None:
+        key = frozenset(state.items()) if state is not None else frozenset()
+        if state and key not in seen:
+            seen.add(key)
             heappush(queue, (baseline.seconds + model.seconds(state), next(order), entry, state))
 
     def checked(state: State) -> Step | None:
@@ -263,8 +266,7 @@ def search(
         if found is not None:
             error[entry.modules] = found.peak - int(model.timeline(state)[0].max())
             if found.peak > budget or (entry.rounds < ROUNDS and budget - found.peak > SLACK * budget):
-                target = min(budget - error[entry.modules], entry.target - (found.peak > budget))
-                push(replace(entry, target=target, rounds=entry.rounds + 1))
+                push(replace(entry, target=budget - error[entry.modules], rounds=entry.rounds + 1))
     if best is None:
         for modules in sorted(sets, key=lambda m: int(model.timeline(lean(model, m))[0].max()))[:LEANEST]:
             checked(lean(model, modules))
