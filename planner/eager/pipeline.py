@@ -19,8 +19,9 @@ from .costs import Known, OpCost, costs_of, timeline
 from .describe import decisions, kept_by, moments, note, peak_account
 from .margin import margin_of
 from .search import Step, search
+from .step import StepFailed, trace_step
 from .surrogate import State, Surrogate, surrogate
-from .trace import StepFailed, Trace, trace_step
+from .trace import Trace
 from .units import find_units
 from .values import to_fake_with_integers
 from .wrap import Choice

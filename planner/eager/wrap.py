@@ -134,9 +134,11 @@ class _Again:
 
     def __enter__(self) -> None:
         torch.clear_autocast_cache()
-        for norm in statistics_of(self.module):
-            self.stack.enter_context(_frozen(norm))
-        self.stack.enter_context(self.inner)
+        with ExitStack() as stack:
+            for norm in statistics_of(self.module):
+                stack.enter_context(_frozen(norm))
+            stack.enter_context(self.inner)
+            self.stack = stack.pop_all()
 
     def __exit__(self, *exception: Any) -> None:
         self.stack.close()
