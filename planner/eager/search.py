@@ -166,6 +166,18 @@ def fill(model: Surrogate, entry: Entry, offers: Sequence[Exchange]) -> State | 
     return state
 
 
+def trim(model: Surrogate, modules: Sequence[str], offers: Sequence[Exchange]) -> State:
+    """The leanest state, with smaller modules, or none, in the place of those where that lowers the peak."""
+    state = lean(model, modules)
+    held, _ = model.timeline(state)
+    for offer in offers:
+        if offer.path in state and (held + offer.more).max() < held.max():
+            held = held + offer.more
+            state.pop(offer.path)
+            state.update(lean(model, offer.modules))
+    return state
+
+
 def _leave_alone(model: Surrogate, state: dict[str, frozenset[int]], target: int) -> None:
     """Take whole modules out, those first that run again for longest."""
     for path in sorted(state, key=lambda p: -model.seconds_of(p, state[p])):
@@ -270,4 +282,6 @@ def search(
     if best is None:
         for modules in sorted(sets, key=lambda m: int(model.timeline(lean(model, m))[0].max()))[:LEANEST]:
             checked(lean(model, modules))
+            if (state := trim(model, modules, offers[modules])) != lean(model, modules):
+                checked(state)
     return best, leanest
