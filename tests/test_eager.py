@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from planner import CaptureError, InfeasibleBudgetError, OptionError, applied_plan, plan
+from planner import CaptureError, InfeasibleBudgetError, OptionError, PlanWarning, applied_plan, plan
 
 from .measure import held_before, results, step_peak
 from .real_models import CASES, Case
@@ -299,6 +299,28 @@ def test_autocast(tmp_path):
     plain = case_of(*(Block() for _ in range(3)))
     with torch.autocast("cpu", torch.bfloat16):  # around the backward pass as well
         assert_holds(plain, eager_plan(plain, 0.6), tmp_path)
+
+
+class Switching(Block):
+    doubled = 0
+
+    def forward(self, x):
+        for _ in range(self.doubled):
+            x = x * 2.0
+        return super().forward(x)
+
+
+def test_a_module_that_runs_other_ops_than_planned_says_so():
+    case = case_of(*(Switching() for _ in range(3)))
+    p = eager_plan(case, 0.7)
+    assert any(p.recipe.kept.values())
+    for block in case.model.blocks:
+        block.doubled = 1
+    expected = results(case)
+    p.apply()
+    with pytest.warns(PlanWarning, match=r"blocks\.\d ran other ops than those planned for"):
+        ours = results(case)
+    assert all(torch.equal(ours[key], theirs) for key, theirs in expected.items())
 
 
 class Deciding(nn.Module):
