@@ -12,6 +12,7 @@ from torch import nn
 
 from .capture.checkpoints import Checkpoints
 from .capture.shapes import Maxima
+from .eager.run import EagerRuntime
 from .errors import (
     ApplyError,
     BatchError,
@@ -23,8 +24,8 @@ from .errors import (
 from .estimate.resident import storage_bytes
 from .pipeline import make_plan
 from .plan import PendingPlan, Plan
-from .request import GB, Costs, Dynamic, arguments, check, maxima_of, named_maxima, with_batch
-from .runtime.applied import attach, attached, call_signature, detach
+from .request import GB, Costs, Dynamic, Mode, arguments, check, check_mode, maxima_of, named_maxima, with_batch
+from .runtime.applied import Applied, attach, attached, call_signature, detach
 from .runtime.run import Runtime
 from .runtime.shapes import Shapes
 from .runtime.verify import FOUND
@@ -52,6 +53,7 @@ def plan(
     time_limit: float | None = None,
     progress: bool | None = None,
     dynamic: Dynamic = False,
+    mode: Mode = "compiled",
 ) -> Plan:
     """Decide, for every activation of a training step, whether to keep or recompute it, within a memory budget.
 
@@ -82,6 +84,9 @@ def plan(
         dynamic: True where any size in the batch may be smaller at another step; or the largest sizes, by argument and
             dimension, as in `{"input_ids": {0: 8, 1: 2048}}` (by position, as in `{0: {0: 8}}`, for a positional
             batch): these may then be more than those of the batch. The plan is made for the largest, and holds for all.
+        mode: "compiled" (torch.compile's graphs, rewritten), or "eager": whole modules checkpointed, with some of
+            their results kept, for code that cannot or shall not be compiled. It has a search of its own: `solver` and
+            `time_limit` do not count.
 
     Returns:
         The plan; `apply()` puts it on the model.
@@ -114,6 +119,7 @@ def plan(
         time_limit=time_limit,
         progress=progress,
         dynamic=dynamic,
+        mode=mode,
     )
     if request.args is not None:
         try:
@@ -126,8 +132,12 @@ def plan(
     return PendingPlan(pending, lambda: applied_plan(pending.model))
 
 
-def apply(plan: Plan, model: nn.Module | None = None, *, verify: bool = False) -> nn.Module:
+def apply(plan: Plan, model: nn.Module | None = None, *, verify: bool = False, mode: Mode | None = None) -> nn.Module:
     """Put a plan on its model, or on another one of the same kind; see `Plan.apply`."""
+    if mode is not None:
+        check_mode(mode)
+        if mode != plan.request.mode:
+            plan = in_mode(plan, mode)
     request = plan.request
     target = request.model if model is None else model
     if not isinstance(target, nn.Module):
@@ -155,15 +165,29 @@ def apply(plan: Plan, model: nn.Module | None = None, *, verify: bool = False) -
         known.append(made)
         return made
 
-    shapes = Shapes(request.dynamic is True, named_maxima(request.dynamic))
-    if request.maxima is not None:
-        shapes.limit(request.maxima)
-    runtime = Runtime(target, make, _warn, shapes, request.checkpoints)
+    runtime: Applied
+    if request.mode == "eager":
+        runtime = EagerRuntime(target, make, _warn)
+    else:
+        shapes = Shapes(request.dynamic is True, named_maxima(request.dynamic))
+        if request.maxima is not None:
+            shapes.limit(request.maxima)
+        runtime = Runtime(target, make, _warn, shapes, request.checkpoints)
     if ready and not verify:
         _, made = ready.popitem()
         runtime.add(request.args or (), request.kwargs, made, request.maxima)
     attach(target, runtime)
     return target
+
+
+def in_mode(plan: Plan, mode: Mode) -> Plan:
+    """A plan for the same request in another mode; its note says what each of the two predicts."""
+    request = replace(plan.request, mode=mode)
+    if isinstance(plan, PendingPlan):
+        return PendingPlan(request, lambda: applied_plan(request.model))
+    made = make_plan(request, [plan])
+    other = f"The {plan.request.mode} plan: peak {gb(plan.peak_bytes)}, {plan.overhead:.1%} more time, estimated."
+    return replace(made, note=f"{made.note} {other}".strip())
 
 
 def _warn(model: nn.Module, plan: Plan, earlier: bool) -> bool:

@@ -38,12 +38,12 @@ def add_margin(
         schedule: what runs; None for every op once.
         growth: share of the margin to add.
     """
-    if not _fragments(request, lines):
+    if not fragments(request, lines):
         return lowered, lines
     problem = lowered.problem
     schedule = schedule or every_op_once(problem)
     peak = simulate(problem, schedule).peak
-    if _expandable():
+    if expandable():
         margin = EXPANDABLE * min(peak, request.budget_bytes / (1 + EXPANDABLE))
     else:
         need = smallest_limit(_events(request, lowered, lines, schedule)) + lines[CONTEXT]
@@ -60,7 +60,7 @@ def solve_with_margin(
     The first margin is that of keeping everything, whatever the budget is, so that a budget that was named as feasible
     is. Where no margin that fits is enough, the note of the solution says so.
     """
-    if not _fragments(request, lines):
+    if not fragments(request, lines):
         return lowered, solve(request, lowered, lines), lines
     schedule: Schedule | None = None
     best: tuple[Lowered, Solution, Lines] | None = None
@@ -70,7 +70,7 @@ def solve_with_margin(
         try:
             solution = solve(request, roomy, account)
         except InfeasibleBudgetError as e:
-            if best is None and _expandable():  # a larger budget needs a larger margin
+            if best is None and expandable():  # a larger budget needs a larger margin
                 asked = round(e.minimum_gb * GB) - account[MARGIN]
                 least = ceil(asked * (1 + EXPANDABLE)) + 1
                 raise InfeasibleBudgetError(e.budget_gb, least, {**e.takes, MARGIN: least - asked}) from None
@@ -79,7 +79,7 @@ def solve_with_margin(
             break
         best = roomy, solution, account
         schedule = solution.schedule
-        if _expandable() or not reserved(_events(request, lowered, lines, schedule), limit).out_of_memory:
+        if expandable() or not reserved(_events(request, lowered, lines, schedule), limit).out_of_memory:
             return best
     assert best is not None
     roomy, solution, account = best
@@ -92,17 +92,24 @@ def solve_with_margin(
     return roomy, replace(solution, note=f"{solution.note} {note}".strip()), account
 
 
-def _fragments(request: Request, lines: Lines) -> bool:
+def fragments(request: Request, lines: Mapping[str, int]) -> bool:
     """Whether there is a caching allocator, and no margin for it yet."""
     return request.device.type == "cuda" and MARGIN not in lines
 
 
-def _expandable() -> bool:
+def expandable() -> bool:
+    """Whether PyTorch's allocator is told to let segments grow."""
     settings = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     return any("expandable_segments:true" in os.environ.get(name, "").replace(" ", "").lower() for name in settings)
 
 
-def _events(request: Request, lowered: Lowered, lines: Mapping[str, int], schedule: Schedule) -> list[Event]:
+def resident_tensors(
+    request: Request, lines: Mapping[str, int]
+) -> tuple[list[int], list[int], Callable[[int], list[int]]]:
+    """Bytes of each tensor that is there before the first step, and of each that the optimizer makes in it.
+
+    Also a function that splits what the optimizer's step takes into tensors.
+    """
     tensors = [-(-n // request.shard) for n in storages(list(request.model.parameters())).values()]
 
     def split(nbytes: int) -> list[int]:
@@ -114,15 +121,14 @@ def _events(request: Request, lowered: Lowered, lines: Mapping[str, int], schedu
     other = [n for name, n in lines.items() if name not in apart]
     state = split(lines["optimizer state"])
     stepped = isinstance(request.optimizer, torch.optim.Optimizer) and bool(request.optimizer.state)
+    return [*tensors, *other, *(state if stepped else ())], [] if stepped else state, split
+
+
+def _events(request: Request, lowered: Lowered, lines: Mapping[str, int], schedule: Schedule) -> list[Event]:
+    before, state, split = resident_tensors(request, lines)
     steps = {
         i: split(lowered.problem.ops[i].workspace)
         for i, origin in enumerate(lowered.origin)
         if origin.region == OPTIMIZER
     }
-    return events_of(
-        lowered.problem,
-        schedule,
-        [*tensors, *other, *(state if stepped else ())],
-        state=() if stepped else state,
-        workspaces=steps,
-    )
+    return events_of(lowered.problem, schedule, before, state=state, workspaces=steps)

@@ -11,26 +11,23 @@ import torch
 
 from solvers import InfeasibleError, Solution, every_op_once, simulate, solve
 
-from .capture.private import FakeTensorMode
-from .capture.shapes import enlarged
+from .account import account_of
 from .capture.step import TrainingGraph, capture
 from .decide import decisions, moments, peak_account
+from .eager.pipeline import make_eager_plan
 from .errors import CaptureError, InfeasibleBudgetError
 from .estimate.ops import estimate
-from .estimate.optimizer import optimizer_memory
-from .estimate.resident import account
 from .estimate.workspace import measure
 from .fragmentation import solve_with_margin
 from .lowering import Lowered, lower, raise_schedule
 from .plan import GraphModules, Plan
-from .request import GB, Request
+from .request import Request
 from .reuse import reused
 from .rewrite.emit import emit, keep_everything
 from .runtime.run import PlannedRegion, Recipe
 
 # from torch 2.13 on, a compiled region may free a gradient that enters its backward pass while that runs
 TANGENTS_FREED = hasattr(torch.autograd.Function, "boxed_grads_call")
-OPTIMIZER_STEP = "optimizer step"  # a line that can be set, and is not held all the time
 
 
 def make_plan(request: Request, known: Sequence[Plan] = ()) -> Plan:
@@ -38,8 +35,10 @@ def make_plan(request: Request, known: Sequence[Plan] = ()) -> Plan:
 
     Args:
         request: what was asked for.
-        known: plans for other sizes: a schedule of theirs is taken where it fits this step, instead of solving anew.
+        known: plans of the same model: a schedule of theirs is taken where it fits this step, instead of solving anew.
     """
+    if request.mode == "eager":
+        return make_eager_plan(request, known[-1] if known else None)
     graph = graph_of(request)
     lowered, lines = problem_of(request, graph)
     lowered, solution, lines = solve_with_margin(request, lowered, lines, partial(_solve, known=known))
@@ -67,22 +66,7 @@ def problem_of(request: Request, graph: TrainingGraph) -> tuple[Lowered, dict[st
     """The training step as a problem, and the lines of the account that are held all the time, fragmentation apart."""
     device, here = request.device, request.measure_on
     outside = measure(graph.loss.calls, here, progress=False) if here is not None else {}
-    given = {name: round(size * GB) for name, size in request.account_gb.items()}
-    optimizer = optimizer_memory(request.model.parameters(), request.optimizer, cuda=device.type == "cuda")
-    args, kwargs = request.args or (), request.kwargs
-    if request.maxima is not None:
-        args, kwargs = enlarged(args, kwargs, request.maxima, FakeTensorMode(allow_non_fake_inputs=True))
-    lines = account(
-        request.model,
-        args,
-        kwargs,
-        device,
-        optimizer_state=-(-optimizer.state // request.shard),
-        accumulate=request.accumulate,
-        shard=request.shard,
-    )
-    step = given.pop(OPTIMIZER_STEP, -(-optimizer.step // request.shard))
-    lines |= given
+    lines, step = account_of(request)
     lowered = lower(
         graph.regions,
         estimate(
@@ -100,7 +84,7 @@ def problem_of(request: Request, graph: TrainingGraph) -> tuple[Lowered, dict[st
         tangents_pinned=graph.loss.source == "model" or not TANGENTS_FREED,
         tangents_held=not TANGENTS_FREED,
         accumulate=request.accumulate,
-        optimizer_step=step if request.optimizer is not None or OPTIMIZER_STEP in request.account_gb else None,
+        optimizer_step=step,
         shard=request.shard,
         granularity=512 if device.type == "cuda" else 1,
         budget=request.budget_bytes,
@@ -109,7 +93,7 @@ def problem_of(request: Request, graph: TrainingGraph) -> tuple[Lowered, dict[st
 
 
 def _solve(request: Request, lowered: Lowered, lines: dict[str, int], known: Sequence[Plan] = ()) -> Solution:
-    found = reused(lowered.problem, [(p.problem, p.schedule) for p in known])
+    found = reused(lowered.problem, [(p.problem, p.schedule) for p in known if p.problem and p.schedule])
     if found is not None:
         return found
     try:

@@ -13,7 +13,8 @@ from .errors import ApplyError, gb
 if TYPE_CHECKING:
     from solvers import Problem, Schedule
 
-    from .request import Request
+    from .eager.wrap import Choice
+    from .request import Mode, Request
     from .runtime.run import Recipe
     from .runtime.verify import Verification
 
@@ -77,13 +78,13 @@ class Plan:
         solve_seconds: how long it took.
         timeline: bytes held at every op of the step.
         decisions: one per forward value that the backward pass needs.
-        graph_modules: the emitted graphs, one pair per region.
+        graph_modules: the emitted graphs, one pair per region; none in eager mode.
         step_seconds: estimated time of the planned step.
         account: the lines that make up the peak: name -> bytes.
         note: what the solver wants known.
         device: what times are estimated for.
-        recipe: what each region runs, as the runtime reads it.
-        problem, schedule: the step and what runs in it, as solvers see them.
+        recipe: what each region runs, or which modules are checkpointed, as the runtime reads it.
+        problem, schedule: the step and what runs in it, as solvers see them; None in eager mode.
         request: what was asked for; with the model that the plan is for.
     """
 
@@ -103,9 +104,9 @@ class Plan:
     account: Mapping[str, int] = field(repr=False)
     note: str
     device: str
-    recipe: Recipe = field(repr=False)
-    problem: Problem = field(repr=False)
-    schedule: Schedule = field(repr=False)
+    recipe: Recipe | Choice = field(repr=False)
+    problem: Problem | None = field(repr=False)
+    schedule: Schedule | None = field(repr=False)
     request: Request = field(repr=False)
 
     @property
@@ -116,13 +117,16 @@ class Plan:
             peaks[moment.phase] = max(peaks.get(moment.phase, 0), moment.held_bytes)
         return peaks
 
-    def apply(self, model: nn.Module | None = None, *, verify: bool = False) -> nn.Module:
+    def apply(self, model: nn.Module | None = None, *, verify: bool = False, mode: Mode | None = None) -> nn.Module:
         """Make the model train by this plan, in place.
 
         Args:
             model: the planned model (the default), or another of the same class, parameters and modes.
             verify: measure a real step before the first one of each kind, and plan again where it takes more than the
                 budget, as `repair()` does; `planner.applied_plan(model)` is what came of it.
+            mode: "eager" to run without torch.compile, by checkpoints on the model's own modules, which can express
+                less: `planner.applied_plan(model)` is the plan that is made of this one, and its `note` says what that
+                costs. None for the mode that was planned for.
 
         Returns:
             The same module object; its parameters' names and its `state_dict` do not change.
@@ -132,7 +136,7 @@ class Plan:
         """
         from .api import apply
 
-        return apply(self, model, verify=verify)
+        return apply(self, model, verify=verify, mode=mode)
 
     def remove(self, model: nn.Module | None = None) -> nn.Module:
         """Take the plan off the planned model, or the one it was applied to; ApplyError where none is on."""

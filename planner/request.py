@@ -27,6 +27,8 @@ GB = 2**30
 PLANNED = ("activations", "gradients")  # lines of the account that come from the schedule
 Costs = Literal["roofline", "measured"]
 Dynamic = bool | Mapping[str | int, Mapping[int, int]]
+Mode = Literal["compiled", "eager"]
+MODES = get_args(Mode)
 
 
 class Options(TypedDict, total=False):
@@ -77,6 +79,7 @@ class Request:
     given: Mapping[str, Any]
     dynamic: Dynamic = False
     maxima: Maxima | None = None
+    mode: Mode = "compiled"
 
     @property
     def budget_bytes(self) -> int:
@@ -110,6 +113,7 @@ def check(
     time_limit: Any = None,
     progress: Any = None,
     dynamic: Any = False,
+    mode: Any = "compiled",
 ) -> Request:
     """The request, or the first thing that is wrong with it: ModelError, BudgetError, BatchError or OptionError."""
     if not isinstance(model, nn.Module):
@@ -123,6 +127,12 @@ def check(
     where, target = _where(model, device)
     if solver not in SOLVERS:
         raise OptionError(f"solver={solver!r} is not known; give one of {', '.join(SOLVERS)}")
+    check_mode(mode)
+    if mode == "eager" and dynamic:
+        raise OptionError(
+            f"dynamic={dynamic!r} is for compiled plans; with mode='eager', leave it out: each new shape is checked "
+            "against the budget, and planned anew where it does not fit"
+        )
     if time_limit is not None and not _positive(time_limit):
         raise OptionError(f"time_limit={time_limit!r} must be a positive number of seconds, or None")
     if loss_fn is not None and not callable(loss_fn):
@@ -164,6 +174,7 @@ def check(
         maxima=None if args is None else maxima_of(dynamic, args, extra),
         where=where,
         given={"device": device, "budget_gb": budget_gb, "costs": costs},
+        mode=mode,
         **measured,
     )
     return replace(request, budget_gb=_budget(request))
@@ -263,6 +274,12 @@ def path_of(name: str | int) -> str:
 
 def _whole(x: Any) -> bool:
     return isinstance(x, int) and not isinstance(x, bool) and x >= 0
+
+
+def check_mode(mode: Any) -> None:
+    """Raise OptionError where it is none."""
+    if mode not in MODES:
+        raise OptionError(f"mode={mode!r} is not known; give one of {', '.join(MODES)}")
 
 
 def _real(x: Any) -> bool:

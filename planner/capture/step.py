@@ -100,7 +100,7 @@ def _capture(
         except CaptureError as e:
             if unsure is None:
                 raise
-            _blame(model, args, kwargs, unsure)
+            blame(model, args, kwargs, unsure)
             if e.__cause__ is None:
                 raise
             raise CaptureError(refusal(fake_model, unsure, eagerly=True)) from unsure
@@ -129,7 +129,7 @@ def _try_eagerly(
     return None
 
 
-def _blame(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception) -> None:
+def blame(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception) -> None:
     """Raise BatchError if the model itself refuses the batch, run for real without gradients; return if it does not."""
     try:
         with untouched(model, args, kwargs) as (own_args, own_kwargs):

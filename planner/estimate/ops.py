@@ -14,7 +14,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ..capture.call import Call, describe_call
 from ..capture.dropout import drawn_by
-from ..capture.region import GraphOp, Region, map_nodes, tensors
+from ..capture.region import Region, map_nodes, tensors
 from ..capture.safety import is_collective, is_random, replay_bytes
 from .costs import Allocated
 from .device import Device
@@ -66,16 +66,32 @@ def estimate(
             ratio of measured seconds to the roofline's.
         progress: show a progress bar; None for only where a terminal is watching.
     """
+    nodes = [op.node for region in regions for op in region.ops if op.kind == "call"]
+    of = estimate_nodes(nodes, device, measure_on=measure_on, timed=timed, progress=progress)
+    state = OpEstimate(0.0, 0, 0, 0)
+    return tuple(
+        _share_dropouts(region, [of[op.node] if op.kind == "call" else state for op in region.ops])
+        for region in regions
+    )
+
+
+def estimate_nodes(
+    nodes: Sequence[fx.Node],
+    device: Device,
+    *,
+    measure_on: torch.device | None,
+    timed: bool = False,
+    progress: bool | None = None,
+) -> dict[fx.Node, OpEstimate]:
+    """Estimates for nodes that call ops, each on its own; arguments as for `estimate()`."""
     found: dict[fx.Node, Allocated] = {}
     if measure_on is not None:
-        calls = {op.node: call_of(op.node) for region in regions for op in region.ops if _measurable(op)}
+        calls = {node: call_of(node) for node in nodes if _measurable(node)}
         allocated = measure(calls.values(), measure_on, timed=timed, progress=progress)
         found = {node: allocated[call.key] for node, call in calls.items() if call.key in allocated}
     ratios = [m.seconds / roofline_seconds(node, device) for node, m in found.items() if m.seconds is not None]
     scale = median(ratios) if ratios else 1.0
-    return tuple(
-        _share_dropouts(region, [_estimate(op, device, found, scale) for op in region.ops]) for region in regions
-    )
+    return {node: _estimate(node, device, found, scale) for node in nodes}
 
 
 def _share_dropouts(region: Region, estimates: list[OpEstimate]) -> tuple[OpEstimate, ...]:
@@ -88,12 +104,17 @@ def _share_dropouts(region: Region, estimates: list[OpEstimate]) -> tuple[OpEsti
     return tuple(estimates)
 
 
-def _measurable(op: GraphOp) -> bool:
+def _measurable(node: fx.Node) -> bool:
     """Whether an op may run alone on made-up numbers: what checks them on a GPU would end the process."""
-    target = op.node.target
-    if op.kind != "call" or not isinstance(target, torch._ops.OpOverload) or is_collective(op.node):
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or is_collective(node):
         return False
-    return bool(target._schema.returns) and target is not _ATEN.multinomial.default
+    return bool(target._schema.returns) and target is not _ATEN.multinomial.default and not reads_workspace(target)
+
+
+def reads_workspace(target: torch._ops.OpOverload) -> bool:
+    """Whether an op reads the bytes that its forward op left for it: made-up ones would end the process."""
+    return any(a.name in ("workspace", "reserve") for a in target._schema.arguments)
 
 
 def call_of(node: fx.Node) -> Call:
@@ -108,15 +129,13 @@ def call_of(node: fx.Node) -> Call:
     return describe_call(target, args, kwargs, node.meta.get("val"))
 
 
-def _estimate(op: GraphOp, device: Device, found: Mapping[fx.Node, Allocated], scale: float) -> OpEstimate:
-    if op.kind == "rng_state":
-        return OpEstimate(0.0, 0, 0, 0)
-    measured = found.get(op.node)
+def _estimate(node: fx.Node, device: Device, found: Mapping[fx.Node, Allocated], scale: float) -> OpEstimate:
+    measured = found.get(node)
     if measured is None:
-        measured = Allocated(predicted_workspace(op.node, device) if device.type == "cuda" else 0, 0)
-    seconds = scale * roofline_seconds(op.node, device) if measured.seconds is None else measured.seconds
-    workspace = measured.workspace + replay_bytes(op.node)[1]
-    return OpEstimate(seconds, node_flops(op.node), workspace, measured.excess)
+        measured = Allocated(predicted_workspace(node, device) if device.type == "cuda" else 0, 0)
+    seconds = scale * roofline_seconds(node, device) if measured.seconds is None else measured.seconds
+    workspace = measured.workspace + replay_bytes(node)[1]
+    return OpEstimate(seconds, node_flops(node), workspace, measured.excess)
 
 
 def roofline_seconds(node: fx.Node, device: Device) -> float:

@@ -44,7 +44,7 @@ def measure(
         with (
             tqdm(total=len(todo), desc="measuring ops", unit=" ops", leave=False, disable=disable) as bar,
             torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
-            torch.no_grad(),
+            torch.enable_grad(),  # without, recurrent layers leave nothing for their backward pass
         ):
             for at in range(0, len(todo), _BATCH):
                 batch = todo[at : at + _BATCH]

@@ -1,0 +1,176 @@
+"""From a checked request to an eager plan: trace, find modules, search, check by tracing what will run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import MappingProxyType
+
+import torch
+from torch import nn
+
+from ..account import account_of
+from ..capture.step import blame
+from ..errors import CaptureError, InfeasibleBudgetError, PlannerError
+from ..fragmentation import MARGIN
+from ..plan import Plan
+from ..request import Request
+from .costs import Known, OpCost, costs_of, timeline
+from .describe import decisions, kept_by, moments, note, peak_account
+from .margin import margin_of
+from .search import Step, search
+from .step import StepFailed, trace_step
+from .surrogate import State, Surrogate, surrogate
+from .trace import Trace
+from .units import find_units
+from .values import to_fake_with_integers
+from .wrap import Choice
+
+
+def make_eager_plan(request: Request, like: Plan | None = None) -> Plan:
+    """Plan a checked request that has a batch, to run without torch.compile; raises as `plan()` does.
+
+    Args:
+        request: what to plan.
+        like: a plan whose choice is taken where it fits.
+    """
+    began = time.perf_counter()
+    model, args, kwargs = request.model, request.args or (), request.kwargs
+    mode, fake_model, fake_args, fake_kwargs = to_fake_with_integers(model, args, kwargs)
+    where = next(fake_model.parameters()).device
+    lines, step = account_of(request)
+    known: Known = {}
+
+    def trace(choice: Choice, detailed: bool = False) -> Trace:
+        return trace_step(
+            fake_model,
+            fake_args,
+            fake_kwargs,
+            mode=mode,
+            loss_fn=request.loss_fn,
+            choice=choice,
+            accumulate=request.accumulate,
+            shard=request.shard,
+            detailed=detailed,
+        )
+
+    def measured(choice: Choice, state: State, traced: Trace) -> tuple[Step, list[OpCost]]:
+        costs = costs_of(traced, request, mode, where, known)
+        held, sizes = timeline(traced, costs, 512 if request.device.type == "cuda" else 1)
+        unseen = _unseen(choice, traced) if request.device.type == "cpu" else 0
+        held = [now + unseen for now in held]
+        timed = moments(traced, held, sum(lines.values()), step)
+        peak = max((m.held_bytes for m in timed), default=sum(lines.values()))
+        margin = margin_of(request, lines, traced, costs, sizes, peak)
+        return Step(choice, state, traced, held, sizes, margin, peak + margin, sum(c.seconds for c in costs)), costs
+
+    try:
+        plain = trace(Choice(), detailed=True)
+    except StepFailed as e:
+        raise _explained(model, request, e) from e.__cause__
+    baseline, costs = measured(Choice(), {}, plain)
+    units, refused = find_units(fake_model, plain, costs)
+    estimated = surrogate(
+        plain, costs, [h + sum(lines.values()) + baseline.margin for h in baseline.held], baseline.sizes, units
+    )
+
+    def check(state: State) -> Step | None:
+        if not state:
+            return baseline
+        choice = choice_of(estimated, state)
+        try:
+            return measured(choice, state, trace(choice))[0]
+        except StepFailed:  # a module that does something else when it runs again
+            return None
+
+    best = _again(estimated, check, like, request.budget_bytes)
+    if best is None:
+        first = kept_by(estimated, like) if like is not None else frozenset()
+        best, leanest = search(estimated, check, baseline, request.budget_bytes, first)
+    if best is None:
+        takes = {**lines, MARGIN: leanest.margin, **_account(leanest, step)}
+        takes = dict(sorted(takes.items(), key=lambda line: -line[1]))
+        raise InfeasibleBudgetError(request.budget_gb, leanest.peak, takes)
+    account = {**lines, MARGIN: best.margin} if best.margin else lines
+    resident = sum(account.values())
+    return Plan(
+        budget_bytes=request.budget_bytes,
+        peak_bytes=best.peak,
+        baseline_peak_bytes=baseline.peak,
+        resident_bytes=resident,
+        overhead=best.seconds / baseline.seconds - 1,
+        bound=baseline.seconds,
+        gap=best.seconds / baseline.seconds - 1,
+        solver="eager",
+        solve_seconds=time.perf_counter() - began,
+        timeline=moments(best.trace, best.held, resident, step),
+        decisions=decisions(estimated, best.state, refused),
+        graph_modules=(),
+        step_seconds=best.seconds,
+        account=MappingProxyType({**account, **_account(best, step)}),
+        note=note(best.choice, refused),
+        device=request.device.name,
+        recipe=best.choice,
+        problem=None,
+        schedule=None,
+        request=request,
+    )
+
+
+def _unseen(choice: Choice, trace: Trace) -> int:
+    """Bytes that no dispatch mode sees: states of random generators, and numbers that are saved as tensors."""
+    saved = [op.distinct.args for op in trace.ops if op.distinct and op.phase != "backward" and ".Tensor" in op.target]
+    numbers = sum(isinstance(x, (int, float)) for args in saved for x in args)
+    return torch.get_rng_state().nbytes * len(choice.kept) + 8 * numbers
+
+
+def _account(step: Step, optimizer_step: int | None) -> dict[str, int]:
+    return peak_account(step.trace, step.held, step.sizes, optimizer_step)
+
+
+def _again(model: Surrogate, check: Callable[[State], Step | None], like: Plan | None, budget: int) -> Step | None:
+    """The choice of another plan, where it fits."""
+    if like is None or not isinstance(like.recipe, Choice):
+        return None
+    state = state_of(model, like.recipe)
+    step = None if state is None else check(state)
+    return step if step is not None and step.peak <= budget else None
+
+
+def _explained(model: nn.Module, request: Request, failed: StepFailed) -> PlannerError:
+    """What to say of a model whose step cannot be traced."""
+    error = failed.__cause__
+    assert isinstance(error, Exception)
+    if isinstance(error, PlannerError):
+        return error
+    blame(model, request.args or (), request.kwargs, error)
+    name = type(model).__name__
+    kind = type(model.get_submodule(failed.module)).__name__
+    where = f"in {failed.module!r} ({kind})" if failed.module else "in it"
+    place = f", at {failed.place}" if failed.place else ""
+    return CaptureError(
+        f"{name} cannot be traced on fake tensors: {where}{place}: {type(error).__name__}: "
+        f"{str(error).strip().splitlines()[0] if str(error).strip() else ''}. "
+        "What depends on the values of tensors cannot be planned: move it out of forward(), or plan a submodule"
+    )
+
+
+def choice_of(model: Surrogate, state: State) -> Choice:
+    """What to checkpoint, in terms that the runtime can follow."""
+    begins = {path: model.units[path].begin for path in state}
+    ops = model.trace.ops
+    return Choice({path: {i - begins[path]: ops[i].target for i in sorted(kept)} for path, kept in state.items()})
+
+
+def state_of(model: Surrogate, choice: Choice) -> State | None:
+    """A choice in numbers of this step's ops; None where the step differs from the one it was made for."""
+    state = {}
+    for path, kept in choice.kept.items():
+        unit = model.units.get(path)
+        if unit is None or any(
+            unit.begin + at >= unit.end or model.trace.ops[unit.begin + at].target != target
+            for at, target in kept.items()
+        ):
+            return None
+        state[path] = frozenset(unit.begin + at for at in kept)
+    return state

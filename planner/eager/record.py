@@ -1,0 +1,189 @@
+"""Records the ops of a step, the storages that they make and free, and the calls of modules around them."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from linecache import getline
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import SAC_IGNORED_OPS
+
+from ..capture.call import TensorSpec, storages
+from ..capture.outside import differentiable, leaves
+from ..capture.private import FakeTensorMode
+from .trace import DistinctOp, ModuleCall, Phase, Saved, Trace, TracedOp
+from .values import call_op
+
+OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))  # code that is not the user's
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A dispatch mode for one step on fake tensors.
+
+    Attributes:
+        phase: of the step; whoever runs it sets it.
+        failed: path of the innermost module that raised.
+    """
+
+    def __init__(self, mode: FakeTensorMode, detailed: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.mode = mode
+        self.detailed = detailed
+        self.phase: Phase = "forward"
+        self.path: list[str] = []
+        self.within: list[int] = [-1]
+        self.failed: str | None = None
+        self.ops: list[TracedOp] = []
+        self.calls: list[ModuleCall] = []
+        self.saved: list[Saved] = []
+        self.sizes: list[int] = []
+        self.born: list[int] = []
+        self.died: list[int] = []
+        self._begun = 0
+        self._made: dict[int, int] = {}  # storages alive -> their number
+        self._given: dict[int, int] = {}
+        self._finalizers: list[Any] = []
+        self._distinct: dict[Any, DistinctOp] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in SAC_IGNORED_OPS:
+            return func(*args, **kwargs)
+        flat = pytree.tree_leaves((args, kwargs))
+        tensors = [t for t in flat if isinstance(t, torch.Tensor)]
+        reads = {key: self._number(key) for key in storages(tensors)}
+        mutates = self._written(func, args, kwargs)
+        self._begun += 1
+        result = call_op(self.mode, func, args, kwargs, tensors)
+        writes = []
+        for t in pytree.tree_leaves(result):
+            if isinstance(t, torch.Tensor):
+                storage = t.untyped_storage()
+                if storage._cdata not in reads and storage._cdata not in self._made:
+                    writes.append(self._make(storage))
+        distinct = self._describe(func, args, kwargs, flat, result) if writes or mutates else None
+        again = self.phase == "backward" and bool(self.path)
+        path = self.path[-1] if self.path else ""
+        source = _source() if self.detailed and self.phase == "forward" else ""
+        reading = tuple(reads.values())
+        self.ops.append(TracedOp(distinct, str(func), path, self.phase, again, reading, tuple(writes), mutates, source))
+        return result
+
+    def marked(self, path: str, module: nn.Module) -> Callable[..., Any]:
+        """The module's `forward`, its calls recorded."""
+        forward = module.forward
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            inputs = frozenset(map(self._number, storages((args, kwargs))))
+            made = ModuleCall(path, self.phase, self._begun, self._begun, 0, inputs)
+            self.within.append(len(self.calls))
+            self.calls.append(made)
+            before = _attributes(module)
+            self.path.append(path)
+            try:
+                result = forward(*args, **kwargs)
+            except Exception:
+                self.failed = self.failed or path
+                raise
+            finally:
+                self.path.pop()
+                self.within.pop()
+                made.end, made.inner = self._begun, len(self.calls)
+            made.differentiable = torch.is_grad_enabled() and any(map(differentiable, leaves(result)))
+            made.changed = tuple(k for k, v in _attributes(module).items() if before.get(k) != v)
+            return result
+
+        return call
+
+    def pack(self, t: torch.Tensor) -> tuple[int, torch.Tensor]:
+        self.saved.append(Saved(self._number(t.untyped_storage()._cdata), self.within[-1], self._begun))
+        return len(self.saved) - 1, t.detach()
+
+    def unpack(self, packed: tuple[int, torch.Tensor]) -> torch.Tensor:
+        self.saved[packed[0]].unpacked.append(self._begun)
+        return packed[1]
+
+    def finished(self) -> Trace:
+        for f in self._finalizers:
+            f.detach()
+        died = tuple(len(self.ops) if d < 0 else d for d in self.died)
+        return Trace(
+            tuple(self.ops),
+            tuple(self.sizes),
+            tuple(self.born),
+            died,
+            tuple(self.calls),
+            tuple(self.saved),
+            self._given,
+        )
+
+    def _number(self, key: int) -> int:
+        number = self._made.get(key)
+        if number is None:
+            number = self._given.get(key)
+        if number is None:
+            number = self._given[key] = self._add(0, -1)
+        return number
+
+    def _add(self, size: int, born: int) -> int:
+        self.sizes.append(size)
+        self.born.append(born)
+        self.died.append(-1)
+        return len(self.sizes) - 1
+
+    def _make(self, storage: torch.UntypedStorage) -> int:
+        key, number = storage._cdata, self._add(storage.nbytes(), self._begun - 1)
+        self._made[key] = number
+        self._finalizers.append(weakref.finalize(storage, self._free, key, number))
+        return number
+
+    def _free(self, key: int, number: int) -> None:
+        del self._made[key]
+        self.died[number] = self._begun
+
+    def _written(self, func: Any, args: Any, kwargs: Any) -> tuple[int, ...]:
+        updates = "batch_norm" in func._schema.name and "backward" not in func._schema.name
+        if not (func._schema.is_mutable or updates):
+            return ()
+        found = []
+        for at, argument in enumerate(func._schema.arguments):
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            if written or (updates and argument.name.startswith("running_")):
+                given = args[at] if at < len(args) else kwargs.get(argument.name)
+                found += [self._number(key) for key in storages(given)]
+        return tuple(found)
+
+    def _describe(self, func: Any, args: Any, kwargs: Any, flat: list[Any], result: Any) -> DistinctOp:
+        def spec(t: torch.Tensor) -> TensorSpec:
+            return TensorSpec(tuple(t.shape), tuple(t.stride()), t.dtype)
+
+        key = (func, *(spec(x) if isinstance(x, torch.Tensor) else repr(x) for x in flat))
+        if key not in self._distinct:
+            plain = pytree.tree_map_only(torch.Tensor, spec, (tuple(args), dict(kwargs), result))
+            self._distinct[key] = DistinctOp(key, func, *plain)
+        return self._distinct[key]
+
+
+def _attributes(module: nn.Module) -> dict[str, tuple[int, int]]:
+    """What tells that an attribute was set, or a container that it holds grew."""
+    return {k: (id(v), len(v) if isinstance(v, (list, dict, set)) else 0) for k, v in vars(module).items()}
+
+
+def _source() -> str:
+    """The innermost line outside torch and this package that is running: "file:line: code"."""
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith(OURS):
+        frame = frame.f_back  # type: ignore[assignment]
+    return "" if frame is None else source_line(frame.f_code.co_filename, frame.f_lineno)
+
+
+def source_line(path: str, number: int) -> str:
+    """A line of code: "file:line: code"."""
+    return f"{path}:{number}: {getline(path, number).strip()}"

@@ -1,0 +1,136 @@
+"""Runs one training step on fake tensors and records it, with a choice of modules checkpointed as they will be."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from ..capture.call import storages
+from ..capture.outside import LossFn, checked_loss, differentiable, find_loss, leaves
+from ..capture.private import FakeTensorMode
+from .record import OURS, Recorder, source_line
+from .trace import Trace
+from .wrap import Choice, checkpointed
+
+
+class StepFailed(Exception):
+    """A step that raised; the cause is what it raised.
+
+    Attributes:
+        module: path of the innermost module that was running.
+        place: the user's line, where known.
+    """
+
+    def __init__(self, module: str, place: str) -> None:
+        super().__init__(module, place)
+        self.module = module
+        self.place = place
+
+
+def trace_step(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    mode: FakeTensorMode,
+    loss_fn: LossFn | None,
+    choice: Choice | None = None,
+    accumulate: bool = False,
+    shard: int = 1,
+    detailed: bool = False,
+) -> Trace:
+    """Run one step as a training loop does: the output is held until the backward pass has ended.
+
+    Args:
+        model: on fake tensors; its attributes are as before afterwards.
+        args: positional arguments, fake.
+        kwargs: keyword arguments, fake.
+        mode: the fake tensors' mode.
+        loss_fn: as in `plan()`.
+        choice: what is checkpointed.
+        accumulate: whether gradients are there already.
+        shard: how many devices share each gradient, once it is made.
+        detailed: record what autograd saves, and source lines.
+
+    Raises:
+        StepFailed: the step raised.
+        BatchError: the loss function does not suit the output.
+    """
+    recorder = Recorder(mode, detailed)
+    shards: list[torch.Tensor] = []
+
+    def keep_share(p: torch.Tensor) -> None:
+        if p.grad is not None:
+            shards.append(torch.empty(-(-p.grad.numel() // shard), dtype=p.grad.dtype, device=p.grad.device))
+            p.grad = None
+
+    devices = {p.device.index or 0 for p in model.parameters() if p.device.type == "cuda" and torch.cuda.is_available()}
+    with ExitStack() as stack:
+        stack.enter_context(_unchanged(model))
+        stack.enter_context(torch.random.fork_rng(devices=devices))
+        stack.enter_context(torch.enable_grad())
+        torch.clear_autocast_cache()
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        for p in parameters:
+            p.grad = torch.zeros_like(p) if accumulate else None
+            if shard > 1 and not accumulate:
+                hook = p.register_post_accumulate_grad_hook(keep_share)  # type: ignore[no-untyped-call]
+                stack.callback(hook.remove)
+        for path, module in model.named_modules():
+            vars(module)["forward"] = recorder.marked(path, module)
+        hooks = saved_tensors_hooks(recorder.pack, recorder.unpack) if detailed else nullcontext()
+        try:
+            with checkpointed(model, choice or Choice()), recorder, hooks:
+                output = model(*args, **kwargs)
+                recorder.phase = "loss"
+                _differentiate(output, loss_fn, recorder)
+        except Exception as e:
+            if recorder.phase == "loss":
+                raise
+            raise StepFailed(recorder.failed or "", _place(e)) from e
+        finally:
+            trace = recorder.finished()
+            for p in parameters:
+                p.grad = None
+    return trace
+
+
+def _differentiate(output: Any, loss_fn: LossFn | None, recorder: Recorder) -> None:
+    loss = find_loss(output) if loss_fn is None else checked_loss(loss_fn, output)
+    if loss is not None:
+        recorder.phase = "backward"
+        loss.backward()  # type: ignore[no-untyped-call]
+        return
+    # every output may get a gradient; a loss may hold as much, and need as much again for a moment
+    results = [t for t in leaves(output) if differentiable(t)]
+    size = sum(storages(results).values())
+    held = torch.empty(size + 16, dtype=torch.uint8)
+    gradients = [torch.empty_like(t) for t in results]
+    torch.empty(size, dtype=torch.uint8)
+    recorder.phase = "backward"
+    torch.autograd.backward(results, gradients)
+    del held
+
+
+@contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """Puts the attributes of all modules back, as far as they were set."""
+    tables = [t for m in model.modules() for t in (vars(m), m._buffers, m._parameters)]
+    before = [dict(t) for t in tables]
+    try:
+        yield
+    finally:
+        for table, saved in zip(tables, before, strict=True):
+            table.clear()
+            table.update(saved)
+
+
+def _place(error: Exception) -> str:
+    own = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(OURS)]
+    return source_line(own[-1].filename, own[-1].lineno or 0) if own else ""

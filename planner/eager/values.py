@@ -1,0 +1,66 @@
+"""Fake tensors with real integers among them: code that asks what is in a mask or in indices takes its usual way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ..capture.dynamo import to_fake
+from ..capture.private import FakeTensor, FakeTensorMode
+
+LARGEST = 16 * 2**20  # bytes of a tensor that is real
+
+
+def to_fake_with_integers(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[FakeTensorMode, nn.Module, Any, Any]:
+    """As `to_fake`, but copies of small tensors of integers and booleans keep their values."""
+    recording, fake_model, fake_args, fake_kwargs = to_fake(model, args, kwargs)
+
+    def with_values(real: Any, fake: Any) -> Any:
+        return real.detach().clone() if isinstance(real, torch.Tensor) and _has_values(real) else fake
+
+    for ours, theirs in zip(fake_model.modules(), model.modules(), strict=True):
+        for name, buffer in ours._buffers.items():
+            ours._buffers[name] = with_values(theirs._buffers.get(name), buffer)
+    leaves, spec = pytree.tree_flatten((fake_args, fake_kwargs))
+    given = pytree.tree_leaves((tuple(args), dict(kwargs)))
+    mixed = pytree.tree_unflatten(list(map(with_values, given, leaves)), spec)
+    return recording.mode, fake_model, *mixed
+
+
+def call_op(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """Run an op: for real where it takes nothing fake and makes only small integers and booleans, or one number.
+
+    Args:
+        mode: of the fake tensors.
+        func: the op.
+        args: what it takes.
+        kwargs: the same, by keyword.
+        tensors: those among both.
+    """
+    if any(isinstance(t, FakeTensor) for t in tensors):
+        return func(*args, **kwargs)
+    if not tensors:
+        with mode:
+            made = func(*args, **kwargs)
+        small = all(_small(t) for t in pytree.tree_leaves(made) if isinstance(t, torch.Tensor))
+        return func(*args, **kwargs) if small else made
+    result = func(*args, **kwargs)
+    if all(_small(t) for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)) or func._schema.is_mutable:
+        return result
+    with mode:
+        return func(*args, **kwargs)
+
+
+def _has_values(t: torch.Tensor) -> bool:
+    return t.device.type != "meta" and not isinstance(t, FakeTensor) and _small(t)
+
+
+def _small(t: torch.Tensor) -> bool:
+    whole = not (t.is_floating_point() or t.is_complex())
+    return t.numel() == 1 if not whole else t.untyped_storage().nbytes() <= LARGEST

@@ -1,0 +1,342 @@
+"""Plans that run without torch.compile: the same promises, by checkpoints on the model's own modules."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from planner import CaptureError, InfeasibleBudgetError, OptionError, PlanWarning, applied_plan, plan
+
+from .measure import held_before, results, step_peak
+from .real_models import CASES, Case
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 64, recurrent: bool = False):
+        super().__init__()
+        self.norm, self.drop = nn.LayerNorm(width), nn.Dropout(0.1)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.recurrent = nn.LSTM(width, width, batch_first=True) if recurrent else None
+
+    def forward(self, x):
+        if self.recurrent is not None:
+            x = x + self.recurrent(x)[0]
+        return x + self.drop(self.down(nn.functional.gelu(self.up(self.norm(x)))))
+
+
+class Stack(nn.Module):
+    def __init__(self, *blocks: nn.Module):
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def case_of(*blocks: nn.Module, shape: tuple[int, ...] = (8, 64, 64)) -> Case:
+    torch.manual_seed(0)
+    return Case(Stack(*blocks).train(), {"x": torch.randn(shape)}, lambda loss: loss)
+
+
+def eager_plan(case: Case, fraction: float):
+    """A plan at a fraction of the baseline's peak, or at the smallest budget that is said to work."""
+    options = {"loss_fn": case.loss_fn, "mode": "eager"}
+    baseline = plan(case.model, case.batch, budget_gb="100%", **options).baseline_peak_bytes
+    try:
+        return plan(case.model, case.batch, budget_gb=fraction * baseline / 2**30, **options)
+    except InfeasibleBudgetError as e:
+        return plan(case.model, case.batch, budget_gb=e.minimum_gb, **options)
+
+
+def assert_holds(case: Case, p, folder):
+    """The peak is as predicted and within the budget, and everything that the step makes is as without the plan."""
+    expected = results(case)
+    p.apply()
+    ours = results(case)
+    measured = held_before(case) + step_peak(case, folder)
+    assert ours.keys() == expected.keys()
+    for key, theirs in expected.items():
+        assert torch.equal(ours[key], theirs), key
+    assert measured <= p.budget_bytes
+    assert measured == pytest.approx(p.peak_bytes, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("name", "fraction"), [("gpt2_dropout", 0.6), ("llama", 0.5), ("resnet50", 0.92), ("unet", 0.62)]
+)
+def test_the_promises_hold_on_real_models(name, fraction, tmp_path):
+    case = CASES[name]()
+    p = eager_plan(case, fraction)
+    assert p.overhead > 0
+    assert p.baseline_peak_bytes == pytest.approx(held_before(case) + step_peak(case, tmp_path), rel=0.02)
+    assert_holds(case, p, tmp_path)
+
+
+class Uncapturable(Stack):
+    """What keeps torch.compile out: a part where it is disabled, a recurrent layer, a hook, a counter."""
+
+    def __init__(self):
+        super().__init__(*(Block(recurrent=i == 1) for i in range(4)))
+        self.blocks[2].register_full_backward_hook(lambda module, grad_input, grad_output: None)
+        self.calls = 0
+
+    @torch.compiler.disable
+    def middle(self, x):
+        return self.blocks[2](x)
+
+    def forward(self, x):
+        self.calls += 1
+        return self.blocks[3](self.middle(self.blocks[1](self.blocks[0](x)))).square().mean()
+
+
+@pytest.mark.parametrize("fraction", [0.7, 0.01])
+def test_a_model_that_cannot_be_captured(fraction, tmp_path):
+    case = Case(Uncapturable().train(), {"x": torch.randn(8, 64, 64)}, lambda loss: loss)
+    with pytest.raises(CaptureError):
+        plan(case.model, case.batch, budget_gb=1)
+    p = eager_plan(case, fraction)
+    assert case.model.calls == 0
+    assert_holds(case, p, tmp_path)
+
+
+def test_applying_leaves_the_model_as_it_is_between_calls():
+    case = case_of(*(Block() for _ in range(3)))
+    model, names = case.model, list(case.model.state_dict())
+    calls = []
+    model.blocks[0].norm.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    p = eager_plan(case, 0.5)  # the hook would run again, so another module is chosen
+    assert "blocks.0" not in p.recipe.kept
+    assert "hooks of blocks.0.norm would run again" in p.note
+    calls.clear()
+    assert p.apply() is model
+    assert applied_plan(model) is p
+    model(**case.batch).backward()
+    assert list(model.state_dict()) == names
+    assert applied_plan(copy.deepcopy(model)) is None
+    p.remove()
+    assert calls == [True]
+    assert not any("forward" in vars(m) or m._forward_hooks for m in model.modules() if m is not model.blocks[0].norm)
+
+
+def test_nothing_is_checkpointed_without_gradients(monkeypatch):
+    case = case_of(*(Block() for _ in range(3)))
+    p = eager_plan(case, 0.5)
+    p.apply()
+    case.model(**case.batch)
+    monkeypatch.setattr("planner.eager.wrap.checkpoint", lambda *_, **__: pytest.fail("checkpointed"))
+    with torch.no_grad():
+        case.model(**case.batch)
+    with pytest.raises(pytest.fail.Exception, match="checkpointed"):
+        case.model(**case.batch)
+
+
+def test_other_shapes_are_planned(tmp_path):
+    case = case_of(*(Block() for _ in range(4)))
+    p = eager_plan(case, 0.75)
+    p.apply()
+    for length in (32, 80):
+        other = Case(case.model, {"x": torch.randn(8, length, 64)}, case.loss_fn)
+        measured = held_before(other) + step_peak(other, tmp_path)
+        used = applied_plan(case.model)
+        assert measured == pytest.approx(used.peak_bytes, rel=0.02)
+        assert measured <= p.budget_bytes
+        assert (used.recipe == p.recipe) == (length < 64)
+
+
+def test_a_compiled_plan_applied_eagerly(tmp_path):
+    case = case_of(*(Block() for _ in range(3)))
+    kept = plan(case.model, case.batch, budget_gb=1)
+    p = plan(case.model, case.batch, budget_gb=0.7 * kept.peak_bytes / 2**30)
+    expected = results(case)
+    p.apply(mode="eager")
+    used = applied_plan(case.model)
+    assert used.recipe.kept
+    assert f"The compiled plan: peak {p.peak_bytes / 2**20:.2f} MB" in used.note
+    ours = results(case)
+    assert all(torch.equal(ours[key], theirs) for key, theirs in expected.items())
+    assert held_before(case) + step_peak(case, tmp_path) <= p.budget_bytes
+    p.remove()
+
+
+def test_verify_repair_and_reports():
+    case = case_of(*(Block() for _ in range(3)))
+    p = eager_plan(case, 0.5)
+    seen = p.verify()
+    assert seen.within_budget
+    assert seen.gradients_agree
+    assert abs(seen.prediction_error) < 0.02
+    assert seen.measured_bytes < seen.unplanned_bytes
+    assert p.repair().peak_bytes == p.peak_bytes
+    assert applied_plan(case.model) is None
+    assert sum(p.account.values()) == p.peak_bytes == max(p.phase_peaks.values())
+    assert {d.action for d in p.decisions} == {"keep", "recompute"}
+    assert all(__file__ in d.source for d in p.decisions)
+    assert "blocks.*" in p.summary()
+    assert p._repr_html_().count("<svg") == 1
+
+
+class Store:
+    def __init__(self):
+        self.seen = []
+
+
+class Storing(nn.Module):
+    """Appends to what it is given, as a cache does, and computes with what is there."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x, store):
+        store.seen.append(x.mean())
+        return self.block(x) * len(store.seen)
+
+
+class WithStore(Stack):
+    def forward(self, x):
+        store = Store()
+        for block in self.blocks:
+            x = block(x, store=store)
+        return x.square().mean()
+
+
+def test_objects_that_a_module_changes_are_as_before_when_it_runs_again(tmp_path):
+    case = Case(WithStore(*(Storing() for _ in range(3))), {"x": torch.randn(8, 64, 64)}, lambda loss: loss)
+    p = eager_plan(case, 0.5)
+    assert any(path.count(".") == 1 for path in p.recipe.kept)
+    assert_holds(case, p, tmp_path)
+
+
+def rectified(momentum: float | None) -> nn.Module:
+    norm = nn.BatchNorm2d(16, momentum=momentum)
+    return nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), norm, nn.ReLU(inplace=True))
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_statistics_are_updated_once_and_in_place_ops_run_again_rightly(momentum, tmp_path):
+    case = case_of(*(rectified(momentum) for _ in range(3)), shape=(4, 16, 32, 32))
+    p = eager_plan(case, 0.01)
+    assert p.recipe.kept
+    assert_holds(case, p, tmp_path)
+
+
+class Counting(Block):
+    def forward(self, x):
+        self.calls = getattr(self, "calls", 0) + 1
+        return super().forward(x)
+
+
+class Averaging(Block):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("average", torch.zeros(64))
+
+    def forward(self, x):
+        self.average.lerp_(x.detach().mean((0, 1)), 0.1)
+        return super().forward(x) + self.average
+
+
+class Overwriting(Block):
+    def forward(self, x):
+        return super().forward(x.mul_(0.5))
+
+
+class Checkpointing(Block):
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+    def inner(self, x):
+        return self.drop(self.down(self.up(self.norm(x)).relu()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (Counting, "sets its attribute 'calls'"),
+        (Averaging, "writes into a buffer"),
+        (Overwriting, "writes into a tensor that it is given"),
+        (Checkpointing, "is checkpointed already"),
+    ],
+)
+def test_modules_that_must_not_run_again_are_left_alone_and_named(kind, reason, tmp_path):
+    case = case_of(Block(), kind(), Block(), Block())
+    p = eager_plan(case, 0.65)
+    assert "blocks.1" not in p.recipe.kept
+    assert p.recipe.kept
+    assert reason in p.note
+    assert_holds(case, p, tmp_path)
+
+
+class Masked(Stack):
+    """Asks what is in its mask, as attention does to skip one that masks nothing."""
+
+    def forward(self, x, mask):
+        if not mask.all():
+            x = x * mask[:, None, None]
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_code_may_ask_what_integers_are(masked, tmp_path):
+    mask = torch.arange(8) < (4 if masked else 8)
+    case = Case(Masked(Block(), Block()), {"x": torch.randn(8, 64, 64), "mask": mask}, lambda loss: loss)
+    assert_holds(case, eager_plan(case, 0.7), tmp_path)
+
+
+class Autocast(Stack):
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x)
+
+
+def test_autocast(tmp_path):
+    case = Case(Autocast(*(Block() for _ in range(3))).train(), {"x": torch.randn(8, 64, 64)}, lambda loss: loss)
+    assert_holds(case, eager_plan(case, 0.6), tmp_path)
+    plain = case_of(*(Block() for _ in range(3)))
+    with torch.autocast("cpu", torch.bfloat16):  # around the backward pass as well
+        assert_holds(plain, eager_plan(plain, 0.6), tmp_path)
+
+
+class Switching(Block):
+    doubled = 0
+
+    def forward(self, x):
+        for _ in range(self.doubled):
+            x = x * 2.0
+        return super().forward(x)
+
+
+def test_a_module_that_runs_other_ops_than_planned_says_so():
+    case = case_of(*(Switching() for _ in range(3)))
+    p = eager_plan(case, 0.7)
+    assert any(p.recipe.kept.values())
+    for block in case.model.blocks:
+        block.doubled = 1
+    expected = results(case)
+    p.apply()
+    with pytest.warns(PlanWarning, match=r"blocks\.\d ran other ops than those planned for"):
+        ours = results(case)
+    assert all(torch.equal(ours[key], theirs) for key, theirs in expected.items())
+
+
+class Deciding(nn.Module):
+    def forward(self, x):
+        return x if x.sum() > 0 else -x
+
+
+def test_what_depends_on_values_is_named():
+    case = case_of(Block(), Deciding())
+    with pytest.raises(CaptureError, match=r"'blocks\.1' \(Deciding\), at .*test_eager\.py:\d+: return x if"):
+        plan(case.model, case.batch, budget_gb=1, mode="eager")
+
+
+def test_modes_are_checked():
+    case = case_of(Block())
+    with pytest.raises(OptionError, match="mode='fast'"):
+        plan(case.model, case.batch, budget_gb=1, mode="fast")
+    with pytest.raises(OptionError, match="mode='fast'"):
+        plan(case.model, case.batch, budget_gb=1, mode="eager").apply(mode="fast")
