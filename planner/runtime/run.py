@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -72,6 +73,7 @@ class Runtime(Applied):
         shapes: the plans that serve calls of several shapes.
         serving: which of them serves a kind of call, by signature.
         calls: how often each Dynamo graph was called in this call of the model.
+        regions_run: how often one was, in all calls.
     """
 
     def __init__(
@@ -87,6 +89,8 @@ class Runtime(Applied):
         self.shapes = shapes
         self.serving: dict[Signature, Family] = {}
         self.calls: Counter[str] = Counter()
+        self.regions_run = 0
+        self.lock = threading.RLock()  # a call in one thread counts its graphs alone
         self.settled = False
         self.nodes: list[weakref.ref[Any]] = []  # of regions whose backward pass has not run
         self.anchor = torch.zeros((), requires_grad=True)
@@ -154,6 +158,10 @@ class Runtime(Applied):
             super().find(signature, args, kwargs)
 
     def run(self, signature: Signature, args: Any, kwargs: Any) -> Any:
+        with self.lock:
+            return self._run_or_plan_anew(signature, args, kwargs)
+
+    def _run_or_plan_anew(self, signature: Signature, args: Any, kwargs: Any) -> Any:
         if (state := unguarded(self.model)) != self.unguarded:
             self.unguarded = state
             self._compile_anew()
@@ -228,6 +236,7 @@ class Runtime(Applied):
         def call(*inputs: Any) -> Any:
             run = compiled_for(planned_now())
             self.calls[key] += 1
+            self.regions_run += 1
             # a random op's state is that of the current device's generator
             with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
                 results = run(*inputs)
