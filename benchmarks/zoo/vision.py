@@ -94,7 +94,8 @@ def convnext_v2() -> Case:
 
 
 def resnet() -> Case:
-    return _classifier(hf.ResNetForImageClassification, hf.ResNetConfig(**CONV, embedding_size=16, num_labels=10))
+    model = hf.ResNetForImageClassification(hf.ResNetConfig(**CONV, embedding_size=16, num_labels=10))
+    return Case(model.train(), labelled(4, 128))
 
 
 def mobilenet_v2() -> Case:
@@ -173,7 +174,7 @@ def maskformer() -> Case:
     config = hf.MaskFormerConfig(
         backbone_config=_swin(STAGES), decoder_config=detector, fpn_feature_size=32, mask_feature_size=32, num_labels=5
     )
-    return Case(hf.MaskFormerModel(config).train(), {"pixel_values": images(2)}, square)
+    return Case(hf.MaskFormerModel(config).train(), {"pixel_values": images(4, 128)}, square)
 
 
 def mask2former() -> Case:
