@@ -18,6 +18,19 @@ class TensorSpec:
     dtype: torch.dtype
 
 
+@dataclass(frozen=True, slots=True)
+class ViewSpec(TensorSpec):
+    """A view that is copied with all that is behind it.
+
+    Attributes:
+        behind: elements of its storage.
+        offset: where in it the view begins.
+    """
+
+    behind: int
+    offset: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
     """A call of an op, with a `TensorSpec` in the place of every tensor.
@@ -44,7 +57,11 @@ def describe_call(target: torch._ops.OpOverload, args: Any, kwargs: Any, result:
     """The data of a call; holds none of its tensors."""
 
     def spec(t: torch.Tensor) -> TensorSpec:
-        return TensorSpec(tuple(t.shape), tuple(t.stride()), t.dtype)
+        shape, stride = tuple(t.shape), tuple(t.stride())
+        behind = t.untyped_storage().nbytes() // t.element_size()
+        if target in _COPIES_ALL_BEHIND and behind > t.numel():
+            return ViewSpec(shape, stride, t.dtype, behind, int(t.storage_offset()))
+        return TensorSpec(shape, stride, t.dtype)
 
     made = storages(result)
     for storage in storages((args, kwargs)):
@@ -57,3 +74,15 @@ def storages(tree: Any) -> dict[int, int]:
     """The storages of the tensors in a tree: identity -> bytes."""
     leaves = (t for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor))
     return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in leaves}
+
+
+_ATEN = torch.ops.aten
+# their kernels copy the whole storage of what they write into (`at::clone_preserve_strides`), where fake tensors count
+# no more than the view spans
+_COPIES_ALL_BEHIND = {
+    _ATEN.copy.default,
+    _ATEN.select_scatter.default,
+    _ATEN.slice_scatter.default,
+    _ATEN.diagonal_scatter.default,
+    _ATEN.as_strided_scatter.default,
+}
