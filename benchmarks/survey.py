@@ -28,7 +28,7 @@ SHARE = 0.6  # of eager's measured peak
 PAIRS = 5  # of steps that are timed
 PLENTY = "100%"  # room to keep everything
 FLOOR = 1e-3  # a tensor's error is relative to its largest entry, or to this share of the largest of all gradients
-ROUNDING = 1e-5  # relative error that single precision accounts for where eager's own is smaller
+ROUNDING = 1e-5  # relative error that single precision accounts for where eager's own is smaller or not known
 SLACK = 4  # how many times eager's own error against float64 a planned step may have
 
 
@@ -99,7 +99,7 @@ def survey(family: str, name: str) -> Row:
         warnings.simplefilter("always")
         try:
             _fill(case, make, found)
-            verdict = _verdict(found)
+            verdict = _verdict(case, found)
         except PlannerError as e:
             verdict, found["why"] = "refused", f"{type(e).__name__}: {e}"
         except Exception as e:
@@ -167,9 +167,10 @@ def _explain(case: Case, other: Case, ours: list[Results], reference: Results, f
     found["planned_error"] = max(error(r, exact) for r in ours)
 
 
-def _verdict(found: dict[str, Any]) -> str:
+def _verdict(case: Case, found: dict[str, Any]) -> str:
     if not found["bitwise"]:
-        bound = max(SLACK * found["own_error"], ROUNDING)
+        resolution = max(torch.finfo(p.dtype).eps for p in case.model.parameters())
+        bound = max(SLACK * found["own_error"], SLACK * resolution, ROUNDING)
         if not found["as_kept"] or not found["planned_error"] <= bound:
             found["why"] = "its results are not those of eager"
             return "wrong"
