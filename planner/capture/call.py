@@ -8,6 +8,17 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+_ATEN = torch.ops.aten
+# their kernels copy the whole storage of what they write into (`at::clone_preserve_strides`), where fake tensors count
+# no more than the view spans
+_COPIES_ALL_BEHIND = {
+    _ATEN.copy.default,
+    _ATEN.select_scatter.default,
+    _ATEN.slice_scatter.default,
+    _ATEN.diagonal_scatter.default,
+    _ATEN.as_strided_scatter.default,
+}
+
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
@@ -74,15 +85,3 @@ def storages(tree: Any) -> dict[int, int]:
     """The storages of the tensors in a tree: identity -> bytes."""
     leaves = (t for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor))
     return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in leaves}
-
-
-_ATEN = torch.ops.aten
-# their kernels copy the whole storage of what they write into (`at::clone_preserve_strides`), where fake tensors count
-# no more than the view spans
-_COPIES_ALL_BEHIND = {
-    _ATEN.copy.default,
-    _ATEN.select_scatter.default,
-    _ATEN.slice_scatter.default,
-    _ATEN.diagonal_scatter.default,
-    _ATEN.as_strided_scatter.default,
-}
