@@ -137,10 +137,11 @@ def time_ratio(
     return statistics.median(ratios[2:])
 
 
-def in_own_process(function: Callable[..., Any], *args: Any) -> Any:
+def in_own_process(function: Callable[..., Any], *args: Any, time_limit: float | None = None) -> Any:
     """What a module's function returns in a process of its own, with one thread; its arguments and result are pickled.
 
-    The process is forked from one that has imported the slow libraries and has run nothing.
+    The process is forked from one that has imported the slow libraries and has run nothing. After `time_limit` seconds
+    it is killed.
 
     Raises:
         RuntimeError: it raised, with what, or it ended without an answer.
@@ -153,7 +154,11 @@ def in_own_process(function: Callable[..., Any], *args: Any) -> Any:
     process.start()
     sender.close()
     try:
-        good, found = receiver.recv()
+        if receiver.poll(time_limit):
+            good, found = receiver.recv()
+        else:
+            process.kill()
+            good, found = False, f"it did not end within {time_limit:.0f} s"
     except EOFError:
         good, found = False, "it ended without an answer"
     process.join()

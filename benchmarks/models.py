@@ -1,88 +1,85 @@
-"""Real models with random weights for the benchmarks; each step takes a fraction of a second on a CPU."""
+"""A survey of models, each planned at 60 % of its peak and compared with eager: `python -m benchmarks.models`.
+
+One process a model; what was found is written after each, to benchmarks/results/models_cpu.json and docs/models.md.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import argparse
+import json
+import platform
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
-import diffusers
 import torch
-import transformers
-from torch import nn
+from tqdm import tqdm
 
-from planner.demo import small_gpt2
+from .measure import in_own_process
+from .models_report import page
+from .survey import PAIRS, Row, survey
+from .zoo import FAMILIES, cases
 
-
-@dataclass(frozen=True)
-class Workload:
-    """A model, its batch, and how its loss is taken; None: the output holds it."""
-
-    model: nn.Module
-    batch: dict[str, torch.Tensor]
-    loss_fn: Callable[[Any], torch.Tensor] | None = None
-
-    def step(self, model: nn.Module) -> None:
-        """One training step without the optimizer; the output is held to the end, as a training loop holds it."""
-        output = model(**self.batch)
-        loss = output.loss if self.loss_fn is None else self.loss_fn(output)
-        loss.backward()
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks/results/models_cpu.json"
+PAGE = ROOT / "docs/models.md"
+TIME_LIMIT = 300.0  # seconds a model may take
 
 
-def _tokens(vocabulary: int, batch: int, length: int) -> dict[str, torch.Tensor]:
-    ids = torch.randint(0, vocabulary, (batch, length), generator=torch.Generator().manual_seed(0))
-    return {"input_ids": ids, "labels": ids}
+def attempt(family: str, name: str) -> Row:
+    """The row of one model, from a process of its own."""
+    try:
+        row: Row = in_own_process(survey, family, name, time_limit=TIME_LIMIT)
+    except RuntimeError as e:
+        row = Row(name, family, "", "crashed", why=str(e))
+    return row
 
 
-def gpt2() -> Workload:
-    """GPT-2 with 8 layers of width 256 and dropout 0.1; 4 x 256 tokens."""
-    config = transformers.GPT2Config(
-        n_layer=8, n_embd=256, n_head=8, vocab_size=2000, n_positions=256, use_cache=False,
-        bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
-    return Workload(transformers.GPT2LMHeadModel(config).train(), _tokens(2000, 4, 256))
+def write(rows: Mapping[str, Mapping[str, Any]]) -> None:
+    """The rows as JSON, in the order of the zoo."""
+    names = [name for family in FAMILIES for name in cases(family)]
+    report = {
+        "device": "CPU, 1 thread",
+        "platform": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
+        "torch": torch.__version__,
+        "pairs": PAIRS,
+        "models": [rows[name] for name in names if name in rows],
+    }
+    RESULTS.parent.mkdir(parents=True, exist_ok=True)
+    RESULTS.write_text(json.dumps(report, indent=1) + "\n")
 
 
-def llama() -> Workload:
-    """Llama with 8 layers of width 256 and grouped-query attention; 4 x 256 tokens."""
-    config = transformers.LlamaConfig(
-        num_hidden_layers=8, hidden_size=256, intermediate_size=688, num_attention_heads=8,
-        num_key_value_heads=4, vocab_size=2000, max_position_embeddings=256, use_cache=False,
-    )  # fmt: skip
-    return Workload(transformers.LlamaForCausalLM(config).train(), _tokens(2000, 4, 256))
+def main() -> None:
+    """Measure, write, and make the page."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.models", description=__doc__)
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="only these models or families; other rows stay")
+    parser.add_argument("--missing", action="store_true", help="only models that have no row yet")
+    parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
+    parser.add_argument("--report", action="store_true", help="measure nothing; make the page from the JSON file")
+    options = parser.parse_args()
+    before = json.loads(RESULTS.read_text())["models"] if RESULTS.exists() else []
+    todo = [(family, name) for family in FAMILIES for name in cases(family)]
+    known = {name for _, name in todo}
+    rows: dict[str, Mapping[str, Any]] = {row["name"]: row for row in before if row["name"] in known}
+    if options.only:
+        unknown = set(options.only) - known - set(FAMILIES)
+        if unknown:
+            parser.error(f"no such model or family: {', '.join(sorted(unknown))}")
+        todo = [each for each in todo if not set(options.only).isdisjoint(each)]
+    if options.missing:
+        todo = [each for each in todo if each[1] not in rows]
+    if not options.report:
+        with ThreadPoolExecutor(options.jobs) as pool:
+            running = {pool.submit(attempt, *each): each[1] for each in todo}
+            for done in tqdm(as_completed(running), total=len(running), desc="models"):
+                row = done.result()
+                rows[running[done]] = asdict(row)
+                tqdm.write(f"{row.name}: {row.verdict} {row.why}")
+                write(rows)
+    PAGE.write_text(page(json.loads(RESULTS.read_text())))
 
 
-def resnet50() -> Workload:
-    """ResNet-50; 4 images of 128 x 128."""
-    model = transformers.ResNetForImageClassification(transformers.ResNetConfig(num_labels=10))
-    pixels = torch.randn(4, 3, 128, 128, generator=torch.Generator().manual_seed(0))
-    return Workload(model.train(), {"pixel_values": pixels, "labels": torch.arange(4) % 10})
-
-
-def _square(output: Any) -> torch.Tensor:
-    return output.sample.square().mean()
-
-
-def unet() -> Workload:
-    """A diffusion UNet with attention at two levels; 2 images of 48 x 48."""
-    model = diffusers.UNet2DModel(
-        sample_size=48, in_channels=3, out_channels=3, layers_per_block=2, block_out_channels=(32, 64, 128),
-        down_block_types=("DownBlock2D", "AttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "AttnUpBlock2D", "UpBlock2D"), norm_num_groups=8,
-    )  # fmt: skip
-    sample = torch.randn(2, 3, 48, 48, generator=torch.Generator().manual_seed(0))
-    return Workload(model.train(), {"sample": sample, "timestep": torch.arange(2)}, _square)
-
-
-def demo() -> Workload:
-    """The model of `python -m planner demo`."""
-    return Workload(*small_gpt2())
-
-
-WORKLOADS: dict[str, Callable[[], Workload]] = {
-    "demo GPT-2": demo,
-    "GPT-2": gpt2,
-    "Llama": llama,
-    "ResNet-50": resnet50,
-    "UNet2DModel": unet,
-}
+if __name__ == "__main__":
+    main()

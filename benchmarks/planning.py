@@ -18,7 +18,7 @@ from tqdm import tqdm
 from planner import InfeasibleBudgetError, Plan, plan
 from planner.estimate.meter import record_allocations
 
-from .models import WORKLOADS, Workload
+from .workloads import WORKLOADS, Workload
 
 ROOM_TO_SPARE = "100%"
 BUDGETS = (1.0, 0.80, 0.60, 0.45)  # of the baseline peak; 1.0 stands for room to spare

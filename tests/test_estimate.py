@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from planner import OptionError
+from planner import OptionError, plan
 from planner.capture.call import describe_call
 from planner.capture.step import capture
 from planner.estimate import cache
@@ -20,6 +20,8 @@ from planner.estimate.device import DEVICES, find_device
 from planner.estimate.ops import call_of, estimate, roofline_seconds
 from planner.estimate.workspace import measure
 from planner.rewrite.emit import keep_everything
+
+from .measure import peak_of
 
 CPU = torch.device("cpu")
 ATEN = torch.ops.aten
@@ -349,3 +351,28 @@ def test_measuring_leaves_the_random_generator_alone():
     before = torch.get_rng_state()
     assert measure([drawing], CPU, timed=True, progress=False)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+class WritesParts(torch.nn.Module):
+    """Writes its states one by one into a tensor, as recurrences written in Python do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(64, 64)
+
+    def forward(self, x):
+        states = torch.zeros(16, 32, 64) + x.mean()
+        for t in range(3):
+            x = torch.tanh(self.layer(x))
+            states[:, t] = x
+        return states.square().mean() + x.sum()
+
+
+def test_writing_into_a_part_copies_all_that_is_behind_it(tmp_path):
+    model, x = WritesParts(), torch.randn(16, 64)
+    p = plan(model, x, budget_gb=1)
+    p.apply()
+    model(x).backward()
+    model.zero_grad(set_to_none=True)
+    measured = peak_of(lambda: model(x).backward(), tmp_path)
+    assert p.resident_bytes + measured == p.peak_bytes

@@ -203,3 +203,31 @@ def test_a_planned_model_can_be_copied_and_saved(tmp_path):
     expected = case.model(**case.batch).loss
     assert torch.equal(copied(**case.batch).loss, expected)
     assert torch.equal(loaded(**case.batch).loss, expected)
+
+
+class Transposed(torch.nn.Module):
+    """Normalises and drops transposed tensors, for which fake tensors have other strides than the kernels return."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(32)
+        self.across = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Dropout(0.1))
+        self.head = torch.nn.Linear(32 * 8, 4)
+
+    def forward(self, x):
+        x = x + self.across(x.transpose(1, 2)).transpose(1, 2)
+        return self.head(self.norm(x.transpose(1, 2)).transpose(1, 2).flatten(1)).square().mean()
+
+
+def test_what_cannot_be_viewed_is_copied():
+    model, x = Transposed(), torch.randn(48, 8, 32)
+
+    def gradients():
+        torch.manual_seed(1)
+        model.zero_grad(set_to_none=True)
+        model(x).backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    eager = gradients()
+    plan(model, x, budget_gb=1).apply()
+    assert all(map(torch.equal, gradients(), eager))

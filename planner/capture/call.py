@@ -8,6 +8,17 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+_ATEN = torch.ops.aten
+# their kernels copy the whole storage of what they write into (`at::clone_preserve_strides`), where fake tensors count
+# no more than the view spans
+_COPIES_ALL_BEHIND = {
+    _ATEN.copy.default,
+    _ATEN.select_scatter.default,
+    _ATEN.slice_scatter.default,
+    _ATEN.diagonal_scatter.default,
+    _ATEN.as_strided_scatter.default,
+}
+
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
@@ -16,6 +27,19 @@ class TensorSpec:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class ViewSpec(TensorSpec):
+    """A view that is copied with all that is behind it.
+
+    Attributes:
+        behind: elements of its storage.
+        offset: where in it the view begins.
+    """
+
+    behind: int
+    offset: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,7 +68,11 @@ def describe_call(target: torch._ops.OpOverload, args: Any, kwargs: Any, result:
     """The data of a call; holds none of its tensors."""
 
     def spec(t: torch.Tensor) -> TensorSpec:
-        return TensorSpec(tuple(t.shape), tuple(t.stride()), t.dtype)
+        shape, stride = tuple(t.shape), tuple(t.stride())
+        behind = t.untyped_storage().nbytes() // t.element_size()
+        if target in _COPIES_ALL_BEHIND and behind > t.numel():
+            return ViewSpec(shape, stride, t.dtype, behind, int(t.storage_offset()))
+        return TensorSpec(shape, stride, t.dtype)
 
     made = storages(result)
     for storage in storages((args, kwargs)):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ..capture.call import Call, TensorSpec, storages
+from ..capture.call import Call, TensorSpec, ViewSpec, storages
 from .meter import marked, record_allocations
 
 _ROUNDS = 5
@@ -133,6 +133,9 @@ def _made(result: Any, args: Any, kwargs: Any) -> int:
 
 def _arguments(call: Call, device: torch.device) -> tuple[Any, Any]:
     def real(spec: TensorSpec) -> torch.Tensor:
+        if isinstance(spec, ViewSpec):
+            behind = torch.zeros(spec.behind, dtype=spec.dtype, device=device)
+            return behind.as_strided(spec.shape, spec.stride, spec.offset)
         return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device).zero_()
 
     args, kwargs = pytree.tree_map_only(TensorSpec, real, (call.args, call.kwargs))

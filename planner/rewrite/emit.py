@@ -224,4 +224,8 @@ def _close(writer: _Writer, outputs: list[Any], descs: Sequence[Any]) -> None:
 
 
 def _module(region: Region, writer: _Writer, name: str) -> fx.GraphModule:
+    # fake tensors have other strides than a few kernels return (BatchNorm and the backward pass of dropout, transposed
+    # on a CPU): then there is no view, and `reshape` copies as eager code does
+    for node in writer.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+        node.target = torch.ops.aten.reshape.default
     return fx.GraphModule(region.joint, writer.graph, class_name=f"Planned{name.capitalize()}")
