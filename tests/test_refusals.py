@@ -8,6 +8,8 @@ from torch import nn
 
 from planner import CaptureError, plan
 
+from .measure import peak_of
+
 
 class Inner(nn.Module):
     def __init__(self, ask):
@@ -226,3 +228,29 @@ def test_constructs_that_need_no_refusal():
     model(**batch).backward()
     for q, gradient in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(q.grad, gradient)
+
+
+def test_the_size_of_ctc_loss_is_known_by_its_targets(tmp_path):
+    class Recogniser(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = torch.nn.Sequential(torch.nn.Conv1d(1, 16, 9, 4), torch.nn.GELU(), torch.nn.Conv1d(16, 20, 3))
+
+        def forward(self, sound, said):
+            scores = self.net(sound).permute(2, 0, 1).log_softmax(-1)
+            lengths = torch.full((len(said),), said.shape[1])
+            return torch.nn.functional.ctc_loss(scores, said, torch.full_like(lengths, len(scores)), lengths)
+
+    model, batch = Recogniser(), (torch.randn(4, 1, 200), torch.randint(1, 20, (4, 12)))
+    p = plan(model, batch, budget_gb=1)
+
+    def gradients():
+        model.zero_grad(set_to_none=True)
+        model(*batch).backward()
+        return [q.grad.clone() for q in model.parameters()]
+
+    eager = gradients()
+    p.apply()
+    assert all(map(torch.equal, gradients(), eager))
+    model.zero_grad(set_to_none=True)
+    assert p.resident_bytes + peak_of(lambda: model(*batch).backward(), tmp_path) <= p.peak_bytes

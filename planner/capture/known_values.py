@@ -54,6 +54,8 @@ class KnownValues:
         inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         known = [t for t in inputs if isinstance(t, FakeTensor) and t.constant is not None]
         made: Any
+        if func in _CTC and (made := _ctc_loss(*args, **kwargs)) is not None:
+            return made
         if len(known) < len(inputs) or not _repeatable(func):
             made = self._dispatch(func, types, args, kwargs)
             if func is _ATEN.rand.default:
@@ -93,3 +95,17 @@ def _repeatable(func: Any) -> bool:
         and not any(tag in func.tags for tag in tags)
         and "empty" not in str(func)
     )
+
+
+_CTC = (_ATEN._ctc_loss.default, _ATEN._ctc_loss.Tensor)
+
+
+def _ctc_loss(log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, *_: Any, **__: Any) -> Any:
+    """What connectionist temporal classification makes, by the longest target; None where that is not known."""
+    lengths = target_lengths.constant if isinstance(target_lengths, FakeTensor) else torch.as_tensor(target_lengths)
+    if lengths is None or log_probs.dim() != 3:
+        return None
+    with no_dispatch():
+        longest = int(lengths.max())
+    steps, batch, _ = log_probs.shape
+    return log_probs.new_empty((batch,)), log_probs.new_empty((batch, steps, 2 * longest + 1))
