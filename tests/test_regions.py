@@ -135,6 +135,16 @@ def test_what_runs_outside_every_graph_is_listed():
     assert all("test_regions.py" in d.source for d in outside)
 
 
+def test_planning_is_quiet_about_graph_breaks(caplog):
+    class Asks(Base):
+        def middle(self, x):
+            return x * 2 if x.shape[0] == int(torch.tensor(512).item()) else x
+
+    case = make(Asks)
+    plan(case.model, case.batch, budget_gb=1)
+    assert not [r for r in caplog.records if r.levelname in ("WARNING", "ERROR")]
+
+
 def test_calls_of_one_graph_get_schedules_of_their_own():
     case = make(Repeated)
     full = plan(case.model, case.batch, budget_gb=1)

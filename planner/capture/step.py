@@ -17,6 +17,7 @@ from .dry import DryPass
 from .dynamo import Partition, lone_loss, to_fake
 from .outside import LossFn, OutsideLoss, checked_loss, differentiable, leaves
 from .private import FakeTensorMode
+from .quiet import quietly
 from .refusals import refusal
 from .region import Region
 from .shapes import Maxima, enlarged, is_size
@@ -74,7 +75,7 @@ def capture(
         BatchError: the model does not accept the arguments, or the loss is not a differentiable scalar.
         CaptureError: the step cannot be written as graphs.
     """
-    with torch.inference_mode(False):  # gradients are on, whatever the caller has
+    with quietly(), torch.inference_mode(False):  # gradients are on, whatever the caller has
         return _capture(model, args, kwargs, split, loss_fn, checkpoints, maxima, symbolic)
 
 

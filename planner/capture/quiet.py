@@ -1,0 +1,24 @@
+"""Planning without torch's own remarks."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Graph breaks and fallbacks of fake tensors are no news while a plan is made; with TORCH_LOGS set they are said."""
+    loggers = (
+        [] if "TORCH_LOGS" in os.environ else [logging.getLogger(f"torch.{n}") for n in ("_dynamo", "_subclasses")]
+    )
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
