@@ -10,10 +10,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Graph breaks and fallbacks of fake tensors are no news while a plan is made; with TORCH_LOGS set they are said."""
-    loggers = (
-        [] if "TORCH_LOGS" in os.environ else [logging.getLogger(f"torch.{n}") for n in ("_dynamo", "_subclasses")]
-    )
+    """Graph breaks and fallbacks of fake tensors are no news while a plan is made; TORCH_LOGS has them said."""
+    names = () if "TORCH_LOGS" in os.environ else ("torch._dynamo", "torch._subclasses")
+    loggers = list(map(logging.getLogger, names))
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)
