@@ -25,8 +25,9 @@ would do (marked *). Each has dropout, drop path, BatchNorm and the like as its 
 - *peak*, *measured*: of eager's and of the planned step, by the profiler's allocator events; *predicted*: the plan's.
 - *results*: loss, outputs, gradients, buffers, parameters and random state of two planned steps, against eager from
   the same seed. "equal": to the last bit. A number: the largest difference of a tensor relative to its largest entry,
-  and in brackets what eager's own step differs by from float64's; such a step equals, to the last bit, a planned one
-  that keeps everything.
+  and in brackets what eager's own step differs by from float64's (or, where that draws other random numbers, what
+  torch.compile's aot_eager differs by from eager); such a step equals, to the last bit, a planned one that keeps
+  everything.
 - *more time*: estimated / measured, as the median of {pairs} alternating pairs of steps in processor time. Steps of
   small models take milliseconds: the second has noise of several points, with what Python spends on a graph in it.
 - *regions*: graphs that torch.compile made of the step, planned together; *planned in*: seconds on a busy core.

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +47,8 @@ class Row:
         predicted_bytes, measured_bytes: peak of the planned step.
         bitwise: whether loss, outputs, gradients, buffers, parameters and random state are eager's to the last bit.
         error: else, the largest relative difference from eager.
-        own_error, planned_error: else, of eager and of the planned step, the difference from eager in float64.
+        own_error, planned_error: else, of eager and of the planned step, the difference from eager in float64; where
+            there is none to compare with, of torch.compile's aot_eager and of the planned step, from eager.
         as_kept: else, whether the planned step equals one that keeps everything, to the last bit.
         overhead, measured_overhead: estimated; median over pairs of steps of processor time, planned over eager, less
             one.
@@ -126,7 +127,7 @@ def _fill(case: Case, make: Callable[[], Case], found: dict[str, Any]) -> None:
     found["measured_overhead"] = ratio - 1
     p.remove()
     if not found["bitwise"]:
-        _explain(case, make(), ours, reference, found)
+        _explain(case, make, ours, reference, found)
 
 
 def _plan(case: Case, found: dict[str, Any]) -> Plan:
@@ -149,7 +150,9 @@ def _plan(case: Case, found: dict[str, Any]) -> Plan:
     return p
 
 
-def _explain(case: Case, other: Case, ours: list[Results], reference: Results, found: dict[str, Any]) -> None:
+def _explain(
+    case: Case, make: Callable[[], Case], ours: list[Results], reference: Results, found: dict[str, Any]
+) -> None:
     """Where a planned step is not eager's to the last bit: is it rounding, and is the graph or the plan the cause?"""
     found["error"] = max(error(r, reference) for r in ours)
     kept = plan(case.model, case.batch, budget_gb=PLENTY, loss_fn=case.loss_fn, progress=False)
@@ -157,14 +160,23 @@ def _explain(case: Case, other: Case, ours: list[Results], reference: Results, f
     same = results(case, case.model)
     kept.remove()
     found["as_kept"] = not any(differing(r, same) for r in ours)
-    try:
+    found["own_error"], found["planned_error"] = _compiled_error(make(), reference), found["error"]
+    other = make()
+    with contextlib.suppress(RuntimeError):  # an op that has no double precision
         exact = results(Case(other.model, _double(case.batch), case.loss_fn), other.model.double())
-    except RuntimeError:  # an op that has no double precision
-        exact = reference
-    if differing({"": exact["random state"]}, {"": reference["random state"]}):  # draws of doubles are other draws
-        exact = reference
-    found["own_error"] = error(reference, exact)
-    found["planned_error"] = max(error(r, exact) for r in ours)
+        if _equal(exact["random state"], reference["random state"]):  # else doubles were drawn otherwise
+            found["own_error"] = error(reference, exact)
+            found["planned_error"] = max(error(r, exact) for r in ours)
+
+
+def _compiled_error(case: Case, reference: Results) -> float:
+    """How far from eager torch.compile's own order of ops is; 0 where it does not run."""
+    torch._dynamo.reset()
+    try:
+        case.model.compile(backend="aot_eager")
+        return error(results(case, case.model), reference)
+    except Exception:
+        return 0.0
 
 
 def _verdict(case: Case, found: dict[str, Any]) -> str:
@@ -233,7 +245,7 @@ def evaluated(case: Case, model: nn.Module) -> Results | None:
         return {f"output {i}": t.detach().clone() for i, t in enumerate(tensors(output))}
 
 
-@contextmanager
+@contextlib.contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
     """Put parameters, buffers and plain numbers of modules (counters) back to what they were, and clear gradients."""
     values = [(t, t.detach().clone()) for t in (*model.parameters(), *model.buffers())]
