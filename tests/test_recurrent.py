@@ -77,8 +77,10 @@ def test_recurrent_layers_train_as_before_within_the_budget(name, tmp_path):
     assert measured == pytest.approx(p.peak_bytes, rel=0.02)
 
 
-def test_dropout_between_layers_is_drawn_once():
-    case = case_of(Recurrent(nn.LSTM, num_layers=2, dropout=0.2))
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_dropout_between_layers_is_drawn_once_and_as_without_a_plan(kind):
+    case = case_of(Recurrent(kind, num_layers=3, dropout=0.2))
+    eager = results(case)
     full = plan(case.model, case.batch, budget_gb=1)
     full.apply()
     expected = results(case)
@@ -88,6 +90,8 @@ def test_dropout_between_layers_is_drawn_once():
     plan(case.model, case.batch, budget_gb=e.value.minimum_gb, solver="chen").apply()
     ours = results(case)
     assert all(torch.equal(ours[key], value) for key, value in expected.items())
+    for key, value in eager.items():
+        torch.testing.assert_close(ours[key], value, msg=lambda m, key=key: f"{key}: {m}")
 
 
 def test_packed_sequences_are_refused_in_words():

@@ -21,6 +21,7 @@ from .checkpoints import Checkpoints
 from .known_values import KnownValues
 from .private import BoxedCodeGen, FakeCopyMode, FakeTensorMode, aot_autograd, dynamo_config, nn_transformer
 from .recording import Recording
+from .recurrent import dropout_between_layers
 from .region import Region, analyse
 from .shapes import at_hints, symbolic_again
 
@@ -38,14 +39,17 @@ def dynamo_settings() -> Iterator[None]:
     """
     words = ("debug", "info", "warn", "error", "exception", "critical", "log")
     methods = {f for name, f in vars(logging.Logger).items() if name.startswith(words)}
-    with dynamo_config.patch(
-        recompile_limit=1_000_000,
-        accumulated_recompile_limit=1_000_000,
-        fail_on_recompile_limit_hit=True,
-        suppress_errors=False,
-        skip_nnmodule_hook_guards=False,
-        allow_rnn=True,
-        ignore_logger_methods=dynamo_config.ignore_logger_methods | methods,
+    with (
+        dropout_between_layers(),
+        dynamo_config.patch(
+            recompile_limit=1_000_000,
+            accumulated_recompile_limit=1_000_000,
+            fail_on_recompile_limit_hit=True,
+            suppress_errors=False,
+            skip_nnmodule_hook_guards=False,
+            allow_rnn=True,
+            ignore_logger_methods=dynamo_config.ignore_logger_methods | methods,
+        ),
     ):
         detect = nn_transformer._detect_is_causal_mask
         nn_transformer._detect_is_causal_mask = _causal_if_told

@@ -1,5 +1,6 @@
 """The private parts of torch that capture needs. Known to work on torch 2.11 to 2.13."""
 
+import torch._decomp.decompositions as decompositions
 import torch._dynamo.config as dynamo_config
 import torch.nn.modules.transformer as nn_transformer
 from torch._dynamo.backends.common import aot_autograd
@@ -34,6 +35,7 @@ __all__ = [
     "TracingContext",
     "UnsupportedOperatorException",
     "aot_autograd",
+    "decompositions",
     "detect_fake_mode",
     "dynamo_config",
     "nn_transformer",
