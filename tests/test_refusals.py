@@ -144,6 +144,15 @@ def test_values_of_the_batch_are_known_at_planning(padded):
         torch.testing.assert_close(q.grad, gradient)
 
 
+def test_memory_without_values_is_not_known():
+    class Uninitialised(Asks):
+        def forward(self, x, mask):
+            return super().forward(x, mask) * (2 if mask.long().new_empty(16, 2).sum() > 7 else 1)
+
+    with pytest.raises(CaptureError, match="asks for a tensor's value"):
+        plan(Uninitialised(), (torch.randn(16, 8), torch.ones(16, dtype=torch.bool)), budget_gb=1)
+
+
 def test_what_is_written_into_the_batch_is_known_no_more():
     class Writes(nn.Module):
         def __init__(self):

@@ -56,6 +56,8 @@ class KnownValues:
         made: Any
         if func in _CTC and (made := _ctc_loss(*args, **kwargs)) is not None:
             return made
+        if _uninitialised(func):
+            return self._unknowing(known, func, types, args, kwargs)
         if len(known) < len(inputs) or not _repeatable(func):
             made = self._dispatch(func, types, args, kwargs)
             if func is _ATEN.rand.default:
@@ -63,14 +65,7 @@ class KnownValues:
             elif func is _ATEN.lt.Scalar and getattr(args[0], "planner_drawn", False) and args[1] <= 0:
                 self._learn([made], [torch.zeros(made.shape, dtype=torch.bool)])  # layers are dropped at a rate of 0
             return made
-        values = [t.constant for t in known]
-        for t in known:  # first without them: the result may be large
-            t.constant = None
-        try:
-            made = self._dispatch(func, types, args, kwargs)
-        finally:
-            for t, value in zip(known, values, strict=True):
-                t.constant = value
+        made = self._unknowing(known, func, types, args, kwargs)  # the result may be large
         results = [t for t in pytree.tree_leaves(made) if isinstance(t, FakeTensor)]
         if results and all(t.numel() <= MOST_ELEMENTS and t.device.type in ("cpu", "cuda") for t in results):
             real_args, real_kwargs = pytree.tree_map_only(FakeTensor, lambda t: t.constant, (tuple(args), dict(kwargs)))
@@ -78,6 +73,17 @@ class KnownValues:
                 real = func(*real_args, **real_kwargs)
             self._learn(results, pytree.tree_leaves(real))
         return made
+
+    def _unknowing(self, known: Sequence[Any], func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op on fake tensors without what is known of some."""
+        values = [t.constant for t in known]
+        for t in known:
+            t.constant = None
+        try:
+            return self._dispatch(func, types, args, kwargs)
+        finally:
+            for t, value in zip(known, values, strict=True):
+                t.constant = value
 
     def _learn(self, fakes: Sequence[Any], values: Sequence[torch.Tensor]) -> None:
         for t, value in zip(fakes, values, strict=True):
@@ -93,8 +99,12 @@ def _repeatable(func: Any) -> bool:
         and func.namespace == "aten"
         and not func._schema.is_mutable
         and not any(tag in func.tags for tag in tags)
-        and "empty" not in str(func)
     )
+
+
+def _uninitialised(func: Any) -> bool:
+    """Whether what an op makes has no values yet."""
+    return "empty" in str(func)
 
 
 _CTC = (_ATEN._ctc_loss.default, _ATEN._ctc_loss.Tensor)
