@@ -25,7 +25,7 @@ from .estimate.resident import storage_bytes
 from .pipeline import make_plan
 from .plan import PendingPlan, Plan
 from .request import GB, Costs, Dynamic, Mode, arguments, check, check_mode, maxima_of, named_maxima, with_batch
-from .runtime.applied import Applied, attach, attached, call_signature, detach
+from .runtime.applied import Applied, attach, attached, call_signature, detach, without_batch
 from .runtime.run import Runtime
 from .runtime.shapes import Shapes
 from .runtime.verify import FOUND
@@ -162,7 +162,7 @@ def apply(plan: Plan, model: nn.Module | None = None, *, verify: bool = False, m
         made = made or make_plan(with_batch(request, model, args, kwargs, maxima), known)
         if verify:
             made = repair(made)
-        known.append(made)
+        known.append(without_batch(made))
         return made
 
     runtime: Applied

@@ -13,6 +13,7 @@ from solvers import InfeasibleError, Solution, every_op_once, simulate, solve
 
 from .account import account_of
 from .capture.step import TrainingGraph, capture
+from .capture.untouched import random_kept
 from .decide import decisions, moments, peak_account
 from .eager.pipeline import make_eager_plan
 from .errors import CaptureError, InfeasibleBudgetError
@@ -37,9 +38,10 @@ def make_plan(request: Request, known: Sequence[Plan] = ()) -> Plan:
         request: what was asked for.
         known: plans of the same model: a schedule of theirs is taken where it fits this step, instead of solving anew.
     """
-    if request.mode == "eager":
-        return make_eager_plan(request, known[-1] if known else None)
-    graph = graph_of(request)
+    with random_kept():
+        if request.mode == "eager":
+            return make_eager_plan(request, known[-1] if known else None)
+        graph = graph_of(request)
     lowered, lines = problem_of(request, graph)
     lowered, solution, lines = solve_with_margin(request, lowered, lines, partial(_solve, known=known))
     return write(request, graph, lowered, solution, lines)

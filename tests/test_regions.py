@@ -1,5 +1,7 @@
 """Models that torch.compile breaks into several graphs: one plan for all of them, and for what runs between."""
 
+import gc
+import weakref
 from dataclasses import replace
 from itertools import product
 
@@ -208,3 +210,30 @@ def _combined(problem: Problem, choice: dict[int, tuple[int, ...]]) -> Schedule:
             loss = own.index(problem.boundary)
             steps += [s for s in (own[:loss] if half[1] else own[loss:]) if problem.ops[s].region == op.region]
     return Schedule(tuple(steps))
+
+
+class Remembers(Base):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    @torch.compiler.disable
+    def middle(self, x):
+        self.seen.append(weakref.ref(x))
+        return x
+
+
+def test_what_passed_between_regions_is_freed_and_so_is_the_model():
+    model, x = Remembers().train(), torch.randn(512, 64)
+    p = plan(model, {"x": x}, budget_gb=1)
+    p.apply()
+    model.seen.clear()
+    model(x).backward()
+    gc.collect()
+    assert len(model.seen) == 1
+    assert model.seen[0]() is None
+    p.remove()
+    held = weakref.ref(model), weakref.ref(x)
+    del model, x, p
+    gc.collect()
+    assert [ref() for ref in held] == [None, None]

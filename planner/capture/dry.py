@@ -15,6 +15,7 @@ from .checkpoints import Checkpoints
 from .dynamo import CompileRegion, Partition, compile_call, detach_outputs, dynamo_settings, make_backend
 from .eager_parts import as_region_calls
 from .outside import LossFn, OutsideLoss, differentiable, leaves, trace_loss
+from .private import reset_code
 from .recording import EagerCall, Recording
 from .refusals import refusal
 from .region import Region, fingerprint
@@ -56,6 +57,7 @@ class DryPass:
                     output = compiled(*args, **kwargs)
                 finally:
                     self.recording.pause()
+                    reset_code(compiled._torchdynamo_orig_callable.__code__)  # type: ignore[attr-defined]
         except PlannerError:
             raise
         except Exception as e:
@@ -68,7 +70,9 @@ class DryPass:
             )
         return output
 
-    def _serve(self, graph: fx.GraphModule, compile_region: CompileRegion) -> Callable[..., Any]:
+    def _serve(
+        self, graph: fx.GraphModule, compile_region: CompileRegion, examples: Sequence[Any]
+    ) -> Callable[..., Any]:
         key = fingerprint(graph.graph)
         cut = self.detach.get(key, ()) if isinstance(self.detach, Mapping) else self.detach(graph)
         self.cut[key] = tuple(cut)
@@ -79,7 +83,7 @@ class DryPass:
             captured.append(region)
             return self.split(region)
 
-        compiled = compile_region(partition)
+        compiled = compile_region(partition, examples)
 
         def call(*inputs: Any) -> Any:
             region = captured[0] if captured else None

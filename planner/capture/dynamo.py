@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,15 +20,23 @@ from torch.utils import _pytree as pytree
 from ..errors import CaptureError, PlannerError
 from .checkpoints import Checkpoints
 from .known_values import KnownValues
-from .private import BoxedCodeGen, FakeCopyMode, FakeTensorMode, aot_autograd, dynamo_config, nn_transformer
+from .layers import capturable_layers
+from .private import (
+    BoxedCodeGen,
+    FakeCopyMode,
+    FakeTensorMode,
+    aot_autograd,
+    cached_backends,
+    dynamo_config,
+    reset_code,
+)
 from .recording import Recording
-from .recurrent import dropout_between_layers
 from .region import Region, analyse
 from .shapes import at_hints, symbolic_again
 
 Partition = Callable[[Region], tuple[fx.GraphModule, fx.GraphModule]]
-CompileRegion = Callable[[Partition], Callable[..., Any]]
-Serve = Callable[[fx.GraphModule, CompileRegion], Callable[..., Any]]
+CompileRegion = Callable[[Partition, Sequence[Any]], Callable[..., Any]]
+Serve = Callable[[fx.GraphModule, CompileRegion, Sequence[Any]], Callable[..., Any]]
 
 
 @contextlib.contextmanager
@@ -40,7 +49,7 @@ def dynamo_settings() -> Iterator[None]:
     words = ("debug", "info", "warn", "error", "exception", "critical", "log")
     methods = {f for name, f in vars(logging.Logger).items() if name.startswith(words)}
     with (
-        dropout_between_layers(),
+        capturable_layers(),
         dynamo_config.patch(
             recompile_limit=1_000_000,
             accumulated_recompile_limit=1_000_000,
@@ -51,8 +60,6 @@ def dynamo_settings() -> Iterator[None]:
             ignore_logger_methods=dynamo_config.ignore_logger_methods | methods,
         ),
     ):
-        detect = nn_transformer._detect_is_causal_mask
-        nn_transformer._detect_is_causal_mask = _causal_if_told
         try:
             yield
         except Exception as e:  # what our backend refuses, torch.compile wraps
@@ -60,21 +67,14 @@ def dynamo_settings() -> Iterator[None]:
             if isinstance(inner, PlannerError):
                 raise inner from None
             raise
-        finally:
-            nn_transformer._detect_is_causal_mask = detect
-
-
-def _causal_if_told(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
-    """Whether attention may ignore its mask; asked of the mask itself, compiling would stop."""
-    return is_causal is True
 
 
 def make_backend(serve: Serve, checkpoints: Checkpoints = "replace") -> Callable[..., Any]:
     """A `torch.compile` backend that leaves every decision to `serve`.
 
     Args:
-        serve: a Dynamo graph, and a function that compiles it -> what Dynamo calls in its place. That function takes
-            what turns the captured region into its forward and backward graphs.
+        serve: a Dynamo graph, a function that compiles it, and its first inputs -> what Dynamo calls in its place.
+            That function takes what turns the captured region into its forward and backward graphs, and inputs.
         checkpoints: what becomes of calls that the model itself checkpoints.
     """
 
@@ -82,7 +82,10 @@ def make_backend(serve: Serve, checkpoints: Checkpoints = "replace") -> Callable
         return boxed(graph)
 
     def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        def compile_region(partition: Partition) -> Callable[..., Any]:
+        # the tensors are the user's: their batch and what earlier regions made
+        sizes = [None if isinstance(x, torch.Tensor) else x for x in inputs]
+
+        def compile_region(partition: Partition, given: Sequence[Any]) -> Callable[..., Any]:
             def split(
                 joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any
             ) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -91,10 +94,11 @@ def make_backend(serve: Serve, checkpoints: Checkpoints = "replace") -> Callable
                 return (symbolic_again(forward), symbolic_again(backward)) if symbolic else (forward, backward)
 
             aot = aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=split)
-            compiled: Callable[..., Any] = aot(graph, inputs)
+            examples = [x if kept is None else kept for x, kept in zip(given, sizes, strict=True)]
+            compiled: Callable[..., Any] = aot(graph, examples)
             return compiled
 
-        return serve(graph, compile_region)
+        return serve(graph, compile_region, inputs)
 
     return backend
 
@@ -109,6 +113,9 @@ def compile_call(model: nn.Module, backend: Callable[..., Any]) -> Callable[...,
     # and goes with it. A frame of ours on top also lets it see modules that are torch's own (nn.Sequential).
     call.__code__ = call.__code__.replace(co_varnames=call.__code__.co_varnames)
     compiled: Callable[..., Any] = torch.compile(call, backend=backend, dynamic=False)
+    for key in [k for k, b in cached_backends.items() if getattr(b, "compiler_fn", None) is backend]:
+        del cached_backends[key]  # kept for torch._dynamo.reset(), which has nothing to do for ours
+    weakref.finalize(call, reset_code, call.__code__)  # torch holds what it compiled as long as the code, and that it
     return compiled
 
 

@@ -3,7 +3,9 @@
 import torch._decomp.decompositions as decompositions
 import torch._dynamo.config as dynamo_config
 import torch.nn.modules.transformer as nn_transformer
+from torch._C._dynamo.eval_frame import reset_code
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.eval_frame import cached_backends
 from torch._functorch._aot_autograd.descriptors import PlainAOTInput, PlainAOTOutput, TangentAOTInput
 from torch._guards import TracingContext, detect_fake_mode
 from torch._subclasses.fake_tensor import (
@@ -35,10 +37,12 @@ __all__ = [
     "TracingContext",
     "UnsupportedOperatorException",
     "aot_autograd",
+    "cached_backends",
     "decompositions",
     "detect_fake_mode",
     "dynamo_config",
     "nn_transformer",
     "no_dispatch",
+    "reset_code",
     "sympy_interp",
 ]

@@ -109,7 +109,9 @@ def _module(model: nn.Module, frames: Sequence[Frame], traced: Sequence[Frame]) 
     names = {id(module): name for name, module in model.named_modules()}
     for file, line, _ in reversed(traced):  # torch.compile tells no objects: the first module with that code
         for name, module in model.named_modules():
-            code: Any = type(module).forward.__code__
+            code: Any = getattr(getattr(type(module), "forward", None), "__code__", None)
+            if code is None:  # a scripted module
+                continue
             ends = max((at for *_, at in code.co_lines() if at), default=0)
             if code.co_filename == file and code.co_firstlineno <= line <= ends:
                 return str(name)
@@ -124,7 +126,7 @@ def _submodule(model: nn.Module, path: str | None) -> str | None:
         if name
         and not f"{path}.".startswith(f"{name}.")
         and not (path and f"{name}.".startswith(f"{path}."))
-        and type(module).forward is not nn.Module.forward
+        and getattr(type(module), "forward", nn.Module.forward) is not nn.Module.forward
     }
     best = max(sizes, key=lambda name: sizes[name], default=None)
     return best if best is not None and sizes[best] else None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
@@ -28,3 +30,14 @@ def untouched(
         finally:
             for buffer, saved in buffers:
                 buffer.copy_(saved)
+
+
+@contextmanager
+def random_kept() -> Iterator[None]:
+    """Puts the random state of Python and NumPy back: a model may draw from them while it is planned."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)

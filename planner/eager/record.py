@@ -171,9 +171,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._distinct[key]
 
 
-def _attributes(module: nn.Module) -> dict[str, tuple[int, int]]:
-    """What tells that an attribute was set, or a container that it holds grew."""
-    return {k: (id(v), len(v) if isinstance(v, (list, dict, set)) else 0) for k, v in vars(module).items()}
+def _attributes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """What tells that an attribute was set, or something in a container that it holds."""
+    return {k: (id(v), *map(id, _held_in(v))) for k, v in vars(module).items()}
+
+
+def _held_in(container: Any) -> list[Any]:
+    if isinstance(container, dict):
+        return list(container.values())
+    return list(container) if isinstance(container, (list, set)) else []
 
 
 def _source() -> str:

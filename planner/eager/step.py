@@ -121,7 +121,8 @@ def _differentiate(output: Any, loss_fn: LossFn | None, recorder: Recorder) -> N
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
     """Puts the attributes of all modules back, as far as they were set."""
-    tables = [t for m in model.modules() for t in (vars(m), m._buffers, m._parameters)]
+    modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
+    tables = [t for m in modules for t in (vars(m), m._buffers, m._parameters)]
     before = [dict(t) for t in tables]
     try:
         yield

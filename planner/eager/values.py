@@ -48,6 +48,8 @@ def call_op(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any, tensors: Se
     if not tensors:
         with mode:
             made = func(*args, **kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            return made  # another step draws another number
         small = all(_small(t) for t in pytree.tree_leaves(made) if isinstance(t, torch.Tensor))
         return func(*args, **kwargs) if small else made
     result = func(*args, **kwargs)

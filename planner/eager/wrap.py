@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -102,17 +104,26 @@ class _Policy:
         keep = self.kept.get(self.begun) == str(op)
         self.begun += 1
         self.found += keep
-        if torch.Tag.nondeterministic_seeded in op.tags:
+        if _draws(op, _args, _kwargs):
             self.drawn.add(keep)
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     def check(self, path: str) -> None:
-        if self.found == len(self.kept):
-            return
         told = f"{path} ran other ops than those planned for (it depends on something beside its arguments)"
         if len(self.drawn) > 1:
             raise ApplyError(f"{told}, and would draw other random numbers when it runs again; remove() the plan")
-        warnings.warn(f"{told}: its peak may differ from the plan's", PlanWarning, stacklevel=4)
+        if self.found != len(self.kept):
+            warnings.warn(f"{told}: its peak may differ from the plan's", PlanWarning, stacklevel=4)
+
+
+def _draws(op: Any, args: Any, kwargs: Any) -> bool:
+    if torch.Tag.nondeterministic_seeded not in op.tags:
+        return False
+    names = [a.name for a in op._schema.arguments]
+    if "dropout_p" not in names:
+        return True
+    at = names.index("dropout_p")
+    return bool(kwargs.get("dropout_p", args[at] if at < len(args) else 0.0))
 
 
 def _contexts(module: nn.Module, policy: _Policy) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -131,6 +142,7 @@ class _Again:
         self.module = module
         self.inner = inner
         self.stack = ExitStack()
+        self.drawn = random.getstate(), np.random.get_state()
 
     def __enter__(self) -> None:
         torch.clear_autocast_cache()
@@ -138,10 +150,24 @@ class _Again:
             for norm in statistics_of(self.module):
                 stack.enter_context(_frozen(norm))
             stack.enter_context(self.inner)
+            stack.enter_context(_python_random(*self.drawn))
             self.stack = stack.pop_all()
 
     def __exit__(self, *exception: Any) -> None:
         self.stack.close()
+
+
+@contextmanager
+def _python_random(python: Any, numpy: Any) -> Iterator[None]:
+    """What torch's own checkpoint does not replay."""
+    now = random.getstate(), np.random.get_state()
+    random.setstate(python)
+    np.random.set_state(numpy)
+    try:
+        yield
+    finally:
+        random.setstate(now[0])
+        np.random.set_state(now[1])
 
 
 @contextmanager

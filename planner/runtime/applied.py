@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -65,6 +66,7 @@ class Applied:
         self.warned = False
         self.plans: dict[Signature, Any] = {}
         self.newest: Any = None
+        self.lock = threading.RLock()  # threads take turns in the forward pass
         self.call_eagerly = model._call_impl
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Applied | None:
@@ -93,6 +95,8 @@ class Applied:
     def add(self, args: Any, kwargs: Any, plan: Any, maxima: Maxima | None = None) -> None:
         """Let a plan serve such calls; where it was made for maxima, those of smaller sizes too."""
         self.newest = plan
+        # only the newest keeps its batch, to be verified with
+        self.plans = {signature: without_batch(earlier) for signature, earlier in self.plans.items()}
         self.plans[call_signature(self.model, args, kwargs)] = plan
 
     # a compiled model around this one would have it in its own graph, without the plan
@@ -101,11 +105,12 @@ class Applied:
         if not trains(self.model, args, kwargs):
             return self.call_eagerly(*args, **kwargs)  # type: ignore[no-untyped-call]
         refuse_compiled(self.model, self)
-        signature = call_signature(self.model, args, kwargs)
-        if signature not in self.plans:
-            self.find(signature, args, kwargs)
-        self.warned = self.warned or self.warn(self.model, self.plans[signature], self.waits())
-        return self.run(signature, args, kwargs)
+        with self.lock:
+            signature = call_signature(self.model, args, kwargs)
+            if signature not in self.plans:
+                self.find(signature, args, kwargs)
+            self.warned = self.warned or self.warn(self.model, self.plans[signature], self.waits())
+            return self.run(signature, args, kwargs)
 
     def find(self, signature: Signature, args: Any, kwargs: Any) -> None:
         """Find a plan for a kind of call that comes for the first time, or make one."""
@@ -118,6 +123,11 @@ class Applied:
     def run(self, signature: Signature, args: Any, kwargs: Any) -> Any:
         """Call the model under its plan."""
         raise NotImplementedError
+
+
+def without_batch(plan: Any) -> Any:
+    """A plan that holds no tensors of the batch that it was made for."""
+    return replace(plan, request=replace(plan.request, args=None, kwargs={}))
 
 
 def for_copy(plan: Any, model: nn.Module) -> Any:

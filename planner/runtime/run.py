@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
@@ -66,6 +65,10 @@ class _NoGradient(torch.autograd.Function):
         )
 
 
+def _always(recipe: Recipe) -> Callable[[], Recipe]:
+    return lambda: recipe
+
+
 class Runtime(Applied):
     """Runs compiled graphs.
 
@@ -90,7 +93,6 @@ class Runtime(Applied):
         self.serving: dict[Signature, Family] = {}
         self.calls: Counter[str] = Counter()
         self.regions_run = 0
-        self.lock = threading.RLock()  # a call in one thread counts its graphs alone
         self.settled = False
         self.nodes: list[weakref.ref[Any]] = []  # of regions whose backward pass has not run
         self.anchor = torch.zeros((), requires_grad=True)
@@ -100,13 +102,15 @@ class Runtime(Applied):
 
     def _compile_anew(self) -> None:
         """Forget what was compiled."""
-        self.compiled = self._compiled(lambda: self.current)
+        own = weakref.proxy(self)  # torch holds what it compiled until the model is gone
+        self.compiled = self._compiled(lambda: own.current)
         for families in self.shapes.families.values():
             for family in families:
-                family.compiled = self._compiled(partial(getattr, family.plan, "recipe"))
+                family.compiled = self._compiled(_always(family.plan.recipe))
 
     def _compiled(self, recipe: Callable[[], Recipe]) -> Callable[..., Any]:
-        return compile_call(self.model, make_backend(partial(self._serve, recipe), self.checkpoints))
+        own = cast(Runtime, weakref.proxy(self))  # torch holds what it compiled
+        return compile_call(self.model, make_backend(partial(Runtime._serve, own, recipe), self.checkpoints))
 
     def like(self, model: nn.Module) -> Runtime:
         copied = Runtime(model, self.make, self.warn, self.shapes.without_families(), self.checkpoints)
@@ -122,7 +126,7 @@ class Runtime(Applied):
         recipe: Recipe = plan.recipe
         assert recipe.maxima is not None
         graphs = sum(map(len, recipe.calls.values()))
-        self.shapes.add(kind, Family(recipe.maxima, plan, self._compiled(lambda: recipe), graphs))
+        self.shapes.add(kind, Family(recipe.maxima, plan, self._compiled(_always(recipe)), graphs))
 
     def add(self, args: Any, kwargs: Any, plan: Any, maxima: Maxima | None = None) -> None:
         self.newest = plan
@@ -158,10 +162,6 @@ class Runtime(Applied):
             super().find(signature, args, kwargs)
 
     def run(self, signature: Signature, args: Any, kwargs: Any) -> Any:
-        with self.lock:
-            return self._run_or_plan_anew(signature, args, kwargs)
-
-    def _run_or_plan_anew(self, signature: Signature, args: Any, kwargs: Any) -> Any:
         if (state := unguarded(self.model)) != self.unguarded:
             self.unguarded = state
             self._compile_anew()
@@ -205,7 +205,11 @@ class Runtime(Applied):
         return result
 
     def _serve(
-        self, recipe: Callable[[], Recipe], graph: fx.GraphModule, compile_region: CompileRegion
+        self,
+        recipe: Callable[[], Recipe],
+        graph: fx.GraphModule,
+        compile_region: CompileRegion,
+        examples: Sequence[Any],
     ) -> Callable[..., Any]:
         key = fingerprint(graph.graph)
         if key not in recipe().calls:
@@ -215,14 +219,14 @@ class Runtime(Applied):
         device = next(self.model.parameters()).device
         compiled: dict[PlannedRegion | None, Callable[..., Any]] = {}
 
-        def compiled_for(planned: PlannedRegion | None) -> Callable[..., Any]:
+        def compiled_for(planned: PlannedRegion | None, given: Sequence[Any]) -> Callable[..., Any]:
             def partition(region: Region) -> tuple[fx.GraphModule, fx.GraphModule]:
                 if planned is None or region.fingerprint != planned.fingerprint:
                     raise GraphChanged
                 return emit(region, planned.forward, planned.backward)
 
             if planned not in compiled:
-                compiled[planned] = compile_region(partition)
+                compiled[planned] = compile_region(partition, given)
             return compiled[planned]
 
         def planned_now() -> PlannedRegion | None:
@@ -231,10 +235,11 @@ class Runtime(Applied):
                 raise GraphChanged
             return calls[self.calls[key]]
 
-        compiled_for(planned_now())
+        compiled_for(planned_now(), examples)
+        del examples
 
         def call(*inputs: Any) -> Any:
-            run = compiled_for(planned_now())
+            run = compiled_for(planned_now(), inputs)
             self.calls[key] += 1
             self.regions_run += 1
             # a random op's state is that of the current device's generator

@@ -1,7 +1,8 @@
-"""Recurrent layers as torch.compile takes them apart."""
+"""Layers of torch.nn that torch.compile does not capture as they are: what stands in while a planned model compiles."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -9,18 +10,40 @@ from typing import Any
 
 import torch
 
-from .private import decompositions
+from .private import decompositions, nn_transformer
+
+_DETECT, _RNN_HELPER = nn_transformer._detect_is_causal_mask, decompositions._rnn_helper
+
+
+_lock = threading.Lock()
+_users = 0
 
 
 @contextmanager
-def dropout_between_layers() -> Iterator[None]:
-    """While it is on, taking a recurrent layer apart keeps its dropout: torch's `_rnn_helper` (2.13) leaves it out."""
-    original = decompositions._rnn_helper
-    decompositions._rnn_helper = partial(_layer_by_layer, original)
+def capturable_layers() -> Iterator[None]:
+    """While it is on, in any thread, torch's layers can be captured.
+
+    Attention is not asked whether its mask is causal, which would stop compiling; and taking a recurrent layer apart
+    keeps its dropout, which torch's `_rnn_helper` (2.13) leaves out.
+    """
+    global _users
+    with _lock:
+        if not _users:
+            nn_transformer._detect_is_causal_mask = _causal_if_told
+            decompositions._rnn_helper = partial(_layer_by_layer, _RNN_HELPER)
+        _users += 1
     try:
         yield
     finally:
-        decompositions._rnn_helper = original
+        with _lock:
+            _users -= 1
+            if not _users:
+                nn_transformer._detect_is_causal_mask = _DETECT
+                decompositions._rnn_helper = _RNN_HELPER
+
+
+def _causal_if_told(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
+    return is_causal is True
 
 
 def _layer_by_layer(
