@@ -124,7 +124,9 @@ def lower(
         pinned.update(start + v for v in region.values_in(region.returned))
         if not accumulate:
             pinned.update(joined.gradients[r])
-        outputs.extend({start + v for v in region.values_in(region.fwd_outputs)} - joined.freed)
+        # a frame of Python may hold what a graph has passed to it until the forward pass has ended
+        made = {start + v for v in region.values_in(region.fwd_outputs)}
+        outputs.extend(made if region.fingerprint else made - joined.freed)
         incoming.extend(start + v for v in region.values_in(region.tangents))
         add(r, range(region.boundary))
     boundary = len(ops)

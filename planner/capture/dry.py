@@ -23,8 +23,6 @@ from .shapes import Maxima, marked
 from .watched import watch_backward
 
 Detach = Callable[[fx.GraphModule], Collection[int]] | Mapping[str, tuple[int, ...]]
-# What ops outside the regions make is left out of a plan up to this share of what the regions make.
-EAGER_SHARE = 0.001
 
 
 class DryPass:
@@ -137,6 +135,5 @@ class DryPass:
         return {key: cut.get(key, ()) for key in self.cut}, outside
 
     def _runs_outside(self) -> bool:
-        """Whether ops outside the regions make more than a sliver."""
-        made = sum(sum(storages([call.result for call in calls]).values()) for calls in self._between)
-        return made > EAGER_SHARE * sum(v.nbytes for c in self.calls if c.region for v in c.region.values)
+        """Whether ops outside the regions make anything."""
+        return any(storages([call.result for call in calls]) for calls in self._between)
