@@ -20,7 +20,8 @@ INTRODUCTION = """# Models
 What the planner does with {count} small models with random weights, as `python -m benchmarks.models` measured it:
 {device}, torch {torch}, {platform}. Each is planned at 60% of the peak that `torch.profiler` measures without a plan
 (parameters, buffers and batch included; no optimizer), or at the least that is feasible where that is less than what
-would do (marked *). Each has dropout, drop path, BatchNorm and the like as its configuration trains.
+would do (marked *). Each has dropout, drop path, BatchNorm and the like as its configuration trains. Rows are measured
+again where a change is thought to touch them, so they stem from several versions of the planner.
 
 - *peak*, *measured*: of eager's and of the planned step, by the profiler's allocator events; *predicted*: the plan's.
 - *results*: loss, outputs, gradients, buffers, parameters and random state of two planned steps, against eager from
