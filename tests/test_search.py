@@ -1,7 +1,8 @@
 """What the compiled search counts, against the judge of every answer and a naive replay of both."""
 
-from __future__ import gc
+from __future__ import annotations
 
+import gc
 import importlib
 import math
 import random
