@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -79,15 +80,19 @@ def is_collective(node: fx.Node) -> bool:
 def is_random(node: fx.Node) -> bool:
     """Whether a node draws from the device's random number generator."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+    return isinstance(target, torch._ops.OpOverload) and draws(target, node.args, node.kwargs)
+
+
+def draws(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of an op draws from the device's random number generator."""
+    if torch.Tag.nondeterministic_seeded not in op.tags:
         return False
     # attention is tagged random for its dropout; without dropout it draws nothing
-    names = [a.name for a in target._schema.arguments]
-    if "dropout_p" in names:
-        at = names.index("dropout_p")
-        rate = node.kwargs.get("dropout_p", node.args[at] if at < len(node.args) else 0.0)
-        return bool(rate != 0.0)
-    return True
+    names = [a.name for a in op._schema.arguments]
+    if "dropout_p" not in names:
+        return True
+    at = names.index("dropout_p")
+    return bool(kwargs.get("dropout_p", args[at] if at < len(args) else 0.0) != 0.0)
 
 
 def replay_bytes(node: fx.Node) -> tuple[int, int]:

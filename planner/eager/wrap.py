@@ -17,6 +17,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from ..capture.safety import draws
+from ..capture.untouched import random_kept
 from ..errors import ApplyError, PlanWarning
 
 Kept = Mapping[int, str]  # ordinal of an op in its module's call -> the op
@@ -100,11 +102,11 @@ class _Policy:
         self.begun = self.found = 0
         self.drawn: set[bool] = set()  # whether results of random ops are kept
 
-    def __call__(self, _context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    def __call__(self, _context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         keep = self.kept.get(self.begun) == str(op)
         self.begun += 1
         self.found += keep
-        if _draws(op, _args, _kwargs):
+        if draws(op, args, kwargs):
             self.drawn.add(keep)
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -114,16 +116,6 @@ class _Policy:
             raise ApplyError(f"{told}, and would draw other random numbers when it runs again; remove() the plan")
         if self.found != len(self.kept):
             warnings.warn(f"{told}: its peak may differ from the plan's", PlanWarning, stacklevel=4)
-
-
-def _draws(op: Any, args: Any, kwargs: Any) -> bool:
-    if torch.Tag.nondeterministic_seeded not in op.tags:
-        return False
-    names = [a.name for a in op._schema.arguments]
-    if "dropout_p" not in names:
-        return True
-    at = names.index("dropout_p")
-    return bool(kwargs.get("dropout_p", args[at] if at < len(args) else 0.0))
 
 
 def _contexts(module: nn.Module, policy: _Policy) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -150,24 +142,14 @@ class _Again:
             for norm in statistics_of(self.module):
                 stack.enter_context(_frozen(norm))
             stack.enter_context(self.inner)
-            stack.enter_context(_python_random(*self.drawn))
+            stack.enter_context(random_kept())
+            python, numpy = self.drawn  # what torch's own checkpoint does not replay
+            random.setstate(python)
+            np.random.set_state(numpy)
             self.stack = stack.pop_all()
 
     def __exit__(self, *exception: Any) -> None:
         self.stack.close()
-
-
-@contextmanager
-def _python_random(python: Any, numpy: Any) -> Iterator[None]:
-    """What torch's own checkpoint does not replay."""
-    now = random.getstate(), np.random.get_state()
-    random.setstate(python)
-    np.random.set_state(numpy)
-    try:
-        yield
-    finally:
-        random.setstate(now[0])
-        np.random.set_state(now[1])
 
 
 @contextmanager

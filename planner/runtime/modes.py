@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
+from ..capture.call import tensors_in
 from ..errors import ApplyError
 from .private import GLOBAL_HOOKS
 
@@ -18,9 +18,7 @@ def trains(model: nn.Module, args: Any, kwargs: Any) -> bool:
     """Whether a call holds anything for a backward pass: gradients are on, and something needs one."""
     if not torch.is_grad_enabled() or torch._C._get_tracing_state() or torch.compiler.is_exporting():
         return False
-    return any(p.requires_grad for p in model.parameters()) or any(
-        isinstance(t, torch.Tensor) and t.requires_grad for t in tree_leaves((args, kwargs))
-    )
+    return any(p.requires_grad for p in model.parameters()) or any(t.requires_grad for t in tensors_in((args, kwargs)))
 
 
 def unguarded(model: nn.Module) -> tuple[object, ...]:
