@@ -1,6 +1,7 @@
 """Plans that run without torch.compile: the same promises, by checkpoints on the model's own modules."""
 
 import copy
+import random
 
 import pytest
 import torch
@@ -318,6 +319,23 @@ def test_a_module_that_runs_other_ops_than_planned_says_so():
     p.apply()
     with pytest.warns(PlanWarning, match=r"blocks\.\d ran other ops than those planned for"):
         ours = results(case)
+    assert all(torch.equal(ours[key], theirs) for key, theirs in expected.items())
+
+
+class Scaled(Block):
+    def forward(self, x):
+        return super().forward(x * random.random())
+
+
+def test_numbers_that_python_draws_are_drawn_again():
+    case = case_of(*(Scaled() for _ in range(3)))
+    random.seed(3)
+    expected = results(case)
+    p = eager_plan(case, 0.5)
+    assert p.recipe.kept
+    p.apply()
+    random.seed(3)
+    ours = results(case)
     assert all(torch.equal(ours[key], theirs) for key, theirs in expected.items())
 
 
