@@ -156,10 +156,17 @@ def apply(plan: Plan, model: nn.Module | None = None, *, verify: bool = False, m
         ready[call_signature(target, *batch)] = own
         known.append(own)
 
-    def make(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], maxima: Maxima | None) -> Plan:
+    def make(
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        maxima: Maxima | None,
+        *,
+        likely: bool = True,
+    ) -> Plan:
         same = model is target and maxima == request.maxima
         made = ready.pop(call_signature(model, args, kwargs, maxima), None) if same else None
-        made = made or make_plan(with_batch(request, model, args, kwargs, maxima), known)
+        made = made or make_plan(replace(with_batch(request, model, args, kwargs, maxima), likely=likely), known)
         if verify:
             made = repair(made)
         known.append(without_batch(made))

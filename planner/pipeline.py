@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -50,7 +50,15 @@ def make_plan(request: Request, known: Sequence[Plan] = ()) -> Plan:
 def graph_of(request: Request) -> TrainingGraph:
     """The training step; where sizes may be smaller, at the largest, with symbols for them if that is possible."""
     batch = (request.args or (), request.kwargs)
-    step = partial(capture, request.model, *batch, keep_everything, request.loss_fn, request.checkpoints)
+    step = partial(
+        capture,
+        request.model,
+        *batch,
+        keep_everything,
+        request.loss_fn,
+        request.checkpoints,
+        likely=request.likely,
+    )
     if request.maxima is None:
         return step()
     why = "none of its sizes is a symbol once it is traced"
@@ -106,14 +114,18 @@ def _solve(request: Request, lowered: Lowered, lines: dict[str, int], known: Seq
         raise InfeasibleBudgetError(request.budget_gb, e.minimum, takes) from None
 
 
-def _notes(request: Request, graph: TrainingGraph) -> list[str]:
+def _notes(request: Request, graph: TrainingGraph) -> Iterator[str]:
     found = sum(region.checkpointed for region in graph.regions)
-    if found == 0:
-        return []
     calls = "1 checkpointed call" if found == 1 else f"{found} checkpointed calls"
-    if request.checkpoints == "keep":
-        return [f'{calls} of the model recomputed as the model asks; that is part of "everything kept" here.']
-    return [f"{calls} of the model planned like the rest (checkpoints='keep' leaves them as they are)."]
+    if found and request.checkpoints == "keep":
+        yield f'{calls} of the model recomputed as the model asks; that is part of "everything kept" here.'
+    elif found:
+        yield f"{calls} of the model planned like the rest (checkpoints='keep' leaves them as they are)."
+    if graph.asked:
+        yield (
+            "The model's Python code decides by values of tensors, and this plan is for what they are here "
+            f"({'; '.join(graph.asked)}): a step that goes another way is planned when it comes."
+        )
 
 
 def write(request: Request, graph: TrainingGraph, lowered: Lowered, solution: Solution, lines: dict[str, int]) -> Plan:
@@ -126,7 +138,7 @@ def write(request: Request, graph: TrainingGraph, lowered: Lowered, solution: So
     )
     planned = [PlannedRegion(r.fingerprint, *each) for r, each in zip(graph.regions, passes, strict=True)]
     calls = {key: tuple(None if r is None else planned[r] for r in order) for key, order in graph.order.items()}
-    recipe = Recipe(calls, graph.detached, graph.maxima)
+    recipe = Recipe(calls, graph.detached, graph.maxima, graph.asked)
     return Plan(
         budget_bytes=request.budget_bytes,
         peak_bytes=timeline.peak,

@@ -55,6 +55,8 @@ class Request:
         device: what is planned for.
         measure_on: the same as a torch device, where it is here.
         maxima: the sizes that are planned for where those of the batch may be smaller; None where all are as in `args`.
+        likely: where the model's code decides by a random number, whether to plan for what it does most often, or for
+            what it does in this call.
         where: where the model was.
         given: `device`, `budget_gb` and `costs` as the user gave them, for a model that has moved since.
     """
@@ -80,6 +82,7 @@ class Request:
     dynamic: Dynamic = False
     maxima: Maxima | None = None
     mode: Mode = "compiled"
+    likely: bool = True
 
     @property
     def budget_bytes(self) -> int:

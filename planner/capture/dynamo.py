@@ -18,6 +18,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from ..errors import CaptureError, PlannerError
+from .answers import Answers
 from .checkpoints import Checkpoints
 from .known_values import KnownValues
 from .layers import capturable_layers
@@ -44,7 +45,8 @@ def dynamo_settings() -> Iterator[None]:
     """The settings under which a planned model compiles and runs.
 
     torch.compile silently runs a model unplanned after `recompile_limit` shapes, and breaks the graph at every logging
-    call: neither may happen here. Nor may a hook that comes after the first step be overlooked.
+    call: neither may happen here. Nor may a hook that comes after the first step be overlooked, nor NumPy's random
+    numbers be drawn from another generator than without a plan.
     """
     words = ("debug", "info", "warn", "error", "exception", "critical", "log")
     methods = {f for name, f in vars(logging.Logger).items() if name.startswith(words)}
@@ -57,6 +59,7 @@ def dynamo_settings() -> Iterator[None]:
             suppress_errors=False,
             skip_nnmodule_hook_guards=False,
             allow_rnn=True,
+            use_numpy_random_stream=True,
             ignore_logger_methods=dynamo_config.ignore_logger_methods | methods,
         ),
     ):
@@ -144,7 +147,9 @@ def lone_loss(graph: fx.GraphModule) -> tuple[int, ...]:
     return tuple(others) if len(scalar) == 1 else ()
 
 
-def to_fake(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Recording, nn.Module, Any, Any]:
+def to_fake(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], answers: Answers
+) -> tuple[Recording, nn.Module, Any, Any]:
     """The model and its inputs on fake tensors; the originals are not touched. What is on `meta` comes to the CPU."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
@@ -166,7 +171,7 @@ def to_fake(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
                 if t is not None and t.device.type == "meta":
                     table[name] = landed.setdefault(id(t), _landed(t, mode))
     fake_args, fake_kwargs = pytree.tree_map_only(
-        torch.Tensor, fake, KnownValues(mode).fake((tuple(args), dict(kwargs)))
+        torch.Tensor, fake, KnownValues(mode, answers).fake((tuple(args), dict(kwargs)))
     )
     return Recording(mode), fake_model, fake_args, fake_kwargs
 

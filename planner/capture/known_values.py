@@ -13,17 +13,24 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from .private import FakeTensor, FakeTensorMode, no_dispatch
+from .answers import Answers, asks
+from .private import DataDependentOutputException, FakeTensor, FakeTensorMode, TracingContext, no_dispatch
 
 _ATEN = torch.ops.aten
 MOST_ELEMENTS = 2**22  # of a tensor that is known: a mask of 2048 by 2048 tokens
 
 
 class KnownValues:
-    """Has a fake mode know the values of what is small, and depends on no parameter and no random draw."""
+    """Has a fake mode know the values of what is small, and depends on no parameter and no random draw.
 
-    def __init__(self, mode: FakeTensorMode) -> None:
+    Args:
+        mode: the fake mode.
+        answers: to what Python code asks of values that are not known.
+    """
+
+    def __init__(self, mode: FakeTensorMode, answers: Answers) -> None:
         self.mode = mode
+        self.answers = answers
         self._dispatch = mode.dispatch
         self._may_turn_const = mode.may_turn_const
         # not by a subclass: higher-order operators look for what to do under FakeTensorMode itself
@@ -54,13 +61,17 @@ class KnownValues:
         inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         known = [t for t in inputs if isinstance(t, FakeTensor) and t.constant is not None]
         made: Any
+        if asks(func) and TracingContext.try_get() is None:
+            return self._answer(func, types, args, kwargs)
         if func in _CTC and (made := _ctc_loss(*args, **kwargs)) is not None:
             return made
         if _uninitialised(func):
             return self._unknowing(known, func, types, args, kwargs)
         if len(known) < len(inputs) or not _repeatable(func):
             made = self._dispatch(func, types, args, kwargs)
-            if func is _ATEN.rand.default:
+            if func is _ATEN.rand.default and made.numel() == 1 and self.answers.likely:
+                self._learn([made], [torch.full(made.shape, 0.5, dtype=made.dtype)])
+            elif func is _ATEN.rand.default:
                 made.planner_drawn = True
             elif func is _ATEN.lt.Scalar and getattr(args[0], "planner_drawn", False) and args[1] <= 0:
                 self._learn([made], [torch.zeros(made.shape, dtype=torch.bool)])  # layers are dropped at a rate of 0
@@ -73,6 +84,16 @@ class KnownValues:
                 real = func(*real_args, **real_kwargs)
             self._learn(results, pytree.tree_leaves(real))
         return made
+
+    def _answer(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """The value that Python code asks for outside every graph."""
+        answer = self.answers.answer()
+        try:
+            return self._dispatch(func, types, args, kwargs)
+        except DataDependentOutputException:
+            if answer is None:
+                raise
+            return answer
 
     def _unknowing(self, known: Sequence[Any], func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Run an op on fake tensors without what is known of some."""

@@ -10,18 +10,19 @@ import torch
 from torch import nn
 
 from ..errors import BatchError, CaptureError, ModelError
+from .answers import Answers
 from .call import tensors_in
 from .calls import Link, links_of, order_of, regions_of
 from .checkpoints import Checkpoints
 from .dry import DryPass
 from .dynamo import Partition, lone_loss, to_fake
 from .outside import LossFn, OutsideLoss, checked_loss, differentiable, leaves
-from .private import FakeTensorMode
+from .private import DataDependentOutputException, FakeTensorMode
 from .quiet import quietly
 from .refusals import refusal
 from .region import Region
 from .shapes import Maxima, enlarged, is_size
-from .untouched import untouched
+from .untouched import forget_fakes, untouched
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class TrainingGraph:
         loss: the loss, as far as it is computed outside the model.
         links: what regions make for each other and share.
         maxima: where sizes are symbols in the graphs, the largest, for which the step is read.
+        asked: lines of Python that asked for values of tensors outside the graphs; other values may have other graphs.
         note: what the user should know of it.
     """
 
@@ -44,6 +46,7 @@ class TrainingGraph:
     loss: OutsideLoss
     links: tuple[Link, ...] = ()
     maxima: Maxima | None = None
+    asked: tuple[str, ...] = ()
     note: str = ""
 
 
@@ -57,6 +60,7 @@ def capture(
     maxima: Maxima | None = None,
     *,
     symbolic: bool = True,
+    likely: bool = True,
 ) -> TrainingGraph:
     """Capture the training step under fake tensors: no memory, no compute, the model untouched.
 
@@ -70,13 +74,18 @@ def capture(
         checkpoints: whether calls that the model itself checkpoints are planned like the rest, or stay as they are.
         maxima: sizes that may be smaller than these; the step is that of the largest.
         symbolic: whether they are symbols in the graphs.
+        likely: where the model's Python code decides by a random number, whether to go the way that it goes most often,
+            or the way that this call will go.
 
     Raises:
         BatchError: the model does not accept the arguments, or the loss is not a differentiable scalar.
         CaptureError: the step cannot be written as graphs.
     """
     with quietly(), torch.inference_mode(False):  # gradients are on, whatever the caller has
-        return _capture(model, args, kwargs, split, loss_fn, checkpoints, maxima, symbolic)
+        try:
+            return _capture(model, args, kwargs, split, loss_fn, checkpoints, maxima, symbolic, likely)
+        finally:
+            forget_fakes()
 
 
 def _capture(
@@ -88,14 +97,20 @@ def _capture(
     checkpoints: Checkpoints,
     maxima: Maxima | None,
     symbolic: bool,
+    likely: bool,
 ) -> TrainingGraph:
-    recording, fake_model, fake_args, fake_kwargs = to_fake(model, args, kwargs)
+    answers = Answers(likely)
+    recording, fake_model, fake_args, fake_kwargs = to_fake(model, args, kwargs, answers)
     if maxima is not None:
         fake_args, fake_kwargs = enlarged(fake_args, fake_kwargs, maxima, recording.mode)
-    unsure = _try_eagerly(recording.mode, fake_model, fake_args, fake_kwargs, loss_fn)
+    trial = recording.mode, fake_model, fake_args, fake_kwargs, loss_fn, answers
+    unsure = _try_eagerly(*trial)
+    if isinstance(unsure, DataDependentOutputException) and _learnt(answers, model, args, kwargs):
+        unsure = _try_eagerly(*trial)
     cut: dict[str, tuple[int, ...]] | None = None
     for _ in range(2):
         dry = DryPass(recording, split, lone_loss if cut is None and loss_fn is None else (cut or {}), checkpoints)
+        answers.begin()
         try:
             output = dry.run(fake_model, fake_args, fake_kwargs, maxima if symbolic else None)
         except CaptureError as e:
@@ -105,18 +120,20 @@ def _capture(
             if e.__cause__ is None:
                 raise
             raise CaptureError(refusal(fake_model, unsure, eagerly=True)) from unsure
+        asked = answers.lines()
         cut, loss = dry.gradients(output, loss_fn)
         if cut == dry.cut:
             order, links, regions = order_of(dry.calls), links_of(dry.calls, leaves(output)), regions_of(dry.calls)
             has_symbols = any(is_size(n) for region in regions for n in region.primals)
-            return TrainingGraph(regions, order, cut, loss, links, maxima if has_symbols else None)
+            return TrainingGraph(regions, order, cut, loss, links, maxima if has_symbols else None, asked)
     raise CaptureError(f"{type(model).__name__}: which outputs get a gradient changes from one pass to the next")
 
 
 def _try_eagerly(
-    mode: FakeTensorMode, model: nn.Module, args: Any, kwargs: Any, loss_fn: LossFn | None
+    mode: FakeTensorMode, model: nn.Module, args: Any, kwargs: Any, loss_fn: LossFn | None, answers: Answers
 ) -> Exception | None:
     """Call the fake model without a compiler; returns what it raised, which may be a limit of fake tensors."""
+    answers.begin()
     try:
         with mode, torch.enable_grad():
             output = model(*args, **kwargs)
@@ -128,6 +145,15 @@ def _try_eagerly(
         with mode:
             checked_loss(loss_fn, output)
     return None
+
+
+def _learnt(answers: Answers, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a real call gave answers; one that fails is for `blame()`."""
+    forget_fakes()
+    try:
+        return answers.learn(model, args, kwargs)
+    except Exception:
+        return False
 
 
 def blame(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception) -> None:

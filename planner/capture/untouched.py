@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,6 +15,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from .call import tensors_in
+from .private import FakeTensor
 
 
 @contextmanager
@@ -33,6 +36,26 @@ def untouched(
 
 
 @contextmanager
+def undone_on(error: type[Exception], model: nn.Module) -> Iterator[None]:
+    """Where that error is raised, puts back what a call changes: buffers and the random state."""
+    buffers = [(b, b.detach().to("cpu", copy=True)) for b in model.buffers()]
+    state, python, numpy = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    states = [(d, torch.cuda.get_rng_state(d)) for d in {p.device for p in model.parameters() if p.is_cuda}]
+    try:
+        yield
+    except error:
+        with torch.no_grad():
+            for buffer, saved in buffers:
+                buffer.copy_(saved)
+        torch.set_rng_state(state)
+        random.setstate(python)
+        np.random.set_state(numpy)
+        for device, kept in states:
+            torch.cuda.set_rng_state(kept, device)
+        raise
+
+
+@contextmanager
 def random_kept() -> Iterator[None]:
     """Puts the random state of Python and NumPy back: a model may draw from them while it is planned."""
     python, numpy = random.getstate(), np.random.get_state()
@@ -41,3 +64,11 @@ def random_kept() -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
+
+
+def forget_fakes() -> None:
+    """Clear every `functools.lru_cache` that kept a fake tensor: real calls would be given it."""
+    caches = [c for c in gc.get_objects() if type(c) is functools._lru_cache_wrapper]
+    for cache in caches:
+        if any(isinstance(t, FakeTensor) for t in tensors_in(gc.get_referents(cache))):
+            cache.cache_clear()

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from ..capture.answers import Answers
 from ..capture.dynamo import to_fake
 from ..capture.private import FakeTensor, FakeTensorMode
 
@@ -19,7 +20,7 @@ def to_fake_with_integers(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[FakeTensorMode, nn.Module, Any, Any]:
     """As `to_fake`, but copies of small tensors of integers and booleans keep their values."""
-    recording, fake_model, fake_args, fake_kwargs = to_fake(model, args, kwargs)
+    recording, fake_model, fake_args, fake_kwargs = to_fake(model, args, kwargs, Answers())
 
     def with_values(real: Any, fake: Any) -> Any:
         return real.detach().clone() if isinstance(real, torch.Tensor) and _has_values(real) else fake

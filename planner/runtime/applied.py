@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -22,7 +22,7 @@ from .modes import refuse_compiled, trains
 CARRIER = "__call__"
 
 Signature = tuple[object, ...]
-Make = Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any], Maxima | None], Any]
+Make = Callable[..., Any]  # of a model, arguments, keyword arguments and maxima; `likely` as in `Request`
 
 
 def call_signature(model: nn.Module, args: Any, kwargs: Any, maxima: Maxima | None = None) -> Signature:

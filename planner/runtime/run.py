@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -18,12 +19,14 @@ from ..capture.dynamo import CompileRegion, compile_call, detach_outputs, dynamo
 from ..capture.private import FakeTensorMode
 from ..capture.region import Region, fingerprint
 from ..capture.shapes import Maxima, enlarged
-from ..capture.untouched import untouched
-from ..errors import ApplyError
+from ..capture.untouched import undone_on, untouched
+from ..errors import ApplyError, PlanWarning
 from ..rewrite.emit import emit
-from .applied import Applied, Make, Signature, call_signature, for_copy
+from .applied import Applied, Make, Signature, call_signature, for_copy, without_batch
 from .modes import backward_node, unguarded, waits
 from .shapes import Family, GraphChanged, Shapes
+
+WARN_WAYS, MOST_WAYS = 8, 32  # through a model's code: when to warn, and how many plans to keep
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +46,13 @@ class Recipe:
         calls: for each Dynamo graph, by key, what each of its calls in a step runs; None for one without a gradient.
         detached: for each Dynamo graph, by key, the outputs that get no gradient.
         maxima: where sizes are symbols in the graphs, the largest for which the plan holds.
+        asks: lines of Python that ask for values of tensors, so that another step may have other graphs.
     """
 
     calls: Mapping[str, tuple[PlannedRegion | None, ...]] = field(repr=False)
     detached: Mapping[str, tuple[int, ...]] = field(repr=False)
     maxima: Maxima | None = field(default=None, repr=False)
+    asks: tuple[str, ...] = ()
 
 
 class _NoGradient(torch.autograd.Function):
@@ -75,7 +80,9 @@ class Runtime(Applied):
     Attributes:
         shapes: the plans that serve calls of several shapes.
         serving: which of them serves a kind of call, by signature.
+        ways: for a kind of call whose graphs depend on values, the plans of all that came, the latest first.
         calls: how often each Dynamo graph was called in this call of the model.
+        cuts: the outputs that are cut off in what is compiled, for each Dynamo graph, by key.
         regions_run: how often one was, in all calls.
     """
 
@@ -91,12 +98,14 @@ class Runtime(Applied):
         self.checkpoints = checkpoints
         self.shapes = shapes
         self.serving: dict[Signature, Family] = {}
+        self.ways: dict[Signature, list[Any]] = {}
         self.calls: Counter[str] = Counter()
         self.regions_run = 0
         self.settled = False
         self.nodes: list[weakref.ref[Any]] = []  # of regions whose backward pass has not run
         self.anchor = torch.zeros((), requires_grad=True)
         self.unguarded: object = None
+        self.cuts: dict[str, tuple[int, ...]] = {}
         self.current = Recipe({}, {})
         self._compile_anew()
 
@@ -104,6 +113,7 @@ class Runtime(Applied):
         """Forget what was compiled."""
         own = weakref.proxy(self)  # torch holds what it compiled until the model is gone
         self.compiled = self._compiled(lambda: own.current)
+        self.cuts.clear()
         for families in self.shapes.families.values():
             for family in families:
                 family.compiled = self._compiled(_always(family.plan.recipe))
@@ -174,14 +184,34 @@ class Runtime(Applied):
                 with untouched(self.model, args, kwargs) as (own_args, own_kwargs):
                     self.call_eagerly(*own_args, **own_kwargs)  # type: ignore[no-untyped-call]
                 return self(*args, **kwargs)
-            del self.plans[signature]
+            tried = self.plans.pop(signature)
             family = self.serving.pop(signature, None)
             if family is not None:
                 self.shapes.differs(self._kind(args, kwargs))
-            if self.calls and (family is None or signature in family.came):
+            if self.calls and not tried.recipe.asks and (family is None or signature in family.came):
                 raise
-        self.add(args, kwargs, self.make(self.model, args, kwargs, None))
+        for way in self._other_ways(signature, tried):
+            self.plans[signature] = way
+            with suppress(GraphChanged):
+                return self._run(signature, args, kwargs)
+        self.add(args, kwargs, self.make(self.model, args, kwargs, None, likely=False))
         return self._run(signature, args, kwargs)
+
+    def _other_ways(self, signature: Signature, tried: Any) -> list[Any]:
+        """The plans of other ways that such a call has taken; the one that was tried becomes the latest of all."""
+        if not tried.recipe.asks or tried.recipe.maxima is not None:
+            return []
+        ways = [way for way in self.ways.get(signature, ()) if way.recipe is not tried.recipe][: MOST_WAYS - 1]
+        self.ways[signature] = [without_batch(tried), *ways]
+        if len(ways) == WARN_WAYS:
+            warnings.warn(
+                f"the model took {WARN_WAYS + 1} ways through its code, by what its Python code asks of tensors "
+                f"({'; '.join(tried.recipe.asks)}): each is planned and compiled for itself. Where they do not end, "
+                "take the question out of forward(), or plan a submodule without it",
+                PlanWarning,
+                stacklevel=5,
+            )
+        return ways
 
     def _run(self, signature: Signature, args: Any, kwargs: Any) -> Any:
         self.calls.clear()
@@ -191,8 +221,13 @@ class Runtime(Applied):
                 result = family.run(self.model, signature, args, kwargs)
             else:
                 self.current = self.plans[signature].recipe
-                with dynamo_settings():
+                if any(self.cuts.get(key, cut) != cut for key, cut in self.current.detached.items()):
+                    self._compile_anew()
+                undone = undone_on(GraphChanged, self.model) if self.current.asks else nullcontext()
+                with dynamo_settings(), undone:
                     result = self.compiled(*args, **kwargs)
+        except GraphChanged:
+            raise  # what is compiled stays right
         except Exception:
             self._compile_anew()  # torch.compile runs code that raised without its plan from then on
             raise
@@ -212,12 +247,9 @@ class Runtime(Applied):
         examples: Sequence[Any],
     ) -> Callable[..., Any]:
         key = fingerprint(graph.graph)
-        if key not in recipe().calls:
-            raise GraphChanged
-        cut = recipe().detached[key]
-        detach_outputs(graph, cut)
         device = next(self.model.parameters()).device
         compiled: dict[PlannedRegion | None, Callable[..., Any]] = {}
+        cut: tuple[int, ...] | None = None
 
         def compiled_for(planned: PlannedRegion | None, given: Sequence[Any]) -> Callable[..., Any]:
             def partition(region: Region) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -225,6 +257,10 @@ class Runtime(Applied):
                     raise GraphChanged
                 return emit(region, planned.forward, planned.backward)
 
+            nonlocal cut
+            if cut is None:
+                cut = self.cuts[key] = recipe().detached[key]
+                detach_outputs(graph, cut)
             if planned not in compiled:
                 compiled[planned] = compile_region(partition, given)
             return compiled[planned]
@@ -235,7 +271,8 @@ class Runtime(Applied):
                 raise GraphChanged
             return calls[self.calls[key]]
 
-        compiled_for(planned_now(), examples)
+        if key in recipe().calls:
+            compiled_for(planned_now(), examples)
         del examples
 
         def call(*inputs: Any) -> Any:

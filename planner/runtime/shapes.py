@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..capture.dynamo import dynamo_settings
 from ..capture.shapes import Maxima, densely, marked, sizes_in
+from ..capture.untouched import undone_on
 from ..errors import ApplyError, PlanWarning
 
 TRIES = 3  # shapes that turn out to have graphs of their own, before no more is expected of a kind of calls
@@ -51,8 +51,8 @@ class Family:
         (args, kwargs), copies = densely(args, kwargs, self.maxima)
         versions = [copy._version for _, copy in copies]
         # a graph that differs may come after others have run
-        careful = self.graphs > 1 and signature not in self.came
-        undone = _undone_where_it_differs(model) if careful else nullcontext()
+        careful = self.graphs > 1 and (signature not in self.came or self.plan.recipe.asks)
+        undone = undone_on(GraphChanged, model) if careful else nullcontext()
         with marked(args, kwargs, self.maxima), undone, dynamo_settings():
             result = self.compiled(*args, **kwargs)
         self.came.add(signature)
@@ -60,24 +60,6 @@ class Family:
             if dense._version != version:
                 t.copy_(dense)
         return result
-
-
-@contextmanager
-def _undone_where_it_differs(model: nn.Module) -> Iterator[None]:
-    buffers = [(b, b.detach().to("cpu", copy=True)) for b in model.buffers()]
-    state = torch.get_rng_state()
-    cuda = {p.device for p in model.parameters() if p.is_cuda}
-    states = [(d, torch.cuda.get_rng_state(d)) for d in cuda]
-    try:
-        yield
-    except GraphChanged:
-        with torch.no_grad():
-            for buffer, saved in buffers:
-                buffer.copy_(saved)
-        torch.set_rng_state(state)
-        for device, saved in states:
-            torch.cuda.set_rng_state(saved, device)
-        raise
 
 
 class Shapes:
