@@ -38,21 +38,26 @@ def untouched(
 @contextmanager
 def undone_on(error: type[Exception], model: nn.Module) -> Iterator[None]:
     """Where that error is raised, puts back what a call changes: buffers and the random state."""
-    buffers = [(b, b.detach().to("cpu", copy=True)) for b in model.buffers()]
-    state, python, numpy = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    buffers = [(b, _bytes_of(b)) for b in model.buffers()]
     states = [(d, torch.cuda.get_rng_state(d)) for d in {p.device for p in model.parameters() if p.is_cuda}]
+    state, python, numpy = _bytes_of(torch.get_rng_state()), random.getstate(), np.random.get_state()
     try:
         yield
     except error:
         with torch.no_grad():
             for buffer, saved in buffers:
-                buffer.copy_(saved)
-        torch.set_rng_state(state)
+                buffer.copy_(torch.from_numpy(saved).view(buffer.dtype).view(buffer.shape))
+        torch.set_rng_state(torch.from_numpy(state))
         random.setstate(python)
         np.random.set_state(numpy)
         for device, kept in states:
             torch.cuda.set_rng_state(kept, device)
         raise
+
+
+def _bytes_of(t: torch.Tensor) -> Any:
+    """A copy in the host's memory, and not in what torch's allocator has there."""
+    return t.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().copy()
 
 
 @contextmanager
