@@ -121,7 +121,8 @@ def links_of(calls: Sequence[RegionCall], output: Sequence[Any]) -> tuple[Link, 
     found = []
     for key, takers in uses.items():
         t = seen[key]
-        held = any(s in elsewhere for s in storages(t))
-        if key in made or (len(takers) > 1 and t.is_leaf and t.requires_grad):
+        leaf = t.is_leaf and t.requires_grad  # autograd's node for its gradient holds it
+        held = leaf or any(s in elsewhere for s in storages(t))
+        if key in made or (len(takers) > 1 and leaf):
             found.append(Link(made.get(key), tuple(takers), held))
     return tuple(found)
