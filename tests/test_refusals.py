@@ -81,19 +81,20 @@ REFUSED = {  # what is asked, and what the message says of it
     by_while: "`while` on a tensor",
     by_list: ".tolist()",
     by_numpy: "numpy",
-    dropped_layer: "`if` on a tensor",
     by_index: "an index of booleans",
     by_unique: "torch.unique()",
     caught: "shape '[3, 3]' is invalid",
 }
+VALUES = by_item, by_if, by_while, by_list  # a model that can run answers
 
 
 @pytest.mark.parametrize("ask", REFUSED, ids=lambda ask: ask.__name__)
 @pytest.mark.filterwarnings("ignore")
 def test_a_refusal_names_the_construct_the_module_the_line_and_what_to_try(ask):
-    model = Outer(ask)
+    where = "meta" if ask in VALUES else "cpu"
+    model = Outer(ask).to(where)
     with pytest.raises(CaptureError) as e:
-        plan(model, torch.randn(16, 8), budget_gb=1)
+        plan(model, torch.randn(16, 8, device=where), budget_gb=1, device="h100" if ask in VALUES else None)
     message = str(e.value)
     assert REFUSED[ask] in message
     assert "blocks.0 (Inner)" in message
@@ -105,8 +106,10 @@ def test_a_refusal_names_the_construct_the_module_the_line_and_what_to_try(ask):
 
 
 def test_a_refusal_names_the_line_of_torch_that_asks():
+    with torch.device("meta"):
+        model, x = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=None)), torch.randn(4, 8)
     with pytest.raises(CaptureError, match=r"in 1 \(BatchNorm1d\).*num_batches_tracked.*plan .*'0'"):
-        plan(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=None)), torch.randn(4, 8), budget_gb=1)
+        plan(model, x, budget_gb=1, device="h100")
 
 
 class Asks(nn.Module):
@@ -144,6 +147,13 @@ def test_values_of_the_batch_are_known_at_planning(padded):
         torch.testing.assert_close(q.grad, gradient)
 
 
+@pytest.fixture
+def no_real_call(monkeypatch):
+    """Values that the batch and constants do not tell stay unknown."""
+    monkeypatch.setattr("planner.capture.answers.Answers.learn", lambda *_: False)
+
+
+@pytest.mark.usefixtures("no_real_call")
 def test_memory_without_values_is_not_known():
     class Uninitialised(Asks):
         def forward(self, x, mask):
@@ -153,6 +163,7 @@ def test_memory_without_values_is_not_known():
         plan(Uninitialised(), (torch.randn(16, 8), torch.ones(16, dtype=torch.bool)), budget_gb=1)
 
 
+@pytest.mark.usefixtures("no_real_call")
 def test_what_is_written_into_the_batch_is_known_no_more():
     class Writes(nn.Module):
         def __init__(self):
@@ -181,12 +192,11 @@ def bart(rate):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_layers_that_are_never_dropped():
+@pytest.mark.usefixtures("no_real_call")
+def test_layers_that_are_dropped_seldom_are_planned_as_kept():
     ids = torch.randint(3, 100, (2, 8))
-    batch = {"input_ids": ids, "labels": ids}
-    assert plan(bart(0.0), batch, budget_gb=1).peak_bytes > 0
-    with pytest.raises(CaptureError, match=r"model\.encoder.*layerdrop"):
-        plan(bart(0.1), batch, budget_gb=1)
+    kept, dropped = (plan(bart(rate), {"input_ids": ids, "labels": ids}, budget_gb=1) for rate in (0.0, 0.1))
+    assert dropped.baseline_peak_bytes == pytest.approx(kept.baseline_peak_bytes, rel=0.1)
 
 
 def test_sparse_gradients_are_refused_in_words():

@@ -163,6 +163,8 @@ def blame(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], erro
             model(*own_args, **own_kwargs)
     except Exception as e:
         tensors = tensors_in((args, dict(kwargs)))
+        if any(t.is_meta for t in [*tensors, *model.parameters()]) and type(e) is not type(error):
+            return  # it needs values
         given = ", ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors)
         raise BatchError(
             f"{type(model).__name__} does not accept the batch ({given or 'no tensors'}): {type(e).__name__}: {e}"

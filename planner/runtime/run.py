@@ -201,7 +201,10 @@ class Runtime(Applied):
         """The plans of other ways that such a call has taken; the one that was tried becomes the latest of all."""
         if not tried.recipe.asks or tried.recipe.maxima is not None:
             return []
-        ways = [way for way in self.ways.get(signature, ()) if way.recipe is not tried.recipe][: MOST_WAYS - 1]
+        ways = [way for way in self.ways.get(signature, ()) if way.recipe is not tried.recipe]
+        if len(ways) == MOST_WAYS:
+            ways.clear()
+            self._compile_anew()
         self.ways[signature] = [without_batch(tried), *ways]
         if len(ways) == WARN_WAYS:
             warnings.warn(
@@ -231,7 +234,7 @@ class Runtime(Applied):
         except Exception:
             self._compile_anew()  # torch.compile runs code that raised without its plan from then on
             raise
-        if not self.calls:
+        if not self.calls and not (self.regions_run and self.plans[signature].recipe.asks):  # all may be dropped
             raise ApplyError(
                 "torch.compile ran the model without its plan (TORCH_COMPILE_DISABLE, a stance, or a dispatch mode "
                 "such as FlopCounterMode keeps it out); "

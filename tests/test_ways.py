@@ -1,0 +1,149 @@
+"""Models whose Python code decides by values of tensors: planned for one way, and for others when these come."""
+
+import random
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from planner import PlanWarning, applied_plan, plan
+
+from .measure import peak_of
+
+
+class Block(nn.Module):
+    def __init__(self, width=32):
+        super().__init__()
+        self.up, self.norm, self.down = (
+            nn.Linear(width, 4 * width),
+            nn.BatchNorm1d(4 * width),
+            nn.Linear(4 * width, width),
+        )
+
+    def forward(self, x):
+        return x + self.down(nn.functional.dropout(torch.tanh(self.norm(self.up(x))), 0.1))
+
+
+class Branching(nn.Module):
+    """Statistics are updated and random numbers drawn before the question and after it."""
+
+    def __init__(self, ask):
+        super().__init__()
+        self.ask = ask
+        self.first, self.second, self.last = Block(), Block(), Block()
+
+    def forward(self, x):
+        x = self.first(x)
+        if self.ask(x):
+            x = self.second(torch.nn.functional.gelu(x))
+        return self.last(x).square().mean()
+
+
+class Dropping(nn.Module):
+    """A stack of layers, each of which is left out now and then."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.draw = draw
+        self.blocks = nn.ModuleList([Block() for _ in range(4)])
+        self.last = nn.Linear(32, 4)
+
+    def forward(self, x):
+        for block in self.blocks:
+            if self.draw() < 0.3:
+                continue
+            x = block(x)
+        return self.last(x).square().mean()
+
+
+def step(model, x, seed):
+    torch.manual_seed(seed)
+    random.seed(seed)
+    loss = model(x)
+    loss.backward()
+    grads = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    return [loss.detach(), *grads, *(b.clone() for b in model.buffers()), torch.rand(2), torch.tensor(random.random())]
+
+
+def compare(model, batches, tmp_path, share=0.7):
+    """Steps without a plan and with one, from the same state; the peaks of the latter. Returns the plan."""
+    state = {k: v.clone() for k, v in model.state_dict().items()}
+    expected = [step(model, x, seed) for seed, x in enumerate(batches)]
+    model.load_state_dict(state)
+    torch.manual_seed(0)
+    everything = plan(model, batches[0], budget_gb=1, progress=False)
+    p = plan(model, batches[0], budget_gb=share * everything.baseline_peak_bytes / 2**30, progress=False)
+    p.apply()
+    for seed, (x, right) in enumerate(zip(batches, expected, strict=True)):
+        for ours, theirs in zip(step(model, x, seed), right, strict=True):
+            assert (ours is None) == (theirs is None)
+            if ours is not None:
+                torch.testing.assert_close(ours, theirs)
+    for seed, x in enumerate(batches):
+        torch.manual_seed(seed)
+        assert p.resident_bytes + peak_of(lambda x=x: model(x).backward(), tmp_path) <= p.budget_bytes
+        model.zero_grad(set_to_none=True)
+    assert applied_plan(model) is not None
+    return p
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [lambda x: x.sum().item() > 0, lambda x: (x.mean() > 0).all(), lambda x: bool(x.max() > -x.min())],
+    ids=["item", "all", "bool"],
+)
+def test_a_step_that_goes_another_way_is_taken_back_and_planned(ask, tmp_path):
+    torch.manual_seed(0)
+    model = Branching(ask)
+    batches = [torch.randn(256, 32, generator=torch.Generator().manual_seed(seed)) for seed in range(6)]
+    with torch.no_grad():
+        ways = {bool(ask(model.first(x))) for x in batches}
+    assert ways == {True, False}
+    for b in model.buffers():
+        b.zero_()
+    p = compare(model, batches, tmp_path)
+    assert "test_ways.py" in p.note  # the line that asks
+
+
+def test_layers_that_are_dropped_at_random_are_planned_as_kept(tmp_path):
+    torch.manual_seed(0)
+    model = Dropping(lambda: torch.rand([]))
+    compare(model, [torch.randn(256, 32)] * 6, tmp_path)
+
+
+def test_a_single_random_number_draws_as_without_a_plan(tmp_path):
+    torch.manual_seed(0)
+    model = Dropping(lambda: torch.rand(1).item())
+    compare(model, [torch.randn(256, 32)] * 6, tmp_path)
+
+
+def test_a_model_that_never_takes_the_same_way_says_so():
+    class Scaled(Branching):
+        def forward(self, x):
+            return self.last(self.first(x) * x.std().item()).square().mean()
+
+    model = Scaled(None)
+    plan(model, torch.randn(64, 32), budget_gb=1, progress=False).apply()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", PlanWarning)
+        for _ in range(12):
+            model(torch.randn(64, 32)).backward()
+    assert sum("ways through its code" in str(w.message) for w in said) == 1
+
+
+def test_what_a_cache_kept_of_planning_is_forgotten():
+    import functools
+
+    @functools.lru_cache
+    def positions(n):
+        return torch.arange(n, dtype=torch.float32)
+
+    class Cached(Branching):
+        def forward(self, x):
+            return super().forward(x + positions(32))
+
+    model = Cached(lambda x: False)
+    plan(model, torch.randn(64, 32), budget_gb=1, progress=False)
+    assert torch.equal(positions(32), torch.arange(32.0))
