@@ -28,8 +28,8 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from tqdm import tqdm
 
 from planner import InfeasibleBudgetError, plan
+from planner.capture.origin import module_path
 from planner.capture.step import capture
-from planner.decide import module_path
 from planner.estimate.ops import node_flops
 from planner.pipeline import problem_of
 from planner.request import check

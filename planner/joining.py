@@ -38,6 +38,7 @@ class Joined:
         unused: of these, those that the loss does not make.
         gradients: for each region, the gradients that stay once its backward pass has ended.
         sums: for each region, what autograd adds up once its backward pass has ended.
+        parts: gradients of parameters and inputs that are added up.
     """
 
     taken: Mapping[tuple[int, int], tuple[int, ...]]
@@ -46,6 +47,7 @@ class Joined:
     unused: frozenset[int]
     gradients: tuple[tuple[int, ...], ...]
     sums: Mapping[int, Sequence[Sum]]
+    parts: frozenset[int] = frozenset()
 
     def resolve(self, value: int) -> int:
         """The value that a gradient is."""
@@ -70,6 +72,7 @@ def join(regions: Sequence[Region], links: Sequence[Link], offset: Sequence[int]
     same: dict[int, int] = {}
     unused: set[int] = set()
     sums: dict[int, list[Sum]] = defaultdict(list)
+    parts: set[int] = set()
     linked: set[tuple[int, int]] = set()  # (region, primal) whose gradient goes on
     final: dict[int, list[int]] = defaultdict(list)
     free = offset[-1]
@@ -113,11 +116,12 @@ def join(regions: Sequence[Region], links: Sequence[Link], offset: Sequence[int]
                 unused.add(incoming[0])
         else:
             final[arrivals[-1][0]].append(total)
+            parts.update(gradient for _, _, (gradient,) in arrivals)
     gradients = []
     for r, region in enumerate(regions):
         own = region.values_in(g for p, g in enumerate(region.grads) if (r, p) not in linked)
         gradients.append(tuple(dict.fromkeys([*(offset[r] + v for v in own), *final[r]])))
-    return Joined(taken, frozenset(freed), same, frozenset(unused), tuple(gradients), sums)
+    return Joined(taken, frozenset(freed), same, frozenset(unused), tuple(gradients), sums, frozenset(parts))
 
 
 def _values(regions: Sequence[Region], offset: Sequence[int], r: int, node: object) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from itertools import accumulate as totals
 from solvers import Op, Problem, Schedule
 
 from .capture.calls import Link
+from .capture.origin import op_kind
 from .capture.region import Region
 from .estimate.ops import OpEstimate
 from .joining import join
@@ -38,11 +39,15 @@ class Lowered:
         problem: what solvers see.
         origin: for each op of the problem, where it comes from.
         value_offset: for each region, the problem's number of its first value.
+        kinds: for each op of the problem, what it computes.
+        gradients: values that are gradients of parameters and inputs, whole or in part.
     """
 
     problem: Problem
     origin: tuple[LoweredOp, ...]
     value_offset: tuple[int, ...]
+    kinds: tuple[str, ...] = ()
+    gradients: frozenset[int] = frozenset()
 
 
 def lower(
@@ -80,6 +85,7 @@ def lower(
     """
     ops: list[Op] = []
     origin: list[LoweredOp] = []
+    kinds: list[str] = []
     sizes: list[int] = []
     unsharded: list[int] = []  # bytes of each value that other devices take once it is made
     pinned: set[int] = set()
@@ -118,6 +124,7 @@ def lower(
             workspace = cost.workspace + sum(unsharded[v] for v in writes)
             ops.append(Op(name, reads, writes, cost.seconds, workspace, not graph_op.keep_because, r))
             origin.append(LoweredOp(r, i))
+            kinds.append(op_kind(graph_op.node) if graph_op.kind == "call" else "random state")
 
     for r, region in enumerate(regions):
         start = offset[r]
@@ -144,6 +151,7 @@ def lower(
     ) -> None:
         ops.append(Op(name, tuple(dict.fromkeys(reads)), tuple(writes), 0.0, workspace, False, region=kind))
         origin.append(LoweredOp(kind, 0))
+        kinds.append(name)
 
     add_own(LOSS, "loss", outputs, incoming, loss_workspace)
     for r in reversed(range(len(regions))):
@@ -156,7 +164,8 @@ def lower(
     if optimizer_step is not None:
         add_own(OPTIMIZER, "optimizer step", workspace=optimizer_step)
     problem = Problem(tuple(ops), tuple(sizes), boundary, frozenset(pinned), resident, budget)
-    return Lowered(problem, tuple(origin), offset[:-1])
+    gradients = joined.parts.union(*joined.gradients)
+    return Lowered(problem, tuple(origin), offset[:-1], tuple(kinds), gradients)
 
 
 def raise_schedule(lowered: Lowered, schedule: Schedule) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:

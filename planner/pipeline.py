@@ -9,12 +9,12 @@ from types import MappingProxyType
 
 import torch
 
-from solvers import InfeasibleError, Solution, every_op_once, simulate, solve
+from solvers import InfeasibleError, Solution, solve
 
 from .account import account_of
 from .capture.step import TrainingGraph, capture
 from .capture.untouched import random_kept
-from .decide import decisions, moments, peak_account
+from .decide import carried, decisions, peak_account
 from .eager.pipeline import make_eager_plan
 from .errors import CaptureError, InfeasibleBudgetError
 from .estimate.ops import estimate
@@ -26,6 +26,7 @@ from .request import Request
 from .reuse import reused
 from .rewrite.emit import emit, keep_everything
 from .runtime.run import PlannedRegion, Recipe
+from .timelines import timelines
 
 # from torch 2.13 on, a compiled region may free a gradient that enters its backward pass while that runs
 TANGENTS_FREED = hasattr(torch.autograd.Function, "boxed_grads_call")
@@ -109,7 +110,7 @@ def _solve(request: Request, lowered: Lowered, lines: dict[str, int], known: Seq
     try:
         return solve(lowered.problem, request.solver, time_limit=request.time_limit, progress=request.progress)
     except InfeasibleError as e:
-        leanest = peak_account(lowered.problem, e.schedule)
+        leanest = peak_account(lowered, e.schedule)
         takes = dict(sorted({**lines, **leanest}.items(), key=lambda line: -line[1]))
         raise InfeasibleBudgetError(request.budget_gb, e.minimum, takes) from None
 
@@ -139,21 +140,25 @@ def write(request: Request, graph: TrainingGraph, lowered: Lowered, solution: So
     planned = [PlannedRegion(r.fingerprint, *each) for r, each in zip(graph.regions, passes, strict=True)]
     calls = {key: tuple(None if r is None else planned[r] for r in order) for key, order in graph.order.items()}
     recipe = Recipe(calls, graph.detached, graph.maxima, graph.asked)
+    names = {name for name, _ in request.model.named_modules()}
+    kept = carried(problem, solution.schedule)
+    planned_timeline, unplanned = timelines(graph.regions, lowered, solution, lines, names, kept)
     return Plan(
         budget_bytes=request.budget_bytes,
         peak_bytes=timeline.peak,
-        baseline_peak_bytes=simulate(problem, every_op_once(problem)).peak,
+        baseline_peak_bytes=max((m.held_bytes for m in unplanned), default=problem.resident),
         resident_bytes=problem.resident,
         overhead=timeline.cost / problem.total_cost - 1,
         bound=solution.bound,
         gap=solution.gap,
         solver=solution.solver,
         solve_seconds=solution.seconds,
-        timeline=moments(lowered, solution),
-        decisions=decisions(graph.regions, lowered, solution, {name for name, _ in request.model.named_modules()}),
+        timeline=planned_timeline,
+        baseline_timeline=unplanned,
+        decisions=decisions(graph.regions, lowered, solution, names),
         graph_modules=modules,
         step_seconds=timeline.cost,
-        account=MappingProxyType({**lines, **peak_account(problem, solution.schedule)}),
+        account=MappingProxyType({**lines, **peak_account(lowered, solution.schedule)}),
         note=" ".join(filter(None, [solution.note, graph.note, *_notes(request, graph)])),
         device=request.device.name,
         recipe=recipe,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from torch import fx, nn
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .runtime.verify import Verification
 
 Action = Literal["keep", "recompute", "offload"]
+Phase = Literal["forward", "loss", "backward", "optimizer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,7 @@ class Decision:
         module: path of the module that made it, as in `named_modules()`.
         source: the user's own line: "file:line: code".
         reason: why it has to be kept, where it has to; how a random value that is recomputed stays the same.
+        op: kind of op, as "gelu".
     """
 
     name: str
@@ -42,16 +44,113 @@ class Decision:
     module: str
     source: str
     reason: str = ""
+    op: str = ""
+
+
+class Held(NamedTuple):
+    """Bytes held at one moment, by kind; their sum is all that the budget counts.
+
+    Attributes:
+        parameters: and buffers.
+        optimizer: the optimizer's state.
+        other: the batch, the CUDA context, room for fragmentation, lines of `account_gb`.
+        gradients: of parameters and of inputs, those of earlier microbatches included.
+        kept: activations held from the forward to the backward pass, and outputs.
+        passing: activations of the forward pass that are freed before the backward pass begins.
+        recomputed: activations made a second time, or once more.
+        backward: gradients of activations, and all else that the backward pass makes for itself.
+        workspace: held only while the op runs.
+    """
+
+    parameters: int = 0
+    optimizer: int = 0
+    other: int = 0
+    gradients: int = 0
+    kept: int = 0
+    passing: int = 0
+    recomputed: int = 0
+    backward: int = 0
+    workspace: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """One step of the predicted timeline: what runs, and the bytes held while it runs, everything counted."""
+    """One step of the predicted timeline: what runs, and what is held while it runs, everything counted.
+
+    Attributes:
+        op: kind of op, as "gelu".
+        phase: of the training step.
+        recomputed: whether it runs again what has run before.
+        held: bytes, by kind.
+        seconds: estimated time.
+        module: path of the module that it belongs to, as in `named_modules()`.
+        source: the user's own line: "file:line: code".
+    """
 
     op: str
-    phase: Literal["forward", "loss", "backward", "optimizer"]
+    phase: Phase
     recomputed: bool
+    held: Held
+    seconds: float = 0.0
+    module: str = ""
+    source: str = ""
+
+    @property
+    def held_bytes(self) -> int:
+        """All of it together."""
+        return sum(self.held)
+
+
+@dataclass(frozen=True, slots=True)
+class BaselineMoment:
+    """One op of the step that keeps everything, and what the plan does with it.
+
+    Attributes:
+        op, phase, module, source: as of `Moment`.
+        held_bytes: everything held while it runs, with nothing recomputed.
+        seconds: estimated time of one run.
+        nbytes: what it makes.
+        runs: how often the plan runs it.
+        action: what becomes of what it makes, where the backward pass needs that or it runs again.
+        reads: positions in the baseline timeline of the ops that make what it reads.
+    """
+
+    op: str
+    phase: Phase
     held_bytes: int
+    seconds: float
+    module: str
+    source: str
+    nbytes: int
+    runs: int
+    action: Action | None
+    reads: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One way to run the step: its peak in bytes, and its time over that of keeping everything, less one."""
+
+    peak_bytes: int
+    overhead: float
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """What memory costs in time, for the same step; all of it estimated.
+
+    Attributes:
+        points: plans, by ascending peak; less memory never costs less time.
+        bound: no schedule is below: the least overhead at a budget, proven.
+        peers: other ways to place checkpoints, by name.
+        about: where the points come from, for people.
+    """
+
+    points: tuple[Point, ...]
+    bound: tuple[Point, ...] = ()
+    peers: tuple[Point, ...] = ()
+    about: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +176,7 @@ class Plan:
         solver: which solver made it.
         solve_seconds: how long it took.
         timeline: bytes held at every op of the step.
+        baseline_timeline: the same with nothing recomputed, with what the plan does with each op.
         decisions: one per forward value that the backward pass needs.
         graph_modules: the emitted graphs, one pair per region; none in eager mode.
         step_seconds: estimated time of the planned step.
@@ -98,6 +198,7 @@ class Plan:
     solver: str
     solve_seconds: float
     timeline: tuple[Moment, ...] = field(repr=False)
+    baseline_timeline: tuple[BaselineMoment, ...] = field(repr=False)
     decisions: tuple[Decision, ...] = field(repr=False)
     graph_modules: tuple[GraphModules, ...] = field(repr=False)
     step_seconds: float

@@ -6,7 +6,10 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from ..plan import Decision, Moment, Plan
+from ..capture.origin import kind_of
+from ..plan import Action, BaselineMoment, Decision, Held, Moment, Plan
+from ..timelines import BACKWARD, GRADIENTS, KEPT, PASSING, RECOMPUTED, resident
+from .search import Step
 from .surrogate import State, Surrogate
 from .trace import Trace
 from .wrap import Choice
@@ -43,6 +46,7 @@ def decisions(model: Surrogate, state: State, refused: Mapping[str, str]) -> tup
                 module=op.module,
                 source=op.source,
                 reason=forced.get(i, "" if again else refused.get(op.module, "")),
+                op=kind_of(op.target),
             )
         )
     return tuple(found)
@@ -76,15 +80,94 @@ def _needed(trace: Trace) -> list[int]:
     return [s for s in saved if trace.born[s] >= 0 and trace.ops[trace.born[s]].phase == "forward"]
 
 
-def moments(trace: Trace, held: Sequence[int], resident: int, optimizer_step: int | None) -> tuple[Moment, ...]:
-    """The timeline, with what runs at each step; what is there all the time included."""
-    found = [
-        Moment(op.target.removeprefix("aten."), op.phase, op.again, resident + now)
-        for op, now in zip(trace.ops, held, strict=True)
-    ]
+def moments(step: Step, lines: Mapping[str, int], optimizer_step: int | None) -> tuple[Moment, ...]:
+    """The timeline, with what runs at each step; what is there all the time included.
+
+    Args:
+        step: traced.
+        lines: what is there all the time: name -> bytes.
+        optimizer_step: bytes held only while the optimizer steps; None where it is not counted.
+    """
+    trace, sizes, always = step.trace, step.sizes, resident(lines)
+    total = len(trace.ops)
+    backward = next((i for i, op in enumerate(trace.ops) if op.phase == "backward"), total)
+    kinds = [_kind(trace, s, backward) if born >= 0 else KEPT for s, born in enumerate(trace.born)]
+    ends: list[list[int]] = [[] for _ in range(total + 1)]
+    for s, (born, died) in enumerate(zip(trace.born, trace.died, strict=True)):
+        if born >= 0:
+            ends[max(died, born + 1)].append(s)
+    live = list(always)
+    found = []
+    for i, (op, cost, now) in enumerate(zip(trace.ops, step.costs, step.held, strict=True)):
+        for s in ends[i]:
+            live[kinds[s]] -= sizes[s]
+        for s in op.writes:
+            live[kinds[s]] += sizes[s]
+        held = live[:-1]
+        held[KEPT] += now + sum(always) - sum(held) - cost.workspace  # what no dispatch mode sees is saved
+        held_now = Held._make([*held, cost.workspace])
+        found.append(Moment(kind_of(op.target), op.phase, op.again, held_now, cost.seconds, op.module, op.source))
     if optimizer_step is not None:
-        found.append(Moment("optimizer step", "optimizer", False, resident + _left(trace) + optimizer_step))
+        left = list(always)
+        for s, (size, died) in enumerate(zip(trace.sizes, trace.died, strict=True)):
+            left[kinds[s]] += size * (died == total)
+        found.append(Moment("optimizer step", "optimizer", False, Held._make([*left[:-1], optimizer_step])))
     return tuple(found)
+
+
+def _kind(trace: Trace, storage: int, backward: int) -> int:
+    """Which of the bytes in `Held` a storage is; `backward` is the first op of the backward pass."""
+    op = trace.ops[trace.born[storage]]
+    if op.again:
+        return RECOMPUTED
+    if op.phase != "backward":
+        return KEPT if trace.died[storage] > backward else PASSING
+    return GRADIENTS if trace.died[storage] == len(trace.ops) else BACKWARD
+
+
+def baseline_moments(
+    baseline: Step, made: Sequence[Decision], model: Surrogate, state: State, timed: Sequence[Moment]
+) -> tuple[BaselineMoment, ...]:
+    """The step without checkpoints, and what the plan does with each op.
+
+    Args:
+        baseline: the step.
+        made: what `decisions` makes of the state.
+        model: the surrogate of the step.
+        state: what is checkpointed.
+        timed: the step's timeline.
+    """
+    trace = baseline.trace
+    again = {
+        i
+        for path, kept in state.items()
+        for i in range(model.units[path].begin, model.units[path].stop)
+        if i not in kept
+    }
+    actions: dict[int, Action] = {}
+    for s, d in zip(_needed(trace), made, strict=True):
+        i = trace.born[s]
+        actions[i] = "recompute" if "recompute" in (d.action, actions.get(i)) else d.action
+    found = []
+    for i, m in enumerate(timed):
+        action: Action | None = None
+        nbytes, reads = 0, tuple[int, ...]()
+        if i < len(trace.ops):
+            op = trace.ops[i]
+            action = "recompute" if i in again and op.distinct else actions.get(i)
+            nbytes = sum(baseline.sizes[s] for s in op.writes)
+            reads = tuple(dict.fromkeys(trace.born[s] for s in op.reads if 0 <= trace.born[s] < i))
+        runs = 1 + (i in again)
+        found.append(
+            BaselineMoment(m.op, m.phase, m.held_bytes, m.seconds, m.module, m.source, nbytes, runs, action, reads)
+        )
+    return tuple(found)
+
+
+def peak_of(trace: Trace, held: Sequence[int], optimizer_step: int | None) -> int:
+    """The most bytes that a step holds, beside what is there all the time; arguments as for `moments`."""
+    last = () if optimizer_step is None else (_left(trace) + optimizer_step,)
+    return max((*held, *last), default=0)
 
 
 def _left(trace: Trace) -> int:
@@ -104,7 +187,7 @@ def peak_account(trace: Trace, held: Sequence[int], sizes: Sequence[int], optimi
         sizes[s] for s in alive if trace.ops[trace.born[s]].phase == "forward" or trace.ops[trace.born[s]].again
     )
     gradients = sum(sizes[s] for s in alive) - activations
-    name = trace.ops[at].target.removeprefix("aten.")
+    name = kind_of(trace.ops[at].target).strip("_")
     return {
         "activations": activations,
         "gradients": gradients,

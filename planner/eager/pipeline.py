@@ -15,8 +15,8 @@ from ..errors import CaptureError, InfeasibleBudgetError, PlannerError
 from ..fragmentation import MARGIN
 from ..plan import Plan
 from ..request import Request
-from .costs import Known, OpCost, costs_of, timeline
-from .describe import decisions, kept_by, moments, note, peak_account
+from .costs import Known, costs_of, timeline
+from .describe import baseline_moments, decisions, kept_by, moments, note, peak_account, peak_of
 from .margin import margin_of
 from .search import Step, search
 from .step import StepFailed, trace_step
@@ -54,24 +54,23 @@ def make_eager_plan(request: Request, like: Plan | None = None) -> Plan:
             detailed=detailed,
         )
 
-    def measured(choice: Choice, state: State, traced: Trace) -> tuple[Step, list[OpCost]]:
+    def measured(choice: Choice, state: State, traced: Trace) -> Step:
         costs = costs_of(traced, request, mode, where, known)
         held, sizes = timeline(traced, costs, 512 if request.device.type == "cuda" else 1)
         unseen = _unseen(choice, traced) if request.device.type == "cpu" else 0
         held = [now + unseen for now in held]
-        timed = moments(traced, held, sum(lines.values()), step)
-        peak = max((m.held_bytes for m in timed), default=sum(lines.values()))
+        peak = sum(lines.values()) + peak_of(traced, held, step)
         margin = margin_of(request, lines, traced, costs, sizes, peak)
-        return Step(choice, state, traced, held, sizes, margin, peak + margin, sum(c.seconds for c in costs)), costs
+        return Step(choice, state, traced, held, sizes, costs, margin, peak + margin, sum(c.seconds for c in costs))
 
     try:
         plain = trace(Choice(), detailed=True)
     except StepFailed as e:
         raise _explained(model, request, e) from e.__cause__
-    baseline, costs = measured(Choice(), {}, plain)
-    units, refused = find_units(fake_model, plain, costs)
+    baseline = measured(Choice(), {}, plain)
+    units, refused = find_units(fake_model, plain, baseline.costs)
     estimated = surrogate(
-        plain, costs, [h + sum(lines.values()) + baseline.margin for h in baseline.held], baseline.sizes, units
+        plain, baseline.costs, [h + sum(lines.values()) + baseline.margin for h in baseline.held], baseline.sizes, units
     )
 
     def check(state: State) -> Step | None:
@@ -79,7 +78,7 @@ def make_eager_plan(request: Request, like: Plan | None = None) -> Plan:
             return baseline
         choice = choice_of(estimated, state)
         try:
-            return measured(choice, state, trace(choice))[0]
+            return measured(choice, state, trace(choice))
         except StepFailed:  # a module that does something else when it runs again
             return None
 
@@ -92,19 +91,21 @@ def make_eager_plan(request: Request, like: Plan | None = None) -> Plan:
         takes = dict(sorted(takes.items(), key=lambda line: -line[1]))
         raise InfeasibleBudgetError(request.budget_gb, leanest.peak, takes)
     account = {**lines, MARGIN: best.margin} if best.margin else lines
-    resident = sum(account.values())
+    made = decisions(estimated, best.state, refused)
+    unplanned = moments(baseline, {**lines, MARGIN: baseline.margin}, step)
     return Plan(
         budget_bytes=request.budget_bytes,
         peak_bytes=best.peak,
         baseline_peak_bytes=baseline.peak,
-        resident_bytes=resident,
+        resident_bytes=sum(account.values()),
         overhead=best.seconds / baseline.seconds - 1,
         bound=baseline.seconds,
         gap=best.seconds / baseline.seconds - 1,
         solver="eager",
         solve_seconds=time.perf_counter() - began,
-        timeline=moments(best.trace, best.held, resident, step),
-        decisions=decisions(estimated, best.state, refused),
+        timeline=moments(best, account, step),
+        baseline_timeline=baseline_moments(baseline, made, estimated, best.state, unplanned),
+        decisions=made,
         graph_modules=(),
         step_seconds=best.seconds,
         account=MappingProxyType({**account, **_account(best, step)}),

@@ -11,6 +11,7 @@ from math import exp
 import numpy as np
 from numpy.typing import NDArray
 
+from .costs import OpCost
 from .surrogate import State, Surrogate
 from .trace import Trace
 from .wrap import Choice
@@ -36,6 +37,7 @@ class Step:
         trace: what ran.
         held: bytes while each op ran, beside what is there all the time.
         sizes: bytes of each storage.
+        costs: of each op.
         margin: bytes for fragmentation.
         peak: bytes, all that the budget counts.
         seconds: estimated time.
@@ -46,6 +48,7 @@ class Step:
     trace: Trace = field(repr=False)
     held: Sequence[int] = field(repr=False)
     sizes: Sequence[int] = field(repr=False)
+    costs: Sequence[OpCost] = field(repr=False)
     margin: int
     peak: int
     seconds: float

@@ -1,0 +1,29 @@
+"""What things of a plan are called, in words of the user's own model."""
+
+from __future__ import annotations
+
+import re
+
+
+def title(module: str, op: str, source: str) -> str:
+    """One line for an op: its module, its kind, and the user's line of code.
+
+    Args:
+        module: path as in `named_modules()`; "" for the model itself.
+        op: kind of op, as in `Moment.op` or `Decision.op`.
+        source: "file:line: code"; "" where none is known.
+
+    Examples:
+        >>> title("layers.3.act", "gelu", "/home/me/model.py:31: return F.gelu(x)")
+        'layers.3.act: gelu (model.py:31)'
+        >>> title("", "_softmax", "")
+        '(the model): softmax'
+    """
+    place = line_of(source)
+    return f"{module or '(the model)'}: {op.strip('_')}{f' ({place})' if place else ''}"
+
+
+def line_of(source: str) -> str:
+    """The file's name and line of a source line: "model.py:31"."""
+    found = re.match(r"(.*?):(\d+): ", source)
+    return f"{re.sub(r'.*/', '', found[1])}:{found[2]}" if found else ""
