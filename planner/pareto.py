@@ -17,6 +17,7 @@ from .fragmentation import add_margin
 from .pipeline import graph_of, problem_of, write
 from .plan import Plan
 from .request import GB, Options, check
+from .tradeoff import curve_from
 
 
 @overload
@@ -91,7 +92,8 @@ def pareto(
             raise BatchError(_no_batch(model, f"with its own dummy inputs: {e}")) from e
         raise
     found = curve(lowered.problem, points, time_limit=time_limit, progress=progress)
-    return tuple(
+    known = curve_from(lowered.problem, found)
+    plans = (
         write(
             replace(request, budget_gb=budget / GB, given={**request.given, "budget_gb": budget / GB}),
             graph,
@@ -101,6 +103,7 @@ def pareto(
         )
         for budget, solution in found
     )
+    return tuple(replace(p, known_curve=known) for p in plans)
 
 
 def _no_batch(model: nn.Module, why: str) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from functools import cached_property
+from html import escape
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from torch import fx, nn
@@ -186,6 +188,8 @@ class Plan:
         recipe: what each region runs, or which modules are checkpointed, as the runtime reads it.
         problem, schedule: the step and what runs in it, as solvers see them; None in eager mode.
         request: what was asked for; with the model that the plan is for.
+        known_curve: the trade-off curve that it is from, where `pareto()` made it.
+        verification: what `verify()` last measured.
     """
 
     budget_bytes: int
@@ -209,6 +213,18 @@ class Plan:
     problem: Problem | None = field(repr=False)
     schedule: Schedule | None = field(repr=False)
     request: Request = field(repr=False)
+    known_curve: Curve | None = field(default=None, repr=False)
+    verification: Verification | None = field(default=None, repr=False)
+
+    @cached_property
+    def curve(self) -> Curve:
+        """What memory costs in time around this plan, estimated; of a plan of `pareto()`, that curve.
+
+        Takes about a second the first time, more for thousands of ops.
+        """
+        from .tradeoff import curve_of
+
+        return curve_of(self)
 
     @property
     def phase_peaks(self) -> dict[str, int]:
@@ -256,7 +272,10 @@ class Plan:
         """
         from .runtime.verify import verify
 
-        return verify(self, batch, kwargs)
+        found = verify(self, batch, kwargs)
+        if batch is None and kwargs is None:
+            object.__setattr__(self, "verification", found)  # for reports; nothing else changes
+        return found
 
     def repair(self, batch: Any = None, kwargs: Mapping[str, Any] | None = None, *, attempts: int = 3) -> Plan:
         """Verify on a real step; where it takes more than the budget, plan again with the difference taken off.
@@ -286,9 +305,35 @@ class Plan:
         return summary(self)
 
     def _repr_html_(self) -> str:
-        from .report.html import to_html
+        from .report.html import body
 
-        return to_html(self)
+        return body(self)
+
+    def to_html(self, path: str | None = None) -> str:
+        """The plan as a page of its own: what Jupyter shows; also written to a file where one is named.
+
+        Raises:
+            OptionError: the file cannot be written.
+        """
+        from .report.html import page
+
+        return page(self, path)
+
+    def graph(self, module: str | None = None, format: Literal["svg", "dot", "networkx"] = "svg") -> Any:
+        """The step as a graph of ops, coloured by what the plan does with each.
+
+        Args:
+            module: path of a module, as in `named_modules()`, to show its ops alone; None for the whole model, folded
+                into modules where it is large.
+            format: "svg" or "dot" (text; in Jupyter, an SVG is drawn), or "networkx": a `networkx.DiGraph` with the
+                estimates of each op as attributes, always of ops.
+
+        Raises:
+            OptionError: no such module, no op of it, or an unknown format.
+        """
+        from .report.graph import graph
+
+        return graph(self, module, format)
 
     def __str__(self) -> str:
         return self.summary()
@@ -300,6 +345,8 @@ class PendingPlan(Plan):
     Until then, reading one of them raises ApplyError.
     """
 
+    _current: Callable[[], Plan | None]
+
     def __init__(self, request: Request, current: Callable[[], Plan | None]) -> None:
         object.__setattr__(self, "request", request)
         object.__setattr__(self, "budget_bytes", request.budget_bytes)
@@ -308,13 +355,16 @@ class PendingPlan(Plan):
     def __getattr__(self, name: str) -> Any:
         if name not in {f.name for f in fields(Plan)}:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self._made(name), name)
+
+    def _made(self, what: str) -> Plan:
         made = self._current()
         if made is None:
             raise ApplyError(
-                f"{name} is not known yet: no batch was given, so the plan is made at the first training step. "
+                f"{what} is not known yet: no batch was given, so the plan is made at the first training step. "
                 "Call apply(), then train; or plan(model, batch, budget_gb=...)"
             )
-        return getattr(made, name)
+        return made
 
     def __repr__(self) -> str:
         made = self._current()
@@ -326,4 +376,15 @@ class PendingPlan(Plan):
 
     def _repr_html_(self) -> str:
         made = self._current()
-        return made._repr_html_() if made else f"<p>{self!r}</p>"
+        return made._repr_html_() if made else f"<p>{escape(repr(self))}</p>"
+
+    def to_html(self, path: str | None = None) -> str:
+        made = self._current()
+        return super().to_html(path) if made is None else made.to_html(path)
+
+    def graph(self, module: str | None = None, format: Literal["svg", "dot", "networkx"] = "svg") -> Any:
+        return self._made("graph()").graph(module, format)
+
+    @property
+    def curve(self) -> Curve:
+        return self._made("curve").curve

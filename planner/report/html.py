@@ -1,77 +1,165 @@
-"""A plan as HTML with inline SVG: no script, readable on light and dark pages."""
+"""A plan as HTML with inline SVG: no script, no style sheet, readable on light and dark pages."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from html import escape
+from collections.abc import Iterable, Sequence
 
-from ..errors import gb
-from ..plan import Moment, Plan
-from .table import by_module, by_reason
+from ..errors import OptionError, gb
+from ..plan import PendingPlan, Plan
+from .curve import curve_svg
+from .svg import ACTIONS, duration, escape, number, shortened
+from .table import ModuleRow, by_module, by_reason, folded
+from .timeline import peak_words, timeline_svg
 
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM = 640, 200, 64, 24
-_MOST_POINTS = 600
+ROWS = 14  # of the table of modules
+LONGEST = 44  # characters of a name
+BAR = 96  # width of a bar in the table
+SMALL = "font-size:90%;opacity:.8"
+ESTIMATES = ("roofline", "measured")
 
 
-def to_html(plan: Plan) -> str:
-    """The answer in one line, the predicted timeline with the budget, and a table per module."""
-    rows = "".join(
-        f"<tr><td style='text-align:left'>{escape(r.label)}</td><td>{gb(r.kept)}</td>"
-        f"<td>{gb(r.recomputed)}</td><td>{r.seconds:.2g} s</td></tr>"
-        for r in by_module(plan.decisions)[:12]
+def body(plan: Plan) -> str:
+    """What Jupyter shows: the answer, the timeline, the trade-off curve, a table per module, the account."""
+    if isinstance(plan, PendingPlan):
+        return f"<p>{escape(repr(plan))}</p>"
+    parts = [
+        f"<p><b>{escape(answer(plan))}</b><br><span style='{SMALL}'>{escape(surety(plan))}</span></p>",
+        _heading("Memory over the step"),
+        timeline_svg(plan),
+        f"<p style='{SMALL};overflow-wrap:anywhere'>{escape(peak_words(plan))}</p>",
+        _heading("What memory costs in time"),
+        curve_svg(plan, plan.curve),
+        _heading("Activations that the backward pass needs, by module"),
+        modules(by_module(plan.decisions)),
+        _heading("What makes up the peak"),
+        account(plan),
+    ]
+    if unsafe := by_reason(plan.decisions):
+        items = "".join(f"<li>{escape(line)}</li>" for line in unsafe)
+        parts += [_heading("What does not simply run twice, and why"), f"<ul style='margin:0'>{items}</ul>"]
+    if plan.note:
+        parts.append(f"<p style='{SMALL};overflow-wrap:anywhere'>{escape(plan.note)}</p>")
+    return f"<div style='max-width:760px'>{''.join(parts)}</div>"
+
+
+def page(plan: Plan, path: str | None = None) -> str:
+    """A whole page; also written to a file where one is named. Raises OptionError where that fails."""
+    html = (
+        "<!DOCTYPE html><html lang='en'><head><meta charset='utf-8'>"
+        "<meta name='viewport' content='width=device-width,initial-scale=1'>"
+        "<meta name='color-scheme' content='light dark'><title>A plan for a training step</title></head>"
+        "<body style='margin:24px auto;padding:0 16px;max-width:760px;line-height:1.45;"
+        f"font-family:system-ui,-apple-system,sans-serif;font-size:14px'>{body(plan)}</body></html>"
     )
-    account = "".join(
-        f"<tr><td style='text-align:left'>{escape(name)}</td><td>{gb(size)}</td></tr>"
-        for name, size in plan.account.items()
-        if size
-    )
-    unsafe = "".join(f"<li>{escape(line)}</li>" for line in by_reason(plan.decisions))
-    if unsafe:
-        unsafe = f"<details><summary>Unsafe to run again as they are</summary><ul>{unsafe}</ul></details>"
-    note = f"<p>{escape(plan.note)}</p>" if plan.note else ""
+    if path is not None:
+        try:
+            with open(path, "w", encoding="utf-8") as f:
+                f.write(html)
+        except OSError as e:
+            raise OptionError(f"to_html({path!r}): {e.strerror}; give a path that can be written") from e
+    return html
+
+
+def answer(plan: Plan) -> str:
+    """One line: whether it fits, what it takes, what it costs, and how good that is."""
+    seen = plan.verification
+    peak = plan.peak_bytes if seen is None else max(plan.peak_bytes, seen.measured_bytes)
+    fits = "Fits" if peak <= plan.budget_bytes else "Does not fit"
     return (
-        "<div style='max-width:720px'>"
-        f"<p><b>Fits {gb(plan.budget_bytes)}</b>: predicted peak {gb(plan.peak_bytes)}, "
-        f"{gb(plan.baseline_peak_bytes)} with everything kept; {plan.overhead:.1%} more time, "
-        f"at most {plan.gap:.1%} above the best possible ({escape(plan.solver)}, {plan.solve_seconds:.1f} s).</p>{note}"
-        f"{timeline_svg(plan.timeline, plan.budget_bytes, plan.resident_bytes)}"
-        "<table><thead><tr><th style='text-align:left'>module</th><th>kept</th><th>recomputed</th>"
-        f"<th>time paid</th></tr></thead><tbody>{rows}</tbody></table>"
-        f"<details><summary>What makes up the peak</summary><table><tbody>{account}</tbody></table></details>"
-        f"{unsafe}</div>"
+        f"{fits}: peak {gb(peak)} of {gb(plan.budget_bytes)}, {plan.overhead:+.1%} time; "
+        f"at most {plan.gap:.1%} above the best possible."
     )
 
 
-def timeline_svg(timeline: Sequence[Moment], budget: int, resident: int) -> str:
-    """Bytes held over the step: what is resident, the step's own, the budget as a line. At most 600 points."""
-    top = max([budget, *(m.held_bytes for m in timeline)], default=1) * 1.05
-    inner = _WIDTH - _LEFT - 8
+def surety(plan: Plan) -> str:
+    """What would be without the plan, and how the numbers are known."""
+    margin = sum(size for name, size in plan.account.items() if "margin" in name)
+    seen = plan.verification
+    timed = "measured op by op on" if plan.request.costs == "measured" else "from the roofline of"
+    told = [
+        f"{gb(plan.baseline_peak_bytes)} with everything kept",
+        f"times {timed} {plan.device}",
+        "sizes counted",
+        f"{gb(margin)} of margin" if margin else "no margin",
+        f"a real step took {gb(seen.measured_bytes)}" if seen else "not verified on a real step",
+        f"solver {plan.solver}, {plan.solve_seconds:.1f} s",
+    ]
+    return "; ".join(told) + "."
 
-    def x(i: float) -> float:
-        return round(_LEFT + inner * i / max(1, len(timeline)), 1)
 
-    def y(size: float) -> float:
-        return round((_HEIGHT - _BOTTOM) * (1 - size / top) + 4, 1)
-
-    stride = max(1, -(-len(timeline) // _MOST_POINTS))
-    peaks = [(i, max(m.held_bytes for m in timeline[i : i + stride])) for i in range(0, len(timeline), stride)]
-    area = " ".join(f"L{x(i)},{y(size)} L{x(min(i + stride, len(timeline)))},{y(size)}" for i, size in peaks)
-    floor = y(0)
-    loss = next((i for i, m in enumerate(timeline) if m.phase == "loss"), 0)
-    text = "font-size='11' fill='currentColor' font-family='sans-serif'"
-    line = "stroke='currentColor' stroke-opacity='0.4'"
-    return (
-        "<svg xmlns='http://www.w3.org/2000/svg' "
-        f"viewBox='0 0 {_WIDTH} {_HEIGHT}' width='100%' role='img' aria-label='memory over the step'>"
-        f"<path d='M{x(0)},{floor} {area} L{x(len(timeline))},{floor} Z' fill='#4c8bf5' fill-opacity='0.75'/>"
-        f"<rect x='{x(0)}' y='{y(resident)}' width='{inner}' height='{round(floor - y(resident), 1)}' fill='#8a8f98'/>"
-        f"<line x1='{x(0)}' x2='{x(len(timeline))}' y1='{y(budget)}' y2='{y(budget)}' stroke='#d93025' "
-        "stroke-dasharray='5 3'/>"
-        f"<line x1='{x(loss)}' x2='{x(loss)}' y1='4' y2='{floor}' {line}/>"
-        f"<line x1='{x(0)}' x2='{x(len(timeline))}' y1='{floor}' y2='{floor}' {line}/>"
-        f"<text x='{_LEFT - 4}' y='{y(budget) + 4}' text-anchor='end' {text}>{gb(budget)}</text>"
-        f"<text x='{_LEFT - 4}' y='{floor}' text-anchor='end' {text}>0</text>"
-        f"<text x='{(x(0) + x(loss)) / 2}' y='{_HEIGHT - 6}' text-anchor='middle' {text}>forward</text>"
-        f"<text x='{(x(loss) + x(len(timeline))) / 2}' y='{_HEIGHT - 6}' text-anchor='middle' {text}>backward</text>"
-        "</svg>"
+def modules(rows: Sequence[ModuleRow]) -> str:
+    """The table per module: the largest first, small ones added up in the last row."""
+    shown, rest = folded(rows, ROWS)
+    offloads = any(r.offloaded for r in rows)
+    largest = max((r.kept + r.recomputed + r.offloaded for r in shown), default=0) or 1
+    cells = []
+    for row in (*shown, *([rest] if rest else [])):
+        name = escape(row.name or "(the model)")
+        label = escape(row.label) if row is rest else _code(row.name or "(the model)")
+        bar = _bar([(row.kept, "keep"), (row.recomputed, "recompute"), (row.offloaded, "offload")], largest)
+        layers = "" if row is rest else f"<span style='{SMALL}'>{escape(row.repeats)}</span>"
+        data = f" data-module='{name}' data-kept='{row.kept}' data-recomputed='{row.recomputed}'"
+        data += f" data-offloaded='{row.offloaded}' data-seconds='{row.seconds!r}'"
+        cells.append(_cells([label, layers, bar, *_sizes(row, offloads)], 3, data))
+    total = ModuleRow(
+        "", 1, *(sum(getattr(r, of) for r in rows) for of in ("kept", "recomputed", "seconds", "offloaded"))
     )
+    cells.append(_cells([f"<b>{x}</b>" for x in ("together", "", "", *_sizes(total, offloads))], 3))
+    heads = ["module", "", "", "kept", "recomputed", *(["offloaded"] if offloads else []), "time paid"]
+    return _table([_cells(heads, 3, tag="th"), *cells])
+
+
+def _sizes(row: ModuleRow, offloads: bool) -> list[str]:
+    sizes = [row.kept, row.recomputed, *([row.offloaded] if offloads else [])]
+    return [*(gb(size) if size else "–" for size in sizes), duration(row.seconds) if row.seconds else "–"]
+
+
+def account(plan: Plan) -> str:
+    """The lines that make up the peak, what they come to, and what is left of the budget."""
+    largest = max(plan.account.values(), default=0) or 1
+    cells = []
+    for name, size in plan.account.items():
+        if size:
+            data = f" data-line='{escape(name)}' data-bytes='{size}'"
+            cells.append(_cells([escape(shortened(name, LONGEST)), _bar([(size, "")], largest), gb(size)], 2, data))
+    cells.append(_cells(["<b>peak</b>", "", f"<b>{gb(plan.peak_bytes)}</b>"], 2))
+    cells.append(_cells(["left of the budget", "", gb(plan.budget_bytes - plan.peak_bytes)], 2))
+    return _table(cells)
+
+
+def _code(name: str) -> str:
+    """A path that may break after its dots, and where it must."""
+    words = escape(shortened(name, LONGEST)).replace(".", ".<wbr>")
+    return f"<code title='{escape(name)}' style='overflow-wrap:anywhere;background:none;padding:0'>{words}</code>"
+
+
+def _bar(sizes: Iterable[tuple[int, str]], largest: int) -> str:
+    x, bars = 0.0, ""
+    for size, action in sizes:
+        if size:
+            wide = max(BAR * size / largest, 0.5)
+            fill = f"fill='{ACTIONS[action][0]}'"
+            bars += f"<rect x='{number(x)}' y='1' width='{number(wide)}' height='9' {fill}/>"
+            x += wide
+    frame = f"width='{BAR}' height='11' viewBox='0 0 {BAR} 11' style='vertical-align:-1px'"
+    return f"<svg xmlns='http://www.w3.org/2000/svg' {frame}>{bars}</svg>"
+
+
+def _heading(words: str) -> str:
+    return f"<h4 style='margin:20px 0 6px;font-size:14px;font-weight:600'>{escape(words)}</h4>"
+
+
+def _table(rows: Iterable[str]) -> str:
+    style = "border-collapse:collapse;font-size:13px;font-variant-numeric:tabular-nums;width:100%;margin:0"
+    return f"<table style='{style}'>{''.join(rows)}</table>"
+
+
+def _cells(cells: Sequence[str], left: int, more: str = "", tag: str = "td") -> str:
+    """A row; the first cells are set to the left, the others, numbers, to the right."""
+    rule = "border-bottom:1px solid rgba(128,128,128,.3);padding:3px 10px 3px 0;vertical-align:top"
+    made = []
+    for at, cell in enumerate(cells):
+        side = "left" if at < left else "right"
+        whole = "" if at == 0 else ";white-space:nowrap"
+        made.append(f"<{tag} align='{side}' style='text-align:{side};{rule}{whole}'>{cell}</{tag}>")
+    return f"<tr{more}>{''.join(made)}</tr>"

@@ -16,9 +16,11 @@ def title(module: str, op: str, source: str) -> str:
     Examples:
         >>> title("layers.3.act", "gelu", "/home/me/model.py:31: return F.gelu(x)")
         'layers.3.act: gelu (model.py:31)'
-        >>> title("", "_softmax", "")
-        '(the model): softmax'
+        >>> title("", "_softmax", "model.py:8: return x.softmax(-1)"), title("", "loss", "")
+        ('(the model): softmax (model.py:8)', 'loss')
     """
+    if not (module or source):
+        return op.strip("_")
     place = line_of(source)
     return f"{module or '(the model)'}: {op.strip('_')}{f' ({place})' if place else ''}"
 

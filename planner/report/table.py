@@ -4,27 +4,51 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from ..errors import gb
-from ..plan import Decision
+from ..plan import Action, Decision
+
+_NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleRow:
-    """Modules whose paths differ only in numbers: how many, and their bytes and seconds together."""
+    """Modules whose paths differ only in numbers: how many, and their bytes and seconds together.
+
+    Attributes:
+        name: their path, "*" for the numbers in which they differ.
+        count: how many there are.
+        kept, recomputed, offloaded: bytes.
+        seconds: time paid for what is recomputed.
+        layers: the numbers, as "0–79"; empty for a single module.
+        patterns: in how many ways these modules are treated.
+    """
 
     name: str
     count: int
     kept: int
     recomputed: int
     seconds: float
+    offloaded: int = 0
+    layers: str = ""
+    patterns: int = 1
 
     @property
     def label(self) -> str:
         """The name, with how many there are."""
         return f"{self.name or '(the model)'}{f' x{self.count}' if self.count > 1 else ''}"
+
+    @property
+    def repeats(self) -> str:
+        """What is folded: "layers 0–79, 3 patterns"; empty for a single module."""
+        if self.count == 1:
+            return ""
+        where = f"layers {self.layers}" if self.layers else f"{self.count} modules"
+        ways = "all alike" if self.patterns == 1 else f"{self.patterns} patterns"
+        return f"{where}{';' if ',' in where else ','} {ways}"
 
 
 def by_reason(decisions: Iterable[Decision]) -> list[str]:
@@ -47,20 +71,67 @@ def by_module(decisions: Iterable[Decision]) -> list[ModuleRow]:
 
     Examples:
         >>> d = [Decision("mm", "keep", 8, 0.0, f"layers.{i}.mlp", "") for i in range(3)]
-        >>> by_module(d)
-        [ModuleRow(name='layers.*.mlp', count=3, kept=24, recomputed=0, seconds=0.0)]
+        >>> [(r.name, r.count, r.kept, r.repeats) for r in by_module(d)]
+        [('layers.*.mlp', 3, 24, 'layers 0–2, all alike')]
     """
-    groups: dict[str, list[Decision]] = defaultdict(list)
+    groups: dict[str, dict[str, list[Decision]]] = defaultdict(dict)
     for d in decisions:
-        groups[re.sub(r"(?:(?<=\.)|^)\d+(?=\.|$)", "*", d.module)].append(d)
-    rows = [
-        ModuleRow(
-            name=name if len({d.module for d in group}) > 1 else group[0].module,
-            count=len({d.module for d in group}),
-            kept=sum(d.nbytes for d in group if d.action == "keep"),
-            recomputed=sum(d.nbytes for d in group if d.action == "recompute"),
-            seconds=sum(d.recompute_seconds for d in group),
-        )
-        for name, group in groups.items()
-    ]
-    return sorted(rows, key=lambda r: (-(r.kept + r.recomputed), r.name))
+        groups[_NUMBER.sub("*", d.module)].setdefault(d.module, []).append(d)
+    rows = [_row(name, modules) for name, modules in groups.items()]
+    return sorted(rows, key=lambda r: (-(r.kept + r.recomputed + r.offloaded), r.name))
+
+
+def _row(name: str, modules: Mapping[str, Sequence[Decision]]) -> ModuleRow:
+    found = [d for each in modules.values() for d in each]
+
+    def total(action: Action) -> int:
+        return sum(d.nbytes for d in found if d.action == action)
+
+    numbers = [tuple(map(int, _NUMBER.findall(path))) for path in modules]
+    differing = [at for at in range(len(numbers[0])) if len({n[at] for n in numbers}) > 1]
+    ways = {tuple((d.op, d.action, d.nbytes) for d in each) for each in modules.values()}
+    return ModuleRow(
+        name=_spelled(name, numbers[0], differing),
+        count=len(modules),
+        kept=total("keep"),
+        recomputed=total("recompute"),
+        seconds=sum(d.recompute_seconds for d in found),
+        offloaded=total("offload"),
+        layers=spans(sorted(n[differing[0]] for n in numbers)) if len(differing) == 1 else "",
+        patterns=len(ways),
+    )
+
+
+def _spelled(name: str, numbers: Sequence[int], differing: Sequence[int]) -> str:
+    """A path with its numbers put back where all modules have the same."""
+    places = iter(range(len(numbers)))
+    filled = (str(numbers[at]) if (at := next(places)) not in differing else "*" for _ in numbers)
+    return re.sub(r"(?:(?<=\.)|^)\*(?=\.|$)", lambda _: next(filled), name)
+
+
+def spans(numbers: Sequence[int]) -> str:
+    """Ascending numbers in words.
+
+    Examples:
+        >>> spans([0, 1, 2, 5, 7, 8])
+        '0–2, 5, 7–8'
+    """
+    ends = [at for at, (a, b) in enumerate(pairwise(numbers)) if b > a + 1]
+    starts = [0, *(at + 1 for at in ends)]
+    runs = [(numbers[a], numbers[b]) for a, b in zip(starts, [*ends, len(numbers) - 1], strict=True)]
+    return ", ".join(f"{a}" if a == b else f"{a}–{b}" for a, b in runs)
+
+
+def folded(rows: Sequence[ModuleRow], most: int) -> tuple[Sequence[ModuleRow], ModuleRow | None]:
+    """The first rows, and the small ones after them added up; None where there are none."""
+    if len(rows) <= most:
+        return rows, None
+    rest = rows[most - 1 :]
+    return rows[: most - 1], ModuleRow(
+        f"{len(rest)} smaller rows",
+        sum(r.count for r in rest),
+        sum(r.kept for r in rest),
+        sum(r.recomputed for r in rest),
+        sum(r.seconds for r in rest),
+        sum(r.offloaded for r in rest),
+    )

@@ -1,0 +1,255 @@
+"""The step as a graph of ops, coloured by what the plan does with each: SVG, DOT, or networkx."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from itertools import groupby, pairwise
+from typing import Any
+
+import networkx as nx
+
+from ..errors import OptionError, gb
+from ..plan import BaselineMoment, Plan
+from .layers import layout
+from .names import title
+from .svg import ACTIONS, duration, escape, legend, number, shortened, svg, swatch, text, width_of
+
+MOST = 40  # nodes of a drawing
+WIDE, TALL, BETWEEN = 190.0, 42.0, 22.0
+FORMATS = ("svg", "dot", "networkx")
+
+
+class Drawing(str):
+    """SVG as text; in Jupyter, drawn."""
+
+    __slots__ = ()
+
+    def _repr_html_(self) -> str:
+        return str(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """An op of the forward pass, or several that follow on one another.
+
+    Attributes:
+        ops: positions in the baseline timeline.
+        name: what it is called.
+        more: its whole name and place, for a title.
+        kept, recomputed, offloaded, passing: bytes of what it makes, by what becomes of it.
+        seconds: of one run.
+        outside: whether it belongs to another module than the one drawn.
+    """
+
+    ops: tuple[int, ...]
+    name: str
+    more: str
+    kept: int
+    recomputed: int
+    offloaded: int
+    passing: int
+    seconds: float
+    outside: bool = False
+
+    @property
+    def action(self) -> str:
+        """What becomes of most of it."""
+        sizes = {"recompute": self.recomputed, "keep": self.kept, "offload": self.offloaded}
+        most = max(sizes, key=sizes.__getitem__)
+        return most if sizes[most] else ""
+
+    @property
+    def facts(self) -> str:
+        """Its bytes and seconds, in words."""
+        size = self.kept + self.recomputed + self.offloaded + self.passing
+        return f"{gb(size) if size else 'in place'} · {duration(self.seconds)}"
+
+
+def graph(plan: Plan, module: str | None, format: str) -> Any:
+    """See `Plan.graph`."""
+    if format not in FORMATS:
+        raise OptionError(f"format {format!r} is not known; the known ones are {', '.join(FORMATS)}")
+    ops = plan.baseline_timeline
+    mine = _members(ops, module)
+    if format == "networkx":
+        return _networkx(ops, mine)
+    drawn = _folded(ops, mine, module)
+    return _dot(drawn) if format == "dot" else Drawing(_svg(drawn, module))
+
+
+def _members(ops: Sequence[BaselineMoment], module: str | None) -> list[int]:
+    """The ops of a module. Raises OptionError where there are none."""
+    found = [i for i, op in enumerate(ops) if not module or f"{op.module}.".startswith(f"{module}.")]
+    if found:
+        return found
+    paths = {op.module for op in ops}
+    known = {".".join(path.split(".")[:n]) for path in paths for n in range(1, path.count(".") + 2)} - {""}
+    near = get_close_matches(str(module), sorted(known), 3) or sorted(known)[:3]
+    raise OptionError(
+        f"module {str(module)[:200]!r} has no op in this plan; did you mean {', '.join(map(repr, near))}?"
+    )
+
+
+def _networkx(ops: Sequence[BaselineMoment], mine: Iterable[int]) -> nx.DiGraph:
+    found = nx.DiGraph()
+    for i in mine:
+        op = ops[i]
+        found.add_node(
+            i,
+            title=title(op.module, op.op, op.source),
+            op=op.op,
+            module=op.module,
+            source=op.source,
+            phase=op.phase,
+            action=op.action or "",
+            bytes=op.nbytes,
+            seconds=op.seconds,
+            runs=op.runs,
+        )
+    found.add_edges_from((r, i, {"bytes": ops[r].nbytes}) for i in found for r in ops[i].reads if r in found)
+    return found
+
+
+def _folded(ops: Sequence[BaselineMoment], mine: Sequence[int], module: str | None) -> nx.DiGraph:
+    """The forward ops to be drawn, in as much detail as there is room for; nodes have a `Node` each."""
+    forward = [i for i in mine if ops[i].phase == "forward"]
+    nodes = [_node(ops, (i,), ops[i].op.strip("_")) for i in forward]
+    depth = max((ops[i].module.count(".") + 1 for i in forward), default=1)
+    while len(nodes) > MOST and depth > 0:
+        nodes = _runs(ops, forward, depth, module or "")
+        depth -= 1
+    if len(nodes) > MOST:
+        rest = tuple(i for node in nodes[MOST - 1 :] for i in node.ops)
+        nodes = [*nodes[: MOST - 1], _node(ops, rest, f"{len(nodes) - MOST + 1} more")]
+    inside = {i for node in nodes for i in node.ops}
+    nodes += _outside(ops, inside, forward)
+    nodes.sort(key=lambda node: node.ops[0])
+    home = {i: at for at, node in enumerate(nodes) for i in node.ops}
+    found = nx.DiGraph()
+    found.add_nodes_from((at, {"node": node}) for at, node in enumerate(nodes))
+    for at, node in enumerate(nodes):
+        for i in node.ops:
+            sources = (home[r] for r in ops[i].reads if r in home)
+            found.add_edges_from((s, at) for s in sources if s < at and not (nodes[s].outside and node.outside))
+    return found
+
+
+def _outside(ops: Sequence[BaselineMoment], inside: set[int], forward: Sequence[int]) -> list[Node]:
+    """What the drawn ops read of others."""
+    read = sorted({r for i in forward for r in ops[i].reads} - inside)
+    return [_node(ops, (r,), title(ops[r].module, ops[r].op, ""), outside=True) for r in read[: MOST // 4]]
+
+
+def _runs(ops: Sequence[BaselineMoment], forward: Sequence[int], depth: int, module: str) -> list[Node]:
+    """Ops in a row of one module, down to some depth; modules in a row that are treated alike are one node."""
+    runs = [
+        (path, tuple(run)) for path, run in groupby(forward, key=lambda i: ".".join(ops[i].module.split(".")[:depth]))
+    ]
+
+    def alike(run: tuple[str, tuple[int, ...]]) -> tuple[object, ...]:
+        pattern = ".".join("*" if part.isdigit() else part for part in run[0].split("."))
+        return pattern, tuple((ops[i].op, ops[i].nbytes, ops[i].action) for i in run[1])
+
+    found = []
+    for _, same in groupby(runs, key=alike):
+        paths, members = zip(*same, strict=True)
+        first, last = paths[0], paths[-1]
+        short = first.removeprefix(f"{module}.") if first != module else first.rpartition(".")[2]
+        name = short or "(the model)"
+        if len(paths) > 1:
+            name += f" to {last.rpartition('.')[2]}" if first != last else f" x{len(paths)}"
+        found.append(_node(ops, tuple(i for run in members for i in run), name))
+    return found
+
+
+def _node(ops: Sequence[BaselineMoment], members: tuple[int, ...], name: str, outside: bool = False) -> Node:
+    sizes: dict[str | None, int] = defaultdict(int)
+    for i in members:
+        sizes[ops[i].action] += ops[i].nbytes
+    one = ops[members[0]]
+    more = title(one.module, one.op, one.source) if len(members) == 1 else f"{name}: {len(members)} ops"
+    seconds = sum(ops[i].seconds for i in members)
+    return Node(members, name, more, sizes["keep"], sizes["recompute"], sizes["offload"], sizes[None], seconds, outside)
+
+
+def _svg(drawn: nx.DiGraph, module: str | None) -> str:
+    found = layout(drawn, WIDE, TALL, BETWEEN)
+    width = max(found.width + 16, 560)
+    dx, dy = (width - found.width) / 2, 8
+    parts = []
+    ways = [[(x + dx, y + dy) for x, y in way] for way in found.ways.values()]
+    pieces = dict.fromkeys(piece for way in ways for piece in pairwise(way))  # edges of one source share a way
+    path = "".join(_piece(*piece) for piece in pieces)
+    heads = "".join(f"M{number(x - 3.5)} {number(y - 6)}h7L{number(x)} {number(y)}z" for x, y in (w[-1] for w in ways))
+    parts.append(f"<path d='{path}' fill='none' stroke='currentColor' stroke-opacity='0.45' stroke-width='1.2'/>")
+    parts.append(f"<path d='{heads}' fill='currentColor' fill-opacity='0.6'/>")
+    for at, (x, y) in found.places.items():
+        parts.append(_box(drawn.nodes[at]["node"], x + dx - WIDE / 2, y + dy))
+    outside = any(drawn.nodes[at]["node"].outside for at in drawn)
+    used = {drawn.nodes[at]["node"].action for at in drawn}
+    entries = [(swatch(colour), words) for action, (colour, words) in ACTIONS.items() if action in used]
+    frame = (
+        "<rect x='-6' y='-6' width='12' height='12' rx='2' fill='none' stroke='currentColor' stroke-dasharray='4 3'/>"
+    )
+    entries += [(frame, "of another module")] if outside else []
+    marks, bottom = legend(entries, 8, found.height + dy + 32, width)
+    return svg(bottom - 8, f"graph of {module or 'the model'}", [*parts, *marks], width=width)
+
+
+def _piece(start: tuple[float, float], end: tuple[float, float]) -> str:
+    (x1, y1), (x2, y2) = start, end
+    bend = number((y1 + y2) / 2)
+    to = (
+        f"V{number(y2)}"
+        if abs(x1 - x2) < 0.05
+        else f"C{number(x1)} {bend} {number(x2)} {bend} {number(x2)} {number(y2)}"
+    )
+    return f"M{number(x1)} {number(y1)}{to}"
+
+
+def _box(node: Node, x: float, y: float) -> str:
+    colour = ACTIONS[node.action][0]
+    dashes = " stroke-dasharray='4 3'" if node.outside else ""
+    name = node.name
+    while width_of(name) > WIDE - 20:
+        name = shortened(name, len(name) - 2)
+    bar, at = "", x + 1
+    sizes = {"keep": node.kept, "recompute": node.recomputed, "offload": node.offloaded, "": node.passing}
+    total = sum(sizes.values())
+    for action, size in sizes.items():
+        wide = (WIDE - 2) * size / total if total else 0.0
+        if size and not node.outside:
+            place = f"x='{number(at)}' y='{number(y + TALL - 5)}' width='{number(wide)}' height='4'"
+            bar += f"<rect {place} fill='{ACTIONS[action][0]}'/>"
+        at += wide
+    frame = f"x='{number(x)}' y='{number(y)}' width='{number(WIDE)}' height='{number(TALL)}' rx='4'"
+    return (
+        f"<g data-action='{node.action}' data-kept='{node.kept}' data-recomputed='{node.recomputed}'>"
+        f"<title>{escape(node.more)}</title>"
+        f"<rect {frame} fill='{colour}' fill-opacity='{0.05 if node.outside else 0.16}' stroke='{colour}'{dashes}/>"
+        + bar
+        + text(x + 9, y + 16, name)
+        + text(x + 9, y + 32, node.facts, more=" fill-opacity='0.8'")
+        + "</g>"
+    )
+
+
+def _dot(drawn: nx.DiGraph) -> str:
+    """DOT: https://graphviz.org/doc/info/lang.html."""
+    lines = ["digraph {", '  node [shape=box, style=filled, fontname="sans-serif", fontcolor=white];']
+    for at in drawn:
+        node = drawn.nodes[at]["node"]
+        label = f"{_quoted(shortened(node.name, 60))}\\n{_quoted(node.facts)}"
+        lines.append(
+            f'  n{at} [label="{label}", tooltip="{_quoted(node.more)}", fillcolor="{ACTIONS[node.action][0]}"];'
+        )
+    lines += [f"  n{a} -> n{b};" for a, b in drawn.edges]
+    return "\n".join([*lines, "}"]) + "\n"
+
+
+def _quoted(words: str) -> str:
+    plain = "".join(c if c.isprintable() else " " for c in words)
+    return plain.replace("\\", "\\\\").replace('"', '\\"')
