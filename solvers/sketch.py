@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from .anneal import Found, Search, ready
-from .auto import chained, nested, segments
+from .auto import chained, segments
 from .bounds import relax
 from .guides import guides
 from .problem import Problem
@@ -32,7 +32,7 @@ class Rough:
     segments: tuple[int, float] | None
 
 
-def sketch(problem: Problem, points: int = 7) -> Rough:
+def sketch(problem: Problem, points: int = 6) -> Rough:
     """Peak against cost, from relaxations and segments alone: no annealing, so that costs may be above the best.
 
     Args:
@@ -43,7 +43,7 @@ def sketch(problem: Problem, points: int = 7) -> Rough:
     total = problem.total_cost
     search = Search(problem.with_budget(None), lambda _: None)
     cut = list(chained(segments(search)))
-    found = [*cut, *chained(nested(search), iter([search.keep_only()]))]
+    found = [*cut, *chained(iter([search.keep_only()]))]
     low, high = min(f.peak for f in found), simulate(problem, every_op_once(problem)).peak
     bounds = [(high, total)]
     for i in range(points - 1, 0, -1):

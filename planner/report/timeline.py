@@ -62,23 +62,22 @@ def timeline_svg(plan: Plan) -> str:
             f"<title>budget: {plan.budget_bytes} bytes</title></line>"
         )
     parts += _time_axis(moments, seconds, right, stepped)
-    entries = [(_dashes(BUDGET), f"budget {gb(plan.budget_bytes)}{'' if drawn else ', above the picture'}")]
+    entries = [(_dashes(BUDGET), f"budget {gb(plan.budget_bytes)}{'' if drawn else ', far above'}")]
     if differs:
-        entries.append((_outline(), f"everything kept: {gb(plan.baseline_peak_bytes)} at most"))
+        entries.append((_outline(), f"all kept: {gb(plan.baseline_peak_bytes)} at most"))
     used = [
         kind
         for kind, sizes in zip(Held._fields, zip(*(m.held for m in moments), strict=True), strict=True)
         if any(sizes)
     ]
-    drawing, below = legend(entries, LEFT - 8, FLOOR + 64)
-    kinds = [(swatch(KINDS[kind][0]), KINDS[kind][1]) for kind in reversed(used)]
-    more_drawing, bottom = legend(kinds, LEFT - 8, below)
+    entries += [(swatch(KINDS[kind][0]), KINDS[kind][1]) for kind in reversed(used)]
+    drawing, bottom = legend(entries, LEFT - 8, FLOOR + 64)
     label = f"memory over the step: at most {gb(plan.peak_bytes)}, budget {gb(plan.budget_bytes)}"
     more = (
         f" data-peak-bytes='{plan.peak_bytes}' data-baseline-peak-bytes='{plan.baseline_peak_bytes}'"
         f" data-seconds='{plan.step_seconds!r}'"
     )
-    return svg(bottom - 12, label, [*parts, *drawing, *more_drawing], more=more)
+    return svg(bottom - 12, label, [*parts, *drawing], more=more)
 
 
 def peak_words(plan: Plan) -> str:
@@ -152,7 +151,7 @@ def _time_axis(moments: Sequence[Moment], seconds: float, right: float, stepped:
         middle = min((left + to) / 2, RIGHT - wide / 2)
         parts.append(text(middle, FLOOR + 40, words, anchor="middle"))
     if LEFT < loss < right:
-        parts.append(line(loss, TOP, loss, FLOOR + 26, "stroke-opacity='0.45' stroke-dasharray='2 3'"))
+        parts.append(line(loss, TOP, loss, FLOOR, "stroke-opacity='0.45' stroke-dasharray='2 3'"))
     return parts
 
 
