@@ -28,7 +28,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from tqdm import tqdm
 
 from planner import InfeasibleBudgetError, plan
-from planner.capture.origin import module_path
+from planner.capture.origin import origins
 from planner.capture.step import capture
 from planner.estimate.ops import node_flops
 from planner.pipeline import problem_of
@@ -93,10 +93,11 @@ def forward_costs(name: str) -> Row:
     lowered, _ = problem_of(request, graph)
     modules = {n for n, _ in case.model.named_modules()}
     ops = []
-    for op, origin in zip(lowered.problem.ops, lowered.origin, strict=True):
-        source = graph.regions[origin.region].ops[origin.index] if origin.region >= 0 else None
+    sources = [graph.regions[o.region].ops[o.index] if o.region >= 0 else None for o in lowered.origin]
+    places = origins((source.node for source in sources if source is not None), modules)
+    for op, source in zip(lowered.problem.ops, sources, strict=True):
         counted = node_flops(source.node) if source is not None and source.kind == "call" else 0
-        ops.append((op.name, module_path(source.node, modules) if source else "", op.cost, counted))
+        ops.append((op.name, next(places)[0] if source is not None else "", op.cost, counted))
     total = lowered.problem.total_cost, sum(op[3] for op in ops)
     return {"seconds": total[0], "flops": total[1], "forward": ops[: lowered.problem.boundary]}
 

@@ -258,7 +258,7 @@ def repair(plan: Plan, batch: Any = None, kwargs: Mapping[str, Any] | None = Non
             if seen.gradients_agree is False:
                 warnings.warn(f"gradients differ from those without a plan: {seen}", PlanWarning, stacklevel=3)
             if seen.within_budget:
-                return replace(plan, note=" ".join([plan.note, *learnt]).strip())
+                return replace(plan, note=" ".join([plan.note, *learnt]).strip(), verification=seen)
             missing = seen.measured_bytes - seen.predicted_bytes
             learnt.append(f"A real step took {gb(missing)} more than predicted: planned again with that taken off.")
         if len(learnt) > attempts:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 from solvers import Problem, Schedule, Solution, Timeline, simulate
 
-from .capture.origin import module_path, source_line
+from .capture.origin import origins
 from .capture.region import Region
 from .capture.safety import is_random
 from .lowering import Lowered
@@ -23,8 +23,9 @@ def decisions(
     problem = lowered.problem
     times = Counter(solution.schedule.steps)
     kept = carried(problem, solution.schedule)
+    nodes = [regions[o.region].ops[o.index].node for o in lowered.origin[: problem.boundary]]
     found = []
-    for i, op in enumerate(problem.ops[: problem.boundary]):
+    for i, (op, (module, source)) in enumerate(zip(problem.ops, origins(nodes, modules), strict=False)):
         origin = lowered.origin[i]
         region = regions[origin.region]
         graph_op = region.ops[origin.index]
@@ -41,8 +42,8 @@ def decisions(
                     action="recompute" if v in again else "keep",
                     nbytes=problem.sizes[v],
                     recompute_seconds=op.cost * (times[i] - 1) / len(again) if v in again else 0.0,
-                    module=module_path(graph_op.node, modules),
-                    source=source_line(graph_op.node),
+                    module=module,
+                    source=source,
                     reason=graph_op.keep_because or (REPLAYED if v in again and is_random(graph_op.node) else ""),
                     op=lowered.kinds[i],
                 )

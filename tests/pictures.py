@@ -10,7 +10,7 @@ from planner import Plan, plan
 
 from .real_models import gpt2
 
-HOSTILE = "<script>alert(1)&<" + "x" * 182
+HOSTILE = "<script>alert('1')&\"[" + "x" * 180
 
 
 class Broken(nn.Module):

@@ -2,6 +2,7 @@
 
 import re
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from itertools import pairwise
 
 import networkx as nx
@@ -13,6 +14,7 @@ from planner import ApplyError, OptionError, pareto, plan
 from planner.errors import gb
 from planner.plan import Held
 from planner.report.svg import ACTIONS, BUDGET, KINDS
+from planner.runtime.verify import Verification
 from planner.tradeoff import blocks_of
 from solvers import every_op_once, simulate, validate
 from solvers.sketch import checkpointed, sketch
@@ -147,6 +149,42 @@ def test_names_are_escaped_and_small():
     dot = p.graph(format="dot")
     assert all(re.fullmatch(r"(  .*;)|digraph \{|\}", line) for line in dot.splitlines())
     assert "alert" in p._repr_html_()
+
+
+def test_eighty_layers_take_little_room():
+    p, _ = pictures()["gpt2"]
+    layers = [replace(d, module=d.module.replace(".h.1", f".h.{n}")) for n in range(80) for d in p.decisions]
+    several = [replace(m, held=m.held._replace(kept=m.held.kept * n)) for n in range(1, 80) for m in p.timeline]
+    peak = max(m.held_bytes for m in several)
+    q = replace(p, timeline=tuple(several), decisions=tuple(layers), peak_bytes=peak, budget_bytes=peak)
+    html = q._repr_html_()
+    assert len(html) < 150_000
+    assert re.search(r"layers 0–79, \d patterns", html)
+
+
+def test_what_a_real_step_showed():
+    p, _ = pictures()["regions"]
+    assert "not verified on a real step" in p._repr_html_()
+    seen = Verification(p.peak_bytes, p.budget_bytes + 2**20, None, p.budget_bytes, 0.0, True, 1.0, None)
+    html = replace(p, verification=seen)._repr_html_()
+    assert f"<b>Does not fit: peak {gb(p.budget_bytes + 2**20)} of" in html
+    assert f"a real step took {gb(p.budget_bytes + 2**20)}" in html
+
+
+@pytest.mark.parametrize(
+    "figures",
+    [
+        {"budget_bytes": 0, "overhead": 0.0},
+        {"budget_bytes": 2**62, "overhead": 1e300, "gap": float("inf")},
+        {"timeline": (), "baseline_timeline": (), "decisions": (), "account": {}, "peak_bytes": 0},
+        {"peak_bytes": 2**62, "baseline_peak_bytes": 1, "step_seconds": 0.0},
+        {"overhead": -0.5, "peak_bytes": 1},
+    ],
+)
+def test_odd_figures_are_drawn(figures):
+    p, _ = pictures()["eager"]
+    for svg in re.findall(r"<svg.*?</svg>", replace(p, **figures)._repr_html_(), flags=re.DOTALL):
+        ET.fromstring(svg)
 
 
 def test_the_same_plan_is_drawn_the_same():

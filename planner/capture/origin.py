@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 from torch import fx
 
@@ -24,34 +24,29 @@ def kind_of(target: str) -> str:
     return parts[1] if len(parts) > 2 else parts[0]
 
 
-def origins(nodes: Iterable[fx.Node], names: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Module path and source line of each node; those that share a stack trace are looked up once.
+def origins(nodes: Iterable[fx.Node], names: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Path of the module that made each node ("" for the model itself), and the user's line; O(nodes + names).
 
     Args:
         nodes: of joint graphs.
-        names: the paths of the model's modules.
+        names: the paths of the model's modules, as in `named_modules()`.
     """
+    known = {_parts(name): name for name in names}
     modules: dict[str, str] = {}
     lines: dict[str, str] = {}
     for node in nodes:
         path, trace = _innermost(node), node.meta.get("stack_trace") or ""
         if path not in modules:
-            modules[path] = module_path(node, names)
+            parts = _parts(path)
+            # Dynamo's own name for it, as L['model']._modules['h']._modules['0']: the user's is the longest end of it
+            modules[path] = next((known[parts[i:]] for i in range(len(parts)) if parts[i:] in known), "")
         if trace not in lines:
             lines[trace] = source_line(node)
         yield modules[path], lines[trace]
 
 
-def module_path(node: fx.Node, names: Collection[str]) -> str:
-    """Path of the module that made a node, as `named_modules()` names it; "" for the model itself.
-
-    Args:
-        node: of a joint graph.
-        names: the paths of the model's modules.
-    """
-    # Dynamo's own name for it, as L['model']._modules['h']._modules['0']: the user's is the longest end of it
-    parts = [p for p in re.split(r"[\[\].'\"]+", _innermost(node)) if p and p != "_modules"]
-    return next((end for i in range(len(parts)) if (end := ".".join(parts[i:])) in names), "")
+def _parts(path: str) -> tuple[str, ...]:
+    return tuple(p for p in re.split(r"[\[\].'\"\\]+", path) if p and p != "_modules")
 
 
 def _innermost(node: fx.Node) -> str:

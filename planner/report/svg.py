@@ -96,7 +96,7 @@ def steps(top: float, count: int = 5) -> list[float]:
         >>> steps(9.3, 5)
         [0.0, 2.0, 4.0, 6.0, 8.0]
     """
-    rough = top / count
+    rough = max(top, 1e-12) / count
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * m for m in (1, 2, 5, 10) if power * m >= rough * 0.999)
     return [step * i for i in range(int(top / step * 1.0001) + 1)]

@@ -65,11 +65,7 @@ def timeline_svg(plan: Plan) -> str:
     entries = [(_dashes(BUDGET), f"budget {gb(plan.budget_bytes)}{'' if drawn else ', far above'}")]
     if differs:
         entries.append((_outline(), f"all kept: {gb(plan.baseline_peak_bytes)} at most"))
-    used = [
-        kind
-        for kind, sizes in zip(Held._fields, zip(*(m.held for m in moments), strict=True), strict=True)
-        if any(sizes)
-    ]
+    used = [kind for at, kind in enumerate(Held._fields) if any(m.held[at] for m in moments)]
     entries += [(swatch(KINDS[kind][0]), KINDS[kind][1]) for kind in reversed(used)]
     drawing, bottom = legend(entries, LEFT - 8, FLOOR + 64)
     label = f"memory over the step: at most {gb(plan.peak_bytes)}, budget {gb(plan.budget_bytes)}"
