@@ -8,7 +8,7 @@ from ..errors import OptionError, gb
 from ..plan import PendingPlan, Plan
 from .curve import curve_svg
 from .svg import ACTIONS, duration, escape, number, shortened
-from .table import ModuleRow, by_module, by_reason, folded
+from .table import ModuleRow, by_module, by_reason, folded, shared_path
 from .timeline import peak_words, timeline_svg
 
 ROWS = 14  # of the table of modules
@@ -92,10 +92,11 @@ def modules(rows: Sequence[ModuleRow]) -> str:
     shown, rest = folded(rows, ROWS)
     offloads = any(r.offloaded for r in rows)
     largest = max((r.kept + r.recomputed + r.offloaded for r in shown), default=0) or 1
+    common = shared_path([r.name for r in shown])
     cells = []
     for row in (*shown, *([rest] if rest else [])):
         name = escape(row.name or "(the model)")
-        label = escape(row.label) if row is rest else _code(row.name or "(the model)")
+        label = escape(row.label) if row is rest else _code(row.name or "(the model)", common)
         bar = _bar([(row.kept, "keep"), (row.recomputed, "recompute"), (row.offloaded, "offload")], largest)
         layers = "" if row is rest else f"<span style='{SMALL}'>{escape(row.repeats)}</span>"
         data = f" data-module='{name}' data-kept='{row.kept}' data-recomputed='{row.recomputed}'"
@@ -105,7 +106,15 @@ def modules(rows: Sequence[ModuleRow]) -> str:
         "", 1, *(sum(getattr(r, of) for r in rows) for of in ("kept", "recomputed", "seconds", "offloaded"))
     )
     cells.append(_cells([f"<b>{x}</b>" for x in ("together", "", "", *_sizes(total, offloads))], 3))
-    heads = ["module", "", "", "kept", "recomputed", *(["offloaded"] if offloads else []), "time paid"]
+    heads = [
+        f"in {_code(common)}" if common else "module",
+        "",
+        "",
+        "kept",
+        "recomputed",
+        *(["offloaded"] if offloads else []),
+        "time paid",
+    ]
     return _table([_cells(heads, 3, tag="th"), *cells])
 
 
@@ -127,10 +136,11 @@ def account(plan: Plan) -> str:
     return _table(cells)
 
 
-def _code(name: str) -> str:
-    """A path that may break after its dots, and where it must."""
-    words = escape(shortened(name, LONGEST)).replace(".", ".<wbr>")
-    return f"<code title='{escape(name)}' style='overflow-wrap:anywhere;background:none;padding:0'>{words}</code>"
+def _code(name: str, common: str = "") -> str:
+    """A path that may break after its dots, and where it must; without what it shares with others."""
+    words = f"…{rest}" if common and (rest := name.removeprefix(f"{common}.")) != name else name
+    shown = escape(shortened(words, LONGEST)).replace(".", ".<wbr>")
+    return f"<code title='{escape(name)}' style='overflow-wrap:anywhere;background:none;padding:0'>{shown}</code>"
 
 
 def _bar(sizes: Iterable[tuple[int, str]], largest: int) -> str:
@@ -156,10 +166,11 @@ def _table(rows: Iterable[str]) -> str:
 
 def _cells(cells: Sequence[str], left: int, more: str = "", tag: str = "td") -> str:
     """A row; the first cells are set to the left, the others, numbers, to the right."""
-    rule = "border-bottom:1px solid rgba(128,128,128,.3);padding:3px 10px 3px 0;vertical-align:top"
     made = []
     for at, cell in enumerate(cells):
         side = "left" if at < left else "right"
-        whole = "" if at == 0 else ";white-space:nowrap"
-        made.append(f"<{tag} align='{side}' style='text-align:{side};{rule}{whole}'>{cell}</{tag}>")
-    return f"<tr{more}>{''.join(made)}</tr>"
+        attribute, style = (" nowrap", ";white-space:nowrap") if at else ("", "")
+        made.append(
+            f"<{tag} align='{side}'{attribute} style='text-align:{side};padding:3px 10px 3px 0{style}'>{cell}</{tag}>"
+        )
+    return f"<tr{more} valign='top' style='border-bottom:1px solid rgba(128,128,128,.3)'>{''.join(made)}</tr>"

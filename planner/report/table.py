@@ -11,6 +11,7 @@ from itertools import pairwise
 from ..errors import gb
 from ..plan import Action, Decision
 
+WORTH_SAYING_ONCE = 12  # characters
 _NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
 
 
@@ -135,3 +136,21 @@ def folded(rows: Sequence[ModuleRow], most: int) -> tuple[Sequence[ModuleRow], M
         sum(r.seconds for r in rest),
         sum(r.offloaded for r in rest),
     )
+
+
+def shared_path(paths: Sequence[str]) -> str:
+    """The modules that all paths begin with, where that is worth saying once: "" else.
+
+    Examples:
+        >>> shared_path(["base_model.model.norm", "base_model.model.layers.*", "base_model.model", ""])
+        'base_model.model'
+        >>> shared_path(["model.norm", "model.layers.*"])
+        ''
+    """
+    split = [path.split(".") for path in paths if path]
+    deepest = max(split, key=len, default=[])
+    for n in range(len(deepest) - 1, 0, -1):
+        common = deepest[:n]
+        if all(parts[:n] == common[: len(parts)] for parts in split):
+            return path if len(path := ".".join(common)) >= WORTH_SAYING_ONCE else ""
+    return ""

@@ -193,7 +193,10 @@ def _area(columns: Sequence[Column], heights: Sequence[float]) -> str:
     for run in filter(None, runs):
         end = RIGHT if run[0][0] == RIGHT - OPTIMIZER else run[-1][0] + COLUMN
         parts.append(f"M{number(run[0][0])} {FLOOR}")
-        for height, same in groupby(run, key=lambda column: number(column[1])):
-            parts.append(f"H{number(next(same)[0])}V{height}")
-        parts.append(f"H{number(end)}V{FLOOR}Z")
+        now, level = run[0][0], float(FLOOR)
+        for height, same in groupby([*((x, round(y, 1)) for x, y in run), (end, float(FLOOR))], key=lambda at: at[1]):
+            x = next(same)[0]
+            parts.append((f"h{number(x - now)}" if x > now else "") + f"v{number(height - level)}")
+            now, level = x, height
+        parts.append("Z")
     return "".join(parts)
