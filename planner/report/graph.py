@@ -18,6 +18,7 @@ from .names import title
 from .svg import ACTIONS, duration, escape, legend, number, shortened, svg, swatch, text, width_of
 
 MOST = 40  # nodes of a drawing
+TOGETHER = 10  # parts of a long list of layers
 WIDE, TALL, BETWEEN = 190.0, 42.0, 22.0
 FORMATS = ("svg", "dot", "networkx")
 
@@ -118,9 +119,9 @@ def _folded(ops: Sequence[BaselineMoment], mine: Sequence[int], module: str | No
     forward = [i for i in mine if ops[i].phase == "forward"]
     nodes = [_node(ops, (i,), ops[i].op.strip("_")) for i in forward]
     depth = max((ops[i].module.count(".") + 1 for i in forward), default=1)
-    while len(nodes) > MOST and depth > 0:
-        nodes = _runs(ops, forward, depth, module or "")
-        depth -= 1
+    ways = ((at, alike) for at in range(depth, 0, -1) for alike in (True, False))
+    while len(nodes) > MOST and (way := next(ways, None)) is not None:
+        nodes = _runs(ops, forward, module or "", *way)
     if len(nodes) > MOST:
         rest = tuple(i for node in nodes[MOST - 1 :] for i in node.ops)
         nodes = [*nodes[: MOST - 1], _node(ops, rest, f"{len(nodes) - MOST + 1} more")]
@@ -143,25 +144,33 @@ def _outside(ops: Sequence[BaselineMoment], inside: set[int], forward: Sequence[
     return [_node(ops, (r,), title(ops[r].module, ops[r].op, ""), outside=True) for r in read[: MOST // 4]]
 
 
-def _runs(ops: Sequence[BaselineMoment], forward: Sequence[int], depth: int, module: str) -> list[Node]:
-    """Ops in a row of one module, down to some depth; modules in a row that are treated alike are one node."""
+def _runs(
+    ops: Sequence[BaselineMoment], forward: Sequence[int], module: str, depth: int, treated_alike: bool
+) -> list[Node]:
+    """Ops in a row of one module, down to some depth; modules in a row are one node where they are alike.
+
+    That is: of one list and treated the same, or, if that is not asked for, `TOGETHER` parts of one list.
+    """
     runs = [
         (path, tuple(run)) for path, run in groupby(forward, key=lambda i: ".".join(ops[i].module.split(".")[:depth]))
     ]
 
     def alike(run: tuple[str, tuple[int, ...]]) -> tuple[object, ...]:
         pattern = ".".join("*" if part.isdigit() else part for part in run[0].split("."))
-        return pattern, tuple((ops[i].op, ops[i].nbytes, ops[i].action) for i in run[1])
+        return pattern, tuple((ops[i].op, ops[i].nbytes, ops[i].action) for i in run[1] if treated_alike)
 
     found = []
-    for _, same in groupby(runs, key=alike):
-        paths, members = zip(*same, strict=True)
-        first, last = paths[0], paths[-1]
-        short = first.removeprefix(f"{module}.") if first != module else first.rpartition(".")[2]
-        name = short or "(the model)"
-        if len(paths) > 1:
-            name += f" to {last.rpartition('.')[2]}" if first != last else f" x{len(paths)}"
-        found.append(_node(ops, tuple(i for run in members for i in run), name))
+    for _, group in groupby(runs, key=alike):
+        same = list(group)
+        size = len(same) if treated_alike else -(-len(same) // TOGETHER)
+        for start in range(0, len(same), size):
+            paths, members = zip(*same[start : start + size], strict=True)
+            first, last = paths[0], paths[-1]
+            short = first.removeprefix(f"{module}.") if first != module else first.rpartition(".")[2]
+            name = short or "(the model)"
+            if len(paths) > 1:
+                name += f" to {last.rpartition('.')[2]}" if first != last else f" x{len(paths)}"
+            found.append(_node(ops, tuple(i for run in members for i in run), name))
     return found
 
 
