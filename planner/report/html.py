@@ -36,7 +36,7 @@ def body(plan: Plan) -> str:
     ]
     if unsafe := by_reason(plan.decisions):
         items = "".join(f"<li>{escape(line)}</li>" for line in unsafe)
-        parts += [_heading("What does not simply run twice, and why"), f"<ul style='margin:0'>{items}</ul>"]
+        parts += [_heading("Unsafe to run again as they are, and why"), f"<ul style='margin:0'>{items}</ul>"]
     if plan.note:
         parts.append(f"<p style='{SMALL};overflow-wrap:anywhere'>{escape(plan.note)}</p>")
     return f"<div style='max-width:760px'>{''.join(parts)}</div>"
