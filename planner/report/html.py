@@ -24,10 +24,10 @@ def body(plan: Plan) -> str:
         return f"<p>{escape(repr(plan))}</p>"
     parts = [
         f"<p><b>{escape(answer(plan))}</b><br><span style='{SMALL}'>{escape(surety(plan))}</span></p>",
-        _heading("Memory over the step"),
+        _heading("Memory over the step, predicted"),
         timeline_svg(plan),
         f"<p style='{SMALL};overflow-wrap:anywhere'>{escape(peak_words(plan))}</p>",
-        _heading("What memory costs in time"),
+        _heading("What memory costs in time, estimated"),
         curve_svg(plan, plan.curve),
         _heading("Activations that the backward pass needs, by module"),
         modules(by_module(plan.decisions)),
