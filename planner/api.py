@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -22,6 +24,9 @@ from .errors import (
     gb,
 )
 from .estimate.resident import storage_bytes
+from .files import FromFile
+from .identity import difference, identity
+from .loaded import Awaited, bound, known_plan
 from .pipeline import make_plan
 from .plan import PendingPlan, Plan
 from .request import GB, Costs, Dynamic, Mode, arguments, check, check_mode, maxima_of, named_maxima, with_batch
@@ -54,6 +59,7 @@ def plan(
     progress: bool | None = None,
     dynamic: Dynamic = False,
     mode: Mode = "compiled",
+    known: Plan | str | os.PathLike[str] | None = None,
 ) -> Plan:
     """Decide, for every activation of a training step, whether to keep or recompute it, within a memory budget.
 
@@ -87,6 +93,8 @@ def plan(
         mode: "compiled" (torch.compile's graphs, rewritten), or "eager": whole modules checkpointed, with some of
             their results kept, for code that cannot or shall not be compiled. It has a search of its own: `solver` and
             `time_limit` do not count.
+        known: an earlier plan, or its file: where the step and the budget turn out to be those that it was made for,
+            its schedule is taken and no solver runs; the note says which it was.
 
     Returns:
         The plan; `apply()` puts it on the model.
@@ -95,6 +103,7 @@ def plan(
         ModelError, BudgetError, BatchError, OptionError: an argument that cannot be used, named with its value.
         InfeasibleBudgetError: nothing fits; it carries the smallest budget that does.
         CaptureError: the model cannot be captured.
+        PlanFileError: the file of a known plan cannot be read.
 
     Examples:
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
@@ -121,6 +130,7 @@ def plan(
         dynamic=dynamic,
         mode=mode,
     )
+    request = replace(request, known=known_plan(known))
     if request.args is not None:
         try:
             return make_plan(request)
@@ -134,6 +144,8 @@ def plan(
 
 def apply(plan: Plan, model: nn.Module | None = None, *, verify: bool = False, mode: Mode | None = None) -> nn.Module:
     """Put a plan on its model, or on another one of the same kind; see `Plan.apply`."""
+    if isinstance(plan.request, FromFile):
+        plan = bound(plan, model)
     if mode is not None:
         check_mode(mode)
         if mode != plan.request.mode:
@@ -142,15 +154,21 @@ def apply(plan: Plan, model: nn.Module | None = None, *, verify: bool = False, m
     target = request.model if model is None else model
     if not isinstance(target, nn.Module):
         raise ApplyError(f"apply() needs a torch.nn.Module; it was given {target!r} of type {type(target).__name__}")
-    if target is not request.model and _describe(target) != _describe(request.model):
-        raise ApplyError(
-            f"this plan was made for {type(request.model).__name__} with other modules or parameters than the "
-            f"{type(target).__name__} it is applied to; plan that model instead"
-        )
+    if target is not request.model:
+        here, there = identity(target), identity(request.model)
+        if found := difference(here, there):
+            raise ApplyError(f"this plan was made for {there}; this is {here}: {found}. Plan that model instead")
 
     ready: dict[tuple[object, ...], Plan] = {}
     known: list[Plan] = []
-    if not isinstance(plan, PendingPlan):
+    awaited: Awaited | None = None
+    if isinstance(plan, PendingPlan):
+        pass
+    elif request.args is None:
+        own = replace(plan, request=replace(request, model_ref=weakref.ref(target)))
+        awaited = Awaited(own)
+        known.append(own)
+    else:
         batch = (request.args or (), request.kwargs, request.maxima)
         own = plan if target is request.model else replace(plan, request=with_batch(request, target, *batch))
         ready[call_signature(target, *batch)] = own
@@ -166,7 +184,10 @@ def apply(plan: Plan, model: nn.Module | None = None, *, verify: bool = False, m
     ) -> Plan:
         same = model is target and maxima == request.maxima
         made = ready.pop(call_signature(model, args, kwargs, maxima), None) if same else None
-        made = made or make_plan(replace(with_batch(request, model, args, kwargs, maxima), likely=likely), known)
+        asked = replace(with_batch(request, model, args, kwargs, maxima), likely=likely)
+        if awaited is not None and model is target:
+            made = awaited.take(asked)
+        made = made or make_plan(asked, known)
         if verify:
             made = repair(made)
         known.append(without_batch(made))
@@ -183,6 +204,8 @@ def apply(plan: Plan, model: nn.Module | None = None, *, verify: bool = False, m
     if ready and not verify:
         _, made = ready.popitem()
         runtime.add(request.args or (), request.kwargs, made, request.maxima)
+    if awaited is not None:
+        runtime.newest = awaited.plan
     attach(target, runtime)
     return target
 
@@ -190,8 +213,8 @@ def apply(plan: Plan, model: nn.Module | None = None, *, verify: bool = False, m
 def in_mode(plan: Plan, mode: Mode) -> Plan:
     """A plan for the same request in another mode; its note says what each of the two predicts."""
     request = replace(plan.request, mode=mode)
-    if isinstance(plan, PendingPlan):
-        return PendingPlan(request, lambda: applied_plan(request.model))
+    if isinstance(plan, PendingPlan) or request.args is None:
+        return PendingPlan(replace(request, batch=None), lambda: applied_plan(request.model))
     made = make_plan(request, [plan])
     other = f"The {plan.request.mode} plan: peak {gb(plan.peak_bytes)}, {plan.overhead:.1%} more time, estimated."
     return replace(made, note=f"{made.note} {other}".strip())
@@ -269,12 +292,6 @@ def repair(plan: Plan, batch: Any = None, kwargs: Mapping[str, Any] | None = Non
         found += missing
         request = replace(request, account_gb={**request.account_gb, FOUND: found / GB})
         plan = make_plan(request)
-
-
-def _describe(model: nn.Module) -> list[tuple[str, str, tuple[int, ...], bool]]:
-    """What two models must share for one plan to serve both."""
-    modules = [(name, type(m).__qualname__, (), m.training) for name, m in model.named_modules()]
-    return modules + [(name, str(p.dtype), tuple(p.shape), p.requires_grad) for name, p in model.named_parameters()]
 
 
 __all__ = ["applied_plan", "apply", "plan", "remove", "repair"]

@@ -60,6 +60,10 @@ class ApplyError(PlannerError, RuntimeError):
     """A plan applied twice, to another model, or not applied when it should be."""
 
 
+class PlanFileError(PlannerError, ValueError):
+    """A plan file that cannot be written or read; the message names the file, the place in it, what was expected."""
+
+
 class VerificationError(PlannerError, RuntimeError):
     """A real step takes more than the budget, and planning again with what it showed did not help."""
 

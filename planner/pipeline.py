@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 
 import torch
 
-from solvers import InfeasibleError, Solution, solve
+from solvers import InfeasibleError, Problem, Solution, solve
 
 from .account import account_of
 from .capture.step import TrainingGraph, capture
@@ -19,11 +19,11 @@ from .eager.pipeline import make_eager_plan
 from .errors import CaptureError, InfeasibleBudgetError
 from .estimate.ops import estimate
 from .estimate.workspace import measure
-from .fragmentation import solve_with_margin
+from .fragmentation import MARGIN, solve_with_margin
 from .lowering import Lowered, lower, raise_schedule
 from .plan import GraphModules, Plan
 from .request import Request
-from .reuse import reused
+from .reuse import reused, taken_over
 from .rewrite.emit import emit, keep_everything
 from .runtime.run import PlannedRegion, Recipe
 from .timelines import timelines
@@ -104,15 +104,42 @@ def problem_of(request: Request, graph: TrainingGraph) -> tuple[Lowered, dict[st
 
 
 def _solve(request: Request, lowered: Lowered, lines: dict[str, int], known: Sequence[Plan] = ()) -> Solution:
+    same = _known(request, lowered.problem, lines)
+    if isinstance(same, Solution):
+        return same
     found = reused(lowered.problem, [(p.problem, p.schedule) for p in known if p.problem and p.schedule])
     if found is not None:
         return found
     try:
-        return solve(lowered.problem, request.solver, time_limit=request.time_limit, progress=request.progress)
+        found = solve(lowered.problem, request.solver, time_limit=request.time_limit, progress=request.progress)
+        return replace(found, note=f"{found.note} {same}".strip())
     except InfeasibleError as e:
         leanest = peak_account(lowered, e.schedule)
         takes = dict(sorted({**lines, **leanest}.items(), key=lambda line: -line[1]))
         raise InfeasibleBudgetError(request.budget_gb, e.minimum, takes) from None
+
+
+def _known(request: Request, problem: Problem, lines: Mapping[str, int]) -> Solution | str:
+    """The schedule of the known plan, where that is of this step and budget; else a note that says why it is not."""
+    known = request.known
+    if known is None:
+        return ""
+    if known.problem is None or known.schedule is None:
+        why: Solution | str = "it is a plan for eager mode"
+    elif known.request.solver != request.solver:
+        why = f"it is of solver={known.request.solver!r}"
+    elif _apart(problem, lines) != _apart(known.problem, known.account):
+        why = "what is held all the time differs"
+    else:
+        why = taken_over(problem, known.problem, known.schedule, known.bound)
+    if isinstance(why, str):
+        return f"Solved anew, not taken from {known.request.source}: {why}."
+    return replace(why, solver=known.solver, note=f"Taken from {known.request.source}: the same step and budget.")
+
+
+def _apart(problem: Problem, lines: Mapping[str, int]) -> int:
+    """What is resident, fragmentation apart: its margin may be that of another schedule."""
+    return problem.resident - lines.get(MARGIN, 0)
 
 
 def _notes(request: Request, graph: TrainingGraph) -> Iterator[str]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from html import escape
+from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from torch import fx, nn
@@ -298,6 +299,35 @@ class Plan:
 
         return repair(self, batch, kwargs, attempts=attempts)
 
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the plan to a file that `Plan.load` reads, as JSON; compressed where the path ends in ".gz".
+
+        The model is not in it, nor `loss_fn`; an optimizer is by its class, options and bytes. An interruption leaves
+        the old file.
+
+        Raises:
+            PlanFileError: it cannot be written there.
+            ModelError: the planned model is gone: what it was has to be in the file.
+        """
+        from .files import save
+
+        save(self, path)
+
+    @staticmethod
+    def load(path: str | PathLike[str]) -> Plan:
+        """The plan in a file, which may be from anyone: nothing in it is run or imported.
+
+        It can be looked at as it is. `apply(model)` puts it on the model that it was made for; the first step of that
+        model runs by it, without a solver, if its graphs are those that were planned.
+
+        Raises:
+            PlanFileError: there is no such file, or it is no plan; made by a newer version, damaged, or contradicting
+                itself. The message names the file, the place and what was expected.
+        """
+        from .files import load
+
+        return load(path)
+
     def summary(self) -> str:
         """The plan as text."""
         from .report.text import summary
@@ -358,13 +388,16 @@ class PendingPlan(Plan):
         return getattr(self._made(name), name)
 
     def _made(self, what: str) -> Plan:
-        made = self._current()
+        made: Plan | None = self._current()
         if made is None:
             raise ApplyError(
                 f"{what} is not known yet: no batch was given, so the plan is made at the first training step. "
                 "Call apply(), then train; or plan(model, batch, budget_gb=...)"
             )
         return made
+
+    def save(self, path: str | PathLike[str]) -> None:
+        self._made("what to save").save(path)
 
     def __repr__(self) -> str:
         made = self._current()

@@ -9,7 +9,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypedDict, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
 
 import torch
 from torch import nn
@@ -22,6 +22,10 @@ from .capture.checkpoints import Checkpoints
 from .capture.shapes import Maxima, sizes_in, tensors_of
 from .errors import BatchError, BudgetError, ModelError, OptionError, PlanWarning, gb
 from .estimate.device import Device, find_device
+from .identity import TensorKind, batch_kinds
+
+if TYPE_CHECKING:
+    from .plan import Plan
 
 GB = 2**30
 PLANNED = ("activations", "gradients")  # lines of the account that come from the schedule
@@ -59,6 +63,8 @@ class Request:
             what it does in this call.
         where: where the model was.
         given: `device`, `budget_gb` and `costs` as the user gave them, for a model that has moved since.
+        known: a plan whose schedule is taken where the step turns out to be the one that it was made for.
+        batch: the tensors of the batch, where the batch itself is not kept.
     """
 
     model_ref: weakref.ref[nn.Module]
@@ -83,6 +89,18 @@ class Request:
     maxima: Maxima | None = None
     mode: Mode = "compiled"
     likely: bool = True
+    known: Plan | None = None
+    batch: tuple[TensorKind, ...] | None = None
+
+    @property
+    def source(self) -> str:
+        """Where a plan for it is from, in words."""
+        return "the known plan"
+
+    @property
+    def batch_kinds(self) -> tuple[TensorKind, ...] | None:
+        """The tensors of the batch, at the largest sizes; None where no batch is known."""
+        return self.batch if self.args is None else batch_kinds(self.args, self.kwargs, self.maxima)
 
     @property
     def budget_bytes(self) -> int:

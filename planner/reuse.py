@@ -1,4 +1,4 @@
-"""A schedule made for other sizes, taken where it fits: the same step with a smaller batch needs no solver."""
+"""A schedule that is known already: of the same step, or of other sizes, where it fits: nothing is solved."""
 
 from __future__ import annotations
 
@@ -30,6 +30,30 @@ def reused(problem: Problem, known: Iterable[tuple[Problem, Schedule]]) -> Solut
             bound = min(timeline.cost, cost_bound(problem))
             found = Solution(schedule, timeline, "reused", 0.0, bound, NOTE)
     return found
+
+
+def taken_over(problem: Problem, known: Problem, schedule: Schedule, bound: float) -> Solution | str:
+    """A known schedule as that of a problem that is the same but for the costs of its ops; else what differs, in words.
+
+    Args:
+        problem: what to schedule.
+        known: what was scheduled; of what it had resident, what fragmentation takes does not count.
+        schedule: of `known`.
+        bound: proven for `known`.
+    """
+    if not alike(problem, known):
+        return "its graphs differ"
+    if problem.sizes != known.sizes or any(
+        a.workspace != b.workspace for a, b in zip(problem.ops, known.ops, strict=True)
+    ):
+        return "its sizes differ"
+    if problem.budget != known.budget:
+        return "its budget differs"
+    timeline = validate(problem.with_budget(None), schedule)
+    if problem.budget is not None and timeline.peak > problem.budget:
+        return "less room is left beside what is held all the time"
+    proven = bound if problem.ops == known.ops else cost_bound(problem)
+    return Solution(schedule, timeline, "known", 0.0, min(timeline.cost, proven))
 
 
 def alike(one: Problem, other: Problem) -> bool:

@@ -82,7 +82,9 @@ def make_eager_plan(request: Request, like: Plan | None = None) -> Plan:
         except StepFailed:  # a module that does something else when it runs again
             return None
 
-    best = _again(estimated, check, like, request.budget_bytes)
+    same = _same_step(request, baseline.peak)
+    best = _again(estimated, check, same or like, request.budget_bytes)
+    told = f"Taken from {same.request.source}: the same step and budget. " if same and best else ""
     if best is None:
         first = kept_by(estimated, like) if like is not None else frozenset()
         best, leanest = search(estimated, check, baseline, request.budget_bytes, first)
@@ -109,7 +111,7 @@ def make_eager_plan(request: Request, like: Plan | None = None) -> Plan:
         graph_modules=(),
         step_seconds=best.seconds,
         account=MappingProxyType({**account, **_account(best, step)}),
-        note=note(best.choice, refused),
+        note=told + note(best.choice, refused),
         device=request.device.name,
         recipe=best.choice,
         problem=None,
@@ -127,6 +129,14 @@ def _unseen(choice: Choice, trace: Trace) -> int:
 
 def _account(step: Step, optimizer_step: int | None) -> dict[str, int]:
     return peak_account(step.trace, step.held, step.sizes, optimizer_step)
+
+
+def _same_step(request: Request, baseline: int) -> Plan | None:
+    """The known plan, where it is of this step and budget, as far as what keeping everything takes can tell."""
+    known = request.known
+    if known is None or (known.baseline_peak_bytes, known.budget_bytes) != (baseline, request.budget_bytes):
+        return None
+    return known if isinstance(known.recipe, Choice) else None
 
 
 def _again(model: Surrogate, check: Callable[[State], Step | None], like: Plan | None, budget: int) -> Step | None:

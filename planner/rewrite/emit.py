@@ -60,6 +60,20 @@ def emit(region: Region, forward: Sequence[int], backward: Sequence[int]) -> tup
     return _module(region, first, "forward"), _module(region, second, "backward")
 
 
+def runnable(region: Region, forward: Sequence[int], backward: Sequence[int]) -> bool:
+    """Whether this runs every op of a region: first in their order, and what must not run twice only once."""
+    first = 0
+    for steps, end in ((forward, region.boundary), (backward, len(region.ops))):
+        for i in steps:
+            if i == first:
+                first += 1
+            elif not 0 <= i < first or region.ops[i].keep_because:
+                return False
+        if first != end:
+            return False
+    return True
+
+
 def keep_everything(region: Region) -> tuple[fx.GraphModule, fx.GraphModule]:
     """The graphs of a region that recompute nothing."""
     return emit(region, range(region.boundary), range(region.boundary, len(region.ops)))

@@ -127,7 +127,8 @@ class Applied:
 
 def without_batch(plan: Any) -> Any:
     """A plan that holds no tensors of the batch that it was made for."""
-    return replace(plan, request=replace(plan.request, args=None, kwargs={}))
+    request = plan.request
+    return replace(plan, request=replace(request, args=None, kwargs={}, batch=request.batch_kinds))
 
 
 def for_copy(plan: Any, model: nn.Module) -> Any:

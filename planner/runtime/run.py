@@ -21,7 +21,7 @@ from ..capture.region import Region, fingerprint
 from ..capture.shapes import Maxima, enlarged
 from ..capture.untouched import undone_on, untouched
 from ..errors import ApplyError, PlanWarning
-from ..rewrite.emit import emit
+from ..rewrite.emit import emit, runnable
 from .applied import Applied, Make, Signature, call_signature, for_copy, without_batch
 from .modes import backward_node, unguarded, waits
 from .shapes import Family, GraphChanged, Shapes
@@ -258,11 +258,16 @@ class Runtime(Applied):
             def partition(region: Region) -> tuple[fx.GraphModule, fx.GraphModule]:
                 if planned is None or region.fingerprint != planned.fingerprint:
                     raise GraphChanged
+                if not runnable(region, planned.forward, planned.backward):
+                    raise GraphChanged
                 return emit(region, planned.forward, planned.backward)
 
             nonlocal cut
             if cut is None:
-                cut = self.cuts[key] = recipe().detached[key]
+                cut = recipe().detached.get(key, ())
+                if not all(0 <= at < len(graph.graph.output_node().args[0]) for at in cut):  # type: ignore[arg-type]
+                    raise GraphChanged
+                self.cuts[key] = cut
                 detach_outputs(graph, cut)
             if planned not in compiled:
                 compiled[planned] = compile_region(partition, given)
