@@ -30,7 +30,8 @@ from .jsonfile import path_of, read, write
 from .plan import Plan
 from .request import GB, Costs, Dynamic, Mode, Request
 from .runtime.run import Recipe
-from .schema import Unexpected, decode, encode, schema
+from .runtime.verify import Verification
+from .schema import Unexpected, decode, decode_members, encode, required, schema
 
 FORMAT, VERSION = "checkpoint-planner plan", 1
 
@@ -139,7 +140,7 @@ def load(path: str | os.PathLike[str]) -> Plan:
         for name in _SECTIONS:
             if name not in data:
                 raise Unexpected("", f"{name!r} in it", f"none among {', '.join(data)}")
-        plan = {name: _field(data["plan"], name, kind) for name, kind in _plan_kinds().items()}
+        plan = decode_members(data["plan"], _plan_kinds(), _REQUIRED, "plan")
         model = decode(data["model"], Identity, "model")
         torch_version = decode(data["torch"], str, "torch")
         asked = decode(data["asked"], Asked, "asked")
@@ -157,13 +158,13 @@ def load(path: str | os.PathLike[str]) -> Plan:
 def plan_file_schema() -> dict[str, Any]:
     """What a plan file may be, in JSON Schema (2020-12)."""
     known: dict[str, Any] = {}
-    plan = {name: schema(kind, known) for name, kind in _plan_kinds().items()}
+    members = {name: schema(kind, known) for name, kind in _plan_kinds().items()}
     sections: dict[str, Any] = {
         "format": {"const": FORMAT},
         "version": {"const": VERSION},
         "planner": {"type": "string"},
         "torch": {"type": "string"},
-        "plan": {"type": "object", "properties": plan, "required": sorted(plan)},
+        "plan": {"type": "object", "properties": members, "required": _REQUIRED, "additionalProperties": False},
         "asked": schema(Asked, known),
         "model": schema(Identity, known),
     }
@@ -178,20 +179,17 @@ def plan_file_schema() -> dict[str, Any]:
 
 
 _SECTIONS = ("plan", "asked", "model", "torch")
+_WITHOUT = ("graph_modules", "request")
+_REQUIRED = [name for name in required(Plan) if name not in _WITHOUT]
 
 
 @cache
 def _plan_kinds() -> dict[str, Any]:
     """The fields of a plan that are in its file."""
-    names = {"Problem": Problem, "Schedule": Schedule, "Choice": Choice, "Recipe": Recipe, "Request": Request}
+    imported = (Problem, Schedule, Choice, Recipe, Request, Verification)
+    names = {kind.__name__: kind for kind in imported}
     hints = get_type_hints(Plan, localns=names)  # which it imports for type checkers alone
-    return {name: kind for name, kind in hints.items() if name not in ("graph_modules", "request")}
-
-
-def _field(plan: Any, name: str, kind: Any) -> Any:
-    if not isinstance(plan, dict) or name not in plan:
-        raise Unexpected("plan", f"an object with {name!r}", plan)
-    return decode(plan[name], kind, f"plan.{name}")
+    return {name: kind for name, kind in hints.items() if name not in _WITHOUT}
 
 
 def _asked(request: Request) -> Asked:
@@ -270,13 +268,18 @@ def _check(plan: Plan) -> None:
         for i, (told, found) in enumerate(zip(held, replayed.held, strict=False)):
             if told != found:
                 raise Unexpected(f"plan.timeline.held_bytes[{i}]", f"{found}, as the schedule holds", told)
-        baseline = simulate(plan.problem, every_op_once(plan.problem)).peak
-        if plan.baseline_peak_bytes != baseline:
-            raise Unexpected("plan.baseline_peak_bytes", f"{baseline}, as the problem has it", plan.baseline_peak_bytes)
+        once = simulate(plan.problem, every_op_once(plan.problem))
+        if plan.baseline_peak_bytes != once.peak:
+            raise Unexpected(
+                "plan.baseline_peak_bytes", f"{once.peak}, as the problem has it", plan.baseline_peak_bytes
+            )
         if len(held) != len(replayed.held):
             raise Unexpected("plan.timeline", f"{len(replayed.held)} moments, as the schedule has", len(held))
     elif (plan.problem is None) != (plan.schedule is None) or not isinstance(plan.recipe, Choice):
         raise Unexpected("plan", "a problem and its schedule", "not both")
+    for i, moment in enumerate(plan.baseline_timeline):
+        if not all(0 <= at < len(plan.baseline_timeline) for at in moment.reads):
+            raise Unexpected(f"plan.baseline_timeline.reads[{i}]", "positions in it", moment.reads)
     if not held or plan.peak_bytes != max(held):
         raise Unexpected("plan.peak_bytes", f"{max(held, default='a timeline')}, its timeline's peak", plan.peak_bytes)
     if sum(plan.account.values()) != plan.peak_bytes:

@@ -328,6 +328,20 @@ class Plan:
 
         return load(path)
 
+    def memory_snapshot(self, path: str | PathLike[str]) -> None:
+        """Write the predicted timeline in the format of `torch.cuda.memory._dump_snapshot`, beside a real one.
+
+        https://pytorch.org/memory_viz shows it, and `torch.cuda._memory_viz` reads it: every tensor with its bytes, the
+        module and line that make it, and an address where the caching allocator would put it. In eager mode, blocks
+        are what each op adds to or takes from a kind of memory, and which of them goes first is not known.
+
+        Raises:
+            PlanFileError: it cannot be written there.
+        """
+        from .report.snapshot import save
+
+        save(self, path)
+
     def summary(self) -> str:
         """The plan as text."""
         from .report.text import summary

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
@@ -77,7 +77,7 @@ def decode(data: Any, kind: Any, at: str = "") -> Any:
             raise Unexpected(at, f"one of {', '.join(map(repr, inner))}", data)
         return data
     if _is_record(kind):
-        return _made(kind, _members(data, kind, decode, at), at)
+        return _made(kind, decode_members(data, fields_of(kind), required(kind), at), at)
     if origin is tuple and inner[-1] is ...:
         if _is_record(inner[0]):
             return tuple(_read_column(data, inner[0], at))
@@ -97,6 +97,23 @@ def decode(data: Any, kind: Any, at: str = "") -> Any:
 def _pair(data: Any, kinds: tuple[Any, ...], at: str) -> tuple[Any, Any]:
     key, value = _list(data, at, 2)
     return decode(key, kinds[0], at), decode(value, kinds[1], at)
+
+
+def decode_members(
+    data: Any,
+    kinds: Mapping[str, Any],
+    needed: Collection[str],
+    at: str,
+    read: Callable[[Any, Any, str], Any] = decode,
+) -> dict[str, Any]:
+    """What an object has, each member read by its type; raises Unexpected for one too many, or one that is missing."""
+    for name in _object(data, at):
+        if name not in kinds:
+            raise Unexpected(at, f"only {', '.join(kinds)}", name)
+    for name in needed:
+        if name not in data:
+            raise Unexpected(at, f"{name!r} in it", f"only {', '.join(data)}")
+    return {name: read(data[name], kind, f"{at}.{name}") for name, kind in kinds.items() if name in data}
 
 
 def printable(text: str) -> str:
@@ -143,7 +160,7 @@ def fields_of(kind: Any) -> dict[str, Any]:
 
 
 @cache
-def _required(kind: Any) -> list[str]:
+def required(kind: Any) -> list[str]:
     """The fields that have no default: those with one may be missing, as in files of older versions."""
     if issubclass(kind, tuple):
         return [name for name in fields_of(kind) if name not in kind._field_defaults]
@@ -193,18 +210,6 @@ def _scalar(data: Any, kind: Any, at: str) -> Any:
     return printable(data) if kind is str else data
 
 
-def _members(data: Any, kind: Any, read: Callable[[Any, Any, str], Any], at: str) -> dict[str, Any]:
-    """The fields of a dataclass, each read by its type; those with a default may be missing."""
-    kinds = fields_of(kind)
-    for name in _object(data, at):
-        if name not in kinds:
-            raise Unexpected(at, f"only {', '.join(kinds)}", name)
-    for name in _required(kind):
-        if name not in data:
-            raise Unexpected(at, f"{name!r} in it", f"none among {', '.join(data)}" if data else "nothing")
-    return {name: read(data[name], k, f"{at}.{name}".lstrip(".")) for name, k in kinds.items() if name in data}
-
-
 def _column(values: Sequence[Any], kind: Any) -> Any:
     if _is_record(kind):
         return {name: _column([getattr(row, name) for row in values], k) for name, k in fields_of(kind).items()}
@@ -219,7 +224,7 @@ def _column(values: Sequence[Any], kind: Any) -> Any:
 
 def _read_column(data: Any, kind: Any, at: str) -> list[Any]:
     if _is_record(kind):
-        columns = _members(data, kind, _read_column, at)
+        columns = decode_members(data, fields_of(kind), required(kind), at, _read_column)
         length = max(map(len, columns.values()), default=0)
         for name, column in columns.items():
             if len(column) != length:
@@ -261,7 +266,7 @@ def _list(data: Any, at: str, length: int | None = None) -> list[Any]:
 
 
 def _object_schema(members: dict[str, Any], kind: Any) -> dict[str, Any]:
-    return {"type": "object", "properties": members, "required": _required(kind), "additionalProperties": False}
+    return {"type": "object", "properties": members, "required": required(kind), "additionalProperties": False}
 
 
 def _column_schema(kind: Any, known: dict[str, Any], inside: bool = False) -> dict[str, Any]:

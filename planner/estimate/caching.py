@@ -81,6 +81,36 @@ def reserved(events: Iterable[Event], limit: int | None = None) -> Reserved:
     return Reserved(requested_peak, allocated_peak, cache.peak, cache.retries, failed)
 
 
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Where allocations go.
+
+    Attributes:
+        starts: for each key, where its block begins; addresses count from 0.
+        sizes: for each key, the bytes of its block.
+        segments: (event before which it is made, (where it begins, its bytes)) of each segment.
+    """
+
+    starts: dict[int, int]
+    sizes: dict[int, int]
+    segments: list[tuple[int, tuple[int, int]]]
+
+
+def place(events: Iterable[Event]) -> Placed:
+    """Replay allocations and frees without a limit; keys that come once. O(log n) comparisons an event."""
+    cache = _Cache(None)
+    placed = Placed({}, {}, [])
+    for at, (nbytes, key) in enumerate(events):
+        if nbytes == FREE:
+            cache.give(placed.starts[key], placed.sizes[key])
+            continue
+        before = cache.top
+        placed.starts[key], placed.sizes[key] = cache.take(-(-nbytes // BLOCK) * BLOCK) or (0, 0) if nbytes else (0, 0)
+        if cache.top > before:
+            placed.segments.append((at, (before, cache.segments[before])))
+    return placed
+
+
 def smallest_limit(events: Sequence[Event]) -> int:
     """The bytes that segments need, by bisection in steps of 2 MiB: with these it does not run out, with less it does.
 
