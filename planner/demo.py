@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from tqdm import tqdm
+
+from solvers.progress import bar
 
 from .api import plan
 from .errors import CaptureError, OptionError, gb
@@ -85,9 +86,7 @@ def _train(model: nn.Module, batch: dict[str, Any], steps: int, what: str, progr
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses: list[float] = []
     times: list[float] = []
-    for _ in tqdm(
-        range(steps + 1), desc=f"training {what}", leave=False, disable=None if progress is None else not progress
-    ):
+    for _ in bar(f"training {what}", progress, iterable=range(steps + 1), unit=" steps"):
         start = time.perf_counter()
         loss = model(**batch).loss
         loss.backward()

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Unpack
 
 from torch import nn
-from tqdm import tqdm
+
+from solvers.progress import bar, clock
 
 from .errors import BatchError, CaptureError, InfeasibleBudgetError, OptionError, gb
 from .pipeline import make_plan
@@ -131,17 +132,16 @@ def max_batch(
     request = check(model, (), None, budget_gb=budget_gb, solver=solver, **options)
     trials: dict[int, Trial] = {}
     plans: dict[int, Plan] = {}
-    disable = None if request.progress is None else not request.progress
-    with tqdm(desc="max_batch", unit=" plans", leave=False, disable=disable) as bar:
+    with bar("max_batch", request.progress, unit=" plans") as shown, clock(shown):
 
         def attempt(n: int) -> None:
-            bar.set_description(f"max_batch: n = {n}")
+            shown.set_description_str(f"max_batch: n = {n}", refresh=False)
             trials[n], made = _planned(request, make_batch, n)
             if made is not None:
                 plans[n] = made
             for other in plans.keys() - {_largest(trials.values()), _fastest(trials.values())}:
                 del plans[other]  # and the batch that it holds
-            bar.update()
+            shown.update()
 
         attempt(1)
         fixed = plans[1].resident_bytes - plans[1].account["batch"]

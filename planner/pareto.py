@@ -11,6 +11,7 @@ from torch import nn
 from solvers import Problem, ProblemError, Solution
 from solvers import pareto as solve
 from solvers.pareto import check_points, curve
+from solvers.progress import bar
 
 from .errors import BatchError, CaptureError, OptionError
 from .fragmentation import add_margin
@@ -101,7 +102,7 @@ def pareto(
             solution,
             lines,
         )
-        for budget, solution in found
+        for budget, solution in bar("writing plans", progress, iterable=found, unit=" plans")
     )
     return tuple(replace(p, known_curve=known) for p in plans)
 

@@ -8,10 +8,14 @@ from functools import partial
 from types import MappingProxyType
 
 import torch
+from torch import fx
 
 from solvers import InfeasibleError, Problem, Solution, solve
+from solvers.progress import bar, clock
 
 from .account import account_of
+from .capture.dynamo import Partition
+from .capture.region import Region
 from .capture.step import TrainingGraph, capture
 from .capture.untouched import random_kept
 from .decide import carried, decisions, peak_account
@@ -50,12 +54,22 @@ def make_plan(request: Request, known: Sequence[Plan] = ()) -> Plan:
 
 def graph_of(request: Request) -> TrainingGraph:
     """The training step; where sizes may be smaller, at the largest, with symbols for them if that is possible."""
+    with bar("capturing", request.progress, bar_format="{desc}: {n} graphs, {elapsed}") as shown, clock(shown):
+
+        def split(region: Region) -> tuple[fx.GraphModule, fx.GraphModule]:
+            shown.update()
+            return keep_everything(region)
+
+        return _graph_of(request, split)
+
+
+def _graph_of(request: Request, split: Partition) -> TrainingGraph:
     batch = (request.args or (), request.kwargs)
     step = partial(
         capture,
         request.model,
         *batch,
-        keep_everything,
+        split,
         request.loss_fn,
         request.checkpoints,
         likely=request.likely,
@@ -76,7 +90,7 @@ def graph_of(request: Request) -> TrainingGraph:
 def problem_of(request: Request, graph: TrainingGraph) -> tuple[Lowered, dict[str, int]]:
     """The training step as a problem, and the lines of the account that are held all the time, fragmentation apart."""
     device, here = request.device, request.measure_on
-    outside = measure(graph.loss.calls, here, progress=False) if here is not None else {}
+    outside = measure(graph.loss.calls, here, progress=request.progress) if here is not None else {}
     lines, step = account_of(request)
     lowered = lower(
         graph.regions,

@@ -14,8 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
-
-from tqdm import tqdm
+from typing import Any
 
 from .anneal import THREADS, Effort, Found, Search, Walk, energy_of, ready
 from .bounds import minimum_peak_bound, relax
@@ -24,6 +23,7 @@ from .compiled import Goal
 from .errors import InfeasibleError
 from .guides import guides
 from .problem import Problem
+from .progress import bar
 from .schedule import Answer, Schedule, every_op_once, simulate
 
 EXACT = 8  # problems of no more ops are solved by `ilp`, whose model then holds every schedule that is worth it
@@ -138,11 +138,9 @@ def effort_of(problem: Problem, time_limit: float | None) -> Effort:
     return default if time_limit is None else Effort.within(time_limit)
 
 
-def bar_of(effort: Effort, progress: bool | None) -> tqdm[None]:
-    disable = None if progress is None else not progress
-    return tqdm(
-        total=THREADS * effort.steps, desc="solving", unit=" steps", unit_scale=True, leave=False, disable=disable
-    )
+def bar_of(effort: Effort, progress: bool | None) -> Any:
+    """A bar for the steps of a search."""
+    return bar("solving", progress, total=THREADS * effort.steps, unit=" steps", unit_scale=True)
 
 
 def chained(*starts: Iterator[Found | None]) -> Iterator[Found]:

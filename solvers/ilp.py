@@ -12,8 +12,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from tqdm import tqdm
-
 from .bounds import minimum_peak_bound
 from .chen import chen
 from .coarsen import Coarse, coarsen, expand, prune, trim
@@ -21,6 +19,7 @@ from .errors import InfeasibleError
 from .milp import Position, build, nonzeros, positions
 from .mip import Result, Tick, solve
 from .problem import Problem
+from .progress import bar
 from .schedule import Answer, Schedule, every_op_once, simulate
 
 TIME_LIMIT = 30.0  # seconds
@@ -247,20 +246,12 @@ def _left(deadline: float) -> float:
 @contextmanager
 def _bar(limit: float, progress: bool | None) -> Iterator[Tick]:
     """A bar of the seconds against the limit, with the best answer and the bound so far of the model being solved."""
-    disable = None if progress is None else not progress
     began = time.monotonic()
-    with tqdm(
-        total=round(limit, 1),
-        desc="solving",
-        unit="s",
-        leave=False,
-        disable=disable,
-        bar_format="{desc}: {n:.0f} of {total:.0f} s |{bar}| {postfix}",
-    ) as bar:
+    words = "{desc}: {n:.0f} of {total:.0f} s |{bar}| {postfix}"
+    with bar("solving", progress, total=round(limit, 1), unit="s", bar_format=words) as shown:
 
         def tick(best: float, bound: float) -> None:
-            if not bar.disable:
-                bar.n = min(limit, time.monotonic() - began)
-                bar.set_postfix_str(f"best {best:.6g}, bound {bound:.6g}")
+            shown.set_postfix_str(f"best {best:.6g}, bound {bound:.6g}", refresh=False)
+            shown.update(min(limit, time.monotonic() - began) - shown.n)
 
         yield tick

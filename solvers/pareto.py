@@ -124,8 +124,8 @@ def curve(
     most = effort_of(problem, None).steps  # for one point
     whole = Effort(points * AS_AUTO * most) if time_limit is None else Effort.within(time_limit)
     leaning = Effort(most) if time_limit is None else Effort.within(LEANING * time_limit)
-    with bar_of(Effort(leaning.steps + whole.steps), progress) as bar:
-        search = Search(problem.with_budget(None), bar.update)
+    with bar_of(Effort(leaning.steps + whole.steps), progress) as shown:
+        search = Search(problem.with_budget(None), shown.update)
         found = _Found(search)
         found.add(chained(iter([search.keep_only()]), nested(search), segments(search)))
         found.add([leanest_of(search, leaning, 0)])
@@ -141,6 +141,9 @@ def curve(
             open_ = [p for p in (each, each[::-1])[n % 2] if not found.settled(p)]
             later = sum(share for _, _, share in ROUNDS[n:])
             for done, point in enumerate(open_):
+                shown.set_description_str(
+                    f"solving budget {done + 1} of {len(open_)}, round {n + 1} of {len(ROUNDS)}", refresh=False
+                )
                 deadline = whole.until(share / later / (len(open_) - done))
                 found.improve(point, walks, hot, Effort(share * min(most, whole.steps / len(open_)), deadline), n)
     note = "time ran out before the end of the search" if search.late else ""

@@ -5,9 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import nn
+
+from solvers.progress import bar, clock
 
 from ..account import account_of
 from ..capture.step import blame
@@ -34,6 +37,11 @@ def make_eager_plan(request: Request, like: Plan | None = None) -> Plan:
         request: what to plan.
         like: a plan whose choice is taken where it fits.
     """
+    with bar("planning", request.progress, bar_format="{desc}: {n} steps traced, {elapsed}") as shown, clock(shown):
+        return _make(request, like, shown)
+
+
+def _make(request: Request, like: Plan | None, shown: Any) -> Plan:
     began = time.perf_counter()
     model, args, kwargs = request.model, request.args or (), request.kwargs
     mode, fake_model, fake_args, fake_kwargs = to_fake_with_integers(model, args, kwargs)
@@ -42,6 +50,7 @@ def make_eager_plan(request: Request, like: Plan | None = None) -> Plan:
     known: Known = {}
 
     def trace(choice: Choice, detailed: bool = False) -> Trace:
+        shown.update()
         return trace_step(
             fake_model,
             fake_args,

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
-from tqdm import tqdm
+
+from solvers.progress import bar
 
 from ..capture.call import Call
 from . import cache
@@ -40,9 +41,8 @@ def measure(
     found = {key: kept[digest] for key, digest in digests.items() if digest in kept}
     todo = [c for key, c in distinct.items() if key not in found or (timed and found[key].seconds is None)]
     if todo:
-        disable = None if progress is None else not progress
         with (
-            tqdm(total=len(todo), desc="measuring ops", unit=" ops", leave=False, disable=disable) as bar,
+            bar("measuring ops", progress, total=len(todo), unit=" ops") as shown,
             torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
             torch.enable_grad(),  # without, recurrent layers leave nothing for their backward pass
         ):
@@ -51,7 +51,7 @@ def measure(
                 new = run_on_cuda(batch, device, timed) if device.type == "cuda" else run_on_cpu(batch, timed)
                 cache.write({digests[key]: measured for key, measured in new.items() if key in digests})
                 found |= new
-                bar.update(len(batch))
+                shown.update(len(batch))
         if device.type == "cuda":
             torch.cuda.empty_cache()  # blocks cut to fit these runs would fragment the training's memory
     return found if timed else {key: replace(measured, seconds=None) for key, measured in found.items()}

@@ -5,14 +5,16 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import fx, nn
+
+from solvers.progress import bar, clock
 
 from ..capture.checkpoints import Checkpoints
 from ..capture.dynamo import CompileRegion, compile_call, detach_outputs, dynamo_settings, make_backend
@@ -107,11 +109,14 @@ class Runtime(Applied):
         self.unguarded: object = None
         self.cuts: dict[str, tuple[int, ...]] = {}
         self.current = Recipe({}, {})
+        self.begun: list[Recipe] = []  # whose graphs are compiled, or were begun to be
+        self.shown: Any = None  # the progress of that
         self._compile_anew()
 
     def _compile_anew(self) -> None:
         """Forget what was compiled."""
         own = weakref.proxy(self)  # torch holds what it compiled until the model is gone
+        self.begun = []
         self.compiled = self._compiled(lambda: own.current)
         self.cuts.clear()
         for families in self.shapes.families.values():
@@ -220,18 +225,19 @@ class Runtime(Applied):
         self.calls.clear()
         family = self.serving.get(signature)
         try:
-            if family is not None:
-                result = family.run(self.model, signature, args, kwargs)
-            else:
-                self.current = self.plans[signature].recipe
-                if any(self.cuts.get(key, cut) != cut for key, cut in self.current.detached.items()):
-                    self._compile_anew()
-                undone = undone_on(GraphChanged, self.model) if self.current.asks else nullcontext()
-                with dynamo_settings(), undone:
-                    result = self.compiled(*args, **kwargs)
+            with self._compiling(self.plans[signature]):
+                if family is not None:
+                    result = family.run(self.model, signature, args, kwargs)
+                else:
+                    self.current = self.plans[signature].recipe
+                    if any(self.cuts.get(key, cut) != cut for key, cut in self.current.detached.items()):
+                        self._compile_anew()
+                    undone = undone_on(GraphChanged, self.model) if self.current.asks else nullcontext()
+                    with dynamo_settings(), undone:
+                        result = self.compiled(*args, **kwargs)
         except GraphChanged:
             raise  # what is compiled stays right
-        except Exception:
+        except BaseException:  # an interruption, too
             self._compile_anew()  # torch.compile runs code that raised without its plan from then on
             raise
         if not self.calls and not (self.regions_run and self.plans[signature].recipe.asks):  # all may be dropped
@@ -241,6 +247,22 @@ class Runtime(Applied):
                 "remove() the plan to run without one"
             )
         return result
+
+    @contextmanager
+    def _compiling(self, plan: Any) -> Iterator[None]:
+        """Shows how many graphs of a plan are compiled, where that has not been done."""
+        recipe: Recipe = plan.recipe
+        if any(r is recipe for r in self.begun):
+            yield
+            return
+        self.begun.append(recipe)
+        graphs = {planned for order in recipe.calls.values() for planned in order}
+        with bar("compiling", plan.request.progress, total=len(graphs), unit=" graphs") as self.shown:
+            try:
+                with clock(self.shown):
+                    yield
+            finally:
+                self.shown = None
 
     def _serve(
         self,
@@ -264,13 +286,15 @@ class Runtime(Applied):
 
             nonlocal cut
             if cut is None:
-                cut = recipe().detached.get(key, ())
-                if not all(0 <= at < len(graph.graph.output_node().args[0]) for at in cut):  # type: ignore[arg-type]
+                wanted = recipe().detached.get(key, ())
+                if not all(0 <= at < len(graph.graph.output_node().args[0]) for at in wanted):  # type: ignore[arg-type]
                     raise GraphChanged
-                self.cuts[key] = cut
+                cut = self.cuts[key] = wanted
                 detach_outputs(graph, cut)
             if planned not in compiled:
                 compiled[planned] = compile_region(partition, given)
+                if self.shown is not None:
+                    self.shown.update()
             return compiled[planned]
 
         def planned_now() -> PlannedRegion | None:

@@ -1,0 +1,538 @@
+"""Plan files: what is saved is what is loaded and what trains; what is damaged or hostile is told in words."""
+
+import copy
+import errno
+import gzip
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import warnings
+from contextlib import contextmanager
+
+import jsonschema
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import planner.eager.pipeline
+import planner.pipeline
+from planner import ApplyError, OptionError, Plan, PlanFileError, PlanWarning, applied_plan, plan
+from planner.files import VERSION, plan_file_schema
+from planner.schema import LARGEST
+
+from .measure import held_before, results, step_peak
+from .real_models import Case, gpt2
+
+SCHEMA = os.path.join(os.path.dirname(__file__), "..", "docs", f"plan-{VERSION}.schema.json")
+KINDS = {"compiled": {}, "eager": {"mode": "eager"}, "dynamic": {"dynamic": True}}
+
+
+class Broken(nn.Module):
+    """Two graphs, the second with dropout."""
+
+    def __init__(self, rate=0.2):
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU())
+        self.second = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(rate), nn.Linear(64, 64), nn.GELU())
+
+    def forward(self, x):
+        y = self.first(x)
+        torch._dynamo.graph_break()
+        return self.second(y).square().mean()
+
+
+def broken():
+    return Case(Broken().train(), {"x": torch.randn(512, 64)}, lambda output: output)
+
+
+def at(case, fraction, **options):
+    options.setdefault("loss_fn", case.loss_fn)
+    everything = plan(case.model, case.batch, budget_gb=4, **options).baseline_peak_bytes
+    return plan(case.model, case.batch, budget_gb=fraction * everything / 2**30, **options)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """For each kind of plan: the case, the plan, and its file."""
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("plans")
+    found = {}
+    for name, options in KINDS.items():
+        torch.manual_seed(0)
+        case = gpt2(dropout=0.1, layers=2)
+        made = at(case, 0.75, **options)
+        made.save(folder / f"{name}.json")
+        found[name] = case, made, folder / f"{name}.json"
+    return found
+
+
+@contextmanager
+def unsolved():
+    """No solver may run, and nothing be warned of."""
+
+    def solved(*_, **__):
+        raise AssertionError("a solver ran")
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        patch.setattr(planner.pipeline, "solve", solved)
+        patch.setattr(planner.eager.pipeline, "search", solved)
+        warnings.simplefilter("error")
+        yield
+
+
+def changed(path, to, change):
+    data = json.loads(path.read_text())
+    change(data)
+    to.write_text(json.dumps(data))
+    return to
+
+
+# What is saved is what is loaded
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loaded_plan_shows_what_the_saved_one_showed(kind, saved, tmp_path):
+    _, made, path = saved[kind]
+    loaded = Plan.load(path)
+    for name in Plan.__dataclass_fields__:
+        if name not in ("request", "graph_modules"):
+            assert getattr(loaded, name) == getattr(made, name), name
+    assert str(loaded) == str(made)
+    assert loaded._repr_html_() == made._repr_html_()
+    loaded.save(tmp_path / "again.json.gz")
+    assert gzip.decompress((tmp_path / "again.json.gz").read_bytes()) == path.read_bytes()
+    assert str(Plan.load(tmp_path / "again.json.gz")) == str(made)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_is_as_its_schema_says(kind, saved):
+    """By two validators that are not ours; the schema in the documentation is the one of the code."""
+    with open(SCHEMA, encoding="utf-8") as f:
+        schema = json.load(f)
+    assert schema == plan_file_schema(), "write json.dumps(planner.files.plan_file_schema(), indent=1) there"
+    data = json.loads(saved[kind][2].read_text())
+    jsonschema.validate(data, schema, jsonschema.Draft202012Validator)
+    data["plan"]["timeline"]["module"] = 3
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(data, schema, jsonschema.Draft202012Validator)
+
+
+# Applied in another process
+
+
+FRESH = """
+    import sys, torch
+    torch.set_num_threads(1)
+    sys.path.insert(0, {root!r})
+    import planner.eager.pipeline, planner.pipeline
+    from planner import Plan, applied_plan
+    from tests.measure import held_before, results, step_peak
+    from tests.real_models import gpt2
+    from pathlib import Path
+
+    def solved(*_, **__): raise AssertionError("a solver ran")
+    planner.pipeline.solve = planner.eager.pipeline.search = solved
+    torch.manual_seed(0)
+    case = gpt2(dropout=0.1, layers=2)
+    Plan.load({path!r}).apply(case.model)
+    found = results(case)
+    peak = held_before(case) + step_peak(case, Path({folder!r}))
+    torch.save((found, peak, applied_plan(case.model).peak_bytes), {folder!r} + "/found.pt")
+"""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fresh_process_trains_by_the_file_alone(kind, saved, tmp_path):
+    """Gradients are those of the plan applied where it was made; the peak is within the budget; nothing is solved."""
+    case, made, path = saved[kind]
+    root = os.path.dirname(os.path.dirname(__file__))
+    script = textwrap.dedent(FRESH).format(root=root, path=str(path), folder=str(tmp_path))
+    done = subprocess.run(
+        [sys.executable, "-W", "error::planner.PlanWarning", "-c", script], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found, peak, predicted = torch.load(tmp_path / "found.pt")
+    made.apply()
+    try:
+        expected = results(case)
+    finally:
+        made.remove()
+    assert found.keys() == expected.keys()
+    for name, t in expected.items():
+        assert torch.equal(found[name], t), name
+    assert made.baseline_peak_bytes > made.budget_bytes >= predicted >= peak > 0.95 * made.peak_bytes
+
+
+# Applied to a model
+
+
+def test_several_graphs_train_by_a_file(tmp_path):
+    case = broken()
+    made = at(case, 0.8)
+    made.save(tmp_path / "plan.json")
+    expected = results(case)
+    with unsolved():
+        Plan.load(tmp_path / "plan.json").apply(case.model)
+        found = results(case)
+    assert all(torch.equal(found[name], t) for name, t in expected.items())
+    assert applied_plan(case.model).recipe == made.recipe
+    assert "Taken from" in applied_plan(case.model).note
+
+
+def test_another_model_is_refused_by_name_and_stays_as_it_is(saved):
+    case, _, path = saved["compiled"]
+    loaded = Plan.load(path)
+    wider = gpt2(dropout=0.1, layers=2).model
+    wider.transformer.h[1].mlp.c_fc.weight = nn.Parameter(torch.zeros(128, 640))
+    evaluated = copy.deepcopy(case.model)
+    evaluated.transformer.h[0].eval()
+    frozen = copy.deepcopy(case.model)
+    frozen.transformer.wpe.weight.requires_grad_(False)
+    other = torch.nn.Linear(8, 8)
+    for model, words in (
+        (wider, r"GPT2LMHeadModel with 28 parameters; .*mlp.c_fc.weight is \(128, 640\).* here, \(128, 512\) .*there"),
+        (evaluated, r"h\.0 is GPT2Block in evaluation mode here, GPT2Block in training mode there"),
+        (frozen, r"wpe.weight is frozen here, trained there"),
+        (gpt2(layers=3).model, r"with 40 parameters: transformer\.h\.2\.\S+ is \(128,\) float32 here, nothing there"),
+        (other, r"this is Linear with 2 parameters: transformer\.\S+ is nothing here"),
+        (None, r"no model.*plan\.apply\(model\)"),
+        ("gpt2", r"needs a torch.nn.Module; it was given 'gpt2'"),
+    ):
+        before = dict(vars(model)) if isinstance(model, nn.Module) else {}
+        with pytest.raises(ApplyError, match=words):
+            loaded.apply(model)
+        assert before == (dict(vars(model)) if isinstance(model, nn.Module) else {})
+    for use in (loaded.verify, loaded.repair, loaded.remove):
+        with pytest.raises(ApplyError, match=r"applied_plan\(model\)"):
+            use()
+
+
+def test_another_batch_is_planned_anew_and_said_so(saved, tmp_path):
+    case, made, path = saved["compiled"]
+    model = copy.deepcopy(case.model)
+    Plan.load(path).apply(model)
+    short = Case(model, {name: t[:, :96].contiguous() for name, t in case.batch.items()})
+    with pytest.warns(PlanWarning, match=r"compiled\.json does not serve.*\(4, 128\).*\(4, 96\).*planned anew"):
+        found = results(short)
+    expected = results(Case(case.model, short.batch))
+    assert all(torch.equal(found[name], t) for name, t in expected.items())
+    assert held_before(short) + step_peak(short, tmp_path) <= made.budget_bytes
+    with unsolved():  # it still serves what it was made for
+        results(Case(model, case.batch))
+    assert applied_plan(model).peak_bytes == made.peak_bytes
+
+
+def changed_dropout(case):
+    case.model.transformer.drop.p = 0.0
+
+
+def changed_code(case):
+    block = type(case.model.transformer.h[0])
+
+    class Other(block):
+        def forward(self, x, *args, **kwargs):
+            return super().forward(x, *args, **kwargs) * 1.5
+
+    Other.__qualname__ = block.__qualname__
+    case.model.transformer.h[0].__class__ = Other
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("change", [changed_dropout, changed_code])
+def test_other_code_is_planned_anew_and_said_so(kind, change, saved, tmp_path):
+    case, made, path = saved[kind]
+    changed = Case(copy.deepcopy(case.model), case.batch)
+    change(changed)
+    plain = Case(copy.deepcopy(changed.model), case.batch)
+    Plan.load(path).apply(changed.model)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = results(changed)
+    expected = results(plain)
+    assert all(torch.equal(found[name], t) for name, t in expected.items())
+    assert held_before(changed) + step_peak(changed, tmp_path) <= made.budget_bytes
+    # whole modules may be checkpointed as before
+    assert kind == "eager" or any("are not those" in str(w.message) or "not the one" in str(w.message) for w in told)
+
+
+def test_what_a_file_cannot_hold_is_said_where_it_is_missed(tmp_path):
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)).train(), torch.randn(64, 64)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    made = plan(model, x, budget_gb=1, loss_fn=torch.Tensor.mean, optimizer=optimizer)
+    made.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+    assert "AdamW(" in loaded.request.optimizer
+    assert "foreach=True" in loaded.request.optimizer
+    loaded.apply(model)
+    with pytest.warns(PlanWarning, match=r"loss_fn.*known="):
+        model(x[:32]).mean().backward()
+    now = applied_plan(model).account
+    assert now["optimizer state"] == made.account["optimizer state"] > 0
+    assert applied_plan(model).phase_peaks["optimizer"] > applied_plan(model).resident_bytes
+
+
+def test_an_applied_plan_of_a_file_is_verified_and_made_eager(saved):
+    case, made, path = saved["compiled"]
+    model = copy.deepcopy(case.model)
+    Plan.load(path).apply(model)
+    seen = applied_plan(model).verify(case.batch)
+    assert seen.gradients_agree
+    assert seen.measured_bytes <= made.budget_bytes
+    applied_plan(model).remove()
+    Plan.load(path).apply(model, mode="eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PlanWarning)
+        found = results(Case(model, case.batch))
+    expected = results(case)
+    assert all(torch.equal(found[name], t) for name, t in expected.items())
+    assert applied_plan(model).recipe.kept
+
+
+# Known plans
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_known_plan_of_the_same_step_is_not_solved_again(kind, saved):
+    case, made, path = saved[kind]
+    with unsolved():
+        again = plan(case.model, case.batch, budget_gb=made.request.budget_gb, known=path, **KINDS[kind])
+    assert again.recipe == made.recipe
+    assert (again.overhead, again.peak_bytes, again.bound) == (made.overhead, made.peak_bytes, made.bound)
+    assert f"Taken from {path}" in again.note
+
+
+def test_a_known_plan_of_another_step_is_said_to_be_one(saved):
+    case, made, path = saved["compiled"]
+    budget = made.request.budget_gb
+    for options, why in (
+        ({"budget_gb": 1.02 * budget}, "its budget differs"),
+        ({"budget_gb": budget, "solver": "chen"}, "it is of solver='auto'"),
+        ({"budget_gb": 2 * budget, "optimizer": "sgd", "accumulate": True}, "what is held all the time differs"),
+        ({"budget_gb": budget, "loss_fn": lambda output: output.logits.mean()}, "its graphs differ"),
+    ):
+        anew = plan(case.model, case.batch, known=Plan.load(path), **options)
+        assert f"not taken from {path}: {why}" in anew.note
+    with pytest.raises(OptionError, match="known=3"):
+        plan(case.model, case.batch, budget_gb=1, known=3)
+
+
+# Files that are damaged, hostile, or of another time
+
+
+def reason(path):
+    with pytest.raises(PlanFileError) as e:
+        Plan.load(path)
+    assert str(path) in str(e.value)
+    return str(e.value)
+
+
+def test_what_is_no_plan_file_is_told_in_words(saved, tmp_path):
+    good = saved["compiled"][2]
+    bad = tmp_path / "bad.json"
+    assert "No such file" in reason(tmp_path / "none.json")
+    assert "directory" in reason(tmp_path)
+    for content, words in (
+        (b"", "line 1, column 1"),
+        (b"\xff\xfe\x00", "byte 0 is not UTF-8"),
+        (b"[1, 2]", "not a plan file"),
+        (b'{"format": "another"}', "not a plan file"),
+        (good.read_bytes()[:5000], "damaged or cut short"),
+        (gzip.compress(good.read_bytes())[:500], "damaged or cut short"),
+        (gzip.compress(good.read_bytes())[:-4] + b"1234", "cannot be read"),
+        (b"[" * 100_000, "within each other"),
+        (b'{"a":' * 100_000, "within each other"),
+        (b'{"version": ' + b"9" * 5000 + b"}", "digits"),
+        (b'{"a": NaN}', "found NaN"),
+        (b'{"a": -Infinity}', "found -Infinity"),
+        (b'{"a": 1, "a": 2}', "'a' comes twice"),
+        (gzip.compress(b" " * 2**27, 1), "at most"),
+    ):
+        bad.write_bytes(content)
+        assert words in reason(bad)
+    os.mkfifo(tmp_path / "pipe")
+    assert "expected a file" in reason(tmp_path / "pipe")
+    with pytest.raises(OptionError, match="path=0"):
+        Plan.load(0)
+    if os.getuid():
+        bad.chmod(0)
+        assert "Permission denied" in reason(bad)
+
+
+def setter(*keys, value):
+    def change(data):
+        for key in keys[:-1]:
+            data = data[key]
+        if value is None:
+            del data[keys[-1]]
+        else:
+            data[keys[-1]] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("keys", "value", "words"),
+    [
+        (("version",), VERSION + 1, "newer version.*upgrade"),
+        (("version",), 0, "version: expected a whole number from 1"),
+        (("version",), "1", "version: expected a whole number"),
+        (("plan",), None, "'plan' in it"),
+        (("plan", "peak_bytes"), None, "plan: expected 'peak_bytes' in it"),
+        (("plan", "peak_bytes"), 1.5, r"plan\.peak_bytes: expected a whole number, found 1\.5"),
+        (("plan", "peak_bytes"), True, r"plan\.peak_bytes: expected a whole number, found True"),
+        (("plan", "peak_bytes"), 10**19, r"plan\.peak_bytes: expected a whole number"),
+        (("plan", "peak_bytes"), 1, r"plan\.peak_bytes: expected \d+, its timeline's peak, found 1"),
+        (("plan", "baseline_peak_bytes"), 1, r"plan\.baseline_peak_bytes: expected \d+, as the problem"),
+        (("plan", "account", "parameters"), 1, r"plan\.account: expected lines of"),
+        (("plan", "budget_bytes"), -1, r"plan\.budget_bytes"),
+        (("plan", "overhead"), "a", r"plan\.overhead: expected a finite number, found a"),
+        (("plan", "timeline", "phase"), ["forward"], r"plan\.timeline\.\w+: expected \d+ rows"),
+        (("plan", "timeline", "phase", "rows", 3), 99, r"plan\.timeline\.phase\.rows\[3\]: expected a number below"),
+        (("plan", "timeline", "phase", "values", 0), "sideways", r"phase\.values\[0\]: expected one of 'forward'"),
+        (("plan", "schedule", "steps", 0), 7, r"plan\.schedule: expected one of the problem"),
+        (("plan", "schedule"), {"steps": []}, r"plan\.schedule"),
+        (("plan", "problem", "sizes", 0), 1, r"plan\.(timeline|baseline)"),
+        (("plan", "problem", "ops", "reads", 5), [10**6], r"plan\.problem: .*op 5"),
+        (("plan", "recipe"), {"kept": {}, "calls": {}}, r"plan\.recipe"),
+        (("plan", "recipe", "os.system"), "id", r"plan\.recipe"),
+        (("plan", "baseline_timeline", "reads", 3), [10**6], r"baseline_timeline\.reads\[3\]"),
+        (("asked", "where"), "moon", r"asked\.where: expected a torch device"),
+        (("asked", "mode"), "magic", r"asked\.mode: expected one of 'compiled'"),
+        (("model", "modules", "name"), 3, r"model\.modules\.name: expected a list"),
+        (("asked", "card", "flops", 0, 0), "os", r"asked\.card\.flops\[0\]: expected the name of a dtype"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_named_with_its_place(keys, value, words, saved, tmp_path):
+    path = changed(saved["compiled"][2], tmp_path / "bad.json", setter(*keys, value=value))
+    with pytest.raises(PlanFileError, match=words):
+        Plan.load(path)
+
+
+def test_what_a_terminal_or_a_page_would_obey_is_harmless(saved, tmp_path):
+    evil = "<script>alert(1)</script>\x1b[2J\u202e\ud800"
+
+    def change(data):
+        data["plan"]["decisions"]["module"] = [evil] * len(data["plan"]["decisions"]["nbytes"])
+        data["plan"]["note"] = evil
+
+    loaded = Plan.load(changed(saved["compiled"][2], tmp_path / "evil.json", change))
+    page = loaded._repr_html_()
+    assert "<script" not in page
+    assert not set("\x1b\u202e\ud800") & set(page + str(loaded))
+
+
+def test_a_recipe_that_would_train_wrongly_is_not_run(saved, tmp_path):
+    """Ops left out, run twice, or out of order: planned anew, with a warning, and the gradients are right."""
+    case, _, path = saved["compiled"]
+    expected = results(case)
+
+    def tampered(edit):
+        def change(data):
+            (region,) = (r for order in data["plan"]["recipe"]["calls"].values() for r in order)
+            edit(region)
+
+        return changed(path, tmp_path / "tampered.json", change)
+
+    for edit in (
+        lambda r: r["backward"].pop(),
+        lambda r: r["forward"].reverse(),
+        lambda r: r["backward"].append(10**9),
+        lambda r: r["backward"].append(-1),
+        lambda r: r["forward"].extend(r["forward"]),
+    ):
+        model = copy.deepcopy(case.model)
+        Plan.load(tampered(edit)).apply(model)
+        with pytest.warns(PlanWarning, match="planned anew"):
+            found = results(Case(model, case.batch))
+        assert all(torch.equal(found[name], t) for name, t in expected.items())
+
+
+HOSTILE = [None, True, -1, 0, 2**63, LARGEST, 1e308, -0.5, "", "\x00", "__import__('os')", [], {}, [[]], {"values": []}]
+
+
+@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(data=st.data(), kind=st.sampled_from(sorted(KINDS)))
+def test_any_damage_gives_a_plan_or_a_plan_file_error(data, kind, saved, tmp_path):
+    """What loads can be looked at; nothing else is ever raised, and nothing imported."""
+    text = saved[kind][2].read_text()
+    path = tmp_path / "damaged.json"
+    if data.draw(st.booleans()):
+        cut = data.draw(st.integers(0, len(text)))
+        path.write_bytes(text[:cut].encode() + data.draw(st.binary(max_size=4)))
+    else:
+        tree = json.loads(text)
+        for _ in range(data.draw(st.integers(1, 2))):
+            place = tree
+            while True:
+                keys = list(place) if isinstance(place, dict) else list(range(len(place)))
+                key = data.draw(st.sampled_from(keys))
+                if not isinstance(place[key], (dict, list)) or not place[key] or data.draw(st.integers(0, 4)) == 0:
+                    break
+                place = place[key]
+            place[key] = data.draw(st.sampled_from(HOSTILE))
+        path.write_text(json.dumps(tree))
+    modules = set(sys.modules)
+    try:
+        loaded = Plan.load(path)
+    except PlanFileError:
+        return
+    assert isinstance(loaded, Plan)
+    assert loaded.summary()
+    assert loaded._repr_html_()
+    assert set(sys.modules) == modules
+
+
+def test_plans_without_columns_of_later_versions_load(saved, tmp_path):
+    """A field that has a default may be missing: so files stay readable when plans get new ones."""
+    path = changed(saved["compiled"][2], tmp_path / "old.json", setter("plan", "timeline", "source", value=None))
+    assert {m.source for m in Plan.load(path).timeline} == {""}
+
+
+# Writing
+
+
+def test_an_interrupted_or_failed_write_leaves_the_old_file(saved, tmp_path, monkeypatch):
+    made = saved["compiled"][1]
+    target = tmp_path / "plan.json"
+    target.write_text("old")
+
+    def raising(error):
+        def write(*_):
+            raise error
+
+        return write
+
+    for name in ("fsync", "replace"):
+        for error in (KeyboardInterrupt(), OSError(errno.ENOSPC, "No space left on device")):
+            monkeypatch.setattr(os, name, raising(error))
+            with pytest.raises((KeyboardInterrupt, PlanFileError), match="plan.json: cannot be written: No space|"):
+                made.save(target)
+            monkeypatch.undo()
+            assert target.read_text() == "old"
+            assert os.listdir(tmp_path) == ["plan.json"]
+    (tmp_path / "link.json").symlink_to(target)
+    made.save(tmp_path / "link.json")
+    assert (tmp_path / "link.json").is_symlink()
+    assert Plan.load(target).peak_bytes == made.peak_bytes
+    for wrong in (tmp_path, tmp_path / "none" / "plan.json", tmp_path / "a\0b"):
+        with pytest.raises(PlanFileError, match="cannot be written"):
+            made.save(wrong)
+    with pytest.raises(OptionError, match="path=1"):
+        made.save(1)
+
+
+def test_a_plan_that_is_not_made_yet_cannot_be_saved(tmp_path):
+    model, x = nn.Linear(8, 8), torch.randn(4, 8)
+    p = plan(model, budget_gb=1)
+    with pytest.raises(ApplyError, match="first training step"):
+        p.save(tmp_path / "plan.json")
+    p.apply()
+    model(x).mean().backward()
+    p.save(tmp_path / "plan.json")
+    with unsolved():
+        Plan.load(tmp_path / "plan.json").apply(other := copy.deepcopy(model.__class__(8, 8)))
+        other(x).mean().backward()
