@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NoReturn, get_type_hints
@@ -28,7 +28,7 @@ from .estimate.device import Device
 from .identity import Identity, TensorKind, identity
 from .jsonfile import path_of, read, write
 from .plan import Plan
-from .request import GB, Costs, Dynamic, Mode, Request
+from .request import GB, Costs, Dynamic, Mode, Request, check_loss_fn
 from .runtime.run import Recipe
 from .runtime.verify import Verification
 from .schema import Unexpected, decode, decode_members, encode, required, schema
@@ -118,8 +118,9 @@ def save(plan: Plan, path: str | os.PathLike[str]) -> None:
     write(target, data)
 
 
-def load(path: str | os.PathLike[str]) -> Plan:
+def load(path: str | os.PathLike[str], loss_fn: Callable[[Any], torch.Tensor] | None = None) -> Plan:
     """Read a plan; see `Plan.load`."""
+    check_loss_fn(loss_fn)
     source = path_of(path)
     data = read(source)
 
@@ -144,11 +145,8 @@ def load(path: str | os.PathLike[str]) -> Plan:
         model = decode(data["model"], Identity, "model")
         torch_version = decode(data["torch"], str, "torch")
         asked = decode(data["asked"], Asked, "asked")
-        found = Plan(
-            **plan,
-            graph_modules=(),
-            request=_request(asked, plan["budget_bytes"], str(source), model, torch_version),
-        )
+        request = _request(asked, plan["budget_bytes"], str(source), model, torch_version)
+        found = Plan(**plan, graph_modules=(), request=replace(request, loss_fn=loss_fn))
         _check(found)
     except Unexpected as e:
         wrong(e)

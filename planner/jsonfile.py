@@ -74,9 +74,9 @@ def write(path: Path, data: Any) -> None:
 
 def write_bytes(path: Path, content: bytes) -> None:
     """Write a file in one step: another process sees the old one or the new one."""
-    target = Path(os.path.realpath(path))
-    part = target.with_name(f".{target.name[:100]}.{secrets.token_hex(4)}")
     try:
+        target = Path(os.path.realpath(path))
+        part = target.with_name(f".{target.name[:100]}.{secrets.token_hex(4)}")
         if target.exists() and not target.is_file():
             raise PlanFileError(f"{path}: cannot be written: it is there, and no file")
         try:

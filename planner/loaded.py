@@ -57,6 +57,7 @@ def bound(plan: Plan, model: Any) -> Plan:
         None,
         budget_gb=request.budget_gb,
         solver=asked.solver,
+        loss_fn=request.loss_fn,
         device=asked.device if asked.device in DEVICES else None,
         accumulate=asked.accumulate,
         shard=asked.shard,
@@ -83,6 +84,8 @@ class Awaited:
         self.warned = False
         known = plan.request.known
         self.file = known.request if known is not None and isinstance(known.request, FromFile) else None
+        asked = self.file.asked if self.file else None
+        self.lossless = asked is not None and asked.has_loss_fn and plan.request.loss_fn is None
 
     def take(self, request: Request) -> Plan | None:
         """The plan for a call, if this is the one; None to plan anew, with a warning that says why."""
@@ -92,7 +95,7 @@ class Awaited:
             return None
         wanted, given = self.plan.request.batch, request.batch_kinds
         if self.tried is not None or (given, request.maxima) != (wanted, self.plan.request.maxima):
-            if self.tried is None or (self.file and self.file.asked and self.file.asked.has_loss_fn):
+            if self.tried is None or self.lossless:
                 words = [", ".join(f"{t.name} {t}" for t in kinds or ()) or "no tensors" for kinds in (wanted, given)]
                 self._warn(f"planned for {words[0]}; this step has {words[1]}")
             return None
@@ -117,9 +120,8 @@ class Awaited:
         self.warned = True
         source = self.file.path if self.file else "the plan"
         uncounted = (
-            f". The loss_fn it was made with is no part of a file, so that what it takes is not counted; plan(model, "
-            f"batch, loss_fn=..., known={source!r}) counts it"
-            if self.file and self.file.asked and self.file.asked.has_loss_fn
+            f". The loss_fn that it was made with is in no file, and not counted: Plan.load({source!r}, loss_fn=...)"
+            if self.lossless
             else ""
         )
         warnings.warn(

@@ -9,6 +9,7 @@ from html import escape
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import torch
 from torch import fx, nn
 
 from .errors import ApplyError, gb
@@ -314,19 +315,25 @@ class Plan:
         save(self, path)
 
     @staticmethod
-    def load(path: str | PathLike[str]) -> Plan:
+    def load(path: str | PathLike[str], loss_fn: Callable[[Any], torch.Tensor] | None = None) -> Plan:
         """The plan in a file, which may be from anyone: nothing in it is run or imported.
 
         It can be looked at as it is. `apply(model)` puts it on the model that it was made for; the first step of that
         model runs by it, without a solver, if its graphs are those that were planned.
 
+        Args:
+            path: what `save` wrote.
+            loss_fn: as in `plan()`, where the plan was made with one. It counts where a step is planned anew, as that
+                of another batch, and is needed to compare models of several graphs and with `dynamic`.
+
         Raises:
+            OptionError: what cannot be a path or a loss function.
             PlanFileError: there is no such file, or it is no plan; made by a newer version, damaged, or contradicting
                 itself. The message names the file, the place and what was expected.
         """
         from .files import load
 
-        return load(path)
+        return load(path, loss_fn)
 
     def memory_snapshot(self, path: str | PathLike[str]) -> None:
         """Write the predicted timeline in the format of `torch.cuda.memory._dump_snapshot`, beside a real one.

@@ -156,8 +156,7 @@ def check(
         )
     if time_limit is not None and not _positive(time_limit):
         raise OptionError(f"time_limit={time_limit!r} must be a positive number of seconds, or None")
-    if loss_fn is not None and not callable(loss_fn):
-        raise OptionError(f"loss_fn={loss_fn!r} must be callable: the model's output -> the scalar loss")
+    check_loss_fn(loss_fn)
     if not isinstance(accumulate, bool):
         raise OptionError(f"accumulate={accumulate!r} must be True where gradients are there already, or False")
     if not isinstance(shard, int) or isinstance(shard, bool) or shard < 1:
@@ -301,6 +300,12 @@ def check_mode(mode: Any) -> None:
     """Raise OptionError where it is none."""
     if mode not in MODES:
         raise OptionError(f"mode={mode!r} is not known; give one of {', '.join(MODES)}")
+
+
+def check_loss_fn(loss_fn: Any) -> None:
+    """Raise OptionError where it is none."""
+    if loss_fn is not None and not callable(loss_fn):
+        raise OptionError(f"loss_fn={loss_fn!r} must be callable: the model's output -> the scalar loss")
 
 
 def _real(x: Any) -> bool:

@@ -50,7 +50,7 @@ def broken():
 
 
 def at(case, fraction, **options):
-    options.setdefault("loss_fn", case.loss_fn)
+    options = {"loss_fn": case.loss_fn, "solver": "chen", **options}
     everything = plan(case.model, case.batch, budget_gb=4, **options).baseline_peak_bytes
     return plan(case.model, case.batch, budget_gb=fraction * everything / 2**30, **options)
 
@@ -63,7 +63,7 @@ def saved(tmp_path_factory):
     found = {}
     for name, options in KINDS.items():
         torch.manual_seed(0)
-        case = gpt2(dropout=0.1, layers=2)
+        case = gpt2(dropout=0.1, layers=1)
         made = at(case, 0.75, **options)
         made.save(folder / f"{name}.json")
         found[name] = case, made, folder / f"{name}.json"
@@ -80,7 +80,7 @@ def unsolved():
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         patch.setattr(planner.pipeline, "solve", solved)
         patch.setattr(planner.eager.pipeline, "search", solved)
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", PlanWarning)
         yield
 
 
@@ -129,42 +129,42 @@ FRESH = """
     torch.set_num_threads(1)
     sys.path.insert(0, {root!r})
     import planner.eager.pipeline, planner.pipeline
+    from pathlib import Path
     from planner import Plan, applied_plan
     from tests.measure import held_before, results, step_peak
     from tests.real_models import gpt2
-    from pathlib import Path
 
     def solved(*_, **__): raise AssertionError("a solver ran")
     planner.pipeline.solve = planner.eager.pipeline.search = solved
-    torch.manual_seed(0)
-    case = gpt2(dropout=0.1, layers=2)
-    Plan.load({path!r}).apply(case.model)
-    found = results(case)
-    peak = held_before(case) + step_peak(case, Path({folder!r}))
-    torch.save((found, peak, applied_plan(case.model).peak_bytes), {folder!r} + "/found.pt")
+    for path in map(Path, {paths!r}):
+        torch.manual_seed(0)
+        case = gpt2(dropout=0.1, layers=1)
+        Plan.load(path).apply(case.model)
+        found = results(case)
+        peak = held_before(case) + step_peak(case, path.parent)
+        torch.save((found, peak, applied_plan(case.model).peak_bytes), path.with_suffix(".pt"))
 """
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_fresh_process_trains_by_the_file_alone(kind, saved, tmp_path):
+def test_a_fresh_process_trains_by_the_file_alone(saved):
     """Gradients are those of the plan applied where it was made; the peak is within the budget; nothing is solved."""
-    case, made, path = saved[kind]
     root = os.path.dirname(os.path.dirname(__file__))
-    script = textwrap.dedent(FRESH).format(root=root, path=str(path), folder=str(tmp_path))
+    script = textwrap.dedent(FRESH).format(root=root, paths=[str(path) for _, _, path in saved.values()])
     done = subprocess.run(
         [sys.executable, "-W", "error::planner.PlanWarning", "-c", script], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    found, peak, predicted = torch.load(tmp_path / "found.pt")
-    made.apply()
-    try:
-        expected = results(case)
-    finally:
-        made.remove()
-    assert found.keys() == expected.keys()
-    for name, t in expected.items():
-        assert torch.equal(found[name], t), name
-    assert made.baseline_peak_bytes > made.budget_bytes >= predicted >= peak > 0.95 * made.peak_bytes
+    for case, made, path in saved.values():
+        found, peak, predicted = torch.load(path.with_suffix(".pt"))
+        made.apply()
+        try:
+            expected = results(case)
+        finally:
+            made.remove()
+        assert found.keys() == expected.keys()
+        for name, t in expected.items():
+            assert torch.equal(found[name], t), name
+        assert made.baseline_peak_bytes > made.budget_bytes >= predicted >= peak > 0.95 * made.peak_bytes
 
 
 # Applied to a model
@@ -176,7 +176,7 @@ def test_several_graphs_train_by_a_file(tmp_path):
     made.save(tmp_path / "plan.json")
     expected = results(case)
     with unsolved():
-        Plan.load(tmp_path / "plan.json").apply(case.model)
+        Plan.load(tmp_path / "plan.json", case.loss_fn).apply(case.model)
         found = results(case)
     assert all(torch.equal(found[name], t) for name, t in expected.items())
     assert applied_plan(case.model).recipe == made.recipe
@@ -186,18 +186,18 @@ def test_several_graphs_train_by_a_file(tmp_path):
 def test_another_model_is_refused_by_name_and_stays_as_it_is(saved):
     case, _, path = saved["compiled"]
     loaded = Plan.load(path)
-    wider = gpt2(dropout=0.1, layers=2).model
-    wider.transformer.h[1].mlp.c_fc.weight = nn.Parameter(torch.zeros(128, 640))
+    wider = gpt2(dropout=0.1, layers=1).model
+    wider.transformer.h[0].mlp.c_fc.weight = nn.Parameter(torch.zeros(128, 640))
     evaluated = copy.deepcopy(case.model)
     evaluated.transformer.h[0].eval()
     frozen = copy.deepcopy(case.model)
     frozen.transformer.wpe.weight.requires_grad_(False)
     other = torch.nn.Linear(8, 8)
     for model, words in (
-        (wider, r"GPT2LMHeadModel with 28 parameters; .*mlp.c_fc.weight is \(128, 640\).* here, \(128, 512\) .*there"),
+        (wider, r"GPT2LMHeadModel with 16 parameters; .*mlp.c_fc.weight is \(128, 640\).* here, \(128, 512\) .*there"),
         (evaluated, r"h\.0 is GPT2Block in evaluation mode here, GPT2Block in training mode there"),
         (frozen, r"wpe.weight is frozen here, trained there"),
-        (gpt2(layers=3).model, r"with 40 parameters: transformer\.h\.2\.\S+ is \(128,\) float32 here, nothing there"),
+        (gpt2(layers=2).model, r"with 28 parameters: transformer\.h\.1\.\S+ is \(128,\) float32 here, nothing there"),
         (other, r"this is Linear with 2 parameters: transformer\.\S+ is nothing here"),
         (None, r"no model.*plan\.apply\(model\)"),
         ("gpt2", r"needs a torch.nn.Module; it was given 'gpt2'"),
@@ -241,8 +241,10 @@ def changed_code(case):
     case.model.transformer.h[0].__class__ = Other
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("change", [changed_dropout, changed_code])
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [("compiled", changed_dropout), ("compiled", changed_code), ("dynamic", changed_dropout), ("eager", changed_code)],
+)
 def test_other_code_is_planned_anew_and_said_so(kind, change, saved, tmp_path):
     case, made, path = saved[kind]
     changed = Case(copy.deepcopy(case.model), case.batch)
@@ -268,7 +270,7 @@ def test_what_a_file_cannot_hold_is_said_where_it_is_missed(tmp_path):
     assert "AdamW(" in loaded.request.optimizer
     assert "foreach=True" in loaded.request.optimizer
     loaded.apply(model)
-    with pytest.warns(PlanWarning, match=r"loss_fn.*known="):
+    with pytest.warns(PlanWarning, match=r"The loss_fn.*not counted: Plan\.load\("):
         model(x[:32]).mean().backward()
     now = applied_plan(model).account
     assert now["optimizer state"] == made.account["optimizer state"] > 0
@@ -299,7 +301,7 @@ def test_an_applied_plan_of_a_file_is_verified_and_made_eager(saved):
 def test_a_known_plan_of_the_same_step_is_not_solved_again(kind, saved):
     case, made, path = saved[kind]
     with unsolved():
-        again = plan(case.model, case.batch, budget_gb=made.request.budget_gb, known=path, **KINDS[kind])
+        again = plan(case.model, case.batch, budget_gb=made.request.budget_gb, known=path, solver="chen", **KINDS[kind])
     assert again.recipe == made.recipe
     assert (again.overhead, again.peak_bytes, again.bound) == (made.overhead, made.peak_bytes, made.bound)
     assert f"Taken from {path}" in again.note
@@ -310,11 +312,11 @@ def test_a_known_plan_of_another_step_is_said_to_be_one(saved):
     budget = made.request.budget_gb
     for options, why in (
         ({"budget_gb": 1.02 * budget}, "its budget differs"),
-        ({"budget_gb": budget, "solver": "chen"}, "it is of solver='auto'"),
+        ({"budget_gb": budget, "solver": "ilp", "time_limit": 1}, "it is of solver='chen'"),
         ({"budget_gb": 2 * budget, "optimizer": "sgd", "accumulate": True}, "what is held all the time differs"),
         ({"budget_gb": budget, "loss_fn": lambda output: output.logits.mean()}, "its graphs differ"),
     ):
-        anew = plan(case.model, case.batch, known=Plan.load(path), **options)
+        anew = plan(case.model, case.batch, known=Plan.load(path), **{"solver": "chen", **options})
         assert f"not taken from {path}: {why}" in anew.note
     with pytest.raises(OptionError, match="known=3"):
         plan(case.model, case.batch, budget_gb=1, known=3)
@@ -357,6 +359,8 @@ def test_what_is_no_plan_file_is_told_in_words(saved, tmp_path):
     assert "expected a file" in reason(tmp_path / "pipe")
     with pytest.raises(OptionError, match="path=0"):
         Plan.load(0)
+    with pytest.raises(OptionError, match="loss_fn='mse'"):
+        Plan.load(good, "mse")
     if os.getuid():
         bad.chmod(0)
         assert "Permission denied" in reason(bad)
@@ -413,30 +417,26 @@ def test_what_is_wrong_in_a_file_is_named_with_its_place(keys, value, words, sav
 
 
 def test_what_a_terminal_or_a_page_would_obey_is_harmless(saved, tmp_path):
+    _, made, good = saved["compiled"]
     evil = "<script>alert(1)</script>\x1b[2J\u202e\ud800"
 
     def change(data):
-        data["plan"]["decisions"]["module"] = [evil] * len(data["plan"]["decisions"]["nbytes"])
+        data["plan"]["decisions"]["module"] = [evil] * len(made.decisions)
         data["plan"]["note"] = evil
 
-    loaded = Plan.load(changed(saved["compiled"][2], tmp_path / "evil.json", change))
+    loaded = Plan.load(changed(good, tmp_path / "evil.json", change))
     page = loaded._repr_html_()
     assert "<script" not in page
     assert not set("\x1b\u202e\ud800") & set(page + str(loaded))
 
 
-def test_a_recipe_that_would_train_wrongly_is_not_run(saved, tmp_path):
+def test_a_recipe_that_would_train_wrongly_is_not_run(tmp_path):
     """Ops left out, run twice, or out of order: planned anew, with a warning, and the gradients are right."""
-    case, _, path = saved["compiled"]
+    layers = [m for _ in range(3) for m in (nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1))]
+    model = nn.Sequential(*layers).train()
+    case = Case(model, {"input": torch.randn(512, 64)}, torch.Tensor.mean)
+    at(case, 0.75).save(tmp_path / "plan.json")
     expected = results(case)
-
-    def tampered(edit):
-        def change(data):
-            (region,) = (r for order in data["plan"]["recipe"]["calls"].values() for r in order)
-            edit(region)
-
-        return changed(path, tmp_path / "tampered.json", change)
-
     for edit in (
         lambda r: r["backward"].pop(),
         lambda r: r["forward"].reverse(),
@@ -444,10 +444,15 @@ def test_a_recipe_that_would_train_wrongly_is_not_run(saved, tmp_path):
         lambda r: r["backward"].append(-1),
         lambda r: r["forward"].extend(r["forward"]),
     ):
-        model = copy.deepcopy(case.model)
-        Plan.load(tampered(edit)).apply(model)
+
+        def change(data, edit=edit):
+            (region,) = (r for order in data["plan"]["recipe"]["calls"].values() for r in order)
+            edit(region)
+
+        Plan.load(changed(tmp_path / "plan.json", tmp_path / "tampered.json", change), case.loss_fn).apply(model)
         with pytest.warns(PlanWarning, match="planned anew"):
-            found = results(Case(model, case.batch))
+            found = results(case)
+        applied_plan(model).remove()
         assert all(torch.equal(found[name], t) for name, t in expected.items())
 
 
@@ -475,6 +480,8 @@ def test_any_damage_gives_a_plan_or_a_plan_file_error(data, kind, saved, tmp_pat
                 place = place[key]
             place[key] = data.draw(st.sampled_from(HOSTILE))
         path.write_text(json.dumps(tree))
+    first = Plan.load(saved[kind][2])
+    assert len(first.summary() + first._repr_html_()) > 1000  # imports what shows a plan
     modules = set(sys.modules)
     try:
         loaded = Plan.load(path)
@@ -509,7 +516,7 @@ def test_an_interrupted_or_failed_write_leaves_the_old_file(saved, tmp_path, mon
     for name in ("fsync", "replace"):
         for error in (KeyboardInterrupt(), OSError(errno.ENOSPC, "No space left on device")):
             monkeypatch.setattr(os, name, raising(error))
-            with pytest.raises((KeyboardInterrupt, PlanFileError), match="plan.json: cannot be written: No space|"):
+            with pytest.raises((KeyboardInterrupt, PlanFileError), match=r"plan\.json: cannot be written: No space|^$"):
                 made.save(target)
             monkeypatch.undo()
             assert target.read_text() == "old"
