@@ -16,9 +16,9 @@ from .estimate.device import DEVICES
 from .files import FromFile, load
 from .identity import difference, identity
 from .pipeline import make_plan
-from .plan import Plan
+from .plan import PendingPlan, Plan
 from .request import GB, Request, check
-from .runtime.applied import Signature, call_signature
+from .runtime.applied import Signature, call_signature, without_batch
 from .runtime.run import Recipe
 
 
@@ -26,8 +26,13 @@ def known_plan(given: Any) -> Plan | None:
     """A plan, of what was given for a known one; raises OptionError, or PlanFileError."""
     if isinstance(given, (str, os.PathLike)):
         return load(given)
-    if given is None or isinstance(given, Plan):
-        return given
+    if given is None:
+        return None
+    if isinstance(given, PendingPlan):
+        given = given.made
+    if isinstance(given, Plan):
+        found: Plan = without_batch(replace(given, request=replace(given.request, known=None)))
+        return found
     raise OptionError(f"known={given!r} must be a plan, or the path of a plan file")
 
 
@@ -68,6 +73,13 @@ def bound(plan: Plan, model: Any) -> Plan:
         dynamic=asked.dynamic,
         mode=asked.mode,
     )
+    if fresh.device.name != plan.device:
+        warnings.warn(
+            f"{request.path} was made for {plan.device}; on {fresh.device.name}, ops may take other times, and "
+            "workspaces of other sizes: verify=True measures a step",
+            PlanWarning,
+            stacklevel=4,
+        )
     return replace(plan, request=replace(fresh, args=None, maxima=asked.maxima, batch=asked.batch, known=plan))
 
 

@@ -408,6 +408,11 @@ class PendingPlan(Plan):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self._made(name), name)
 
+    @property
+    def made(self) -> Plan:
+        """The plan, once there is one; raises ApplyError before."""
+        return self._made("the plan")
+
     def _made(self, what: str) -> Plan:
         made: Plan | None = self._current()
         if made is None:
