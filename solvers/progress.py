@@ -11,6 +11,7 @@ from typing import Any
 from tqdm import tqdm
 
 DELAY = 0.5  # seconds of work that nobody needs to be told of
+REDRAW = 0.5  # seconds
 
 
 def bar(what: str, progress: bool | None, *, total: float | None = None, unit: str = "", **options: Any) -> tqdm[Any]:
@@ -29,14 +30,14 @@ def bar(what: str, progress: bool | None, *, total: float | None = None, unit: s
 
 @contextmanager
 def clock(shown: tqdm[Any]) -> Iterator[None]:
-    """While it is on, a bar is drawn anew twice a second, as its steps may take minutes."""
+    """While it is on, a bar is drawn anew every `REDRAW` seconds, as its steps may take minutes."""
     if shown.disable:
         yield
         return
     over = threading.Event()
 
     def draw() -> None:
-        while not over.wait(DELAY):
+        while not over.wait(REDRAW):
             shown.refresh()
             shown.last_print_t = time.time()  # else the bar takes itself for one that was never shown
 

@@ -468,11 +468,20 @@ def test_a_recipe_that_would_train_wrongly_is_not_run(tmp_path):
 HOSTILE = [None, True, -1, 0, 2**63, LARGEST, 1e308, -0.5, "", "\x00", "__import__('os')", [], {}, [[]], {"values": []}]
 
 
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("small")
+    case = broken()
+    for kind in ("compiled", "eager"):
+        at(case, 0.9, mode=kind).save(folder / f"{kind}.json")
+    return folder
+
+
 @settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(data=st.data(), kind=st.sampled_from(sorted(KINDS)))
-def test_any_damage_gives_a_plan_or_a_plan_file_error(data, kind, saved, tmp_path):
+@given(data=st.data(), kind=st.sampled_from(["compiled", "eager"]))
+def test_any_damage_gives_a_plan_or_a_plan_file_error(data, kind, small, tmp_path):
     """What loads can be looked at; nothing else is ever raised, and nothing imported."""
-    text = saved[kind][2].read_text()
+    text = (small / f"{kind}.json").read_text()
     path = tmp_path / "damaged.json"
     if data.draw(st.booleans()):
         cut = data.draw(st.integers(0, len(text)))
@@ -489,7 +498,7 @@ def test_any_damage_gives_a_plan_or_a_plan_file_error(data, kind, saved, tmp_pat
                 place = place[key]
             place[key] = data.draw(st.sampled_from(HOSTILE))
         path.write_text(json.dumps(tree))
-    first = Plan.load(saved[kind][2])
+    first = Plan.load(small / f"{kind}.json")
     assert len(first.summary() + first._repr_html_()) > 1000  # imports what shows a plan
     modules = set(sys.modules)
     try:
