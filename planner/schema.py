@@ -8,6 +8,7 @@ and the row numbers among them.
 from __future__ import annotations
 
 import math
+import numbers
 import operator
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -180,7 +181,9 @@ def _is(value: Any, kind: Any) -> bool:
     kind = get_origin(kind) or kind
     if kind is Literal:
         return isinstance(value, str)
-    return type(value) is bool if kind is bool or type(value) is bool else isinstance(value, kind)
+    if kind is bool or isinstance(value, bool):
+        return kind is bool and isinstance(value, bool)
+    return isinstance(value, numbers.Real if kind is float else kind)
 
 
 def _one_of(data: Any, kinds: tuple[Any, ...], at: str) -> Any:
@@ -207,7 +210,7 @@ def _scalar(data: Any, kind: Any, at: str) -> Any:
         right = type(data) is kind and not (kind is int and abs(data) > LARGEST)
     if not right:
         raise Unexpected(at, _SCALARS[kind], data)
-    return printable(data) if kind is str else data
+    return printable(data) if kind is str else kind(data) if kind is float else data
 
 
 def _column(values: Sequence[Any], kind: Any) -> Any:

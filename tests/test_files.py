@@ -268,9 +268,11 @@ def test_other_code_is_planned_anew_and_said_so(kind, change, saved, tmp_path):
 def test_what_a_file_cannot_hold_is_said_where_it_is_missed(tmp_path):
     model, x = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)).train(), torch.randn(64, 64)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
-    made = plan(model, x, budget_gb=1, loss_fn=torch.Tensor.mean, optimizer=optimizer)
+    options = {"loss_fn": torch.Tensor.mean, "optimizer": optimizer, "time_limit": 5, "account_gb": {"more": 1}}
+    made = plan(model, x, budget_gb=2, **options)
     made.save(tmp_path / "plan.json")
     loaded = Plan.load(tmp_path / "plan.json")
+    assert (loaded.request.time_limit, loaded.request.account_gb) == (5, {"more": 1})
     assert "AdamW(" in loaded.request.optimizer
     assert "foreach=True" in loaded.request.optimizer
     loaded.apply(model)
@@ -474,10 +476,11 @@ def small(tmp_path_factory):
     case = broken()
     for kind in ("compiled", "eager"):
         at(case, 0.9, mode=kind).save(folder / f"{kind}.json")
+        Plan.load(folder / f"{kind}.json")._repr_html_()  # imports what shows a plan
     return folder
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=120, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(data=st.data(), kind=st.sampled_from(["compiled", "eager"]))
 def test_any_damage_gives_a_plan_or_a_plan_file_error(data, kind, small, tmp_path):
     """What loads can be looked at; nothing else is ever raised, and nothing imported."""
@@ -496,10 +499,8 @@ def test_any_damage_gives_a_plan_or_a_plan_file_error(data, kind, small, tmp_pat
                 if not isinstance(place[key], (dict, list)) or not place[key] or data.draw(st.integers(0, 4)) == 0:
                     break
                 place = place[key]
-            place[key] = data.draw(st.sampled_from(HOSTILE))
+            place[key] = copy.deepcopy(data.draw(st.sampled_from(HOSTILE)))
         path.write_text(json.dumps(tree))
-    first = Plan.load(small / f"{kind}.json")
-    assert len(first.summary() + first._repr_html_()) > 1000  # imports what shows a plan
     modules = set(sys.modules)
     try:
         loaded = Plan.load(path)
