@@ -87,7 +87,8 @@ def _tensors(problem: Problem, schedule: Schedule) -> Iterator[Change]:
         made: list[tuple[Any, int, str]] = [((v, at), problem.sizes[v], category) for v in op.writes]
         made.append(((None, at), op.workspace, "workspace"))
         freed: list[Any] = [(None, at), *((v, at) for v in op.writes if v in copies)]  # the copy that is there stays
-        copies = {**dict.fromkeys(op.writes, at), **copies} if op.writes else copies
+        for v in op.writes:
+            copies.setdefault(v, at)
         yield made, [*freed, *((v, copies.pop(v)) for v in gone)]
 
 
