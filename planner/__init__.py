@@ -20,12 +20,16 @@ from .errors import (
 from .max_batch import MaxBatch, max_batch
 from .pareto import pareto
 from .plan import Plan
+from .report.compare import Comparison, compare
+from .report.explain import Explanation
 
 __all__ = [
     "ApplyError",
     "BatchError",
     "BudgetError",
     "CaptureError",
+    "Comparison",
+    "Explanation",
     "InfeasibleBudgetError",
     "MaxBatch",
     "ModelError",
@@ -36,6 +40,7 @@ __all__ = [
     "PlannerError",
     "VerificationError",
     "applied_plan",
+    "compare",
     "max_batch",
     "pareto",
     "plan",

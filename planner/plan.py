@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from solvers import Problem, Schedule
 
     from .eager.wrap import Choice
+    from .report.explain import Explanation
     from .request import Mode, Request
     from .runtime.run import Recipe
     from .runtime.verify import Verification
@@ -236,6 +237,21 @@ class Plan:
             peaks[moment.phase] = max(peaks.get(moment.phase, 0), moment.held_bytes)
         return peaks
 
+    def explain(self, path: str = "") -> Explanation:
+        """Why a module's values are kept or recomputed, in words and numbers; what the other decision would cost.
+
+        Args:
+            path: of a module, as `named_modules()` has it, with all that is in it; a pattern such as "layers.*.mlp"; or
+                a value, as an explanation labels it ("layers.3.act: gelu"). "" for the whole model.
+
+        Raises:
+            OptionError: nothing is called so; it names the nearest.
+        """
+        from .counterfactual import costs_of, what_if
+        from .report.explain import explain
+
+        return explain(self, path, costs_of(self), lambda values, kept: what_if(self, values, kept=kept))
+
     def apply(self, model: nn.Module | None = None, *, verify: bool = False, mode: Mode | None = None) -> nn.Module:
         """Make the model train by this plan, in place.
 
@@ -349,11 +365,16 @@ class Plan:
 
         save(self, path)
 
-    def summary(self) -> str:
-        """The plan as text."""
+    def summary(self, *, colour: bool | None = None) -> str:
+        """The plan as text within 80 columns.
+
+        Args:
+            colour: None for colours where standard output is a terminal that shows them (see NO_COLOR, FORCE_COLOR).
+        """
+        from .report.terminal import style_of
         from .report.text import summary
 
-        return summary(self)
+        return summary(self, style_of(colour=colour))
 
     def _repr_html_(self) -> str:
         from .report.html import body
@@ -387,7 +408,7 @@ class Plan:
         return graph(self, module, format)
 
     def __str__(self) -> str:
-        return self.summary()
+        return self.summary(colour=False)
 
 
 class PendingPlan(Plan):
@@ -429,9 +450,9 @@ class PendingPlan(Plan):
         made = self._current()
         return repr(made) if made else f"PendingPlan(budget={gb(self.budget_bytes)}, made at the first training step)"
 
-    def summary(self) -> str:
+    def summary(self, *, colour: bool | None = None) -> str:
         made = self._current()
-        return made.summary() if made else repr(self)
+        return made.summary(colour=colour) if made else repr(self)
 
     def _repr_html_(self) -> str:
         made = self._current()

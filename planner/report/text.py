@@ -3,57 +3,99 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from textwrap import wrap
 
 from ..errors import gb
 from ..plan import Plan
 from .table import ModuleRow, by_module, by_reason
+from .terminal import BARS, Colour, Style
+from .words import clip, duration, pad, wrapped
 
-_BARS = "▁▂▃▄▅▆▇█"
+NAME, LABEL, LINE = 44, 12, 55  # columns of a table's first column; of a timeline's label, and of its bars
+MOST_ROWS = 12
+_KINDS: dict[str, Colour] = {
+    "kept": "blue",
+    "recomputed": "yellow",
+    "passing": "dim",
+    "gradients": "green",
+    "backward": "cyan",
+    "workspace": "red",
+}
+_MEANT = {"passing": "freed within the forward pass", "backward": "gradients of activations"}
 
 
-def sparkline(values: Sequence[int], width: int = 64, top: int | None = None) -> str:
-    """A row of bars, each the largest of its share of the values; `top` is a full bar.
+def sparkline(values: Sequence[int], width: int = LINE, top: int | None = None, bars: str = BARS) -> str:
+    """A row of bars, each the largest of its share of the values; `top` is a full bar, and nothing is none.
 
     Examples:
-        >>> sparkline([0, 4, 8], width=3)
-        '▁▅█'
+        >>> sparkline([0, 1, 4, 8], width=4)
+        ' ▂▅█'
     """
     if not values:
         return ""
     top = top or max(values) or 1
     width = min(width, len(values))
     shares = [values[i * len(values) // width : (i + 1) * len(values) // width] for i in range(width)]
-    return "".join(_BARS[min(len(_BARS) - 1, round(max(s) / top * (len(_BARS) - 1)))] for s in shares)
+    most = [max(share) for share in shares]
+    return "".join(bars[min(len(bars) - 1, round(x / top * (len(bars) - 1)))] if x else " " for x in most)
 
 
-def summary(plan: Plan) -> str:
-    """The plan in words, a timeline, what takes the room, and what happens in each kind of module."""
-    recomputed = [d for d in plan.decisions if d.action == "recompute"]
-    held = [m.held_bytes for m in plan.timeline]
-    lines = [
-        f"Peak {gb(plan.peak_bytes)} of {gb(plan.budget_bytes)}; {gb(plan.baseline_peak_bytes)} with everything kept.",
-        f"{len(recomputed)} of {len(plan.decisions)} values are recomputed "
-        f"({gb(sum(d.nbytes for d in recomputed))}): {plan.overhead:.1%} more time, estimated",
-        f"(at most {plan.gap:.1%} above the best possible; solver {plan.solver}, {plan.solve_seconds:.1f} s, "
-        f"times of {plan.device}).",
-    ]
-    if plan.note:
-        lines.append(plan.note)
-    lines += ["", "Memory over the step (a full bar is the budget):", sparkline(held, top=plan.budget_bytes)]
-    lines += ["Highest: " + ", ".join(f"{phase} {gb(size)}" for phase, size in plan.phase_peaks.items()), ""]
-    lines.append("At the peak:")
-    lines += [f"  {name:<60.60} {gb(size):>12}" for name, size in plan.account.items() if size]
-    lines += ["", f"{'module':<44} {'kept':>10} {'recomputed':>12} {'seconds':>9}"]
-    lines += [_row(row) for row in by_module(plan.decisions)[:12]]
+def summary(plan: Plan, style: Style) -> str:
+    """The answer, a timeline, what takes the room, and what happens in each kind of module."""
+    lines = [*answer(plan, style), "", *_timeline(plan, style), ""]
+    lines.append(style.paint("At the peak:", "bold"))
+    lines += [f"  {pad(style.name(name), 60)} {gb(size):>12}" for name, size in plan.account.items() if size]
+    head = f"{'module':<{NAME}} {'kept':>10} {'recomputed':>12} {'time':>9}"
+    lines += ["", style.paint(head, "bold")]
+    rows = by_module(plan.decisions)
+    lines += [_row(row, style) for row in rows[:MOST_ROWS]]
+    if rest := rows[MOST_ROWS:]:
+        others = ModuleRow(
+            "", 0, sum(r.kept for r in rest), sum(r.recomputed for r in rest), sum(r.seconds for r in rest)
+        )
+        lines.append(_row(others, style, f"and {len(rest)} more"))
     if reasons := by_reason(plan.decisions):
-        lines += ["", "Unsafe to run again as they are:"]
-        lines += [
-            line for reason in reasons for line in wrap(reason, 78, initial_indent="  ", subsequent_indent="    ")
-        ]
+        lines += ["", style.paint("Unsafe to run again as they are:", "bold")]
+        lines += [line for reason in reasons for line in wrapped(style.name(reason), indent="    ", first="  ")]
     return "\n".join(lines)
 
 
-def _row(row: ModuleRow) -> str:
-    name = row.label if len(row.label) <= 44 else "..." + row.label[-41:]
-    return f"{name:<44} {gb(row.kept):>10} {gb(row.recomputed):>12} {row.seconds:>9.2g}"
+def answer(plan: Plan, style: Style) -> list[str]:
+    """Whether it fits, and what that takes; the first line says it all."""
+    recomputed = [d for d in plan.decisions if d.action == "recompute"]
+    fits = plan.peak_bytes <= plan.budget_bytes
+    first = (
+        f"{'Fits' if fits else 'Does not fit'}: peak {gb(plan.peak_bytes)} of {gb(plan.budget_bytes)}, "
+        f"{plan.overhead:.1%} more time (at most {plan.gap:.1%} above the best)."
+    )
+    more = [
+        f"{gb(plan.baseline_peak_bytes)} with everything kept. {len(recomputed)} of {len(plan.decisions)} values are "
+        f"recomputed ({gb(sum(d.nbytes for d in recomputed))}). Sizes are counted, times are estimates for "
+        f"{style.name(plan.device)}: a step takes {duration(plan.step_seconds)}. "
+        f"Solver {style.name(plan.solver)}, {plan.solve_seconds:.1f} s.",
+        style.name(plan.note),
+    ]
+    head = [style.paint(line, "green" if fits else "red") for line in wrapped(first)]
+    return [*head, *(line for text in more if text for line in wrapped(text))]
+
+
+def _timeline(plan: Plan, style: Style) -> list[str]:
+    """All that is held; and what comes and goes, by kind, where its bars are high enough to say something."""
+    rows: list[tuple[str, Colour, list[int]]] = [("in all", "bold", [m.held_bytes for m in plan.timeline])]
+    rows += [(kind, colour, [getattr(m.held, kind) for m in plan.timeline]) for kind, colour in _KINDS.items()]
+    least = plan.budget_bytes / (2 * len(BARS))
+    shown = [row for row in rows if row[0] == "in all" or max(row[2], default=0) > least]
+    meant = [f"{name}: {_MEANT[name]}" for name, _, _ in shown if name in _MEANT]
+    highest = [f"{phase} {gb(size)}" for phase, size in plan.phase_peaks.items()]
+    lines = [style.paint("Memory over the step (a full bar is the budget), and the most of each kind:", "bold")]
+    for name, colour, held in shown:
+        bars = sparkline(held, LINE, plan.budget_bytes, style.bars)
+        lines.append(f"{name:<{LABEL}}{style.paint(f'{bars:<{LINE}}', colour)} {gb(max(held, default=0)):>12}")
+    for facts in ("; ".join(meant), f"Highest: {', '.join(highest)}"):
+        lines += wrapped(facts) if facts else []
+    return lines
+
+
+def _row(row: ModuleRow, style: Style, label: str = "") -> str:
+    many = f" x{row.count}" if row.count > 1 else ""
+    name = label or clip(style.name(row.name or "(the model)"), NAME - len(many)) + many
+    return f"{pad(name, NAME)} {gb(row.kept):>10} {gb(row.recomputed):>12} {duration(row.seconds):>9}"

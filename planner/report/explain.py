@@ -1,0 +1,350 @@
+"""Why a plan keeps this and recomputes that, in words and numbers drawn from its data."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from html import escape
+from typing import TYPE_CHECKING
+
+from ..errors import OptionError, PlannerError, gb
+from ..plan import Action, Decision, Plan
+from .names import title
+from .terminal import Style, style_of
+from .words import duration, rate, shown, wrapped
+
+if TYPE_CHECKING:
+    from ..counterfactual import Cost, WhatIf
+
+MOST_GROUPS = 12  # that are shown; the others are added up
+_DONE = {"keep": "kept", "recompute": "recomputed", "offload": "offloaded"}
+Try = Callable[[Collection[int], bool], "WhatIf | None"]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Values alike: of modules whose paths differ only in numbers, made by one kind of op, and treated alike.
+
+    Attributes:
+        label: the module, the op and the user's line.
+        action: what the plan does with them.
+        count: how many values.
+        nbytes: of all of them.
+        seconds: paid for recomputing them, as often as the plan does.
+        again_seconds: estimated time of running their ops once more; None where it is not known (kept in eager mode).
+        reason: why it has to be so; empty where it is a choice.
+        otherwise: the step with the other decision for all of them; None where there is none, or it is not known.
+        why: in words.
+    """
+
+    label: str
+    action: Action
+    count: int
+    nbytes: int
+    seconds: float
+    again_seconds: float | None
+    reason: str
+    otherwise: WhatIf | None
+    why: str
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a plan does with a module, with all that match a pattern, or with a value, and why.
+
+    Attributes:
+        path: what was asked for.
+        modules: paths of the modules that it names; empty for a value.
+        kept_bytes, recomputed_bytes: of the values that are made there and below, and that the backward pass needs.
+        seconds: paid for what is recomputed.
+        budget_bytes, peak_bytes, step_seconds: of the plan.
+        groups: the values, the largest groups first.
+        all_kept, all_recomputed: the step with all of them kept, or recomputed as far as that can be; None where
+            nothing would change, or it is not known (eager mode).
+    """
+
+    path: str
+    modules: tuple[str, ...] = field(repr=False)
+    kept_bytes: int
+    recomputed_bytes: int
+    seconds: float
+    budget_bytes: int
+    peak_bytes: int
+    step_seconds: float
+    groups: tuple[Group, ...] = field(repr=False)
+    all_kept: WhatIf | None
+    all_recomputed: WhatIf | None
+
+    def __str__(self) -> str:
+        return to_text(self, style_of(colour=False))
+
+    def _repr_html_(self) -> str:
+        items = "".join(f"<li><b>{escape(shown(_head(g)))}</b><br>{escape(shown(g.why))}</li>" for g in self.groups)
+        rest = "".join(f"<p>{escape(line)}</p>" for line in _conclusions(self))
+        return f"<div style='max-width:720px'><p>{escape(shown(_answer(self)))}</p><ul>{items}</ul>{rest}</div>"
+
+
+def to_text(explanation: Explanation, style: Style) -> str:
+    """Within 80 columns."""
+    lines = [style.paint(line, "bold") for line in wrapped(style.name(_answer(explanation)))]
+    for group in explanation.groups[:MOST_GROUPS]:
+        head = wrapped(style.name(_head(group)), indent="    ", first="")
+        lines += ["", *(style.paint(line, "cyan" if group.action == "keep" else "yellow") for line in head)]
+        lines += wrapped(style.name(group.why), indent="    ")
+    if rest := explanation.groups[MOST_GROUPS:]:
+        lines += ["", f"and {sum(g.count for g in rest)} more values, {gb(sum(g.nbytes for g in rest))}"]
+    if conclusions := _conclusions(explanation):
+        lines += ["", *(line for text in conclusions for line in wrapped(text))]
+    return "\n".join(lines)
+
+
+def explain(plan: Plan, path: str, costs: Sequence[Cost], otherwise: Try) -> Explanation:
+    """See `Plan.explain`.
+
+    Args:
+        plan: any, made.
+        path: of a module, a pattern of paths, or a value as its label in an explanation names it.
+        costs: one per decision, as `planner.counterfactual.costs_of` has them; none where they are not known.
+        otherwise: the step with values, by their numbers in `costs`, kept (True) or recomputed.
+
+    Raises:
+        OptionError: nothing is called so.
+    """
+    modules, chosen = _named(plan, path)
+    told = _Words(plan, costs, otherwise)
+    groups: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    for at in chosen:
+        d = plan.decisions[at]
+        groups[folded(d.module), d.op, d.action, told.reason(at), told.checkpointed(at)].append(at)
+    return Explanation(
+        path=path,
+        modules=modules,
+        kept_bytes=sum(plan.decisions[at].nbytes for at in chosen if plan.decisions[at].action == "keep"),
+        recomputed_bytes=sum(plan.decisions[at].nbytes for at in chosen if plan.decisions[at].action == "recompute"),
+        seconds=sum(plan.decisions[at].recompute_seconds for at in chosen),
+        budget_bytes=plan.budget_bytes,
+        peak_bytes=plan.peak_bytes,
+        step_seconds=plan.step_seconds,
+        groups=tuple(sorted(map(told.group, groups.values()), key=lambda g: (-g.nbytes, g.label))),
+        all_kept=told.instead(chosen, "recompute"),
+        all_recomputed=told.instead(chosen, "keep"),
+    )
+
+
+def folded(module: str) -> str:
+    """A path with its numbers as asterisks.
+
+    Examples:
+        >>> folded("layers.3.mlp")
+        'layers.*.mlp'
+    """
+    return re.sub(r"(?:(?<=\.)|^)\d+(?=\.|$)", "*", module)
+
+
+def _named(plan: Plan, path: str) -> tuple[tuple[str, ...], list[int]]:
+    """The modules that a path names, and the positions of the decisions in them; or those of a value."""
+    if not isinstance(path, str):
+        raise OptionError(f"explain({path!r}) needs the path of a module as a string, as in explain('layers.3.mlp')")
+    known = _modules(plan)
+    asked = "" if path == "(the model)" else path
+    pattern = asked.split(".")
+    found = tuple(name for name in known if name == asked or _matches(name, pattern))
+    if found:
+        inside = [f"{name}." if name else "" for name in found]
+        of = [d.module for d in plan.decisions]
+        return found, [at for at, m in enumerate(of) if m in found or any(map(m.startswith, inside))]
+    labels = [title(d.module, d.op, d.source) for d in plan.decisions]
+    values = [
+        at
+        for at, (d, label) in enumerate(zip(plan.decisions, labels, strict=True))
+        if asked in (label, label.rpartition(" (")[0], d.name)
+    ]
+    if not values:
+        near = get_close_matches(asked, dict.fromkeys([*known, *map(folded, known), *labels]), n=3, cutoff=0.5)
+        names = ", ".join(repr(shown(n)) for n in near or known[1:4])
+        raise OptionError(
+            f"{shown(path)!r:.200} is no module of the model, nor a value of the plan; "
+            f"{'the nearest are' if near else 'these are'}: {names}"
+        )
+    return (), values
+
+
+def _modules(plan: Plan) -> list[str]:
+    """Paths of the model's modules where it is there, and of all modules that the plan names."""
+    names = dict.fromkeys([""])
+    with suppress(PlannerError):  # it is gone; what the plan decides on is known
+        names.update(dict.fromkeys(name for name, _ in plan.request.model.named_modules()))
+    for d in plan.decisions:
+        parts = d.module.split(".")
+        names.update(dict.fromkeys(".".join(parts[: i + 1]) for i in range(len(parts))))
+    return list(names)
+
+
+def _matches(name: str, pattern: Sequence[str]) -> bool:
+    parts = name.split(".")
+    return len(parts) == len(pattern) and all(map(fnmatchcase, parts, pattern))
+
+
+class _Words:
+    """What is said of groups of a plan's values."""
+
+    def __init__(self, plan: Plan, costs: Sequence[Cost], otherwise: Try) -> None:
+        self.plan, self.costs, self.otherwise = plan, costs, otherwise
+        self.units = sorted(getattr(plan.recipe, "kept", ()), key=len, reverse=True)
+        every = range(len(costs))
+        self.recomputed = [at for at in every if plan.decisions[at].action == "recompute"]
+        self.optional = [at for at in every if plan.decisions[at].action == "keep" and not self.reason(at)]
+
+    def reason(self, at: int) -> str:
+        """Why a value has to be kept, or how it stays the same; empty where nothing has to be."""
+        return self.plan.decisions[at].reason or (self.costs[at].bound_by if self.costs else "")
+
+    def checkpointed(self, at: int) -> str:
+        """In eager mode, the checkpointed module that a value is made in, its numbers as asterisks."""
+        module = self.plan.decisions[at].module
+        return next((folded(u) for u in self.units if module == u or module.startswith(f"{u}.")), "")
+
+    def instead(self, values: Iterable[int], action: Action) -> WhatIf | None:
+        """The step with the other decision for those of the values that have this one."""
+        changed = [at for at in values if self.plan.decisions[at].action == action]
+        if action == "keep":
+            changed = [at for at in changed if not self.reason(at)]
+        if not self.costs or not changed:
+            return None
+        return self.otherwise([self.costs[at].value for at in changed], action == "recompute")
+
+    def group(self, ats: Sequence[int]) -> Group:
+        ds = [self.plan.decisions[at] for at in ats]
+        first = ds[0]
+        one = len({d.module for d in ds}) == 1
+        source = first.source if len({d.source for d in ds}) == 1 else ""
+        again = sum(self.costs[at].seconds for at in ats) if self.costs else None
+        if again is None and first.action == "recompute":
+            again = sum(d.recompute_seconds for d in ds)
+        changed = self.instead(ats, first.action)
+        return Group(
+            label=title(first.module if one else folded(first.module), first.op, source),
+            action=first.action,
+            count=len(ats),
+            nbytes=sum(d.nbytes for d in ds),
+            seconds=sum(d.recompute_seconds for d in ds),
+            again_seconds=again,
+            reason=self.reason(ats[0]),
+            otherwise=changed,
+            why="".join(self._why(ats, ds, again, changed)),
+        )
+
+    def _why(
+        self, ats: Sequence[int], ds: Sequence[Decision], again: float | None, changed: WhatIf | None
+    ) -> Iterable[str]:
+        plan, first, reason = self.plan, ds[0], self.reason(ats[0])
+        nbytes = sum(d.nbytes for d in ds)
+        if not self.costs:
+            yield self._eager(ats[0], first, nbytes, again)
+        elif first.action == "keep" and reason:
+            yield f"Kept, as {reason}."
+        elif first.action == "keep" and not self.recomputed:
+            yield f"Kept: the step fits with everything kept ({gb(plan.peak_bytes)}), so that nothing has to run again."
+        elif changed is not None and again is not None:
+            what = "it" if len(ats) == 1 else "them"
+            if first.action == "keep":
+                yield from self._kept(what, again, nbytes, changed, any(self.costs[at].held_at_peak for at in ats))
+            else:
+                often = ", some of it several times" if sum(d.recompute_seconds for d in ds) > 1.001 * again else ""
+                yield from self._recomputed(what, again, nbytes, changed, often)
+                if reason:
+                    yield f" {'It is' if len(ats) == 1 else 'They are'} {reason}."
+
+    def _kept(self, what: str, again: float, nbytes: int, changed: WhatIf, at_peak: bool) -> Iterable[str]:
+        more = changed.step_seconds - self.plan.step_seconds
+        lower = changed.peak_bytes < self.plan.peak_bytes
+        if not lower and not at_peak:
+            yield f"Kept: not held at the peak, so that dropping {what} would save nothing, and take {duration(more)}."
+            return
+        beside = f", {duration(more - again)} of it for what that reads and is not held" if more > 1.001 * again else ""
+        yield f"Kept: making {what} again would take {duration(more)} for {gb(nbytes)} ({rate(more, nbytes)}){beside}; "
+        yield f"{self._elsewhere(more, nbytes)}. Recomputed too, the step would peak at {gb(changed.peak_bytes)}"
+        yield f", {gb(self.plan.peak_bytes - changed.peak_bytes)} lower." if lower else ", no lower than now."
+
+    def _elsewhere(self, seconds: float, nbytes: int) -> str:
+        most = max(self.recomputed, key=self._rate)
+        if seconds / max(nbytes, 1) > self._rate(most):
+            return f"what is recomputed instead takes at most {self._average([most])}"
+        return f"what is recomputed takes {self._average(self.recomputed)} on average"
+
+    def _recomputed(self, what: str, again: float, nbytes: int, changed: WhatIf, often: str) -> Iterable[str]:
+        least = min(self.optional, key=self._rate, default=None)
+        beside = ""
+        if least is not None and again / max(nbytes, 1) < self._rate(least):
+            beside = f"; what is kept by choice would take at least {self._average([least])}"
+        elif least is not None:
+            beside = f"; what is kept by choice would take {self._average(self.optional)} on average"
+        yield f"Recomputed: running {what} again takes {duration(again)} ({rate(again, nbytes)}){often}{beside}. "
+        saved = self.plan.step_seconds - changed.step_seconds
+        more = changed.peak_bytes - self.plan.budget_bytes
+        if more > 0:
+            yield f"Kept, the step would peak at {gb(changed.peak_bytes)} ({changed.peak_at}), "
+            yield f"{gb(more)} more than the budget."
+        else:
+            yield (
+                f"Kept, the step would peak at {gb(changed.peak_bytes)}, still within the budget, and be "
+                f"{duration(saved)} faster: solver {self.plan.solver} left that."
+            )
+
+    def _eager(self, at: int, d: Decision, nbytes: int, again: float | None) -> str:
+        unit = self.checkpointed(at)
+        if d.action == "recompute":
+            return (
+                f"Recomputed: {unit or 'its module'} is checkpointed, and runs again as a whole; this takes "
+                f"{duration(again or 0.0)} of it ({rate(again or 0.0, nbytes)})."
+            )
+        if d.reason:
+            return f"Kept, as {d.reason}." if unit else f"Kept: its module cannot be checkpointed: {d.reason}."
+        if not self.units:
+            return f"Kept: the step fits with everything kept ({gb(self.plan.peak_bytes)}), so that nothing runs again."
+        where = f"{unit} is checkpointed, but for this" if unit else "it is made in no module that is checkpointed"
+        return f"Kept: {where}."
+
+    def _rate(self, at: int) -> float:
+        return self.costs[at].seconds / max(self.plan.decisions[at].nbytes, 1)
+
+    def _average(self, ats: Sequence[int]) -> str:
+        return rate(sum(self.costs[at].seconds for at in ats), sum(self.plan.decisions[at].nbytes for at in ats))
+
+
+def _head(group: Group) -> str:
+    many = f" x{group.count}" if group.count > 1 else ""
+    paid = f" for {duration(group.seconds)}" if group.seconds else ""
+    return f"{group.label}{many}: {_DONE[group.action]} {gb(group.nbytes)}{paid}"
+
+
+def _answer(e: Explanation) -> str:
+    many = f" ({len(e.modules)} modules)" if len(e.modules) > 1 else ""
+    if not e.groups:
+        return f"{e.path or '(the model)'}{many}: makes nothing that the backward pass needs."
+    paid = f" for {duration(e.seconds)} a step of {duration(e.step_seconds)}" if e.seconds else ""
+    return (
+        f"{e.path or '(the model)'}{many}: keeps {gb(e.kept_bytes)}, recomputes {gb(e.recomputed_bytes)}{paid}. "
+        f"The plan peaks at {gb(e.peak_bytes)} of {gb(e.budget_bytes)}."
+    )
+
+
+def _conclusions(e: Explanation) -> list[str]:
+    if len(e.groups) < 2:
+        return []
+    found = []
+    for what, changed in (("kept", e.all_kept), ("recomputed, but for what has to be kept", e.all_recomputed)):
+        if changed is not None:
+            more = changed.peak_bytes - e.budget_bytes
+            beyond = f", {gb(more)} more than the budget" if more > 0 else ""
+            time = changed.step_seconds - e.step_seconds
+            found.append(
+                f"With all of it {what}, the step would peak at {gb(changed.peak_bytes)}{beyond}, and take "
+                f"{duration(abs(time))} {'longer' if time >= 0 else 'less'}."
+            )
+    return found

@@ -1,0 +1,103 @@
+"""Numbers and names as text: durations, rates, widths in terminal cells, names without control characters."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Iterable
+
+COLUMNS = 80
+
+
+def duration(seconds: float) -> str:
+    """Seconds in words.
+
+    Examples:
+        >>> duration(0.00123), duration(2.5), duration(4.2e-6), duration(0)
+        ('1.23 ms', '2.5 s', '4.2 us', '0 s')
+    """
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if abs(seconds) >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return "0 s" if not seconds else f"{seconds / 1e-6:.2g} us"
+
+
+def rate(seconds: float, nbytes: float) -> str:
+    """Time for memory, in milliseconds for each MB of 2**20 bytes."""
+    return f"{seconds / 1e-3 / (nbytes / 2**20):.2g} ms/MB" if nbytes else duration(seconds)
+
+
+def shown(text: str, encoding: str = "utf-8") -> str:
+    r"""Text with what would move a terminal's cursor, or cannot be encoded, as escapes.
+
+    Examples:
+        >>> shown("layer\x1b[31m\n"), shown("層", "ascii")
+        ('layer\\x1b[31m\\n', '\\u5c64')
+    """
+    visible = "".join(
+        c.encode("unicode_escape").decode() if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp") else c
+        for c in text
+    )
+    return visible.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def cells(text: str) -> int:
+    """Columns that a terminal needs for a text: two for a wide character, none for a combining one.
+
+    Examples:
+        >>> cells("ab"), cells("層"), cells("e\u0301")
+        (2, 2, 1)
+    """
+    return sum(
+        0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in ("W", "F") else 1 for c in text
+    )
+
+
+def clip(text: str, width: int) -> str:
+    """A text's end, where it is too wide: module paths differ there.
+
+    Examples:
+        >>> clip("transformer.h.0.mlp", 10)
+        '...h.0.mlp'
+    """
+    if cells(text) <= width:
+        return text
+    end = ""
+    for c in reversed(text):
+        if cells(c + end) > width - 3:
+            break
+        end = c + end
+    return "..." + end
+
+
+def pad(text: str, width: int) -> str:
+    """A text in a column of a table: clipped, or filled with spaces."""
+    text = clip(text, width)
+    return text + " " * (width - cells(text))
+
+
+def wrapped(text: str, indent: str = "", first: str | None = None, width: int = COLUMNS) -> list[str]:
+    """A paragraph as lines; words that are too long for one are broken.
+
+    Examples:
+        >>> wrapped("kept, as it draws", indent="  ", width=10)
+        ['  kept, as', '  it draws']
+    """
+    lines: list[str] = []
+    line = indent if first is None else first
+    empty = True
+    for word in _words(text, width - max(len(indent), cells(line))):
+        if not empty and cells(line) + 1 + cells(word) > width:
+            lines.append(line)
+            line, empty = indent, True
+        line += word if empty else f" {word}"
+        empty = False
+    return [*lines, line]
+
+
+def _words(text: str, width: int) -> Iterable[str]:
+    for word in text.split():
+        while cells(word) > width:
+            at = next(i for i in range(1, len(word) + 1) if cells(word[:i]) >= width - 1)
+            yield word[:at]
+            word = word[at:]
+        yield word
