@@ -1,35 +1,65 @@
-"""The command line: `python -m planner demo`."""
+"""The command line: `python -m planner COMMAND`; `--help` says more."""
 
 from __future__ import annotations
 
-import argparse
+import os
 import sys
+import traceback
+import warnings
 from collections.abc import Sequence
+from typing import Any
 
-from .errors import PlannerError
+from .cli.arguments import parser
+from .cli.commands import COMMANDS, DOES_NOT_FIT
+from .cli.target import TargetError, told
+from .errors import InfeasibleBudgetError, PlannerError
+from .report.words import shown
+
+BAD_INPUT, INTERRUPTED, PIPE_CLOSED = 2, 130, 141  # the last two as shells have them
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m planner", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    demo = commands.add_parser(
-        "demo", help="plan a small GPT-2 at half of its peak, and train it with and without the plan"
-    )
-    demo.add_argument(
-        "--budget", type=float, default=0.5, help="budget as a fraction of the peak that keeps everything"
-    )
-    demo.add_argument("--steps", type=int, default=5, help="training steps with and without the plan")
-    demo.add_argument("--solver", default="auto", help="auto, chen or ilp")
-    demo.add_argument("--quiet", action="store_true", help="no progress bars")
-    options = parser.parse_args(argv)
+    """Run a command; returns the exit status: 0 it fits, 1 it does not, 2 bad input, 130 interrupted."""
+    options = parser().parse_args(argv)
+    path = list(sys.path)
+    sys.path.insert(0, os.getcwd())  # as `python -m` does
     try:
-        from .demo import run
+        with warnings.catch_warnings():
+            warnings.showwarning = _warn
+            status = COMMANDS[options.command](options)
+            sys.stdout.flush()
+            return status
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains as it exits
+        return PIPE_CLOSED
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except Exception as e:
+        if options.debug:
+            traceback.print_exc()
+        else:
+            print(_line(e), file=sys.stderr)
+        return DOES_NOT_FIT if isinstance(e, InfeasibleBudgetError) else BAD_INPUT
+    finally:
+        sys.path[:] = path
 
-        return run(options.budget, options.steps, options.solver, False if options.quiet else None)
-    except PlannerError as e:
-        print(f"{type(e).__name__}: {e}", file=sys.stderr)
-        return 2
+
+def _line(error: Exception) -> str:
+    """What went wrong, in one line."""
+    if isinstance(error, TargetError):
+        text = f"error: {error}"
+    elif isinstance(error, PlannerError):
+        text = f"{type(error).__name__}: {error}"
+    elif isinstance(error, OSError):
+        text = f"error: {error.filename}: {error.strerror}" if error.filename else f"error: {error}"
+    else:
+        text = f"error: {told(error)} (--debug shows the traceback)"
+    return shown(" ".join(text.split()), sys.stderr.encoding or "utf-8")
+
+
+def _warn(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
+    print(f"{category.__name__}: {shown(' '.join(str(message).split()))}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -92,6 +92,6 @@ def test_the_demo_holds():
 
 def test_the_demo_says_when_nothing_fits():
     result = command_line("demo", "--budget", "0.01", "--quiet")
-    assert result.returncode == 2
+    assert result.returncode == 1
     assert re.search(r"^InfeasibleBudgetError: budget_gb=.*minimum_gb=", result.stderr, flags=re.MULTILINE)
     assert "Traceback" not in result.stderr

@@ -1,0 +1,188 @@
+"""The command line's grammar."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn, get_args
+
+from solvers import SOLVERS
+
+from ..capture.checkpoints import Checkpoints
+from ..report.words import shown
+from ..request import MODES, Costs
+
+TARGET = """\
+TARGET names a function without arguments, as path/to/file.py:function or
+package.module:function (the current directory is importable). It returns
+  the model, or (model, batch), or (model, batch, loss_fn),
+  or a dict of plan()'s arguments; options of the command come before those."""
+STATUS = """\
+exit status: 0 the plan fits; 1 no plan fits the budget; 2 bad input;
+130 interrupted."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {shown(message)}; see {self.prog} --help\n")
+
+
+def parser() -> Parser:
+    """`python -m planner COMMAND ...`."""
+    top = Parser(
+        prog="python -m planner",
+        description="Plan what to keep and what to recompute, so that training fits the memory.",
+        epilog=f"""examples:
+  python -m planner plan train.py:make --budget-gb 12 --save plan.json
+  python -m planner show plan.json --explain model.layers.3.mlp
+  python -m planner devices
+
+{STATUS}""",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    top.add_argument("--debug", action="store_true", help="show tracebacks of errors (also after the command)")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
+
+    def command(name: str, does: str, epilog: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(
+            name,
+            help=does,
+            description=f"{does[0].upper()}{does[1:]}.",
+            epilog=f"{epilog}\n\n{STATUS}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        added.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+        return added
+
+    _plan(command)
+    _show(command)
+    _pareto(command)
+    _compare(command)
+    _devices(command)
+    _demo(command)
+    return top
+
+
+Command = Callable[[str, str, str], argparse.ArgumentParser]
+
+
+def _plan(command: Command) -> None:
+    p = command(
+        "plan",
+        "plan the training step of a model",
+        f"""{TARGET}
+
+examples:
+  python -m planner plan train.py:make --budget-gb 12 --optimizer adamw
+  python -m planner plan my.models:make --budget-gb 80% --device rtx4090
+  python -m planner plan train.py:make --budget-gb 12 --save plan.json --html plan.html""",
+    )
+    _target(p)
+    p.add_argument(
+        "--budget-gb", type=_budget, metavar="GB", help='GB of 2**30 bytes, or a share of the device, "80%%"'
+    )
+    p.add_argument("--solver", choices=list(SOLVERS), help="default: auto")
+    p.add_argument("--mode", choices=MODES, help="eager: checkpoints on modules, without torch.compile")
+    p.add_argument("--known", type=Path, metavar="PLAN.json", help="a plan that is taken if it is for this very step")
+    p.add_argument("--save", type=Path, metavar="PLAN.json", help="write the plan as a file")
+    p.add_argument("--html", type=Path, metavar="FILE", help="write the plan as a page")
+    p.add_argument("--explain", metavar="PATH", help="instead of the plan, say why, for a module, a pattern or a value")
+    _json(p)
+
+
+def _show(command: Command) -> None:
+    p = command(
+        "show",
+        "show a plan file",
+        """examples:
+  python -m planner show plan.json
+  python -m planner show plan.json --explain "model.layers.*.mlp"
+  python -m planner show plan.json --html plan.html""",
+    )
+    p.add_argument("plan", type=Path, metavar="PLAN.json")
+    p.add_argument("--html", type=Path, metavar="FILE", help="write the plan as a page")
+    p.add_argument("--explain", metavar="PATH", help="instead of the plan, say why, for a module, a pattern or a value")
+    _json(p)
+
+
+def _pareto(command: Command) -> None:
+    p = command(
+        "pareto",
+        "show what memory costs in time: plans for budgets from the least that is found to be enough",
+        f"""{TARGET}
+
+example:
+  python -m planner pareto train.py:make --points 6 --device h100""",
+    )
+    _target(p)
+    p.add_argument("--points", type=int, default=10, metavar="N", help="how many budgets (default: 10)")
+    _json(p)
+
+
+def _compare(command: Command) -> None:
+    p = command(
+        "compare",
+        "show what changed from one plan file to another",
+        """example:
+  python -m planner compare before.json after.json""",
+    )
+    p.add_argument("a", type=Path, metavar="A.json")
+    p.add_argument("b", type=Path, metavar="B.json")
+    _json(p)
+
+
+def _devices(command: Command) -> None:
+    p = command(
+        "devices",
+        "list the devices that can be planned for, and what is here",
+        """example:
+  python -m planner devices --json""",
+    )
+    _json(p)
+
+
+def _demo(command: Command) -> None:
+    p = command(
+        "demo",
+        "plan a small GPT-2 at half of its peak, and train it with and without the plan",
+        """example:
+  python -m planner demo --budget 0.4 --steps 3""",
+    )
+    p.add_argument("--budget", type=float, default=0.5, help="budget as a fraction of the peak that keeps everything")
+    p.add_argument("--steps", type=int, default=5, help="training steps with and without the plan")
+    p.add_argument("--solver", default="auto", help="auto, chen or ilp")
+    p.add_argument("--quiet", action="store_true", help="no progress bars")
+
+
+def _target(p: argparse.ArgumentParser) -> None:
+    p.add_argument("target", metavar="TARGET", help="FILE.py:FUNCTION or MODULE:FUNCTION; see below")
+    p.add_argument(
+        "--batch-from",
+        metavar="SOURCE",
+        help="the batch: FILE.py:FUNCTION or MODULE:FUNCTION that returns it, or FILE.pt that torch.save wrote",
+    )
+    p.add_argument("--optimizer", help="adamw, adamw-fused, momentum, ...: count its state and its step")
+    p.add_argument("--device", help="what to plan for; see `devices` (default: where the model is)")
+    p.add_argument(
+        "--accumulate", action="store_true", default=None, help="gradients of earlier microbatches are there"
+    )
+    p.add_argument("--shard", type=int, metavar="N", help="devices that share the parameters, as with FSDP")
+    p.add_argument("--checkpoints", choices=get_args(Checkpoints), help="what becomes of the model's own checkpoints")
+    p.add_argument("--costs", choices=get_args(Costs), help="what times are taken from")
+    p.add_argument("--dynamic", action="store_true", default=None, help="smaller batches come too")
+    p.add_argument("--time-limit", type=float, metavar="SECONDS", help="for the solver")
+    p.add_argument("--quiet", action="store_true", help="no progress bars")
+
+
+def _json(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--json", action="store_true", help="machine-readable output: bytes and seconds")
+
+
+def _budget(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text  # a share as "80%"; plan() says what is wrong with anything else
