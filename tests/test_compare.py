@@ -90,6 +90,7 @@ def test_another_model_batch_and_device_are_said_first(two):
         assert name in c.differences
         assert f"Other {name}: {said}" in " ".join(str(c).split("\n\n")[0].split())
     c = compare(a, cases["model"][0])
+    assert "are in one of the plans only" in " ".join(str(c).split())
     assert sum(m.only_a for m in c.modules) == sum(
         d.nbytes for d in a.decisions if d.module not in {x.module for x in cases["model"][0].decisions}
     )

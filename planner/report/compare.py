@@ -226,12 +226,13 @@ def _lead(c: Comparison) -> list[str]:
     if not c.modules:
         return [*found, f"The plans decide the same for all {c.unchanged} values."]
     only = sum(m.only_a + m.only_b for m in c.modules)
-    beside = f"; {gb(only)} are in one of the plans only" if only else ""
-    return [
-        *found,
-        f"{gb(kept)} are now kept and {gb(recomputed)} now recomputed{beside}; "
-        f"{c.unchanged} values are treated as before.",
-    ]
+    changed = [f"{gb(kept)} are now kept and {gb(recomputed)} now recomputed"] if kept or recomputed else []
+    changed += [f"{gb(only)} are in one of the plans only"] if only else []
+    return [*found, f"{'; '.join([*changed, f'{c.unchanged} values are treated as before'])}."]
+
+
+def _moved(c: Comparison) -> list[ModuleChange]:
+    return [m for m in c.modules if m.now_kept or m.now_recomputed]
 
 
 def to_text(c: Comparison, style: Style) -> str:
@@ -246,15 +247,15 @@ def to_text(c: Comparison, style: Style) -> str:
         for name, (a, b) in c.account.items():
             change = gb(b - a) if b < a else f"+{gb(b - a)}"
             lines.append(f"  {pad(style.name(name), 30)} {gb(a):>14} {gb(b):>14} {change:>16}")
-    if c.modules:
+    if moved := _moved(c):
         lines += ["", style.paint(f"{'module':<42} {'now kept':>11} {'now recomp.':>12} {'time':>12}", "bold")]
-        for m in c.modules[:MOST_ROWS]:
+        for m in moved[:MOST_ROWS]:
             many = f" x{m.count}" if m.count > 1 else ""
             name = clip(style.name(m.name or "(the model)"), 42 - len(many)) + many
             time = duration(m.seconds) if m.seconds <= 0 else f"+{duration(m.seconds)}"
             lines.append(f"{pad(name, 42)} {gb(m.now_kept):>11} {gb(m.now_recomputed):>12} {time:>12}")
-        if len(c.modules) > MOST_ROWS:
-            lines.append(f"and {len(c.modules) - MOST_ROWS} more")
+        if len(moved) > MOST_ROWS:
+            lines.append(f"and {len(moved) - MOST_ROWS} more")
     return "\n".join(lines)
 
 
@@ -270,7 +271,7 @@ def to_html(c: Comparison) -> str:
             gb(m.now_recomputed),
             duration(m.seconds),
         )
-        for m in c.modules[:MOST_ROWS]
+        for m in _moved(c)[:MOST_ROWS]
     ]
     second = _table(("module", "now kept", "now recomputed", "time"), modules) if modules else ""
     return f"<div style='max-width:720px'>{lead}{_table(('', 'first', 'second', 'change'), rows)}{second}</div>"

@@ -165,12 +165,10 @@ def _named(plan: Plan, path: str) -> tuple[tuple[str, ...], list[int]]:
         if asked in (label, label.rpartition(" (")[0], d.name)
     ]
     if not values:
-        near = get_close_matches(asked, dict.fromkeys([*known, *map(folded, known), *labels]), n=3, cutoff=0.5)
+        near = get_close_matches(asked[:200], dict.fromkeys([*known, *map(folded, known), *labels]), n=3, cutoff=0.5)
         names = ", ".join(repr(shown(n)) for n in near or known[1:4])
-        raise OptionError(
-            f"{shown(path)!r:.200} is no module of the model, nor a value of the plan; "
-            f"{'the nearest are' if near else 'these are'}: {names}"
-        )
+        beside = f"{'the nearest are' if near else 'these are'}: {names}" if names else "the plan knows of no modules"
+        raise OptionError(f"{shown(path)!r:.200} is no module of the model, nor a value of the plan; {beside}")
     return (), values
 
 
