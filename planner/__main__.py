@@ -19,7 +19,10 @@ BAD_INPUT, INTERRUPTED, PIPE_CLOSED = 2, 130, 141  # the last two as shells have
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status: 0 it fits, 1 it does not, 2 bad input, 130 interrupted."""
+    """Run a command; returns the exit status.
+
+    0 it fits, 1 it does not, 2 bad input, 130 interrupted, 141 nobody reads what it prints.
+    """
     options = parser().parse_args(argv)
     path = list(sys.path)
     sys.path.insert(0, os.getcwd())  # as `python -m` does

@@ -213,10 +213,11 @@ def amount(name: str, value: float) -> str:
 
 def _change(fact: Fact) -> str:
     difference = fact.b - fact.a
-    if not difference:
-        return ""
-    text = f"{100 * difference:+.1f} points" if fact.name in ("overhead", "gap") else amount(fact.name, difference)
-    return text if text.startswith(("-", "+")) else f"+{text}"
+    if fact.name in ("overhead", "gap"):
+        points = f"{100 * difference:+.1f}"
+        return "" if float(points) == 0 else f"{points} points"
+    text = amount(fact.name, difference)
+    return "" if not difference else text if difference < 0 else f"+{text}"
 
 
 def _lead(c: Comparison) -> list[str]:
