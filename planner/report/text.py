@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ..errors import gb
 from ..plan import Plan
-from .table import ModuleRow, by_module, by_reason
+from .table import ModuleRow, by_module, by_reason, folded
 from .terminal import BARS, Colour, Style
 from .words import clip, duration, pad, wrapped
 
@@ -46,13 +47,10 @@ def summary(plan: Plan, style: Style) -> str:
     lines += [f"  {pad(style.name(name), 60)} {gb(size):>12}" for name, size in plan.account.items() if size]
     head = f"{'module':<{NAME}} {'kept':>10} {'recomputed':>12} {'time':>9}"
     lines += ["", style.paint(head, "bold")]
-    rows = by_module(plan.decisions)
-    lines += [_row(row, style) for row in rows[:MOST_ROWS]]
-    if rest := rows[MOST_ROWS:]:
-        others = ModuleRow(
-            "", 0, sum(r.kept for r in rest), sum(r.recomputed for r in rest), sum(r.seconds for r in rest)
-        )
-        lines.append(_row(others, style, f"and {len(rest)} more"))
+    rows, rest = folded(by_module(plan.decisions), MOST_ROWS)
+    lines += [_row(row, style) for row in rows]
+    if rest is not None:
+        lines.append(_row(replace(rest, count=1), style))
     if reasons := by_reason(plan.decisions):
         lines += ["", style.paint("Unsafe to run again as they are:", "bold")]
         lines += [line for reason in reasons for line in wrapped(style.name(reason), indent="    ", first="  ")]
@@ -67,9 +65,11 @@ def answer(plan: Plan, style: Style) -> list[str]:
         f"{'Fits' if fits else 'Does not fit'}: peak {gb(plan.peak_bytes)} of {gb(plan.budget_bytes)}, "
         f"{plan.overhead:.1%} more time (at most {plan.gap:.1%} above the best)."
     )
+    seen = plan.verification
+    sure = "Sizes are counted" if seen is None else f"A real step took {gb(seen.measured_bytes)}; sizes are counted"
     more = [
         f"{gb(plan.baseline_peak_bytes)} with everything kept. {len(recomputed)} of {len(plan.decisions)} values are "
-        f"recomputed ({gb(sum(d.nbytes for d in recomputed))}). Sizes are counted, times are estimates for "
+        f"recomputed ({gb(sum(d.nbytes for d in recomputed))}). {sure}, times are estimates for "
         f"{style.name(plan.device)}: a step takes {duration(plan.step_seconds)}. "
         f"Solver {style.name(plan.solver)}, {plan.solve_seconds:.1f} s.",
         style.name(plan.note),
@@ -95,7 +95,8 @@ def _timeline(plan: Plan, style: Style) -> list[str]:
     return lines
 
 
-def _row(row: ModuleRow, style: Style, label: str = "") -> str:
-    many = f" x{row.count}" if row.count > 1 else ""
-    name = label or clip(style.name(row.name or "(the model)"), NAME - len(many)) + many
+def _row(row: ModuleRow, style: Style) -> str:
+    ways = f", {row.patterns} patterns" if row.patterns > 1 else ""
+    many = f" x{row.count}{ways}" if row.count > 1 else ""
+    name = clip(style.name(row.name or "(the model)"), NAME - len(many)) + many
     return f"{pad(name, NAME)} {gb(row.kept):>10} {gb(row.recomputed):>12} {duration(row.seconds):>9}"
