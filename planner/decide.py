@@ -23,7 +23,8 @@ def decisions(
     problem = lowered.problem
     times = Counter(solution.schedule.steps)
     kept = carried(problem, solution.schedule)
-    nodes = [regions[o.region].ops[o.index].node for o in lowered.origin[: problem.boundary]]
+    own = [regions[o.region] for o in lowered.origin[: problem.boundary]]
+    nodes = [(region.ops[o.index].node, region.module) for region, o in zip(own, lowered.origin, strict=False)]
     found = []
     for i, (op, (module, source)) in enumerate(zip(problem.ops, origins(nodes, modules), strict=False)):
         origin = lowered.origin[i]

@@ -45,7 +45,7 @@ def timelines(
     """
     problem, steps = lowered.problem, solution.schedule.steps
     own = [(i, o) for i, o in enumerate(lowered.origin) if o.region >= 0]
-    nodes = (regions[o.region].ops[o.index].node for _, o in own)
+    nodes = ((regions[o.region].ops[o.index].node, regions[o.region].module) for _, o in own)
     named = dict(zip((i for i, _ in own), origins(nodes, modules), strict=True))
     ops = [(lowered.kinds[i], _phase(lowered, i), *named.get(i, ("", ""))) for i in range(len(problem.ops))]
     seen: set[int] = set()

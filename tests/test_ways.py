@@ -110,7 +110,10 @@ def test_a_step_that_goes_another_way_is_taken_back_and_planned(ask, tmp_path):
 def test_layers_that_are_dropped_at_random_are_planned_as_kept(tmp_path):
     torch.manual_seed(0)
     model = Dropping(lambda: torch.rand([]))
-    compare(model, [torch.randn(256, 32)] * 6, tmp_path)
+    p = compare(model, [torch.randn(256, 32)] * 6, tmp_path)
+    found = {d.module for d in p.decisions}  # each layer is a graph of its own, and its modules have their paths
+    assert {f"blocks.{i}.up" for i in range(4)} < found
+    assert found <= {name for name, _ in model.named_modules()}
 
 
 def test_a_single_random_number_draws_as_without_a_plan(tmp_path):

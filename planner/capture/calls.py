@@ -25,6 +25,7 @@ class RegionCall:
         inputs: what it was given.
         versions: of the inputs once it had returned; 0 for what is not a tensor.
         results: what it returned.
+        module: path of the module that called it.
     """
 
     key: str
@@ -32,6 +33,7 @@ class RegionCall:
     inputs: tuple[Any, ...]
     versions: tuple[int, ...]
     results: tuple[Any, ...]
+    module: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,8 @@ def regions_of(calls: Sequence[RegionCall]) -> tuple[Region, ...]:
         if call.region is not None:
             late = {at for at, t in enumerate(call.inputs) if version(t) != call.versions[at]}
             primals = {at for argument in late if (at := call.region.input_at(argument)) is not None}
-            found.append(_keep_readers(call.region, primals) if primals else call.region)
+            region = replace(call.region, module=call.module)
+            found.append(_keep_readers(region, primals) if primals else region)
     return tuple(found)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from .calls import RegionCall, version
 from .checkpoints import Checkpoints
 from .dynamo import CompileRegion, Partition, compile_call, detach_outputs, dynamo_settings, make_backend
 from .eager_parts import as_region_calls
+from .origin import running_module
 from .outside import LossFn, OutsideLoss, differentiable, leaves, trace_loss
 from .private import reset_code
 from .recording import EagerCall, Recording
@@ -88,12 +90,13 @@ class DryPass:
             if region is not None:  # else its ops run as they are, and count as what runs outside
                 self._between.append(self.recording.taken())
                 self.recording.pause()
+            module = running_module(sys._getframe(1), self.recording.paths)
             results = tuple(compiled(*inputs))
             if region is not None:
                 self.recording.resume()
             for at in cut:  # so that a gradient which does reach it is seen
                 results[at].requires_grad_()
-            self.calls.append(RegionCall(key, region, inputs, tuple(map(version, inputs)), results))
+            self.calls.append(RegionCall(key, region, inputs, tuple(map(version, inputs)), results, module))
             return results
 
         return call

@@ -173,7 +173,8 @@ def to_fake(
     fake_args, fake_kwargs = pytree.tree_map_only(
         torch.Tensor, fake, KnownValues(mode, answers).fake((tuple(args), dict(kwargs)))
     )
-    return Recording(mode), fake_model, fake_args, fake_kwargs
+    paths = {id(module): name for name, module in fake_model.named_modules()}
+    return Recording(mode, paths), fake_model, fake_args, fake_kwargs
 
 
 def _landed(t: torch.Tensor, mode: FakeTensorMode) -> Any:

@@ -148,14 +148,15 @@ class _Recorder:
     def _record(self, call: EagerCall) -> None:
         args, kwargs = pytree.tree_map_only(torch.Tensor, self._node, (tuple(call.args), dict(call.kwargs)))
         node = self.graph.call_function(call.target, args, kwargs)
-        node.meta.update(val=call.result, stack_trace=call.stack_trace, autograd_node=call.node)
+        words = {"stack_trace": call.stack_trace, "nn_module_stack": {"": (call.module, "")}}
+        node.meta.update(val=call.result, autograd_node=call.node, **words)
         if isinstance(call.result, torch.Tensor):
             self._know(call.result, node)
         elif isinstance(call.result, (tuple, list)):
             for at, t in enumerate(call.result):
                 if isinstance(t, torch.Tensor):
                     item = self.graph.call_function(operator.getitem, (node, at))
-                    item.meta.update(val=t, stack_trace=call.stack_trace)
+                    item.meta.update(val=t, **words)
                     self._know(t, item)
 
     def _held_by_nodes(self, region: Region, saved: Mapping[int, tuple[torch.Tensor, ...]]) -> Region:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from types import FrameType
 
 from torch import fx
+
+_OURS = str(Path(__file__).parents[1])
 
 
 def op_kind(node: fx.Node) -> str:
@@ -24,25 +28,35 @@ def kind_of(target: str) -> str:
     return parts[1] if len(parts) > 2 else parts[0]
 
 
-def origins(nodes: Iterable[fx.Node], names: Iterable[str]) -> Iterator[tuple[str, str]]:
+def origins(nodes: Iterable[tuple[fx.Node, str]], names: Iterable[str]) -> Iterator[tuple[str, str]]:
     """Path of the module that made each node ("" for the model itself), and the user's line; O(nodes + names).
 
     Args:
-        nodes: of joint graphs.
+        nodes: of joint graphs, each with the module whose call the graph was made of.
         names: the paths of the model's modules, as in `named_modules()`.
     """
     known = {_parts(name): name for name in names}
-    modules: dict[str, str] = {}
+    modules: dict[tuple[str, str], str] = {}
     lines: dict[str, str] = {}
-    for node in nodes:
+    for node, within in nodes:
         path, trace = _innermost(node), node.meta.get("stack_trace") or ""
-        if path not in modules:
+        if (path, within) not in modules:
+            # Dynamo's own name for it, as L['self']._modules['h']._modules['0']: the user's is the longest end of it
             parts = _parts(path)
-            # Dynamo's own name for it, as L['model']._modules['h']._modules['0']: the user's is the longest end of it
-            modules[path] = next((known[parts[i:]] for i in range(len(parts)) if parts[i:] in known), "")
+            ends = [start + parts[i:] for i in range(len(parts)) for start in (_parts(within), ())]
+            modules[path, within] = next((known[end] for end in ends if end in known), within)
         if trace not in lines:
             lines[trace] = source_line(node)
-        yield modules[path], lines[trace]
+        yield modules[path, within], lines[trace]
+
+
+def running_module(frame: FrameType | None, paths: Mapping[int, str]) -> str:
+    """Path of the innermost module whose method runs in a frame or one that called it, by the modules' identities."""
+    while frame is not None:
+        if (path := paths.get(id(frame.f_locals.get("self")))) is not None:
+            return path
+        frame = frame.f_back
+    return ""
 
 
 def _parts(path: str) -> tuple[str, ...]:
@@ -57,7 +71,7 @@ def _innermost(node: fx.Node) -> str:
 def source_line(node: fx.Node) -> str:
     """The innermost line outside torch that made a node: "file:line: code"; "" where none is known."""
     frames = re.findall(r'File "([^"]+)", line (\d+), in .*\n\s*(.*)', node.meta.get("stack_trace") or "")
-    own = [f for f in frames if "/torch/" not in f[0]]
+    own = [f for f in frames if "/torch/" not in f[0] and not f[0].startswith(_OURS)]
     if not own:
         return ""
     path, line, code = own[-1]

@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
+from .origin import running_module
 from .private import FakeTensorMode, TracingContext
 
 
 @dataclass(frozen=True, slots=True)
 class EagerCall:
-    """One op that ran outside every compiled graph, the autograd node that called it, and the user's line that did."""
+    """One op that ran outside every compiled graph, the autograd node that called it, the user's line and module."""
 
     target: torch._ops.OpOverload
     args: Any
@@ -24,6 +25,7 @@ class EagerCall:
     result: Any
     node: int
     stack_trace: str
+    module: str
 
 
 class Recording:
@@ -31,12 +33,14 @@ class Recording:
 
     Attributes:
         mode: the fake mode.
+        paths: those of the model's modules, by their identities.
         calls: what was recorded.
         node: number of the autograd node that runs now; 0 for none.
     """
 
-    def __init__(self, mode: FakeTensorMode) -> None:
+    def __init__(self, mode: FakeTensorMode, paths: Mapping[int, str]) -> None:
         self.mode = mode
+        self.paths = paths
         self.calls: list[EagerCall] = []
         self.node = 0
         self._pauses = 1
@@ -52,8 +56,9 @@ class Recording:
         finally:
             self.resume()
         if not self._pauses and TracingContext.try_get() is None:
-            line = _user_line(sys._getframe())
-            self.calls.append(EagerCall(func, args, dict(kwargs or {}), result, self.node, line))
+            frame = sys._getframe()
+            line, module = _user_line(frame), running_module(frame, self.paths)
+            self.calls.append(EagerCall(func, args, dict(kwargs or {}), result, self.node, line, module))
         return result
 
     def pause(self) -> None:

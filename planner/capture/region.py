@@ -76,6 +76,7 @@ class Region:
         primal_of: for each node that is a primal or a view of one, its position.
         fingerprint: equal for graphs of equal structure, shapes, dtypes and devices; empty for what ran outside them.
         checkpointed: calls in it that the model itself checkpoints.
+        module: path of the module whose call it was made of.
     """
 
     joint: fx.GraphModule
@@ -93,6 +94,7 @@ class Region:
     primal_of: dict[fx.Node, tuple[int, ...]] = field(repr=False)
     fingerprint: str = ""
     checkpointed: int = 0
+    module: str = ""
 
     def input_at(self, at: int) -> int | None:
         """Position of the primal that stands for the region's argument number `at`."""
