@@ -67,14 +67,15 @@ def step(model, x, seed):
     return [loss.detach(), *grads, *(b.clone() for b in model.buffers()), torch.rand(2), torch.tensor(random.random())]
 
 
-def compare(model, batches, tmp_path, share=0.7):
+def compare(model, batches, tmp_path, mode="compiled"):
     """Steps without a plan and with one, from the same state; the peaks of the latter. Returns the plan."""
     state = {k: v.clone() for k, v in model.state_dict().items()}
     expected = [step(model, x, seed) for seed, x in enumerate(batches)]
     model.load_state_dict(state)
     torch.manual_seed(0)
-    everything = plan(model, batches[0], budget_gb=1, progress=False)
-    p = plan(model, batches[0], budget_gb=share * everything.baseline_peak_bytes / 2**30, progress=False)
+    everything = plan(model, batches[0], budget_gb=1, progress=False, mode=mode)
+    budget = 0.75 * everything.baseline_peak_bytes / 2**30
+    p = plan(model, batches[0], budget_gb=budget, progress=False, mode=mode)
     p.apply()
     for seed, (x, right) in enumerate(zip(batches, expected, strict=True)):
         for ours, theirs in zip(step(model, x, seed), right, strict=True):
@@ -114,6 +115,12 @@ def test_layers_that_are_dropped_at_random_are_planned_as_kept(tmp_path):
     found = {d.module for d in p.decisions}  # each layer is a graph of its own, and its modules have their paths
     assert {f"blocks.{i}.up" for i in range(4)} < found
     assert found <= {name for name, _ in model.named_modules()}
+
+
+@pytest.mark.parametrize("model", [Branching(lambda x: x.sum().item() > 0), Dropping(lambda: torch.rand([]))])
+def test_without_a_compiler(model, tmp_path):
+    torch.manual_seed(0)
+    compare(model, [torch.randn(256, 32)] * 4, tmp_path, mode="eager")
 
 
 def test_a_single_random_number_draws_as_without_a_plan(tmp_path):

@@ -105,7 +105,7 @@ def _capture(
         fake_args, fake_kwargs = enlarged(fake_args, fake_kwargs, maxima, recording.mode)
     trial = recording.mode, fake_model, fake_args, fake_kwargs, loss_fn, answers
     unsure = _try_eagerly(*trial)
-    if isinstance(unsure, DataDependentOutputException) and _learnt(answers, model, args, kwargs):
+    if isinstance(unsure, DataDependentOutputException) and learnt(answers, model, args, kwargs):
         unsure = _try_eagerly(*trial)
     cut: dict[str, tuple[int, ...]] | None = None
     for _ in range(2):
@@ -147,7 +147,7 @@ def _try_eagerly(
     return None
 
 
-def _learnt(answers: Answers, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def learnt(answers: Answers, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a real call gave answers; one that fails is for `blame()`."""
     forget_fakes()
     try:

@@ -13,7 +13,9 @@ from torch import nn
 from solvers.progress import bar, clock
 
 from ..account import account_of
-from ..capture.step import blame
+from ..capture.answers import Answers
+from ..capture.private import DataDependentOutputException
+from ..capture.step import blame, learnt
 from ..errors import CaptureError, InfeasibleBudgetError, PlannerError
 from ..fragmentation import MARGIN
 from ..plan import Plan
@@ -44,13 +46,15 @@ def make_eager_plan(request: Request, like: Plan | None = None) -> Plan:
 def _make(request: Request, like: Plan | None, shown: Any) -> Plan:
     began = time.perf_counter()
     model, args, kwargs = request.model, request.args or (), request.kwargs
-    mode, fake_model, fake_args, fake_kwargs = to_fake_with_integers(model, args, kwargs)
+    answers = Answers()
+    mode, fake_model, fake_args, fake_kwargs = to_fake_with_integers(model, args, kwargs, answers)
     where = next(fake_model.parameters()).device
     lines, step = account_of(request)
     known: Known = {}
 
     def trace(choice: Choice, detailed: bool = False) -> Trace:
         shown.update()
+        answers.begin()
         return trace_step(
             fake_model,
             fake_args,
@@ -73,7 +77,12 @@ def _make(request: Request, like: Plan | None, shown: Any) -> Plan:
         return Step(choice, state, traced, held, sizes, costs, margin, peak + margin, sum(c.seconds for c in costs))
 
     try:
-        plain = trace(Choice(), detailed=True)
+        try:
+            plain = trace(Choice(), detailed=True)
+        except StepFailed as e:
+            if not isinstance(e.__cause__, DataDependentOutputException) or not learnt(answers, model, args, kwargs):
+                raise
+            plain = trace(Choice(), detailed=True)
     except StepFailed as e:
         raise _explained(model, request, e) from e.__cause__
     baseline = measured(Choice(), {}, plain)

@@ -17,10 +17,10 @@ LARGEST = 16 * 2**20  # bytes of a tensor that is real
 
 
 def to_fake_with_integers(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], answers: Answers
 ) -> tuple[FakeTensorMode, nn.Module, Any, Any]:
     """As `to_fake`, but copies of small tensors of integers and booleans keep their values."""
-    recording, fake_model, fake_args, fake_kwargs = to_fake(model, args, kwargs, Answers())
+    recording, fake_model, fake_args, fake_kwargs = to_fake(model, args, kwargs, answers)
 
     def with_values(real: Any, fake: Any) -> Any:
         return real.detach().clone() if isinstance(real, torch.Tensor) and _has_values(real) else fake

@@ -85,6 +85,7 @@ class Runtime(Applied):
         ways: for a kind of call whose graphs depend on values, the plans of all that came, the latest first.
         calls: how often each Dynamo graph was called in this call of the model.
         cuts: the outputs that are cut off in what is compiled, for each Dynamo graph, by key.
+        serves: whether torch.compile waits for one of our graphs.
         regions_run: how often one was, in all calls.
     """
 
@@ -108,6 +109,7 @@ class Runtime(Applied):
         self.anchor = torch.zeros((), requires_grad=True)
         self.unguarded: object = None
         self.cuts: dict[str, tuple[int, ...]] = {}
+        self.serves = False
         self.current = Recipe({}, {})
         self.begun: list[Recipe] = []  # whose graphs are compiled, or were begun to be
         self.shown: Any = None  # the progress of that
@@ -119,6 +121,7 @@ class Runtime(Applied):
         self.begun = []
         self.compiled = self._compiled(lambda: own.current)
         self.cuts.clear()
+        self.serves = False
         for families in self.shapes.families.values():
             for family in families:
                 family.compiled = self._compiled(_always(family.plan.recipe))
@@ -235,10 +238,9 @@ class Runtime(Applied):
                     undone = undone_on(GraphChanged, self.model) if self.current.asks else nullcontext()
                     with dynamo_settings(), undone:
                         result = self.compiled(*args, **kwargs)
-        except GraphChanged:
-            raise  # what is compiled stays right
-        except BaseException:  # an interruption, too
-            self._compile_anew()  # torch.compile runs code that raised without its plan from then on
+        except BaseException as e:  # an interruption, too
+            if self.serves or not isinstance(e, GraphChanged):
+                self._compile_anew()  # torch.compile runs code that it failed to compile without its plan from then on
             raise
         if not self.calls and not (self.regions_run and self.plans[signature].recipe.asks):  # all may be dropped
             raise ApplyError(
@@ -304,7 +306,9 @@ class Runtime(Applied):
             return calls[self.calls[key]]
 
         if key in recipe().calls:
+            self.serves = True
             compiled_for(planned_now(), examples)
+            self.serves = False
         del examples
 
         def call(*inputs: Any) -> Any:
