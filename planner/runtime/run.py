@@ -203,7 +203,14 @@ class Runtime(Applied):
             with suppress(GraphChanged):
                 return self._run(signature, args, kwargs)
         self.add(args, kwargs, self.make(self.model, args, kwargs, None, likely=False))
-        return self._run(signature, args, kwargs)
+        try:
+            return self._run(signature, args, kwargs)
+        except GraphChanged:
+            raise ApplyError(
+                f"{type(self.model).__name__}: the graphs of this step are not those that were planned for it a moment "
+                "ago: they depend on what changes from call to call (a counter, a random number of Python's), or on "
+                "strides that an op gives to real tensors only. Plan with mode='eager', or a submodule without it"
+            ) from None
 
     def _other_ways(self, signature: Signature, tried: Any) -> list[Any]:
         """The plans of other ways that such a call has taken; the one that was tried becomes the latest of all."""
