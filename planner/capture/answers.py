@@ -5,9 +5,6 @@ from __future__ import annotations
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from linecache import getline
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -15,11 +12,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .call import tensors_in
+from .origin import line_at, user_place
 from .private import FakeTensor
 from .untouched import random_kept, untouched
 
 Place = tuple[str, int]  # file and line
-_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
 
 
 class Answers:
@@ -53,14 +50,14 @@ class Answers:
 
     def answer(self) -> Any:
         """What was answered at the line that asks now: the next value, the last one again after that; None: nothing."""
-        place = place_now()
+        place = user_place(sys._getframe())
         given = self._given.get(place)
         self.asked[place] += 1
         return given[min(self.asked[place], len(given)) - 1] if given else None
 
     def lines(self) -> tuple[str, ...]:
         """The lines that asked: "file:line: code"."""
-        return tuple(f"{file}:{line}: {getline(file, line).strip()}" for file, line in self.asked)
+        return tuple(line_at(*place) for place in self.asked)
 
 
 class _Listener(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -73,18 +70,10 @@ class _Listener(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if asks(func):
-            self.given[place_now()].append(result)
+            self.given[user_place(sys._getframe())].append(result)
         return result
 
 
 def asks(func: Any) -> bool:
     """Whether an op hands a value to Python."""
     return torch.Tag.data_dependent_output in getattr(func, "tags", ())
-
-
-def place_now() -> Place:
-    """The innermost line outside torch and this package that is running."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
-        frame = frame.f_back
-    return ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)

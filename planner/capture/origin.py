@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from linecache import getline
 from pathlib import Path
 from types import FrameType
 
+import torch
 from torch import fx
 
-_OURS = str(Path(__file__).parents[1])
+# where their code is not: torch, this package, code that was generated; "<stdin>" and "<ipython-input-1>" may be theirs
+NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<frozen", "<eval", "<string>")
 
 
 def op_kind(node: fx.Node) -> str:
@@ -68,10 +71,22 @@ def _innermost(node: fx.Node) -> str:
     return str(next(reversed(stack.values()))[0]) if stack else ""
 
 
+def user_place(frame: FrameType | None) -> tuple[str, int]:
+    """File and line of the innermost frame outside torch and this package; "", 0 where there is none."""
+    while frame is not None and frame.f_code.co_filename.startswith(NOT_THE_USERS):
+        frame = frame.f_back
+    return ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+
+
+def line_at(path: str, number: int) -> str:
+    """A line of code: "file:line: code"; "" where there is no file."""
+    return f"{path}:{number}: {getline(path, number).strip()}" if path else ""
+
+
 def source_line(node: fx.Node) -> str:
     """The innermost line outside torch that made a node: "file:line: code"; "" where none is known."""
     frames = re.findall(r'File "([^"]+)", line (\d+), in .*\n\s*(.*)', node.meta.get("stack_trace") or "")
-    own = [f for f in frames if "/torch/" not in f[0] and not f[0].startswith(_OURS)]
+    own = [f for f in frames if not f[0].startswith(NOT_THE_USERS)]
     if not own:
         return ""
     path, line, code = own[-1]

@@ -6,12 +6,11 @@ import linecache
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import torch
 
-from .origin import running_module
+from .origin import running_module, user_place
 from .private import FakeTensorMode, TracingContext
 
 
@@ -57,8 +56,10 @@ class Recording:
             self.resume()
         if not self._pauses and TracingContext.try_get() is None:
             frame = sys._getframe()
-            line, module = _user_line(frame), running_module(frame, self.paths)
-            self.calls.append(EagerCall(func, args, dict(kwargs or {}), result, self.node, line, module))
+            path, line = user_place(frame)
+            trace = f'File "{path}", line {line}, in ?\n    {linecache.getline(path, line).strip()}'
+            module = running_module(frame, self.paths)
+            self.calls.append(EagerCall(func, args, dict(kwargs or {}), result, self.node, trace, module))
         return result
 
     def pause(self) -> None:
@@ -74,13 +75,3 @@ class Recording:
         taken = tuple(self.calls)
         self.calls.clear()
         return taken
-
-
-def _user_line(frame: FrameType | None) -> str:
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if "/torch/" not in name and not name.startswith("<") and __package__.rpartition(".")[0] not in name:
-            line = linecache.getline(name, frame.f_lineno).strip()
-            return f'File "{name}", line {frame.f_lineno}, in {frame.f_code.co_name}\n    {line}'
-        frame = frame.f_back
-    return ""

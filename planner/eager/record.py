@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
-from linecache import getline
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,12 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from ..capture.call import TensorSpec, storages
+from ..capture.origin import line_at, user_place
 from ..capture.outside import differentiable, leaves
 from ..capture.private import FakeTensorMode
 from .trace import DistinctOp, ModuleCall, Phase, Saved, Trace, TracedOp
 from .values import call_op
-
-OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))  # code that is not the user's
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -71,7 +68,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         distinct = self._describe(func, args, kwargs, flat, result) if writes or mutates else None
         again = self.phase == "backward" and bool(self.path)
         path = self.path[-1] if self.path else ""
-        source = _source() if self.detailed and self.phase == "forward" else ""
+        source = line_at(*user_place(sys._getframe())) if self.detailed and self.phase == "forward" else ""
         reading = tuple(reads.values())
         self.ops.append(TracedOp(distinct, str(func), path, self.phase, again, reading, tuple(writes), mutates, source))
         return result
@@ -180,16 +177,3 @@ def _held_in(container: Any) -> list[Any]:
     if isinstance(container, dict):
         return list(container.values())
     return list(container) if isinstance(container, (list, set)) else []
-
-
-def _source() -> str:
-    """The innermost line outside torch and this package that is running: "file:line: code"."""
-    frame = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename.startswith(OURS):
-        frame = frame.f_back  # type: ignore[assignment]
-    return "" if frame is None else source_line(frame.f_code.co_filename, frame.f_lineno)
-
-
-def source_line(path: str, number: int) -> str:
-    """A line of code: "file:line: code"."""
-    return f"{path}:{number}: {getline(path, number).strip()}"

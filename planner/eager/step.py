@@ -12,9 +12,10 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..capture.call import storages
+from ..capture.origin import NOT_THE_USERS, line_at
 from ..capture.outside import LossFn, checked_loss, differentiable, find_loss, leaves
 from ..capture.private import FakeTensorMode
-from .record import OURS, Recorder, source_line
+from .record import Recorder
 from .trace import Trace
 from .wrap import Choice, checkpointed
 
@@ -133,5 +134,5 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
 
 
 def _place(error: Exception) -> str:
-    own = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(OURS)]
-    return source_line(own[-1].filename, own[-1].lineno or 0) if own else ""
+    own = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(NOT_THE_USERS)]
+    return line_at(own[-1].filename, own[-1].lineno or 0) if own else ""
