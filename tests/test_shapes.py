@@ -246,6 +246,23 @@ def test_a_dynamic_that_does_not_suit_is_refused(dynamic, says):
         plan(Net(), {"x": torch.randn(4, 16, 8)}, budget_gb=1, dynamic=dynamic)
 
 
+def test_a_size_that_only_some_of_its_tensors_name():
+    class Paired(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x, target):
+            return (self.layer(x) - target).square().mean()
+
+    model, x = Paired(), torch.randn(8, 8)
+    plan(model, (x, x), budget_gb=1, dynamic={0: {0: 8}}, progress=False).apply()
+    with pytest.warns(PlanWarning, match="every tensor that shares a size"):
+        model(x[:5], x[:5]).backward()
+    expected = torch.autograd.grad((model.layer(x[:5]) - x[:5]).square().mean(), list(model.parameters()))
+    assert all(map(torch.equal, (p.grad for p in model.parameters()), expected))
+
+
 def test_expressions_that_grow_with_every_size():
     a, b = sympy.symbols("a b", integer=True, positive=True)
     expressions = [

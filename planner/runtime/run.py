@@ -22,7 +22,7 @@ from ..capture.private import FakeTensorMode
 from ..capture.region import Region, fingerprint
 from ..capture.shapes import Maxima, enlarged
 from ..capture.untouched import undone_on, untouched
-from ..errors import ApplyError, PlanWarning
+from ..errors import ApplyError, BatchError, CaptureError, PlanWarning
 from ..rewrite.emit import emit, runnable
 from .applied import Applied, Make, Signature, call_signature, for_copy, without_batch
 from .modes import backward_node, unguarded, waits
@@ -171,8 +171,18 @@ class Runtime(Applied):
             family = self.shapes.find(kind, sizes)
             if family is None:
                 maxima = self.shapes.wanted(sizes)
-                self.add(args, kwargs, self.make(self.model, args, kwargs, maxima), maxima)
-                family = self.shapes.find(kind, sizes)
+                try:
+                    self.add(args, kwargs, self.make(self.model, args, kwargs, maxima), maxima)
+                    family = self.shapes.find(kind, sizes)
+                except (BatchError, CaptureError):
+                    if not self.shapes.apart:
+                        warnings.warn(
+                            "a batch with the largest sizes does not go together with what else this call is given: "
+                            "it is planned for itself. dynamic={...} has to name every tensor that shares a size",
+                            PlanWarning,
+                            stacklevel=4,
+                        )
+                    self.shapes.apart.add(kind)
             if family is not None:
                 self.serving[signature] = family
                 self.plans[signature] = family.plan
