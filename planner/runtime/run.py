@@ -175,7 +175,8 @@ class Runtime(Applied):
                     self.add(args, kwargs, self.make(self.model, args, kwargs, maxima), maxima)
                     family = self.shapes.find(kind, sizes)
                 except (BatchError, CaptureError):
-                    if not self.shapes.apart:
+                    if not self.shapes.warned:
+                        self.shapes.warned = True
                         warnings.warn(
                             "a batch with the largest sizes does not go together with what else this call is given: "
                             "it is planned for itself. dynamic={...} has to name every tensor that shares a size",
