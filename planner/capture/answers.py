@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .call import tensors_in
 from .origin import line_at, user_place
 from .private import FakeTensor
-from .untouched import random_kept, untouched
+from .untouched import untouched
 
 Place = tuple[str, int]  # file and line
 
@@ -39,7 +39,7 @@ class Answers:
         if any(t.is_meta or isinstance(t, FakeTensor) for t in tensors):
             return False
         listener = _Listener()
-        with untouched(model, args, kwargs) as (own_args, own_kwargs), random_kept(), listener:
+        with untouched(model, args, kwargs) as (own_args, own_kwargs), listener:
             model(*own_args, **own_kwargs)
         self._given = dict(listener.given)
         return True

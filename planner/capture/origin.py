@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from linecache import getline
@@ -11,8 +12,9 @@ from types import FrameType
 import torch
 from torch import fx
 
-# where their code is not: torch, this package, code that was generated; "<stdin>" and "<ipython-input-1>" may be theirs
-NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<frozen", "<eval", "<string>")
+# where their code is not: torch, this package, code that was generated; "<stdin>" and the like may be theirs
+_FOLDERS = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}")
+NOT_THE_USERS = (*_FOLDERS, "<frozen", "<eval")
 
 
 def op_kind(node: fx.Node) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,46 +18,72 @@ from .call import tensors_in
 from .private import FakeTensor
 
 
+class State:
+    """What a call of a model may change: buffers, plain attributes of modules, and the random state.
+
+    Copies are in the host's memory, and not in what torch's allocator has there.
+
+    Args:
+        model: whose state is kept.
+        others: tensors whose devices count beside those of its parameters.
+    """
+
+    def __init__(self, model: nn.Module, others: Iterable[torch.Tensor] = ()) -> None:
+        self._bound = [(module, dict(module._buffers)) for module in model.modules()]
+        self._plain = [(module, _plain(module)) for module in model.modules()]
+        self._contents = [(b, _bytes_of(b)) for b in model.buffers() if not b.is_meta]
+        self._cuda = {t.device: torch.cuda.get_rng_state(t.device) for t in (*model.parameters(), *others) if t.is_cuda}
+        self._random = _bytes_of(torch.get_rng_state()), random.getstate(), np.random.get_state()
+
+    def restore(self) -> None:
+        """Put it back; what has not changed is not written into."""
+        for module, buffers in self._bound:
+            module._buffers.clear()
+            module._buffers.update(buffers)
+        for module, attributes in self._plain:
+            vars(module).update({k: v for k, v in attributes.items() if vars(module).get(k) is not v})
+        with torch.no_grad():
+            for buffer, saved in self._contents:
+                if not np.array_equal(_bytes_of(buffer), saved):
+                    buffer.copy_(torch.from_numpy(saved).view(buffer.dtype).view(buffer.shape))
+        own, python, numpy = self._random
+        torch.set_rng_state(torch.from_numpy(own))
+        random.setstate(python)
+        np.random.set_state(numpy)
+        for device, state in self._cuda.items():
+            torch.cuda.set_rng_state(state, device)
+
+
+def _plain(module: nn.Module) -> dict[str, Any]:
+    return {k: v for k, v in vars(module).items() if v is None or isinstance(v, (bool, int, float, str))}
+
+
+def _bytes_of(t: torch.Tensor) -> Any:
+    return t.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().copy()
+
+
 @contextmanager
 def untouched(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Without gradients; gives copies of the arguments. Buffers and the random state are put back afterwards."""
-    tensors = [*tensors_in((args, dict(kwargs))), *model.parameters()]
-    devices = sorted({t.device.index or 0 for t in tensors if t.is_cuda})
-    buffers = [(b, b.detach().clone()) for b in model.buffers()]
-    with torch.no_grad(), torch.random.fork_rng(devices=devices):
-        copies = pytree.tree_map_only(torch.Tensor, torch.clone, (tuple(args), dict(kwargs)))
-        try:
-            yield copies
-        finally:
-            for buffer, saved in buffers:
-                buffer.copy_(saved)
+    """Without gradients; gives copies of the arguments. The model's state is put back afterwards."""
+    state = State(model, tensors_in((args, dict(kwargs))))
+    try:
+        with torch.no_grad():
+            yield pytree.tree_map_only(torch.Tensor, torch.clone, (tuple(args), dict(kwargs)))
+    finally:
+        state.restore()
 
 
 @contextmanager
 def undone_on(error: type[Exception], model: nn.Module) -> Iterator[None]:
-    """Where that error is raised, puts back what a call changes: buffers and the random state."""
-    buffers = [(b, _bytes_of(b)) for b in model.buffers()]
-    states = [(d, torch.cuda.get_rng_state(d)) for d in {p.device for p in model.parameters() if p.is_cuda}]
-    state, python, numpy = _bytes_of(torch.get_rng_state()), random.getstate(), np.random.get_state()
+    """Where that error is raised, the model's state is put back."""
+    state = State(model)
     try:
         yield
     except error:
-        with torch.no_grad():
-            for buffer, saved in buffers:
-                buffer.copy_(torch.from_numpy(saved).view(buffer.dtype).view(buffer.shape))
-        torch.set_rng_state(torch.from_numpy(state))
-        random.setstate(python)
-        np.random.set_state(numpy)
-        for device, kept in states:
-            torch.cuda.set_rng_state(kept, device)
+        state.restore()
         raise
-
-
-def _bytes_of(t: torch.Tensor) -> Any:
-    """A copy in the host's memory, and not in what torch's allocator has there."""
-    return t.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().copy()
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ..capture.outside import checked_loss, find_loss, leaves
+from ..capture.untouched import State
 from ..errors import BatchError, gb
 from ..estimate.meter import record_allocations
 from ..request import arguments
@@ -170,7 +171,7 @@ def _measure(model: nn.Module, step: Callable[[], None], again: Callable[[], Non
 
 @contextmanager
 def _untouched(model: nn.Module, accumulate: bool) -> Iterator[Callable[[], None]]:
-    """Gives a function that puts gradients, buffers and the random state back; leaves them as they were.
+    """Gives a function that puts gradients and the model's state back; leaves them as they were.
 
     Where gradients accumulate, each step begins with gradients of zero.
     """
@@ -178,33 +179,24 @@ def _untouched(model: nn.Module, accumulate: bool) -> Iterator[Callable[[], None
     # an optimizer that steps in the backward pass must not
     hooks = [(h, dict(h)) for p in parameters if (h := p._post_accumulate_grad_hooks)]
     gradients = [p.grad for p in parameters]
-    buffers = [(b, b.detach().clone()) for b in model.buffers()]
-    devices = sorted({p.device.index for p in parameters if p.device.type == "cuda"})
-    with torch.random.fork_rng(devices=devices):
-        seed = torch.random.get_rng_state()
-        cuda = [torch.cuda.get_rng_state(d) for d in devices]
+    state = State(model)
 
-        def again() -> None:
-            for p in parameters:
-                p.grad = torch.zeros_like(p) if accumulate and p.requires_grad else None
-            with torch.no_grad():
-                for buffer, saved in buffers:
-                    buffer.copy_(saved)
-            torch.random.set_rng_state(seed)
-            for d, state in zip(devices, cuda, strict=True):
-                torch.cuda.set_rng_state(state, d)
+    def again() -> None:
+        for p in parameters:
+            p.grad = torch.zeros_like(p) if accumulate and p.requires_grad else None
+        state.restore()
 
-        try:
-            for table, _ in hooks:
-                table.clear()
-            again()
-            yield again
-        finally:
-            again()
-            for p, g in zip(parameters, gradients, strict=True):
-                p.grad = g
-            for table, saved in hooks:
-                table.update(saved)
+    try:
+        for table, _ in hooks:
+            table.clear()
+        again()
+        yield again
+    finally:
+        again()
+        for p, g in zip(parameters, gradients, strict=True):
+            p.grad = g
+        for table, saved in hooks:
+            table.update(saved)
 
 
 def _compare(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> tuple[float, bool]:
