@@ -37,7 +37,7 @@ def this_interpreter(tmp_path, monkeypatch):
 
 
 def test_there_is_something_to_run():
-    assert [n.name for n in NOTEBOOKS][:1] == ["01_first_plan.ipynb"]
+    assert [n.stem[:2] for n in NOTEBOOKS] == ["01", "02", "03", "04"]
     assert BLOCKS
 
 
@@ -49,6 +49,16 @@ def test_notebooks_run(path, this_interpreter):
     client = NotebookClient(notebook, kernel_name="python3", timeout=600, resources={"metadata": {"path": path.parent}})
     client.execute()  # raises CellExecutionError where a cell does
     assert which.outputs[0]["text"].strip() == sys.executable
+    assert not said_aside(notebook)
+    assert "ipykernel_" not in json.dumps(outputs(notebook))  # the temporary files that stand for cells
+
+
+def outputs(notebook):
+    return [o for cell in notebook.cells if cell.cell_type == "code" for o in cell.outputs]
+
+
+def said_aside(notebook):
+    return [o for o in outputs(notebook) if o.output_type == "error" or o.get("name") == "stderr"]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
@@ -56,9 +66,30 @@ def test_notebooks_are_committed_with_small_outputs(path):
     assert path.stat().st_size < 100_000
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
-    outputs = [o for cell in notebook.cells if cell.cell_type == "code" for o in cell.outputs]
-    assert not [o for o in outputs if o.output_type == "error" or o.get("name") == "stderr"]
-    assert any("<svg" in o.get("data", {}).get("text/html", "") for o in outputs)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    assert not said_aside(notebook)
+    assert any("<svg" in o.get("data", {}).get("text/html", "") for o in outputs(notebook))
+    assert not re.search(r"/(tmp|home|root)/|ipykernel_", json.dumps(outputs(notebook)))
+
+
+CELL = """\
+import torch
+from planner import plan
+class Model(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x).tanh()
+for mode in ("compiled", "eager"):
+    p = plan(Model(8, 8), torch.zeros(4, 8), budget_gb=1, loss_fn=torch.Tensor.mean, mode=mode)
+    print({d.source for d in p.decisions})
+"""
+
+
+def test_lines_of_cells_are_named_by_the_cell(tmp_path):
+    code = f"from IPython.core.interactiveshell import InteractiveShell as S\nS.instance().run_cell({CELL!r}, True)"
+    environment = {**os.environ, "IPYTHONDIR": str(tmp_path)}
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert run.stdout.splitlines() == 2 * ["{'In[1]:5: return super().forward(x).tanh()'}"], run.stderr
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))

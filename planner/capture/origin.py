@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from linecache import getline
 from pathlib import Path
@@ -82,7 +83,7 @@ def user_place(frame: FrameType | None) -> tuple[str, int]:
 
 def line_at(path: str, number: int) -> str:
     """A line of code: "file:line: code"; "" where there is no file."""
-    return f"{path}:{number}: {getline(path, number).strip()}" if path else ""
+    return f"{cell_or(path)}:{number}: {getline(path, number).strip()}" if path else ""
 
 
 def source_line(node: fx.Node) -> str:
@@ -92,4 +93,12 @@ def source_line(node: fx.Node) -> str:
     if not own:
         return ""
     path, line, code = own[-1]
-    return f"{path}:{line}: {code.strip()}"
+    return f"{cell_or(path)}:{line}: {code.strip()}"
+
+
+def cell_or(path: str) -> str:
+    """A file's path; for the temporary file that stands for a cell of a notebook, the cell's number, as "In[3]"."""
+    ipython = sys.modules.get("IPython")  # there are cells only where it is imported already
+    shell = ipython.get_ipython() if ipython else None
+    cell = shell.compile.format_code_name(path) if shell else None  # as its tracebacks say it
+    return str(cell[1]) if cell else path

@@ -28,6 +28,9 @@ class Drawing(str):
 
     __slots__ = ()
 
+    def __repr__(self) -> str:
+        return f"<SVG of {len(self)} characters>"  # beside the drawing in a notebook's file, the text is there twice
+
     def _repr_html_(self) -> str:
         return str(self)
 
