@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
-    except Exception as e:
+    except (Exception, SystemExit) as e:  # the model or the loss may ask to exit, with a status that is not ours
         if options.debug:
             traceback.print_exc()
         else:
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.path[:] = path
 
 
-def _line(error: Exception) -> str:
+def _line(error: BaseException) -> str:
     """What went wrong, in one line."""
     if isinstance(error, TargetError):
         text = f"error: {error}"

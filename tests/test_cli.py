@@ -46,6 +46,17 @@ def leaves():
     import sys
     sys.exit("no data here")
 
+class Leaver(torch.nn.Linear):
+    def forward(self, x):
+        import sys
+        sys.exit(0)
+
+def leaver():
+    return Leaver(8, 8), torch.zeros(2, 8), torch.Tensor.mean
+
+def leaving_loss():
+    return torch.nn.Linear(8, 8), torch.zeros(2, 8), Leaver(8, 8)
+
 def fails():
     return int("no\\x1b[31m\\nnumber")
 
@@ -158,7 +169,9 @@ BAD = {
     "plan train.py:number": "returned 3 of type int",
     "plan train.py:stray": "'bugdet_gb', which is no argument of plan()",
     "plan train.py:leaves": "SystemExit at",
-    "plan train.py:fails": "train.py:33: invalid literal",
+    "plan train.py:leaver --budget-gb 1": "train.py:35: 0",
+    "plan train.py:leaving_loss --budget-gb 1 --quiet": "train.py:35: 0",
+    "plan train.py:fails": "train.py:44: invalid literal",
     "plan train.py:only --budget-gb 1": "gives no batch",
     "plan train.py:model --budget-gb 1": "gives no batch",
     "plan train.py:make --budget-gb much": "BudgetError: budget_gb='much'",
