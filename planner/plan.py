@@ -465,6 +465,23 @@ class PendingPlan(Plan):
     def graph(self, module: str | None = None, format: Literal["svg", "dot", "networkx"] = "svg") -> Any:
         return self._made("graph()").graph(module, format)
 
+    def verify(self, batch: Any = None, kwargs: Mapping[str, Any] | None = None) -> Verification:
+        made = self._current()
+        return super().verify(batch, kwargs) if made is None else made.verify(batch, kwargs)
+
+    def repair(self, batch: Any = None, kwargs: Mapping[str, Any] | None = None, *, attempts: int = 3) -> Plan:
+        made = self._current()
+        own = super().repair if made is None else made.repair
+        return own(batch, kwargs, attempts=attempts)
+
     @property
     def curve(self) -> Curve:
         return self._made("curve").curve
+
+    @property
+    def known_curve(self) -> Curve | None:  # a default of the class would be found before __getattr__
+        return self._made("known_curve").known_curve
+
+    @property
+    def verification(self) -> Verification | None:
+        return self._made("verification").verification

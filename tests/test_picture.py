@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from planner import ApplyError, OptionError, pareto, plan
+from planner import ApplyError, OptionError, applied_plan, pareto, plan
+from planner.cli.commands import facts
 from planner.errors import gb
 from planner.plan import Held
 from planner.report.svg import ACTIONS, BUDGET, KINDS
@@ -166,9 +167,13 @@ def test_what_a_real_step_showed():
     p, _ = pictures()["regions"]
     assert "not verified on a real step" in p._repr_html_()
     seen = Verification(p.peak_bytes, p.budget_bytes + 2**20, None, p.budget_bytes, 0.0, True, 1.0, None)
-    html = replace(p, verification=seen)._repr_html_()
+    q = replace(p, verification=seen)
+    html = q._repr_html_()
     assert f"<b>Does not fit: peak {gb(p.budget_bytes + 2**20)} of" in html
     assert f"a real step took {gb(p.budget_bytes + 2**20)}" in html
+    assert str(q).startswith(f"Does not fit: peak {gb(p.budget_bytes + 2**20)} of")
+    assert not facts(q)["fits"]
+    assert facts(q)["measured_peak_bytes"] == p.budget_bytes + 2**20
 
 
 @pytest.mark.parametrize(
@@ -269,9 +274,17 @@ def test_a_plan_that_is_not_made_yet():
     p = plan(model, budget_gb=1)
     assert "made at the first training step" in p._repr_html_()
     assert "made at the first training step" in p.to_html()
-    for what in (p.graph, lambda: p.curve):
+    for what in (p.graph, lambda: p.curve, lambda: p.verification, lambda: p.known_curve):
         with pytest.raises(ApplyError, match="not known yet"):
             what()
+    p.apply()
+    model(torch.zeros(2, 4)).sum().backward()
+    model.zero_grad()
+    assert p.verification is p.known_curve is None
+    seen = p.verify()
+    assert p.verification is applied_plan(model).verification is seen
+    assert f"A real step took {gb(seen.measured_bytes)}" in str(p).replace("\n", " ")
+    assert p.repair().verification.within_budget
 
 
 def luminance(colour):

@@ -19,6 +19,7 @@ from ..errors import OptionError, gb
 from ..estimate.device import DEVICES, Device, find_device
 from ..pareto import pareto
 from ..plan import PendingPlan, Plan
+from ..report.answer import fits
 from ..report.compare import compare
 from ..report.compare import to_text as comparison_text
 from ..report.explain import to_text as explanation_text
@@ -120,14 +121,15 @@ COMMANDS: Mapping[str, Callable[[Namespace], int]] = {
 
 
 def facts(p: Plan) -> dict[str, Any]:
-    """A plan's numbers as plain data; bytes and seconds."""
+    """A plan's numbers as plain data; bytes and seconds, None where nothing was measured."""
     names = (
         "budget_bytes peak_bytes baseline_peak_bytes resident_bytes overhead bound gap solver solve_seconds "
         "step_seconds note device"
     )
     return {
-        "fits": p.peak_bytes <= p.budget_bytes,
+        "fits": fits(p),
         **{name: getattr(p, name) for name in names.split()},
+        "measured_peak_bytes": p.verification.measured_bytes if p.verification else None,
         "phase_peaks": p.phase_peaks,
         "account": dict(p.account),
         "modules": [asdict(row) for row in by_module(p.decisions)],
@@ -144,7 +146,7 @@ def _show(p: Plan, options: Namespace) -> int:
         print(explanation_text(explained, style_of()))
     else:
         print(p.summary())
-    return FITS if p.peak_bytes <= p.budget_bytes else DOES_NOT_FIT
+    return FITS if fits(p) else DOES_NOT_FIT
 
 
 def _asked(options: Namespace, *names: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from ..errors import OptionError, gb
 from ..plan import PendingPlan, Plan
+from .answer import fits, peak
 from .curve import curve_svg
 from .svg import ACTIONS, duration, escape, number, shortened
 from .table import ModuleRow, by_module, by_reason, folded, shared_path
@@ -62,12 +63,9 @@ def page(plan: Plan, path: str | None = None) -> str:
 
 def answer(plan: Plan) -> str:
     """One line: whether it fits, what it takes, what it costs, and how good that is."""
-    seen = plan.verification
-    peak = plan.peak_bytes if seen is None else max(plan.peak_bytes, seen.measured_bytes)
-    fits = "Fits" if peak <= plan.budget_bytes else "Does not fit"
     return (
-        f"{fits}: peak {gb(peak)} of {gb(plan.budget_bytes)}, {plan.overhead:+.1%} time; "
-        f"at most {plan.gap:.1%} above the best possible."
+        f"{'Fits' if fits(plan) else 'Does not fit'}: peak {gb(peak(plan))} of {gb(plan.budget_bytes)}, "
+        f"{plan.overhead:+.1%} time; at most {plan.gap:.1%} above the best possible."
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from ..errors import gb
 from ..plan import Plan
+from .answer import fits, peak
 from .table import ModuleRow, by_module, by_reason, folded
 from .terminal import BARS, Colour, Style
 from .words import clip, duration, pad, wrapped
@@ -60,9 +61,8 @@ def summary(plan: Plan, style: Style) -> str:
 def answer(plan: Plan, style: Style) -> list[str]:
     """Whether it fits, and what that takes; the first line says it all."""
     recomputed = [d for d in plan.decisions if d.action == "recompute"]
-    fits = plan.peak_bytes <= plan.budget_bytes
     first = (
-        f"{'Fits' if fits else 'Does not fit'}: peak {gb(plan.peak_bytes)} of {gb(plan.budget_bytes)}, "
+        f"{'Fits' if fits(plan) else 'Does not fit'}: peak {gb(peak(plan))} of {gb(plan.budget_bytes)}, "
         f"{plan.overhead:.1%} more time (at most {plan.gap:.1%} above the best)."
     )
     seen = plan.verification
@@ -74,7 +74,7 @@ def answer(plan: Plan, style: Style) -> list[str]:
         f"Solver {style.name(plan.solver)}, {plan.solve_seconds:.1f} s.",
         style.name(plan.note),
     ]
-    head = [style.paint(line, "green" if fits else "red") for line in wrapped(first)]
+    head = [style.paint(line, "green" if fits(plan) else "red") for line in wrapped(first)]
     return [*head, *(line for text in more if text for line in wrapped(text))]
 
 
