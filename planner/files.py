@@ -6,7 +6,6 @@ are not in it: they are written anew for the model that the plan is applied to.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -17,11 +16,12 @@ from typing import Any, NoReturn, get_type_hints
 import torch
 from torch import nn
 
-from solvers import Problem, ProblemError, Schedule, every_op_once, simulate, validate
+from solvers import Problem, Schedule
 
 from .account import account_of
 from .capture.checkpoints import Checkpoints
 from .capture.shapes import Maxima
+from .consistency import check
 from .eager.wrap import Choice
 from .errors import ApplyError, PlanFileError
 from .estimate.device import Device
@@ -147,7 +147,7 @@ def load(path: str | os.PathLike[str], loss_fn: Callable[[Any], torch.Tensor] | 
         asked = decode(data["asked"], Asked, "asked")
         request = _request(asked, plan["budget_bytes"], str(source), model, torch_version)
         found = Plan(**plan, graph_modules=(), request=replace(request, loss_fn=loss_fn))
-        _check(found)
+        check(found)
     except Unexpected as e:
         wrong(e)
     return found
@@ -253,41 +253,6 @@ def _request(asked: Asked, budget: int, path: str, model: Identity, torch_versio
         identity=model,
         torch_version=torch_version,
     )
-
-
-def _check(plan: Plan) -> None:
-    """Raise Unexpected where the figures contradict each other: no file may promise what its schedule does not hold."""
-    held = [m.held_bytes for m in plan.timeline]
-    if plan.problem is not None and plan.schedule is not None:
-        try:
-            replayed = validate(plan.problem.with_budget(None), plan.schedule)
-        except ProblemError as e:
-            raise Unexpected("plan.schedule", "one of the problem", str(e)) from e
-        for i, (told, found) in enumerate(zip(held, replayed.held, strict=False)):
-            if told != found:
-                raise Unexpected(f"plan.timeline.held_bytes[{i}]", f"{found}, as the schedule holds", told)
-        once = simulate(plan.problem, every_op_once(plan.problem))
-        if plan.baseline_peak_bytes != once.peak:
-            raise Unexpected(
-                "plan.baseline_peak_bytes", f"{once.peak}, as the problem has it", plan.baseline_peak_bytes
-            )
-        if len(held) != len(replayed.held):
-            raise Unexpected("plan.timeline", f"{len(replayed.held)} moments, as the schedule has", len(held))
-    elif (plan.problem is None) != (plan.schedule is None) or not isinstance(plan.recipe, Choice):
-        raise Unexpected("plan", "a problem and its schedule", "not both")
-    for i, moment in enumerate(plan.baseline_timeline):
-        if not all(0 <= at < len(plan.baseline_timeline) for at in moment.reads):
-            raise Unexpected(f"plan.baseline_timeline.reads[{i}]", "positions in it", moment.reads)
-    if not held or plan.peak_bytes != max(held):
-        raise Unexpected("plan.peak_bytes", f"{max(held, default='a timeline')}, its timeline's peak", plan.peak_bytes)
-    if sum(plan.account.values()) != plan.peak_bytes:
-        raise Unexpected("plan.account", f"lines of {plan.peak_bytes} bytes, the peak", sum(plan.account.values()))
-    if plan.budget_bytes <= 0 or min(held) < 0:
-        raise Unexpected("plan.budget_bytes", "a budget and a timeline of bytes", plan.budget_bytes)
-    times = {"step_seconds": plan.step_seconds, "bound": plan.bound, "solve_seconds": plan.solve_seconds}
-    for name, seconds in times.items():
-        if seconds < 0 or not math.isfinite(seconds):
-            raise Unexpected(f"plan.{name}", "seconds", seconds)
 
 
 def _own_version() -> str:

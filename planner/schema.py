@@ -20,10 +20,17 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import torch
 
 LARGEST = 2**62  # whole numbers; sums of a few stay within 64 bits
+LONGEST = 10_000  # characters of a text; what is written is cut there
 DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 # control characters, which a terminal obeys; marks that turn the direction of writing; halves of characters
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-_SCALARS = {int: "a whole number", float: "a finite number", str: "text", bool: "true or false", NoneType: "null"}
+_SCALARS = {
+    int: "a whole number",
+    float: "a finite number",
+    str: f"text of at most {LONGEST} characters",
+    bool: "true or false",
+    NoneType: "null",
+}
 
 
 class Unexpected(ValueError):
@@ -53,6 +60,8 @@ def encode(value: Any, kind: Any) -> Any:
         return str(value).removeprefix("torch.")
     if kind is int:
         return operator.index(value)
+    if kind is str:
+        return value[:LONGEST]
     return float(value) if kind is float else value
 
 
@@ -91,7 +100,7 @@ def decode(data: Any, kind: Any, at: str = "") -> Any:
         return frozenset(_each(data, inner[0], at))
     assert origin is Mapping, kind
     if inner[0] is str:
-        return {printable(k): decode(v, inner[1], f"{at}.{k:.40}") for k, v in _object(data, at).items()}
+        return {_scalar(k, str, at): decode(v, inner[1], f"{at}.{k:.40}") for k, v in _object(data, at).items()}
     return dict(_pair(pair, inner, f"{at}[{i}]") for i, pair in enumerate(_list(data, at)))
 
 
@@ -150,7 +159,9 @@ def schema(kind: Any, known: dict[str, Any]) -> dict[str, Any]:
         return {"enum": sorted(DTYPES)}
     if kind is int:
         return {"type": "integer", "minimum": -LARGEST, "maximum": LARGEST}
-    return {"type": {float: "number", str: "string", bool: "boolean", NoneType: "null"}[kind]}
+    if kind is str:
+        return {"type": "string", "maxLength": LONGEST}
+    return {"type": {float: "number", bool: "boolean", NoneType: "null"}[kind]}
 
 
 @cache
@@ -174,6 +185,13 @@ def _is_record(kind: Any) -> bool:
 
 def _is_union(kind: Any) -> bool:
     return get_origin(kind) in (Union, UnionType)
+
+
+def _is_plain(kind: Any) -> bool:
+    """Whether values of a type are numbers, text or null: few of them may then be written once for many rows."""
+    if _is_union(kind):
+        return all(map(_is_plain, get_args(kind)))
+    return kind in _SCALARS or kind is torch.dtype or get_origin(kind) is Literal
 
 
 def _is(value: Any, kind: Any) -> bool:
@@ -207,7 +225,8 @@ def _scalar(data: Any, kind: Any, at: str) -> Any:
     if kind is float:
         right = type(data) in (int, float) and math.isfinite(data) and abs(data) <= 1e300
     else:
-        right = type(data) is kind and not (kind is int and abs(data) > LARGEST)
+        most = {int: LARGEST, str: LONGEST}.get(kind)
+        right = type(data) is kind and (most is None or (abs(data) if kind is int else len(data)) <= most)
     if not right:
         raise Unexpected(at, _SCALARS[kind], data)
     return printable(data) if kind is str else kind(data) if kind is float else data
@@ -217,7 +236,7 @@ def _column(values: Sequence[Any], kind: Any) -> Any:
     if _is_record(kind):
         return {name: _column([getattr(row, name) for row in values], k) for name, k in fields_of(kind).items()}
     column = [encode(v, kind) for v in values]
-    if not all(isinstance(v, (str, int, float, NoneType)) for v in column):
+    if not _is_plain(kind):
         return column
     numbers = {v: i for i, v in enumerate(dict.fromkeys(column))}
     if 2 * len(numbers) > len(column):
@@ -234,7 +253,7 @@ def _read_column(data: Any, kind: Any, at: str) -> list[Any]:
                 raise Unexpected(f"{at}.{name}", f"{length} rows, as in other columns", f"{len(column)} rows")
         rows = zip(*columns.values(), strict=True)
         return [_made(kind, dict(zip(columns, row, strict=True)), at) for row in rows]
-    if not isinstance(data, dict):
+    if not (_is_plain(kind) and isinstance(data, dict)):
         return _each(data, kind, at)
     if data.keys() != {"values", "rows"}:
         raise Unexpected(at, "a list, or values and rows", data)
@@ -278,7 +297,7 @@ def _column_schema(kind: Any, known: dict[str, Any], inside: bool = False) -> di
         columns = {name: _column_schema(k, known, True) for name, k in fields_of(kind).items()}
         return _object_schema(columns, kind) | {"description": f"a table of {kind.__name__}"}
     plain = {"type": "array", "items": schema(kind, known)}
-    if not inside:
+    if not (inside and _is_plain(kind)):
         return plain
     rows = {"type": "array", "items": {"type": "integer", "minimum": 0}}
     few = {"properties": {"values": plain, "rows": rows}, "required": ["values", "rows"]}

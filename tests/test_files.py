@@ -377,6 +377,10 @@ def test_what_is_no_plan_file_is_told_in_words(saved, tmp_path):
         assert "Permission denied" in reason(bad)
 
 
+def curve(sizes):
+    return {"peak_bytes": sizes, "overhead": [0.0 for _ in sizes], "name": ["" for _ in sizes]}
+
+
 def setter(*keys, value):
     def change(data):
         for key in keys[:-1]:
@@ -415,6 +419,21 @@ def setter(*keys, value):
         (("plan", "recipe"), {"kept": {}, "calls": {}}, r"plan\.recipe"),
         (("plan", "recipe", "os.system"), "id", r"plan\.recipe"),
         (("plan", "baseline_timeline", "reads", 3), [10**6], r"baseline_timeline\.reads\[3\]"),
+        (
+            ("plan", "baseline_timeline", "reads"),
+            {"values": [[0]], "rows": [0]},
+            r"reads: expected a list, found",
+        ),
+        (("plan", "baseline_timeline", "seconds", "values", 0), -1.0, r"line\.seconds\[\d+\]: expected seconds"),
+        (("plan", "overhead"), 1e12, r"plan\.overhead: expected a share of the time"),
+        (("plan", "gap"), -0.5, r"plan\.gap: expected a share of the time"),
+        (("plan", "known_curve"), {"points": curve([-1]), "about": ""}, r"plan\.known_curve: expected bytes"),
+        (("plan", "note"), "x" * 10_001, r"plan\.note: expected text of at most 10000 characters"),
+        (
+            ("plan", "decisions", "module", "values", 0),
+            "9" * 1001,
+            r"decisions\[\d+\]: expected names of at most",
+        ),
         (("asked", "where"), "moon", r"asked\.where: expected a torch device"),
         (("asked", "mode"), "magic", r"asked\.mode: expected one of 'compiled'"),
         (("model", "modules", "name"), 3, r"model\.modules\.name: expected a list"),

@@ -63,6 +63,12 @@ def test_a_string_is_plain_wherever_it_is_made(tight, monkeypatch):
     assert coloured == str(tight) == tight.summary(colour=False)
 
 
+def test_long_names_take_time_in_proportion():
+    marks = "a" + "\u0301" * 10**5
+    assert clip("b" * 50 + marks, 40) == "..." + "b" * 36 + marks
+    assert "".join(wrapped("x" * 10**6)) == "x" * 10**6
+
+
 def test_columns_hold_names_of_any_width():
     for text in ("層" * 30, "a" * 90, "é" * 30, "e\u0301" * 60, ""):
         assert cells(pad(text, 40)) in (39, 40)  # a wide character may not fill the last column

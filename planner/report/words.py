@@ -61,12 +61,10 @@ def clip(text: str, width: int) -> str:
     """
     if cells(text) <= width:
         return text
-    end = ""
-    for c in reversed(text):
-        if cells(c + end) > width - 3:
-            break
-        end = c + end
-    return "..." + end
+    start, room = len(text), width - 3
+    while (room := room - cells(text[start - 1])) >= 0:
+        start -= 1
+    return "..." + text[start:]
 
 
 def pad(text: str, width: int) -> str:
@@ -96,8 +94,10 @@ def wrapped(text: str, indent: str = "", first: str | None = None, width: int = 
 
 def _words(text: str, width: int) -> Iterable[str]:
     for word in text.split():
-        while cells(word) > width:
-            at = next(i for i in range(1, len(word) + 1) if cells(word[:i]) >= width - 1)
-            yield word[:at]
-            word = word[at:]
-        yield word
+        start, taken, left = 0, 0, cells(word)
+        for at, c in enumerate(word, 1):
+            taken += cells(c)
+            if left > width and taken >= width - 1:
+                yield word[start:at]
+                start, taken, left = at, 0, left - taken
+        yield word[start:]
