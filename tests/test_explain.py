@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from planner import ApplyError, OptionError, plan
+from planner import ApplyError, OptionError, Plan, plan
 from planner.counterfactual import costs_of, keeping, recomputing, what_if
 from planner.pipeline import graph_of, problem_of, write
 from planner.report.words import cells
@@ -227,6 +227,23 @@ def test_a_value_by_its_label():
     assert e.modules == ()
     assert e.kept_bytes + e.recomputed_bytes == tanh.nbytes
     assert p.explain(e.groups[0].label).groups == e.groups
+    for g in p.explain("").groups:
+        e = p.explain(g.label)
+        assert g.label in {other.label for other in e.groups}
+        assert sum(other.nbytes for other in e.groups) >= g.nbytes
+    with pytest.raises(OptionError):
+        p.explain(tanh.name)
+
+
+def test_a_plan_from_a_file_knows_the_modules_that_make_nothing(tmp_path):
+    model = nn.Sequential(nn.Identity(), Block())
+    plan(model, torch.randn(8, 64), budget_gb=1, loss_fn=torch.Tensor.mean).save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+    assert "makes nothing" in str(loaded.explain("0"))
+    with pytest.raises(OptionError, match=r"'0' has no op in this plan; .* '1"):
+        loaded.graph("0")
+    with pytest.raises(OptionError, match="'2' is no module"):
+        loaded.graph("2")
 
 
 def test_where_everything_fits_nothing_has_to_run_again():

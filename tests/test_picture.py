@@ -261,7 +261,7 @@ def test_graphs_are_bounded(name):
 
 def test_what_cannot_be_drawn():
     p, _ = pictures()["gpt2"]
-    with pytest.raises(OptionError, match=r"'transformer.h.77' has no op in this plan; did you mean .*transformer"):
+    with pytest.raises(OptionError, match=r"'transformer.h.77' is no module of the model; the nearest .*transformer"):
         p.graph("transformer.h.77")
     with pytest.raises(OptionError, match="'png' is not known; the known ones are svg, dot, networkx"):
         p.graph(format="png")

@@ -5,16 +5,15 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from html import escape
 from typing import TYPE_CHECKING
 
-from ..errors import OptionError, PlannerError, gb
+from ..errors import OptionError, gb
 from ..plan import Action, Decision, Plan
-from .names import title
+from .names import modules_of, title
 from .terminal import Style, style_of
 from .words import duration, rate, shown, wrapped
 
@@ -158,13 +157,9 @@ def _named(plan: Plan, path: str) -> tuple[tuple[str, ...], list[int]]:
         inside = [f"{name}." if name else "" for name in found]
         of = [d.module for d in plan.decisions]
         return found, [at for at, m in enumerate(of) if m in found or any(map(m.startswith, inside))]
-    labels = [title(d.module, d.op, d.source) for d in plan.decisions]
-    values = [
-        at
-        for at, (d, label) in enumerate(zip(plan.decisions, labels, strict=True))
-        if asked in (label, label.rpartition(" (")[0], d.name)
-    ]
+    values = [at for at, d in enumerate(plan.decisions) if asked in _labels(d)]
     if not values:
+        labels = [title(d.module, d.op, d.source) for d in plan.decisions]
         near = get_close_matches(asked[:200], dict.fromkeys([*known, *map(folded, known), *labels]), n=3, cutoff=0.5)
         names = ", ".join(repr(shown(n)) for n in near or known[1:4])
         beside = f"{'the nearest are' if near else 'these are'}: {names}" if names else "the plan knows of no modules"
@@ -172,11 +167,15 @@ def _named(plan: Plan, path: str) -> tuple[tuple[str, ...], list[int]]:
     return (), values
 
 
+def _labels(d: Decision) -> set[str]:
+    """What explanations call a value: of its own module or of all that are alike, with its line or without."""
+    full = [title(path, d.op, d.source) for path in (d.module, folded(d.module))]
+    return {*full, *(label.rpartition(" (")[0] for label in full), title(folded(d.module), d.op, "")}
+
+
 def _modules(plan: Plan) -> list[str]:
-    """Paths of the model's modules where it is there, and of all modules that the plan names."""
-    names = dict.fromkeys([""])
-    with suppress(PlannerError):  # it is gone; what the plan decides on is known
-        names.update(dict.fromkeys(name for name, _ in plan.request.model.named_modules()))
+    """Paths of the model's modules where they are known, and of all modules that the plan names."""
+    names = dict.fromkeys(["", *modules_of(plan)])
     for d in plan.decisions:
         parts = d.module.split(".")
         names.update(dict.fromkeys(".".join(parts[: i + 1]) for i in range(len(parts))))

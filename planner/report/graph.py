@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from itertools import groupby, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import Any
 
 import networkx as nx
@@ -14,7 +14,7 @@ import networkx as nx
 from ..errors import OptionError, gb
 from ..plan import BaselineMoment, Plan
 from .layers import layout
-from .names import title
+from .names import modules_of, title
 from .svg import ACTIONS, duration, escape, legend, number, shortened, svg, swatch, text, width_of
 
 MOST = 40  # nodes of a drawing
@@ -77,24 +77,23 @@ def graph(plan: Plan, module: str | None, format: str) -> Any:
     if format not in FORMATS:
         raise OptionError(f"format {format!r} is not known; the known ones are {', '.join(FORMATS)}")
     ops = plan.baseline_timeline
-    mine = _members(ops, module)
+    mine = _members(plan, module)
     if format == "networkx":
         return _networkx(ops, mine)
     drawn = _folded(ops, mine, module)
     return _dot(drawn) if format == "dot" else Drawing(_svg(drawn, module))
 
 
-def _members(ops: Sequence[BaselineMoment], module: str | None) -> list[int]:
+def _members(plan: Plan, module: str | None) -> list[int]:
     """The ops of a module. Raises OptionError where there are none."""
+    ops = plan.baseline_timeline
     found = [i for i, op in enumerate(ops) if not module or f"{op.module}.".startswith(f"{module}.")]
     if found:
         return found
-    paths = {op.module for op in ops}
-    known = {".".join(path.split(".")[:n]) for path in paths for n in range(1, path.count(".") + 2)} - {""}
-    near = get_close_matches(str(module), sorted(known), 3) or sorted(known)[:3]
-    raise OptionError(
-        f"module {str(module)[:200]!r} has no op in this plan; did you mean {', '.join(map(repr, near))}?"
-    )
+    known = sorted({path for op in ops for path in accumulate(op.module.split("."), "{}.{}".format)} - {""})
+    near = get_close_matches(str(module)[:200], known, 3) or known[:3]
+    which = "has no op in this plan" if module in modules_of(plan) else "is no module of the model"
+    raise OptionError(f"{str(module)[:200]!r} {which}; the nearest that have one are {', '.join(map(repr, near))}")
 
 
 def _networkx(ops: Sequence[BaselineMoment], mine: Iterable[int]) -> nx.DiGraph:

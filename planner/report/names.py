@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
+
+from ..errors import PlannerError
+from ..plan import Plan
 
 
 def title(module: str, op: str, source: str) -> str:
@@ -23,6 +27,15 @@ def title(module: str, op: str, source: str) -> str:
         return op.strip("_")
     place = line_of(source)
     return f"{module or '(the model)'}: {op.strip('_')}{f' ({place})' if place else ''}"
+
+
+def modules_of(plan: Plan) -> list[str]:
+    """Paths of the model's modules, of a plan from a file too; none where the model is gone."""
+    if identity := getattr(plan.request, "identity", None):
+        return [m.name for m in identity.modules]
+    with suppress(PlannerError):
+        return [name for name, _ in plan.request.model.named_modules()]
+    return []
 
 
 def line_of(source: str) -> str:
