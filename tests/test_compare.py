@@ -2,12 +2,14 @@
 
 import re
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
 from planner import OptionError, compare, plan
+from planner.plan import Decision
 from planner.report.words import cells
 
 
@@ -72,6 +74,19 @@ def test_decisions_per_module(two, backwards):
     )
     assert (kept if backwards else recomputed).total() > 0
     assert c.unchanged == sum(x.action == y.action for x, y in zip(a.decisions, b.decisions, strict=True))
+
+
+def test_a_row_is_of_the_modules_that_changed(two):
+    def decided(*times):
+        decisions = [Decision("x", "recompute", 2**20, t, f"layers.{i}", "", op="gelu") for i, t in enumerate(times)]
+        return replace(two[1], decisions=tuple(decisions))
+
+    (row,) = compare(decided(1.0, 2.0, 4.0), decided(1.0, 2.5, 4.75)).modules
+    assert (row.name, row.count, row.seconds, row.now_recomputed) == ("layers.*", 2, 1.25, 0)
+    c = compare(decided(1.0, 2.0), decided(1.0, 3.0))
+    assert (c.modules[0].name, c.modules[0].count, c.unchanged) == ("layers.1", 1, 1)
+    assert "takes another time; 1 values" in " ".join(str(c).split())
+    assert re.search(r"layers\.1 .* \+1 s", str(c))
 
 
 def test_another_model_batch_and_device_are_said_first(two):

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from html import escape
-from math import prod
+from math import isclose, prod
 
 from ..errors import ApplyError, OptionError, PlannerError, gb
 from ..identity import identity
@@ -33,7 +33,7 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class ModuleChange:
-    """Modules whose paths differ only in numbers, where the plans decide otherwise; bytes.
+    """Modules whose paths differ only in numbers, where the plans decide otherwise, or pay another time; bytes.
 
     Attributes:
         name: the path; numbers are asterisks where several modules changed.
@@ -41,7 +41,7 @@ class ModuleChange:
         now_kept: what the second plan keeps and the first one recomputes.
         now_recomputed: what the second plan recomputes and the first one keeps.
         only_a, only_b: what only one of the plans has, kept or recomputed.
-        seconds: paid for recomputing by the second plan, less what the first one pays.
+        seconds: paid for recomputing there by the second plan, less what the first one pays.
     """
 
     name: str
@@ -61,8 +61,8 @@ class Comparison:
         differences: what the plans were made for, where that is known and differs: name -> as it is in a and in b.
         facts: budget, peak and so on, of both.
         account: the lines that make up the peaks, where they differ: name -> bytes in a and in b.
-        modules: where the decisions differ, the most bytes first.
-        unchanged: how many values have the same decision in both.
+        modules: where the decisions differ, or what they cost, the most bytes first.
+        unchanged: how many values have the same decision in both, at the same time.
     """
 
     differences: Mapping[str, tuple[str, str]]
@@ -164,14 +164,10 @@ def _changes(a: Iterable[Decision], b: Iterable[Decision]) -> tuple[tuple[Module
     unchanged = 0
     for key in dict.fromkeys([*ours, *theirs]):
         one, other = ours.get(key), theirs.get(key)
-        if one is not None and other is not None and one.action == other.action:
+        if one is not None and other is not None and one.action == other.action and isclose(_time(one), _time(other)):
             unchanged += 1
         else:
             moved[folded(key[0])].append((key[0], one, other))
-    seconds: dict[str, float] = defaultdict(float)
-    for sign, of in ((-1, ours), (1, theirs)):
-        for d in of.values():
-            seconds[folded(d.module)] += sign * d.recompute_seconds
     rows = []
     for name, changes in moved.items():
         modules = {module for module, _, _ in changes}
@@ -183,7 +179,7 @@ def _changes(a: Iterable[Decision], b: Iterable[Decision]) -> tuple[tuple[Module
                 now_recomputed=_moved_to(changes, "recompute"),
                 only_a=sum(one.nbytes for _, one, other in changes if one is not None and other is None),
                 only_b=sum(other.nbytes for _, one, other in changes if one is None and other is not None),
-                seconds=seconds[name],
+                seconds=sum(_time(other) - _time(one) for _, one, other in changes),
             )
         )
     return tuple(
@@ -192,7 +188,11 @@ def _changes(a: Iterable[Decision], b: Iterable[Decision]) -> tuple[tuple[Module
 
 
 def _moved_to(changes: Iterable[tuple[str, Decision | None, Decision | None]], action: Action) -> int:
-    return sum(b.nbytes for _, a, b in changes if a is not None and b is not None and b.action == action)
+    return sum(b.nbytes for _, a, b in changes if a is not None and b is not None and a.action != b.action == action)
+
+
+def _time(d: Decision | None) -> float:
+    return 0.0 if d is None else d.recompute_seconds
 
 
 def _numbered(decisions: Iterable[Decision]) -> dict[tuple[str, str, int], Decision]:
@@ -229,11 +229,12 @@ def _lead(c: Comparison) -> list[str]:
     only = sum(m.only_a + m.only_b for m in c.modules)
     changed = [f"{gb(kept)} are now kept and {gb(recomputed)} now recomputed"] if kept or recomputed else []
     changed += [f"{gb(only)} are in one of the plans only"] if only else []
+    changed = changed or ["Some of what both recompute takes another time"]
     return [*found, f"{'; '.join([*changed, f'{c.unchanged} values are treated as before'])}."]
 
 
 def _moved(c: Comparison) -> list[ModuleChange]:
-    return [m for m in c.modules if m.now_kept or m.now_recomputed]
+    return [m for m in c.modules if m.now_kept or m.now_recomputed or not (m.only_a or m.only_b)]
 
 
 def to_text(c: Comparison, style: Style) -> str:
