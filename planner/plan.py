@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from html import escape
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Self
 
 import torch
 from torch import fx, nn
 
-from .errors import ApplyError, gb
+from .errors import ApplyError, OptionError, gb
 
 if TYPE_CHECKING:
     from solvers import Problem, Schedule
@@ -409,6 +409,18 @@ class Plan:
 
     def __str__(self) -> str:
         return self.summary(colour=False)
+
+    def __copy__(self) -> Self:
+        return self  # nothing in it changes
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise OptionError(
+            "a plan cannot be pickled, as it is tied to its model: save(path) writes it to a file, and "
+            "Plan.load(path) reads it in another process"
+        )
 
 
 class PendingPlan(Plan):

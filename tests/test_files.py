@@ -5,6 +5,7 @@ import errno
 import gzip
 import json
 import os
+import pickle
 import subprocess
 import sys
 import textwrap
@@ -568,6 +569,14 @@ def test_an_interrupted_or_failed_write_leaves_the_old_file(saved, tmp_path, mon
             made.save(wrong)
     with pytest.raises(OptionError, match="path=1"):
         made.save(1)
+
+
+def test_a_plan_is_copied_as_it_is_and_pickled_as_a_file():
+    model = nn.Linear(4, 4)
+    for p in (plan(model, torch.zeros(2, 4), budget_gb=1, loss_fn=torch.Tensor.mean), plan(model, budget_gb=1)):
+        assert copy.copy(p) is copy.deepcopy([p])[0] is p
+        with pytest.raises(OptionError, match=r"save\(path\)"):
+            pickle.dumps(p)
 
 
 def test_a_plan_that_is_not_made_yet_cannot_be_saved(tmp_path):
