@@ -23,6 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     0 it fits, 1 it does not, 2 bad input, 130 interrupted, 141 nobody reads what it prints.
     """
+    _open_streams()
     options = parser().parse_args(argv)
     path = list(sys.path)
     sys.path.insert(0, os.getcwd())  # as `python -m` does
@@ -46,6 +47,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return DOES_NOT_FIT if isinstance(e, InfeasibleBudgetError) else BAD_INPUT
     finally:
         sys.path[:] = path
+
+
+def _open_streams() -> None:
+    """Standard streams that the caller has closed lead nowhere: what is opened later must not take their numbers."""
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+            setattr(sys, name, os.fdopen(number, "w"))
 
 
 def _line(error: BaseException) -> str:

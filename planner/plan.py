@@ -381,7 +381,7 @@ class Plan:
 
         return body(self)
 
-    def to_html(self, path: str | None = None) -> str:
+    def to_html(self, path: str | PathLike[str] | None = None) -> str:
         """The plan as a page of its own: what Jupyter shows; also written to a file where one is named.
 
         Raises:
@@ -470,7 +470,7 @@ class PendingPlan(Plan):
         made = self._current()
         return made._repr_html_() if made else f"<p>{escape(repr(self))}</p>"
 
-    def to_html(self, path: str | None = None) -> str:
+    def to_html(self, path: str | PathLike[str] | None = None) -> str:
         made = self._current()
         return super().to_html(path) if made is None else made.to_html(path)
 

@@ -26,6 +26,14 @@ def loud():
     print("making")
     return make()
 
+def raw():
+    import os, subprocess
+    os.write(1, b"raw ")
+    subprocess.run(["echo", "child"])
+    return make()
+
+Kind = torch.nn.Linear
+
 def only():
     return make()[0]
 
@@ -169,9 +177,10 @@ BAD = {
     "plan train.py:number": "returned 3 of type int",
     "plan train.py:stray": "'bugdet_gb', which is no argument of plan()",
     "plan train.py:leaves": "SystemExit at",
-    "plan train.py:leaver --budget-gb 1": "train.py:35: 0",
-    "plan train.py:leaving_loss --budget-gb 1 --quiet": "train.py:35: 0",
-    "plan train.py:fails": "train.py:44: invalid literal",
+    "plan train.py:leaver --budget-gb 1": "train.py:43: 0",
+    "plan train.py:leaving_loss --budget-gb 1 --quiet": "train.py:43: 0",
+    "plan train.py:Kind": "calling train.py:Kind: TypeError: ",
+    "plan train.py:fails": "train.py:52: invalid literal",
     "plan train.py:only --budget-gb 1": "gives no batch",
     "plan train.py:model --budget-gb 1": "gives no batch",
     "plan train.py:make --budget-gb much": "BudgetError: budget_gb='much'",
@@ -198,7 +207,10 @@ def test_bad_input_is_one_line(capsys, command):
     assert "Fits" not in out
 
 
-@pytest.mark.parametrize("command", ["", "plan", "fly", "plan x:y --solver magic", "pareto x:y --points many"])
+@pytest.mark.parametrize(
+    "command",
+    ["", "plan", "fly", "plan x:y --solver magic", "pareto x:y --points many", "demo --steps 0"],
+)
 def test_a_command_that_is_none_is_one_line(capsys, command):
     with pytest.raises(SystemExit) as e:
         main(command.split())
@@ -244,6 +256,20 @@ def test_a_terminal_without_bars():
     result = subprocess.run(command, env=environment, capture_output=True)
     assert result.returncode == 0, result.stderr
     assert set(result.stdout.decode("ascii").split("in all")[1].split()[0]) <= set(ASCII_BARS)
+
+
+def test_what_children_of_the_users_code_write_is_no_part_of_the_answer(capfd):
+    status, out, err = run(capfd, "plan", "train.py:raw", *TIGHT, "--json")
+    assert status == 0
+    assert json.loads(out)["fits"]
+    assert err == "raw child\n"
+
+
+def test_streams_that_are_closed():
+    command = f"'{sys.executable}' -m planner plan train.py:make {' '.join(TIGHT)} --save plan.json >&- 2>&-"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    assert subprocess.run(["sh", "-c", command], env=environment).returncode == 0
+    assert Plan.load("plan.json").peak_bytes
 
 
 def test_a_reader_that_leaves(monkeypatch, capfd):

@@ -267,6 +267,8 @@ def test_what_cannot_be_drawn():
         p.graph(format="png")
     with pytest.raises(OptionError, match="No such file or directory"):
         p.to_html("/nowhere/plan.html")
+    with pytest.raises(OptionError, match="path=5 must be the path of a file"):
+        p.to_html(5)
 
 
 def test_a_plan_that_is_not_made_yet():

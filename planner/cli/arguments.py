@@ -152,7 +152,7 @@ def _demo(command: Command) -> None:
   python -m planner demo --budget 0.4 --steps 3""",
     )
     p.add_argument("--budget", type=float, default=0.5, help="budget as a fraction of the peak that keeps everything")
-    p.add_argument("--steps", type=int, default=5, help="training steps with and without the plan")
+    p.add_argument("--steps", type=_count, default=5, help="training steps with and without the plan")
     p.add_argument("--solver", default="auto", help="auto, chen or ilp")
     p.add_argument("--quiet", action="store_true", help="no progress bars")
 
@@ -179,6 +179,12 @@ def _target(p: argparse.ArgumentParser) -> None:
 
 def _json(p: argparse.ArgumentParser) -> None:
     p.add_argument("--json", action="store_true", help="machine-readable output: bytes and seconds")
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number from 1 on")
+    return int(text)
 
 
 def _budget(text: str) -> float | str:

@@ -6,8 +6,8 @@ import json
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Mapping
-from contextlib import redirect_stdout
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ _PLAN_ONLY = ("budget_gb", "solver", "mode", "known")
 def make(options: Namespace) -> int:
     """`plan`."""
     _check_targets(options.save, options.html)
-    with redirect_stdout(sys.stderr):  # what the user's code prints is no part of the answer
+    with _apart():
         arguments = arguments_of(options.target) | _asked(options, *_OPTIONS, *_PLAN_ONLY)
         p = plan(**arguments)  # holds the model weakly; `arguments` has it
         if isinstance(p, PendingPlan):
@@ -53,7 +53,7 @@ def show(options: Namespace) -> int:
 
 def curve(options: Namespace) -> int:
     """`pareto`."""
-    with redirect_stdout(sys.stderr):
+    with _apart():
         arguments = arguments_of(options.target) | _asked(options, *_OPTIONS)
         for name in _PLAN_ONLY:
             arguments.pop(name, None)
@@ -139,7 +139,7 @@ def facts(p: Plan) -> dict[str, Any]:
 def _show(p: Plan, options: Namespace) -> int:
     explained = None if options.explain is None else p.explain(options.explain)
     if options.html is not None:
-        p.to_html(str(options.html))
+        p.to_html(options.html)
     if options.json:
         _print_json(facts(p) | ({} if explained is None else {"explanation": asdict(explained)}))
     elif explained is not None:
@@ -162,6 +162,20 @@ def _asked(options: Namespace, *names: str) -> dict[str, Any]:
 def _print_json(data: Any) -> int:
     print(json.dumps(data, indent=2, allow_nan=False))
     return FITS
+
+
+@contextmanager
+def _apart() -> Iterator[None]:
+    """What the user's code prints is no part of the answer: on to standard error, from its child processes too."""
+    sys.stdout.flush()
+    own = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(own, 1)
+        os.close(own)
 
 
 def _check_targets(*paths: Path | None) -> None:

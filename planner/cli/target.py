@@ -119,7 +119,7 @@ def told(error: BaseException) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         return f"{type(error).__name__} at {error.filename}:{error.lineno}: {error.msg}"
     frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if not _installed(f.filename)] or frames
+    own = [f for f in frames if not _installed(f.filename)]
     place = f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}{place}{f': {text}' if text else ''}"

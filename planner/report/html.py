@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from os import PathLike
 
-from ..errors import OptionError, gb
+from ..errors import OptionError, PlanFileError, gb
+from ..jsonfile import path_of, write_bytes
 from ..plan import PendingPlan, Plan
 from .answer import fits, peak
 from .curve import curve_svg
@@ -43,8 +45,9 @@ def body(plan: Plan) -> str:
     return f"<div style='max-width:760px'>{''.join(parts)}</div>"
 
 
-def page(plan: Plan, path: str | None = None) -> str:
-    """A whole page; also written to a file where one is named. Raises OptionError where that fails."""
+def page(plan: Plan, path: str | PathLike[str] | None = None) -> str:
+    """A whole page; also written to a file where one is named, in one step. Raises OptionError where that fails."""
+    target = None if path is None else path_of(path)
     html = (
         "<!DOCTYPE html><html lang='en'><head><meta charset='utf-8'>"
         "<meta name='viewport' content='width=device-width,initial-scale=1'>"
@@ -52,12 +55,11 @@ def page(plan: Plan, path: str | None = None) -> str:
         "<body style='margin:24px auto;padding:0 16px;max-width:760px;line-height:1.45;"
         f"font-family:system-ui,-apple-system,sans-serif;font-size:14px'>{body(plan)}</body></html>"
     )
-    if path is not None:
+    if target is not None:
         try:
-            with open(path, "w", encoding="utf-8") as f:
-                f.write(html)
-        except OSError as e:
-            raise OptionError(f"to_html({path!r}): {e.strerror}; give a path that can be written") from e
+            write_bytes(target, html.encode())
+        except PlanFileError as e:
+            raise OptionError(f"to_html(): {e}; give a path that can be written") from e
     return html
 
 
