@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from solvers import Problem, Schedule, simulate
 
+from .decide import held_before
 from .plan import Plan
 
 
@@ -56,7 +57,8 @@ def costs_of(plan: Plan) -> tuple[Cost, ...]:
     if len(values) != len(plan.decisions) or len(plan.timeline) != len(schedule.steps):
         return ()
     timeline = simulate(problem, schedule)
-    live = _held_before(problem, schedule, timeline.frees, timeline.held.index(timeline.peak))
+    at = timeline.held.index(timeline.peak)
+    live = held_before(problem, schedule, timeline, at).union(problem.ops[schedule.steps[at]].writes)
     found = []
     for i, needed in makers:
         together = sum(problem.sizes[v] for v in needed)
@@ -72,14 +74,6 @@ def _bound_by(problem: Problem, value: int) -> str:
     if value in problem.pinned or problem.boundary in problem.readers[value]:
         return "it is an output, which the loss may read"
     return "another graph of the model reads it"
-
-
-def _held_before(problem: Problem, schedule: Schedule, frees: Sequence[Sequence[int]], at: int) -> set[int]:
-    live: set[int] = set()
-    for i, gone in zip(schedule.steps[:at], frees[:at], strict=True):
-        live.update(problem.ops[i].writes)
-        live.difference_update(gone)
-    return live | set(problem.ops[schedule.steps[at]].writes)
 
 
 def what_if(plan: Plan, values: Collection[int], *, kept: bool) -> WhatIf | None:

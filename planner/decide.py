@@ -56,10 +56,10 @@ def carried(problem: Problem, schedule: Schedule) -> set[int]:
     """Values held when the first backward op starts."""
     if problem.boundary not in schedule.steps:
         return set()
-    return _held_before(problem, schedule, simulate(problem, schedule), schedule.steps.index(problem.boundary))
+    return held_before(problem, schedule, simulate(problem, schedule), schedule.steps.index(problem.boundary))
 
 
-def _held_before(problem: Problem, schedule: Schedule, timeline: Timeline, at: int) -> set[int]:
+def held_before(problem: Problem, schedule: Schedule, timeline: Timeline, at: int) -> set[int]:
     """Values held when a step starts."""
     live: set[int] = set()
     for i, gone in zip(schedule.steps[:at], timeline.frees[:at], strict=True):
@@ -75,7 +75,7 @@ def peak_account(lowered: Lowered, schedule: Schedule) -> dict[str, int]:
     if not schedule.steps:
         return {}
     at = timeline.held.index(timeline.peak)
-    live = _held_before(problem, schedule, timeline, at)
+    live = held_before(problem, schedule, timeline, at)
     i = schedule.steps[at]
     op = problem.ops[i]
     made_forward = {v for v in live if problem.producer[v] < problem.boundary}

@@ -265,11 +265,11 @@ def test_what_children_of_the_users_code_write_is_no_part_of_the_answer(capfd):
     assert err == "raw child\n"
 
 
-def test_streams_that_are_closed():
-    command = f"'{sys.executable}' -m planner plan train.py:make {' '.join(TIGHT)} --save plan.json >&- 2>&-"
+def test_streams_that_are_closed(saved):
+    command = f"'{sys.executable}' -m planner show a.json --html page.html >&- 2>&-"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     assert subprocess.run(["sh", "-c", command], env=environment).returncode == 0
-    assert Plan.load("plan.json").peak_bytes
+    assert Path("page.html").read_text().endswith("</html>")
 
 
 def test_a_reader_that_leaves(monkeypatch, capfd):

@@ -12,7 +12,7 @@ from math import isclose, prod
 from ..errors import ApplyError, OptionError, PlannerError, gb
 from ..identity import identity
 from ..plan import Action, Decision, PendingPlan, Plan
-from .explain import folded
+from .names import folded
 from .terminal import Style, style_of
 from .words import clip, duration, pad, shown, wrapped
 

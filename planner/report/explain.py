@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import OptionError, gb
 from ..plan import Action, Decision, Plan
-from .names import modules_of, title
+from .names import folded, modules_of, title
 from .terminal import Style, style_of
 from .words import duration, rate, shown, wrapped
 
@@ -133,16 +132,6 @@ def explain(plan: Plan, path: str, costs: Sequence[Cost], otherwise: Try) -> Exp
         all_kept=told.instead(chosen, "recompute"),
         all_recomputed=told.instead(chosen, "keep"),
     )
-
-
-def folded(module: str) -> str:
-    """A path with its numbers as asterisks.
-
-    Examples:
-        >>> folded("layers.3.mlp")
-        'layers.*.mlp'
-    """
-    return re.sub(r"(?:(?<=\.)|^)\d+(?=\.|$)", "*", module)
 
 
 def _named(plan: Plan, path: str) -> tuple[tuple[str, ...], list[int]]:

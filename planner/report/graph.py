@@ -14,7 +14,7 @@ import networkx as nx
 from ..errors import OptionError, gb
 from ..plan import BaselineMoment, Plan
 from .layers import layout
-from .names import modules_of, title
+from .names import folded, modules_of, title
 from .svg import ACTIONS, duration, escape, legend, number, shortened, svg, swatch, text, width_of
 
 MOST = 40  # nodes of a drawing
@@ -158,8 +158,7 @@ def _runs(
     ]
 
     def alike(run: tuple[str, tuple[int, ...]]) -> tuple[object, ...]:
-        pattern = ".".join("*" if part.isdigit() else part for part in run[0].split("."))
-        return pattern, tuple((ops[i].op, ops[i].nbytes, ops[i].action) for i in run[1] if treated_alike)
+        return folded(run[0]), tuple((ops[i].op, ops[i].nbytes, ops[i].action) for i in run[1] if treated_alike)
 
     found = []
     for _, group in groupby(runs, key=alike):

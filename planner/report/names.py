@@ -8,6 +8,18 @@ from contextlib import suppress
 from ..errors import PlannerError
 from ..plan import Plan
 
+NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")  # in a path
+
+
+def folded(module: str) -> str:
+    """A path with its numbers as asterisks.
+
+    Examples:
+        >>> folded("layers.3.mlp")
+        'layers.*.mlp'
+    """
+    return NUMBER.sub("*", module)
+
 
 def title(module: str, op: str, source: str) -> str:
     """One line for an op: its module, its kind, and the user's line of code.

@@ -10,9 +10,9 @@ from itertools import pairwise
 
 from ..errors import gb
 from ..plan import Action, Decision
+from .names import NUMBER
 
 WORTH_SAYING_ONCE = 12  # characters
-_NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def by_module(decisions: Iterable[Decision]) -> list[ModuleRow]:
     """
     groups: dict[str, dict[str, list[Decision]]] = defaultdict(dict)
     for d in decisions:
-        groups[_NUMBER.sub("*", d.module)].setdefault(d.module, []).append(d)
+        groups[NUMBER.sub("*", d.module)].setdefault(d.module, []).append(d)
     rows = [_row(name, modules) for name, modules in groups.items()]
     return sorted(rows, key=lambda r: (-(r.kept + r.recomputed + r.offloaded), r.name))
 
@@ -88,7 +88,7 @@ def _row(name: str, modules: Mapping[str, Sequence[Decision]]) -> ModuleRow:
     def total(action: Action) -> int:
         return sum(d.nbytes for d in found if d.action == action)
 
-    numbers = [tuple(map(int, _NUMBER.findall(path))) for path in modules]
+    numbers = [tuple(map(int, NUMBER.findall(path))) for path in modules]
     differing = [at for at in range(len(numbers[0])) if len({n[at] for n in numbers}) > 1]
     ways = {tuple((d.op, d.action, d.nbytes) for d in each) for each in modules.values()}
     return ModuleRow(
