@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .cli.arguments import parser
-from .cli.commands import COMMANDS, DOES_NOT_FIT
+from .cli.commands import COMMANDS, DOES_NOT_FIT, launched
 from .cli.target import TargetError, told
 from .errors import InfeasibleBudgetError, PlannerError
 from .report.words import shown
@@ -21,10 +21,12 @@ BAD_INPUT, INTERRUPTED, PIPE_CLOSED = 2, 130, 141  # the last two as shells have
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status.
 
-    0 it fits, 1 it does not, 2 bad input, 130 interrupted, 141 nobody reads what it prints.
+    0 it fits, 1 it does not, 2 bad input, 130 interrupted, 141 nobody reads what it prints; for `run`, the script's.
     """
     _open_streams()
     options = parser().parse_args(argv)
+    if options.command == "run":  # what the script raises is the script's
+        return launched(options)
     path = list(sys.path)
     sys.path.insert(0, os.getcwd())  # as `python -m` does
     try:

@@ -29,7 +29,19 @@ from .identity import difference, identity
 from .loaded import Awaited, bound, known_plan
 from .pipeline import make_plan
 from .plan import PendingPlan, Plan
-from .request import GB, Costs, Dynamic, Mode, arguments, check, check_mode, maxima_of, named_maxima, with_batch
+from .request import (
+    GB,
+    Costs,
+    Dynamic,
+    Mode,
+    arguments,
+    check,
+    check_mode,
+    maxima_of,
+    named_maxima,
+    refuse_wrapped,
+    with_batch,
+)
 from .runtime.applied import Applied, attach, attached, call_signature, detach, without_batch
 from .runtime.run import Runtime
 from .runtime.shapes import Shapes
@@ -144,6 +156,7 @@ def plan(
 
 def apply(plan: Plan, model: nn.Module | None = None, *, verify: bool = False, mode: Mode | None = None) -> nn.Module:
     """Put a plan on its model, or on another one of the same kind; see `Plan.apply`."""
+    refuse_wrapped(model)
     if isinstance(plan.request, FromFile):
         plan = bound(plan, model)
     if mode is not None:

@@ -33,6 +33,7 @@ Costs = Literal["roofline", "measured"]
 Dynamic = bool | Mapping[str | int, Mapping[int, int]]
 Mode = Literal["compiled", "eager"]
 MODES = get_args(Mode)
+LATER: Any = object()  # for a batch: that of the first training step, whatever a model has for an example
 
 
 class Options(TypedDict, total=False):
@@ -139,6 +140,7 @@ def check(
     """The request, or the first thing that is wrong with it: ModelError, BudgetError, BatchError or OptionError."""
     if not isinstance(model, nn.Module):
         raise ModelError(f"plan() needs a torch.nn.Module; it was given {model!r} of type {type(model).__name__}")
+    refuse_wrapped(model)
     if not any(p.requires_grad for p in model.parameters()):
         raise ModelError(f"{type(model).__name__}: no parameter needs a gradient, so there is no training step to plan")
     if any(nn.parameter.is_lazy(p) for p in model.parameters()):
@@ -308,6 +310,15 @@ def check_loss_fn(loss_fn: Any) -> None:
         raise OptionError(f"loss_fn={loss_fn!r} must be callable: the model's output -> the scalar loss")
 
 
+def refuse_wrapped(model: Any) -> None:
+    """Raise ModelError where a model is wrapped for several devices already."""
+    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        raise ModelError(
+            f"this {type(model.module).__name__} is wrapped in {type(model).__name__} already. Put the plan on the "
+            "model itself, before it is wrapped: plan(model, ...).apply(), then wrap the model"
+        )
+
+
 def _real(x: Any) -> bool:
     return isinstance(x, numbers.Real) and not isinstance(x, bool) and math.isfinite(float(x))
 
@@ -360,6 +371,8 @@ def arguments(
         BatchError: the batch is neither a tensor, a tuple, a list nor a mapping.
     """
     extra = dict(kwargs or {})
+    if batch is LATER:
+        return None, extra
     if batch is None and not extra:
         for convention in ("dummy_inputs", "example_input_array"):
             batch = getattr(model, convention, None)

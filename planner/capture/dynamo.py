@@ -46,7 +46,7 @@ def dynamo_settings() -> Iterator[None]:
 
     torch.compile silently runs a model unplanned after `recompile_limit` shapes, and breaks the graph at every logging
     call: neither may happen here. Nor may a hook that comes after the first step be overlooked, nor NumPy's random
-    numbers be drawn from another generator than without a plan.
+    numbers be drawn from another generator than without a plan, nor DistributedDataParallel cut graphs at its buckets.
     """
     words = ("debug", "info", "warn", "error", "exception", "critical", "log")
     methods = {f for name, f in vars(logging.Logger).items() if name.startswith(words)}
@@ -60,6 +60,7 @@ def dynamo_settings() -> Iterator[None]:
             skip_nnmodule_hook_guards=False,
             allow_rnn=True,
             use_numpy_random_stream=True,
+            optimize_ddp=False,
             ignore_logger_methods=dynamo_config.ignore_logger_methods | methods,
         ),
     ):

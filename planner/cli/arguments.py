@@ -58,6 +58,7 @@ def parser() -> Parser:
         return added
 
     _plan(command)
+    _run(command)
     _show(command)
     _pareto(command)
     _compare(command)
@@ -81,16 +82,38 @@ examples:
   python -m planner plan train.py:make --budget-gb 12 --save plan.json --html plan.html""",
     )
     _target(p)
-    p.add_argument(
-        "--budget-gb", type=_budget, metavar="GB", help='GB of 2**30 bytes, or a share of the device, "80%%"'
-    )
-    p.add_argument("--solver", choices=list(SOLVERS), help="default: auto")
-    p.add_argument("--mode", choices=MODES, help="eager: checkpoints on modules, without torch.compile")
+    _budget_options(p)
     p.add_argument("--known", type=Path, metavar="PLAN.json", help="a plan that is taken if it is for this very step")
     p.add_argument("--save", type=Path, metavar="PLAN.json", help="write the plan as a file")
     p.add_argument("--html", type=Path, metavar="FILE", help="write the plan as a page")
     p.add_argument("--explain", metavar="PATH", help="instead of the plan, say why, for a module, a pattern or a value")
     _json(p)
+
+
+def _run(command: Command) -> None:
+    p = command(
+        "run",
+        "run a training script with a plan on the model that it trains",
+        """The model is the one that an optimizer has and that is called in training mode. It is
+planned at its first step, and the script is not changed; every process of torchrun or
+accelerate launch plans for itself. Options for planner come before SCRIPT.
+
+examples:
+  python -m planner run --budget-gb 12 train.py --epochs 3
+  python -m planner run --budget-gb 80% --plan-file plan.json -m my.training --epochs 3
+  torchrun --nproc-per-node 2 -m planner run --budget-gb 12 train.py
+
+The exit status is the script's, unless its model cannot be planned:""",
+    )
+    p.add_argument("script", metavar="SCRIPT", help="its path; after -m, the name of its module")
+    p.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="what it is given")
+    p.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module, as for python -m")
+    p.add_argument("--model", metavar="NAME", help="its variable or its class, where the script trains several")
+    p.add_argument(
+        "--plan-file", type=Path, metavar="PLAN.json", help="taken if it is for this very step; written if not there"
+    )
+    _budget_options(p)
+    _options(p)
 
 
 def _show(command: Command) -> None:
@@ -157,6 +180,14 @@ def _demo(command: Command) -> None:
     p.add_argument("--quiet", action="store_true", help="no progress bars")
 
 
+def _budget_options(p: argparse.ArgumentParser) -> None:
+    p.add_argument(
+        "--budget-gb", type=_budget, metavar="GB", help='GB of 2**30 bytes, or a share of the device, "80%%"'
+    )
+    p.add_argument("--solver", choices=list(SOLVERS), help="default: auto")
+    p.add_argument("--mode", choices=MODES, help="eager: checkpoints on modules, without torch.compile")
+
+
 def _target(p: argparse.ArgumentParser) -> None:
     p.add_argument("target", metavar="TARGET", help="FILE.py:FUNCTION or MODULE:FUNCTION; see below")
     p.add_argument(
@@ -164,6 +195,10 @@ def _target(p: argparse.ArgumentParser) -> None:
         metavar="SOURCE",
         help="the batch: FILE.py:FUNCTION or MODULE:FUNCTION that returns it, or FILE.pt that torch.save wrote",
     )
+    _options(p)
+
+
+def _options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--optimizer", help="adamw, adamw-fused, momentum, ...: count its state and its step")
     p.add_argument("--device", help="what to plan for; see `devices` (default: where the model is)")
     p.add_argument(

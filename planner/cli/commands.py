@@ -17,6 +17,7 @@ import torch
 from ..api import plan
 from ..errors import OptionError, gb
 from ..estimate.device import DEVICES, Device, find_device
+from ..launch import launch
 from ..pareto import pareto
 from ..plan import PendingPlan, Plan
 from ..report.answer import fits
@@ -108,6 +109,22 @@ def demo(options: Namespace) -> int:
     from ..demo import run
 
     return run(options.budget, options.steps, options.solver, False if options.quiet else None)
+
+
+def launched(options: Namespace) -> int:
+    """`run`; what the script raises goes through."""
+    given = {name: value for name in (*_OPTIONS, *_PLAN_ONLY) if (value := getattr(options, name, None)) is not None}
+    if options.quiet:
+        given["progress"] = False
+    return launch(
+        options.script,
+        options.arguments,
+        module=options.module,
+        which=options.model,
+        plan_file=options.plan_file,
+        quiet=options.quiet,
+        **given,
+    )
 
 
 COMMANDS: Mapping[str, Callable[[Namespace], int]] = {

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from ..capture.shapes import Maxima, layout
 from ..errors import ApplyError
+from .first_step import begin, report_after
 from .modes import refuse_compiled, trains
 
 # Where a model keeps its runtime beside `_compiled_call_impl`, which its copies lose. Python calls an object by its
@@ -64,6 +65,7 @@ class Applied:
         self.make = make
         self.warn = warn  # asked before a step until it has said what there is to say
         self.warned = False
+        self.reported = False  # what the first step showed
         self.plans: dict[Signature, Any] = {}
         self.newest: Any = None
         self.lock = threading.RLock()  # threads take turns in the forward pass
@@ -110,7 +112,18 @@ class Applied:
             if signature not in self.plans:
                 self.find(signature, args, kwargs)
             self.warned = self.warned or self.warn(self.model, self.plans[signature], self.waits())
-            return self.run(signature, args, kwargs)
+            if self.reported or self.awaits_gradients(signature):
+                return self.run(signature, args, kwargs)
+            self.reported = True
+            before = begin(self.model)
+            result = self.run(signature, args, kwargs)
+            report_after(result, self.plans.get(signature), before)
+            return result
+
+    def awaits_gradients(self, signature: Signature) -> bool:
+        """Whether the plan counts gradients of earlier microbatches, and there are none yet."""
+        accumulate = self.plans[signature].request.accumulate
+        return accumulate and all(p.grad is None for p in self.model.parameters())
 
     def find(self, signature: Signature, args: Any, kwargs: Any) -> None:
         """Find a plan for a kind of call that comes for the first time, or make one."""

@@ -1,0 +1,149 @@
+"""A plan for `transformers.Trainer`: `plan_trainer(Trainer(...), budget_gb=12).train()`."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..api import applied_plan, plan
+from ..errors import OptionError, PlanFileError, PlanWarning
+from ..plan import Plan
+from ..request import LATER
+from ..runtime.applied import attached, detach
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+
+def plan_trainer(
+    trainer: Trainer, *, budget_gb: float | str | None = None, plan_file: str | None = "plan.json", **options: Any
+) -> Trainer:
+    """Have a Trainer's model train by a plan.
+
+    The plan is made at the first step of `train()`, for the Trainer's own optimizer, gradient accumulation, precision
+    and loss, and comes off when training ends. Evaluation, prediction and what is saved are as without one.
+
+    Args:
+        trainer: whose model is planned; nothing in its arguments may checkpoint or compile the model itself.
+        budget_gb: as in `plan()`.
+        plan_file: its name in `args.output_dir`: the plan there is taken where it is for this very step, as in a run
+            that is resumed, and written where it is not; None for no file.
+        options: as in `plan()`: `dynamic` for batches whose sizes vary, `progress`, ...
+
+    Returns:
+        The same Trainer.
+
+    Raises:
+        OptionError: it is no Trainer, or one whose arguments do what the plan is to do.
+    """
+    try:
+        import transformers
+    except ImportError as e:
+        raise OptionError("plan_trainer() needs transformers: pip install 'checkpoint-planner[trainer]'") from e
+    if not isinstance(trainer, transformers.Trainer):
+        raise OptionError(f"plan_trainer() needs a transformers.Trainer; it was given a {type(trainer).__name__}")
+    for what, instead in _conflicts(trainer):
+        raise OptionError(f"{what} is set: {instead}")
+
+    class Planner(transformers.TrainerCallback):  # type: ignore[misc]
+        """Puts the plan on when training begins, takes it off when it ends, and keeps its file."""
+
+        def __init__(self) -> None:
+            self.file = None if plan_file is None else Path(trainer.args.output_dir) / plan_file
+            self.known: Plan | None = None
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            model = trainer.model
+            if attached(model) is not None:  # a run that was interrupted
+                detach(model)
+            asked: dict[str, Any] = {
+                "optimizer": getattr(trainer.optimizer, "optimizer", trainer.optimizer),
+                "accumulate": args.gradient_accumulation_steps > 1,
+                "loss_fn": loss,
+                "known": self._read(),
+            }
+            plan(model, LATER, budget_gb=budget_gb, **{**asked, **options}).apply()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            made = applied_plan(trainer.model)
+            if made is None or self.known is not None:
+                return
+            self.known = made
+            if self.file is not None and state.is_world_process_zero:
+                self.file.parent.mkdir(parents=True, exist_ok=True)
+                made.save(self.file)
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if attached(trainer.model) is not None:
+                detach(trainer.model)
+
+        def _read(self) -> Plan | None:
+            if self.known is None and self.file is not None and self.file.exists():
+                try:
+                    return Plan.load(self.file)
+                except PlanFileError as e:
+                    warnings.warn(f"{e}: planned anew, and written again", PlanWarning, stacklevel=2)
+            return self.known
+
+    loss = None
+    own = type(trainer).compute_loss is not transformers.Trainer.compute_loss
+    if own or trainer.label_smoother is not None or trainer.compute_loss_func is not None:
+        loss = _Loss(trainer)
+        trainer.compute_loss = loss.watched
+    trainer.add_callback(Planner())
+    return trainer
+
+
+def _conflicts(trainer: Any) -> list[tuple[str, str]]:
+    """Arguments of a Trainer that do what a plan is to do, or keep it from it; and what to do instead."""
+    args, model = trainer.args, trainer.model
+    fsdp = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    leave = "a plan decides itself what is recomputed; leave it out, or train without a plan"
+    checks = [
+        (args.gradient_checkpointing, "gradient_checkpointing=True", leave),
+        (getattr(model, "is_gradient_checkpointing", False), "gradient_checkpointing_enable()", leave),
+        (fsdp is not None and fsdp.activation_checkpointing, "FSDP's activation_checkpointing", leave),
+        (args.torch_compile, "torch_compile=True", "a plan compiles the model in its own way; leave it out"),
+        (trainer.is_deepspeed_enabled, "deepspeed", "its engine runs the model in its own way; train without a plan"),
+        (args.n_gpu > 1, "DataParallel", "start one process for each GPU with torchrun, or make one GPU visible"),
+    ]
+    return [(what, instead) for found, what, instead in checks if found]
+
+
+class _Loss:
+    """A Trainer's loss from an output of its model: its own `compute_loss`, with a model that has answered already.
+
+    Attributes:
+        inputs, kwargs: of the latest call of `compute_loss`.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.compute = trainer.compute_loss
+        self.inputs: dict[str, Any] = {}
+        self.kwargs: dict[str, Any] = {}
+
+    def watched(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        """`compute_loss`, which takes labels out of its inputs."""
+        self.inputs, self.kwargs = dict(inputs), kwargs
+        return self.compute(model, inputs, return_outputs, **kwargs)
+
+    def __call__(self, output: Any) -> torch.Tensor:
+        loss: torch.Tensor = self.compute(_Answered(self.trainer.model, output), dict(self.inputs), **self.kwargs)
+        return loss
+
+
+class _Answered:
+    """A model that returns what it has returned."""
+
+    def __init__(self, model: Any, output: Any) -> None:
+        self.model, self.output = model, output
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.output
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)

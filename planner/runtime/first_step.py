@@ -1,0 +1,91 @@
+"""What the first training step under a plan showed: one log line, and a warning where the prediction is off."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..capture.call import tensors_in
+from ..capture.outside import leaves
+from ..errors import PlanWarning, gb
+
+OFF = 0.03  # of the prediction: when to warn
+
+log = logging.getLogger("planner")
+
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """What torch's CUDA allocator had when a step began, in bytes: handed out, and the most ever since a reset."""
+
+    device: torch.device
+    held: int
+    most: int
+
+
+def begin(model: nn.Module) -> Before | None:
+    """What to compare with after the step; None where there is nothing to measure."""
+    device = next(model.parameters()).device
+    if device.type != "cuda":
+        return None
+    torch.cuda.current_blas_handle()  # has its workspace, which the plan counts as held all the time
+    return Before(device, torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device))
+
+
+def report_after(result: Any, plan: Any, before: Before | None) -> None:
+    """Report at the end of the backward pass of a call's result; nothing where it has none."""
+    outputs = [t for t in tensors_in(leaves(result)) if t.requires_grad]
+    handles: list[Any] = []
+
+    def began(_: torch.Tensor) -> None:
+        if handles:
+            for handle in handles:
+                handle.remove()
+            handles.clear()
+            torch.autograd.Variable._execution_engine.queue_callback(ended)  # type: ignore[attr-defined]
+
+    def ended() -> None:
+        report(plan, measured(plan, before))
+
+    handles += [t.register_hook(began) for t in outputs]  # type: ignore[no-untyped-call]
+
+
+def measured(plan: Any, before: Before | None) -> int | None:
+    """Bytes of the step's peak, as the plan counts them; None where an earlier, higher peak hides it."""
+    if before is None:
+        return None
+    most = torch.cuda.max_memory_allocated(before.device)
+    return int(plan.resident_bytes) + most - before.held if most > before.most else None
+
+
+def report(plan: Any, found: int | None) -> None:
+    """The log line, and the warning.
+
+    Args:
+        plan: what ran.
+        found: the measured peak of the step up to the end of its backward pass, in bytes; None where it is not known.
+    """
+    predicted = max(m.held_bytes for m in plan.timeline if m.phase != "optimizer")
+    of = f"of a budget of {gb(plan.budget_bytes)}, {plan.overhead:.1%} more time, estimated"
+    if plan.request.progress is not False:
+        seen = "not measured" if found is None else f"{gb(found)} measured ({found / predicted - 1:+.1%})"
+        log.info("first step: peak to the end of the backward pass %s predicted, %s; %s", gb(predicted), seen, of)
+    off = 0.0 if found is None else found / predicted - 1
+    if abs(off) <= OFF or (off < 0 and plan.request.maxima is not None):  # it may be a smaller batch
+        return
+    advice = (
+        "plan.repair() plans again with the difference taken off, and apply(verify=True) does so before the first "
+        "step; account_gb={'what it is': GB} counts what the plan does not know of"
+        if off > 0
+        else "the plan recomputes more than it has to: a larger budget_gb costs less time"
+    )
+    warnings.warn(
+        f"the first step's peak was {gb(found or 0)}, {off:+.1%} from the {gb(predicted)} predicted {of}. {advice}",
+        PlanWarning,
+        stacklevel=2,
+    )
