@@ -19,9 +19,9 @@ from torch import nn, optim
 
 from .api import plan
 from .estimate.optimizer import optimizer_memory
-from .request import GB
 from .report.terminal import style_of
 from .report.text import answer
+from .request import GB
 from .trained import BAD_INPUT, Search
 
 _OURS = (os.path.dirname(__file__) + os.sep, "<frozen runpy>")  # whose frames are not the script's

@@ -19,6 +19,9 @@ from .runtime.applied import attached
 
 DOES_NOT_FIT, BAD_INPUT = 1, 2  # exit statuses
 
+_Module: Any = nn.Module  # whose call, and
+_Optimizer: Any = optim.Optimizer  # whose constructor is watched
+
 Found = Callable[[nn.Module, list[optim.Optimizer], tuple[Any, ...], Mapping[str, Any]], None]
 
 
@@ -58,14 +61,14 @@ class Search:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Watch optimizers that are made, and calls of modules while there are some whose model was not found."""
-        init, self.call = optim.Optimizer.__init__, nn.Module.__call__
+        init, self.call = _Optimizer.__init__, _Module.__call__
 
         @wraps(init)
         def watched_init(optimizer: optim.Optimizer, *args: Any, **kwargs: Any) -> None:
             init(optimizer, *args, **kwargs)
             if not self.over:
                 self.optimizers.append(weakref.ref(optimizer))
-                nn.Module.__call__ = watched_call
+                _Module.__call__ = watched_call
 
         @wraps(self.call)
         def watched_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -74,12 +77,12 @@ class Search:
                     self._see(module, args, kwargs)
             return self.call(module, *args, **kwargs)
 
-        optim.Optimizer.__init__ = watched_init  # type: ignore[method-assign]
+        _Optimizer.__init__ = watched_init
         try:
             yield
         finally:
-            optim.Optimizer.__init__ = init  # type: ignore[method-assign]
-            nn.Module.__call__ = self.call
+            _Optimizer.__init__ = init
+            _Module.__call__ = self.call
 
     def _see(self, called: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         optimizers = [o for ref in self.optimizers if (o := ref()) is not None]
@@ -92,11 +95,11 @@ class Search:
                 self.choice = self.choice or _choose(model, trained, self.wanted)
             if self.choice not in (None, model):
                 return
-            nn.Module.__call__ = self.call  # what plans calls modules, and makes optimizers
+            _Module.__call__ = self.call  # what plans calls modules, and makes optimizers
             self.over = True
             self.found(model, [o for o in optimizers if _parameters([o]) & own], args, kwargs)
             self.over = self.wanted is not None
-        nn.Module.__call__ = self.call
+        _Module.__call__ = self.call
         self.optimizers.clear()
         self.choice = None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -14,13 +14,10 @@ from ..plan import Plan
 from ..request import LATER
 from ..runtime.applied import attached, detach
 
-if TYPE_CHECKING:
-    from transformers import Trainer
-
 
 def plan_trainer(
-    trainer: Trainer, *, budget_gb: float | str | None = None, plan_file: str | None = "plan.json", **options: Any
-) -> Trainer:
+    trainer: Any, *, budget_gb: float | str | None = None, plan_file: str | None = "plan.json", **options: Any
+) -> Any:
     """Have a Trainer's model train by a plan.
 
     The plan is made at the first step of `train()`, for the Trainer's own optimizer, gradient accumulation, precision
@@ -43,16 +40,17 @@ def plan_trainer(
         import transformers
     except ImportError as e:
         raise OptionError("plan_trainer() needs transformers: pip install 'checkpoint-planner[trainer]'") from e
-    if not isinstance(trainer, transformers.Trainer):
+    if not issubclass(type(trainer), transformers.Trainer):
         raise OptionError(f"plan_trainer() needs a transformers.Trainer; it was given a {type(trainer).__name__}")
     for what, instead in _conflicts(trainer):
         raise OptionError(f"{what} is set: {instead}")
 
-    class Planner(transformers.TrainerCallback):  # type: ignore[misc]
+    file = None if plan_file is None else Path(trainer.args.output_dir) / plan_file
+
+    class Planner(transformers.TrainerCallback):
         """Puts the plan on when training begins, takes it off when it ends, and keeps its file."""
 
         def __init__(self) -> None:
-            self.file = None if plan_file is None else Path(trainer.args.output_dir) / plan_file
             self.known: Plan | None = None
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -72,23 +70,23 @@ def plan_trainer(
             if made is None or self.known is not None:
                 return
             self.known = made
-            if self.file is not None and state.is_world_process_zero:
-                self.file.parent.mkdir(parents=True, exist_ok=True)
-                made.save(self.file)
+            if file is not None and state.is_world_process_zero:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                made.save(file)
 
         def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if attached(trainer.model) is not None:
                 detach(trainer.model)
 
         def _read(self) -> Plan | None:
-            if self.known is None and self.file is not None and self.file.exists():
+            if self.known is None and file is not None and file.exists():
                 try:
-                    return Plan.load(self.file)
+                    return Plan.load(file)
                 except PlanFileError as e:
                     warnings.warn(f"{e}: planned anew, and written again", PlanWarning, stacklevel=2)
             return self.known
 
-    loss = None
+    loss: _Loss | None = None
     own = type(trainer).compute_loss is not transformers.Trainer.compute_loss
     if own or trainer.label_smoother is not None or trainer.compute_loss_func is not None:
         loss = _Loss(trainer)
@@ -99,12 +97,13 @@ def plan_trainer(
 
 def _conflicts(trainer: Any) -> list[tuple[str, str]]:
     """Arguments of a Trainer that do what a plan is to do, or keep it from it; and what to do instead."""
-    args, model = trainer.args, trainer.model
+    args, modules = trainer.args, trainer.model.modules()
     fsdp = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     leave = "a plan decides itself what is recomputed; leave it out, or train without a plan"
     checks = [
+        (getattr(args, "activation_checkpointing", False), "activation_checkpointing=True", leave),
         (args.gradient_checkpointing, "gradient_checkpointing=True", leave),
-        (getattr(model, "is_gradient_checkpointing", False), "gradient_checkpointing_enable()", leave),
+        (any(getattr(m, "gradient_checkpointing", False) for m in modules), "gradient_checkpointing_enable()", leave),
         (fsdp is not None and fsdp.activation_checkpointing, "FSDP's activation_checkpointing", leave),
         (args.torch_compile, "torch_compile=True", "a plan compiles the model in its own way; leave it out"),
         (trainer.is_deepspeed_enabled, "deepspeed", "its engine runs the model in its own way; train without a plan"),

@@ -47,7 +47,7 @@ def report_after(result: Any, plan: Any, before: Before | None) -> None:
             for handle in handles:
                 handle.remove()
             handles.clear()
-            torch.autograd.Variable._execution_engine.queue_callback(ended)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(ended)
 
     def ended() -> None:
         report(plan, measured(plan, before))
