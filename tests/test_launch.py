@@ -1,0 +1,353 @@
+"""`python -m planner run`: scripts train by a plan, and are otherwise run as Python runs them."""
+
+import json
+import os
+import subprocess
+import sys
+from itertools import accumulate
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from planner import ModelError, PlanWarning, applied_plan, plan
+from planner.__main__ import main
+from planner.errors import gb
+from planner.runtime.first_step import report
+from planner.trained import Search
+
+ROOT = Path(__file__).parent.parent
+TRAIN = '''
+"""Trains a classifier on random points."""
+
+import argparse
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.data import DataLoader, Dataset
+
+
+class Points(Dataset):
+    def __init__(self, n, width):
+        self.x = torch.randn(n, width, generator=torch.Generator().manual_seed(0))
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, i):
+        return self.x[i], int(self.x[i].sum() > 0)
+
+
+class Net(nn.Module):
+    def __init__(self, width, depth):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+        self.head = nn.Linear(width, 2)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + torch.nn.functional.gelu(layer(x))
+        return self.head(x)
+
+
+def evaluate(model, loader):
+    model.eval()
+    with torch.no_grad():
+        right = sum((model(x).argmax(1) == y).sum().item() for x, y in loader)
+    model.train()
+    return right
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--batch-size", type=int, default=1024)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--profile")
+    args = parser.parse_args()
+
+    torch.manual_seed(1)
+    loader = DataLoader(
+        Points(2 * args.batch_size, 64),
+        args.batch_size,
+        shuffle=True,
+        num_workers=args.workers,
+        multiprocessing_context="spawn" if args.workers else None,
+    )
+    model = Net(64, 16)
+    print(evaluate(model, loader))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, len(loader))
+    scaler = torch.amp.GradScaler("cpu")
+    criterion = nn.CrossEntropyLoss()
+
+    def step(x, y):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = criterion(model(x), y)
+        scaler.scale(loss).backward()
+        return loss.item()
+
+    for x, y in loader:
+        print(step(x, y))
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step()
+        optimizer.zero_grad()
+    print(evaluate(model, loader))
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step(x, y)
+    profiler.export_chrome_trace(args.profile)
+
+
+if __name__ == "__main__":
+    main()
+'''
+AS_PYTHON = """
+import sys
+print(sys.argv, __name__, __file__, __spec__, sys.path[0], sorted(globals()))
+
+class Mine(Exception):
+    pass
+
+def fails():
+    raise Mine("on purpose")
+
+def main():
+    fails()
+
+main()
+"""
+EVALUATES = """
+import sys
+import torch
+
+model = torch.nn.Linear(3, 3)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+with torch.no_grad():
+    print(model(torch.ones(1, 3)).shape)
+sys.exit()
+"""
+RANKS = """
+import os
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+layers = [layer for _ in range(4) for layer in (torch.nn.Linear(64, 64), torch.nn.GELU())]
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*layers))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+torch.manual_seed(dist.get_rank())
+for _ in range(2):
+    loss = model(torch.randn(256, 64)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+with open(f"{os.environ['LOSSES']}{dist.get_rank()}", "w") as file:
+    file.write(repr(loss.item()))
+dist.destroy_process_group()
+"""
+TIGHT = ("--budget-gb", "0.0034", "--solver", "chen")
+
+
+def run(folder, *arguments, **more):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **more}
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)], cwd=folder, env=environment, capture_output=True, text=True, timeout=100
+    )
+
+
+def script(folder, text, name="train.py"):
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def traced_peak(trace):
+    events = [e for e in json.loads(trace.read_text())["traceEvents"] if e["name"] == "[memory]"]
+    events.sort(key=lambda e: (e["ts"], e["args"]["Ev Idx"]))
+    return max(accumulate(e["args"]["Bytes"] for e in events))
+
+
+def test_a_script_trains_as_before_at_half_of_the_peak(tmp_path):
+    script(tmp_path, TRAIN)
+    usual = run(tmp_path, "train.py", "--profile", "usual.json")
+    command = ("-m", "planner", "run", *TIGHT, "--plan-file", "plan.json", "train.py", "--workers", 1)
+    planned = run(tmp_path, *command, "--profile", "planned.json")
+    assert usual.returncode == planned.returncode == 0, planned.stderr
+    assert usual.stdout == planned.stdout
+    assert traced_peak(tmp_path / "planned.json") < traced_peak(tmp_path / "usual.json") / 2
+    assert "planner: Net is planned." in planned.stderr
+    assert "planner: Fits: peak 2." in planned.stderr
+    assert planned.stderr.count("first step: peak") == 1
+
+    again = run(tmp_path, *command[:-2], "--profile", "again.json")
+    assert again.stdout == usual.stdout
+    assert "plan.json" in again.stderr  # says where the schedule is from
+
+
+def test_a_script_meets_what_python_gives_it(tmp_path):
+    (tmp_path / "sub").mkdir()
+    script(tmp_path / "sub", AS_PYTHON)
+    usual = run(tmp_path, "sub/train.py", "--lr", 3, "-m", "x")
+    ours = run(tmp_path, "-m", "planner", "run", "--budget-gb", 1, "sub/train.py", "--lr", 3, "-m", "x")
+    assert usual.returncode == 1
+    assert (ours.stdout, ours.stderr, ours.returncode) == (usual.stdout, usual.stderr, usual.returncode)
+
+
+def test_a_script_that_only_evaluates_is_left_alone(tmp_path):
+    script(tmp_path, EVALUATES)
+    found = run(tmp_path, "-m", "planner", "run", "--budget-gb", 1, "-m", "train")
+    assert (found.returncode, found.stdout) == (0, "torch.Size([1, 3])\n")
+    assert "nothing was planned" in found.stderr
+
+
+def test_what_does_not_fit_ends_the_script(tmp_path):
+    script(tmp_path, TRAIN.replace("    main()", "    try:\n        main()\n    except Exception:\n        pass"))
+    found = run(tmp_path, "-m", "planner", "run", "--budget-gb", "0.001", "--solver", "chen", "train.py")
+    assert found.returncode == 1
+    assert "InfeasibleBudgetError: budget_gb=0.001" in found.stderr
+    assert "Traceback" not in found.stderr
+
+
+def test_a_script_that_is_not_there_is_bad_input(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["run", "--budget-gb", "1", "absent.py"])
+    assert "there is no script 'absent.py'" in capsys.readouterr().err
+
+
+def test_every_rank_of_torchrun_plans(tmp_path):
+    script(tmp_path, RANKS)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
+    launcher = ("-m", "planner", "run", "--budget-gb", "0.0012")
+    ran = run(tmp_path, *torchrun, *launcher, "train.py", LOSSES=str(tmp_path / "loss"))
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stderr.count("Sequential is planned") == 1
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU())])
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    batches = []
+    for rank in (0, 1):
+        torch.manual_seed(rank)
+        batches.append([torch.randn(256, 64) for _ in range(2)])
+    for step in range(2):
+        losses = [model(batches[rank][step]).square().mean() for rank in (0, 1)]
+        (sum(losses) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = [float((tmp_path / f"loss{rank}").read_text()) for rank in (0, 1)]
+    assert found == pytest.approx([loss.item() for loss in losses], rel=1e-5)
+
+
+def searched(wanted=None):
+    found = []
+    return found, Search(wanted, lambda model, optimizers, args, kwargs: found.append((model, optimizers)))
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4))
+
+
+def test_two_models_are_named_and_one_is_chosen(capsys):
+    def train():
+        generator, critic = nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 1)
+        both = [torch.optim.SGD(m.parameters(), 0.1) for m in (generator, critic)]
+        critic(generator(torch.ones(2, 4))).mean().backward()
+        return generator, critic, both
+
+    found, search = searched()
+    with search.watching(), pytest.raises(SystemExit, match="2"):
+        train()
+    said = capsys.readouterr().err
+    assert "generator (of class Sequential, 20 parameters), critic (of class Linear, 5 parameters)" in said
+    assert "--model generator" in said
+    assert found == []
+    for name in ("critic", "Linear"):
+        found, search = searched(name)
+        with search.watching():
+            _, critic, both = train()
+        assert found == [(critic, both[1:])]
+    found, search = searched("discriminator")
+    with search.watching(), pytest.raises(SystemExit, match="2"):
+        train()
+    assert "--model discriminator is none of what the script trains: generator (" in capsys.readouterr().err
+
+
+def test_parts_that_are_called_by_themselves_are_named(capsys):
+    class Loop:
+        def __init__(self):
+            self.model = Pair()
+
+        def train(self):
+            optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
+            self.model.decoder(self.model.encoder(torch.ones(2, 4))).mean().backward()
+            return optimizer
+
+    loop = Loop()
+    found, search = searched()
+    with search.watching(), pytest.raises(SystemExit):
+        loop.train()
+    assert "model.encoder (of class Linear, 20 parameters)" in capsys.readouterr().err
+    found, search = searched("decoder")
+    with search.watching():
+        loop.train()
+    assert [model for model, _ in found] == [loop.model.decoder]
+
+
+def test_one_model_after_another_is_found_and_what_is_watched_is_put_back():
+    before = nn.Module.__call__, torch.optim.Optimizer.__init__
+    found, search = searched()
+    models = [nn.Linear(4, 4) for _ in range(3)]
+    teacher = nn.Linear(4, 4)
+    with search.watching():
+        for model in models[:2]:
+            model(torch.ones(1, 4))  # before there is an optimizer
+            optimizer = torch.optim.Adam(model.parameters())
+            model.eval()(torch.ones(1, 4))
+            with torch.no_grad():
+                model.train()(torch.ones(1, 4))
+            teacher(torch.ones(1, 4))
+            assert model not in [m for m, _ in found]
+            nn.Sequential(model)(torch.ones(1, 4))
+            assert list(found[-1][0].children()) == [model]
+            assert found[-1][1] == [optimizer]
+    assert len(found) == 2
+    assert (nn.Module.__call__, torch.optim.Optimizer.__init__) == before
+
+
+def test_a_wrapped_model_is_refused():
+    wrapped = nn.DataParallel(nn.Linear(4, 4))
+    p = plan(wrapped.module, torch.ones(2, 4), budget_gb=1)
+    for refused in (lambda: plan(wrapped, torch.ones(2, 4), budget_gb=1), lambda: p.apply(wrapped)):
+        with pytest.raises(ModelError, match=r"Linear is wrapped in DataParallel already.*then wrap the model"):
+            refused()
+
+
+def test_one_line_after_the_first_step(caplog, recwarn):
+    def said():
+        return [record.message for record in caplog.records if record.name == "planner"]
+
+    caplog.set_level("INFO", "planner")
+    for progress in (None, False):
+        model = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(8, 8), nn.Tanh())])
+        plan(model, budget_gb=1, progress=progress).apply()
+        loss = model(torch.ones(2, 8)).mean()
+        assert said() == []
+        loss.backward()
+        model(torch.ones(2, 8)).mean().backward()
+        p = applied_plan(model)
+        line = f"{gb(p.phase_peaks['backward'])} predicted, not measured"
+        assert [line in text for text in said()] == ([True] if progress is None else [])
+        caplog.clear()
+
+    predicted = max(p.phase_peaks.values())
+    report(p, round(predicted * 1.02))
+    assert [w for w in recwarn if w.category is PlanWarning] == []
+    for share, advice in ((1.1, r"\+10.*repair\(\)"), (0.9, "-10.*larger budget_gb")):
+        with pytest.warns(PlanWarning, match=advice):
+            report(p, round(predicted * share))

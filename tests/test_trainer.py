@@ -1,0 +1,179 @@
+"""`transformers.Trainer` under a plan: same losses, checkpoints that go both ways, and what is refused."""
+
+import json
+import logging
+
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, get_peft_model
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+from planner import OptionError, PlanWarning, applied_plan
+from planner.integrations.trainer import plan_trainer
+from planner.runtime.applied import attached
+
+from .measure import peak_of
+
+BUDGET = 0.0045  # GB; a plan has to recompute
+
+
+class Watched(transformers.TrainerCallback):
+    """What was on the model while it trained."""
+
+    def __init__(self):
+        self.plans, self.model = [], None
+
+    def on_step_end(self, args, state, control, model=None, **_):
+        self.model = model
+        runtime = attached(model)
+        self.plans = [] if runtime is None else list(runtime.plans.values())
+
+
+def model(seed=0):
+    torch.manual_seed(seed)
+    config = GPT2Config(
+        n_layer=3, n_embd=64, n_head=2, vocab_size=96, n_positions=32, bos_token_id=None, eos_token_id=None
+    )
+    return GPT2LMHeadModel(config)
+
+
+def rows(n):
+    ids = torch.randint(0, 96, (n, 32), generator=torch.Generator().manual_seed(0))
+    return [{"input_ids": row, "labels": row} for row in ids]
+
+
+def trainer(folder, net=None, kind=Trainer, more=None, **arguments):
+    given = {"max_steps": 2, "per_device_train_batch_size": 8, "save_strategy": "no", **arguments}
+    args = TrainingArguments(
+        str(folder), logging_steps=1, use_cpu=True, report_to=[], disable_tqdm=True, seed=3, **given
+    )
+    return kind(
+        model=model() if net is None else net, args=args, train_dataset=rows(32), eval_dataset=rows(8), **(more or {})
+    )
+
+
+def trained(t, resume=None):
+    watched = Watched()
+    t.add_callback(watched)
+    t.train(resume_from_checkpoint=resume)
+    keys = ("loss", "eval_loss", "grad_norm")
+    return [{k: entry[k] for k in keys if k in entry} for entry in t.state.log_history], watched
+
+
+def planned(t, budget=BUDGET, **options):
+    assert plan_trainer(t, budget_gb=budget, solver="chen", progress=False, **options) is t
+    return t
+
+
+@pytest.fixture(autouse=True)
+def quiet(caplog):
+    torch.set_num_threads(1)
+    caplog.set_level(logging.WARNING)
+
+
+def test_losses_checkpoints_and_evaluation_are_those_without_a_plan(tmp_path):
+    saves = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    saves["gradient_accumulation_steps"] = 2
+    usual, _ = trained(trainer(tmp_path / "usual", **saves))
+    t = planned(trainer(tmp_path / "ours", **saves))
+    ours, watched = trained(t)
+    assert ours == usual
+    assert len(watched.plans) == 1
+    assert watched.plans[0].request.accumulate
+    assert any(d.action == "recompute" for d in watched.plans[0].decisions)
+    assert applied_plan(t.model) is None
+
+    checkpoint = {name: tmp_path / name / "checkpoint-2" for name in ("usual", "ours")}
+    without, _ = trained(trainer(tmp_path / "usual", **saves), checkpoint["ours"])
+    t = planned(trainer(tmp_path / "ours", **saves))
+    under, watched = trained(t, checkpoint["usual"])
+    assert without == under == usual
+    assert "plan.json" in watched.plans[0].note  # whose schedule was taken
+
+
+def test_a_damaged_plan_file_is_planned_anew(tmp_path):
+    (tmp_path / "plan.json").write_text("{")
+    with pytest.warns(PlanWarning, match=r"plan\.json.*planned anew"):
+        trained(planned(trainer(tmp_path, max_steps=1)))
+    assert json.loads((tmp_path / "plan.json").read_text())
+
+
+def test_the_optimizer_and_the_precision_are_the_trainers_own(tmp_path):
+    arguments = {"bf16": True, "optim": "sgd", "max_grad_norm": 0.0}
+    usual, _ = trained(trainer(tmp_path, **arguments))
+    t = planned(trainer(tmp_path, **arguments), plan_file=None)
+    ours, watched = trained(t)
+    p = watched.plans[0]
+    assert p.account["optimizer state"] == 0
+    assert any("to_copy" in d.name for d in p.decisions)  # of autocast
+    # torch.compile, with or without a plan, rounds some gradients of bfloat16 otherwise
+    for mine, theirs in zip(ours, usual, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-2)
+    assert not (tmp_path / "plan.json").exists()
+
+
+def mean_of_losses(outputs, labels, num_items_in_batch=None):
+    logits = outputs.logits[:, :-1].float()
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), reduction="mean")
+
+
+class Weighted(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs)
+        loss = outputs.loss + outputs.logits.float().square().mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "more"),
+    [
+        (Trainer, {"label_smoothing_factor": 0.1}, {}),
+        (Trainer, {}, {"compute_loss_func": mean_of_losses}),
+        (Weighted, {}, {}),
+    ],
+    ids=["label smoothing", "compute_loss_func", "compute_loss"],
+)
+def test_the_loss_is_the_trainers_own_and_its_peak_is_predicted(tmp_path, kind, arguments, more):
+    usual, _ = trained(trainer(tmp_path, kind=kind, more=more, **arguments))
+    t = planned(trainer(tmp_path, kind=kind, more=more, **arguments), budget=1, plan_file=None)
+    ours, watched = trained(t)
+    assert ours == usual
+    (p,) = watched.plans
+    p.apply()
+    batch = {name: torch.stack([row[name] for row in t.train_dataset[:8]]) for name in ("input_ids", "labels")}
+
+    def step():
+        t.compute_loss(t.model, dict(batch), num_items_in_batch=torch.tensor(8 * 31)).backward()
+
+    step()
+    t.model.zero_grad()
+    seen = peak_of(step, tmp_path) + p.resident_bytes
+    assert max(p.phase_peaks[phase] for phase in ("forward", "loss", "backward")) == pytest.approx(seen, rel=0.03)
+
+
+def test_adapters_train_by_a_plan(tmp_path):
+    def adapted():
+        torch.manual_seed(1)
+        return get_peft_model(model(), LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True))
+
+    usual, _ = trained(trainer(tmp_path, adapted()))
+    t = planned(trainer(tmp_path, adapted()), budget=1)
+    ours, watched = trained(t)
+    assert ours == usual
+    assert watched.plans[0].account["gradients"] < 50_000
+    t.save_model(str(tmp_path / "adapter"))
+    assert (tmp_path / "adapter" / "adapter_config.json").exists()
+
+
+def test_what_would_double_up_is_refused(tmp_path):
+    with pytest.raises(OptionError, match="checkpointing=True is set: a plan decides itself what is recomputed"):
+        planned(trainer(tmp_path, gradient_checkpointing=True))
+    net = model()
+    net.gradient_checkpointing_enable()
+    with pytest.raises(OptionError, match=r"gradient_checkpointing_enable\(\) is set"):
+        planned(trainer(tmp_path, net))
+    with pytest.raises(OptionError, match="torch_compile=True is set"):
+        planned(trainer(tmp_path, torch_compile=True, torch_compile_backend="eager"))
+    with pytest.raises(OptionError, match="needs a transformers.Trainer; it was given a GPT2LMHeadModel"):
+        planned(model())
