@@ -15,7 +15,7 @@ from planner.runtime.applied import attached
 
 from .measure import peak_of
 
-BUDGET = 0.0045  # GB; a plan has to recompute
+BUDGET = 0.0048  # GB; a plan has to recompute
 
 
 class Watched(transformers.TrainerCallback):
@@ -33,7 +33,7 @@ class Watched(transformers.TrainerCallback):
 def model(seed=0):
     torch.manual_seed(seed)
     config = GPT2Config(
-        n_layer=3, n_embd=64, n_head=2, vocab_size=96, n_positions=32, bos_token_id=None, eos_token_id=None
+        n_layer=2, n_embd=64, n_head=2, vocab_size=96, n_positions=32, bos_token_id=None, eos_token_id=None
     )
     return GPT2LMHeadModel(config)
 
@@ -161,7 +161,7 @@ def test_adapters_train_by_a_plan(tmp_path):
     t = planned(trainer(tmp_path, adapted()), budget=1)
     ours, watched = trained(t)
     assert ours == usual
-    assert watched.plans[0].account["gradients"] < 50_000
+    assert watched.plans[0].account["optimizer state"] < 50_000
     t.save_model(str(tmp_path / "adapter"))
     assert (tmp_path / "adapter" / "adapter_config.json").exists()
 
@@ -175,5 +175,5 @@ def test_what_would_double_up_is_refused(tmp_path):
         planned(trainer(tmp_path, net))
     with pytest.raises(OptionError, match="torch_compile=True is set"):
         planned(trainer(tmp_path, torch_compile=True, torch_compile_backend="eager"))
-    with pytest.raises(OptionError, match="needs a transformers.Trainer; it was given a GPT2LMHeadModel"):
+    with pytest.raises(OptionError, match=r"needs a transformers\.Trainer; it was given a GPT2LMHeadModel"):
         planned(model())
