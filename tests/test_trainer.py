@@ -1,4 +1,4 @@
-"""`transformers.Trainer` under a plan: same losses, checkpoints that go both ways, and what is refused."""
+"""`transformers.Trainer` and `accelerate` under a plan: same losses, checkpoints that go both ways, what is refused."""
 
 import json
 import logging
@@ -6,10 +6,12 @@ import logging
 import pytest
 import torch
 import transformers
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from peft import LoraConfig, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-from planner import OptionError, PlanWarning, applied_plan
+from planner import OptionError, PlanWarning, applied_plan, plan
 from planner.integrations.trainer import plan_trainer
 from planner.runtime.applied import attached
 
@@ -177,3 +179,36 @@ def test_what_would_double_up_is_refused(tmp_path):
         planned(trainer(tmp_path, torch_compile=True, torch_compile_backend="eager"))
     with pytest.raises(OptionError, match=r"needs a transformers\.Trainer; it was given a GPT2LMHeadModel"):
         planned(model())
+
+
+@pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
+def test_accelerate_prepares_a_planned_model_and_a_prepared_one_is_planned(tmp_path, mixed_precision):
+    def losses(when):
+        AcceleratorState._reset_state(True)
+        accelerator = Accelerator(cpu=True, mixed_precision=mixed_precision, gradient_accumulation_steps=2)
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(*[f for _ in range(8) for f in (torch.nn.Linear(64, 64), torch.nn.GELU())])
+        optimizer = torch.optim.AdamW(net.parameters())
+        loader = torch.utils.data.DataLoader(torch.randn(1024, 64), batch_size=256)
+        budget_gb = 0.0014 if mixed_precision == "no" else 0.00115
+        p = plan(net, budget_gb=budget_gb, optimizer=optimizer, solver="chen", accumulate=True)
+        if when == "before":
+            p.apply()
+        prepared, optimizer, loader = accelerator.prepare(net, optimizer, loader)
+        if when == "after":
+            p.apply()
+        found = []
+        for x in loader:
+            with accelerator.accumulate(prepared):
+                loss = prepared(x).square().mean()
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(loss.item())
+        if when != "never":
+            assert any(d.action == "recompute" for d in p.decisions)
+            assert accelerator.unwrap_model(prepared) is net
+            accelerator.save_model(prepared, tmp_path / when)
+        return found
+
+    assert losses("before") == losses("after") == losses("never")

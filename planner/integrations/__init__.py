@@ -1,1 +1,4 @@
-"""Plans in other libraries' training loops; each module needs its library only when it is used."""
+"""Plans in other libraries' training loops; each module needs its library only when it is used.
+
+`accelerate` needs none: `plan(model, ...).apply()` works before and after `accelerator.prepare(model)`.
+"""

@@ -60,8 +60,11 @@ def measured(plan: Any, before: Before | None) -> int | None:
     """Bytes of the step's peak, as the plan counts them; None where an earlier, higher peak hides it."""
     if before is None:
         return None
+    from .verify import FOUND  # which runs plans, and they come here
+
     most = torch.cuda.max_memory_allocated(before.device)
-    return int(plan.resident_bytes) + most - before.held if most > before.most else None
+    resident = int(plan.resident_bytes) - plan.account.get(FOUND, 0)
+    return resident + most - before.held if most > before.most else None
 
 
 def report(plan: Any, found: int | None) -> None:
