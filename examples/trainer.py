@@ -1,6 +1,6 @@
 """A `transformers.Trainer` that trains by a plan: `plan_trainer(trainer, budget_gb=...)`.
 
-    python examples/trainer.py runs/gpt2 --budget-gb 0.012
+    python examples/trainer.py runs/gpt2 --budget-gb 0.009
 
 Needs the extra `trainer`. The plan is in `runs/gpt2/plan.json`; `--resume` goes on from the last checkpoint there, with
 or without a plan.
@@ -27,7 +27,7 @@ def main() -> None:
     logging.getLogger("planner").setLevel(logging.INFO)  # one line after the first step
 
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=128, n_positions=64, n_embd=64, n_layer=3, n_head=2))
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=128, n_positions=64, n_embd=64, n_layer=2, n_head=2))
     rows = [(torch.arange(64) + start) % 128 for start in range(32)]
     arguments = TrainingArguments(
         options.folder,

@@ -70,11 +70,11 @@ def launch(
     def found(
         model: nn.Module, optimizers: list[optim.Optimizer], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        given = dict(options)
+        given = options if first else {**options, "progress": False}
         if given.get("optimizer") is None:
-            given |= counted(optimizers, model, given.get("account_gb") or {})
+            given = given | counted(optimizers, model, given.get("account_gb") or {})
         if plan_file is not None and plan_file.exists():
-            given["known"] = plan_file
+            given = given | {"known": plan_file}
         made = plan(model, args, kwargs, **given)
         made.apply()
         planned.append(type(model).__name__)

@@ -44,7 +44,7 @@ def test_plain_loop(run, tmp_path, caplog):
 
 def test_trainer(run, tmp_path):
     usual = run("trainer.py", tmp_path / "usual")
-    planned = run("trainer.py", tmp_path / "planned", "--budget-gb", "0.009")
+    planned = run("trainer.py", tmp_path / "planned", "--budget-gb", "0.0075")
     assert len(usual) == 4
     assert planned == usual
     assert (tmp_path / "planned" / "plan.json").exists()

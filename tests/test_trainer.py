@@ -11,7 +11,7 @@ from accelerate.state import AcceleratorState
 from peft import LoraConfig, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-from planner import OptionError, PlanWarning, applied_plan, plan
+from planner import BudgetError, OptionError, PlanWarning, applied_plan, plan
 from planner.integrations.trainer import plan_trainer
 from planner.runtime.applied import attached
 
@@ -32,10 +32,10 @@ class Watched(transformers.TrainerCallback):
         self.plans = [] if runtime is None else list(runtime.plans.values())
 
 
-def model(seed=0):
-    torch.manual_seed(seed)
+def model(layers=2):
+    torch.manual_seed(0)
     config = GPT2Config(
-        n_layer=2, n_embd=64, n_head=2, vocab_size=96, n_positions=32, bos_token_id=None, eos_token_id=None
+        n_layer=layers, n_embd=64, n_head=2, vocab_size=96, n_positions=32, bos_token_id=None, eos_token_id=None
     )
     return GPT2LMHeadModel(config)
 
@@ -97,7 +97,7 @@ def test_losses_checkpoints_and_evaluation_are_those_without_a_plan(tmp_path):
 def test_a_damaged_plan_file_is_planned_anew(tmp_path):
     (tmp_path / "plan.json").write_text("{")
     with pytest.warns(PlanWarning, match=r"plan\.json.*planned anew"):
-        trained(planned(trainer(tmp_path, max_steps=1)))
+        trained(planned(trainer(tmp_path, model(1), max_steps=1)))
     assert json.loads((tmp_path / "plan.json").read_text())
 
 
@@ -137,8 +137,8 @@ class Weighted(Trainer):
     ids=["label smoothing", "compute_loss_func", "compute_loss"],
 )
 def test_the_loss_is_the_trainers_own_and_its_peak_is_predicted(tmp_path, kind, arguments, more):
-    usual, _ = trained(trainer(tmp_path, kind=kind, more=more, **arguments))
-    t = planned(trainer(tmp_path, kind=kind, more=more, **arguments), budget=1, plan_file=None)
+    usual, _ = trained(trainer(tmp_path, model(1), kind=kind, more=more, **arguments))
+    t = planned(trainer(tmp_path, model(1), kind=kind, more=more, **arguments), budget=1, plan_file=None)
     ours, watched = trained(t)
     assert ours == usual
     (p,) = watched.plans
@@ -151,13 +151,13 @@ def test_the_loss_is_the_trainers_own_and_its_peak_is_predicted(tmp_path, kind, 
     step()
     t.model.zero_grad()
     seen = peak_of(step, tmp_path) + p.resident_bytes
-    assert max(p.phase_peaks[phase] for phase in ("forward", "loss", "backward")) == pytest.approx(seen, rel=0.03)
+    assert max(p.phase_peaks[phase] for phase in ("forward", "loss", "backward")) == pytest.approx(seen, rel=0.04)
 
 
 def test_adapters_train_by_a_plan(tmp_path):
     def adapted():
         torch.manual_seed(1)
-        return get_peft_model(model(), LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True))
+        return get_peft_model(model(1), LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True))
 
     usual, _ = trained(trainer(tmp_path, adapted()))
     t = planned(trainer(tmp_path, adapted()), budget=1)
@@ -179,6 +179,8 @@ def test_what_would_double_up_is_refused(tmp_path):
         planned(trainer(tmp_path, torch_compile=True, torch_compile_backend="eager"))
     with pytest.raises(OptionError, match=r"needs a transformers\.Trainer; it was given a GPT2LMHeadModel"):
         planned(model())
+    with pytest.raises(BudgetError, match="budget_gb=-1"):
+        planned(trainer(tmp_path), budget=-1)
 
 
 @pytest.mark.parametrize("mixed_precision", ["no", "bf16"])

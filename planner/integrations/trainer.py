@@ -12,7 +12,7 @@ from ..api import applied_plan, plan
 from ..errors import OptionError, PlanFileError, PlanWarning
 from ..plan import Plan
 from ..request import LATER
-from ..runtime.applied import attached, detach
+from ..runtime.applied import attached, detach, without_batch
 
 
 def plan_trainer(
@@ -35,6 +35,7 @@ def plan_trainer(
 
     Raises:
         OptionError: it is no Trainer, or one whose arguments do what the plan is to do.
+        PlannerError: of `plan()`, for other arguments; and in `train()`, where no plan fits.
     """
     try:
         import transformers
@@ -45,6 +46,7 @@ def plan_trainer(
     for what, instead in _conflicts(trainer):
         raise OptionError(f"{what} is set: {instead}")
 
+    plan(trainer.model, LATER, budget_gb=budget_gb, **options)  # refuses arguments now
     file = None if plan_file is None else Path(trainer.args.output_dir) / plan_file
 
     class Planner(transformers.TrainerCallback):
@@ -69,7 +71,7 @@ def plan_trainer(
             made = applied_plan(trainer.model)
             if made is None or self.known is not None:
                 return
-            self.known = made
+            self.known = without_batch(made)
             if file is not None and state.is_world_process_zero:
                 file.parent.mkdir(parents=True, exist_ok=True)
                 made.save(file)

@@ -12,10 +12,9 @@ pytestmark = needs_cuda
 def test_the_first_step_is_measured_and_within_3_percent(caplog, recwarn):
     caplog.set_level("INFO", "planner")
     layers = [layer for _ in range(8) for layer in (torch.nn.Linear(1024, 1024), torch.nn.GELU())]
-    model = torch.nn.Sequential(*layers)
+    model = torch.nn.Sequential(*layers).cuda()
     optimizer = torch.optim.AdamW(model.parameters())
-    plan(model, budget_gb="50%", optimizer=optimizer, device="cuda").apply()
-    model.cuda()
+    plan(model, budget_gb="50%", optimizer=optimizer).apply()
     model(torch.randn(32768, 1024, device="cuda")).square().mean().backward()
     (line,) = [r.message for r in caplog.records if r.name == "planner"]
     assert "measured (" in line
