@@ -38,6 +38,7 @@ def parser() -> Parser:
         epilog=f"""examples:
   python -m planner plan train.py:make --budget-gb 12 --save plan.json
   python -m planner show plan.json --explain model.layers.3.mlp
+  python -m planner run --budget-gb 12 train.py --epochs 3
   python -m planner devices
 
 {STATUS}""",
