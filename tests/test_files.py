@@ -21,6 +21,8 @@ from torch import nn
 
 import planner.eager.pipeline
 import planner.pipeline
+import planner.report.html
+import planner.report.text  # reading a file must import nothing: what draws it is here already
 from planner import ApplyError, OptionError, Plan, PlanFileError, PlanWarning, applied_plan, plan
 from planner.files import VERSION, plan_file_schema
 from planner.schema import LARGEST
