@@ -2,6 +2,7 @@
 
 import copy
 import random
+import re
 
 import pytest
 import torch
@@ -347,8 +348,12 @@ class Deciding(nn.Module):
 
 def test_what_depends_on_values_is_named():
     case = case_of(Block(), Deciding())
+    note = plan(case.model, case.batch, budget_gb=1, mode="eager").note
+    assert re.search(r"test_eager\.py:\d+: return x if .* another way may take more", note)
+    case.model.to("meta")  # no real call answers
+    batch = {"x": case.batch["x"].to("meta")}
     with pytest.raises(CaptureError, match=r"'blocks\.1' \(Deciding\), at .*test_eager\.py:\d+: return x if"):
-        plan(case.model, case.batch, budget_gb=1, mode="eager")
+        plan(case.model, batch, budget_gb=1, mode="eager", device="h100")
 
 
 def test_modes_are_checked():

@@ -151,7 +151,8 @@ def test_another_way_outside_the_graphs_is_planned_too(tmp_path):
 @pytest.mark.parametrize("model", [Branching(lambda x: x.sum().item() > 0), Dropping(lambda: torch.rand([]))])
 def test_without_a_compiler(model, tmp_path):
     torch.manual_seed(0)
-    compare(model, [torch.randn(256, 32)] * 4, tmp_path, mode="eager")
+    p = compare(model, [torch.randn(256, 32)] * 4, tmp_path, mode="eager")
+    assert "test_ways.py" in p.note  # the line that asks
 
 
 def test_a_single_random_number_draws_as_without_a_plan(tmp_path):

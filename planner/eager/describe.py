@@ -195,8 +195,8 @@ def peak_account(trace: Trace, held: Sequence[int], sizes: Sequence[int], optimi
     }
 
 
-def note(choice: Choice, refused: Mapping[str, str]) -> str:
-    """What an eager plan does, and what it leaves out."""
+def note(choice: Choice, refused: Mapping[str, str], asked: Sequence[str]) -> str:
+    """What an eager plan does, and what it leaves out; `asked` are lines that ask for values of tensors."""
     kept = sum(len(ops) for ops in choice.kept.values())
     told = (
         f"{len(choice.kept)} modules are checkpointed, {kept} results in them kept. Each runs again at once, up to the "
@@ -204,6 +204,11 @@ def note(choice: Choice, refused: Mapping[str, str]) -> str:
         if choice.kept
         else "Nothing is checkpointed."
     )
+    if asked:
+        told += (
+            " The model's Python code decides by values of tensors, and this plan is for what they are here "
+            f"({'; '.join(asked)}): a step that goes another way may take more."
+        )
     reasons: dict[str, list[str]] = {}
     for path, reason in refused.items():
         reasons.setdefault(reason, []).append(path)

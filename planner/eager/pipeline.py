@@ -85,6 +85,7 @@ def _make(request: Request, like: Plan | None, shown: Any) -> Plan:
             plain = trace(Choice(), detailed=True)
     except StepFailed as e:
         raise _explained(model, request, e) from e.__cause__
+    asked = answers.lines()
     baseline = measured(Choice(), {}, plain)
     units, refused = find_units(fake_model, plain, baseline.costs)
     estimated = surrogate(
@@ -129,7 +130,7 @@ def _make(request: Request, like: Plan | None, shown: Any) -> Plan:
         graph_modules=(),
         step_seconds=best.seconds,
         account=MappingProxyType({**account, **_account(best, step)}),
-        note=told + note(best.choice, refused),
+        note=told + note(best.choice, refused, asked),
         device=request.device.name,
         recipe=best.choice,
         problem=None,
