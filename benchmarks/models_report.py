@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -105,5 +106,6 @@ def _mb(size: int | None) -> str:
 
 
 def _plain(text: str) -> str:
-    """On one line, and safe in Markdown."""
-    return " ".join(text.split()).replace("<", "&lt;").replace("|", "\\|")
+    """On one line, safe in Markdown, with paths from where packages lie."""
+    text = re.sub(r"/\S*/(?=site-packages/|benchmarks/)", "", " ".join(text.split()))
+    return text.replace("<", "&lt;").replace("|", "\\|")
