@@ -180,7 +180,7 @@ def write(request: Request, graph: TrainingGraph, lowered: Lowered, solution: So
     )
     planned = [PlannedRegion(r.fingerprint, *each) for r, each in zip(graph.regions, passes, strict=True)]
     calls = {key: tuple(None if r is None else planned[r] for r in order) for key, order in graph.order.items()}
-    recipe = Recipe(calls, graph.detached, graph.maxima, graph.asked, graph.between)
+    recipe = Recipe(calls, graph.detached, graph.maxima, graph.asked)
     names = {name for name, _ in request.model.named_modules()}
     kept = carried(problem, solution.schedule)
     planned_timeline, unplanned = timelines(graph.regions, lowered, solution, lines, names, kept)

@@ -10,7 +10,6 @@ import torch
 from torch import fx, nn
 
 from ..errors import CaptureError, PlannerError
-from .between import Between
 from .call import storages
 from .calls import RegionCall, version
 from .checkpoints import Checkpoints
@@ -34,7 +33,6 @@ class DryPass:
     Attributes:
         calls: of compiled graphs, in order; one graph may serve several. What ran between them, after `gradients()`.
         cut: for each Dynamo graph, by its key, the outputs that were cut off.
-        between: what autograd recorded outside the graphs in the forward pass.
     """
 
     def __init__(
@@ -46,7 +44,6 @@ class DryPass:
         self.checkpoints = checkpoints
         self.calls: list[RegionCall] = []
         self.cut: dict[str, tuple[int, ...]] = {}
-        self.between = Between()
         self._between: list[tuple[EagerCall, ...]] = []  # before each call that has a gradient, and after the last
 
     def run(self, model: nn.Module, args: Any, kwargs: Any, maxima: Maxima | None = None) -> Any:
@@ -66,7 +63,6 @@ class DryPass:
         except Exception as e:
             raise CaptureError(refusal(model, e, eagerly=False)) from e
         self._between.append(self.recording.taken())
-        self.between.look(leaves(output))
         if all(call.region is None for call in self.calls):
             raise CaptureError(
                 f"{name}: torch.compile captured nothing of its forward pass that needs a gradient (it leaves "
@@ -93,7 +89,6 @@ class DryPass:
             region = captured[0] if captured else None
             if region is not None:  # else its ops run as they are, and count as what runs outside
                 self._between.append(self.recording.taken())
-                self.between.look(inputs)
                 self.recording.pause()
             module = running_module(sys._getframe(1), self.recording.paths)
             results = tuple(compiled(*inputs))

@@ -37,7 +37,6 @@ class TrainingGraph:
         links: what regions make for each other and share.
         maxima: where sizes are symbols in the graphs, the largest, for which the step is read.
         asked: lines of Python that asked for values of tensors outside the graphs; other values may have other graphs.
-        between: what autograd records outside the graphs in the forward pass, and how often.
         note: what the user should know of it.
     """
 
@@ -48,7 +47,6 @@ class TrainingGraph:
     links: tuple[Link, ...] = ()
     maxima: Maxima | None = None
     asked: tuple[str, ...] = ()
-    between: Mapping[str, int] = field(default_factory=dict, repr=False)
     note: str = ""
 
 
@@ -122,13 +120,12 @@ def _capture(
             if e.__cause__ is None:
                 raise
             raise CaptureError(refusal(fake_model, unsure, eagerly=True)) from unsure
-        asked, between = answers.lines(), dict(dry.between.counted)
-        dry.between.begin()
+        asked = answers.lines()
         cut, loss = dry.gradients(output, loss_fn)
         if cut == dry.cut:
             order, links, regions = order_of(dry.calls), links_of(dry.calls, leaves(output)), regions_of(dry.calls)
             has_symbols = any(is_size(n) for region in regions for n in region.primals)
-            return TrainingGraph(regions, order, cut, loss, links, maxima if has_symbols else None, asked, between)
+            return TrainingGraph(regions, order, cut, loss, links, maxima if has_symbols else None, asked)
     raise CaptureError(f"{type(model).__name__}: which outputs get a gradient changes from one pass to the next")
 
 

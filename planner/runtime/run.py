@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,10 +16,8 @@ from torch import fx, nn
 
 from solvers.progress import bar, clock
 
-from ..capture.between import Between
 from ..capture.checkpoints import Checkpoints
 from ..capture.dynamo import CompileRegion, compile_call, detach_outputs, dynamo_settings, make_backend
-from ..capture.outside import leaves
 from ..capture.private import FakeTensorMode
 from ..capture.region import Region, fingerprint
 from ..capture.shapes import Maxima, enlarged
@@ -51,14 +49,12 @@ class Recipe:
         detached: for each Dynamo graph, by key, the outputs that get no gradient.
         maxima: where sizes are symbols in the graphs, the largest for which the plan holds.
         asks: lines of Python that ask for values of tensors, so that another step may have other graphs.
-        between: what autograd records outside the graphs in the forward pass, and how often.
     """
 
     calls: Mapping[str, tuple[PlannedRegion | None, ...]] = field(repr=False)
     detached: Mapping[str, tuple[int, ...]] = field(repr=False)
     maxima: Maxima | None = field(default=None, repr=False)
     asks: tuple[str, ...] = ()
-    between: Mapping[str, int] = field(default_factory=dict, repr=False)
 
 
 class _NoGradient(torch.autograd.Function):
@@ -89,8 +85,6 @@ class Runtime(Applied):
         ways: for a kind of call whose graphs depend on values, the plans of all that came, the latest first.
         calls: how often each Dynamo graph was called in this call of the model.
         cuts: the outputs that are cut off in what is compiled, for each Dynamo graph, by key.
-        between: what autograd has recorded outside the graphs in this call.
-        strict: whether more of that than planned is another way.
         serves: whether torch.compile waits for one of our graphs.
         regions_run: how often one was, in all calls.
     """
@@ -116,8 +110,6 @@ class Runtime(Applied):
         self.unguarded: object = None
         self.cuts: dict[str, tuple[int, ...]] = {}
         self.serves = False
-        self.between = Between()
-        self.strict = True
         self.current = Recipe({}, {})
         self.begun: list[Recipe] = []  # whose graphs are compiled, or were begun to be
         self.shown: Any = None  # the progress of that
@@ -222,7 +214,6 @@ class Runtime(Applied):
             with suppress(GraphChanged):
                 return self._run(signature, args, kwargs)
         self.add(args, kwargs, self.make(self.model, args, kwargs, None, likely=False))
-        self.strict = False
         try:
             return self._run(signature, args, kwargs)
         except GraphChanged:
@@ -231,8 +222,6 @@ class Runtime(Applied):
                 "ago: they depend on what changes from call to call (a counter, a random number of Python's), or on "
                 "strides that an op gives to real tensors only. Plan with mode='eager', or a submodule without it"
             ) from None
-        finally:
-            self.strict = True
 
     def _other_ways(self, signature: Signature, tried: Any) -> list[Any]:
         """The plans of other ways that such a call has taken; the one that was tried becomes the latest of all."""
@@ -255,7 +244,6 @@ class Runtime(Applied):
 
     def _run(self, signature: Signature, args: Any, kwargs: Any) -> Any:
         self.calls.clear()
-        self.between.begin()
         family = self.serving.get(signature)
         try:
             with self._compiling(self.plans[signature]):
@@ -268,13 +256,10 @@ class Runtime(Applied):
                     undone = undone_on(GraphChanged, self.model) if self.current.asks else nullcontext()
                     with dynamo_settings(), undone:
                         result = self.compiled(*args, **kwargs)
-                        self._look(self.current, leaves(result))
         except BaseException as e:  # an interruption, too
             if self.serves or not isinstance(e, GraphChanged):
                 self._compile_anew()  # torch.compile runs code that it failed to compile without its plan from then on
             raise
-        finally:
-            self.between.begin()
         if not self.calls and not (self.regions_run and self.plans[signature].recipe.asks):  # all may be dropped
             raise ApplyError(
                 "torch.compile ran the model without its plan (TORCH_COMPILE_DISABLE, a stance, or a dispatch mode "
@@ -282,13 +267,6 @@ class Runtime(Applied):
                 "remove() the plan to run without one"
             )
         return result
-
-    def _look(self, recipe: Recipe, tensors: Iterable[Any]) -> None:
-        """Raise GraphChanged where autograd records more outside the graphs than was planned, whatever these are."""
-        if recipe.asks and recipe.maxima is None and self.strict:
-            self.between.look(tensors)
-            if any(n > recipe.between.get(kind, 0) for kind, n in self.between.counted.items()):
-                raise GraphChanged
 
     @contextmanager
     def _compiling(self, plan: Any) -> Iterator[None]:
@@ -353,7 +331,6 @@ class Runtime(Applied):
 
         def call(*inputs: Any) -> Any:
             run = compiled_for(planned_now(), inputs)
-            self._look(recipe(), inputs)
             self.calls[key] += 1
             self.regions_run += 1
             # a random op's state is that of the current device's generator
