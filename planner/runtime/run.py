@@ -202,6 +202,7 @@ class Runtime(Applied):
                 self.settled = True
                 with untouched(self.model, args, kwargs) as (own_args, own_kwargs):
                     self.call_eagerly(*own_args, **own_kwargs)  # type: ignore[no-untyped-call]
+                self._compile_anew()  # what was compiled before may be cut into other graphs
                 return self(*args, **kwargs)
             tried = self.plans.pop(signature)
             family = self.serving.pop(signature, None)
@@ -214,6 +215,7 @@ class Runtime(Applied):
             with suppress(GraphChanged):
                 return self._run(signature, args, kwargs)
         self.add(args, kwargs, self.make(self.model, args, kwargs, None, likely=False))
+        self._compile_anew()
         try:
             return self._run(signature, args, kwargs)
         except GraphChanged:
