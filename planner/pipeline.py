@@ -14,6 +14,7 @@ from solvers import InfeasibleError, Problem, Solution, solve
 from solvers.progress import bar, clock
 
 from .account import account_of
+from .capture.answers import told
 from .capture.dynamo import Partition
 from .capture.region import Region
 from .capture.step import TrainingGraph, capture
@@ -164,10 +165,7 @@ def _notes(request: Request, graph: TrainingGraph) -> Iterator[str]:
     elif found:
         yield f"{calls} of the model planned like the rest (checkpoints='keep' leaves them as they are)."
     if graph.asked:
-        yield (
-            "The model's Python code decides by values of tensors, and this plan is for what they are here "
-            f"({'; '.join(graph.asked)}): a step that goes another way is planned when it comes."
-        )
+        yield told(graph.asked, "is planned when it comes")
 
 
 def write(request: Request, graph: TrainingGraph, lowered: Lowered, solution: Solution, lines: dict[str, int]) -> Plan:

@@ -74,6 +74,14 @@ class _Listener(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
+def told(asked: Sequence[str], otherwise: str) -> str:
+    """What to tell of the lines that asked, and of a step where they are answered otherwise."""
+    return (
+        "The model's Python code decides by values of tensors, and this plan is for what they are here "
+        f"({'; '.join(asked)}): a step that goes another way {otherwise}."
+    )
+
+
 def asks(func: Any) -> bool:
     """Whether an op hands a value to Python."""
     return torch.Tag.data_dependent_output in getattr(func, "tags", ())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,7 +33,7 @@ class State:
         self._plain = [(module, _plain(module)) for module in model.modules()]
         self._contents = [(b, _bytes_of(b)) for b in model.buffers() if not b.is_meta]
         self._cuda = {t.device: torch.cuda.get_rng_state(t.device) for t in (*model.parameters(), *others) if t.is_cuda}
-        self._random = _bytes_of(torch.get_rng_state()), random.getstate(), np.random.get_state()
+        self._random, self._undraw = _bytes_of(torch.get_rng_state()), _python_random()
 
     def restore(self) -> None:
         """Put it back; what has not changed is not written into."""
@@ -46,16 +46,25 @@ class State:
             for buffer, saved in self._contents:
                 if not np.array_equal(_bytes_of(buffer), saved):
                     buffer.copy_(torch.from_numpy(saved).view(buffer.dtype).view(buffer.shape))
-        own, python, numpy = self._random
-        torch.set_rng_state(torch.from_numpy(own))
-        random.setstate(python)
-        np.random.set_state(numpy)
+        torch.set_rng_state(torch.from_numpy(self._random))
+        self._undraw()
         for device, state in self._cuda.items():
             torch.cuda.set_rng_state(state, device)
 
 
 def _plain(module: nn.Module) -> dict[str, Any]:
     return {k: v for k, v in vars(module).items() if v is None or isinstance(v, (bool, int, float, str))}
+
+
+def _python_random() -> Callable[[], None]:
+    """What puts the random state of Python and NumPy back to what it is now."""
+    python, numpy = random.getstate(), np.random.get_state()
+
+    def restore() -> None:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+    return restore
 
 
 def _bytes_of(t: torch.Tensor) -> Any:
@@ -89,12 +98,11 @@ def undone_on(error: type[Exception], model: nn.Module) -> Iterator[None]:
 @contextmanager
 def random_kept() -> Iterator[None]:
     """Puts the random state of Python and NumPy back: a model may draw from them while it is planned."""
-    python, numpy = random.getstate(), np.random.get_state()
+    undraw = _python_random()
     try:
         yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
+        undraw()
 
 
 def forget_fakes() -> None:

@@ -86,9 +86,7 @@ examples:
     _budget_options(p)
     p.add_argument("--known", type=Path, metavar="PLAN.json", help="a plan that is taken if it is for this very step")
     p.add_argument("--save", type=Path, metavar="PLAN.json", help="write the plan as a file")
-    p.add_argument("--html", type=Path, metavar="FILE", help="write the plan as a page")
-    p.add_argument("--explain", metavar="PATH", help="instead of the plan, say why, for a module, a pattern or a value")
-    _json(p)
+    _views(p)
 
 
 def _run(command: Command) -> None:
@@ -127,9 +125,7 @@ def _show(command: Command) -> None:
   python -m planner show plan.json --html plan.html""",
     )
     p.add_argument("plan", type=Path, metavar="PLAN.json")
-    p.add_argument("--html", type=Path, metavar="FILE", help="write the plan as a page")
-    p.add_argument("--explain", metavar="PATH", help="instead of the plan, say why, for a module, a pattern or a value")
-    _json(p)
+    _views(p)
 
 
 def _pareto(command: Command) -> None:
@@ -211,6 +207,12 @@ def _options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--dynamic", action="store_true", default=None, help="smaller batches come too")
     p.add_argument("--time-limit", type=float, metavar="SECONDS", help="for the solver")
     p.add_argument("--quiet", action="store_true", help="no progress bars")
+
+
+def _views(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--html", type=Path, metavar="FILE", help="write the plan as a page")
+    p.add_argument("--explain", metavar="PATH", help="instead of the plan, say why, for a module, a pattern or a value")
+    _json(p)
 
 
 def _json(p: argparse.ArgumentParser) -> None:

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from ..capture.answers import told
 from ..capture.origin import kind_of
 from ..plan import Action, BaselineMoment, Decision, Held, Moment, Plan
 from ..timelines import BACKWARD, GRADIENTS, KEPT, PASSING, RECOMPUTED, resident
@@ -198,17 +199,14 @@ def peak_account(trace: Trace, held: Sequence[int], sizes: Sequence[int], optimi
 def note(choice: Choice, refused: Mapping[str, str], asked: Sequence[str]) -> str:
     """What an eager plan does, and what it leaves out; `asked` are lines that ask for values of tensors."""
     kept = sum(len(ops) for ops in choice.kept.values())
-    told = (
+    done = (
         f"{len(choice.kept)} modules are checkpointed, {kept} results in them kept. Each runs again at once, up to the "
         "last value that its backward pass needs; a plan that is compiled can choose each value and its time."
         if choice.kept
         else "Nothing is checkpointed."
     )
     if asked:
-        told += (
-            " The model's Python code decides by values of tensors, and this plan is for what they are here "
-            f"({'; '.join(asked)}): a step that goes another way may take more."
-        )
+        done += f" {told(asked, 'may take more')}"
     reasons: dict[str, list[str]] = {}
     for path, reason in refused.items():
         reasons.setdefault(reason, []).append(path)
@@ -216,4 +214,4 @@ def note(choice: Choice, refused: Mapping[str, str], asked: Sequence[str]) -> st
         f"{paths[0]}{f' and {len(paths) - 1} more' if len(paths) > 1 else ''} ({reason})"
         for reason, paths in sorted(reasons.items(), key=lambda item: -len(item[1]))
     ]
-    return f"{told} Cannot be checkpointed: {'; '.join(left[:4])}." if left else told
+    return f"{done} Cannot be checkpointed: {'; '.join(left[:4])}." if left else done
