@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .capture.private import FakeTensorMode
 from .capture.shapes import enlarged
+from .capture.sharded import parameters_of
 from .estimate.optimizer import optimizer_memory
 from .estimate.resident import account
 from .request import GB, Request
@@ -14,7 +15,7 @@ OPTIMIZER_STEP = "optimizer step"  # a line that can be set, and is not held all
 def account_of(request: Request) -> tuple[dict[str, int], int | None]:
     """The lines, fragmentation apart: name -> bytes; bytes of the optimizer's step, None where it is not counted."""
     given = {name: round(size * GB) for name, size in request.account_gb.items()}
-    optimizer = optimizer_memory(request.model.parameters(), request.optimizer, cuda=request.device.type == "cuda")
+    optimizer = optimizer_memory(parameters_of(request.model), request.optimizer, cuda=request.device.type == "cuda")
     args, kwargs = request.args or (), request.kwargs
     if request.maxima is not None:
         args, kwargs = enlarged(args, kwargs, request.maxima, FakeTensorMode(allow_non_fake_inputs=True))

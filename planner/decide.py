@@ -23,12 +23,11 @@ def decisions(
     problem = lowered.problem
     times = Counter(solution.schedule.steps)
     kept = carried(problem, solution.schedule)
-    own = [regions[o.region] for o in lowered.origin[: problem.boundary]]
-    nodes = [(region.ops[o.index].node, region.module) for region, o in zip(own, lowered.origin, strict=False)]
+    own = [(i, o) for i, o in enumerate(lowered.origin[: problem.boundary]) if o.region >= 0]
+    nodes = [(regions[o.region].ops[o.index].node, regions[o.region].module) for _, o in own]
     found = []
-    for i, (op, (module, source)) in enumerate(zip(problem.ops, origins(nodes, modules), strict=False)):
-        origin = lowered.origin[i]
-        region = regions[origin.region]
+    for (i, origin), (module, source) in zip(own, origins(nodes, modules), strict=True):
+        op, region = problem.ops[i], regions[origin.region]
         graph_op = region.ops[origin.index]
         if graph_op.kind != "call":
             continue
@@ -78,9 +77,11 @@ def peak_account(lowered: Lowered, schedule: Schedule) -> dict[str, int]:
     live = held_before(problem, schedule, timeline, at)
     i = schedule.steps[at]
     op = problem.ops[i]
-    made_forward = {v for v in live if problem.producer[v] < problem.boundary}
+    made_forward = {v for v in live if problem.producer[v] < problem.boundary} - lowered.gathered
+    gathered = live & lowered.gathered
     return {
+        **({"parameters gathered for use": sum(problem.sizes[v] for v in gathered)} if lowered.gathered else {}),
         "activations": sum(problem.sizes[v] for v in made_forward),
-        "gradients": sum(problem.sizes[v] for v in live - made_forward),
+        "gradients": sum(problem.sizes[v] for v in live - made_forward - gathered),
         f"the op at the peak ({lowered.kinds[i].strip('_')})": op.workspace + sum(problem.sizes[v] for v in op.writes),
     }

@@ -20,12 +20,12 @@ from .capture.region import Region
 from .estimate.ops import OpEstimate
 from .joining import join
 
-LOSS, ACCUMULATE, OPTIMIZER = -1, -2, -3  # ops of no region
+LOSS, ACCUMULATE, OPTIMIZER, COMMUNICATION = -1, -2, -3, -4  # ops of no region
 
 
 @dataclass(frozen=True, slots=True)
 class LoweredOp:
-    """Where an op of the problem comes from: `regions[region].ops[index]`, or LOSS, ACCUMULATE, OPTIMIZER."""
+    """Where an op of the problem comes from: `regions[region].ops[index]`, or LOSS, ACCUMULATE, ..."""
 
     region: int
     index: int
@@ -41,6 +41,8 @@ class Lowered:
         value_offset: for each region, the problem's number of its first value.
         kinds: for each op of the problem, what it computes.
         gradients: values that are gradients of parameters and inputs, whole or in part.
+        final: of these, the whole ones.
+        gathered: values that are parameters, or buffers of them, of which other devices have a share.
     """
 
     problem: Problem
@@ -48,6 +50,8 @@ class Lowered:
     value_offset: tuple[int, ...]
     kinds: tuple[str, ...] = ()
     gradients: frozenset[int] = frozenset()
+    final: frozenset[int] = frozenset()
+    gathered: frozenset[int] = frozenset()
 
 
 def lower(
@@ -63,6 +67,7 @@ def lower(
     accumulate: bool = False,
     optimizer_step: int | None = None,
     shard: int = 1,
+    reduced: bool = False,
     granularity: int = 1,
     budget: int | None = None,
 ) -> Lowered:
@@ -80,6 +85,7 @@ def lower(
         accumulate: whether gradients are added to those of earlier microbatches (counted in `resident`), and freed.
         optimizer_step: bytes held only while the optimizer steps; None for no optimizer.
         shard: how many devices share each gradient, once it is made.
+        reduced: whether `communication.communicate` will say what becomes of the gradients: nothing holds them here.
         granularity: what the allocator rounds sizes up to, in bytes.
         budget: bytes, None for no limit.
     """
@@ -129,7 +135,7 @@ def lower(
     for r, region in enumerate(regions):
         start = offset[r]
         pinned.update(start + v for v in region.values_in(region.returned))
-        if not accumulate:
+        if not accumulate and not reduced:
             pinned.update(joined.gradients[r])
         # a frame of Python may hold what a graph has passed to it until the forward pass has ended
         made = {start + v for v in region.values_in(region.fwd_outputs)}
@@ -159,13 +165,13 @@ def lower(
         for each in joined.sums.get(r, ()):
             reads = [joined.resolve(v) if v in joined.unused else v for v in each.reads]
             add_own(ACCUMULATE, "add gradients", reads, () if each.writes is None else [each.writes])
-        if accumulate:
+        if accumulate and not reduced:
             add_own(ACCUMULATE, "accumulate gradients", joined.gradients[r])
     if optimizer_step is not None:
         add_own(OPTIMIZER, "optimizer step", workspace=optimizer_step)
     problem = Problem(tuple(ops), tuple(sizes), boundary, frozenset(pinned), resident, budget)
-    gradients = joined.parts.union(*joined.gradients)
-    return Lowered(problem, tuple(origin), offset[:-1], tuple(kinds), gradients)
+    final = frozenset[int]().union(*joined.gradients)
+    return Lowered(problem, tuple(origin), offset[:-1], tuple(kinds), final | joined.parts, final)
 
 
 def raise_schedule(lowered: Lowered, schedule: Schedule) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:

@@ -16,10 +16,13 @@ from solvers.progress import bar, clock
 from .account import account_of
 from .capture.answers import told
 from .capture.dynamo import Partition
+from .capture.origin import origins
 from .capture.region import Region
 from .capture.step import TrainingGraph, capture
 from .capture.untouched import random_kept
+from .communication import communicate
 from .decide import carried, decisions, peak_account
+from .distributed.fsdp import groups_of
 from .eager.pipeline import make_eager_plan
 from .errors import CaptureError, InfeasibleBudgetError
 from .estimate.ops import estimate
@@ -93,6 +96,8 @@ def problem_of(request: Request, graph: TrainingGraph) -> tuple[Lowered, dict[st
     device, here = request.device, request.measure_on
     outside = measure(graph.loss.calls, here, progress=request.progress) if here is not None else {}
     lines, step = account_of(request)
+    groups = groups_of(request.model)
+    granularity = 512 if device.type == "cuda" else 1
     lowered = lower(
         graph.regions,
         estimate(
@@ -112,9 +117,14 @@ def problem_of(request: Request, graph: TrainingGraph) -> tuple[Lowered, dict[st
         accumulate=request.accumulate,
         optimizer_step=step,
         shard=request.shard,
-        granularity=512 if device.type == "cuda" else 1,
+        reduced=bool(groups),
+        granularity=granularity,
         budget=request.budget_bytes,
     )
+    if groups:
+        names = {name for name, _ in request.model.named_modules()}
+        paths = [[m for m, _ in origins(((op.node, r.module) for op in r.ops), names)] for r in graph.regions]
+        lowered = communicate(lowered, groups, paths, accumulate=request.accumulate, granularity=granularity)
     return lowered, lines
 
 

@@ -15,7 +15,7 @@ from .plan import Action, BaselineMoment, Held, Moment, Phase
 _PARAMETERS = ("parameters", "parameters gathered for use", "buffers")
 _PLACES = {kind: at for at, kind in enumerate(Held._fields)}
 KEPT, PASSING, RECOMPUTED = _PLACES["kept"], _PLACES["passing"], _PLACES["recomputed"]
-GRADIENTS, BACKWARD = _PLACES["gradients"], _PLACES["backward"]
+PARAMETERS, GRADIENTS, BACKWARD = _PLACES["parameters"], _PLACES["gradients"], _PLACES["backward"]
 
 
 def resident(lines: Mapping[str, int]) -> Held:
@@ -96,7 +96,9 @@ def by_kind(lowered: Lowered, solution: Solution, always: Held) -> list[Held]:
         op, again = problem.ops[i], i in seen
         replaced = []  # values that are still held: their old copies go when the op has ended
         for v in op.writes:
-            if again:
+            if v in lowered.gathered:
+                kind = PARAMETERS
+            elif again:
                 kind = RECOMPUTED
             elif i < problem.boundary:
                 kind = PASSING if v in passing else KEPT

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 _ATEN = torch.ops.aten
@@ -82,8 +83,14 @@ def describe_call(target: torch._ops.OpOverload, args: Any, kwargs: Any, result:
 
 
 def storages(tree: Any) -> dict[int, int]:
-    """The storages of the tensors in a tree: identity -> bytes."""
-    return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors_in(tree)}
+    """The storages of the tensors in a tree: identity -> bytes; of a DTensor, what is here."""
+    held = (here(t).untyped_storage() for t in tensors_in(tree))
+    return {s._cdata: s.nbytes() for s in held}
+
+
+def here(t: torch.Tensor) -> torch.Tensor:
+    """What this device has of a tensor."""
+    return t.to_local() if isinstance(t, DTensor) else t
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:

@@ -34,6 +34,7 @@ from .private import (
 from .recording import Recording
 from .region import Region, analyse
 from .shapes import at_hints, symbolic_again
+from .sharded import as_defined
 
 Partition = Callable[[Region], tuple[fx.GraphModule, fx.GraphModule]]
 CompileRegion = Callable[[Partition, Sequence[Any]], Callable[..., Any]]
@@ -153,9 +154,14 @@ def to_fake(
 ) -> tuple[Recording, nn.Module, Any, Any]:
     """The model and its inputs on fake tensors; the originals are not touched. What is on `meta` comes to the CPU."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def whole(shard: torch.Tensor, dtype: torch.dtype) -> nn.Parameter:
+        with mode:
+            return nn.Parameter(torch.empty(shard.shape, dtype=dtype, device=shard.device), shard.requires_grad)
+
     try:
-        with FakeCopyMode(mode):
-            fake_model = copy.deepcopy(model)
+        with as_defined(model, whole) as memo, FakeCopyMode(mode):
+            fake_model = copy.deepcopy(model, memo)
         for module in fake_model.modules():
             module._compiled_call_impl = None  # a copy runs under the plan of its original
     except Exception as e:

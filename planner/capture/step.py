@@ -22,6 +22,7 @@ from .quiet import quietly
 from .refusals import refusal
 from .region import Region
 from .shapes import Maxima, enlarged, is_size
+from .sharded import shared
 from .untouched import forget_fakes, untouched
 
 
@@ -149,6 +150,8 @@ def _try_eagerly(
 
 def learnt(answers: Answers, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a real call gave answers; one that fails is for `blame()`."""
+    if shared(model):
+        return False
     forget_fakes()
     try:
         return answers.learn(model, args, kwargs)
@@ -158,6 +161,8 @@ def learnt(answers: Answers, model: nn.Module, args: Sequence[Any], kwargs: Mapp
 
 def blame(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception) -> None:
     """Raise BatchError if the model itself refuses the batch, run for real without gradients; return if it does not."""
+    if shared(model):
+        return
     try:
         with untouched(model, args, kwargs) as (own_args, own_kwargs):
             model(*own_args, **own_kwargs)

@@ -12,7 +12,7 @@ import torch
 from torch import optim
 from torch.utils import _pytree as pytree
 
-from ..capture.call import storages
+from ..capture.call import here, storages
 from ..capture.outside import LiveBytes
 from ..capture.private import FakeTensorMode
 from ..errors import OptionError
@@ -137,7 +137,7 @@ def _two_steps(
 def _fake_group(group: Mapping[str, Any], device: str) -> dict[str, Any]:
     """A parameter group of fake parameters with gradients, with the same options; call it under a fake mode."""
     parameters = []
-    for p in group["params"]:
+    for p in map(here, group["params"]):
         fake = torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device=device)
         fake.grad = torch.empty_like(fake) if p.requires_grad else None
         parameters.append(fake)

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ..capture.call import storages
+from ..capture.sharded import parameters_of
 from .device import Device
 
 
@@ -43,7 +44,7 @@ def account(
     tensors = [t for t in tree_leaves((tuple(args), dict(kwargs))) if isinstance(t, torch.Tensor)]
     batch = [t for t in tensors if where.type != "cuda" or t.is_cuda]  # what is on the host takes no room on a GPU
     lines = {
-        "parameters": storage_bytes(model.parameters(), shard),
+        "parameters": storage_bytes(parameters_of(model), shard),
         "parameters gathered for use": gathered_bytes(model) if shard > 1 else 0,
         "buffers": storage_bytes(model.buffers()),
         "batch": storage_bytes(batch),
@@ -52,7 +53,7 @@ def account(
         "cuBLAS workspace": device.blas,
     }
     if accumulate:
-        trained = [p for p in model.parameters() if p.requires_grad]
+        trained = [p for p in parameters_of(model) if p.requires_grad]
         lines["gradients of earlier microbatches"] = storage_bytes(trained, shard)
     return lines
 

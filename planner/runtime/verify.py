@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ..capture.call import here
 from ..capture.outside import checked_loss, find_loss, leaves
 from ..capture.untouched import State
 from ..errors import BatchError, gb
@@ -164,7 +165,7 @@ def _measure(model: nn.Module, step: Callable[[], None], again: Callable[[], Non
     else:
         peak = record_allocations(step).peak()
     # off the GPU: the next step has to fit beside them
-    gradients = {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
+    gradients = {name: here(p.grad).cpu() for name, p in model.named_parameters() if p.grad is not None}
     again()
     return _Measured(peak, seconds, gradients)
 
