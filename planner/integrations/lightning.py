@@ -25,6 +25,7 @@ from .trainer import COMPILES, ENGINE, LEAVE
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 OUTSIDE = "the rest of the LightningModule"
+PROCESSES = "leave it out; Trainer(devices=...) starts a process for each GPU"
 LISTED = 4  # of the modules that a message names
 
 _Module: Any = nn.Module  # whose call is watched in the first training step
@@ -139,9 +140,9 @@ class PlanCallback:
             finally:
                 _Module.__call__ = call
             if not self.ran and (self.planned is None or applied_plan(self.planned) is None):
+                called = "called no module that is trained" if self.module is None else f"did not call {self.module!r}"
                 raise ApplyError(
-                    f"{'no module that is trained' if self.planned is None else repr(self.module)} was called in "
-                    "training_step, so that nothing was planned. Call it as self(x) or self.net(x), not as "
+                    f"training_step {called}, so that nothing was planned. Call it as self(x) or self.net(x), not as "
                     "self.net.forward(x), or name another, as in PlanCallback(module='net')"
                 )
             self.ran = True
@@ -215,6 +216,7 @@ def _conflicts(trainer: Any, pl_module: Any) -> list[tuple[str, str]]:
         ("DeepSpeedStrategy" in strategies, "deepspeed", ENGINE),
         (any(getattr(m, "gradient_checkpointing", False) for m in modules), "gradient_checkpointing_enable()", LEAVE),
         (compiled, "torch.compile", COMPILES),
+        (any(isinstance(m, nn.DataParallel) for m in modules), "DataParallel", PROCESSES),
     ]
     return [(what, instead) for found, what, instead in checks if found]
 
