@@ -63,7 +63,7 @@ class Applied:
     def __init__(self, model: nn.Module, make: Make, warn: Callable[[nn.Module, Any, bool], bool]) -> None:
         self.model = model
         self.make = make
-        self.warn = warn  # asked before a step until it has said what there is to say
+        self.warn = warn  # asked before a step until it has said what there is to say; it may put another plan on
         self.warned = False
         self.reported = False  # what the first step showed
         self.plans: dict[Signature, Any] = {}
@@ -111,7 +111,10 @@ class Applied:
             signature = call_signature(self.model, args, kwargs)
             if signature not in self.plans:
                 self.find(signature, args, kwargs)
-            self.warned = self.warned or self.warn(self.model, self.plans[signature], self.waits())
+            if not self.warned:
+                self.warned = self.warn(self.model, self.plans[signature], self.waits())
+                if self.warned and attached(self.model) is not self:  # it was planned anew
+                    return self.model(*args, **kwargs)
             if self.reported or self.awaits_gradients(signature):
                 return self.run(signature, args, kwargs)
             self.reported = True
