@@ -98,7 +98,7 @@ def launch(
             held = uncounted(model, plan)
             if not held:
                 return warn(model, plan, earlier)
-            say(f"{gb(held)} of gradients are there before the backward pass, as of earlier microbatches.")
+            say(f"{gb(held)} of gradients are there when the step begins, as where microbatches accumulate.")
             detach(model)
             batch = LATER if plan.request.args is None else plan.request.args
             with exits():

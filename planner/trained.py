@@ -16,6 +16,7 @@ from torch import nn, optim
 
 from .errors import InfeasibleBudgetError, OptionError, PlannerError
 from .runtime.applied import attached
+from .runtime.modes import redirected
 
 DOES_NOT_FIT, BAD_INPUT = 1, 2  # exit statuses
 
@@ -85,9 +86,9 @@ class Search:
     def _see(self, called: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         optimizers = [o for ref in self.optimizers if (o := ref()) is not None]
         trained, own = parameters(optimizers), ids(called)
-        if not trained & own:
-            return
         model = unwrapped(called)
+        if not trained & own or redirected(model):
+            return
         if attached(model) is None:
             if self.wanted is not None or trained - own:
                 self.choice = self.choice or _choose(model, trained, self.wanted)

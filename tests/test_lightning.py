@@ -10,6 +10,7 @@ import pytest
 import pytorch_lightning
 import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
+from lightning.pytorch.strategies.strategy import _ForwardRedirection
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, TensorDataset
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from planner import ApplyError, BudgetError, OptionError, PlanWarning
 from planner.integrations.lightning import OUTSIDE, PlanCallback
 from planner.runtime.applied import attached
+from planner.trained import Search
 
 from .test_launch import run, script, traced_peak
 
@@ -206,6 +208,16 @@ def test_two_processes_train_by_a_plan(tmp_path):
     for rank in (0, 1):
         for name, found in torch.load(tmp_path / f"parameters{rank}").items():
             torch.testing.assert_close(found, net.state_dict()[name.removeprefix("layers.")])
+
+
+def test_the_launcher_finds_what_is_called_through_ddp():
+    found, net = [], Net("self")
+    with Search(None, lambda model, *_: found.append(model)).watching():
+        optimizer = net.configure_optimizers()
+        _ForwardRedirection()(nn.DataParallel(net), net, "training_step", [torch.ones(2, 64)], 0)
+    assert optimizer.param_groups
+    assert found == [net]
+    assert len(net.losses) == 1
 
 
 class Two(Net):

@@ -19,7 +19,7 @@ from ..estimate.resident import storage_bytes
 from ..launch import counted
 from ..plan import Plan
 from ..request import GB, LATER
-from ..runtime.applied import attached, detach, put, without_batch
+from ..runtime.applied import attached, detach, without_batch
 from ..trained import Trained, apart, ids, parameters, unwrapped, watched
 from .trainer import COMPILES, ENGINE, LEAVE
 
@@ -94,12 +94,10 @@ class PlanCallback:
         self._wrap(trainer, pl_module)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Clear gradients; and step aside: under DDP, Lightning calls the LightningModule for its `training_step`."""
+        """Clear gradients."""
         if self.clears and batch_idx % trainer.accumulate_grad_batches == 0:
             for optimizer in trainer.optimizers:
                 optimizer.zero_grad()
-        if self.planned is not None:
-            put(self.planned, None)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         """Keep the plan, and its file."""
@@ -133,8 +131,6 @@ class PlanCallback:
         def step(*args: Any, **kwargs: Any) -> Any:
             if self.planned is None:
                 _Module.__call__ = watched(call, see)
-            else:
-                put(self.planned, self.runtime)
             try:
                 result = own(*args, **kwargs)
             finally:
@@ -168,7 +164,7 @@ class PlanCallback:
         if options.get("optimizer") is None:
             asked |= counted(trainer.optimizers, model, lines)
         plan(model, LATER, budget_gb=self.budget_gb, **asked).apply()
-        self.planned, self.runtime = model, attached(model)
+        self.planned = model
 
     def _end(self, pl_module: Any) -> None:
         """Leave the LightningModule as it was."""

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from ..capture.shapes import Maxima, layout
 from ..errors import ApplyError
 from .first_step import begin, report_after
-from .modes import refuse_compiled, trains
+from .modes import redirected, refuse_compiled, trains
 
 # Where a model keeps its runtime beside `_compiled_call_impl`, which its copies lose. Python calls an object by its
 # class's `__call__`; torch.compile, around a planned model, goes past the plan unless the object has one as well.
@@ -104,7 +104,7 @@ class Applied:
     # a compiled model around this one would have it in its own graph, without the plan
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not trains(self.model, args, kwargs):
+        if redirected(self.model) or not trains(self.model, args, kwargs):
             return self.call_eagerly(*args, **kwargs)  # type: ignore[no-untyped-call]
         refuse_compiled(self.model, self)
         with self.lock:
