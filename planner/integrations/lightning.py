@@ -20,6 +20,7 @@ from ..launch import counted
 from ..plan import Plan
 from ..request import GB, LATER
 from ..runtime.applied import attached, detach, without_batch
+from ..runtime.modes import LIGHTNING
 from ..trained import Trained, apart, ids, parameters, unwrapped, watched
 from .trainer import COMPILES, ENGINE, LEAVE
 
@@ -85,7 +86,7 @@ class PlanCallback:
         for what, instead in _conflicts(trainer, pl_module):
             raise OptionError(f"{what} is set: {instead}")
         self._end(pl_module)  # a run that was interrupted
-        self.written, self.ran = self.plan is not None, False
+        self.kept = self.ran = False
         self.clears = pl_module.automatic_optimization and not _wants_gradients(trainer, pl_module)
         if self.module is None:
             plan(pl_module, LATER, budget_gb=self.budget_gb, **self.options)  # refuses arguments now
@@ -102,9 +103,9 @@ class PlanCallback:
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         """Keep the plan, and its file."""
         made = None if self.planned is None else applied_plan(self.planned)
-        if made is None or self.written:
+        if made is None or self.kept:
             return
-        self.plan, self.written = without_batch(made), True
+        self.plan, self.kept = without_batch(made), True
         file = self._file(trainer)
         if file is not None and trainer.is_global_zero:
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -120,22 +121,25 @@ class PlanCallback:
 
     def _wrap(self, trainer: Any, pl_module: Any) -> None:
         """Have `training_step` run under the plan, or find what to plan."""
-        own, call = pl_module.training_step, _Module.__call__
+        own = pl_module.training_step
 
-        def see(called: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        def see(call: Any, called: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
             if parameters(trainer.optimizers) & ids(called):
                 _Module.__call__ = call  # what plans calls modules
                 self._begin(trainer, pl_module, _only(pl_module, unwrapped(called), trainer.optimizers))
 
         @wraps(own)
         def step(*args: Any, **kwargs: Any) -> Any:
+            if self.ran:
+                return own(*args, **kwargs)
+            call = _Module.__call__
             if self.planned is None:
-                _Module.__call__ = watched(call, see)
+                _Module.__call__ = watched(call, partial(see, call))
             try:
                 result = own(*args, **kwargs)
             finally:
                 _Module.__call__ = call
-            if not self.ran and (self.planned is None or applied_plan(self.planned) is None):
+            if self.planned is None or applied_plan(self.planned) is None:
                 called = "called no module that is trained" if self.module is None else f"did not call {self.module!r}"
                 raise ApplyError(
                     f"training_step {called}, so that nothing was planned. Call it as self(x) or self.net(x), not as "
@@ -149,7 +153,8 @@ class PlanCallback:
     def _begin(self, trainer: Any, pl_module: Any, model: nn.Module) -> None:
         """Have a module planned at its first call in training."""
         options = self.options if trainer.is_global_zero else {**self.options, "progress": False}
-        outside = [p for p in pl_module.parameters() if id(p) not in ids(model)]
+        own = ids(model)
+        outside = [p for p in pl_module.parameters() if id(p) not in own]
         rest = storage_bytes([*outside, *set(pl_module.buffers()) - set(model.buffers())])
         gradients = storage_bytes(p for p in outside if p.requires_grad)
         lines = {OUTSIDE: (rest + gradients) / GB} if rest else {}
@@ -221,8 +226,7 @@ def _wants_gradients(trainer: Any, pl_module: Any) -> bool:
     """Whether a hook of the user's may look at gradients between the forward and the backward pass."""
     hooks = [getattr(type(pl_module), "optimizer_zero_grad", None)]
     hooks += [getattr(owner, "on_before_zero_grad", None) for owner in (pl_module, *trainer.callbacks)]
-    known = {package.partition(".")[0] for package in PACKAGES}
-    return any(hook is not None and hook.__module__.partition(".")[0] not in known for hook in hooks)
+    return any(hook is not None and hook.__module__.partition(".")[0] not in LIGHTNING for hook in hooks)
 
 
 def _scheduled(callback: Any) -> list[int]:
