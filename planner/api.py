@@ -237,9 +237,8 @@ def _warn(model: nn.Module, plan: Plan, earlier: bool) -> bool:
     """Say so where what a plan does not count leaves too little room: gradients, and an earlier forward pass that waits
     for its backward pass. False while there is nothing to say.
     """
-    gradients = [p.grad for p in model.parameters() if p.grad is not None and not plan.request.accumulate]
-    held, room = storage_bytes(gradients), plan.budget_bytes - plan.peak_bytes
-    if held > room:
+    room = plan.budget_bytes - plan.peak_bytes
+    if held := uncounted(model, plan):
         warnings.warn(
             f"{gb(held)} of gradients are there already, which this plan does not count: the step may take "
             f"{gb(plan.peak_bytes + held)} of {gb(plan.budget_bytes)}. Plan with accumulate=True, or clear them with "
@@ -259,6 +258,14 @@ def _warn(model: nn.Module, plan: Plan, earlier: bool) -> bool:
             stacklevel=5,
         )
     return waiting > room
+
+
+def uncounted(model: nn.Module, plan: Plan) -> int:
+    """Bytes of gradients that are there, that a plan does not count, and for which it leaves no room; else 0."""
+    if plan.request.accumulate:
+        return 0
+    held = storage_bytes(p.grad for p in model.parameters() if p.grad is not None)
+    return held if held > plan.budget_bytes - plan.peak_bytes else 0
 
 
 def remove(plan: Plan, model: nn.Module | None = None) -> nn.Module:

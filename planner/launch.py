@@ -17,12 +17,16 @@ from typing import Any
 
 from torch import nn, optim
 
-from .api import plan
+from .api import plan, uncounted
+from .errors import gb
 from .estimate.optimizer import optimizer_memory
+from .files import load
+from .plan import Plan
 from .report.terminal import style_of
 from .report.text import answer
-from .request import GB
-from .trained import BAD_INPUT, Search
+from .request import GB, LATER
+from .runtime.applied import attached, detach
+from .trained import BAD_INPUT, Search, exits
 
 _OURS = (os.path.dirname(__file__) + os.sep, "<frozen runpy>")  # whose frames are not the script's
 
@@ -68,19 +72,40 @@ def launch(
             print("\n".join(f"planner: {line}" for line in text.splitlines()), file=sys.stderr, flush=True)
 
     def found(
-        model: nn.Module, optimizers: list[optim.Optimizer], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        model: nn.Module,
+        optimizers: list[optim.Optimizer],
+        args: Any,
+        kwargs: Mapping[str, Any],
+        anew: Mapping[str, Any] | None = None,
     ) -> None:
-        given = options if first else {**options, "progress": False}
+        given = {**options, **(anew or {})} | ({} if first else {"progress": False})
         if given.get("optimizer") is None:
             given = given | counted(optimizers, model, given.get("account_gb") or {})
         if plan_file is not None and plan_file.exists():
-            given = given | {"known": plan_file}
+            known = load(plan_file)
+            given = {"accumulate": known.request.accumulate, **given, "known": known}
         made = plan(model, args, kwargs, **given)
         made.apply()
         planned.append(type(model).__name__)
-        say("\n".join([f"{planned[-1]} is planned.", *answer(made, style_of(sys.stderr))]))
-        if plan_file is not None and first and not plan_file.exists():
+        say("\n".join([f"{planned[-1]} is planned{' anew' if anew else ''}.", *answer(made, style_of(sys.stderr))]))
+        if plan_file is not None and first and (anew or not plan_file.exists()):
             made.save(plan_file)
+        runtime = attached(model)
+        assert runtime is not None
+        warn = runtime.warn
+
+        def accumulates(model: nn.Module, plan: Plan, earlier: bool) -> bool:
+            held = uncounted(model, plan)
+            if not held:
+                return warn(model, plan, earlier)
+            say(f"{gb(held)} of gradients are there when the step begins, as where microbatches accumulate.")
+            detach(model)
+            batch = LATER if plan.request.args is None else plan.request.args
+            with exits():
+                found(model, optimizers, batch, plan.request.kwargs, {"accumulate": True})
+            return True
+
+        runtime.warn = accumulates
 
     done: SystemExit | None = None
     search = Search(which, found)

@@ -16,6 +16,7 @@ from torch import nn, optim
 
 from .errors import InfeasibleBudgetError, OptionError, PlannerError
 from .runtime.applied import attached
+from .runtime.modes import redirected
 
 DOES_NOT_FIT, BAD_INPUT = 1, 2  # exit statuses
 
@@ -70,13 +71,11 @@ class Search:
                 self.optimizers.append(weakref.ref(optimizer))
                 _Module.__call__ = watched_call
 
-        @wraps(self.call)
-        def watched_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if torch.is_grad_enabled() and module.training and not torch.compiler.is_compiling():
-                with _exits():
-                    self._see(module, args, kwargs)
-            return self.call(module, *args, **kwargs)
+        def see(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+            with exits():
+                self._see(module, args, kwargs)
 
+        watched_call = watched(self.call, see)
         _Optimizer.__init__ = watched_init
         try:
             yield
@@ -86,10 +85,10 @@ class Search:
 
     def _see(self, called: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         optimizers = [o for ref in self.optimizers if (o := ref()) is not None]
-        trained, own = _parameters(optimizers), _ids(called)
-        if not trained & own:
-            return
+        trained, own = parameters(optimizers), ids(called)
         model = unwrapped(called)
+        if not trained & own or redirected(model):
+            return
         if attached(model) is None:
             if self.wanted is not None or trained - own:
                 self.choice = self.choice or _choose(model, trained, self.wanted)
@@ -97,15 +96,27 @@ class Search:
                 return
             _Module.__call__ = self.call  # what plans calls modules, and makes optimizers
             self.over = True
-            self.found(model, [o for o in optimizers if _parameters([o]) & own], args, kwargs)
+            self.found(model, [o for o in optimizers if parameters([o]) & own], args, kwargs)
             self.over = self.wanted is not None
         _Module.__call__ = self.call
         self.optimizers.clear()
         self.choice = None
 
 
+def watched(call: Callable[..., Any], see: Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any]], None]) -> Any:
+    """Modules' call, where each that trains is seen before it runs."""
+
+    @wraps(call)
+    def watched_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and module.training and not torch.compiler.is_compiling():
+            see(module, args, kwargs)
+        return call(module, *args, **kwargs)
+
+    return watched_call
+
+
 @contextmanager
-def _exits() -> Iterator[None]:
+def exits() -> Iterator[None]:
     """A PlannerError ends the process, whatever the script catches."""
     try:
         yield
@@ -125,11 +136,13 @@ def unwrapped(module: nn.Module) -> nn.Module:
             return module
 
 
-def _ids(module: nn.Module) -> set[int]:
+def ids(module: nn.Module) -> set[int]:
+    """A module's parameters."""
     return {id(p) for p in module.parameters()}
 
 
-def _parameters(optimizers: Sequence[optim.Optimizer]) -> set[int]:
+def parameters(optimizers: Sequence[optim.Optimizer]) -> set[int]:
+    """Those that optimizers train."""
     return {id(p) for o in optimizers for group in o.param_groups for p in group["params"] if p.requires_grad}
 
 
@@ -155,16 +168,22 @@ def _choose(called: nn.Module, trained: set[int], wanted: str | None) -> nn.Modu
 def _separate(called: nn.Module, trained: set[int]) -> list[nn.Module]:
     """The outermost modules that are trained; of one whose part was called by itself, its parts."""
     # isinstance() asks objects for their class, and some raise
-    modules = [m for m in gc.get_objects() if issubclass(type(m), nn.Module) and _ids(m) & trained]
+    modules = [m for m in gc.get_objects() if issubclass(type(m), nn.Module) and ids(m) & trained]
     inner = {id(child) for m in modules for child in m.modules() if child is not m}
     outermost = {id(m): m for m in map(unwrapped, (m for m in modules if id(m) not in inner))}
     found = [called]
     for m in outermost.values():
-        if m is called:
-            continue
-        parts = [m] if called not in set(m.modules()) else m.children()
-        found += [part for part in parts if part is not called and _ids(part) & trained]
+        found += [part for part in apart(m, called) if ids(part) & trained]
     return found
+
+
+def apart(module: nn.Module, called: nn.Module) -> list[nn.Module]:
+    """The outermost modules in a module, itself perhaps, of which one that was called is no part."""
+    if called is module:
+        return []
+    if called not in set(module.modules()):
+        return [module]
+    return [part for child in module.children() for part in apart(child, called)]
 
 
 def _variable(module: nn.Module) -> str:

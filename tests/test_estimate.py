@@ -8,15 +8,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.nn import functional
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from planner import OptionError, plan
+from planner import CaptureError, OptionError, plan
 from planner.capture.call import describe_call
 from planner.capture.step import capture
 from planner.estimate import cache
 from planner.estimate import ops as ops_module
 from planner.estimate.costs import Allocated
 from planner.estimate.device import DEVICES, find_device
+from planner.estimate.meter import record_allocations
 from planner.estimate.ops import call_of, estimate, roofline_seconds
 from planner.estimate.workspace import measure
 from planner.rewrite.emit import keep_everything
@@ -366,6 +368,11 @@ class WritesParts(torch.nn.Module):
             x = torch.tanh(self.layer(x))
             states[:, t] = x
         return states.square().mean() + x.sum()
+
+
+def test_nothing_is_measured_inside_a_profiler():
+    with profile(activities=[ProfilerActivity.CPU]), pytest.raises(CaptureError, match="a profiler is running"):
+        record_allocations(lambda: torch.ones(3))
 
 
 def test_writing_into_a_part_copies_all_that_is_behind_it(tmp_path):

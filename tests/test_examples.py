@@ -48,3 +48,13 @@ def test_trainer(run, tmp_path):
     assert len(usual) == 4
     assert planned == usual
     assert (tmp_path / "planned" / "plan.json").exists()
+
+
+def test_lightning(run, tmp_path):
+    usual = run("lightning_loop.py", tmp_path / "usual")
+    planned = run("lightning_loop.py", tmp_path / "planned", "--budget-gb", "0.003")
+    assert len(usual) == 8
+    assert planned == usual
+    assert (tmp_path / "planned" / "plan.json").exists()
+    resumed = run("lightning_loop.py", tmp_path / "planned", "--epochs", 3, "--resume")
+    assert len(resumed) == 4

@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from itertools import accumulate
@@ -162,6 +163,48 @@ with open(f"{os.environ['LOSSES']}{dist.get_rank()}", "w") as file:
     file.write(repr(loss.item()))
 dist.destroy_process_group()
 """
+ACCUMULATES = """
+import sys
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(*[layer for _ in range(12) for layer in (torch.nn.Linear(128, 128), torch.nn.GELU())])
+optimizer = torch.optim.AdamW(model.parameters())
+
+def microbatch(i):
+    loss = model(torch.randn(256, 128)).square().mean()
+    loss.backward()
+    if i % 2:
+        optimizer.step()
+        optimizer.zero_grad()
+    print(loss.item())
+
+for i in range(3):
+    microbatch(i)
+with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    microbatch(3)
+profiler.export_chrome_trace(sys.argv[1])
+"""
+ACCELERATE = """
+import torch
+from accelerate import Accelerator
+
+torch.manual_seed(0)
+accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+model = torch.nn.Sequential(*[layer for _ in range(4) for layer in (torch.nn.Linear(64, 64), torch.nn.GELU())])
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+loader = torch.utils.data.DataLoader(torch.randn(2048, 64), batch_size=256)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for x in loader:
+    with accelerator.accumulate(model):
+        loss = model(x).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+plans = accelerator.unwrap_model(model)._compiled_call_impl.plans.values()
+torch.save((loss.item(), [plan.request.accumulate for plan in plans]), f"rank{accelerator.process_index}")
+"""
 NOTHING = "nothing was planned: no module that an optimizer trains was called in training mode"
 TIGHT = ("--budget-gb", "0.0034", "--solver", "chen")
 
@@ -281,6 +324,52 @@ def test_every_rank_of_torchrun_plans(tmp_path):
         optimizer.zero_grad()
     found = [float((tmp_path / f"loss{rank}").read_text()) for rank in (0, 1)]
     assert found == pytest.approx([loss.item() for loss in losses], rel=1e-5)
+
+
+def test_every_rank_of_accelerate_plans(tmp_path):
+    script(tmp_path, ACCELERATE)
+    settings = ("--num_machines", 1, "--mixed_precision", "no", "--dynamo_backend", "no", "--multi_gpu")
+    accelerate = ("-m", "accelerate.commands.launch", *settings, "--num_processes", 2)
+    launcher = ("-m", "planner", "run", "--budget-gb", "0.0007")
+    ran = run(tmp_path, *accelerate, *launcher, "train.py")
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stderr.count("Sequential is planned.") == ran.stderr.count("Sequential is planned anew.") == 1
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU())])
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for batches in torch.randn(2048, 64).view(2, 2, 2, 256, 64):  # steps, microbatches, ranks
+        losses = [[model(x).square().mean() for x in ranks] for ranks in batches]
+        (sum(map(sum, losses)) / 4).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for rank in (0, 1):
+        loss, accumulates = torch.load(tmp_path / f"rank{rank}")
+        assert accumulates == [True]
+        assert loss == pytest.approx(losses[-1][rank].item(), rel=1e-5)
+
+
+def test_a_script_that_accumulates_gradients_is_planned_anew_with_them(tmp_path, here, capsys):
+    path = script(tmp_path, ACCUMULATES)
+    sys.argv = ["train.py", "usual.json"]
+    runpy.run_path(str(path))
+    usual = capsys.readouterr()
+    command = ("--budget-gb", "0.0049", "--solver", "chen", "--plan-file", "plan.json", "train.py", "ours.json")
+    assert here(*command) == 0
+    ours = capsys.readouterr()
+    assert ours.out == usual.out
+    assert "planner: 774.00 kB of gradients are there when the step begins" in ours.err
+    assert "planner: Sequential is planned anew." in ours.err
+    held = 4 * 12 * 4 * (128 * 128 + 128)  # parameters, gradients and two moments
+    assert held + traced_peak(tmp_path / "ours.json") <= 0.0049 * 2**30 < held + traced_peak(tmp_path / "usual.json")
+    assert here(*command) == 0
+    again = capsys.readouterr()
+    assert again.out == ours.out
+    assert "Taken from plan.json" in again.err
+    assert "anew" not in again.err
+    with pytest.raises(SystemExit, match="1"):
+        here("--budget-gb", "0.0045", "--solver", "chen", "train.py", "ours.json")
+    assert "planner: InfeasibleBudgetError: budget_gb=0.0045 " in capsys.readouterr().err
 
 
 def searched(wanted=None):

@@ -95,7 +95,9 @@ def _run(command: Command) -> None:
         "run a training script with a plan on the model that it trains",
         """The model is the one that an optimizer has and that is called in training mode. It is
 planned at its first step, and the script is not changed; every process of torchrun or
-accelerate launch plans for itself. Options for planner come before SCRIPT.
+accelerate launch plans for itself. Where a step begins with gradients that a plan did not
+count, as in scripts that accumulate them, it is planned anew with them (--accumulate: at
+once). Options for planner come before SCRIPT.
 
 examples:
   python -m planner run --budget-gb 12 train.py --epochs 3

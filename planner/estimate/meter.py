@@ -9,8 +9,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 
-from torch._C._autograd import DeviceType  # what events name devices by; torch 2.11 to 2.13
+from torch._C._autograd import (  # torch 2.11 to 2.13
+    DeviceType,  # what events name devices by
+    _profiler_enabled,
+)
 from torch.profiler import ProfilerActivity, profile, record_function
+
+from ..errors import CaptureError
 
 _MARK = "planner::"
 
@@ -34,7 +39,15 @@ class Allocations:
 
 
 def record_allocations(run: Callable[[], object]) -> Allocations:
-    """Run something on the CPU under `torch.profiler` and return the CPU allocator's events."""
+    """Run something on the CPU under `torch.profiler` and return the CPU allocator's events.
+
+    Raises:
+        CaptureError: a profiler is running already; torch crashes where another is begun inside it.
+    """
+    if _profiler_enabled():
+        raise CaptureError(
+            "a profiler is running, in which ops cannot be measured: plan before it, or begin it after the first step"
+        )
     # the profiler of torch 2.13 otherwise announces its start and stop on stderr
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:

@@ -14,6 +14,10 @@ from ..plan import Plan
 from ..request import LATER
 from ..runtime.applied import attached, detach, without_batch
 
+LEAVE = "a plan decides itself what is recomputed; leave it out, or train without a plan"
+COMPILES = "a plan compiles the model in its own way; leave it out"
+ENGINE = "its engine runs the model in its own way; train without a plan"
+
 
 def plan_trainer(
     trainer: Any, *, budget_gb: float | str | None = None, plan_file: str | None = "plan.json", **options: Any
@@ -101,14 +105,13 @@ def _conflicts(trainer: Any) -> list[tuple[str, str]]:
     """Arguments of a Trainer that do what a plan is to do, or keep it from it; and what to do instead."""
     args, modules = trainer.args, trainer.model.modules()
     fsdp = getattr(trainer.accelerator.state, "fsdp_plugin", None)
-    leave = "a plan decides itself what is recomputed; leave it out, or train without a plan"
     checks = [
-        (getattr(args, "activation_checkpointing", False), "activation_checkpointing=True", leave),
-        (args.gradient_checkpointing, "gradient_checkpointing=True", leave),
-        (any(getattr(m, "gradient_checkpointing", False) for m in modules), "gradient_checkpointing_enable()", leave),
-        (fsdp is not None and fsdp.activation_checkpointing, "FSDP's activation_checkpointing", leave),
-        (args.torch_compile, "torch_compile=True", "a plan compiles the model in its own way; leave it out"),
-        (trainer.is_deepspeed_enabled, "deepspeed", "its engine runs the model in its own way; train without a plan"),
+        (getattr(args, "activation_checkpointing", False), "activation_checkpointing=True", LEAVE),
+        (args.gradient_checkpointing, "gradient_checkpointing=True", LEAVE),
+        (any(getattr(m, "gradient_checkpointing", False) for m in modules), "gradient_checkpointing_enable()", LEAVE),
+        (fsdp is not None and fsdp.activation_checkpointing, "FSDP's activation_checkpointing", LEAVE),
+        (args.torch_compile, "torch_compile=True", COMPILES),
+        (trainer.is_deepspeed_enabled, "deepspeed", ENGINE),
         (args.n_gpu > 1, "DataParallel", "start one process for each GPU with torchrun, or make one GPU visible"),
     ]
     return [(what, instead) for found, what, instead in checks if found]

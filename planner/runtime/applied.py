@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from ..capture.shapes import Maxima, layout
 from ..errors import ApplyError
 from .first_step import begin, report_after
-from .modes import refuse_compiled, trains
+from .modes import redirected, refuse_compiled, trains
 
 # Where a model keeps its runtime beside `_compiled_call_impl`, which its copies lose. Python calls an object by its
 # class's `__call__`; torch.compile, around a planned model, goes past the plan unless the object has one as well.
@@ -63,7 +63,7 @@ class Applied:
     def __init__(self, model: nn.Module, make: Make, warn: Callable[[nn.Module, Any, bool], bool]) -> None:
         self.model = model
         self.make = make
-        self.warn = warn  # asked before a step until it has said what there is to say
+        self.warn = warn  # asked before a step until it has said what there is to say; it may put another plan on
         self.warned = False
         self.reported = False  # what the first step showed
         self.plans: dict[Signature, Any] = {}
@@ -104,14 +104,17 @@ class Applied:
     # a compiled model around this one would have it in its own graph, without the plan
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not trains(self.model, args, kwargs):
+        if redirected(self.model) or not trains(self.model, args, kwargs):
             return self.call_eagerly(*args, **kwargs)  # type: ignore[no-untyped-call]
         refuse_compiled(self.model, self)
         with self.lock:
             signature = call_signature(self.model, args, kwargs)
             if signature not in self.plans:
                 self.find(signature, args, kwargs)
-            self.warned = self.warned or self.warn(self.model, self.plans[signature], self.waits())
+            if not self.warned:
+                self.warned = self.warn(self.model, self.plans[signature], self.waits())
+                if self.warned and attached(self.model) is not self:  # it was planned anew
+                    return self.model(*args, **kwargs)
             if self.reported or self.awaits_gradients(signature):
                 return self.run(signature, args, kwargs)
             self.reported = True

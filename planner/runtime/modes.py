@@ -13,12 +13,21 @@ from ..capture.call import tensors_in
 from ..errors import ApplyError
 from .private import GLOBAL_HOOKS
 
+LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")  # its packages
+
 
 def trains(model: nn.Module, args: Any, kwargs: Any) -> bool:
     """Whether a call holds anything for a backward pass: gradients are on, and something needs one."""
     if not torch.is_grad_enabled() or torch._C._get_tracing_state() or torch.compiler.is_exporting():
         return False
     return any(p.requires_grad for p in model.parameters()) or any(t.requires_grad for t in tensors_in((args, kwargs)))
+
+
+def redirected(model: nn.Module) -> bool:
+    """Whether Lightning has put another method in the place of `forward`, to call it through what DDP wraps around."""
+    forward = vars(model).get("forward")
+    of = str(getattr(forward, "__module__", "")).partition(".")[0]
+    return getattr(forward, "__name__", "") == "wrapped_forward" and of in LIGHTNING
 
 
 def unguarded(model: nn.Module) -> tuple[object, ...]:
