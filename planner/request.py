@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 
 from solvers import SOLVERS
@@ -217,6 +218,7 @@ def with_batch(
     Raises:
         ModelError, OptionError, BudgetError: the model has moved to where the request cannot be met.
     """
+    refuse_wrapped(model)
     found = replace(request, model_ref=weakref.ref(model), args=args, kwargs=dict(kwargs), maxima=maxima)
     where, device = _where(model, request.given["device"])
     if where == request.where:
@@ -323,6 +325,14 @@ def refuse_wrapped(model: Any) -> None:
         raise ModelError(
             f"this {type(model.module).__name__} is wrapped in {type(model).__name__} already. Put the plan on the "
             "model itself, before it is wrapped: plan(model, ...).apply(), then wrap the model"
+        )
+    modules = list(model.modules()) if isinstance(model, nn.Module) else []
+    if any(hasattr(m, "_is_fsdp_managed_module") for m in modules) and not any(
+        isinstance(m, FSDPModule) for m in modules
+    ):
+        raise ModelError(
+            f"this {type(model).__name__} is in FullyShardedDataParallel, which plans cannot be made for, or a part of "
+            "what fully_shard() was called on: plan that model. accelerate calls it with fsdp_version=2"
         )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from planner import CaptureError, ModelError, OptionError, Plan, applied_plan, plan
@@ -207,6 +207,12 @@ def refused():
     if torch.distributed.get_rank() == 0:  # alone
         with pytest.raises(CaptureError, match="cannot be captured"):
             plan(made(by_block), (torch.zeros(3, 64), batch_of(0)[1]), budget_gb=1)
+    inner = made(lambda m: m)
+    plan(inner, budget_gb=1).apply()
+    wrapped = FullyShardedDataParallel(inner, device_id=torch.device("cpu"))
+    for refused in (lambda: plan(wrapped, batch_of(0), budget_gb=1), lambda: wrapped(*batch_of(0))):
+        with pytest.raises(ModelError, match="in FullyShardedDataParallel"):
+            refused()
     model = made(by_block)
     before = [type(m) for m in model.modules()], copy.copy(model._forward_pre_hooks)
     plan(model, batch_of(0), budget_gb=1)

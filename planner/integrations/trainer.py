@@ -105,11 +105,13 @@ def _conflicts(trainer: Any) -> list[tuple[str, str]]:
     """Arguments of a Trainer that do what a plan is to do, or keep it from it; and what to do instead."""
     args, modules = trainer.args, trainer.model.modules()
     fsdp = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    second = "fsdp_version=2 shards the model's own modules, which a plan can be made for"
     checks = [
         (getattr(args, "activation_checkpointing", False), "activation_checkpointing=True", LEAVE),
         (args.gradient_checkpointing, "gradient_checkpointing=True", LEAVE),
         (any(getattr(m, "gradient_checkpointing", False) for m in modules), "gradient_checkpointing_enable()", LEAVE),
         (fsdp is not None and fsdp.activation_checkpointing, "FSDP's activation_checkpointing", LEAVE),
+        (fsdp is not None and getattr(fsdp, "fsdp_version", 1) == 1, "fsdp_version=1", second),
         (args.torch_compile, "torch_compile=True", COMPILES),
         (trainer.is_deepspeed_enabled, "deepspeed", ENGINE),
         (args.n_gpu > 1, "DataParallel", "start one process for each GPU with torchrun, or make one GPU visible"),
