@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import CaptureError, PlannerError
 from .answers import Answers
@@ -188,6 +189,12 @@ def _landed(t: torch.Tensor, mode: FakeTensorMode) -> Any:
     """A fake tensor on the CPU in the place of one on `meta`, on which autograd and autocast differ."""
     if t.device.type != "meta":
         return t
+    if is_traceable_wrapper_subclass(t):
+        names, context = t.__tensor_flatten__()
+        parts = {name: getattr(t, name) for name in names}
+        inside = {n: _landed(part, mode) if isinstance(part, torch.Tensor) else part for n, part in parts.items()}
+        made = type(t).__tensor_unflatten__(inside, context, t.shape, t.stride())
+        return nn.Parameter(made, t.requires_grad) if isinstance(t, nn.Parameter) else made
     with mode:
         made = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cpu", requires_grad=t.requires_grad)
     return nn.Parameter(made, t.requires_grad) if isinstance(t, nn.Parameter) else made

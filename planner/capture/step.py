@@ -16,6 +16,7 @@ from .calls import Link, links_of, order_of, regions_of
 from .checkpoints import Checkpoints
 from .dry import DryPass
 from .dynamo import Partition, lone_loss, to_fake
+from .meshes import on_mesh, tracker_kept
 from .outside import LossFn, OutsideLoss, checked_loss, differentiable, leaves
 from .private import DataDependentOutputException, FakeTensorMode
 from .quiet import quietly
@@ -82,7 +83,7 @@ def capture(
         BatchError: the model does not accept the arguments, or the loss is not a differentiable scalar.
         CaptureError: the step cannot be written as graphs.
     """
-    with quietly(), torch.inference_mode(False):  # gradients are on, whatever the caller has
+    with quietly(), tracker_kept(), torch.inference_mode(False):  # gradients are on, whatever the caller has
         try:
             return _capture(model, args, kwargs, split, loss_fn, checkpoints, maxima, symbolic, likely)
         finally:
@@ -105,7 +106,8 @@ def _capture(
     if maxima is not None:
         fake_args, fake_kwargs = enlarged(fake_args, fake_kwargs, maxima, recording.mode)
     trial = recording.mode, fake_model, fake_args, fake_kwargs, loss_fn, answers
-    unsure = _try_eagerly(*trial)
+    # on a mesh, random ops that are not traced communicate
+    unsure = None if on_mesh(fake_model, fake_args, fake_kwargs) else _try_eagerly(*trial)
     if isinstance(unsure, DataDependentOutputException) and learnt(answers, model, args, kwargs):
         unsure = _try_eagerly(*trial)
     cut: dict[str, tuple[int, ...]] | None = None
@@ -161,8 +163,8 @@ def learnt(answers: Answers, model: nn.Module, args: Sequence[Any], kwargs: Mapp
 
 def blame(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception) -> None:
     """Raise BatchError if the model itself refuses the batch, run for real without gradients; return if it does not."""
-    if shared(model):
-        return
+    if on_mesh(model, args, kwargs):
+        return  # other processes would have to run it, too
     try:
         with untouched(model, args, kwargs) as (own_args, own_kwargs):
             model(*own_args, **own_kwargs)

@@ -1,0 +1,37 @@
+"""Models whose tensors are spread over a mesh of devices (`torch.distributed.tensor`): a real call of one communicates.
+
+Under fake tensors nothing does, so that one process can plan alone. What would run the model for real has to ask first.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from .call import tensors_in
+
+
+def on_mesh(model: nn.Module, args: Any = (), kwargs: Any = None) -> bool:
+    """Whether parameters, buffers or arguments are `DTensor`s: all processes of their mesh have to call together."""
+    loaded = sys.modules.get("torch.distributed.tensor")  # without it there are none
+    found = (*model.parameters(), *model.buffers(), *tensors_in((args, kwargs)))
+    return loaded is not None and any(isinstance(t, loaded.DTensor) for t in found)
+
+
+@contextmanager
+def tracker_kept() -> Iterator[None]:
+    """Puts back what keeps the random numbers of a mesh in step.
+
+    The first random op on a mesh makes it, and has the processes agree on its state, unless that op is only traced.
+    """
+    module: Any = sys.modules.get("torch.distributed.tensor._random")
+    tracker = getattr(module, "_rng_tracker", None)
+    try:
+        yield
+    finally:
+        if module is not None:
+            module._rng_tracker = tracker
