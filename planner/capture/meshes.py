@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
@@ -23,13 +24,18 @@ def on_mesh(model: nn.Module, args: Any = (), kwargs: Any = None) -> bool:
 
 
 @contextmanager
-def tracker_kept() -> Iterator[None]:
+def tracker_kept(*, off: bool = False) -> Iterator[None]:
     """Puts back what keeps the random numbers of a mesh in step.
 
     The first random op on a mesh makes it, and has the processes agree on its state, unless that op is only traced.
+
+    Args:
+        off: do without meanwhile, so that random ops which are not traced do not communicate, either.
     """
     module: Any = sys.modules.get("torch.distributed.tensor._random")
     tracker = getattr(module, "_rng_tracker", None)
+    if module is not None and off:
+        module._rng_tracker = SimpleNamespace(distribute_region_enabled=False)
     try:
         yield
     finally:

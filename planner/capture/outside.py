@@ -93,6 +93,9 @@ def trace_loss(
         size = sum(storages([t for t in leaves(output) if differentiable(t)]).values())
         return OutsideLoss("unknown", size, size + 16), None
     meter = LiveBytes()
+    if any(map(is_traceable_wrapper_subclass, results)):
+        # the first time, DTensors try each op on tensors of the whole size
+        torch.autograd.grad(checked_loss(loss_fn, output), results, allow_unused=True, retain_graph=True)
     with meter:
         loss = checked_loss(loss_fn, output)
         gradients = torch.autograd.grad(loss, results, allow_unused=True, retain_graph=True)

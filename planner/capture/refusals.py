@@ -20,6 +20,7 @@ Frame = tuple[str, int, Any]  # file, line, the object whose method runs there
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parents[1])
 _OUTSIDE = {str(Path(p).resolve()) for p in sys.path if p.endswith("-packages")}
+LIMITS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)  # of fake tensors
 _VALUE = (  # what a line that asks for a tensor's value looks like
     (r"\.item\(", "`.item()`"),
     (r"\.tolist\(", "`.tolist()`"),

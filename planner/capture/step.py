@@ -20,7 +20,7 @@ from .meshes import on_mesh, tracker_kept
 from .outside import LossFn, OutsideLoss, checked_loss, differentiable, leaves
 from .private import DataDependentOutputException, FakeTensorMode
 from .quiet import quietly
-from .refusals import refusal
+from .refusals import LIMITS, refusal
 from .region import Region
 from .shapes import Maxima, enlarged, is_size
 from .sharded import shared
@@ -103,11 +103,12 @@ def _capture(
 ) -> TrainingGraph:
     answers = Answers(likely)
     recording, fake_model, fake_args, fake_kwargs = to_fake(model, args, kwargs, answers)
+    if maxima is not None and symbolic and on_mesh(fake_model, fake_args, fake_kwargs):
+        raise CaptureError("torch.compile has no symbols for sizes of DTensors")
     if maxima is not None:
         fake_args, fake_kwargs = enlarged(fake_args, fake_kwargs, maxima, recording.mode)
     trial = recording.mode, fake_model, fake_args, fake_kwargs, loss_fn, answers
-    # on a mesh, random ops that are not traced communicate
-    unsure = None if on_mesh(fake_model, fake_args, fake_kwargs) else _try_eagerly(*trial)
+    unsure = _try_eagerly(*trial)
     if isinstance(unsure, DataDependentOutputException) and learnt(answers, model, args, kwargs):
         unsure = _try_eagerly(*trial)
     cut: dict[str, tuple[int, ...]] | None = None
@@ -138,7 +139,7 @@ def _try_eagerly(
     """Call the fake model without a compiler; returns what it raised, which may be a limit of fake tensors."""
     answers.begin()
     try:
-        with mode, torch.enable_grad():
+        with mode, tracker_kept(off=True), torch.enable_grad():
             output = model(*args, **kwargs)
     except Exception as e:
         return e
@@ -162,10 +163,15 @@ def learnt(answers: Answers, model: nn.Module, args: Sequence[Any], kwargs: Mapp
 
 
 def blame(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception) -> None:
-    """Raise BatchError if the model itself refuses the batch, run for real without gradients; return if it does not."""
-    if on_mesh(model, args, kwargs):
-        return  # other processes would have to run it, too
+    """Raise BatchError if the model itself refuses the batch, run for real without gradients; return if it does not.
+
+    What other processes would have to run as well is judged by the error: whether that is of fake tensors alone.
+    """
     try:
+        if on_mesh(model, args, kwargs):
+            if not isinstance(error, LIMITS):
+                raise error
+            return
         with untouched(model, args, kwargs) as (own_args, own_kwargs):
             model(*own_args, **own_kwargs)
     except Exception as e:
