@@ -64,6 +64,26 @@ class Stack(nn.Module):
         return self.norm(x)
 
 
+class Added(nn.Module):
+    def __init__(self, stack: nn.Module) -> None:
+        super().__init__()
+        self.stack = stack
+
+    def forward(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return self.stack(x) + other
+
+
+class Gathered(nn.Module):
+    """Little beside what it gathers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.widen = nn.Linear(1, 512)
+
+    def forward(self, x: DTensor) -> torch.Tensor:
+        return self.widen(x).redistribute(placements=[Replicate()]).to_local().mean()
+
+
 def loss_of(output: torch.Tensor) -> torch.Tensor:
     return output.square().mean()
 
@@ -197,8 +217,8 @@ def alone() -> list[str]:
     made: Plan | None = None
     if dist.get_rank() == 1:  # the other one is in the barrier: whatever is sent to it, it does not answer
         made = plan(model, x, budget_gb=1, loss_fn=loss_of)
-        with pytest.raises(BatchError):
-            plan(model, torch.randn(4, 64, 63), budget_gb=1, loss_fn=loss_of)
+        with pytest.raises(BatchError, match="broadcast"):
+            plan(Added(model), (x, torch.randn(3)), budget_gb=1, loss_fn=loss_of)
     dist.barrier()
     return collectives(made) if made else []
 
@@ -272,6 +292,16 @@ def test_batch_and_output_may_be_spread(mesh: DeviceMesh, tmp_path: Path) -> Non
     other = x.redistribute(placements=[Replicate()])
     with pytest.raises(InfeasibleBudgetError):
         model(other)
+
+
+def test_what_is_gathered_is_held_once(mesh: DeviceMesh, tmp_path: Path) -> None:
+    model = torch.distributed.tensor.distribute_module(Gathered(), mesh)
+    x = torch.distributed.tensor.distribute_tensor(torch.randn(512, 1), mesh, [Shard(0)])
+    p = plan(model, x, budget_gb=1)
+    p.apply()
+    model(x).backward()
+    model.zero_grad()
+    assert peak_of(lambda: model(x).backward(), tmp_path) == pytest.approx(p.peak_bytes - p.resident_bytes, rel=0.03)
 
 
 def test_eager_mode_is_refused_in_words(mesh: DeviceMesh) -> None:
