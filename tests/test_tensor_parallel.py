@@ -191,6 +191,7 @@ def compared(folder: Path, mesh: DeviceMesh, rows: Placement) -> dict[str, Any]:
         "predicted": p.peak_bytes - p.resident_bytes,
         "room": p.budget_bytes - p.resident_bytes,
         "collectives": collectives(p),
+        "recipe": p.recipe.calls,
         "recomputed": [d.op for d in p.decisions if d.action == "recompute"],
         "parameters": p.account["parameters"],
         "local": sum(q.to_local().nbytes if isinstance(q, DTensor) else q.nbytes for q in model.parameters()),
@@ -207,6 +208,7 @@ def test_two_ranks_train_as_without_a_plan_and_take_less(tmp_path: Path) -> None
         assert found["parameters"] == found["local"]
         assert len(found["recomputed"]) > 3
     assert [f["collectives"] for f in first] == [f["collectives"] for f in second]
+    assert [f["recipe"] for f in first] == [f["recipe"] for f in second]
     assert {"all_reduce", "wait_tensor"} == set(first[0]["collectives"])
     assert {"all_gather_into_tensor", "reduce_scatter_tensor", "wait_tensor"} == set(first[1]["collectives"])
 
@@ -308,6 +310,14 @@ def test_eager_mode_is_refused_in_words(mesh: DeviceMesh) -> None:
     model, x = parallel(mesh, Replicate(), blocks=1), torch.randn(ROWS)
     with pytest.raises(CaptureError, match=r"DTensors.*mode='compiled'"):
         plan(model, x, budget_gb=1, loss_fn=loss_of, mode="eager")
+
+
+def test_parameters_that_ddp_swaps_are_refused_in_words(mesh: DeviceMesh) -> None:
+    both = init_device_mesh("cpu", (1, 2), mesh_dim_names=("copies", "parts"))
+    model, x = parallel(both["parts"], Replicate(), blocks=1), torch.randn(ROWS)
+    nn.parallel.DistributedDataParallel(model, device_mesh=both["copies"])
+    with pytest.raises(CaptureError, match=r"DistributedDataParallel.*fully_shard"):
+        plan(model, x, budget_gb=1, loss_fn=loss_of)
 
 
 def test_verify_and_a_file(mesh: DeviceMesh, tmp_path: Path) -> None:

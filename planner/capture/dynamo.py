@@ -23,6 +23,7 @@ from .answers import Answers
 from .checkpoints import Checkpoints
 from .known_values import KnownValues
 from .layers import capturable_layers
+from .meshes import refuse_swapped
 from .private import (
     BoxedCodeGen,
     FakeCopyMode,
@@ -154,6 +155,7 @@ def to_fake(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], answers: Answers
 ) -> tuple[Recording, nn.Module, Any, Any]:
     """The model and its inputs on fake tensors; the originals are not touched. What is on `meta` comes to the CPU."""
+    refuse_swapped(model)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def whole(shard: torch.Tensor, dtype: torch.dtype) -> nn.Parameter:

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from ..errors import CaptureError
 from .call import tensors_in
 
 
@@ -21,6 +22,18 @@ def on_mesh(model: nn.Module, args: Any = (), kwargs: Any = None) -> bool:
     loaded = sys.modules.get("torch.distributed.tensor")  # without it there are none
     found = (*model.parameters(), *model.buffers(), *tensors_in((args, kwargs)))
     return loaded is not None and any(isinstance(t, loaded.DTensor) for t in found)
+
+
+def refuse_swapped(model: nn.Module) -> None:
+    """Raise CaptureError for what DistributedDataParallel makes of a model on a mesh (its `device_mesh`)."""
+    if any(
+        hasattr(p, "_st_info") for p in model.parameters()
+    ):  # torch.distributed.tensor.parallel.ddp, torch 2.11-2.13
+        raise CaptureError(
+            f"{type(model).__name__} is spread over a mesh, and DistributedDataParallel(device_mesh=...) puts its "
+            "parameters in and out in each forward pass, which cannot be planned. Have the copies of it trained by "
+            "torch.distributed.fsdp.fully_shard, or reduce the gradients after backward() without this wrapper"
+        )
 
 
 @contextmanager

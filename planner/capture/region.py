@@ -340,7 +340,7 @@ def fingerprint(graph: fx.Graph) -> str:
     """A digest of a graph's structure: equal for two captures of the same step, whatever nodes and symbols are called.
 
     Sizes that are symbols are told apart by where they first appear; so are groups of processes, whose names are not
-    the same in every process.
+    the same in every process. Nor is the part that a process takes of what is split, which counts for nothing.
     """
     number = {node: i for i, node in enumerate(graph.nodes)}
     symbols: dict[str, str] = {}
@@ -368,10 +368,12 @@ def _numbered(node: fx.Node, number: Mapping[fx.Node, int], groups: dict[str, st
             return number[x]
         return groups.setdefault(x, f"group {len(groups)}") if x == group else x
 
-    return pytree.tree_map_only((fx.Node, str), plain, (node.args, node.kwargs))
+    split = node.target is operator.getitem and getattr(node.args[0], "target", None) in _SPLITS
+    return pytree.tree_map_only((fx.Node, str), plain, (node.args[:1] if split else node.args, node.kwargs))
 
 
 _ATEN = torch.ops.aten
+_SPLITS = {_ATEN.split.Tensor, _ATEN.split_with_sizes.default, _ATEN.chunk.default, _ATEN.unbind.int}
 # op -> position of its `train` / `update` flag; running statistics are arguments 3 and 4 of both
 _BATCH_NORM_BACKWARD = {
     _ATEN.native_batch_norm_backward.default: 7,
