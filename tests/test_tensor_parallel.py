@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from planner import Plan, applied_plan, plan
-from planner.errors import BatchError, CaptureError, InfeasibleBudgetError
+from planner.errors import BatchError, CaptureError, InfeasibleBudgetError, OptionError
 
 from .measure import peak_of
 from .processes import on_ranks
@@ -308,8 +308,11 @@ def test_what_is_gathered_is_held_once(mesh: DeviceMesh, tmp_path: Path) -> None
 
 def test_eager_mode_is_refused_in_words(mesh: DeviceMesh) -> None:
     model, x = parallel(mesh, Replicate(), blocks=1), torch.randn(ROWS)
-    with pytest.raises(CaptureError, match=r"DTensors.*mode='compiled'"):
+    with pytest.raises(OptionError, match="mode='eager' is for models on one device"):
         plan(model, x, budget_gb=1, loss_fn=loss_of, mode="eager")
+    p = plan(model, x, budget_gb=1, loss_fn=loss_of)
+    with pytest.raises(CaptureError, match=r"DTensors.*mode='compiled'"):
+        p.apply(mode="eager")(x)
 
 
 def test_parameters_that_ddp_swaps_are_refused_in_words(mesh: DeviceMesh) -> None:

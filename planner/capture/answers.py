@@ -12,7 +12,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .call import tensors_in
-from .meshes import on_mesh
 from .origin import line_at, user_place
 from .private import FakeTensor
 from .untouched import untouched
@@ -35,12 +34,9 @@ class Answers:
         self._given: dict[Place, list[Any]] = {}
 
     def learn(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Run the model for real, without gradients, unless it is no real model; it is as before afterwards.
-
-        Nor is it run where other processes would have to run it at the same time.
-        """
+        """Run the model for real, without gradients, unless it is no real model; it is as before afterwards."""
         tensors = [*tensors_in((tuple(args), dict(kwargs))), *model.parameters(), *model.buffers()]
-        if on_mesh(model, args, kwargs) or any(t.is_meta or isinstance(t, FakeTensor) for t in tensors):
+        if any(t.is_meta or isinstance(t, FakeTensor) for t in tensors):
             return False
         listener = _Listener()
         with untouched(model, args, kwargs) as (own_args, own_kwargs), listener:

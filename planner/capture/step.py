@@ -23,7 +23,6 @@ from .quiet import quietly
 from .refusals import LIMITS, refusal
 from .region import Region
 from .shapes import Maxima, enlarged, is_size
-from .sharded import shared
 from .untouched import forget_fakes, untouched
 
 
@@ -153,7 +152,7 @@ def _try_eagerly(
 
 def learnt(answers: Answers, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a real call gave answers; one that fails is for `blame()`."""
-    if shared(model):
+    if on_mesh(model, args, kwargs):
         return False
     forget_fakes()
     try:
