@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from planner import CaptureError, ModelError, OptionError, Plan, applied_plan, plan
+from planner import BatchError, ModelError, OptionError, Plan, applied_plan, plan
 
 from .measure import peak_of
 from .processes import on_ranks
@@ -209,7 +209,7 @@ def refused():
             plan(made(shard), batch_of(0), budget_gb=1, **options)
         said.append(str(error.value))
     if torch.distributed.get_rank() == 0:  # alone
-        with pytest.raises(CaptureError, match="cannot be captured"):
+        with pytest.raises(BatchError, match="does not accept the batch"):
             plan(made(by_block), (torch.zeros(3, 64), batch_of(0)[1]), budget_gb=1)
     inner = made(lambda m: m)
     plan(inner, budget_gb=1).apply()

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _ATEN = torch.ops.aten
 # their kernels copy the whole storage of what they write into (`at::clone_preserve_strides`), where fake tensors count
@@ -83,14 +83,22 @@ def describe_call(target: torch._ops.OpOverload, args: Any, kwargs: Any, result:
 
 
 def storages(tree: Any) -> dict[int, int]:
-    """The storages of the tensors in a tree: identity -> bytes; of a DTensor, what is here."""
-    held = (here(t).untyped_storage() for t in tensors_in(tree))
-    return {s._cdata: s.nbytes() for s in held}
+    """The storages of the tensors in a tree, of wrappers those inside them: identity -> bytes."""
+    found = (t.untyped_storage() for outer in tensors_in(tree) for t in inside(outer))
+    return {storage._cdata: storage.nbytes() for storage in found}
+
+
+def inside(t: torch.Tensor) -> list[torch.Tensor]:
+    """What a tensor is made of here: itself, or the tensors that a wrapper has, as a `DTensor` its local shard."""
+    if not is_traceable_wrapper_subclass(t):
+        return [t]
+    parts = [getattr(t, name) for name in t.__tensor_flatten__()[0]]
+    return [inner for part in parts if isinstance(part, torch.Tensor) for inner in inside(part)]
 
 
 def here(t: torch.Tensor) -> torch.Tensor:
     """What this device has of a tensor."""
-    return t.to_local() if isinstance(t, DTensor) else t
+    return inside(t)[0]
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:

@@ -16,12 +16,14 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import CaptureError, PlannerError
 from .answers import Answers
 from .checkpoints import Checkpoints
 from .known_values import KnownValues
 from .layers import capturable_layers
+from .meshes import refuse_swapped
 from .private import (
     BoxedCodeGen,
     FakeCopyMode,
@@ -153,6 +155,7 @@ def to_fake(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], answers: Answers
 ) -> tuple[Recording, nn.Module, Any, Any]:
     """The model and its inputs on fake tensors; the originals are not touched. What is on `meta` comes to the CPU."""
+    refuse_swapped(model)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def whole(shard: torch.Tensor, dtype: torch.dtype) -> nn.Parameter:
@@ -188,6 +191,12 @@ def _landed(t: torch.Tensor, mode: FakeTensorMode) -> Any:
     """A fake tensor on the CPU in the place of one on `meta`, on which autograd and autocast differ."""
     if t.device.type != "meta":
         return t
+    if is_traceable_wrapper_subclass(t):
+        names, context = t.__tensor_flatten__()
+        parts = {name: getattr(t, name) for name in names}
+        inside = {n: _landed(part, mode) if isinstance(part, torch.Tensor) else part for n, part in parts.items()}
+        made = type(t).__tensor_unflatten__(inside, context, t.shape, t.stride())
+        return nn.Parameter(made, t.requires_grad) if isinstance(t, nn.Parameter) else made
     with mode:
         made = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cpu", requires_grad=t.requires_grad)
     return nn.Parameter(made, t.requires_grad) if isinstance(t, nn.Parameter) else made

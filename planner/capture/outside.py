@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 import torch
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from ..errors import BatchError
-from .call import Call, describe_call, storages
+from .call import Call, describe_call, here, storages, tensors_in
 
 LossFn = Callable[[Any], torch.Tensor]
 
@@ -93,11 +93,14 @@ def trace_loss(
         size = sum(storages([t for t in leaves(output) if differentiable(t)]).values())
         return OutsideLoss("unknown", size, size + 16), None
     meter = LiveBytes()
+    if any(map(is_traceable_wrapper_subclass, results)):
+        # the first time, DTensors try each op on tensors of the whole size
+        torch.autograd.grad(checked_loss(loss_fn, output), results, allow_unused=True, retain_graph=True)
     with meter:
         loss = checked_loss(loss_fn, output)
         gradients = torch.autograd.grad(loss, results, allow_unused=True, retain_graph=True)
     # outputs of one storage have one gradient: what each adds to it is a temporary
-    made = {t.untyped_storage()._cdata: g for t, g in zip(results, gradients, strict=True) if g is not None}
+    made = {here(t).untyped_storage()._cdata: g for t, g in zip(results, gradients, strict=True) if g is not None}
     workspace = max(0, meter.peak - sum(storages(list(made.values())).values()))
     return OutsideLoss("loss_fn", workspace, 2 * loss.element_size(), tuple(meter.calls)), loss
 
@@ -119,6 +122,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if any(map(is_traceable_wrapper_subclass, tensors_in((args, kwargs)))):
+            return NotImplemented  # what the wrapper does with the tensors inside it comes here
         inputs = storages((args, kwargs))
         result = func(*args, **kwargs)
         self.calls.append(describe_call(func, args, kwargs, result))

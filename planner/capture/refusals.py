@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from .meshes import on_mesh
 from .private import DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException
 
 Frame = tuple[str, int, Any]  # file, line, the object whose method runs there
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parents[1])
 _OUTSIDE = {str(Path(p).resolve()) for p in sys.path if p.endswith("-packages")}
+LIMITS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)  # of fake tensors
 _VALUE = (  # what a line that asks for a tensor's value looks like
     (r"\.item\(", "`.item()`"),
     (r"\.tolist\(", "`.tolist()`"),
@@ -55,7 +57,7 @@ def refusal(model: nn.Module, error: BaseException, *, eagerly: bool) -> str:
     lines = list(dict.fromkeys(_line(f) for f in (at, asking) if f is not None))
     place = ", ".join(filter(None, [owner, *(f"{file}:{number}: `{code}`" for file, number, code in lines)]))
     words, cure = _reason(error, [code for *_, code in lines])
-    trials = [] if eagerly else ['mode="eager", which does not compile']
+    trials = [] if eagerly or on_mesh(model) else ['mode="eager", which does not compile']
     if (other := _submodule(model, path)) is not None:
         trials.append(f"a submodule without it, such as {other!r}")
     tried = f" or plan {' or '.join(trials)}" if trials else ""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import operator
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from .checkpoints import Checkpoints, checkpointed_calls, clone_of, repeat_checkpointed
 from .dropout import split_dropouts
 from .duplicates import merge_duplicates
-from .safety import is_random, keep_reason, replay_bytes
+from .safety import group_of, is_collective, is_random, keep_reason, replay_bytes, sent_for, waited_for
 from .shapes import SYMBOLIC, is_size
 
 Kind = Literal["call", "rng_state"]
@@ -190,6 +190,11 @@ def analyse(
     tainted = set(mutated)  # nodes that hold a mutated input
     for node in order:
         inputs = node.all_input_nodes
+        result = waited_for(node)
+        if result is not None:  # what it returns is what it waits for; what was sent is held until then
+            known, at = (storages, value_of[result]) if value_of[result] else (external, primal_of[result])
+            known.update({t.untyped_storage()._cdata: at[0] for t in tensors(node)})
+            inputs = [*inputs, *sent_for(result)]
         reads = tuple(dict.fromkeys(v for n in inputs for v in value_of[n]))
         writes: list[int] = []
         held: list[int] = []
@@ -207,7 +212,7 @@ def analyse(
                 values.append(GraphValue(node, nbytes(storage)))
             held.append(storages[key])
         value_of[node] = tuple(dict.fromkeys(held))
-        if node.target is operator.getitem and not writes:
+        if (node.target is operator.getitem or result is not None) and not writes:
             for v in value_of[node]:
                 if values[v].owner is node.args[0]:
                     values[v] = GraphValue(node, values[v].nbytes)
@@ -283,6 +288,7 @@ def _execution_order(graph: fx.Graph, forward: set[fx.Node], needed: set[fx.Node
     """Forward nodes, then backward nodes; those that wait for no gradient are sunk to their first use.
 
     Impure nodes without results (assertions) stay where they are: in the forward pass if no gradient reaches them.
+    Collectives stay as well: every process has to run them in the same order.
     """
     waits: set[fx.Node] = {n for n in graph.nodes if n.op == "placeholder" and "tangents" in str(n.target)}
     nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
@@ -296,7 +302,9 @@ def _execution_order(graph: fx.Graph, forward: set[fx.Node], needed: set[fx.Node
     late: list[fx.Node] = []
     members = set(rest)
     for node in rest:
-        if node not in waits and (not node.is_impure() or clone_of(node) is not None):  # a clone's draws are replayed
+        # a clone's draws are replayed
+        stays = is_collective(node.target) or (node.is_impure() and clone_of(node) is None)
+        if node not in waits and not stays:
             continue
         stack = [node]
         while stack:  # its inputs that wait for no gradient, deepest first
@@ -331,14 +339,16 @@ def normalise(joint: fx.GraphModule) -> None:
 def fingerprint(graph: fx.Graph) -> str:
     """A digest of a graph's structure: equal for two captures of the same step, whatever nodes and symbols are called.
 
-    Sizes that are symbols are told apart by where they first appear.
+    Sizes that are symbols are told apart by where they first appear; so are groups of processes, whose names are not
+    the same in every process. Nor is the part that a process takes of what is split, which counts for nothing.
     """
     number = {node: i for i, node in enumerate(graph.nodes)}
     symbols: dict[str, str] = {}
+    groups: dict[str, str] = {}
     digest = hashlib.sha256()
     for node in graph.nodes:
         target = "" if node.op in ("placeholder", "get_attr") else getattr(node.target, "__name__", str(node.target))
-        args = pytree.tree_map_only(fx.Node, number.__getitem__, (node.args, node.kwargs))
+        args = _numbered(node, number, groups)
         value = node.meta.get(SYMBOLIC)
         shapes = [
             (tuple(t.shape), t.stride(), str(t.dtype), str(t.device), t.requires_grad) for t in tensors(node, value)
@@ -349,7 +359,21 @@ def fingerprint(graph: fx.Graph) -> str:
     return digest.hexdigest()
 
 
+def _numbered(node: fx.Node, number: Mapping[fx.Node, int], groups: dict[str, str]) -> Any:
+    """A node's arguments with numbers for nodes and for the group of processes that it is a collective of."""
+    group = group_of(node)
+
+    def plain(x: Any) -> Any:
+        if isinstance(x, fx.Node):
+            return number[x]
+        return groups.setdefault(x, f"group {len(groups)}") if x == group else x
+
+    split = node.target is operator.getitem and getattr(node.args[0], "target", None) in _SPLITS
+    return pytree.tree_map_only((fx.Node, str), plain, (node.args[:1] if split else node.args, node.kwargs))
+
+
 _ATEN = torch.ops.aten
+_SPLITS = {_ATEN.split.Tensor, _ATEN.split_with_sizes.default, _ATEN.chunk.default, _ATEN.unbind.int}
 # op -> position of its `train` / `update` flag; running statistics are arguments 3 and 4 of both
 _BATCH_NORM_BACKWARD = {
     _ATEN.native_batch_norm_backward.default: 7,

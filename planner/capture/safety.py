@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ RUNNING_STATISTICS: dict[object, tuple[int, int]] = {
     _ATEN._native_batch_norm_legit_functional.default: (3, 4),
     _ATEN._batch_norm_with_update_functional.default: (3, 4),
 }
+
+_COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d")
 
 # What these choose among equals is not fixed on every device: a second run would send data, and gradients, elsewhere.
 # Other ops that return indices (argmax, cummax, max_pool, searchsorted) take the first of equals.
@@ -53,7 +56,7 @@ def keep_reason(node: fx.Node, tainted: Collection[fx.Node]) -> str:
     if not isinstance(target, torch._ops.OpOverload):
         return f"{target} is opaque: nothing says that a second run would give the same"
     name = target._schema.name.split("::")[1]
-    if is_collective(node):
+    if is_collective(target):
         return f"{name} is a collective, which all processes would have to run again together"
     if target.namespace not in ("aten", "prims"):
         return f"{target._schema.name} is a custom op: nothing says that a second run would give the same"
@@ -72,9 +75,33 @@ def keep_reason(node: fx.Node, tainted: Collection[fx.Node]) -> str:
     return ""
 
 
-def is_collective(node: fx.Node) -> bool:
-    """Whether a node waits for other processes."""
-    return getattr(node.target, "namespace", "") in ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional")
+def is_collective(op: object) -> bool:
+    """Whether an op sends to other processes, or waits for them."""
+    if not isinstance(op, torch._ops.OpOverload):
+        return False
+    return op.namespace in _COLLECTIVES or any(a.name == "group_name" for a in op._schema.arguments)
+
+
+def group_of(node: fx.Node) -> str | None:
+    """The name of the group of processes that a node is a collective of; None for other nodes."""
+    if not isinstance(node.target, torch._ops.OpOverload) or not is_collective(node.target):
+        return None
+    given = dict(zip((a.name for a in node.target._schema.arguments), node.args, strict=False)) | dict(node.kwargs)
+    group = given.get("group_name")
+    return group if isinstance(group, str) else None
+
+
+def waited_for(node: fx.Node) -> fx.Node | None:
+    """The result of a collective for which a node waits, and which it then returns itself; None for other nodes."""
+    target, source = node.target, next(iter(node.args), None)
+    waits = isinstance(target, torch._ops.OpOverload) and target.namespace in _COLLECTIVES and "wait" in target.__name__
+    return source if waits and isinstance(source, fx.Node) else None
+
+
+def sent_for(result: fx.Node) -> list[fx.Node]:
+    """What a collective of this result sends."""
+    sender: Any = result.args[0] if result.target is operator.getitem else result
+    return list(sender.all_input_nodes)
 
 
 def is_random(node: fx.Node) -> bool:

@@ -16,13 +16,13 @@ from .calls import Link, links_of, order_of, regions_of
 from .checkpoints import Checkpoints
 from .dry import DryPass
 from .dynamo import Partition, lone_loss, to_fake
+from .meshes import on_mesh, tracker_kept
 from .outside import LossFn, OutsideLoss, checked_loss, differentiable, leaves
 from .private import DataDependentOutputException, FakeTensorMode
 from .quiet import quietly
-from .refusals import refusal
+from .refusals import LIMITS, refusal
 from .region import Region
 from .shapes import Maxima, enlarged, is_size
-from .sharded import shared
 from .untouched import forget_fakes, untouched
 
 
@@ -82,7 +82,7 @@ def capture(
         BatchError: the model does not accept the arguments, or the loss is not a differentiable scalar.
         CaptureError: the step cannot be written as graphs.
     """
-    with quietly(), torch.inference_mode(False):  # gradients are on, whatever the caller has
+    with quietly(), tracker_kept(), torch.inference_mode(False):  # gradients are on, whatever the caller has
         try:
             return _capture(model, args, kwargs, split, loss_fn, checkpoints, maxima, symbolic, likely)
         finally:
@@ -102,6 +102,8 @@ def _capture(
 ) -> TrainingGraph:
     answers = Answers(likely)
     recording, fake_model, fake_args, fake_kwargs = to_fake(model, args, kwargs, answers)
+    if maxima is not None and symbolic and on_mesh(fake_model, fake_args, fake_kwargs):
+        raise CaptureError("torch.compile has no symbols for sizes of DTensors")
     if maxima is not None:
         fake_args, fake_kwargs = enlarged(fake_args, fake_kwargs, maxima, recording.mode)
     trial = recording.mode, fake_model, fake_args, fake_kwargs, loss_fn, answers
@@ -136,7 +138,7 @@ def _try_eagerly(
     """Call the fake model without a compiler; returns what it raised, which may be a limit of fake tensors."""
     answers.begin()
     try:
-        with mode, torch.enable_grad():
+        with mode, tracker_kept(off=True), torch.enable_grad():
             output = model(*args, **kwargs)
     except Exception as e:
         return e
@@ -150,7 +152,7 @@ def _try_eagerly(
 
 def learnt(answers: Answers, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a real call gave answers; one that fails is for `blame()`."""
-    if shared(model):
+    if on_mesh(model, args, kwargs):
         return False
     forget_fakes()
     try:
@@ -160,10 +162,15 @@ def learnt(answers: Answers, model: nn.Module, args: Sequence[Any], kwargs: Mapp
 
 
 def blame(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception) -> None:
-    """Raise BatchError if the model itself refuses the batch, run for real without gradients; return if it does not."""
-    if shared(model):
-        return
+    """Raise BatchError if the model itself refuses the batch, run for real without gradients; return if it does not.
+
+    What other processes would have to run as well is judged by the error: whether that is of fake tensors alone.
+    """
     try:
+        if on_mesh(model, args, kwargs):
+            if not isinstance(error, LIMITS):
+                raise error
+            return
         with untouched(model, args, kwargs) as (own_args, own_kwargs):
             model(*own_args, **own_kwargs)
     except Exception as e:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from .call import tensors_in
+from .call import inside, tensors_in
 from .private import FakeTensor
 
 
@@ -31,7 +31,8 @@ class State:
     def __init__(self, model: nn.Module, others: Iterable[torch.Tensor] = ()) -> None:
         self._bound = [(module, dict(module._buffers)) for module in model.modules()]
         self._plain = [(module, _plain(module)) for module in model.modules()]
-        self._contents = [(b, _bytes_of(b)) for b in model.buffers() if not b.is_meta]
+        buffers = [inner for b in model.buffers() if not b.is_meta for inner in inside(b)]
+        self._contents = [(b, _bytes_of(b)) for b in buffers]
         self._cuda = {t.device: torch.cuda.get_rng_state(t.device) for t in (*model.parameters(), *others) if t.is_cuda}
         self._random, self._undraw = _bytes_of(torch.get_rng_state()), _python_random()
 

@@ -14,6 +14,7 @@ from solvers.progress import bar, clock
 
 from ..account import account_of
 from ..capture.answers import Answers
+from ..capture.meshes import on_mesh
 from ..capture.private import DataDependentOutputException
 from ..capture.step import blame, learnt
 from ..errors import CaptureError, InfeasibleBudgetError, PlannerError
@@ -48,6 +49,11 @@ def _make(request: Request, like: Plan | None, shown: Any) -> Plan:
     model, args, kwargs = request.model, request.args or (), request.kwargs
     answers = Answers()
     mode, fake_model, fake_args, fake_kwargs = to_fake_with_integers(model, args, kwargs, answers)
+    if on_mesh(fake_model, fake_args, fake_kwargs):
+        raise CaptureError(
+            f"{type(model).__name__} has parts that are spread over several processes (DTensors): checkpointed, they "
+            "would communicate again in the backward pass. Plan with mode='compiled', which keeps what they receive"
+        )
     where = next(fake_model.parameters()).device
     lines, step = account_of(request)
     known: Known = {}

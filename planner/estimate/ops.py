@@ -107,7 +107,7 @@ def _share_dropouts(region: Region, estimates: list[OpEstimate]) -> tuple[OpEsti
 def _measurable(node: fx.Node) -> bool:
     """Whether an op may run alone on made-up numbers: what checks them on a GPU would end the process."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or is_collective(node):
+    if not isinstance(target, torch._ops.OpOverload) or is_collective(target):
         return False
     return bool(target._schema.returns) and target is not _ATEN.multinomial.default and not reads_workspace(target)
 

@@ -137,8 +137,9 @@ def _two_steps(
 def _fake_group(group: Mapping[str, Any], device: str) -> dict[str, Any]:
     """A parameter group of fake parameters with gradients, with the same options; call it under a fake mode."""
     parameters = []
-    for p in map(here, group["params"]):
-        fake = torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device=device)
+    for p in group["params"]:
+        local = here(p)
+        fake = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device=device)
         fake.grad = torch.empty_like(fake) if p.requires_grad else None
         parameters.append(fake)
     options = {name: value for name, value in group.items() if name not in ("params", "param_names")}

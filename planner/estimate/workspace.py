@@ -10,6 +10,7 @@ import torch
 from solvers.progress import bar
 
 from ..capture.call import Call
+from ..capture.safety import is_collective
 from . import cache
 from .costs import Allocated, run_on_cpu, run_on_cuda
 
@@ -22,8 +23,8 @@ def measure(
 ) -> dict[str, Allocated]:
     """Run each distinct op (target, shapes, strides, dtypes, other arguments) on zeros, unless the disk cache knows it.
 
-    An op that fails on zeros is left out. The random generators are left as they were. What was measured before an
-    interruption is kept.
+    An op that fails on zeros is left out, and so is a collective, which other processes would have to run as well. The
+    random generators are left as they were. What was measured before an interruption is kept.
 
     Args:
         calls: what to run.
@@ -34,7 +35,7 @@ def measure(
     Returns:
         What each showed, by `Call.key`; without seconds unless `timed`.
     """
-    distinct = {call.key: call for call in calls}
+    distinct = {call.key: call for call in calls if not is_collective(call.target)}
     around = cache.surroundings(device)
     digests = {key: cache.digest(around, key) for key, call in distinct.items() if call.target.namespace in _STABLE}
     kept = cache.read(digests.values())

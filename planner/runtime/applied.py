@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..capture.shapes import Maxima, layout
 from ..errors import ApplyError
@@ -37,7 +38,10 @@ def call_signature(model: nn.Module, args: Any, kwargs: Any, maxima: Maxima | No
             free = maxima.of(pytree.keystr(path)) if maxima else {}
             shape = tuple(None if d in free else n for d, n in enumerate(x.shape))
             same = first.setdefault(id(x), len(first))
-            return (shape, layout(x) if free else x.stride(), x.dtype, x.device, x.requires_grad, same)
+            kind = (
+                str(x.__tensor_flatten__()[1]) if is_traceable_wrapper_subclass(x) else ""
+            )  # how a DTensor is sharded
+            return (shape, layout(x) if free else x.stride(), x.dtype, x.device, x.requires_grad, same, kind)
         return x if isinstance(x, (int, float, str, bool, type(None))) else type(x)
 
     first: dict[int, int] = {}
