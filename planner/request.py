@@ -20,8 +20,8 @@ from solvers import SOLVERS
 
 from .capture.call import storages
 from .capture.checkpoints import Checkpoints
+from .capture.meshes import on_mesh
 from .capture.shapes import Maxima, sizes_in, tensors_of
-from .capture.sharded import shared
 from .errors import BatchError, BudgetError, ModelError, OptionError, PlanWarning, gb
 from .estimate.device import Device, find_device
 from .identity import TensorKind, batch_kinds
@@ -165,7 +165,7 @@ def check(
         raise OptionError(f"accumulate={accumulate!r} must be True where gradients are there already, or False")
     if not isinstance(shard, int) or isinstance(shard, bool) or shard < 1:
         raise OptionError(f"shard={shard!r} must be a number of devices that share the parameters: 1, 2, ...")
-    if shared(model) and (mode == "eager" or shard > 1):
+    if on_mesh(model) and (mode == "eager" or shard > 1):
         what = "mode='eager'" if mode == "eager" else f"shard={shard}"
         raise OptionError(
             f"{what} is for models on one device, and the parameters of this {type(model).__name__} are shared by "

@@ -15,15 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from ..distributed.private import FSDPState
-
-
-def shared(model: nn.Module) -> bool:
-    """Whether a real call of a model communicates, so that one rank alone would wait for the others."""
-    return any(isinstance(p, DTensor) for p in model.parameters())
 
 
 def parameters_of(model: nn.Module) -> list[nn.Parameter]:
