@@ -28,6 +28,7 @@ from .errors import CaptureError, InfeasibleBudgetError
 from .estimate.ops import estimate
 from .estimate.workspace import measure
 from .fragmentation import MARGIN, solve_with_margin
+from .in_flight import in_words, with_others
 from .lowering import Lowered, lower, raise_schedule
 from .plan import GraphModules, Plan
 from .request import Request
@@ -112,7 +113,7 @@ def problem_of(request: Request, graph: TrainingGraph) -> tuple[Lowered, dict[st
         loss_workspace=graph.loss.workspace,
         loss_bytes=graph.loss.held + sum(a.excess for a in outside.values()),
         # loss.backward() holds the loss's own gradient
-        tangents_pinned=graph.loss.source == "model" or not TANGENTS_FREED,
+        tangents_pinned=graph.loss.source in ("model", "received") or not TANGENTS_FREED,
         tangents_held=not TANGENTS_FREED,
         accumulate=request.accumulate,
         optimizer_step=step,
@@ -125,7 +126,7 @@ def problem_of(request: Request, graph: TrainingGraph) -> tuple[Lowered, dict[st
         names = {name for name, _ in request.model.named_modules()}
         paths = [[m for m, _ in origins(((op.node, r.module) for op in r.ops), names)] for r in graph.regions]
         lowered = communicate(lowered, groups, paths, accumulate=request.accumulate, granularity=granularity)
-    return lowered, lines
+    return with_others(request, lowered, lines, graph.loss.waiting)
 
 
 def _solve(request: Request, lowered: Lowered, lines: dict[str, int], known: Sequence[Plan] = ()) -> Solution:
@@ -208,7 +209,9 @@ def write(request: Request, graph: TrainingGraph, lowered: Lowered, solution: So
         graph_modules=modules,
         step_seconds=timeline.cost,
         account=MappingProxyType({**lines, **peak_account(lowered, solution.schedule)}),
-        note=" ".join(filter(None, [solution.note, graph.note, *_notes(request, graph)])),
+        note=" ".join(
+            filter(None, [solution.note, in_words(problem, solution.schedule), graph.note, *_notes(request, graph)])
+        ),
         device=request.device.name,
         recipe=recipe,
         problem=problem,

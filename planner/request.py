@@ -27,6 +27,7 @@ from .estimate.device import Device, find_device
 from .identity import TensorKind, batch_kinds
 
 if TYPE_CHECKING:
+    from .in_flight import Flight
     from .plan import Plan
 
 GB = 2**30
@@ -52,6 +53,7 @@ class Options(TypedDict, total=False):
     time_limit: float | None
     progress: bool | None
     dynamic: Dynamic
+    in_flight: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +70,7 @@ class Request:
         given: `device`, `budget_gb` and `costs` as the user gave them, for a model that has moved since.
         known: a plan whose schedule is taken where the step turns out to be the one that it was made for.
         batch: the tensors of the batch, where the batch itself is not kept.
+        flight: what is in flight, where that is more than `in_flight` says: a stage of a pipeline.
     """
 
     model_ref: weakref.ref[nn.Module]
@@ -94,6 +97,8 @@ class Request:
     likely: bool = True
     known: Plan | None = None
     batch: tuple[TensorKind, ...] | None = None
+    in_flight: int = 1
+    flight: Flight | None = None
 
     @property
     def source(self) -> str:
@@ -138,6 +143,7 @@ def check(
     progress: Any = None,
     dynamic: Any = False,
     mode: Any = "compiled",
+    in_flight: Any = 1,
 ) -> Request:
     """The request, or the first thing that is wrong with it: ModelError, BudgetError, BatchError or OptionError."""
     if not isinstance(model, nn.Module):
@@ -163,6 +169,16 @@ def check(
     check_loss_fn(loss_fn)
     if not isinstance(accumulate, bool):
         raise OptionError(f"accumulate={accumulate!r} must be True where gradients are there already, or False")
+    if not _whole(in_flight) or in_flight < 1:
+        raise OptionError(
+            f"in_flight={in_flight!r} must be how many forward passes wait for their backward pass at once, with the "
+            "one that runs: 1, 2, ..."
+        )
+    if mode == "eager" and in_flight > 1:
+        raise OptionError(
+            f"in_flight={in_flight!r} is for compiled plans; leave mode='eager' out, or count what waits "
+            "as in account_gb={'earlier forward passes': GB}"
+        )
     if not isinstance(shard, int) or isinstance(shard, bool) or shard < 1:
         raise OptionError(f"shard={shard!r} must be a number of devices that share the parameters: 1, 2, ...")
     if shared(model) and (mode == "eager" or shard > 1):
@@ -205,6 +221,7 @@ def check(
         where=where,
         given={"device": device, "budget_gb": budget_gb, "costs": costs},
         mode=mode,
+        in_flight=in_flight,
         **measured,
     )
     return replace(request, budget_gb=_budget(request))

@@ -8,7 +8,6 @@ freed as soon as its op ends. No later free could help, so the sequence says eve
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .errors import ProblemError
@@ -93,7 +92,7 @@ def simulate(problem: Problem, schedule: Schedule) -> Timeline:
             live -= sizes[v]
         after.append(live)
     if problem.waiting is not None:
-        beside = _beside(problem, steps, after)
+        beside = waiting_bytes(problem, steps)
         held, after = ([a + b for a, b in zip(each, beside, strict=True)] for each in (held, after))
     peak = max(held, default=problem.resident)
     return Timeline(tuple(held), tuple(after), frees, peak, math.fsum(ops[i].cost for i in steps))
@@ -110,14 +109,14 @@ def kept_bytes(problem: Problem, steps: tuple[int, ...]) -> int:
     return sum(problem.sizes[v] for v in held)
 
 
-def _beside(problem: Problem, steps: tuple[int, ...], after: Sequence[int]) -> list[int]:
-    """For each step, the bytes of other microbatches, from what is held `after` each step without them."""
+def waiting_bytes(problem: Problem, steps: tuple[int, ...]) -> list[int]:
+    """For each step, the bytes of other microbatches. O(steps + reads)."""
     waiting = problem.waiting
     if waiting is None or problem.boundary not in steps:
         return [0] * len(steps)
     start = steps.index(problem.boundary)
     end = steps.index(waiting.until) if waiting.until in steps else len(steps)
-    kept = after[start - 1] - problem.resident if start else 0
+    kept = kept_bytes(problem, steps)
     forward, backward = waiting.bytes_in(waiting.forward, kept), waiting.bytes_in(waiting.backward, kept)
     return [forward] * start + [backward] * (end - start) + [0] * (len(steps) - end)
 
