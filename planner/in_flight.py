@@ -10,19 +10,19 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from solvers import Problem, Schedule, Waiting
+from solvers import Op, Problem, Schedule, Waiting
 from solvers.schedule import kept_bytes
 
 from .account import batch_of
 from .capture.call import tensors_in
 from .errors import gb
 from .estimate.resident import storage_bytes
-from .lowering import OPTIMIZER, Lowered
+from .lowering import OPTIMIZER, Lowered, LoweredOp
 
 if TYPE_CHECKING:
     from .request import Request
 
-BUFFERS = "buffers of the pipeline stage"  # a line of the account
+BUFFERS, TARGETS = "buffers of the pipeline stage", "targets"  # lines of the account
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +36,18 @@ class Flight:
         inputs: microbatches whose inputs are held all the time, beside the batch itself.
         received: microbatches for whose gradients of the outputs there are buffers all the time, so that no op makes
             them; 0 where the loss makes them.
-        leaves_inputs: whether each microbatch that is done leaves the gradients of its inputs.
-        leaves_outputs: whether it leaves its outputs.
+        leaves_inputs: of so many that are done, at most, the gradients of the inputs are still held.
+        leaves_outputs: of so many, at most, the outputs.
+        merged: microbatches whose outputs become one tensor once all are done; 0 where they do not.
     """
 
     forward: tuple[tuple[int, int], ...]
     backward: tuple[tuple[int, int], ...]
     inputs: int = 0
     received: int = 0
-    leaves_inputs: bool = False
-    leaves_outputs: bool = False
+    leaves_inputs: int = 0
+    leaves_outputs: int = 0
+    merged: int = 0
 
 
 def flight_of(request: Request) -> Flight:
@@ -82,17 +84,56 @@ def with_others(
     if flight.received:
         for v in incoming:
             sizes[v] = 0
-    left = flight.leaves_inputs * sum(t.nbytes for t in inputs if t.requires_grad) + flight.leaves_outputs * outputs
+    differentiable = sum(t.nbytes for t in inputs if t.requires_grad)
     trained = [p for p in request.model.parameters() if p.requires_grad]
     gradients = 0 if request.accumulate else storage_bytes(trained, request.shard)
 
     def pairs(given: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-        return tuple((others, others * loss_bytes + done * left + (gradients if done else 0)) for others, done in given)
+        beside: dict[int, int] = {}
+        for others, done in given:
+            left = min(done, flight.leaves_inputs) * differentiable + min(done, flight.leaves_outputs) * outputs
+            most = others * loss_bytes + left + (gradients if done else 0)
+            beside[others] = max(most, beside.get(others, 0))
+        return _highest(beside.items())
 
     until = next((i for i, o in enumerate(lowered.origin) if o.region == OPTIMIZER), len(problem.ops))
     waiting = Waiting(pairs(flight.forward), pairs(flight.backward), until)
-    problem = replace(problem, sizes=tuple(sizes), resident=problem.resident + buffers, waiting=waiting)
-    return replace(lowered, problem=problem), {**lines, **({BUFFERS: buffers} if buffers else {})}
+    more = {BUFFERS: buffers, TARGETS: storage_bytes(getattr(request.loss_fn, "held", ()))}
+    lines = {**lines, **{name: size for name, size in more.items() if size}}
+    resident = problem.resident + sum(more.values())
+    problem = replace(problem, sizes=tuple(sizes), resident=resident, waiting=waiting)
+    lowered = replace(lowered, problem=problem)
+    return (_merging(lowered, flight.merged, outputs, until) if flight.merged else lowered), lines
+
+
+def _highest(pairs: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """The pairs (number, beside) of which `number * kept + beside` is the most for some `kept` from 0 on."""
+    found: list[tuple[int, int]] = []
+    for number, beside in sorted(pairs, reverse=True):
+        if found and beside <= found[-1][1]:
+            continue
+        while len(found) > 1 and _crossing(found[-2], (number, beside)) <= _crossing(found[-2], found[-1]):
+            found.pop()
+        found.append((number, beside))
+    return tuple(found)
+
+
+def _crossing(steep: tuple[int, int], flat: tuple[int, int]) -> float:
+    """How much is kept where two pairs come to the same; with more, the first of them is higher."""
+    return (flat[1] - steep[1]) / (steep[0] - flat[0])
+
+
+def _merging(lowered: Lowered, count: int, outputs: int, until: int) -> Lowered:
+    """The outputs of all microbatches, held while they become one tensor, and while the optimizer steps."""
+    problem, others = lowered.problem, (count - 1) * outputs
+    merge = Op("merge outputs", (), (), 0.0, others + count * outputs, False, OPTIMIZER)
+    last = tuple(replace(op, workspace=op.workspace + others) for op in problem.ops[until:])
+    return replace(
+        lowered,
+        problem=replace(problem, ops=(*problem.ops[:until], merge, *last)),
+        origin=(*lowered.origin[:until], LoweredOp(OPTIMIZER, 0), *lowered.origin[until:]),
+        kinds=(*lowered.kinds[:until], merge.name, *lowered.kinds[until:]),
+    )
 
 
 def in_words(problem: Problem, schedule: Schedule) -> str:
