@@ -63,7 +63,7 @@ def flight_of(request: Request) -> Flight:
 
 
 def with_others(
-    request: Request, lowered: Lowered, lines: Mapping[str, int], loss_bytes: int
+    request: Request, lowered: Lowered, lines: Mapping[str, int], loss_bytes: int, loss_left: int
 ) -> tuple[Lowered, dict[str, int]]:
     """The problem of one microbatch beside others, and the lines of the account that are held all the time.
 
@@ -72,6 +72,7 @@ def with_others(
         lowered: the problem of one microbatch alone.
         lines: of the account, which has what is in `lowered.problem.resident`.
         loss_bytes: held by a loss outside the model while it waits for its backward pass.
+        loss_left: held by it once that has run.
     """
     if request.in_flight == 1 and request.flight is None:
         return lowered, dict(lines)
@@ -92,7 +93,7 @@ def with_others(
         beside: dict[int, int] = {}
         for others, done in given:
             left = min(done, flight.leaves_inputs) * differentiable + min(done, flight.leaves_outputs) * outputs
-            most = others * loss_bytes + left + (gradients if done else 0)
+            most = others * loss_bytes + done * loss_left + left + (gradients if done else 0)
             beside[others] = max(most, beside.get(others, 0))
         return _highest(beside.items())
 

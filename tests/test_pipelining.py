@@ -83,7 +83,7 @@ def compared(kind, microbatches, share):
     }
 
 
-@pytest.mark.parametrize("kind", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("kind", ["gpipe", "1f1b", "interleaved"])
 def test_each_rank_trains_within_its_budget_as_predicted_to_the_same_gradients(kind):
     for rank, found in enumerate(on_ranks(2, compared, kind, 4, 0.7)):
         print(rank, found)

@@ -126,14 +126,14 @@ def _flight(schedule: Any, stage: Any, actions: Iterable[tuple[int, str]], stage
     # the handles of sends are kept to the end of the step, by Schedule1F1B until the next one
     on_way = 1 if isinstance(schedule, Schedule1F1B) else count
     sends_gradients = not stage.is_first and stage.stage_index - 1 not in here
-    sends_outputs = not isinstance(schedule, Schedule1F1B) and stage.stage_index + 1 not in here
+    sends_outputs = not stage.is_last and stage.stage_index + 1 not in here
     return Flight(
         forward=tuple(sorted(pairs[FORWARD])),
         backward=tuple(sorted(pairs[BACKWARD])),
         inputs=0 if stage.is_first else count - 1,
         received=0 if stage.is_last else count,
         leaves_inputs=on_way if sends_gradients else 0,
-        leaves_outputs=count if stage.is_last or sends_outputs else 0,
+        leaves_outputs=count if stage.is_last else on_way if sends_outputs else 0,
         merged=count if stage.is_last else 0,
     )
 
