@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
 
-from planner import applied_plan
+from planner import ApplyError, InfeasibleBudgetError, OptionError, Plan, PlannerError, applied_plan
 from planner.integrations.pipelining import plan_schedule
 
 from .measure import peak_of
@@ -83,7 +84,102 @@ def compared(kind, microbatches, share):
     }
 
 
-@pytest.mark.parametrize("kind", ["gpipe", "1f1b", "interleaved"])
-def test_each_rank_trains_within_its_budget_as_predicted_to_the_same_gradients(kind):
-    for rank, found in enumerate(on_ranks(2, compared, kind, 4, 0.7)):
-        print(rank, found)
+def compared_all(kinds, microbatches, share):
+    return {kind: compared(kind, microbatches, share) for kind in kinds}
+
+
+@pytest.mark.parametrize(("ranks", "kinds"), [(2, ("gpipe", "interleaved")), (4, ("1f1b",))])
+def test_each_rank_trains_within_its_budget_as_predicted_to_the_same_gradients(ranks, kinds):
+    for rank, found in enumerate(on_ranks(ranks, compared_all, kinds, 4, 0.7)):
+        for kind, one in found.items():
+            assert one["equal"]
+            assert one["planned"] <= one["budget"] < one["plain"], (rank, kind)
+            if kind == "interleaved":  # two stages: each has room for itself, whenever the other one runs
+                assert one["planned"] <= sum(one["predicted"]) <= one["budget"]
+            else:
+                assert one["planned"] == pytest.approx(one["predicted"][0], rel=0.03)
+            waiting = {"gpipe": [4], "1f1b": [4 - rank], "interleaved": [4 - rank, 2 - rank]}
+            assert one["in flight"] == waiting[kind]
+            assert all(overhead > 0 for overhead in one["overhead"])
+
+
+@pytest.fixture
+def alone():
+    """A process group of this process, which a stage asks for."""
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def stage(index=0, many=1, **options):
+    return PipelineStage(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), index, many, torch.device("cpu"), **options)
+
+
+def attached(schedule):
+    stages = schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
+    return [applied_plan(s.submod) or s.submod._compiled_call_impl for s in stages]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "words"),
+    [
+        (lambda: ScheduleInterleavedZeroBubble([stage(0, 2), stage(1, 2)], 2, loss_fn), "in two parts"),
+        (lambda: ScheduleGPipe(stage(), 2), "has no loss_fn"),
+        (lambda: ScheduleGPipe(stage(dw_builder=lambda: None), 2, loss_fn), "dw_builder"),
+        (lambda: stage(), "needs a schedule of torch.distributed.pipelining; it was given a PipelineStage"),
+    ],
+)
+def test_schedules_that_cannot_be_planned_are_refused(alone, schedule, words):
+    made = schedule()
+    with pytest.raises(OptionError, match=words):
+        plan_schedule(made, budget_gb=1)
+    if not isinstance(made, PipelineStage):
+        assert not any(attached(made))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"loss_fn": loss_fn}, "loss_fn is the schedule's own"),
+        ({"in_flight": 2}, "in_flight is the schedule's own"),
+        ({"mode": "eager"}, "does not count microbatches in flight"),
+        ({"budget_gb": -1}, "budget_gb=-1"),
+        ({"solver": "none"}, "solver='none'"),
+    ],
+)
+def test_options_that_cannot_be_used_are_refused(alone, options, words):
+    schedule = ScheduleGPipe(stage(), 2, loss_fn)
+    with pytest.raises(PlannerError, match=words):
+        plan_schedule(schedule, **{"budget_gb": 1, **options})
+    assert not any(attached(schedule))
+
+
+def test_stages_of_one_rank_share_its_budget_and_a_file_has_what_waits(alone, tmp_path):
+    schedule = ScheduleInterleaved1F1B([stage(0, 2), stage(1, 2)], 2, loss_fn)
+    plans = plan_schedule(schedule, budget_gb=0.001)
+    x = torch.randn(64, 4)
+    schedule.step(x, target=torch.randn(64, 4))
+    assert sum(p.budget_bytes for p in plans) == pytest.approx(0.001 * 2**30, abs=2)
+    plans[0].save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+    assert loaded.request.flight == plans[0].request.flight
+    assert loaded.problem == plans[0].problem
+    schedule.eval(x)  # runs without a plan
+    with pytest.raises(ApplyError, match="already applied"):
+        plan_schedule(schedule, budget_gb=0.001)
+    for p in plans:
+        p.remove()
+    assert not any(attached(schedule))
+
+
+def test_a_budget_that_is_too_small_names_one_that_does(alone):
+    schedule = ScheduleGPipe(stage(), 4, loss_fn)
+    (made,) = plan_schedule(schedule, budget_gb=1e-6)
+    x, target = torch.randn(64, 4), torch.randn(64, 4)
+    with pytest.raises(InfeasibleBudgetError) as refused:
+        schedule.step(x, target=target)
+    made.remove()
+    (made,) = plan_schedule(schedule, budget_gb=refused.value.minimum_gb)
+    schedule.step(x, target=target)
+    assert made.peak_bytes <= made.budget_bytes

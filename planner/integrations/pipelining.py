@@ -8,6 +8,7 @@ keep; outputs of the last stage, until they are merged.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,11 +17,12 @@ import torch
 
 from ..api import applied_plan, plan
 from ..capture.outside import gradients_received
-from ..errors import BudgetError, OptionError, gb
+from ..errors import BudgetError, OptionError, PlannerError, gb
 from ..estimate.resident import storage_bytes
 from ..in_flight import Flight
 from ..plan import PendingPlan, Plan
 from ..request import GB, LATER
+from ..runtime.applied import attached, taken_off
 
 FORWARD, BACKWARD = "F", "B"  # kinds of actions that compute, as schedules name them
 SPLIT = ("I", "W")  # a backward pass in two parts: for inputs, for weights
@@ -53,7 +55,7 @@ def plan_schedule(schedule: Any, *, budget_gb: float | str | None = None, **opti
     name = type(schedule).__name__
     if isinstance(schedule, PipelineScheduleSingle):
         stages = [schedule._stage]
-        order = (schedule.pipeline_order or {}).get(schedule._stage.stage_index)
+        order = (getattr(schedule, "pipeline_order", None) or {}).get(schedule._stage.stage_index)
     elif isinstance(schedule, PipelineScheduleMulti):
         stages = list(schedule._stages)
         order = schedule.pipeline_order.get(schedule.rank)
@@ -74,7 +76,7 @@ def plan_schedule(schedule: Any, *, budget_gb: float | str | None = None, **opti
                 f"stage {stage.stage_index} has a dw_builder, which splits its backward pass; leave it out"
             )
 
-    loss = _Loss(schedule) if any(stage.is_last for stage in stages) else None
+    loss = _Loss(schedule, stages)
     shares = _shares(stages, budget_gb, options)
     made = []
     for stage, share in zip(stages, shares, strict=True):
@@ -84,8 +86,14 @@ def plan_schedule(schedule: Any, *, budget_gb: float | str | None = None, **opti
         own = loss if stage.is_last else gradients_received
         request = plan(stage.submod, LATER, budget_gb=share, loss_fn=own, **asked).request
         made.append(PendingPlan(replace(request, flight=flight), partial(applied_plan, stage.submod)))
-    for each in made:
-        each.apply()
+    for at, each in enumerate(made):
+        try:
+            each.apply()
+        except PlannerError:
+            for before in made[:at]:
+                before.remove()
+            raise
+    schedule._step_microbatches = loss.watched
     return tuple(made)
 
 
@@ -161,19 +169,23 @@ def _shares(stages: list[Any], budget_gb: float | str | None, options: dict[str,
 class _Loss:
     """The loss of the last stage, from its output: the schedule's own, for the targets of the step that runs."""
 
-    def __init__(self, schedule: Any) -> None:
+    def __init__(self, schedule: Any, stages: list[Any]) -> None:
         self.schedule = schedule
+        self.stages = stages
         self.targets: Any = None
         self.more: dict[str, Any] = {}
         self.run = schedule._step_microbatches
-        schedule._step_microbatches = self.watched
 
     def watched(
         self, arg_mbs: Any = None, kwarg_mbs: Any = None, target_mbs: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
-        """One step of the schedule."""
+        """One step of the schedule; in `schedule.eval()`, without plans: nothing waits for a backward pass."""
         self.targets, self.more = target_mbs, kwargs.get("loss_kwargs") or {}
-        return self.run(arg_mbs, kwarg_mbs, target_mbs, *args, **kwargs)
+        with ExitStack() as off:
+            for stage in self.stages:
+                if not self.schedule._has_backward and attached(stage.submod) is not None:
+                    off.enter_context(taken_off(stage.submod))
+            return self.run(arg_mbs, kwarg_mbs, target_mbs, *args, **kwargs)
 
     def __call__(self, output: Any) -> torch.Tensor:
         loss: torch.Tensor = self.schedule._loss_fn(output, self.targets[0], **self.more)
