@@ -165,7 +165,6 @@ def test_stages_of_one_rank_share_its_budget_and_a_file_has_what_waits(alone, tm
     loaded = Plan.load(tmp_path / "plan.json")
     assert loaded.request.flight == plans[0].request.flight
     assert loaded.problem == plans[0].problem
-    schedule.eval(x)  # runs without a plan
     with pytest.raises(ApplyError, match="already applied"):
         plan_schedule(schedule, budget_gb=0.001)
     for p in plans:
@@ -183,3 +182,6 @@ def test_a_budget_that_is_too_small_names_one_that_does(alone):
     (made,) = plan_schedule(schedule, budget_gb=refused.value.minimum_gb)
     schedule.step(x, target=target)
     assert made.peak_bytes <= made.budget_bytes
+    before = applied_plan(schedule._stage.submod)
+    schedule.eval(x, target=target)  # another kind of call, with gradients on, which needs no plan
+    assert applied_plan(schedule._stage.submod) is before
