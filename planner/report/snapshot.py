@@ -87,12 +87,9 @@ def _tensors(problem: Problem, schedule: Schedule) -> Iterator[Change]:
         category = "recomputed" if i in seen else "activations" if i < problem.boundary else "gradients"
         seen.add(i)
         made: list[tuple[Any, int, str]] = [((v, at), problem.sizes[v], category) for v in op.writes]
-        made += [((None, at), op.workspace, "workspace"), ((True, at), others[at], "other microbatches")]
-        freed: list[Any] = [
-            (None, at),
-            (True, at),
-            *((v, at) for v in op.writes if v in copies),
-        ]  # the copy that is there stays
+        made += [((None, at), op.workspace, "workspace"), (("others", at), others[at], "other microbatches")]
+        freed: list[Any] = [(None, at), ("others", at)]
+        freed += [(v, at) for v in op.writes if v in copies]  # the copy that is there stays
         for v in op.writes:
             copies.setdefault(v, at)
         yield made, [*freed, *((v, copies.pop(v)) for v in gone)]
