@@ -15,6 +15,7 @@ from planner.in_flight import _highest
 from planner.report.snapshot import snapshot
 
 from .measure import peak_of
+from .problems import shorten
 
 ROWS, WIDTH = 512, 64
 
@@ -94,7 +95,8 @@ def test_as_many_microbatches_as_planned_fit_and_the_prediction_is_right(tmp_pat
     assert p.account["microbatches in flight"] == max(m.held.waiting for m in p.timeline) > 0
 
 
-def test_more_in_flight_means_less_kept_of_each_and_too_many_are_refused_with_the_smallest_budget():
+def test_more_in_flight_means_less_kept_of_each_and_too_many_are_refused_with_the_smallest_budget(monkeypatch):
+    shorten(monkeypatch)
     model, x = blocks(2), torch.randn(ROWS, WIDTH)
     alone = plan(model, x, budget_gb=1, loss_fn=loss_fn)
     budget = 1.2 * alone.peak_bytes / 2**30
@@ -111,7 +113,8 @@ def test_more_in_flight_means_less_kept_of_each_and_too_many_are_refused_with_th
     assert plan(model, x, budget_gb=least, loss_fn=loss_fn, in_flight=40).peak_bytes <= least * 2**30
 
 
-def test_a_file_has_what_is_in_flight(tmp_path):
+def test_a_file_has_what_is_in_flight(tmp_path, monkeypatch):
+    shorten(monkeypatch)
     model, x = blocks(2), torch.randn(ROWS, WIDTH)
     free = plan(model, x, budget_gb=1, loss_fn=loss_fn, in_flight=3)
     budget = 0.7 * free.peak_bytes / 2**30
