@@ -166,7 +166,7 @@ def apply(plan: Plan, model: nn.Module | None = None, *, verify: bool = False, m
     if isinstance(plan.request, FromFile):
         plan = bound(plan, model)
     if mode is not None:
-        check_mode(mode)
+        check_mode(mode, plan.request.in_flight)
         if mode != plan.request.mode:
             plan = in_mode(plan, mode)
     request = plan.request
@@ -253,9 +253,9 @@ def _warn(model: nn.Module, plan: Plan, earlier: bool) -> bool:
             stacklevel=5,
         )
         return True
-    waiting = [m.held_bytes for m in plan.timeline if m.phase == "forward"][-1] - plan.resident_bytes if earlier else 0
-    if plan.request.in_flight > 1:
-        return False  # they are counted
+    uncounted = earlier and plan.request.in_flight == 1
+    kept = [m.held_bytes for m in plan.timeline if m.phase == "forward"][-1] - plan.resident_bytes
+    waiting = kept if uncounted else 0
     if waiting > room:
         warnings.warn(
             f"the model runs forward again before the backward pass of an earlier call, whose activations "

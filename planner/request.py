@@ -158,7 +158,12 @@ def check(
     where, target = _where(model, device)
     if solver not in SOLVERS:
         raise OptionError(f"solver={solver!r} is not known; give one of {', '.join(SOLVERS)}")
-    check_mode(mode)
+    if not _whole(in_flight) or in_flight < 1:
+        raise OptionError(
+            f"in_flight={in_flight!r} must be how many forward passes wait for their backward pass at once, with the "
+            "one that runs: 1, 2, ..."
+        )
+    check_mode(mode, in_flight)
     if mode == "eager" and dynamic:
         raise OptionError(
             f"dynamic={dynamic!r} is for compiled plans; with mode='eager', leave it out: each new shape is checked "
@@ -169,16 +174,6 @@ def check(
     check_loss_fn(loss_fn)
     if not isinstance(accumulate, bool):
         raise OptionError(f"accumulate={accumulate!r} must be True where gradients are there already, or False")
-    if not _whole(in_flight) or in_flight < 1:
-        raise OptionError(
-            f"in_flight={in_flight!r} must be how many forward passes wait for their backward pass at once, with the "
-            "one that runs: 1, 2, ..."
-        )
-    if mode == "eager" and in_flight > 1:
-        raise OptionError(
-            f"in_flight={in_flight!r} is for compiled plans; leave mode='eager' out, or count what waits "
-            "as in account_gb={'earlier forward passes': GB}"
-        )
     if not isinstance(shard, int) or isinstance(shard, bool) or shard < 1:
         raise OptionError(f"shard={shard!r} must be a number of devices that share the parameters: 1, 2, ...")
     if shared(model) and (mode == "eager" or shard > 1):
@@ -324,10 +319,15 @@ def _whole(x: Any) -> bool:
     return isinstance(x, int) and not isinstance(x, bool) and x >= 0
 
 
-def check_mode(mode: Any) -> None:
-    """Raise OptionError where it is none."""
+def check_mode(mode: Any, in_flight: int) -> None:
+    """Raise OptionError where it is none, or one that cannot count so many microbatches in flight."""
     if mode not in MODES:
         raise OptionError(f"mode={mode!r} is not known; give one of {', '.join(MODES)}")
+    if mode == "eager" and in_flight > 1:
+        raise OptionError(
+            f"in_flight={in_flight!r} is for compiled plans; leave mode='eager' out, or count what waits as in "
+            "account_gb={'earlier forward passes': GB}"
+        )
 
 
 def check_loss_fn(loss_fn: Any) -> None:

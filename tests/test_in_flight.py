@@ -158,6 +158,11 @@ def test_what_is_no_number_of_microbatches_is_refused(number):
 def test_eager_mode_does_not_count_them():
     with pytest.raises(OptionError, match="in_flight=2 is for compiled plans"):
         plan(blocks(1), torch.randn(4, WIDTH), budget_gb=1, in_flight=2, mode="eager")
+    model = blocks(1)
+    p = plan(model, torch.randn(4, WIDTH), budget_gb=1, in_flight=2)
+    with pytest.raises(OptionError, match="in_flight=2 is for compiled plans"):
+        p.apply(mode="eager")
+    p.apply()  # the model is as it was
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 9)), min_size=1), st.integers(0, 12))
