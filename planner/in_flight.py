@@ -15,6 +15,7 @@ from solvers.schedule import kept_bytes
 
 from .account import batch_of
 from .capture.call import tensors_in
+from .capture.sharded import parameters_of
 from .errors import gb
 from .estimate.resident import storage_bytes
 from .lowering import OPTIMIZER, Lowered, LoweredOp
@@ -86,7 +87,7 @@ def with_others(
         for v in incoming:
             sizes[v] = 0
     differentiable = sum(t.nbytes for t in inputs if t.requires_grad)
-    trained = [p for p in request.model.parameters() if p.requires_grad]
+    trained = [p for p in parameters_of(request.model) if p.requires_grad]
     gradients = 0 if request.accumulate else storage_bytes(trained, request.shard)
 
     def pairs(given: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
