@@ -253,9 +253,8 @@ def _warn(model: nn.Module, plan: Plan, earlier: bool) -> bool:
             stacklevel=5,
         )
         return True
-    uncounted = earlier and plan.request.in_flight == 1
     kept = [m.held_bytes for m in plan.timeline if m.phase == "forward"][-1] - plan.resident_bytes
-    waiting = kept if uncounted else 0
+    waiting = kept if earlier and plan.request.in_flight == 1 else 0
     if waiting > room:
         warnings.warn(
             f"the model runs forward again before the backward pass of an earlier call, whose activations "

@@ -114,7 +114,7 @@ def _highest(pairs: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     for number, beside in sorted(pairs, reverse=True):
         if found and beside <= found[-1][1]:
             continue
-        while len(found) > 1 and _crossing(found[-2], (number, beside)) <= _crossing(found[-2], found[-1]):
+        while len(found) > 1 and _crossing(found[-2], (number, beside)) >= _crossing(found[-2], found[-1]):
             found.pop()
         found.append((number, beside))
     return tuple(found)
