@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .capture.call import storages, tensors_in
 from .capture.private import FakeTensorMode
 from .capture.shapes import enlarged
 from .capture.sharded import parameters_of
@@ -16,9 +21,7 @@ def account_of(request: Request) -> tuple[dict[str, int], int | None]:
     """The lines, fragmentation apart: name -> bytes; bytes of the optimizer's step, None where it is not counted."""
     given = {name: round(size * GB) for name, size in request.account_gb.items()}
     optimizer = optimizer_memory(parameters_of(request.model), request.optimizer, cuda=request.device.type == "cuda")
-    args, kwargs = request.args or (), request.kwargs
-    if request.maxima is not None:
-        args, kwargs = enlarged(args, kwargs, request.maxima, FakeTensorMode(allow_non_fake_inputs=True))
+    args, kwargs = batch_of(request)
     lines = account(
         request.model,
         args,
@@ -28,6 +31,25 @@ def account_of(request: Request) -> tuple[dict[str, int], int | None]:
         accumulate=request.accumulate,
         shard=request.shard,
     )
+    if request.flight is None and request.in_flight > 1:
+        lines["batch"] = _batches(args, kwargs, request)
     counted = request.optimizer is not None or OPTIMIZER_STEP in given
     step = given.pop(OPTIMIZER_STEP, -(-optimizer.step // request.shard))
     return {**lines, **given}, step if counted else None
+
+
+def batch_of(request: Request) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """What the model is called with; at the largest sizes, where they may be smaller."""
+    args, kwargs = request.args or (), request.kwargs
+    if request.maxima is not None:
+        args, kwargs = enlarged(args, kwargs, request.maxima, FakeTensorMode(allow_non_fake_inputs=True))
+    return args, kwargs
+
+
+def _batches(args: Sequence[Any], kwargs: Mapping[str, Any], request: Request) -> int:
+    """Bytes of the batches that are in flight: each apart, or all of them parts of one tensor."""
+    tensors = [t for t in tensors_in((args, dict(kwargs))) if request.where.type != "cuda" or t.is_cuda]
+    used: Counter[int] = Counter()
+    for t in tensors:
+        used[t.untyped_storage()._cdata] += t.nbytes
+    return sum(max(whole, request.in_flight * used[key]) for key, whole in storages(tensors).items())

@@ -71,6 +71,7 @@ def plan(
     progress: bool | None = None,
     dynamic: Dynamic = False,
     mode: Mode = "compiled",
+    in_flight: int = 1,
     known: Plan | str | os.PathLike[str] | None = None,
 ) -> Plan:
     """Decide, for every activation of a training step, whether to keep or recompute it, within a memory budget.
@@ -105,6 +106,10 @@ def plan(
         mode: "compiled" (torch.compile's graphs, rewritten), or "eager": whole modules checkpointed, with some of
             their results kept, for code that cannot or shall not be compiled. It has a search of its own: `solver` and
             `time_limit` do not count.
+        in_flight: how many forward passes wait for their backward pass at once, the one that runs counted: microbatches
+            of a pipeline, or of a loop that calls the model several times before `backward()`. What each of them keeps
+            is counted, and part of what is decided. Without `accumulate`, so many forward passes run, then as many
+            backward passes; with it, gradients are there already while as many wait.
         known: an earlier plan, or its file: where the step and the budget turn out to be those that it was made for,
             its schedule is taken and no solver runs; the note says which it was.
 
@@ -141,6 +146,7 @@ def plan(
         progress=progress,
         dynamic=dynamic,
         mode=mode,
+        in_flight=in_flight,
     )
     request = replace(request, known=known_plan(known))
     if request.args is not None:
@@ -160,7 +166,7 @@ def apply(plan: Plan, model: nn.Module | None = None, *, verify: bool = False, m
     if isinstance(plan.request, FromFile):
         plan = bound(plan, model)
     if mode is not None:
-        check_mode(mode)
+        check_mode(mode, plan.request.in_flight)
         if mode != plan.request.mode:
             plan = in_mode(plan, mode)
     request = plan.request
@@ -247,12 +253,13 @@ def _warn(model: nn.Module, plan: Plan, earlier: bool) -> bool:
             stacklevel=5,
         )
         return True
-    waiting = [m.held_bytes for m in plan.timeline if m.phase == "forward"][-1] - plan.resident_bytes if earlier else 0
+    kept = [m.held_bytes for m in plan.timeline if m.phase == "forward"][-1] - plan.resident_bytes
+    waiting = kept if earlier and plan.request.in_flight == 1 else 0
     if waiting > room:
         warnings.warn(
             f"the model runs forward again before the backward pass of an earlier call, whose activations "
             f"({gb(waiting)}) this plan does not count: the step may take {gb(plan.peak_bytes + waiting)} of "
-            f"{gb(plan.budget_bytes)}. Count them as in account_gb={{'an earlier forward pass': {waiting / GB:.4g}}}, "
+            f"{gb(plan.budget_bytes)}. Count them with in_flight=2, or as many as there are at once, "
             "or call backward() after each",
             PlanWarning,
             stacklevel=5,

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 
 from solvers import Problem, Schedule, Solution, Timeline, simulate
+from solvers.schedule import waiting_bytes
 
 from .capture.origin import origins
 from .capture.region import Region
@@ -79,9 +80,11 @@ def peak_account(lowered: Lowered, schedule: Schedule) -> dict[str, int]:
     op = problem.ops[i]
     made_forward = {v for v in live if problem.producer[v] < problem.boundary} - lowered.gathered
     gathered = live & lowered.gathered
+    others = waiting_bytes(problem, schedule.steps)[at]
     return {
         **({"parameters gathered for use": sum(problem.sizes[v] for v in gathered)} if lowered.gathered else {}),
         "activations": sum(problem.sizes[v] for v in made_forward),
         "gradients": sum(problem.sizes[v] for v in live - made_forward - gathered),
+        **({"microbatches in flight": others} if others else {}),
         f"the op at the peak ({lowered.kinds[i].strip('_')})": op.workspace + sum(problem.sizes[v] for v in op.writes),
     }

@@ -26,6 +26,7 @@ from .eager.wrap import Choice
 from .errors import ApplyError, PlanFileError
 from .estimate.device import Device
 from .identity import Identity, TensorKind, identity
+from .in_flight import Flight
 from .jsonfile import path_of, read, write
 from .plan import Plan
 from .request import GB, Costs, Dynamic, Mode, Request, check_loss_fn
@@ -68,6 +69,8 @@ class Asked:
     mode: Mode
     where: str
     batch: tuple[TensorKind, ...] | None
+    in_flight: int = 1
+    flight: Flight | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,6 +220,8 @@ def _asked(request: Request) -> Asked:
         mode=request.mode,
         where=str(request.where),
         batch=request.batch_kinds,
+        in_flight=request.in_flight,
+        flight=request.flight,
     )
 
 
@@ -248,6 +253,8 @@ def _request(asked: Asked, budget: int, path: str, model: Identity, torch_versio
         maxima=asked.maxima,
         mode=asked.mode,
         batch=asked.batch,
+        in_flight=asked.in_flight,
+        flight=asked.flight,
         path=path,
         asked=asked,
         identity=model,

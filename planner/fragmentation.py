@@ -11,6 +11,7 @@ from math import ceil
 import torch
 
 from solvers import Schedule, Solution, every_op_once, simulate
+from solvers.schedule import waiting_bytes
 
 from .capture.call import storages
 from .errors import InfeasibleBudgetError, PlanWarning, gb
@@ -40,14 +41,15 @@ def add_margin(
     """
     if not fragments(request, lines):
         return lowered, lines
-    problem = lowered.problem
+    # that of one microbatch: what others hold is counted as if nothing lay between it
+    problem, own = lowered.problem, replace(lowered.problem, waiting=None)
     schedule = schedule or every_op_once(problem)
     peak = simulate(problem, schedule).peak
     if expandable():
         margin = EXPANDABLE * min(peak, request.budget_bytes / (1 + EXPANDABLE))
     else:
         need = smallest_limit(_events(request, lowered, lines, schedule)) + lines[CONTEXT]
-        margin = (1 + growth) * max(0, need - peak)
+        margin = (1 + growth) * max(0, need - simulate(own, schedule).peak)
     lines = {**lines, MARGIN: round(margin)}
     return replace(lowered, problem=replace(problem, resident=problem.resident + lines[MARGIN])), lines
 
@@ -79,11 +81,12 @@ def solve_with_margin(
             break
         best = roomy, solution, account
         schedule = solution.schedule
-        if expandable() or not reserved(_events(request, lowered, lines, schedule), limit).out_of_memory:
+        others = max(waiting_bytes(lowered.problem, schedule.steps), default=0)
+        if expandable() or not reserved(_events(request, lowered, lines, schedule), limit - others).out_of_memory:
             return best
     assert best is not None
     roomy, solution, account = best
-    missing = smallest_limit(_events(request, lowered, lines, solution.schedule)) - limit
+    missing = smallest_limit(_events(request, lowered, lines, solution.schedule)) + others - limit
     note = (
         f"The caching allocator may need {gb(missing)} more than the budget, by simulation, for what lies between its "
         "blocks: train with PYTORCH_ALLOC_CONF=expandable_segments:True, which avoids most of that, or give more."

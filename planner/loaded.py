@@ -72,6 +72,7 @@ def bound(plan: Plan, model: Any) -> Plan:
         time_limit=asked.time_limit,
         dynamic=asked.dynamic,
         mode=asked.mode,
+        in_flight=asked.in_flight,
     )
     if fresh.device.name != plan.device:
         warnings.warn(
@@ -80,7 +81,9 @@ def bound(plan: Plan, model: Any) -> Plan:
             PlanWarning,
             stacklevel=4,
         )
-    return replace(plan, request=replace(fresh, args=None, maxima=asked.maxima, batch=asked.batch, known=plan))
+    return replace(
+        plan, request=replace(fresh, args=None, maxima=asked.maxima, batch=asked.batch, flight=asked.flight, known=plan)
+    )
 
 
 class Awaited:

@@ -28,6 +28,7 @@ from .errors import CaptureError, InfeasibleBudgetError
 from .estimate.ops import estimate
 from .estimate.workspace import measure
 from .fragmentation import MARGIN, solve_with_margin
+from .in_flight import in_words, with_others
 from .lowering import Lowered, lower, raise_schedule
 from .plan import GraphModules, Plan
 from .request import Request
@@ -95,6 +96,7 @@ def problem_of(request: Request, graph: TrainingGraph) -> tuple[Lowered, dict[st
     """The training step as a problem, and the lines of the account that are held all the time, fragmentation apart."""
     device, here = request.device, request.measure_on
     outside = measure(graph.loss.calls, here, progress=request.progress) if here is not None else {}
+    excess = sum(a.excess for a in outside.values())
     lines, step = account_of(request)
     groups = groups_of(request.model)
     granularity = 512 if device.type == "cuda" else 1
@@ -110,9 +112,9 @@ def problem_of(request: Request, graph: TrainingGraph) -> tuple[Lowered, dict[st
         links=graph.links,
         resident=sum(lines.values()),
         loss_workspace=graph.loss.workspace,
-        loss_bytes=graph.loss.held + sum(a.excess for a in outside.values()),
+        loss_bytes=graph.loss.held + excess,
         # loss.backward() holds the loss's own gradient
-        tangents_pinned=graph.loss.source == "model" or not TANGENTS_FREED,
+        tangents_pinned=graph.loss.source in ("model", "received") or not TANGENTS_FREED,
         tangents_held=not TANGENTS_FREED,
         accumulate=request.accumulate,
         optimizer_step=step,
@@ -125,7 +127,7 @@ def problem_of(request: Request, graph: TrainingGraph) -> tuple[Lowered, dict[st
         names = {name for name, _ in request.model.named_modules()}
         paths = [[m for m, _ in origins(((op.node, r.module) for op in r.ops), names)] for r in graph.regions]
         lowered = communicate(lowered, groups, paths, accumulate=request.accumulate, granularity=granularity)
-    return lowered, lines
+    return with_others(request, lowered, lines, graph.loss.waiting + excess, excess)
 
 
 def _solve(request: Request, lowered: Lowered, lines: dict[str, int], known: Sequence[Plan] = ()) -> Solution:
@@ -208,7 +210,9 @@ def write(request: Request, graph: TrainingGraph, lowered: Lowered, solution: So
         graph_modules=modules,
         step_seconds=timeline.cost,
         account=MappingProxyType({**lines, **peak_account(lowered, solution.schedule)}),
-        note=" ".join(filter(None, [solution.note, graph.note, *_notes(request, graph)])),
+        note=" ".join(
+            filter(None, [solution.note, in_words(problem, solution.schedule), graph.note, *_notes(request, graph)])
+        ),
         device=request.device.name,
         recipe=recipe,
         problem=problem,

@@ -56,15 +56,14 @@ class Held(NamedTuple):
     """Bytes held at one moment, by kind; their sum is all that the budget counts.
 
     Attributes:
-        parameters: and buffers.
-        optimizer: the optimizer's state.
+        parameters, optimizer: parameters and buffers; the optimizer's state.
         other: the batch, the CUDA context, room for fragmentation, lines of `account_gb`.
         gradients: of parameters and of inputs, those of earlier microbatches included.
         kept: activations held from the forward to the backward pass, and outputs.
         passing: activations of the forward pass that are freed before the backward pass begins.
         recomputed: activations made a second time, or once more.
         backward: gradients of activations, and all else that the backward pass makes for itself.
-        workspace: held only while the op runs.
+        waiting, workspace: of other microbatches that are in flight; held only while the op runs.
     """
 
     parameters: int = 0
@@ -75,6 +74,7 @@ class Held(NamedTuple):
     passing: int = 0
     recomputed: int = 0
     backward: int = 0
+    waiting: int = 0
     workspace: int = 0
 
 

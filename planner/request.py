@@ -27,6 +27,7 @@ from .estimate.device import Device, find_device
 from .identity import TensorKind, batch_kinds
 
 if TYPE_CHECKING:
+    from .in_flight import Flight
     from .plan import Plan
 
 GB = 2**30
@@ -52,6 +53,7 @@ class Options(TypedDict, total=False):
     time_limit: float | None
     progress: bool | None
     dynamic: Dynamic
+    in_flight: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +70,7 @@ class Request:
         given: `device`, `budget_gb` and `costs` as the user gave them, for a model that has moved since.
         known: a plan whose schedule is taken where the step turns out to be the one that it was made for.
         batch: the tensors of the batch, where the batch itself is not kept.
+        flight: what is in flight, where that is more than `in_flight` says: a stage of a pipeline.
     """
 
     model_ref: weakref.ref[nn.Module]
@@ -94,6 +97,8 @@ class Request:
     likely: bool = True
     known: Plan | None = None
     batch: tuple[TensorKind, ...] | None = None
+    in_flight: int = 1
+    flight: Flight | None = None
 
     @property
     def source(self) -> str:
@@ -138,6 +143,7 @@ def check(
     progress: Any = None,
     dynamic: Any = False,
     mode: Any = "compiled",
+    in_flight: Any = 1,
 ) -> Request:
     """The request, or the first thing that is wrong with it: ModelError, BudgetError, BatchError or OptionError."""
     if not isinstance(model, nn.Module):
@@ -152,7 +158,12 @@ def check(
     where, target = _where(model, device)
     if solver not in SOLVERS:
         raise OptionError(f"solver={solver!r} is not known; give one of {', '.join(SOLVERS)}")
-    check_mode(mode)
+    if not _whole(in_flight) or in_flight < 1:
+        raise OptionError(
+            f"in_flight={in_flight!r} must be how many forward passes wait for their backward pass at once, with the "
+            "one that runs: 1, 2, ..."
+        )
+    check_mode(mode, in_flight)
     if mode == "eager" and dynamic:
         raise OptionError(
             f"dynamic={dynamic!r} is for compiled plans; with mode='eager', leave it out: each new shape is checked "
@@ -205,6 +216,7 @@ def check(
         where=where,
         given={"device": device, "budget_gb": budget_gb, "costs": costs},
         mode=mode,
+        in_flight=in_flight,
         **measured,
     )
     return replace(request, budget_gb=_budget(request))
@@ -307,10 +319,15 @@ def _whole(x: Any) -> bool:
     return isinstance(x, int) and not isinstance(x, bool) and x >= 0
 
 
-def check_mode(mode: Any) -> None:
-    """Raise OptionError where it is none."""
+def check_mode(mode: Any, in_flight: int) -> None:
+    """Raise OptionError where it is none, or one that cannot count so many microbatches in flight."""
     if mode not in MODES:
         raise OptionError(f"mode={mode!r} is not known; give one of {', '.join(MODES)}")
+    if mode == "eager" and in_flight > 1:
+        raise OptionError(
+            f"in_flight={in_flight!r} is for compiled plans; leave mode='eager' out, or count what waits as in "
+            "account_gb={'earlier forward passes': GB}"
+        )
 
 
 def check_loss_fn(loss_fn: Any) -> None:

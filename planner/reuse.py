@@ -47,6 +47,8 @@ def taken_over(problem: Problem, known: Problem, schedule: Schedule, bound: floa
         a.workspace != b.workspace for a, b in zip(problem.ops, known.ops, strict=True)
     ):
         return "its sizes differ"
+    if problem.waiting != known.waiting:
+        return "its microbatches in flight differ"
     if problem.budget != known.budget:
         return "its budget differs"
     timeline = validate(problem.with_budget(None), schedule)
@@ -60,7 +62,15 @@ def alike(one: Problem, other: Problem) -> bool:
     """Whether two problems differ in nothing but sizes, costs and the budget."""
     if (one.boundary, one.pinned, len(one.ops)) != (other.boundary, other.pinned, len(other.ops)):
         return False
+    if _numbers(one) != _numbers(other):
+        return False
     return all(
         (a.reads, a.writes, a.recomputable, a.region) == (b.reads, b.writes, b.recomputable, b.region)
         for a, b in zip(one.ops, other.ops, strict=True)
     )
+
+
+def _numbers(problem: Problem) -> list[int]:
+    """Of the other microbatches that are in flight."""
+    waiting = problem.waiting
+    return [number for number, _ in (*waiting.forward, *waiting.backward)] if waiting else []

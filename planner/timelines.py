@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
 from solvers import Problem, Solution, every_op_once, simulate
+from solvers.schedule import waiting_bytes
 
 from .capture.origin import origins
 from .capture.region import Region
@@ -92,7 +93,7 @@ def by_kind(lowered: Lowered, solution: Solution, always: Held) -> list[Held]:
     kind_of: dict[int, int] = {}  # of the values held
     seen: set[int] = set()
     found = []
-    for i, gone in zip(steps, frees, strict=True):
+    for i, gone, beside in zip(steps, frees, waiting_bytes(problem, steps), strict=True):
         op, again = problem.ops[i], i in seen
         replaced = []  # values that are still held: their old copies go when the op has ended
         for v in op.writes:
@@ -110,7 +111,7 @@ def by_kind(lowered: Lowered, solution: Solution, always: Held) -> list[Held]:
                 replaced.append((v, kind_of[v]))
             kind_of[v] = kind
             live[kind] += problem.sizes[v]
-        found.append(Held._make([*live[:-1], op.workspace]))
+        found.append(Held._make([*live[:-2], beside, op.workspace]))
         for v, kind in replaced:
             live[kind] -= problem.sizes[v]
         for v in gone:

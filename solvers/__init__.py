@@ -9,7 +9,7 @@ from .chen import chen
 from .errors import InfeasibleError, ProblemError, SolverError, UnknownSolverError
 from .ilp import ilp
 from .pareto import pareto
-from .problem import Op, Problem, from_json, load, to_json
+from .problem import Op, Problem, Waiting, from_json, load, to_json
 from .schedule import Schedule, Timeline, every_op_once, simulate, validate
 from .solve import SOLVERS, Solution, solve
 
@@ -25,6 +25,7 @@ __all__ = [
     "SolverError",
     "Timeline",
     "UnknownSolverError",
+    "Waiting",
     "auto",
     "chen",
     "cost_bound",

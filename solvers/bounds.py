@@ -102,22 +102,23 @@ def _knapsack(problem: Problem) -> float:
     """The bound that needs no solver. O(ops log ops).
 
     When the first backward op starts, every forward op has run; a forward value that a backward op still reads is
-    either held then or its op runs again. What is held must fit the budget: a covering knapsack, relaxed to
-    fractions. The bound holds for first runs in the order of the ops.
+    either held then, and once more for each microbatch that waits, or its op runs again. What is held must fit the
+    budget: a covering knapsack, relaxed to fractions. The bound holds for first runs in the order of the ops.
     """
     if problem.budget is None or problem.boundary >= len(problem.ops):
         return problem.total_cost
     sizes, boundary = problem.sizes, problem.boundary
     first = problem.ops[boundary]
-    room = problem.budget - problem.resident - first.workspace - sum(sizes[v] for v in first.writes)
+    waiting, beside = max(problem.waiting.backward) if problem.waiting else (0, 0)
+    room = problem.budget - problem.resident - first.workspace - sum(sizes[v] for v in first.writes) - beside
     choices: list[tuple[float, int]] = []
     for op in problem.ops[:boundary]:
         needed = 0
         for v in op.writes:
             if v in problem.pinned or v in first.reads:
-                room -= sizes[v]
+                room -= (1 + waiting) * sizes[v]
             elif any(r > boundary for r in problem.readers[v]):
-                needed += sizes[v]
+                needed += (1 + waiting) * sizes[v]
         if needed and op.recomputable:
             choices.append((op.cost, needed))
         else:
@@ -161,6 +162,9 @@ class _Histories:
         made = [sum(problem.sizes[v] for v in op.writes if v in problem.pinned) for op in problem.ops]
         self.pinned = list(accumulate(made, initial=0))  # bytes pinned by the ops before this one
         self.kept = cache(self._kept)
+        waiting, least = problem.waiting, problem.least_kept
+        self.waiting = min(waiting.bytes_in(p, least) for p in (waiting.forward, waiting.backward)) if waiting else 0
+        self.none_waits = waiting.until if waiting else 0  # from this op on
 
     def _kept(self, after: int, until: int) -> int:
         made, sizes = self.problem.producer, self.problem.sizes
@@ -178,6 +182,7 @@ class _Histories:
         )
         more = values.difference(sure)
         fixed = problem.resident + op.workspace + self.pinned[after + 1] + self.kept(after, until)
+        fixed += self.waiting if until < self.none_waits else 0
         return fixed + sum(problem.sizes[v] for v in more)
 
     def first_run(self, i: int) -> int:

@@ -13,7 +13,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from .problem import Op, Problem
+from .problem import Op, Problem, Waiting
 from .schedule import Schedule, simulate
 
 
@@ -63,10 +63,12 @@ def coarsen(problem: Problem, forward: int, backward: int) -> Coarse:
             )
         )
     pinned = frozenset(c for (_, _, kept), c in merged.items() if kept)
-    boundary = bisect_left(starts, problem.boundary)
+    boundary, waiting = bisect_left(starts, problem.boundary), problem.waiting
+    if waiting is not None:
+        waiting = Waiting(waiting.forward, waiting.backward, bisect_left(starts, waiting.until))
     return Coarse(
         problem,
-        Problem(tuple(ops), tuple(sizes), boundary, pinned, problem.resident, problem.budget, problem.name),
+        Problem(tuple(ops), tuple(sizes), boundary, pinned, problem.resident, problem.budget, problem.name, waiting),
         starts,
     )
 
@@ -88,6 +90,8 @@ def _starts(problem: Problem, forward: int, backward: int) -> tuple[int, ...]:
     """Where each group starts, and the end: narrow and even forward cuts, backward the mirrors of such cuts."""
     n, boundary = len(problem.ops), problem.boundary
     must = {0, n, boundary} | {i for i in range(1, n) if problem.ops[i].region != problem.ops[i - 1].region}
+    if problem.waiting is not None:
+        must |= {boundary + 1, problem.waiting.until}
     ahead = set(range(boundary)) if forward >= boundary else _narrow(problem, forward)
     if backward >= n - boundary:
         back = set(range(boundary, n))

@@ -36,7 +36,11 @@ def _compiled(function: F) -> F:
 
 
 class Tables(NamedTuple):
-    """A problem as arrays; lists of lists are flat, those of i at `[at[i]:at[i + 1]]`."""
+    """A problem as arrays; lists of lists are flat, those of i at `[at[i]:at[i + 1]]`.
+
+    `forward` and `backward` are rows (number, bytes beside) of microbatches that wait, the backward pass is from op
+    `boundary` on, and none waits from op `until` on; both are -1 where none ever waits.
+    """
 
     read_at: Ints
     reads: Ints
@@ -52,6 +56,10 @@ class Tables(NamedTuple):
     value: Ints
     start: Ints
     region: Ints
+    forward: Longs
+    backward: Longs
+    boundary: int
+    until: int
 
 
 class Policy(NamedTuple):
@@ -246,14 +254,26 @@ def _sort(a: Ints, low: int, high: int) -> None:
 
 
 @_compiled
+def beside(pairs: Longs, kept: int) -> int:
+    """Bytes of the microbatches that wait, where each keeps `kept` bytes."""
+    most = 0
+    for n in range(pairs.shape[0]):
+        most = max(most, pairs[n, 0] * kept + pairs[n, 1])
+    return most
+
+
+@_compiled
 def peak_of(t: Tables, s: Scratch, steps: int, resident: int, most: float) -> int:
     """The peak of the schedule in `s.steps`, as `simulate` counts it; -1 where it is above `most`.
 
-    One walk backwards: what is read later is held, from its writing on.
+    One walk backwards: what is read later is held, from its writing on. How much waits beside it is known once the walk
+    comes to the first backward op.
     """
     read_at, reads, write_at, writes = t.read_at, t.reads, t.write_at, t.writes
     size, workspace, pinned, order, wanted = t.size, t.workspace, t.pinned, s.steps, s.wanted
     live = resident
+    mark = t.until if t.until < t.cost.shape[0] else t.boundary
+    highest, ahead = 0, 0
     for v in range(size.shape[0]):
         wanted[v] = pinned[v]
         if pinned[v]:
@@ -280,9 +300,20 @@ def peak_of(t: Tables, s: Scratch, steps: int, resident: int, most: float) -> in
                 live += size[v]
         if live + own > peak:
             peak = live + own
-            if peak > most:
+            if peak + ahead > most:
                 return -1
-    return peak
+        if i == mark and not again:
+            if i == t.boundary:
+                kept = live - resident
+                highest = max(highest, peak + beside(t.backward, kept))
+                ahead = beside(t.forward, kept)
+                mark = -1
+                if highest > most:
+                    return -1
+            else:
+                highest, mark = peak, t.boundary
+            peak = 0
+    return max(highest, peak + ahead)
 
 
 @_compiled

@@ -15,7 +15,7 @@ from typing import Any
 import pulp
 
 from .problem import Problem
-from .schedule import Schedule, simulate
+from .schedule import Schedule, kept_bytes, simulate
 
 Position = tuple[int, int]  # stage, op
 
@@ -31,6 +31,7 @@ class Model:
         holds: (position, value, variable): 1 when the value is still held after that position.
         unit: what 1 of the objective is, in the problem's own unit.
         offset: what to add to the objective, in the problem's own unit.
+        byte: bytes that 1 of a memory row is.
     """
 
     lp: Any
@@ -39,6 +40,7 @@ class Model:
     holds: tuple[tuple[int, int, Any], ...]
     unit: float
     offset: float
+    byte: float
 
 
 def positions(problem: Problem, rounds: int, first_stage: int = 0) -> tuple[Position, ...]:
@@ -90,6 +92,8 @@ def build(problem: Problem, laid: Sequence[Position], capacity: int | None) -> M
     cost = _unit([op.cost for op in ops], max((op.cost for op in ops), default=0), 1e4)
     room = None if capacity is None else (capacity - problem.resident) / byte
     peak = pulp.LpVariable("peak", 0) if capacity is None else None
+    waiting = problem.waiting
+    beside = {name: pulp.LpVariable(name, 0) for name in (("forward", "backward") if waiting else ())}
 
     def add(terms: Iterable[tuple[Any, float]], sense: int, rhs: float) -> None:
         lp.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression(list(terms)), sense, rhs=rhs))
@@ -114,6 +118,15 @@ def build(problem: Problem, laid: Sequence[Position], capacity: int | None) -> M
             objective.append((run, op.cost / cost))
         else:
             constant += need / byte
+        if waiting is not None and (t < waiting.until or (t == waiting.until and run is not None)):
+            backward = t > problem.boundary or i == problem.boundary
+            terms.append((beside["backward" if backward else "forward"], 1.0))
+            if i == t == problem.boundary:
+                for name, pairs in (("forward", waiting.forward), ("backward", waiting.backward)):
+                    for number, more in pairs:
+                        kept = [(var, -number * sizes[v] / byte) for v, var in now.items() if sizes[v] and number]
+                        least = (number * fixed + more) / byte
+                        add([(beside[name], 1.0), *kept], pulp.LpConstraintGE, least)
         if peak is not None:
             add([*terms, (peak, -1.0)], pulp.LpConstraintLE, -constant)
         elif terms and room is not None:
@@ -148,9 +161,9 @@ def build(problem: Problem, laid: Sequence[Position], capacity: int | None) -> M
                 now[v] = after
     if peak is not None:
         lp.setObjective(pulp.LpAffineExpression([(peak, 1.0)]))
-        return Model(lp, tuple(laid), tuple(runs), tuple(holds), byte, problem.resident)
+        return Model(lp, tuple(laid), tuple(runs), tuple(holds), byte, problem.resident, byte)
     lp.setObjective(pulp.LpAffineExpression(objective))
-    return Model(lp, tuple(laid), tuple(runs), tuple(holds), cost, problem.total_cost)
+    return Model(lp, tuple(laid), tuple(runs), tuple(holds), cost, problem.total_cost, byte)
 
 
 def _unit(numbers: Sequence[float], scale: float, target: float) -> float:
@@ -182,6 +195,10 @@ def values_of(problem: Problem, model: Model, schedule: Schedule) -> dict[str, f
         at += 1
     values = dict.fromkeys((v.name for v in model.runs if v is not None), 0.0)
     values["peak"] = 0.0
+    if (waiting := problem.waiting) is not None:
+        kept = kept_bytes(problem, schedule.steps)
+        for name, pairs in (("forward", waiting.forward), ("backward", waiting.backward)):
+            values[name] = waiting.bytes_in(pairs, kept) / model.byte
     held: dict[int, set[int]] = {}
     now: set[int] = set()
     for p, i, gone in zip(taken, schedule.steps, timeline.frees, strict=True):

@@ -13,8 +13,8 @@ from itertools import accumulate, chain
 
 import numpy as np
 
-from .compiled import Choices, Ints, Policy, Scratch, Tables, link_all, unroll
-from .problem import Problem
+from .compiled import Choices, Ints, Longs, Policy, Scratch, Tables, link_all, unroll
+from .problem import Pairs, Problem
 from .schedule import Schedule
 
 HOPS = 4  # how far two gaps must look alike to be the same gap of two repeated blocks
@@ -61,7 +61,15 @@ def tables(problem: Problem) -> Tables:
         _ints(v for v, found in enumerate(uses) for _ in found),
         _ints(i for v, found in enumerate(uses) for i in (problem.producer[v], *found)[:-1][: len(found)]),
         _ints(op.region for op in problem.ops),
+        _pairs(problem.waiting.forward if problem.waiting else ()),
+        _pairs(problem.waiting.backward if problem.waiting else ()),
+        problem.boundary if problem.waiting else -1,
+        problem.waiting.until if problem.waiting else -1,
     )
+
+
+def _pairs(pairs: Pairs) -> Longs:
+    return np.array(pairs, np.int64).reshape(-1, 2)
 
 
 def _ints(numbers: Iterable[int]) -> Ints:

@@ -44,6 +44,31 @@ class Op:
     region: int = 0
 
 
+Pairs = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Other microbatches of the same step, whose forward pass has run and whose backward pass has not.
+
+    Each of them holds what the schedule keeps: the values that are held when the first backward op starts. Beside what
+    a schedule holds by itself, `number` times that and `beside` bytes are there, for the pair of which that is most.
+
+    Attributes:
+        forward: pairs (number, beside) that occur while the forward pass runs.
+        backward: while the backward pass runs.
+        until: `ops[until:]` run when no microbatch waits.
+    """
+
+    forward: Pairs
+    backward: Pairs
+    until: int
+
+    def bytes_in(self, pairs: Pairs, kept: int) -> int:
+        """Bytes beside a schedule that keeps `kept` bytes, for one of the lists of pairs."""
+        return max(number * kept + beside for number, beside in pairs)
+
+
 @dataclass(frozen=True)
 class Problem:
     """What a solver gets. Checked when made: every index in range, one writer per value, order topological.
@@ -55,6 +80,7 @@ class Problem:
         pinned: values that stay held once produced (outputs the caller holds, gradients).
         resident: bytes held all the time, beside the values.
         budget: bytes that `resident` and everything held may take together; None for no limit.
+        waiting: the other microbatches that are in flight; None for none.
 
     Raises:
         ProblemError: naming the op or value that is wrong.
@@ -71,6 +97,7 @@ class Problem:
     resident: int = 0
     budget: int | None = None
     name: str = field(default="", compare=False)
+    waiting: Waiting | None = None
 
     def __post_init__(self) -> None:
         _check(self)
@@ -108,6 +135,13 @@ class Problem:
         return frozenset(found)
 
     @cached_property
+    def least_kept(self) -> int:
+        """Bytes that every schedule holds when the first backward op starts."""
+        first = self.ops[self.boundary].reads if self.boundary < len(self.ops) else ()
+        held = {*self.pinned, *first, *(v for v in self.lasting if max(self.readers[v], default=-1) >= self.boundary)}
+        return sum(self.sizes[v] for v in held if self.producer[v] < self.boundary)
+
+    @cached_property
     def total_cost(self) -> float:
         """Cost of running every op once."""
         return math.fsum(op.cost for op in self.ops)
@@ -134,6 +168,8 @@ def _check(p: Problem) -> None:
     for i, op in enumerate(p.ops):
         if wrong := _wrong(op, len(p.sizes)):
             raise ProblemError(f"{_called(i, op)} {wrong}")
+    if p.waiting is not None:
+        _check_waiting(p, p.waiting)
     if p.resident + sum(p.sizes) + sum(op.workspace for op in p.ops) > MOST_BYTES:
         raise ProblemError(f"resident, sizes and workspaces add up to more than {MOST_BYTES} bytes")
     if budget > LARGEST or any(op.cost > LARGEST / len(p.ops) for op in p.ops):
@@ -152,6 +188,19 @@ def _check(p: Problem) -> None:
     for v in p.pinned:
         if not (_whole(v) and v < len(made)):
             raise ProblemError(f"pinned value {v!r:.60} does not exist")
+
+
+def _check_waiting(p: Problem, waiting: Waiting) -> None:
+    if not (isinstance(waiting, Waiting) and _whole(waiting.until) and p.boundary < waiting.until <= len(p.ops)):
+        raise ProblemError(f"waiting {waiting!r:.60} does not end after the first backward op, number {p.boundary}")
+    for pairs in (waiting.forward, waiting.backward):
+        if not (isinstance(pairs, tuple) and pairs):
+            raise ProblemError(f"waiting has {pairs!r:.60}, not pairs of a number and bytes")
+        for pair in pairs:
+            if not (isinstance(pair, tuple) and len(pair) == 2 and all(map(_whole, pair))):
+                raise ProblemError(f"waiting has {pair!r:.60}, not a number of microbatches and bytes beside them")
+            if p.resident + (pair[0] + 1) * sum(p.sizes) + pair[1] > MOST_BYTES:
+                raise ProblemError(f"the microbatches that wait add up to more than {MOST_BYTES} bytes")
 
 
 def _wrong(op: Op, values: int) -> str:
@@ -211,6 +260,7 @@ def to_json(problem: Problem) -> dict[str, Any]:
         "sizes": list(problem.sizes),
         "pinned": sorted(problem.pinned),
         "ops": [asdict(op) | {"reads": list(op.reads), "writes": list(op.writes)} for op in problem.ops],
+        **({} if problem.waiting is None else {"waiting": asdict(problem.waiting)}),
     }
 
 
@@ -267,7 +317,18 @@ def _own(data: dict[str, Any]) -> Problem:
         resident=_bytes(data.get("resident", 0)),
         budget=_bytes(data.get("budget")),
         name=data.get("name", ""),
+        waiting=_waiting(data.get("waiting")),
     )
+
+
+def _waiting(data: Any) -> Waiting | None:
+    if data is None:
+        return None
+    lists = [_get(data, key, (list, tuple)) for key in ("forward", "backward")]
+    pairs = [
+        tuple(tuple(map(_bytes, pair)) if isinstance(pair, (list, tuple)) else pair for pair in each) for each in lists
+    ]
+    return Waiting(pairs[0], pairs[1], _get(data, "until"))
 
 
 def _get(data: Any, key: str, kind: type | tuple[type, ...] = object, op: int | None = None) -> Any:

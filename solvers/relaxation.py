@@ -16,7 +16,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from .problem import Problem
+from .problem import Pairs, Problem
 
 UNITS = 1e7  # sizes are rounded down to so many parts of their sum: a bound stays one
 COST = 1e3  # the dearest op's cost, as the solver sees it
@@ -91,7 +91,8 @@ def build(problem: Problem, at: Sequence[int]) -> Program:
     - What a first run or a re-run reads is held since the stage began, or its op runs again within the stage.
     - What is held at a stage's end is held at its begin, or its op runs again within it, or runs there first.
     - While the op of a point runs for the first time, its reads, writes and workspace, the pinned values so far and
-      what is held afterwards fit the budget together.
+      what is held afterwards fit the budget together, with what microbatches that wait hold of the same kind: what is
+      held at the first backward op, where that is the point or an earlier one; else what every schedule holds there.
     - From any point to the end of the schedule the first rule holds for all stages in one. To 0/1 solutions that adds
       nothing; a fractional one could otherwise run half an op in either of two stages from half of its reads.
     """
@@ -105,6 +106,8 @@ def build(problem: Problem, at: Sequence[int]) -> Program:
     program = Program()
     stages = program.stages
     held: dict[int, int] = {}
+    waiting = problem.waiting
+    kept, least = list[tuple[int, float]](), problem.least_kept if waiting else 0
     for begin, end in pairwise((-1, *at, len(ops) - 1)):
         regions = {op.region for op in ops[begin + 1 : end + 1]}
         again = {
@@ -126,7 +129,17 @@ def build(problem: Problem, at: Sequence[int]) -> Program:
             if made[v] <= begin:
                 program.row([*stage.available(v, made[v]), (column, -1.0)], 0.0)
         terms = [(column, (sizes[v] // unit) / 1e3) for v, column in held.items() if v not in now and sizes[v] >= unit]
-        program.row(terms, -math.inf, (room // unit) / 1e3)
+        pairs: Pairs = ((0, 0),)
+        if waiting is not None and end < waiting.until:
+            pairs = waiting.forward if end < problem.boundary else waiting.backward
+            if end == problem.boundary:
+                kept = [(column, factor) for column, factor in terms]
+                least = sum(sizes[v] for v in now if made[v] < end)
+        for number, beside in pairs:
+            factors = dict(terms)
+            for column, factor in kept if number else ():
+                factors[column] = factors.get(column, 0.0) + number * factor
+            program.row(factors.items(), -math.inf, ((room - number * least - beside) // unit) / 1e3)
     _suffixes(problem, program)
     return program
 

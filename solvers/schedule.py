@@ -26,7 +26,7 @@ class Timeline:
     """What a schedule holds and costs.
 
     Attributes:
-        held: for each step, bytes held while it runs: resident, values, outputs and workspace.
+        held: for each step, bytes held while it runs: resident, values, outputs, workspace, and what waits.
         after: for each step, bytes held once it has ended and what nothing reads again is freed.
         frees: for each step, the values freed when it ends.
         peak: the largest of `held` (of `resident`, where there are no steps).
@@ -72,7 +72,6 @@ def simulate(problem: Problem, schedule: Schedule) -> Timeline:
     ops, sizes, steps = problem.ops, problem.sizes, schedule.steps
     frees = _frees(problem, steps)
     live = problem.resident
-    peak = live
     is_held = bytearray(len(sizes))
     held: list[int] = []
     after: list[int] = []
@@ -88,13 +87,38 @@ def simulate(problem: Problem, schedule: Schedule) -> Timeline:
                 is_held[v] = 1
                 live += sizes[v]
         held.append(now)
-        if now > peak:
-            peak = now
         for v in frees[at]:
             is_held[v] = 0
             live -= sizes[v]
         after.append(live)
+    if problem.waiting is not None:
+        beside = waiting_bytes(problem, steps)
+        held, after = ([a + b for a, b in zip(each, beside, strict=True)] for each in (held, after))
+    peak = max(held, default=problem.resident)
     return Timeline(tuple(held), tuple(after), frees, peak, math.fsum(ops[i].cost for i in steps))
+
+
+def kept_bytes(problem: Problem, steps: tuple[int, ...]) -> int:
+    """Bytes that a schedule holds of its values when the first backward op starts."""
+    start = steps.index(problem.boundary)
+    frees = _frees(problem, steps)
+    held: set[int] = set()
+    for i, gone in zip(steps[:start], frees, strict=False):
+        held.update(problem.ops[i].writes)
+        held.difference_update(gone)
+    return sum(problem.sizes[v] for v in held)
+
+
+def waiting_bytes(problem: Problem, steps: tuple[int, ...]) -> list[int]:
+    """For each step, the bytes of other microbatches. O(steps + reads)."""
+    waiting = problem.waiting
+    if waiting is None or problem.boundary not in steps:
+        return [0] * len(steps)
+    start = steps.index(problem.boundary)
+    end = steps.index(waiting.until) if waiting.until in steps else len(steps)
+    kept = kept_bytes(problem, steps)
+    forward, backward = waiting.bytes_in(waiting.forward, kept), waiting.bytes_in(waiting.backward, kept)
+    return [forward] * start + [backward] * (end - start) + [0] * (len(steps) - end)
 
 
 def _frees(problem: Problem, steps: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:

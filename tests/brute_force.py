@@ -2,21 +2,24 @@
 
 A state is how many first runs are done and which values are held. Any op that has run may run again at any time and
 any value may be freed at any time; Dijkstra's algorithm finds the cheapest path of all, or the one of the lowest peak.
-Exponential in the number of values: meant for up to about eight ops.
+Exponential in the number of values: meant for up to about eight ops. What other microbatches hold depends on the whole
+schedule: each amount that this one may keep at most is tried.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
+from itertools import product
 
 from solvers.problem import Problem
 
 State = tuple[int, frozenset[int]]
 
 
-def _moves(problem: Problem, state: State) -> Iterator[tuple[int, int, float, State]]:
+def _moves(problem: Problem, state: State, most_kept: int) -> Iterator[tuple[int, int, float, State]]:
     """Each move as (op or -1 for a free, bytes held during it, cost, next state)."""
+    waiting = problem.waiting
     done, held = state
     for v in held:
         if v not in problem.pinned:
@@ -34,11 +37,31 @@ def _moves(problem: Problem, state: State) -> Iterator[tuple[int, int, float, St
             continue  # the old copy can be freed first, which is a move of its own
         during = problem.resident + op.workspace
         during += sum(problem.sizes[v] for v in held) + sum(problem.sizes[v] for v in op.writes)
+        if waiting is not None:
+            if i == done == problem.boundary and sum(problem.sizes[v] for v in held) > most_kept:
+                continue
+            if done < problem.boundary or (done == problem.boundary and again):
+                during += max(number * most_kept + beside for number, beside in waiting.forward)
+            elif done < waiting.until or (done == waiting.until and again):
+                during += max(number * most_kept + beside for number, beside in waiting.backward)
         yield i, during, op.cost, (done + (not again), held | set(op.writes))
 
 
 def cheapest(problem: Problem) -> float | None:
     """The cost of the cheapest schedule within the budget; None where none fits."""
+    costs = (_cheapest(problem, most) for most in _kept(problem))
+    return min((cost for cost in costs if cost is not None), default=None)
+
+
+def _kept(problem: Problem) -> list[int]:
+    """What the values held when the first backward op starts may come to."""
+    if problem.waiting is None:
+        return [0]
+    sizes = [problem.sizes[v] for op in problem.ops[: problem.boundary] for v in op.writes]
+    return sorted({sum(part) for part in product(*((0, size) for size in sizes))})
+
+
+def _cheapest(problem: Problem, most_kept: int) -> float | None:
     start: State = (0, frozenset())
     best = {start: 0.0}
     queue: list[tuple[float, int, State]] = [(0.0, 0, start)]
@@ -49,7 +72,7 @@ def cheapest(problem: Problem) -> float | None:
             continue
         if state[0] == len(problem.ops):
             return cost
-        for _, during, extra, after in _moves(problem, state):
+        for _, during, extra, after in _moves(problem, state, most_kept):
             if problem.budget is not None and during > problem.budget:
                 continue
             if cost + extra < best.get(after, float("inf")):
@@ -61,6 +84,11 @@ def cheapest(problem: Problem) -> float | None:
 
 def lowest_peak(problem: Problem) -> int:
     """The lowest peak of any schedule, in bytes, whatever it costs."""
+    peaks = (_lowest_peak(problem, most) for most in _kept(problem))
+    return min(peak for peak in peaks if peak is not None)
+
+
+def _lowest_peak(problem: Problem, most_kept: int) -> int | None:
     start: State = (0, frozenset())
     best = {start: problem.resident}
     queue: list[tuple[int, int, State]] = [(problem.resident, 0, start)]
@@ -71,10 +99,10 @@ def lowest_peak(problem: Problem) -> int:
             continue
         if state[0] == len(problem.ops):
             return peak
-        for _, during, _, after in _moves(problem, state):
+        for _, during, _, after in _moves(problem, state, most_kept):
             reached = max(peak, during)
             if reached < best.get(after, 1 << 80):
                 best[after] = reached
                 pushed += 1
                 heapq.heappush(queue, (reached, pushed, after))
-    raise AssertionError("running every op once in order is always possible")
+    return None

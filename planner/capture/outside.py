@@ -22,17 +22,19 @@ class OutsideLoss:
     """The loss of a step, as far as it is computed outside the model.
 
     Attributes:
-        source: "model" (its own output), "loss_fn", or "unknown".
+        source: "model" (its own output), "loss_fn", "received" (there is none here), or "unknown".
         workspace: bytes held at most while the loss and its gradients are computed, beside the gradients of the model's
             outputs.
         held: bytes held from the loss to the end of the backward pass: the loss and its own gradient.
+        waiting: bytes that the loss, once it is computed, holds until its own backward pass.
         calls: the ops of the loss.
     """
 
-    source: Literal["model", "loss_fn", "unknown"] = "unknown"
+    source: Literal["model", "loss_fn", "received", "unknown"] = "unknown"
     workspace: int = 0
     held: int = 0
     calls: tuple[Call, ...] = ()
+    waiting: int = 0
 
 
 def find_loss(output: Any) -> torch.Tensor | None:
@@ -58,6 +60,14 @@ def checked_loss(loss_fn: LossFn, output: Any) -> torch.Tensor:
         shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise BatchError(f"loss_fn {name} must return a scalar tensor that needs a gradient; it returned {shape}")
     return loss
+
+
+def gradients_received(output: Any) -> torch.Tensor:
+    """As a `loss_fn`: every output that may has a gradient, which comes from elsewhere, as to a stage of a pipeline.
+
+    Called, it is a loss that gives all of them one.
+    """
+    return torch.stack([t.float().mean() for t in leaves(output) if differentiable(t)]).sum()
 
 
 def leaves(output: Any) -> list[Any]:
@@ -88,21 +98,24 @@ def trace_loss(
     loss = find_loss(output)
     if loss_fn is None and loss is not None:
         return OutsideLoss("model"), loss
+    if loss_fn is gradients_received:
+        return OutsideLoss("received"), None
     if loss_fn is None:
         # every output may get a gradient; a loss may hold as much, and need as much again for a moment
         size = sum(storages([t for t in leaves(output) if differentiable(t)]).values())
-        return OutsideLoss("unknown", size, size + 16), None
+        return OutsideLoss("unknown", size, size + 16, waiting=size), None
     meter = LiveBytes()
     if any(map(is_traceable_wrapper_subclass, results)):
         # the first time, DTensors try each op on tensors of the whole size
         torch.autograd.grad(checked_loss(loss_fn, output), results, allow_unused=True, retain_graph=True)
     with meter:
         loss = checked_loss(loss_fn, output)
+        waiting = meter.live
         gradients = torch.autograd.grad(loss, results, allow_unused=True, retain_graph=True)
     # outputs of one storage have one gradient: what each adds to it is a temporary
     made = {here(t).untyped_storage()._cdata: g for t, g in zip(results, gradients, strict=True) if g is not None}
     workspace = max(0, meter.peak - sum(storages(list(made.values())).values()))
-    return OutsideLoss("loss_fn", workspace, 2 * loss.element_size(), tuple(meter.calls)), loss
+    return OutsideLoss("loss_fn", workspace, 2 * loss.element_size(), tuple(meter.calls), waiting), loss
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -203,6 +203,9 @@ def _options(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--accumulate", action="store_true", default=None, help="gradients of earlier microbatches are there"
     )
+    p.add_argument(
+        "--in-flight", type=_count, metavar="K", help="forward passes that wait for their backward pass at once"
+    )
     p.add_argument("--shard", type=int, metavar="N", help="devices that share the parameters, as with FSDP")
     p.add_argument("--checkpoints", choices=get_args(Checkpoints), help="what becomes of the model's own checkpoints")
     p.add_argument("--costs", choices=get_args(Costs), help="what times are taken from")

@@ -29,7 +29,7 @@ from ..report.terminal import style_of
 from .target import arguments_of, batch_of
 
 FITS, DOES_NOT_FIT = 0, 1
-_OPTIONS = ("optimizer", "device", "accumulate", "shard", "checkpoints", "costs", "dynamic", "time_limit")
+_OPTIONS = ("optimizer", "device", "accumulate", "in_flight", "shard", "checkpoints", "costs", "dynamic", "time_limit")
 _PLAN_ONLY = ("budget_gb", "solver", "mode", "known")
 
 

@@ -148,6 +148,7 @@ def _made_for(plan: Plan) -> dict[str, str]:
         "optimizer": name.partition("(")[0],  # a file has its options too
         "times": request.given["costs"] or "",
         "gradients accumulate": "yes" if request.accumulate else "no",
+        "microbatches in flight": str(request.in_flight),
         "devices that share the parameters": str(request.shard),
         "smaller batches too": "yes" if request.maxima is not None else "no",
         "solver": plan.solver,

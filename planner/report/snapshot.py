@@ -16,6 +16,7 @@ from itertools import takewhile
 from typing import Any
 
 from solvers import Problem, Schedule, simulate
+from solvers.schedule import waiting_bytes
 
 from ..estimate.caching import FREE, Event, Placed, place
 from ..jsonfile import path_of, write_bytes
@@ -80,13 +81,15 @@ def _tensors(problem: Problem, schedule: Schedule) -> Iterator[Change]:
     """What each step of a schedule makes and frees; a tag is a value, and the step that made this copy of it."""
     copies: dict[int, int] = {}  # of the values that are held: who made them
     seen: set[int] = set()
+    others = waiting_bytes(problem, schedule.steps)
     for at, (i, gone) in enumerate(zip(schedule.steps, simulate(problem, schedule).frees, strict=True)):
         op = problem.ops[i]
         category = "recomputed" if i in seen else "activations" if i < problem.boundary else "gradients"
         seen.add(i)
         made: list[tuple[Any, int, str]] = [((v, at), problem.sizes[v], category) for v in op.writes]
-        made.append(((None, at), op.workspace, "workspace"))
-        freed: list[Any] = [(None, at), *((v, at) for v in op.writes if v in copies)]  # the copy that is there stays
+        made += [((None, at), op.workspace, "workspace"), (("others", at), others[at], "other microbatches")]
+        freed: list[Any] = [(None, at), ("others", at)]
+        freed += [(v, at) for v in op.writes if v in copies]  # the copy that is there stays
         for v in op.writes:
             copies.setdefault(v, at)
         yield made, [*freed, *((v, copies.pop(v)) for v in gone)]

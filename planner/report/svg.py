@@ -23,6 +23,7 @@ KINDS = {
     "passing": ("#0a9fb5", "passing activations"),
     "recomputed": ("#e8710a", "recomputed activations"),
     "backward": ("#8b5cf6", "gradients of activations"),
+    "waiting": ("#b8860b", "other microbatches"),
     "workspace": ("#d6408f", "workspace of the op"),
 }
 ACTIONS = {

@@ -58,7 +58,7 @@ def report_after(result: Any, plan: Any, before: Before | None) -> None:
 
 def measured(plan: Any, before: Before | None) -> int | None:
     """Bytes of the step's peak, as the plan counts them; None where an earlier, higher peak hides it."""
-    if before is None:
+    if before is None or plan.request.in_flight > 1:  # what waits was there before
         return None
     from .verify import FOUND  # which runs plans, and they come here
 

@@ -97,8 +97,13 @@ def verify(plan: Plan, batch: Any = None, kwargs: Mapping[str, Any] | None = Non
         raise BatchError("verify() needs a batch: the plan was made without one")
 
     def step() -> None:
-        output = model(*args, **extra)  # held to the end, as a training loop holds it
-        _loss(request.loss_fn, output).backward()  # type: ignore[no-untyped-call]
+        outputs = []  # held to the end, as a training loop holds them
+        losses = []
+        for _ in range(request.in_flight):
+            outputs.append(model(*args, **extra))
+            losses.append(_loss(request.loss_fn, outputs[-1]))
+        for loss in losses:
+            loss.backward()  # type: ignore[no-untyped-call]
 
     with taken_off(model), _untouched(model, request.accumulate) as again:
         try:

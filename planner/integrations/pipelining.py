@@ -1,0 +1,203 @@
+"""Plans for stages of `torch.distributed.pipelining`: `plan_schedule(ScheduleGPipe(stage, 8, loss_fn), budget_gb=12)`.
+
+What a stage holds beside its plan is read off torch/distributed/pipelining/stage.py and schedules.py (2.11 to 2.13):
+receive buffers for every microbatch, which stay from step to step; what is on its way, which the handles of the sends
+keep; outputs of the last stage, until they are merged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..api import applied_plan, plan
+from ..capture.outside import gradients_received
+from ..errors import BudgetError, OptionError, PlannerError, gb
+from ..estimate.resident import storage_bytes
+from ..in_flight import Flight
+from ..plan import PendingPlan, Plan
+from ..request import GB, LATER
+from ..runtime.applied import attached, taken_off
+
+FORWARD, BACKWARD = "F", "B"  # kinds of actions that compute, as schedules name them
+SPLIT = ("I", "W")  # a backward pass in two parts: for inputs, for weights
+COMPUTE = (FORWARD, BACKWARD, *SPLIT)
+STEP = 2  # microbatches as which a stage's own step counts where stages share a budget
+
+
+def plan_schedule(schedule: Any, *, budget_gb: float | str | None = None, **options: Any) -> tuple[Plan, ...]:
+    """Have the stages that this rank runs train by plans that count the microbatches in flight.
+
+    How many of them wait is read off the schedule's own order of actions, what the stage holds for each off its source.
+    The plans are made in the first `schedule.step()`, each rank for itself.
+
+    Args:
+        schedule: ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B, ScheduleLoopedBFS, or another one that runs
+            whole backward passes, with a `loss_fn`.
+        budget_gb: as in `plan()`, for all that this rank holds: several stages share what their parameters and
+            gradients leave of it, in proportion to their microbatches in flight.
+        options: as in `plan()`; `accumulate` says that gradients are there when a step of the schedule begins.
+
+    Returns:
+        A plan for each stage of this rank, in their order; they are applied, and made in the first step.
+
+    Raises:
+        OptionError: it is no schedule, one without a loss, or one that splits backward passes.
+        BudgetError: the stages' parameters and gradients alone take more.
+        PlannerError: of `plan()`, for other arguments; and in the first step, where no plan fits.
+    """
+    from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+
+    name = type(schedule).__name__
+    if isinstance(schedule, PipelineScheduleSingle):
+        stages = [schedule._stage]
+        order = (getattr(schedule, "pipeline_order", None) or {}).get(schedule._stage.stage_index)
+    elif isinstance(schedule, PipelineScheduleMulti):
+        stages = list(schedule._stages)
+        order = schedule.pipeline_order.get(schedule.rank)
+    else:
+        raise OptionError(f"plan_schedule() needs a schedule of torch.distributed.pipelining; it was given a {name}")
+    if schedule._loss_fn is None:
+        raise OptionError(f"{name} has no loss_fn, so that it runs no backward pass: there is nothing to plan")
+    if not order:
+        raise OptionError(f"{name} does not say in which order it runs its microbatches; plan its stages with plan()")
+    for given in ("loss_fn", "in_flight"):
+        if given in options:
+            raise OptionError(f"{given} is the schedule's own; leave it out")
+    if options.get("mode", "compiled") != "compiled":
+        raise OptionError(f"mode={options['mode']!r} does not count microbatches in flight; leave it out")
+    for stage in stages:
+        if stage.dw_builder is not None:
+            raise OptionError(
+                f"stage {stage.stage_index} has a dw_builder, which splits its backward pass; leave it out"
+            )
+
+    loss = _Loss(schedule, stages)
+    flights = [_flight(schedule, stage, _actions(order, name), stages) for stage in stages]
+    most = [1 + max(others for others, _ in flight.backward) for flight in flights]
+    shares = _shares(stages, most, budget_gb, options)
+    made = []
+    for stage, flight, number, share in zip(stages, flights, most, shares, strict=True):
+        accumulate = _added(flight) or bool(options.get("accumulate"))
+        asked = {**options, "accumulate": accumulate, "in_flight": number}
+        own = loss if stage.is_last else gradients_received
+        request = plan(stage.submod, LATER, budget_gb=share, loss_fn=own, **asked).request
+        made.append(PendingPlan(replace(request, flight=flight), partial(applied_plan, stage.submod)))
+    for at, each in enumerate(made):
+        try:
+            each.apply()
+        except PlannerError:
+            for before in made[:at]:
+                before.remove()
+            raise
+    schedule._step_microbatches = loss.watched
+    return tuple(made)
+
+
+def _actions(order: Iterable[Any], name: str) -> list[tuple[int, str]]:
+    """(stage, kind) of the actions that compute, in order; raises OptionError where a backward pass is split."""
+    found: list[tuple[int, str]] = []
+    for action in order:
+        if action is None:
+            continue
+        parts = _actions(action.sub_actions, name) if action.sub_actions else []
+        kind = action.computation_type.value
+        found += parts or ([(action.stage_index, kind)] if kind in COMPUTE else [])
+    if any(kind in SPLIT for _, kind in found):
+        raise OptionError(
+            f"{name} runs the backward pass of a stage in two parts, for inputs and for weights, and a plan runs it as "
+            "one; take Schedule1F1B or ScheduleInterleaved1F1B, or train without a plan"
+        )
+    return found
+
+
+def _flight(schedule: Any, stage: Any, actions: Iterable[tuple[int, str]], stages: Iterable[Any]) -> Flight:
+    """What is in flight at a stage, and what it holds beside its plan."""
+    from torch.distributed.pipelining.schedules import Schedule1F1B
+
+    waiting = done = 0
+    pairs: dict[str, set[tuple[int, int]]] = {FORWARD: set(), BACKWARD: set()}
+    for index, kind in actions:
+        if index != stage.stage_index:
+            continue
+        if kind == FORWARD:
+            pairs[FORWARD].add((waiting, done))
+            waiting += 1
+        else:
+            waiting, done = waiting - 1, done + 1
+            pairs[BACKWARD].add((waiting, done - 1))
+    count = schedule._n_microbatches
+    here = {other.stage_index for other in stages}
+    # the handles of sends are kept to the end of the step, by Schedule1F1B until the next one
+    on_way = 1 if isinstance(schedule, Schedule1F1B) else count
+    sends_gradients = not stage.is_first and stage.stage_index - 1 not in here
+    sends_outputs = not stage.is_last and stage.stage_index + 1 not in here
+    return Flight(
+        forward=tuple(sorted(pairs[FORWARD])),
+        backward=tuple(sorted(pairs[BACKWARD])),
+        inputs=0 if stage.is_first else count - 1,
+        received=0 if stage.is_last else count,
+        leaves_inputs=on_way if sends_gradients else 0,
+        leaves_outputs=count if stage.is_last else on_way if sends_outputs else 0,
+        merged=count if stage.is_last else 0,
+    )
+
+
+def _added(flight: Flight) -> bool:
+    """Whether gradients of earlier microbatches are there whenever as much waits as ever does."""
+    return all(
+        done or any(more >= others and later for more, later in pairs)
+        for pairs in (flight.forward, flight.backward)
+        for others, done in pairs
+    )
+
+
+def _shares(
+    stages: list[Any], most: list[int], budget_gb: float | str | None, options: dict[str, Any]
+) -> list[float | str | None]:
+    """Each stage's part of the budget, where so many microbatches are in flight at each at most."""
+    budget = plan(stages[0].submod, LATER, budget_gb=budget_gb, **options).budget_bytes  # refuses arguments now
+    if len(stages) == 1:
+        return [budget_gb]
+    fixed = [2 * storage_bytes(stage.submod.parameters()) for stage in stages]
+    if (left := budget - sum(fixed)) <= 0:
+        raise BudgetError(f"the stages of this rank have {gb(sum(fixed))} of parameters and gradients, of {gb(budget)}")
+    # what a stage's step takes beside what it keeps is there once, whatever waits
+    parts = [number + STEP for number in most]
+    return [(own + left * part / sum(parts)) / GB for own, part in zip(fixed, parts, strict=True)]
+
+
+class _Loss:
+    """The loss of the last stage, from its output: the schedule's own, for the targets of the step that runs."""
+
+    def __init__(self, schedule: Any, stages: list[Any]) -> None:
+        self.schedule = schedule
+        self.stages = stages
+        self.targets: Any = None
+        self.more: dict[str, Any] = {}
+        self.run = schedule._step_microbatches
+
+    def watched(
+        self, arg_mbs: Any = None, kwarg_mbs: Any = None, target_mbs: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """One step of the schedule; in `schedule.eval()`, without plans: nothing waits for a backward pass."""
+        self.targets, self.more = target_mbs, kwargs.get("loss_kwargs") or {}
+        with ExitStack() as off:
+            for stage in self.stages:
+                if not self.schedule._has_backward and attached(stage.submod) is not None:
+                    off.enter_context(taken_off(stage.submod))
+            return self.run(arg_mbs, kwarg_mbs, target_mbs, *args, **kwargs)
+
+    def __call__(self, output: Any) -> torch.Tensor:
+        loss: torch.Tensor = self.schedule._loss_fn(output, self.targets[0], **self.more)
+        return loss
+
+    @property
+    def held(self) -> list[Any]:
+        """What is held all the time for it."""
+        return list(self.targets or ())
