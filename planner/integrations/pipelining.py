@@ -1,6 +1,6 @@
 """Plans for stages of `torch.distributed.pipelining`: `plan_schedule(ScheduleGPipe(stage, 8, loss_fn), budget_gb=12)`.
 
-What a stage holds beside its plan is read off torch/distributed/pipelining/stage.py and schedules.py (2.11 to 2.13):
+What a stage holds beside its plan is read off torch/distributed/pipelining/stage.py and schedules.py (2.13):
 receive buffers for every microbatch, which stay from step to step; what is on its way, which the handles of the sends
 keep; outputs of the last stage, until they are merged.
 """
