@@ -22,6 +22,7 @@ from .capture.call import storages
 from .capture.checkpoints import Checkpoints
 from .capture.shapes import Maxima, sizes_in, tensors_of
 from .capture.sharded import shared
+from .distributed.buckets import Buckets
 from .errors import BatchError, BudgetError, ModelError, OptionError, PlanWarning, gb
 from .estimate.device import Device, find_device
 from .identity import TensorKind, batch_kinds
@@ -68,6 +69,8 @@ class Request:
         given: `device`, `budget_gb` and `costs` as the user gave them, for a model that has moved since.
         known: a plan whose schedule is taken where the step turns out to be the one that it was made for.
         batch: the tensors of the batch, where the batch itself is not kept.
+        follows: whether there is an error, and no solver, where the known plan is not for this step.
+        buckets: of DistributedDataParallel, which holds them beside the model.
     """
 
     model_ref: weakref.ref[nn.Module]
@@ -94,6 +97,13 @@ class Request:
     likely: bool = True
     known: Plan | None = None
     batch: tuple[TensorKind, ...] | None = None
+    follows: bool = False
+    buckets: Buckets | None = None
+
+    @property
+    def gradients_copied(self) -> bool:
+        """Whether gradients go where others are held already, and are freed."""
+        return self.accumulate or (self.buckets is not None and self.buckets.views)
 
     @property
     def source(self) -> str:
