@@ -15,6 +15,7 @@ from .errors import (
     PlanFileError,
     PlannerError,
     PlanWarning,
+    RankError,
     VerificationError,
 )
 from .max_batch import MaxBatch, max_batch
@@ -38,6 +39,7 @@ __all__ = [
     "PlanFileError",
     "PlanWarning",
     "PlannerError",
+    "RankError",
     "VerificationError",
     "applied_plan",
     "compare",

@@ -10,6 +10,7 @@ from .capture.call import storages, tensors_in
 from .capture.private import FakeTensorMode
 from .capture.shapes import enlarged
 from .capture.sharded import parameters_of
+from .distributed.buckets import LINE as BUCKETS
 from .estimate.optimizer import optimizer_memory
 from .estimate.resident import account
 from .request import GB, Request
@@ -21,18 +22,20 @@ def account_of(request: Request) -> tuple[dict[str, int], int | None]:
     """The lines, fragmentation apart: name -> bytes; bytes of the optimizer's step, None where it is not counted."""
     given = {name: round(size * GB) for name, size in request.account_gb.items()}
     optimizer = optimizer_memory(parameters_of(request.model), request.optimizer, cuda=request.device.type == "cuda")
-    args, kwargs = batch_of(request)
+    args, kwargs, buckets = *batch_of(request), request.buckets
     lines = account(
         request.model,
         args,
         kwargs,
         request.device,
         optimizer_state=-(-optimizer.state // request.shard),
-        accumulate=request.accumulate,
+        accumulate=request.accumulate and not (buckets and buckets.views),
         shard=request.shard,
     )
     if request.flight is None and request.in_flight > 1:
         lines["batch"] = _batches(args, kwargs, request)
+    if buckets is not None:
+        lines[BUCKETS] = buckets.nbytes
     counted = request.optimizer is not None or OPTIMIZER_STEP in given
     step = given.pop(OPTIMIZER_STEP, -(-optimizer.step // request.shard))
     return {**lines, **given}, step if counted else None

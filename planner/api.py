@@ -14,6 +14,10 @@ from torch import nn
 
 from .capture.checkpoints import Checkpoints
 from .capture.shapes import Maxima
+from .distributed.agreement import agreed
+from .distributed.buckets import buckets_of
+from .distributed.counted import counted
+from .distributed.group import refuse_verification
 from .eager.run import EagerRuntime
 from .errors import (
     ApplyError,
@@ -34,6 +38,7 @@ from .request import (
     Costs,
     Dynamic,
     Mode,
+    Request,
     arguments,
     check,
     check_mode,
@@ -75,6 +80,10 @@ def plan(
     known: Plan | str | os.PathLike[str] | None = None,
 ) -> Plan:
     """Decide, for every activation of a training step, whether to keep or recompute it, within a memory budget.
+
+    It waits for no other process. What several train together, under DistributedDataParallel or with parameters that
+    are spread over them, has one plan: at the first training step after `apply()` that of the first rank, made then or
+    before, goes to all, with DDP's gradient buckets counted. Plans for other shapes are made by each rank for itself.
 
     Args:
         model: the module to train, in the mode (`train()` or `eval()`) in which it will run. It is not changed.
@@ -121,6 +130,7 @@ def plan(
         InfeasibleBudgetError: nothing fits; it carries the smallest budget that does.
         CaptureError: the model cannot be captured.
         PlanFileError: the file of a known plan cannot be read.
+        RankError: at the first training step, on every rank, where one of them cannot train by the plan; it says why.
 
     Examples:
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
@@ -193,6 +203,14 @@ def apply(plan: Plan, model: nn.Module | None = None, *, verify: bool = False, m
         ready[call_signature(target, *batch)] = own
         known.append(own)
 
+    def plan_here(asked: Request) -> Plan:
+        same = asked.model is target and asked.maxima == request.maxima
+        made = ready.pop(call_signature(asked.model, asked.args, asked.kwargs, asked.maxima), None) if same else None
+        if awaited is not None and asked.model is target:
+            made = awaited.take(asked)
+        made = counted(made or make_plan(asked, known), asked)
+        return repair(made) if verify else made
+
     def make(
         model: nn.Module,
         args: tuple[Any, ...],
@@ -201,14 +219,18 @@ def apply(plan: Plan, model: nn.Module | None = None, *, verify: bool = False, m
         *,
         likely: bool = True,
     ) -> Plan:
-        same = model is target and maxima == request.maxima
-        made = ready.pop(call_signature(model, args, kwargs, maxima), None) if same else None
-        asked = replace(with_batch(request, model, args, kwargs, maxima), likely=likely)
-        if awaited is not None and model is target:
-            made = awaited.take(asked)
-        made = made or make_plan(asked, known)
+        asked = replace(with_batch(request, model, args, kwargs, maxima), likely=likely, buckets=buckets_of(model))
         if verify:
-            made = repair(made)
+            refuse_verification(model)
+        calling = attached(model)
+        if calling is not None and calling.agrees:
+            ready.update(early)
+            mine = early.get(call_signature(model, args, kwargs, maxima)) if model is target else None
+            made = agreed(asked, plan_here, mine)
+            calling.agrees = False
+            ready.clear()
+        else:
+            made = plan_here(asked)
         known.append(without_batch(made))
         return made
 
@@ -220,6 +242,7 @@ def apply(plan: Plan, model: nn.Module | None = None, *, verify: bool = False, m
         if request.maxima is not None:
             shapes.limit(request.maxima)
         runtime = Runtime(target, make, _warn, shapes, request.checkpoints)
+    early = dict(ready)
     if ready and not verify:
         _, made = ready.popitem()
         runtime.add(request.args or (), request.kwargs, made, request.maxima)
@@ -269,7 +292,7 @@ def _warn(model: nn.Module, plan: Plan, earlier: bool) -> bool:
 
 def uncounted(model: nn.Module, plan: Plan) -> int:
     """Bytes of gradients that are there, that a plan does not count, and for which it leaves no room; else 0."""
-    if plan.request.accumulate:
+    if plan.request.gradients_copied:
         return 0
     held = storage_bytes(p.grad for p in model.parameters() if p.grad is not None)
     return held if held > plan.budget_bytes - plan.peak_bytes else 0

@@ -64,6 +64,10 @@ class PlanFileError(PlannerError, ValueError):
     """A plan file that cannot be written or read; the message names the file, the place in it, what was expected."""
 
 
+class RankError(PlannerError, RuntimeError):
+    """Processes that train one model have no plan in common; the message names the rank, and what it said."""
+
+
 class VerificationError(PlannerError, RuntimeError):
     """A real step takes more than the budget, and planning again with what it showed did not help."""
 

@@ -22,6 +22,7 @@ from .account import account_of
 from .capture.checkpoints import Checkpoints
 from .capture.shapes import Maxima
 from .consistency import check
+from .distributed.group import other_world, world_size
 from .eager.wrap import Choice
 from .errors import ApplyError, PlanFileError
 from .estimate.device import Device
@@ -48,6 +49,7 @@ class Asked:
         card: what `device` stands for.
         where: the torch device where the model was.
         batch: the tensors of the batch, at the largest sizes; None where no batch is known.
+        ranks: how many processes there were.
     """
 
     budget_gb: float | str | None
@@ -71,6 +73,7 @@ class Asked:
     batch: tuple[TensorKind, ...] | None
     in_flight: int = 1
     flight: Flight | None = None
+    ranks: int = 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,6 +96,10 @@ class FromFile(Request):
     def source(self) -> str:
         return self.path
 
+    def other_world(self, model: nn.Module) -> str:
+        """In words, where the model is shared by another number of processes than that which is asked for; else ""."""
+        return "" if self.asked is None else other_world(self.asked.ranks, self.asked.shard, model)
+
     @property
     def model(self) -> nn.Module:
         """There is none; raises ApplyError, which says what to do."""
@@ -104,12 +111,18 @@ class FromFile(Request):
 
 def save(plan: Plan, path: str | os.PathLike[str]) -> None:
     """Write a plan; see `Plan.save`."""
-    target, request = path_of(path), plan.request
+    target = path_of(path)
+    write(target, data_of(plan))
+
+
+def data_of(plan: Plan) -> dict[str, Any]:
+    """A plan as what its file has, in JSON."""
+    request = plan.request
     if isinstance(request, FromFile):
         asked, model, torch_version = request.asked, request.identity, request.torch_version
     else:
         asked, model, torch_version = _asked(request), identity(request.model), torch.__version__
-    data = {
+    return {
         "format": FORMAT,
         "version": VERSION,
         "planner": _own_version(),
@@ -118,14 +131,17 @@ def save(plan: Plan, path: str | os.PathLike[str]) -> None:
         "asked": encode(asked, Asked),
         "model": encode(model, Identity),
     }
-    write(target, data)
 
 
 def load(path: str | os.PathLike[str], loss_fn: Callable[[Any], torch.Tensor] | None = None) -> Plan:
     """Read a plan; see `Plan.load`."""
     check_loss_fn(loss_fn)
     source = path_of(path)
-    data = read(source)
+    return plan_of(read(source), str(source), loss_fn)
+
+
+def plan_of(data: Any, source: str, loss_fn: Callable[[Any], torch.Tensor] | None = None) -> Plan:
+    """The plan that JSON data stands for; raises PlanFileError, which names where it is from."""
 
     def wrong(why: object) -> NoReturn:
         raise PlanFileError(f"{source}: {why}") from (why if isinstance(why, Exception) else None)
@@ -148,7 +164,7 @@ def load(path: str | os.PathLike[str], loss_fn: Callable[[Any], torch.Tensor] | 
         model = decode(data["model"], Identity, "model")
         torch_version = decode(data["torch"], str, "torch")
         asked = decode(data["asked"], Asked, "asked")
-        request = _request(asked, plan["budget_bytes"], str(source), model, torch_version)
+        request = _request(asked, plan["budget_bytes"], source, model, torch_version)
         found = Plan(**plan, graph_modules=(), request=replace(request, loss_fn=loss_fn))
         check(found)
     except Unexpected as e:
@@ -222,6 +238,7 @@ def _asked(request: Request) -> Asked:
         batch=request.batch_kinds,
         in_flight=request.in_flight,
         flight=request.flight,
+        ranks=world_size(),
     )
 
 

@@ -88,7 +88,7 @@ def with_others(
             sizes[v] = 0
     differentiable = sum(t.nbytes for t in inputs if t.requires_grad)
     trained = [p for p in parameters_of(request.model) if p.requires_grad]
-    gradients = 0 if request.accumulate else storage_bytes(trained, request.shard)
+    gradients = 0 if request.gradients_copied else storage_bytes(trained, request.shard)
 
     def pairs(given: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
         beside: dict[int, int] = {}

@@ -9,8 +9,9 @@ import os
 import runpy
 import sys
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 from torch import nn, optim
 
 from .api import plan, uncounted
+from .distributed.group import world_size
 from .errors import gb
 from .estimate.optimizer import optimizer_memory
 from .files import load
@@ -71,6 +73,12 @@ def launch(
         if first and not quiet:
             print("\n".join(f"planner: {line}" for line in text.splitlines()), file=sys.stderr, flush=True)
 
+    def then(made: Plan, *, anew: bool) -> None:
+        planned.append(type(made.request.model).__name__)
+        say("\n".join([f"{planned[-1]} is planned{' anew' if anew else ''}.", *answer(made, style_of(sys.stderr))]))
+        if plan_file is not None and first and (anew or not plan_file.exists()):
+            made.save(plan_file)
+
     def found(
         model: nn.Module,
         optimizers: list[optim.Optimizer],
@@ -84,14 +92,16 @@ def launch(
         if plan_file is not None and plan_file.exists():
             known = load(plan_file)
             given = {"accumulate": known.request.accumulate, **given, "known": known}
-        made = plan(model, args, kwargs, **given)
-        made.apply()
-        planned.append(type(model).__name__)
-        say("\n".join([f"{planned[-1]} is planned{' anew' if anew else ''}.", *answer(made, style_of(sys.stderr))]))
-        if plan_file is not None and first and (anew or not plan_file.exists()):
-            made.save(plan_file)
+        if world_size() > 1:  # the ranks agree on the plan when all of them call the model
+            plan(model, LATER, **given).apply()
+            when_made(model, search, partial(then, anew=bool(anew)))
+        else:
+            made = plan(model, args, kwargs, **given)
+            made.apply()
+            then(made, anew=bool(anew))
         runtime = attached(model)
         assert runtime is not None
+        runtime.started = bool(anew) and world_size() > 1  # each rank then plans for itself: not all of them may
         warn = runtime.warn
 
         def accumulates(model: nn.Module, plan: Plan, earlier: bool) -> bool:
@@ -121,6 +131,22 @@ def launch(
     if done is not None:
         raise done
     return 0
+
+
+def when_made(model: nn.Module, search: Search, then: Callable[[Plan], None]) -> None:
+    """Call a function with the plan that a model's first step makes; where none can be made, that ends the script."""
+    runtime = attached(model)
+    assert runtime is not None
+    make = runtime.make
+
+    def once(*args: Any, **kwargs: Any) -> Plan:
+        runtime.make = make
+        with exits(), search.paused():
+            made: Plan = make(*args, **kwargs)
+            then(made)
+        return made
+
+    runtime.make = once
 
 
 def counted(optimizers: Sequence[optim.Optimizer], model: nn.Module, account_gb: Mapping[str, float]) -> dict[str, Any]:

@@ -53,6 +53,11 @@ def bound(plan: Plan, model: Any) -> Plan:
     here = identity(model)
     if found := difference(here, made_for):
         raise ApplyError(f"{request.path} was made for {made_for}; this is {here}: {found}")
+    if found := request.other_world(model):
+        raise ApplyError(
+            f"{request.path} does not match the world size: {found}. Plan anew with plan(model, ...), or start as many "
+            "processes, and call init_process_group() before apply()"
+        )
     optimizer = {"optimizer state": asked.optimizer_state / GB}
     if asked.optimizer_step is not None:
         optimizer[OPTIMIZER_STEP] = asked.optimizer_step / GB

@@ -21,6 +21,7 @@ from .estimate.ops import OpEstimate
 from .joining import join
 
 LOSS, ACCUMULATE, OPTIMIZER, COMMUNICATION = -1, -2, -3, -4  # ops of no region
+COPIED = "accumulate gradients"  # the op that adds a region's gradients to others, and frees them
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +167,7 @@ def lower(
             reads = [joined.resolve(v) if v in joined.unused else v for v in each.reads]
             add_own(ACCUMULATE, "add gradients", reads, () if each.writes is None else [each.writes])
         if accumulate and not reduced:
-            add_own(ACCUMULATE, "accumulate gradients", joined.gradients[r])
+            add_own(ACCUMULATE, COPIED, joined.gradients[r])
     if optimizer_step is not None:
         add_own(OPTIMIZER, "optimizer step", workspace=optimizer_step)
     problem = Problem(tuple(ops), tuple(sizes), boundary, frozenset(pinned), resident, budget)

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from solvers import InfeasibleError, Problem, Solution, solve
+from solvers.bounds import cost_bound
 from solvers.progress import bar, clock
 
 from .account import account_of
@@ -24,15 +25,16 @@ from .communication import communicate
 from .decide import carried, decisions, peak_account
 from .distributed.fsdp import groups_of
 from .eager.pipeline import make_eager_plan
-from .errors import CaptureError, InfeasibleBudgetError
+from .errors import CaptureError, InfeasibleBudgetError, RankError
 from .estimate.ops import estimate
 from .estimate.workspace import measure
+from .files import FromFile
 from .fragmentation import MARGIN, solve_with_margin
 from .in_flight import in_words, with_others
 from .lowering import Lowered, lower, raise_schedule
 from .plan import GraphModules, Plan
 from .request import Request
-from .reuse import reused, taken_over
+from .reuse import alike, reused, taken_over
 from .rewrite.emit import emit, keep_everything
 from .runtime.run import PlannedRegion, Recipe
 from .timelines import timelines
@@ -116,7 +118,7 @@ def problem_of(request: Request, graph: TrainingGraph) -> tuple[Lowered, dict[st
         # loss.backward() holds the loss's own gradient
         tangents_pinned=graph.loss.source in ("model", "received") or not TANGENTS_FREED,
         tangents_held=not TANGENTS_FREED,
-        accumulate=request.accumulate,
+        accumulate=request.gradients_copied,
         optimizer_step=step,
         shard=request.shard,
         reduced=bool(groups),
@@ -134,6 +136,8 @@ def _solve(request: Request, lowered: Lowered, lines: dict[str, int], known: Seq
     same = _known(request, lowered.problem, lines)
     if isinstance(same, Solution):
         return same
+    if request.follows:
+        raise RankError(same)
     found = reused(lowered.problem, [(p.problem, p.schedule) for p in known if p.problem and p.schedule])
     if found is not None:
         return found
@@ -153,6 +157,11 @@ def _known(request: Request, problem: Problem, lines: Mapping[str, int]) -> Solu
         return ""
     if known.problem is None or known.schedule is None:
         why: Solution | str = "it is a plan for eager mode"
+    elif request.follows:  # sizes may be those of another rank's share
+        here = alike(problem, known.problem)
+        why = taken_over(problem, problem if here else known.problem, known.schedule, cost_bound(problem))
+    elif isinstance(there := known.request, FromFile) and (other := there.other_world(request.model)):
+        why = other
     elif known.request.solver != request.solver:
         why = f"it is of solver={known.request.solver!r}"
     elif _apart(problem, lines) != _apart(known.problem, known.account):

@@ -22,6 +22,7 @@ from .capture.call import storages
 from .capture.checkpoints import Checkpoints
 from .capture.meshes import on_mesh
 from .capture.shapes import Maxima, sizes_in, tensors_of
+from .distributed.buckets import Buckets
 from .errors import BatchError, BudgetError, ModelError, OptionError, PlanWarning, gb
 from .estimate.device import Device, find_device
 from .identity import TensorKind, batch_kinds
@@ -71,6 +72,8 @@ class Request:
         known: a plan whose schedule is taken where the step turns out to be the one that it was made for.
         batch: the tensors of the batch, where the batch itself is not kept.
         flight: what is in flight, where that is more than `in_flight` says: a stage of a pipeline.
+        follows: whether there is an error, and no solver, where the known plan is not for this step.
+        buckets: of DistributedDataParallel, which holds them beside the model.
     """
 
     model_ref: weakref.ref[nn.Module]
@@ -99,6 +102,13 @@ class Request:
     batch: tuple[TensorKind, ...] | None = None
     in_flight: int = 1
     flight: Flight | None = None
+    follows: bool = False
+    buckets: Buckets | None = None
+
+    @property
+    def gradients_copied(self) -> bool:
+        """Whether gradients go where others are held already, and are freed."""
+        return self.accumulate or (self.buckets is not None and self.buckets.views)
 
     @property
     def source(self) -> str:

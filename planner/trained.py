@@ -83,6 +83,15 @@ class Search:
             _Optimizer.__init__ = init
             _Module.__call__ = self.call
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """See no optimizers for a while: what plans makes some."""
+        over, self.over = self.over, True
+        try:
+            yield
+        finally:
+            self.over = over
+
     def _see(self, called: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         optimizers = [o for ref in self.optimizers if (o := ref()) is not None]
         trained, own = parameters(optimizers), ids(called)
@@ -95,8 +104,8 @@ class Search:
             if self.choice not in (None, model):
                 return
             _Module.__call__ = self.call  # what plans calls modules, and makes optimizers
-            self.over = True
-            self.found(model, [o for o in optimizers if parameters([o]) & own], args, kwargs)
+            with self.paused():
+                self.found(model, [o for o in optimizers if parameters([o]) & own], args, kwargs)
             self.over = self.wanted is not None
         _Module.__call__ = self.call
         self.optimizers.clear()

@@ -13,26 +13,12 @@ a reader) and `uses[g]` (the next reader, or the number of ops for the end); gap
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import NamedTuple, TypeVar, cast
+from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
-Bytes = NDArray[np.uint8]
-Ints = NDArray[np.int32]
-Longs = NDArray[np.int64]
-Floats = NDArray[np.float64]
-F = TypeVar("F", bound=Callable[..., object])
-
-
-def _compiled(function: F) -> F:
-    """A function that runs as machine code, without the interpreter's lock."""
-    try:
-        return cast(F, njit(cache=True, nogil=True)(function))
-    except RuntimeError:  # nowhere to write a cache: compiled anew in each process
-        return cast(F, njit(nogil=True)(function))
+from .arrays import Bytes, Floats, Ints, Longs, compiled
 
 
 class Tables(NamedTuple):
@@ -121,7 +107,7 @@ class Goal(NamedTuple):
     resident: int
 
 
-@_compiled
+@compiled
 def link(first: Ints, following: Ints, at: int, g: int) -> None:
     """Put a gap on the list of an op."""
     if at >= 0:
@@ -129,7 +115,7 @@ def link(first: Ints, following: Ints, at: int, g: int) -> None:
         first[at] = g
 
 
-@_compiled
+@compiled
 def unlink(first: Ints, following: Ints, at: int, g: int) -> None:
     """Take a gap off the list of an op."""
     if at < 0:
@@ -143,7 +129,7 @@ def unlink(first: Ints, following: Ints, at: int, g: int) -> None:
     following[h] = following[g]
 
 
-@_compiled
+@compiled
 def link_all(policy: Policy, s: Scratch) -> None:
     """Make the lists of a policy's events."""
     s.drop_first[:] = -1
@@ -153,7 +139,7 @@ def link_all(policy: Policy, s: Scratch) -> None:
         link(s.make_first, s.make_next, policy.make[g], g)
 
 
-@_compiled
+@compiled
 def unroll(t: Tables, p: Policy, s: Scratch, most: float) -> tuple[int, float]:
     """Write a policy's schedule into `s.steps`: first runs as their op i, re-runs as -1 - i.
 
@@ -236,7 +222,7 @@ def unroll(t: Tables, p: Policy, s: Scratch, most: float) -> tuple[int, float]:
     return k, extra
 
 
-@_compiled
+@compiled
 def _sort(a: Ints, low: int, high: int) -> None:
     """Ascending, in place. What comes is nearly descending: reversed, then by insertion."""
     i, j = low, high - 1
@@ -253,7 +239,7 @@ def _sort(a: Ints, low: int, high: int) -> None:
         a[j + 1] = x
 
 
-@_compiled
+@compiled
 def beside(pairs: Longs, kept: int) -> int:
     """Bytes of the microbatches that wait, where each keeps `kept` bytes."""
     most = 0
@@ -262,7 +248,7 @@ def beside(pairs: Longs, kept: int) -> int:
     return most
 
 
-@_compiled
+@compiled
 def peak_of(t: Tables, s: Scratch, steps: int, resident: int, most: float) -> int:
     """The peak of the schedule in `s.steps`, as `simulate` counts it; -1 where it is above `most`.
 
@@ -316,7 +302,7 @@ def peak_of(t: Tables, s: Scratch, steps: int, resident: int, most: float) -> in
     return max(highest, peak + ahead)
 
 
-@_compiled
+@compiled
 def random(state: NDArray[np.uint64]) -> float:
     """Uniform in [0, 1); xorshift64*, so that a search can be stopped and go on, and threads do not meet."""
     x = state[0]
@@ -327,7 +313,7 @@ def random(state: NDArray[np.uint64]) -> float:
     return float((x * np.uint64(2685821657736338717)) >> np.uint64(11)) * 2.0**-53
 
 
-@_compiled
+@compiled
 def below(state: NDArray[np.uint64], n: int) -> int:
     """Uniform in 0..n-1."""
     return int(random(state) * n)
@@ -341,7 +327,7 @@ class Journal(NamedTuple):
     used: Ints
 
 
-@_compiled
+@compiled
 def put(t: Tables, p: Policy, s: Scratch, journal: Journal, g: int, keep: int, hold: int, drop: int, make: int) -> None:
     """Decide on a gap, noting what it was."""
     n = journal.used[0]
@@ -360,7 +346,7 @@ def put(t: Tables, p: Policy, s: Scratch, journal: Journal, g: int, keep: int, h
     _write(p, s, g, keep, hold, drop, make)
 
 
-@_compiled
+@compiled
 def _write(p: Policy, s: Scratch, g: int, keep: int, hold: int, drop: int, make: int) -> None:
     p.keep[g] = keep
     p.hold[g] = hold
@@ -374,7 +360,7 @@ def _write(p: Policy, s: Scratch, g: int, keep: int, hold: int, drop: int, make:
         link(s.make_first, s.make_next, make, g)
 
 
-@_compiled
+@compiled
 def take_back(p: Policy, s: Scratch, journal: Journal) -> None:
     """Undo a move, last change first."""
     for n in range(journal.used[0] - 1, -1, -1):
@@ -382,7 +368,7 @@ def take_back(p: Policy, s: Scratch, journal: Journal) -> None:
         _write(p, s, journal.gap[n], b[0], b[1], b[2], b[3])
 
 
-@_compiled
+@compiled
 def _change(t: Tables, p: Policy, s: Scratch, journal: Journal, rng: NDArray[np.uint64], g: int) -> None:
     """Decide anew on one gap."""
     keep, hold, drop, make = p.keep[g], p.hold[g], p.drop[g], p.make[g]
@@ -404,7 +390,7 @@ def _change(t: Tables, p: Policy, s: Scratch, journal: Journal, rng: NDArray[np.
     put(t, p, s, journal, g, keep, hold, drop, make)
 
 
-@_compiled
+@compiled
 def _early(t: Tables, rng: NDArray[np.uint64], g: int) -> int:
     """An op before which to recompute a gap's value ahead of its need: mostly one that reads what that takes."""
     o = t.producer[t.value[g]]
@@ -415,7 +401,7 @@ def _early(t: Tables, rng: NDArray[np.uint64], g: int) -> int:
     return int(t.start[g]) + 1 + below(rng, t.uses[g] - t.start[g])
 
 
-@_compiled
+@compiled
 def _copy(t: Tables, p: Policy, s: Scratch, journal: Journal, g: int, to: int) -> None:
     """Decide on a gap as on another one of its class; times count from the gap's end."""
     shift = t.uses[to] - t.uses[g]
@@ -424,7 +410,7 @@ def _copy(t: Tables, p: Policy, s: Scratch, journal: Journal, g: int, to: int) -
     put(t, p, s, journal, to, p.keep[g], p.hold[g], drop, make)
 
 
-@_compiled
+@compiled
 def move(t: Tables, p: Policy, s: Scratch, c: Choices, journal: Journal, rng: NDArray[np.uint64]) -> None:
     """Change the policy at random."""
     journal.used[0] = 0
@@ -457,7 +443,7 @@ def move(t: Tables, p: Policy, s: Scratch, c: Choices, journal: Journal, rng: ND
             put(t, p, s, journal, other, 1 - p.keep[g], p.hold[other], -1, p.make[other])
 
 
-@_compiled
+@compiled
 def anneal(
     t: Tables,
     p: Policy,

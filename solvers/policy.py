@@ -13,7 +13,8 @@ from itertools import accumulate, chain
 
 import numpy as np
 
-from .compiled import Choices, Ints, Longs, Policy, Scratch, Tables, link_all, unroll
+from .arrays import Ints, Longs
+from .compiled import Choices, Policy, Scratch, Tables, link_all, unroll
 from .problem import Pairs, Problem
 from .schedule import Schedule
 

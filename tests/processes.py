@@ -16,9 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-# ranks are forked from a process that has imported this and run nothing: torch is imported once for all of them
+# ranks are forked from a process that has imported this and run nothing: it is imported once for all of them
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo"])
+_CONTEXT.set_forkserver_preload(["planner", "torch.distributed", "functorch.compile", "torch.profiler", "tqdm"])
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def _rank(rank: int, ranks: int, folder: str, work: bytes, options: dict[str, An
         failed = traceback.format_exc()
         told = pickle.dumps((None, failed))
     pipe.send_bytes(told)
-    if failed is None:
-        dist.destroy_process_group()
     pipe.close()
-    os._exit(0 if failed is None else 1)  # what still waits for another rank does not keep this one
+    if failed is not None:
+        os._exit(1)  # what still waits for another rank does not keep this one
+    dist.destroy_process_group()

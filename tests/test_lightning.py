@@ -52,7 +52,7 @@ class Net(lightning.pytorch.LightningModule):
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
-callback = PlanCallback(0.00065, solver="chen", progress=False, plan_file=None)
+callback = PlanCallback(0.00072, solver="chen", progress=False, plan_file=None)
 off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
 options = {"max_epochs": 1, "callbacks": [callback], **dict.fromkeys(off, False)}
 trainer = lightning.pytorch.Trainer(strategy="ddp", accelerator="cpu", devices=2, **options)

@@ -351,7 +351,7 @@ def fingerprint(graph: fx.Graph) -> str:
         args = _numbered(node, number, groups)
         value = node.meta.get(SYMBOLIC)
         shapes = [
-            (tuple(t.shape), t.stride(), str(t.dtype), str(t.device), t.requires_grad) for t in tensors(node, value)
+            (tuple(t.shape), t.stride(), str(t.dtype), t.device.type, t.requires_grad) for t in tensors(node, value)
         ]
         sizes = value if is_size(node) else None
         text = repr((node.op, target, args, shapes, sizes))
@@ -360,16 +360,23 @@ def fingerprint(graph: fx.Graph) -> str:
 
 
 def _numbered(node: fx.Node, number: Mapping[fx.Node, int], groups: dict[str, str]) -> Any:
-    """A node's arguments with numbers for nodes and for the group of processes that it is a collective of."""
+    """A node's arguments with numbers for nodes and for the group of processes that it is a collective of.
+
+    Devices are by their type: each process has one of its own.
+    """
     group = group_of(node)
 
     def plain(x: Any) -> Any:
         if isinstance(x, fx.Node):
             return number[x]
+        if isinstance(x, torch.device):
+            return x.type
         return groups.setdefault(x, f"group {len(groups)}") if x == group else x
 
     split = node.target is operator.getitem and getattr(node.args[0], "target", None) in _SPLITS
-    return pytree.tree_map_only((fx.Node, str), plain, (node.args[:1] if split else node.args, node.kwargs))
+    return pytree.tree_map_only(
+        (fx.Node, str, torch.device), plain, (node.args[:1] if split else node.args, node.kwargs)
+    )
 
 
 _ATEN = torch.ops.aten

@@ -4,5 +4,11 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["FSDPMeshInfo", "FSDPParam", "FSDPParamGroup", "FSDPState"]
+__all__ = ["FSDPMeshInfo", "FSDPParam", "FSDPParamGroup", "FSDPState", "running_ddp"]
+
+
+def running_ddp() -> DistributedDataParallel | None:
+    """The DistributedDataParallel whose forward pass runs, or None."""
+    return DistributedDataParallel._active_ddp_module

@@ -17,7 +17,7 @@ from ..capture.answers import Answers
 from ..capture.meshes import on_mesh
 from ..capture.private import DataDependentOutputException
 from ..capture.step import blame, learnt
-from ..errors import CaptureError, InfeasibleBudgetError, PlannerError
+from ..errors import CaptureError, InfeasibleBudgetError, PlannerError, RankError
 from ..fragmentation import MARGIN
 from ..plan import Plan
 from ..request import Request
@@ -68,7 +68,7 @@ def _make(request: Request, like: Plan | None, shown: Any) -> Plan:
             mode=mode,
             loss_fn=request.loss_fn,
             choice=choice,
-            accumulate=request.accumulate,
+            accumulate=request.gradients_copied,
             shard=request.shard,
             detailed=detailed,
         )
@@ -110,6 +110,8 @@ def _make(request: Request, like: Plan | None, shown: Any) -> Plan:
     same = _same_step(request, baseline.peak)
     best = _again(estimated, check, same or like, request.budget_bytes)
     told = f"Taken from {same.request.source}: the same step and budget. " if same and best else ""
+    if best is None and request.follows:
+        raise RankError("its modules run other ops, or more is held beside them")
     if best is None:
         first = kept_by(estimated, like) if like is not None else frozenset()
         best, leanest = search(estimated, check, baseline, request.budget_bytes, first)
@@ -159,7 +161,9 @@ def _account(step: Step, optimizer_step: int | None) -> dict[str, int]:
 def _same_step(request: Request, baseline: int) -> Plan | None:
     """The known plan, where it is of this step and budget, as far as what keeping everything takes can tell."""
     known = request.known
-    if known is None or (known.baseline_peak_bytes, known.budget_bytes) != (baseline, request.budget_bytes):
+    if known is None:
+        return None
+    if not request.follows and (known.baseline_peak_bytes, known.budget_bytes) != (baseline, request.budget_bytes):
         return None
     return known if isinstance(known.recipe, Choice) else None
 

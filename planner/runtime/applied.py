@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..capture.shapes import Maxima, layout
+from ..distributed.group import together
 from ..errors import ApplyError
 from .first_step import begin, report_after
 from .modes import redirected, refuse_compiled, trains
@@ -62,6 +63,8 @@ class Applied:
     Attributes:
         plans: for each kind of call, by signature, its plan.
         newest: the plan made last.
+        started: whether a training call has come.
+        agrees: whether the plan of that is still to be agreed on with other processes.
     """
 
     def __init__(self, model: nn.Module, make: Make, warn: Callable[[nn.Module, Any, bool], bool]) -> None:
@@ -72,6 +75,7 @@ class Applied:
         self.reported = False  # what the first step showed
         self.plans: dict[Signature, Any] = {}
         self.newest: Any = None
+        self.started = self.agrees = False
         self.lock = threading.RLock()  # threads take turns in the forward pass
         self.call_eagerly = model._call_impl
 
@@ -105,6 +109,10 @@ class Applied:
         self.plans = {signature: without_batch(earlier) for signature, earlier in self.plans.items()}
         self.plans[call_signature(self.model, args, kwargs)] = plan
 
+    def forget(self) -> None:
+        """Forget the plans that were made before the first training call: other ranks may have others."""
+        self.plans.clear()
+
     # a compiled model around this one would have it in its own graph, without the plan
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -112,6 +120,10 @@ class Applied:
             return self.call_eagerly(*args, **kwargs)  # type: ignore[no-untyped-call]
         refuse_compiled(self.model, self)
         with self.lock:
+            if not self.started:
+                self.started, self.agrees = True, together(self.model)
+                if self.agrees:
+                    self.forget()
             signature = call_signature(self.model, args, kwargs)
             if signature not in self.plans:
                 self.find(signature, args, kwargs)

@@ -158,6 +158,12 @@ class Runtime(Applied):
             args, kwargs = enlarged(args, kwargs, maxima, FakeTensorMode(allow_non_fake_inputs=True))
         super().add(args, kwargs, plan)
 
+    def forget(self) -> None:
+        super().forget()
+        self.serving.clear()
+        self.shapes = self.shapes.without_families()
+        self.shapes.apart.clear()
+
     def waits(self) -> bool:
         self.nodes = [node for node in self.nodes if waits(node)]
         return bool(self.nodes)

@@ -105,16 +105,17 @@ def verify(plan: Plan, batch: Any = None, kwargs: Mapping[str, Any] | None = Non
         for loss in losses:
             loss.backward()  # type: ignore[no-untyped-call]
 
-    with taken_off(model), _untouched(model, request.accumulate) as again:
+    with taken_off(model), _untouched(model, request.gradients_copied) as again:
         try:
             unplanned = _measure(model, step, again)
         except torch.OutOfMemoryError:
             unplanned = None
         plan.apply()
+        runtime = attached(model)
+        assert runtime is not None
+        runtime.started = True  # it is not for other ranks
         try:
             planned = _measure(model, step, again)
-            runtime = attached(model)
-            assert runtime is not None
             used: Any = runtime.plans[call_signature(model, args, extra)]
         finally:
             plan.remove()
