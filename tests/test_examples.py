@@ -1,7 +1,9 @@
 """The examples run, and a plan changes nothing that they print."""
 
 import logging
+import os
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -58,3 +60,20 @@ def test_lightning(run, tmp_path):
     assert (tmp_path / "planned" / "plan.json").exists()
     resumed = run("lightning_loop.py", tmp_path / "planned", "--epochs", 3, "--resume")
     assert len(resumed) == 4
+
+
+def test_fsdp2_on_two_ranks():
+    """The second process of torchrun prints nothing, and plans nothing."""
+
+    def run(*arguments):
+        torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+        command = [sys.executable, *torchrun, str(EXAMPLES / "fsdp2.py"), "--steps", "2", *arguments]
+        return subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=-1, stderr=-1, text=True)
+
+    ran = [run(), run("--budget-gb", "0.0045"), run("--budget-gb", "0.001")]
+    (usual, _), (planned, log), (_, refusal) = (process.communicate(timeout=100) for process in ran)
+    assert [process.returncode for process in ran] == [0, 0, 1], (log, refusal)
+    assert usual.count(": loss ") == 2
+    assert planned == usual
+    assert log.count("first step: peak to the end of the backward pass") == 1
+    assert "InfeasibleBudgetError: budget_gb=0.001 " in refusal
