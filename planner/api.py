@@ -30,6 +30,7 @@ from .errors import (
 from .estimate.resident import storage_bytes
 from .files import FromFile
 from .identity import difference, identity
+from .in_flight import USED
 from .loaded import Awaited, bound, known_plan
 from .pipeline import make_plan
 from .plan import PendingPlan, Plan
@@ -262,16 +263,16 @@ def in_mode(plan: Plan, mode: Mode) -> Plan:
     return replace(made, note=f"{made.note} {other}".strip())
 
 
-def _warn(model: nn.Module, plan: Plan, earlier: bool) -> bool:
+def _warn(model: nn.Module, plan: Plan, earlier: bool, begun: bool) -> bool:
     """Say so where what a plan does not count leaves too little room: gradients, and an earlier forward pass that waits
     for its backward pass. False while there is nothing to say.
     """
     room = plan.budget_bytes - plan.peak_bytes
-    if held := uncounted(model, plan):
+    if held := uncounted(model, plan, begun):
         warnings.warn(
             f"{gb(held)} of gradients are there already, which this plan does not count: the step may take "
-            f"{gb(plan.peak_bytes + held)} of {gb(plan.budget_bytes)}. Plan with accumulate=True, or clear them with "
-            "zero_grad(set_to_none=True)",
+            f"{gb(most_held(plan, begun) + held)} of {gb(plan.budget_bytes)}. Plan with accumulate=True, or clear them "
+            "with zero_grad(set_to_none=True)",
             PlanWarning,
             stacklevel=5,
         )
@@ -290,12 +291,23 @@ def _warn(model: nn.Module, plan: Plan, earlier: bool) -> bool:
     return waiting > room
 
 
-def uncounted(model: nn.Module, plan: Plan) -> int:
-    """Bytes of gradients that are there, that a plan does not count, and for which it leaves no room; else 0."""
-    if plan.request.gradients_copied:
+def uncounted(model: nn.Module, plan: Plan, begun: bool) -> int:
+    """Bytes of gradients that are there, that a plan does not count, and for which it leaves no room; else 0.
+
+    Args:
+        model: whose gradients.
+        plan: that it trains by.
+        begun: whether to look for room in the backward pass, which begins, or before it, as in `most_held`.
+    """
+    if plan.request.gradients_copied or (not begun and plan.request.flight == USED):
         return 0
     held = storage_bytes(p.grad for p in model.parameters() if p.grad is not None)
-    return held if held > plan.budget_bytes - plan.peak_bytes else 0
+    return held if held > plan.budget_bytes - most_held(plan, begun) else 0
+
+
+def most_held(plan: Plan, begun: bool) -> int:
+    """The peak of a step from the beginning of its backward pass on, or before it, in bytes."""
+    return max(m.held_bytes for m in plan.timeline if (m.phase in ("forward", "loss")) != begun)
 
 
 def remove(plan: Plan, model: nn.Module | None = None) -> nn.Module:

@@ -80,11 +80,13 @@ def peak_account(lowered: Lowered, schedule: Schedule) -> dict[str, int]:
     op = problem.ops[i]
     made_forward = {v for v in live if problem.producer[v] < problem.boundary} - lowered.gathered
     gathered = live & lowered.gathered
-    others = waiting_bytes(problem, schedule.steps)[at]
+    others, waiting = waiting_bytes(problem, schedule.steps)[at], problem.waiting
+    wait = waiting is not None and any(number for number, _ in (*waiting.forward, *waiting.backward))
+    beside = "microbatches in flight" if wait else "gradients of the step before"
     return {
         **({"parameters gathered for use": sum(problem.sizes[v] for v in gathered)} if lowered.gathered else {}),
         "activations": sum(problem.sizes[v] for v in made_forward),
         "gradients": sum(problem.sizes[v] for v in live - made_forward - gathered),
-        **({"microbatches in flight": others} if others else {}),
+        **({beside: others} if others else {}),
         f"the op at the peak ({lowered.kinds[i].strip('_')})": op.workspace + sum(problem.sizes[v] for v in op.writes),
     }

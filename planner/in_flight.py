@@ -51,6 +51,10 @@ class Flight:
     merged: int = 0
 
 
+# the gradients that the optimizer has used last are there in the forward pass, and cleared before the backward pass
+USED = Flight(forward=((0, 1),), backward=((0, 0),))
+
+
 def flight_of(request: Request) -> Flight:
     """What `in_flight` and `accumulate` of `plan()` mean: so many forward passes, then as many backward passes.
 

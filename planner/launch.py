@@ -11,25 +11,32 @@ import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn, optim
 
-from .api import plan, uncounted
+from .api import applied_plan, plan, uncounted
 from .distributed.group import world_size
 from .errors import gb
 from .estimate.optimizer import optimizer_memory
 from .files import load
-from .plan import Plan
+from .in_flight import USED
+from .plan import PendingPlan, Plan
 from .report.terminal import style_of
 from .report.text import answer
 from .request import GB, LATER
 from .runtime.applied import attached, detach
 from .trained import BAD_INPUT, Search, exits
 
+WHY = {  # gradients are there, by whether an optimizer has used them
+    False: "as where microbatches accumulate",
+    True: "as where they are cleared between the forward and the backward pass",
+}
 _OURS = (os.path.dirname(__file__) + os.sep, "<frozen runpy>")  # whose frames are not the script's
 
 
@@ -82,40 +89,47 @@ def launch(
     def found(
         model: nn.Module,
         optimizers: list[optim.Optimizer],
-        args: Any,
-        kwargs: Mapping[str, Any],
+        args: Any = (),
+        kwargs: Any = None,
         anew: Mapping[str, Any] | None = None,
+        gradients: Gradients | None = None,
     ) -> None:
-        given = {**options, **(anew or {})} | ({} if first else {"progress": False})
+        given = {"flight": None, **options, **(anew or {})} | ({} if first else {"progress": False})
         if given.get("optimizer") is None:
             given = given | counted(optimizers, model, given.get("account_gb") or {})
         if plan_file is not None and plan_file.exists():
             known = load(plan_file)
+            if known.request.flight == USED and not anew:
+                given["flight"] = USED
             given = {"accumulate": known.request.accumulate, **given, "known": known}
-        if world_size() > 1:  # the ranks agree on the plan when all of them call the model
-            plan(model, LATER, **given).apply()
-            when_made(model, search, partial(then, anew=bool(anew)))
-        else:
-            made = plan(model, args, kwargs, **given)
-            made.apply()
-            then(made, anew=bool(anew))
+        flight = given.pop("flight")
+        request = replace(plan(model, LATER, **given).request, flight=flight)
+        PendingPlan(request, partial(applied_plan, model)).apply()  # ranks agree on it when all of them call the model
+        when_made(model, search, partial(then, anew=bool(anew)))
         runtime = attached(model)
         assert runtime is not None
         runtime.started = bool(anew) and world_size() > 1  # each rank then plans for itself: not all of them may
         warn = runtime.warn
+        seen = gradients or Gradients(model, optimizers)
 
-        def accumulates(model: nn.Module, plan: Plan, earlier: bool) -> bool:
-            held = uncounted(model, plan)
+        def gradients_there(model: nn.Module, plan: Plan, earlier: bool, begun: bool) -> bool:
+            if begun:
+                if uncounted(model, plan, True):
+                    seen.stay = True  # the next step is planned with them
+                return False
+            used = seen.used()
+            held = uncounted(model, plan, False) or (0 if used else uncounted(model, plan, True))
             if not held:
-                return warn(model, plan, earlier)
-            say(f"{gb(held)} of gradients are there when the step begins, as where microbatches accumulate.")
+                return warn(model, plan, earlier, False)
+            say(f"{gb(held)} of gradients are there when the step begins, {WHY[used]}.")
+            only_forward = used and plan.request.mode == "compiled" and plan.request.in_flight == 1
+            counts = {"flight": USED} if only_forward else {"accumulate": True, "flight": None}
             detach(model)
-            batch = LATER if plan.request.args is None else plan.request.args
             with exits():
-                found(model, optimizers, batch, plan.request.kwargs, {"accumulate": True})
+                found(model, optimizers, anew=counts, gradients=seen)
             return True
 
-        runtime.warn = accumulates
+        runtime.warn = gradients_there
 
     done: SystemExit | None = None
     search = Search(which, found)
@@ -147,6 +161,34 @@ def when_made(model: nn.Module, search: Search, then: Callable[[Plan], None]) ->
         return made
 
     runtime.make = once
+
+
+class Gradients:
+    """Tells gradients that an optimizer has used, and that nothing has changed since, from those of microbatches.
+
+    Such gradients are expected to be cleared before the next backward pass begins.
+
+    Attributes:
+        stay: whether they were there in a backward pass all the same.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[optim.Optimizer]) -> None:
+        self.model = model
+        self.versions: dict[torch.Tensor, int] = {}  # of the gradients, when an optimizer had used them
+        self.stay = False
+        for optimizer in optimizers:
+            optimizer.register_step_post_hook(self._stepped)
+
+    def _stepped(self, optimizer: optim.Optimizer, *_: Any) -> None:
+        own = (p for group in optimizer.param_groups for p in group["params"])
+        self.versions |= {p: p.grad._version for p in own if p.grad is not None}
+
+    def used(self) -> bool:
+        """Whether all gradients that are there are such."""
+        there = [(p, p.grad) for p in self.model.parameters() if p.grad is not None]
+        if not there:
+            self.versions.clear()  # those that come are others
+        return not self.stay and all(self.versions.get(p) == gradient._version for p, gradient in there)
 
 
 def counted(optimizers: Sequence[optim.Optimizer], model: nn.Module, account_gb: Mapping[str, float]) -> dict[str, Any]:

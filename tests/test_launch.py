@@ -193,6 +193,21 @@ with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler
     microbatch(3)
 profiler.export_chrome_trace(sys.argv[1])
 """
+BETWEEN = (
+    ACCUMULATES.replace("AdamW(model.parameters())", "SGD(model.parameters(), 0.1)")
+    .replace(
+        """    loss.backward()
+    if i % 2:
+        optimizer.step()
+        optimizer.zero_grad()
+""",
+        """    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+""",
+    )
+    .replace("    microbatch(3)", "    microbatch(3)\n    microbatch(4)")
+)
 ACCELERATE = """
 import torch
 from accelerate import Accelerator
@@ -378,6 +393,28 @@ def test_a_script_that_accumulates_gradients_is_planned_anew_with_them(tmp_path,
     with pytest.raises(SystemExit, match="1"):
         here("--budget-gb", "0.0045", "--solver", "chen", "train.py", "ours.json")
     assert "planner: InfeasibleBudgetError: budget_gb=0.0045 " in capsys.readouterr().err
+
+
+def test_gradients_that_are_cleared_before_the_backward_pass_are_no_earlier_microbatches(tmp_path, here, capsys):
+    path = script(tmp_path, BETWEEN)
+    sys.argv = ["train.py", "usual.json"]
+    runpy.run_path(str(path))
+    usual = capsys.readouterr()
+    command = ("--budget-gb", "0.0029", "--solver", "chen", "--plan-file", "plan.json", "train.py", "ours.json")
+    assert here(*command) == 0
+    ours = capsys.readouterr()
+    assert ours.out == usual.out
+    assert "as where they are cleared between the forward and the backward pass" in ours.err
+    assert ours.err.count("planned anew") == 1
+    parameters = 4 * 12 * (128 * 128 + 128)
+    # two steps, so that the gradients of the first are seen to be there in the second, and to go
+    found, without = (parameters + traced_peak(tmp_path / name) for name in ("ours.json", "usual.json"))
+    assert found < 0.8 * without
+    assert here(*command) == 0
+    again = capsys.readouterr()
+    assert again.out == ours.out
+    assert "Taken from plan.json" in again.err
+    assert "anew" not in again.err
 
 
 def searched(wanted=None):

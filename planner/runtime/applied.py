@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..capture.shapes import Maxima, layout
 from ..distributed.group import together
 from ..errors import ApplyError
-from .first_step import begin, report_after
+from .first_step import begin, report_after, when_begun
 from .modes import redirected, refuse_compiled, trains
 
 # Where a model keeps its runtime beside `_compiled_call_impl`, which its copies lose. Python calls an object by its
@@ -26,6 +27,8 @@ CARRIER = "__call__"
 
 Signature = tuple[object, ...]
 Make = Callable[..., Any]  # of a model, arguments, keyword arguments and maxima; `likely` as in `Request`
+# of a model, a plan, whether an earlier call waits for its backward pass, and whether that of this call begins
+Warn = Callable[[nn.Module, Any, bool, bool], bool]
 
 
 def call_signature(model: nn.Module, args: Any, kwargs: Any, maxima: Maxima | None = None) -> Signature:
@@ -67,10 +70,12 @@ class Applied:
         agrees: whether the plan of that is still to be agreed on with other processes.
     """
 
-    def __init__(self, model: nn.Module, make: Make, warn: Callable[[nn.Module, Any, bool], bool]) -> None:
+    def __init__(self, model: nn.Module, make: Make, warn: Warn) -> None:
         self.model = model
         self.make = make
-        self.warn = warn  # asked before a step until it has said what there is to say; it may put another plan on
+        # asked before the forward pass and, where there are gradients, the backward pass of a step, until it has said
+        # what there is to say; before a forward pass it may put another plan on
+        self.warn = warn
         self.warned = False
         self.reported = False  # what the first step showed
         self.plans: dict[Signature, Any] = {}
@@ -128,16 +133,23 @@ class Applied:
             if signature not in self.plans:
                 self.find(signature, args, kwargs)
             if not self.warned:
-                self.warned = self.warn(self.model, self.plans[signature], self.waits())
+                self.warned = self.warn(self.model, self.plans[signature], self.waits(), False)
                 if self.warned and attached(self.model) is not self:  # it was planned anew
                     return self.model(*args, **kwargs)
-            if self.reported or self.awaits_gradients(signature):
-                return self.run(signature, args, kwargs)
-            self.reported = True
-            before = begin(self.model)
+            reports = not self.reported and not self.awaits_gradients(signature)
+            self.reported |= reports
+            before = begin(self.model) if reports else None
             result = self.run(signature, args, kwargs)
-            report_after(result, self.plans.get(signature), before)
+            if not self.warned and any(p.grad is not None for p in self.model.parameters()):
+                when_begun(result, partial(self.backward_begins, signature))
+            if reports:
+                report_after(result, self.plans.get(signature), before)
             return result
+
+    def backward_begins(self, signature: Signature) -> None:
+        """Look whether the gradients that were there in the forward pass still are."""
+        if not self.warned and signature in self.plans:
+            self.warned = self.warn(self.model, self.plans[signature], False, True)
 
     def awaits_gradients(self, signature: Signature) -> bool:
         """Whether the plan counts gradients of earlier microbatches, and there are none yet."""

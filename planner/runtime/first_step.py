@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +41,15 @@ def begin(model: nn.Module) -> Before | None:
 
 def report_after(result: Any, plan: Any, before: Before | None) -> None:
     """Report at the end of the backward pass of a call's result; nothing where it has none."""
+
+    def ended() -> None:
+        report(plan, measured(plan, before))
+
+    when_begun(result, lambda: torch.autograd.Variable._execution_engine.queue_callback(ended))
+
+
+def when_begun(result: Any, then: Callable[[], object]) -> None:
+    """Call a function once, when the backward pass of a call's result begins."""
     outputs = [t for t in tensors_in(leaves(result)) if t.requires_grad]
     handles: list[Any] = []
 
@@ -48,17 +58,15 @@ def report_after(result: Any, plan: Any, before: Before | None) -> None:
             for handle in handles:
                 handle.remove()
             handles.clear()
-            torch.autograd.Variable._execution_engine.queue_callback(ended)
-
-    def ended() -> None:
-        report(plan, measured(plan, before))
+            then()
 
     handles += [t.register_hook(began) for t in outputs]  # type: ignore[no-untyped-call]
 
 
 def measured(plan: Any, before: Before | None) -> int | None:
     """Bytes of the step's peak, as the plan counts them; None where an earlier, higher peak hides it."""
-    if before is None or plan.request.in_flight > 1:  # what waits was there before
+    # what waits, and gradients that were used, were there before
+    if before is None or plan.request.in_flight > 1 or plan.request.flight is not None:
         return None
     from .verify import FOUND  # which runs plans, and they come here
 

@@ -24,7 +24,7 @@ from ..capture.shapes import Maxima, enlarged
 from ..capture.untouched import undone_on, untouched
 from ..errors import ApplyError, BatchError, CaptureError, PlanWarning
 from ..rewrite.emit import emit, runnable
-from .applied import Applied, Make, Signature, call_signature, for_copy, without_batch
+from .applied import Applied, Make, Signature, Warn, call_signature, for_copy, without_batch
 from .modes import backward_node, unguarded, waits
 from .shapes import Family, GraphChanged, Shapes
 
@@ -93,7 +93,7 @@ class Runtime(Applied):
         self,
         model: nn.Module,
         make: Make,
-        warn: Callable[[nn.Module, Any, bool], bool],
+        warn: Warn,
         shapes: Shapes,
         checkpoints: Checkpoints = "replace",
     ) -> None:
