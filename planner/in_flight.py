@@ -107,7 +107,12 @@ def with_others(
     more = {BUFFERS: buffers, TARGETS: storage_bytes(getattr(request.loss_fn, "held", ()))}
     lines = {**lines, **{name: size for name, size in more.items() if size}}
     resident = problem.resident + sum(more.values())
-    problem = replace(problem, sizes=tuple(sizes), resident=resident, waiting=waiting)
+    ops = problem.ops
+    if flight == USED:  # they are there while the loss is computed, and gone before it makes gradients
+        loss = ops[problem.boundary]
+        loss = replace(loss, workspace=loss.workspace + max(0, gradients - outputs))
+        ops = (*ops[: problem.boundary], loss, *ops[problem.boundary + 1 :])
+    problem = replace(problem, ops=ops, sizes=tuple(sizes), resident=resident, waiting=waiting)
     lowered = replace(lowered, problem=problem)
     return (_merging(lowered, flight.merged, outputs, until) if flight.merged else lowered), lines
 
