@@ -14,6 +14,7 @@ from torch import nn
 
 from .capture.checkpoints import Checkpoints
 from .capture.shapes import Maxima
+from .capture.sharded import unreduced_bytes
 from .distributed.agreement import agreed
 from .distributed.buckets import buckets_of
 from .distributed.counted import counted
@@ -27,7 +28,7 @@ from .errors import (
     VerificationError,
     gb,
 )
-from .estimate.resident import storage_bytes
+from .estimate.resident import UNREDUCED, storage_bytes
 from .files import FromFile
 from .identity import difference, identity
 from .in_flight import USED
@@ -273,6 +274,17 @@ def _warn(model: nn.Module, plan: Plan, earlier: bool, begun: bool) -> bool:
             f"{gb(held)} of gradients are there already, which this plan does not count: the step may take "
             f"{gb(most_held(plan, begun) + held)} of {gb(plan.budget_bytes)}. Plan with accumulate=True, or clear them "
             "with zero_grad(set_to_none=True)",
+            PlanWarning,
+            stacklevel=5,
+        )
+        return True
+    late = unreduced_bytes(model) - plan.account.get(UNREDUCED, 0)
+    if late > room:
+        warnings.warn(
+            f"fully_shard keeps {gb(late)} of gradients whole until a later microbatch reduces them "
+            f"(set_requires_gradient_sync(False)), which this plan does not count: the step may take "
+            f"{gb(plan.peak_bytes + late)} of {gb(plan.budget_bytes)}. Count them with "
+            f"account_gb={{{UNREDUCED!r}: {late / GB:.3g}}}, or plan without a batch: then the first step shows them",
             PlanWarning,
             stacklevel=5,
         )

@@ -10,10 +10,12 @@ from solvers.schedule import waiting_bytes
 
 from .capture.origin import origins
 from .capture.region import Region
+from .estimate.resident import UNREDUCED
 from .lowering import LOSS, OPTIMIZER, Lowered
 from .plan import Action, BaselineMoment, Held, Moment, Phase
 
 _PARAMETERS = ("parameters", "parameters gathered for use", "buffers")
+_GRADIENTS = ("gradients of earlier microbatches", UNREDUCED)
 _PLACES = {kind: at for at, kind in enumerate(Held._fields)}
 KEPT, PASSING, RECOMPUTED = _PLACES["kept"], _PLACES["passing"], _PLACES["recomputed"]
 PARAMETERS, GRADIENTS, BACKWARD = _PLACES["parameters"], _PLACES["gradients"], _PLACES["backward"]
@@ -22,7 +24,7 @@ PARAMETERS, GRADIENTS, BACKWARD = _PLACES["parameters"], _PLACES["gradients"], _
 def resident(lines: Mapping[str, int]) -> Held:
     """What is held all the time, by kind; `lines` of the account: name -> bytes."""
     parameters = sum(lines.get(name, 0) for name in _PARAMETERS)
-    gradients, state = lines.get("gradients of earlier microbatches", 0), lines.get("optimizer state", 0)
+    gradients, state = sum(lines.get(name, 0) for name in _GRADIENTS), lines.get("optimizer state", 0)
     return Held(parameters, state, sum(lines.values()) - parameters - gradients - state, gradients)
 
 

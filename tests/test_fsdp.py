@@ -2,6 +2,7 @@
 
 import copy
 import tempfile
+import warnings
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from planner import BatchError, ModelError, OptionError, Plan, applied_plan, plan
+from planner import BatchError, ModelError, OptionError, Plan, PlanWarning, applied_plan, plan
+from planner.runtime.applied import attached
 
 from .measure import peak_of
 from .processes import on_ranks
@@ -178,7 +180,31 @@ def train_on():
     step(late.train(), batch)
     found["sharded late"] = list(map(torch.equal, *(here(p.grad for p in m.parameters()) for m in (again, late))))
     found["account"] = dict(applied_plan(late).account), held(*late.parameters())
+
+    found["reduced later"] = {known: reduced_later(batch, known) for known in (True, False)}
+    evaluated = made(mixed)
+    plan(evaluated, budget_gb=0.01, progress=False).apply()
+    step(evaluated, batch)
+    with torch.no_grad():
+        evaluated.eval()(*batch)
+    step(evaluated.train(), batch)  # with the root's parameters gathered, in another data type
+    found["plans"] = len(attached(evaluated).plans)
     return found
+
+
+def reduced_later(batch, known):
+    """The peak of the second of two microbatches of which the first leaves whole gradients, and what is warned of."""
+    model = made(by_block)
+    plan(model, batch if known else None, budget_gb=0.0085, progress=False).apply()
+    with warnings.catch_warnings(record=True) as said, tempfile.TemporaryDirectory() as folder:
+        warnings.simplefilter("always", PlanWarning)
+        model.set_requires_gradient_sync(False)
+        step(model, batch)
+        model.set_requires_gradient_sync(True)
+        whole = sum(p.numel() * p.element_size() for p in model.parameters())
+        peak = peak_of(lambda: step(model, batch), Path(folder)) + held(*model.parameters(), *batch) + whole
+    p = applied_plan(model)
+    return peak, p.peak_bytes, p.budget_bytes, [str(w.message) for w in said if w.category is PlanWarning]
 
 
 def test_training():
@@ -194,6 +220,15 @@ def test_training():
         account, shards = found["account"]
         assert account["parameters"] == shards
         assert account["parameters gathered for use"] > 0
+        peak, _, budget, said = found["reduced later"][True]
+        assert peak > budget
+        assert len(said) == 1
+        assert "set_requires_gradient_sync" in said[0]
+        peak, predicted, budget, said = found["reduced later"][False]
+        assert peak <= predicted <= budget
+        assert predicted == pytest.approx(peak, rel=0.03)
+        assert not said
+        assert found["plans"] == 1
 
 
 def refused():

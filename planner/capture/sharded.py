@@ -17,20 +17,40 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils import _pytree as pytree
 
-from ..distributed.private import FSDPState
+from ..distributed.private import FSDPParam, FSDPParamGroup, FSDPState
 
 
 def parameters_of(model: nn.Module) -> list[nn.Parameter]:
     """The parameters of a model; shards of what happens to be gathered, as after an evaluation."""
     shards = {
         id(whole): p.sharded_param
-        for module in model.modules()
-        if isinstance(module, FSDPModule)
-        for group in _state(module)._fsdp_param_groups
-        for p in group.fsdp_params
+        for _, p in _managed(model)
         if (whole := getattr(p, "_unsharded_param", None)) is not None
     }
     return [shards.get(id(p), p) for p in model.parameters()]
+
+
+def unreduced_bytes(model: nn.Module) -> int:
+    """Bytes of whole gradients that wait for a later microbatch to reduce them; 0 where each backward pass reduces.
+
+    They do with `set_requires_gradient_sync(False)`, from the first backward pass to the end of the next one without.
+    """
+    managed = list(_managed(model))
+    waits = any(
+        not group.reduce_grads
+        or p.unsharded_accumulated_grad is not None
+        or getattr(getattr(p, "_unsharded_param", None), "grad", None) is not None
+        for group, p in managed
+    )
+    if not waits:
+        return 0
+    policies = [(p.sharded_param, group.mp_policy) for group, p in managed if p.sharded_param.requires_grad]
+    return sum(p.numel() * compute_dtype(p, m.reduce_dtype or m.param_dtype).itemsize for p, m in policies)
+
+
+def _managed(model: nn.Module) -> Iterator[tuple[FSDPParamGroup, FSDPParam]]:
+    states = {id(s): s for s in (_state(m) for m in model.modules() if isinstance(m, FSDPModule))}
+    return ((group, p) for s in states.values() for group in s._fsdp_param_groups for p in group.fsdp_params)
 
 
 @contextmanager

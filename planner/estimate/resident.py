@@ -10,8 +10,10 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ..capture.call import storages
-from ..capture.sharded import parameters_of
+from ..capture.sharded import parameters_of, unreduced_bytes
 from .device import Device
+
+UNREDUCED = "gradients not reduced yet"  # a line of the account
 
 
 def storage_bytes(things: Iterable[Any], shard: int = 1) -> int:
@@ -55,6 +57,8 @@ def account(
     if accumulate:
         trained = [p for p in parameters_of(model) if p.requires_grad]
         lines["gradients of earlier microbatches"] = storage_bytes(trained, shard)
+    if waiting := unreduced_bytes(model):
+        lines[UNREDUCED] = waiting
     return lines
 
 

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..capture.shapes import Maxima, layout
+from ..capture.sharded import parameters_of
 from ..distributed.group import together
 from ..errors import ApplyError
 from .first_step import begin, report_after, when_begun
@@ -55,7 +56,7 @@ def call_signature(model: nn.Module, args: Any, kwargs: Any, maxima: Maxima | No
         tuple(describe(*leaf) for leaf in leaves),
         str(spec),
         tuple((type(m), m.training) for m in model.modules()),
-        tuple((tuple(p.shape), p.requires_grad, p.device, p.dtype) for p in model.parameters()),
+        tuple((tuple(p.shape), p.requires_grad, p.device, p.dtype) for p in parameters_of(model)),
         tuple((torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in sorted(kinds)),
     )
 
