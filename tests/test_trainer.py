@@ -6,7 +6,7 @@ import logging
 import pytest
 import torch
 import transformers
-from accelerate import Accelerator
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState
 from peft import LoraConfig, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
@@ -181,6 +181,21 @@ def test_what_would_double_up_is_refused(tmp_path):
         planned(model())
     with pytest.raises(BudgetError, match="budget_gb=-1"):
         planned(trainer(tmp_path), budget=-1)
+
+
+def test_what_fsdp_does_is_refused(tmp_path, monkeypatch):
+    own = trainer(tmp_path)
+    for arguments, said in (
+        (
+            {"activation_checkpointing": True, "fsdp_version": 2},
+            "FSDP's activation_checkpointing is set",
+        ),
+        ({"fsdp_version": 1}, "fsdp_version=1 is set: fsdp_version=2 shards"),
+    ):
+        plugin = FullyShardedDataParallelPlugin(**arguments)
+        monkeypatch.setattr(own.accelerator.state, "fsdp_plugin", plugin, raising=False)
+        with pytest.raises(OptionError, match=said):
+            planned(own)
 
 
 @pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
