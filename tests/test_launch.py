@@ -400,7 +400,7 @@ def test_gradients_that_are_cleared_before_the_backward_pass_are_no_earlier_micr
     sys.argv = ["train.py", "usual.json"]
     runpy.run_path(str(path))
     usual = capsys.readouterr()
-    command = ("--budget-gb", "0.0029", "--solver", "chen", "--plan-file", "plan.json", "train.py", "ours.json")
+    command = ("--budget-gb", "0.0029", "--plan-file", "plan.json", "train.py", "ours.json")
     assert here(*command) == 0
     ours = capsys.readouterr()
     assert ours.out == usual.out
@@ -409,7 +409,7 @@ def test_gradients_that_are_cleared_before_the_backward_pass_are_no_earlier_micr
     parameters = 4 * 12 * (128 * 128 + 128)
     # two steps, so that the gradients of the first are seen to be there in the second, and to go
     found, without = (parameters + traced_peak(tmp_path / name) for name in ("ours.json", "usual.json"))
-    assert found < 0.8 * without
+    assert found <= 0.0029 * 2**30 < without
     assert here(*command) == 0
     again = capsys.readouterr()
     assert again.out == ours.out
