@@ -9,9 +9,10 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
+from ..capture.sharded import compute_dtype
 from ..communication import Group
 from ..errors import ModelError
-from .private import FSDPMeshInfo, FSDPParam, FSDPParamGroup, FSDPState
+from .private import FSDPMeshInfo, FSDPParamGroup, FSDPState
 
 
 def groups_of(model: nn.Module) -> tuple[Group, ...]:
@@ -64,13 +65,13 @@ def _group(group: FSDPParamGroup, *, root: bool, **known: Any) -> Group:
         )
     ranks = group.mesh_info.shard_mesh_size if isinstance(group.mesh_info, FSDPMeshInfo) else 1
     policy = group.mp_policy
-    shares = [(p, prod(p.padded_sharded_param_size)) for p in group.fsdp_params]
-    computed = [(n, _size(p, policy.param_dtype)) for p, n in shares]
-    cast = [n * size for (p, n), (_, size) in zip(shares, computed, strict=True) if size != _size(p)]
-    trained = [(p, n) for p, n in shares if p.sharded_param.requires_grad]
-    made = [n * _size(p, policy.reduce_dtype or policy.param_dtype) for p, n in trained]
-    kept = [n * _size(p) for p, n in trained]
-    whole = ranks * sum(n * size for n, size in computed)
+    shares = [(p.sharded_param, prod(p.padded_sharded_param_size)) for p in group.fsdp_params]
+    computed = [n * compute_dtype(p, policy.param_dtype).itemsize for p, n in shares]
+    cast = [size for (p, n), size in zip(shares, computed, strict=True) if size != n * p.itemsize]
+    trained = [(p, n) for p, n in shares if p.requires_grad]
+    made = [n * compute_dtype(p, policy.reduce_dtype or policy.param_dtype).itemsize for p, n in trained]
+    kept = [n * p.itemsize for p, n in trained]
+    whole = ranks * sum(computed)
     return Group(
         **known,
         whole=whole,
@@ -82,9 +83,3 @@ def _group(group: FSDPParamGroup, *, root: bool, **known: Any) -> Group:
         copied=group.device.type == "cpu" and ranks > 1,
         stays=root or not group._reshard_after_forward,
     )
-
-
-def _size(param: FSDPParam, dtype: object = None) -> int:
-    """Bytes of an element of a parameter, in its own data type or another one."""
-    parameter = param.sharded_param
-    return (dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype).itemsize  # type: ignore

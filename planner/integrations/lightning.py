@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial, wraps
@@ -14,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from ..api import applied_plan, plan
-from ..errors import ApplyError, OptionError, PlanFileError, PlanWarning
+from ..errors import ApplyError, OptionError
 from ..estimate.resident import storage_bytes
 from ..launch import counted
 from ..plan import Plan
@@ -22,7 +21,7 @@ from ..request import GB, LATER
 from ..runtime.applied import attached, detach, without_batch
 from ..runtime.modes import LIGHTNING
 from ..trained import Trained, apart, ids, parameters, unwrapped, watched
-from .trainer import COMPILES, ENGINE, LEAVE
+from .trainer import COMPILES, ENGINE, LEAVE, plan_in
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 OUTSIDE = "the rest of the LightningModule"
@@ -162,7 +161,7 @@ class PlanCallback:
         microbatches = [trainer.accumulate_grad_batches, *(n for c in trainer.callbacks for n in _scheduled(c))]
         asked: dict[str, Any] = {
             "accumulate": max(microbatches) > 1 or (pl_module.automatic_optimization and not self.clears),
-            "known": self._read(trainer),
+            "known": self.plan or plan_in(self._file(trainer)),
             **options,
             "account_gb": lines,
         }
@@ -183,15 +182,6 @@ class PlanCallback:
         if self.plan_file is None or trainer.fast_dev_run or "://" in root:
             return None
         return Path(root) / self.plan_file
-
-    def _read(self, trainer: Any) -> Plan | None:
-        file = self._file(trainer)
-        if self.plan is None and file is not None and file.exists():
-            try:
-                return Plan.load(file)
-            except PlanFileError as e:
-                warnings.warn(f"{e}: planned anew, and written again", PlanWarning, stacklevel=2)
-        return self.plan
 
 
 def _callbacks() -> list[Any]:

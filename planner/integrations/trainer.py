@@ -67,7 +67,7 @@ def plan_trainer(
                 "optimizer": getattr(trainer.optimizer, "optimizer", trainer.optimizer),
                 "accumulate": args.gradient_accumulation_steps > 1,
                 "loss_fn": loss,
-                "known": self._read(),
+                "known": self.known or plan_in(file),
             }
             plan(model, LATER, budget_gb=budget_gb, **{**asked, **options}).apply()
 
@@ -84,14 +84,6 @@ def plan_trainer(
             if attached(trainer.model) is not None:
                 detach(trainer.model)
 
-        def _read(self) -> Plan | None:
-            if self.known is None and file is not None and file.exists():
-                try:
-                    return Plan.load(file)
-                except PlanFileError as e:
-                    warnings.warn(f"{e}: planned anew, and written again", PlanWarning, stacklevel=2)
-            return self.known
-
     loss: _Loss | None = None
     own = type(trainer).compute_loss is not transformers.Trainer.compute_loss
     if own or trainer.label_smoother is not None or trainer.compute_loss_func is not None:
@@ -99,6 +91,16 @@ def plan_trainer(
         trainer.compute_loss = loss.watched
     trainer.add_callback(Planner())
     return trainer
+
+
+def plan_in(file: Path | None) -> Plan | None:
+    """The plan in a file; None, with a warning, where it cannot be read, and where there is none."""
+    if file is not None and file.exists():
+        try:
+            return Plan.load(file)
+        except PlanFileError as e:
+            warnings.warn(f"{e}: planned anew, and written again", PlanWarning, stacklevel=2)
+    return None
 
 
 def _conflicts(trainer: Any) -> list[tuple[str, str]]:
