@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .capture.call import storages, tensors_in
+from .capture.call import storages
 from .capture.private import FakeTensorMode
 from .capture.shapes import enlarged
 from .capture.sharded import parameters_of
 from .distributed.buckets import LINE as BUCKETS
 from .estimate.optimizer import optimizer_memory
-from .estimate.resident import account
+from .estimate.resident import account, batch_tensors
 from .request import GB, Request
 
 OPTIMIZER_STEP = "optimizer step"  # a line that can be set, and is not held all the time
@@ -51,7 +51,7 @@ def batch_of(request: Request) -> tuple[Sequence[Any], Mapping[str, Any]]:
 
 def _batches(args: Sequence[Any], kwargs: Mapping[str, Any], request: Request) -> int:
     """Bytes of the batches that are in flight: each apart, or all of them parts of one tensor."""
-    tensors = [t for t in tensors_in((args, dict(kwargs))) if request.where.type != "cuda" or t.is_cuda]
+    tensors = batch_tensors(args, kwargs, request.where)
     used: Counter[int] = Counter()
     for t in tensors:
         used[t.untyped_storage()._cdata] += t.nbytes

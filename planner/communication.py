@@ -9,7 +9,7 @@ made, they are copied into a buffer that is reduced and scattered, and held unti
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from solvers import Op, Problem
@@ -166,7 +166,6 @@ def _forward(lowered: Lowered, to: _Communicating, chains: Sequence[tuple[int, .
     held: list[int] = []  # the latest buffer that was copied out of
 
     def enter(g: int) -> None:
-        entered.append(g)
         if g not in to.whole:
             to.fetch(g)
             to.add("wait", held)
@@ -175,20 +174,16 @@ def _forward(lowered: Lowered, to: _Communicating, chains: Sequence[tuple[int, .
         for other in to.groups[g].next_forward:
             to.fetch(other)
 
-    def leave(staying: Sequence[int]) -> None:
-        while entered and entered[-1] not in staying:
-            order.append(g := entered.pop())
-            if not to.groups[g].stays:
-                to.add("reshard", [to.whole.pop(g)])
+    def leave(g: int) -> None:
+        order.append(g)
+        if not to.groups[g].stays:
+            to.add("reshard", [to.whole.pop(g)])
 
     for i, op in enumerate(lowered.problem.ops[: lowered.problem.boundary]):
         if (chain := chains[i]) is not None:
-            leave(chain)
-            for g in chain:
-                if g not in entered:
-                    enter(g)
+            _go(entered, chain, enter, leave)
         to.copy(i, op)
-    leave(())
+    _go(entered, (), enter, leave)
     to.add("wait", held)
     return order
 
@@ -205,7 +200,6 @@ def _backward(
         places[g].append(at)
 
     def enter(g: int) -> None:
-        entered.append(g)
         if g not in to.whole:
             to.fetch(g)
             to.copy_out(g, [to.ahead.pop(g)])
@@ -213,27 +207,32 @@ def _backward(
         for other in to.groups[g].next_backward or before:
             to.fetch(other)
 
-    def leave(staying: Sequence[int]) -> None:
-        while entered and entered[-1] not in staying:
-            g = entered.pop()
-            to.add("reshard", [to.whole.pop(g), *reduced])
-            reduced.clear()
-            if made := gradients.pop(g, None):
-                reduced.append(to.value(to.groups[g].reduced))
-                to.add("copy gradients", made, reduced)
-                share = to.value(to.groups[g].share)
-                to.send("reduce-scatter", g, reduced, share, to.groups[g].scattering)
-                to.shares.add(share)
+    def leave(g: int) -> None:
+        to.add("reshard", [to.whole.pop(g), *reduced])
+        reduced.clear()
+        if made := gradients.pop(g, None):
+            reduced.append(to.value(to.groups[g].reduced))
+            to.add("copy gradients", made, reduced)
+            share = to.value(to.groups[g].share)
+            to.send("reduce-scatter", g, reduced, share, to.groups[g].scattering)
+            to.shares.add(share)
 
     for i, op in enumerate(problem.ops[problem.boundary :], problem.boundary):
         if (chain := chains[i]) is not None:
-            leave(chain)
-            for g in chain:
-                if g not in entered:
-                    enter(g)
+            _go(entered, chain, enter, leave)
         elif lowered.origin[i].region == OPTIMIZER:
-            leave(())
+            _go(entered, (), enter, leave)
         if entered:
             gradients[entered[-1]] += [v for v in op.writes if v in lowered.final]
         to.copy(i, op)
-    leave(())
+    _go(entered, (), enter, leave)
+
+
+def _go(entered: list[int], chain: Sequence[int], enter: Callable[[int], None], leave: Callable[[int], None]) -> None:
+    """Leave the groups that a chain has not, the inner first, and enter those that it has, the outer first."""
+    while entered and entered[-1] not in chain:
+        leave(entered.pop())
+    for g in chain:
+        if g not in entered:
+            entered.append(g)
+            enter(g)

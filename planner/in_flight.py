@@ -14,10 +14,9 @@ from solvers import Op, Problem, Schedule, Waiting
 from solvers.schedule import kept_bytes
 
 from .account import batch_of
-from .capture.call import tensors_in
 from .capture.sharded import parameters_of
 from .errors import gb
-from .estimate.resident import storage_bytes
+from .estimate.resident import batch_tensors, storage_bytes
 from .lowering import OPTIMIZER, Lowered, LoweredOp
 
 if TYPE_CHECKING:
@@ -85,7 +84,7 @@ def with_others(
     sizes, incoming = list(problem.sizes), problem.ops[problem.boundary].writes[:-1]
     outputs = sum(sizes[v] for v in incoming)
     args, kwargs = batch_of(request)
-    inputs = [t for t in tensors_in((args, dict(kwargs))) if request.where.type != "cuda" or t.is_cuda]
+    inputs = batch_tensors(args, kwargs, request.where)
     buffers = flight.inputs * sum(t.nbytes for t in inputs) + flight.received * outputs
     if flight.received:
         for v in incoming:

@@ -89,8 +89,6 @@ def launch(
     def found(
         model: nn.Module,
         optimizers: list[optim.Optimizer],
-        args: Any = (),
-        kwargs: Any = None,
         anew: Mapping[str, Any] | None = None,
         gradients: Gradients | None = None,
     ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
@@ -23,7 +23,7 @@ DOES_NOT_FIT, BAD_INPUT = 1, 2  # exit statuses
 _Module: Any = nn.Module  # whose call, and
 _Optimizer: Any = optim.Optimizer  # whose constructor is watched
 
-Found = Callable[[nn.Module, list[optim.Optimizer], tuple[Any, ...], Mapping[str, Any]], None]
+Found = Callable[[nn.Module, list[optim.Optimizer]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +71,9 @@ class Search:
                 self.optimizers.append(weakref.ref(optimizer))
                 _Module.__call__ = watched_call
 
-        def see(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        def see(module: nn.Module) -> None:
             with exits():
-                self._see(module, args, kwargs)
+                self._see(module)
 
         watched_call = watched(self.call, see)
         _Optimizer.__init__ = watched_init
@@ -92,7 +92,7 @@ class Search:
         finally:
             self.over = over
 
-    def _see(self, called: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _see(self, called: nn.Module) -> None:
         optimizers = [o for ref in self.optimizers if (o := ref()) is not None]
         trained, own = parameters(optimizers), ids(called)
         model = unwrapped(called)
@@ -105,20 +105,20 @@ class Search:
                 return
             _Module.__call__ = self.call  # what plans calls modules, and makes optimizers
             with self.paused():
-                self.found(model, [o for o in optimizers if parameters([o]) & own], args, kwargs)
+                self.found(model, [o for o in optimizers if parameters([o]) & own])
             self.over = self.wanted is not None
         _Module.__call__ = self.call
         self.optimizers.clear()
         self.choice = None
 
 
-def watched(call: Callable[..., Any], see: Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any]], None]) -> Any:
+def watched(call: Callable[..., Any], see: Callable[[nn.Module], None]) -> Any:
     """Modules' call, where each that trains is seen before it runs."""
 
     @wraps(call)
     def watched_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() and module.training and not torch.compiler.is_compiling():
-            see(module, args, kwargs)
+            see(module)
         return call(module, *args, **kwargs)
 
     return watched_call

@@ -12,23 +12,22 @@ from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from ..errors import CaptureError
 from .call import tensors_in
+from .sharded import parameters_of
 
 
 def on_mesh(model: nn.Module, args: Any = (), kwargs: Any = None) -> bool:
     """Whether parameters, buffers or arguments are `DTensor`s: all processes of their mesh have to call together."""
-    loaded = sys.modules.get("torch.distributed.tensor")  # without it there are none
-    found = (*model.parameters(), *model.buffers(), *tensors_in((args, kwargs)))
-    return loaded is not None and any(isinstance(t, loaded.DTensor) for t in found)
+    return any(isinstance(t, DTensor) for t in (*parameters_of(model), *model.buffers(), *tensors_in((args, kwargs))))
 
 
 def refuse_swapped(model: nn.Module) -> None:
     """Raise CaptureError for what DistributedDataParallel makes of a model on a mesh (its `device_mesh`)."""
-    if any(
-        hasattr(p, "_st_info") for p in model.parameters()
-    ):  # torch.distributed.tensor.parallel.ddp, torch 2.11-2.13
+    # torch.distributed.tensor.parallel.ddp, torch 2.11 to 2.13
+    if any(hasattr(p, "_st_info") for p in model.parameters()):
         raise CaptureError(
             f"{type(model).__name__} is spread over a mesh, and DistributedDataParallel(device_mesh=...) puts its "
             "parameters in and out in each forward pass, which cannot be planned. Have the copies of it trained by "

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils import _pytree as pytree
 
-from ..distributed.private import FSDPParam, FSDPParamGroup, FSDPState
+from ..distributed.private import FSDPParam, FSDPParamGroup, FSDPState, state_of
 
 
 def parameters_of(model: nn.Module) -> list[nn.Parameter]:
@@ -49,8 +49,13 @@ def unreduced_bytes(model: nn.Module) -> int:
 
 
 def _managed(model: nn.Module) -> Iterator[tuple[FSDPParamGroup, FSDPParam]]:
-    states = {id(s): s for s in (_state(m) for m in model.modules() if isinstance(m, FSDPModule))}
-    return ((group, p) for s in states.values() for group in s._fsdp_param_groups for p in group.fsdp_params)
+    return ((group, p) for s in states_of(model) for group in s._fsdp_param_groups for p in group.fsdp_params)
+
+
+def states_of(model: nn.Module) -> list[FSDPState]:
+    """What `fully_shard` keeps of each module or group of modules that it was called on, the outer before the inner."""
+    states = (state_of(m) for m in model.modules() if isinstance(m, FSDPModule))
+    return list({id(s): s for s in states if s is not None}.values())  # a copy for planning has none
 
 
 @contextmanager
@@ -65,7 +70,7 @@ def as_defined(model: nn.Module, make: Callable[[torch.Tensor, torch.dtype], nn.
     memo: dict[int, Any] = {}
     sharded = [m for m in model.modules() if isinstance(m, FSDPModule)]
     classes = [type(m) for m in sharded]
-    for state in {id(s): s for s in map(_state, sharded)}.values():
+    for state in states_of(model):
         memo[id(state)] = None
         _instead_of_parameters(state, make, memo)
         _instead_of_hooks(state, memo)
@@ -77,10 +82,6 @@ def as_defined(model: nn.Module, make: Callable[[torch.Tensor, torch.dtype], nn.
         for module, kind in zip(sharded, classes, strict=True):
             for each in (module, memo.get(id(module), module)):  # torch.compile tells modules apart by their classes
                 each.__class__ = kind
-
-
-def _state(module: FSDPModule) -> FSDPState:
-    return module._get_fsdp_state()
 
 
 def _instead_of_parameters(state: FSDPState, make: Callable[..., nn.Parameter], memo: dict[int, Any]) -> None:

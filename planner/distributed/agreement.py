@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from ..capture.safety import is_collective
 from ..errors import BatchError, CaptureError, RankError
 from ..files import FromFile, data_of, plan_of
 from ..identity import difference, identity
@@ -26,7 +27,6 @@ from .messages import Channel, connected
 
 COMES = "to come to its first planned step"
 GRACE = 5.0  # seconds in which ranks that have not come can hear that another has failed
-COLLECTIVES = "_c10d_functional"  # namespace of ops that wait for other ranks
 
 
 class RankCaptureError(RankError, CaptureError):
@@ -202,7 +202,7 @@ def _alone(plan: Plan, request: Request, own: Callable[[Request], Plan]) -> Plan
     told = f"this rank's batch is {here}, that of {plan.request.source} {there}"
     for modules in made.graph_modules:
         for node in (*modules.forward.graph.nodes, *modules.backward.graph.nodes):
-            if getattr(node.target, "namespace", "") == COLLECTIVES:
+            if is_collective(node.target):
                 raise RankError(
                     f"{told}, and {node.target} in its step waits for other ranks: give all the same shapes"
                 )

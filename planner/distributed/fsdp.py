@@ -7,9 +7,9 @@ from math import prod
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy
 
-from ..capture.sharded import compute_dtype
+from ..capture.sharded import compute_dtype, states_of
 from ..communication import Group
 from ..errors import ModelError
 from .private import FSDPMeshInfo, FSDPParamGroup, FSDPState
@@ -22,9 +22,9 @@ def groups_of(model: nn.Module) -> tuple[Group, ...]:
         ModelError: the parameters are sharded in a way that is not counted.
     """
     paths = {id(m): name for name, m in model.named_modules()}
-    states = {id(s): s for m in model.modules() if isinstance(m, FSDPModule) for s in [m._get_fsdp_state()]}
-    groups = [(state, group) for state in states.values() for group in state._fsdp_param_groups]
-    roots = [s for s in states.values() if not any(_inside(s, other, paths) for other in states.values())]
+    states = states_of(model)
+    groups = [(state, group) for state in states for group in state._fsdp_param_groups]
+    roots = [s for s in states if not any(_inside(s, other, paths) for other in states)]
     if len(roots) > 1:
         raise ModelError(
             f"fully_shard() was called on {len(roots)} modules, none of them inside another; call it on the model "

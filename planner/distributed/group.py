@@ -6,6 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from ..capture.sharded import parameters_of
 from ..errors import OptionError
@@ -31,11 +32,7 @@ def together(model: nn.Module) -> bool:
 
 def sharded(model: nn.Module) -> bool:
     """Whether a parameter is a DTensor: one of several processes' parts of it."""
-    if world_size() == 1:
-        return False
-    from torch.distributed.tensor import DTensor
-
-    return any(isinstance(p, DTensor) for p in parameters_of(model))
+    return world_size() > 1 and any(isinstance(p, DTensor) for p in parameters_of(model))
 
 
 def ranks_of(model: nn.Module) -> tuple[list[int], Any]:

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
-from ..capture.call import storages
+from ..capture.call import storages, tensors_in
 from ..capture.sharded import parameters_of, unreduced_bytes
 from .device import Device
 
@@ -43,13 +42,11 @@ def account(
         shard: how many devices share parameters, gradients and optimizer state.
     """
     where = next(model.parameters()).device
-    tensors = [t for t in tree_leaves((tuple(args), dict(kwargs))) if isinstance(t, torch.Tensor)]
-    batch = [t for t in tensors if where.type != "cuda" or t.is_cuda]  # what is on the host takes no room on a GPU
     lines = {
         "parameters": storage_bytes(parameters_of(model), shard),
         "parameters gathered for use": gathered_bytes(model) if shard > 1 else 0,
         "buffers": storage_bytes(model.buffers()),
-        "batch": storage_bytes(batch),
+        "batch": storage_bytes(batch_tensors(args, kwargs, where)),
         "optimizer state": optimizer_state,
         "CUDA context": device.context,
         "cuBLAS workspace": device.blas,
@@ -60,6 +57,11 @@ def account(
     if waiting := unreduced_bytes(model):
         lines[UNREDUCED] = waiting
     return lines
+
+
+def batch_tensors(args: Sequence[Any], kwargs: Mapping[str, Any], where: torch.device) -> list[torch.Tensor]:
+    """The tensors of a batch that take room where the model is: what is on the host takes none on a GPU."""
+    return [t for t in tensors_in((tuple(args), dict(kwargs))) if where.type != "cuda" or t.is_cuda]
 
 
 def gathered_bytes(model: nn.Module) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial, wraps
 from pathlib import Path
@@ -122,7 +121,7 @@ class PlanCallback:
         """Have `training_step` run under the plan, or find what to plan."""
         own = pl_module.training_step
 
-        def see(call: Any, called: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        def see(call: Any, called: nn.Module) -> None:
             if parameters(trainer.optimizers) & ids(called):
                 _Module.__call__ = call  # what plans calls modules
                 self._begin(trainer, pl_module, _only(pl_module, unwrapped(called), trainer.optimizers))
