@@ -19,8 +19,9 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from tqdm import tqdm
 
-from planner import InfeasibleBudgetError, plan
-from planner.demo import small_gpt2
+from planner import InfeasibleBudgetError
+from planner.cli.demo import small_gpt2
+from planner.core import plan
 
 from . import measure
 

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 import transformers
 
-from planner import InfeasibleBudgetError, plan
+from planner import InfeasibleBudgetError
+from planner.core import plan
 from planner.errors import gb
 
 

@@ -24,8 +24,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from planner import InfeasibleBudgetError, Plan, plan
-from planner.estimate.meter import record_allocations
+from planner import InfeasibleBudgetError, Plan
+from planner.core import plan
+from planner.devices.meter import record_allocations
 
 from .blocks import checkpoint_blocks
 from .cuda_models import Size, Work, build

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from planner import plan
+from planner.core import plan
 
 LAYERS = (5, 10, 20, 40, 80)
 SHARE = 0.4  # of the way from what is resident to the peak with everything kept

@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import nn
 
-from planner.demo import small_gpt2
+from planner.cli.demo import small_gpt2
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from planner import PlannerError, plan
+from planner import PlannerError
+from planner.core import plan
 
 
 class Block(nn.Module):

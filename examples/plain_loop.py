@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from planner import PlannerError, plan
+from planner import PlannerError
+from planner.core import plan
 
 
 class Block(nn.Module):

@@ -3,8 +3,11 @@
 >>> from planner import plan
 """
 
-from .api import applied_plan, plan
-from .errors import (
+from planner.api.front import applied_plan, plan
+from planner.api.max_batch import MaxBatch, max_batch
+from planner.api.pareto import pareto
+from planner.core.plan import Plan
+from planner.errors import (
     ApplyError,
     BatchError,
     BudgetError,
@@ -18,11 +21,8 @@ from .errors import (
     RankError,
     VerificationError,
 )
-from .max_batch import MaxBatch, max_batch
-from .pareto import pareto
-from .plan import Plan
-from .report.compare import Comparison, compare
-from .report.explain import Explanation
+from planner.report.compare import Comparison, compare
+from planner.report.explain import Explanation
 
 __all__ = [
     "ApplyError",

@@ -9,11 +9,11 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from .cli.arguments import parser
-from .cli.commands import COMMANDS, DOES_NOT_FIT, launched
-from .cli.target import TargetError, told
-from .errors import InfeasibleBudgetError, PlannerError
-from .report.words import shown
+from planner.cli.arguments import parser
+from planner.cli.commands import COMMANDS, DOES_NOT_FIT, launched
+from planner.cli.target import TargetError, told
+from planner.errors import InfeasibleBudgetError, PlannerError
+from planner.report.words import shown
 
 BAD_INPUT, INTERRUPTED, PIPE_CLOSED = 2, 130, 141  # the last two as shells have them
 

@@ -3,15 +3,15 @@
 `solve` looks a solver up by name; `simulate` is the one judge of every answer.
 """
 
-from .auto import Minimum, auto, minimum_peak
-from .bounds import cost_bound, minimum_peak_bound, relaxation_bound
-from .chen import chen
-from .errors import InfeasibleError, ProblemError, SolverError, UnknownSolverError
-from .ilp import ilp
-from .pareto import pareto
-from .problem import Op, Problem, Waiting, from_json, load, to_json
-from .schedule import Schedule, Timeline, every_op_once, simulate, validate
-from .solve import SOLVERS, Solution, solve
+from solvers.auto import Minimum, auto, minimum_peak
+from solvers.bounds import cost_bound, minimum_peak_bound, relaxation_bound
+from solvers.chen import chen
+from solvers.errors import InfeasibleError, ProblemError, SolverError, UnknownSolverError
+from solvers.ilp import ilp
+from solvers.pareto import pareto
+from solvers.problem import Op, Problem, Waiting, from_json, load, to_json
+from solvers.schedule import Schedule, Timeline, every_op_once, simulate, validate
+from solvers.solve import SOLVERS, Solution, solve
 
 __all__ = [
     "SOLVERS",

@@ -15,10 +15,10 @@ from threading import Event
 
 import numpy as np
 
-from .compiled import Choices, Goal, Journal, Policy, Scratch, Tables, anneal, link_all, peak_of, unroll
-from .policy import choices, copy, keep_only, nest, realize, scratch, tables
-from .problem import Op, Problem
-from .schedule import Schedule
+from solvers.compiled import Choices, Goal, Journal, Policy, Scratch, Tables, anneal, link_all, peak_of, unroll
+from solvers.policy import choices, copy, keep_only, nest, realize, scratch, tables
+from solvers.problem import Op, Problem
+from solvers.schedule import Schedule
 
 THREADS = 2
 PAUSES = 20  # how often a walk looks at the clock and shows its progress

@@ -16,15 +16,15 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from .anneal import THREADS, Effort, Found, Search, Walk, energy_of, ready
-from .bounds import minimum_peak_bound, relax
-from .chen import candidates, cuts, keep_across
-from .compiled import Goal
-from .errors import InfeasibleError
-from .guides import guides
-from .problem import Problem
-from .progress import bar
-from .schedule import Answer, Schedule, every_op_once, simulate
+from solvers.anneal import THREADS, Effort, Found, Search, Walk, energy_of, ready
+from solvers.bounds import minimum_peak_bound, relax
+from solvers.chen import candidates, cuts, keep_across
+from solvers.compiled import Goal
+from solvers.errors import InfeasibleError
+from solvers.guides import guides
+from solvers.problem import Problem
+from solvers.progress import bar
+from solvers.schedule import Answer, Schedule, every_op_once, simulate
 
 EXACT = 8  # problems of no more ops are solved by `ilp`, whose model then holds every schedule that is worth it
 STEPS = 80e6  # of each thread, without a time limit: 2 s; and as many for the lowest peak
@@ -56,7 +56,7 @@ def auto(problem: Problem, *, time_limit: float | None = None, progress: bool | 
     if problem.budget is None or simulate(problem, once).peak <= problem.budget:
         return Answer(once, problem.total_cost)
     if len(problem.ops) <= EXACT:
-        from .ilp import ilp  # which starts from what `search` finds
+        from solvers.ilp import ilp  # which starts from what `search` finds
 
         return ilp(problem, time_limit=time_limit, progress=progress)
     return search(problem, time_limit=time_limit, progress=progress)

@@ -8,9 +8,9 @@ from dataclasses import replace
 from functools import cache
 from itertools import accumulate
 
-from .problem import Problem
-from .relaxation import Relaxed, build, solve
-from .schedule import every_op_once, simulate
+from solvers.problem import Problem
+from solvers.relaxation import Relaxed, build, solve
+from solvers.schedule import every_op_once, simulate
 
 POINTS = 24  # points in time that are candidates, at most
 QUICK = 16_000  # ops, times how many points `cost_bound` looks at

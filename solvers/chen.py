@@ -11,11 +11,11 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from .bounds import minimum_peak_bound
-from .errors import InfeasibleError
-from .policy import keep_only, realize, scratch, tables
-from .problem import Problem
-from .schedule import Schedule, every_op_once, simulate
+from solvers.bounds import minimum_peak_bound
+from solvers.errors import InfeasibleError
+from solvers.policy import keep_only, realize, scratch, tables
+from solvers.problem import Problem
+from solvers.schedule import Schedule, every_op_once, simulate
 
 Integers = NDArray[np.int64]
 

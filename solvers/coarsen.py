@@ -13,8 +13,8 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from .problem import Op, Problem, Waiting
-from .schedule import Schedule, simulate
+from solvers.problem import Op, Problem, Waiting
+from solvers.schedule import Schedule, simulate
 
 
 @dataclass(frozen=True, slots=True)

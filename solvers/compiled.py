@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .arrays import Bytes, Floats, Ints, Longs, compiled
+from solvers.arrays import Bytes, Floats, Ints, Longs, compiled
 
 
 class Tables(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .schedule import Schedule
+    from solvers.schedule import Schedule
 
 
 class SolverError(Exception):

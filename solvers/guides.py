@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .bounds import points
-from .problem import Problem
-from .relaxation import Relaxed, build, solve
+from solvers.bounds import points
+from solvers.problem import Problem
+from solvers.relaxation import Relaxed, build, solve
 
 SHARES = (1.0, 0.97, 0.93, 0.88, 0.8, 0.7)  # of the room that the budget leaves
 SINGLE = 6  # single points looked at

@@ -12,15 +12,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from .bounds import minimum_peak_bound
-from .chen import chen
-from .coarsen import Coarse, coarsen, expand, prune, trim
-from .errors import InfeasibleError
-from .milp import Position, build, nonzeros, positions
-from .mip import Result, Tick, solve
-from .problem import Problem
-from .progress import bar
-from .schedule import Answer, Schedule, every_op_once, simulate
+from solvers.bounds import minimum_peak_bound
+from solvers.chen import chen
+from solvers.coarsen import Coarse, coarsen, expand, prune, trim
+from solvers.errors import InfeasibleError
+from solvers.milp import Position, build, nonzeros, positions
+from solvers.mip import Result, Tick, solve
+from solvers.problem import Problem
+from solvers.progress import bar
+from solvers.schedule import Answer, Schedule, every_op_once, simulate
 
 TIME_LIMIT = 30.0  # seconds
 # Rounds a stage: with one, an op runs at most once a stage and in index order (Checkmate's own model). That misses
@@ -83,7 +83,7 @@ def _rounds(problem: Problem) -> int:
 
 def _start(problem: Problem, seconds: float) -> tuple[Schedule | None, Schedule]:
     """The cheapest schedule that fits without a search of models, and the leanest of all found in so many seconds."""
-    from .auto import minimum_peak, search  # here, so that either module may use the other
+    from solvers.auto import minimum_peak, search  # here, so that either module may use the other
 
     assert problem.budget is not None
     unlimited = problem.with_budget(None)

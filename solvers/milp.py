@@ -14,8 +14,8 @@ from typing import Any
 
 import pulp
 
-from .problem import Problem
-from .schedule import Schedule, kept_bytes, simulate
+from solvers.problem import Problem
+from solvers.schedule import Schedule, kept_bytes, simulate
 
 Position = tuple[int, int]  # stage, op
 

@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 import pulp
 
-from .milp import Model, values_of
-from .problem import Problem
-from .schedule import Schedule
+from solvers.milp import Model, values_of
+from solvers.problem import Problem
+from solvers.schedule import Schedule
 
 Status = Literal["optimal", "feasible", "infeasible", "unknown"]
 Tick = Callable[[float, float], None]  # best objective and its bound so far, in the problem's own unit

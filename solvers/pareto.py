@@ -6,15 +6,15 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from .anneal import Effort, Found, Search, Walk, energy_of, ready
-from .auto import COLDEST, ENOUGH, bar_of, chained, each_of, effort_of, goal_of, leanest_of, nested, segments
-from .bounds import relax, relaxation_bound
-from .compiled import Goal
-from .errors import ProblemError
-from .guides import guides
-from .problem import Problem
-from .schedule import Schedule, Timeline, every_op_once, simulate, validate
-from .solve import Solution, check_time_limit
+from solvers.anneal import Effort, Found, Search, Walk, energy_of, ready
+from solvers.auto import COLDEST, ENOUGH, bar_of, chained, each_of, effort_of, goal_of, leanest_of, nested, segments
+from solvers.bounds import relax, relaxation_bound
+from solvers.compiled import Goal
+from solvers.errors import ProblemError
+from solvers.guides import guides
+from solvers.problem import Problem
+from solvers.schedule import Schedule, Timeline, every_op_once, simulate, validate
+from solvers.solve import Solution, check_time_limit
 
 AS_AUTO = 1 / 4  # of what `auto` would walk for all the points one by one; with the rest, about a third of its time
 LEANING, RELAXED = 0.15, 0.5  # of a time limit: for the lowest peak, until when bounds

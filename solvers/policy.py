@@ -13,10 +13,10 @@ from itertools import accumulate, chain
 
 import numpy as np
 
-from .arrays import Ints, Longs
-from .compiled import Choices, Policy, Scratch, Tables, link_all, unroll
-from .problem import Pairs, Problem
-from .schedule import Schedule
+from solvers.arrays import Ints, Longs
+from solvers.compiled import Choices, Policy, Scratch, Tables, link_all, unroll
+from solvers.problem import Pairs, Problem
+from solvers.schedule import Schedule
 
 HOPS = 4  # how far two gaps must look alike to be the same gap of two repeated blocks
 STRETCH = 16  # a schedule longer than this many times the ops is given up

@@ -14,7 +14,7 @@ from typing import Any
 
 import networkx as nx
 
-from .errors import ProblemError
+from solvers.errors import ProblemError
 
 FORMAT = "rematerialization-problem/1"
 MOST_BYTES = 2**62  # of everything together, so that any peak fits 64 bits

@@ -16,7 +16,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from .problem import Pairs, Problem
+from solvers.problem import Pairs, Problem
 
 UNITS = 1e7  # sizes are rounded down to so many parts of their sum: a bound stays one
 COST = 1e3  # the dearest op's cost, as the solver sees it

@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from .errors import ProblemError
-from .problem import Problem
+from solvers.errors import ProblemError
+from solvers.problem import Problem
 
 
 @dataclass(frozen=True, slots=True)

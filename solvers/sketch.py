@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from .anneal import Found, Search, ready
-from .auto import chained, segments
-from .bounds import relax
-from .guides import guides
-from .problem import Problem
-from .schedule import Schedule, every_op_once, simulate
+from solvers.anneal import Found, Search, ready
+from solvers.auto import chained, segments
+from solvers.bounds import relax
+from solvers.guides import guides
+from solvers.problem import Problem
+from solvers.schedule import Schedule, every_op_once, simulate
 
 EFFORT = 0.03  # of what `auto` gives to relaxations
 GUIDES = 4  # of each budget

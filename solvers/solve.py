@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .auto import auto
-from .bounds import cost_bound
-from .chen import chen
-from .errors import ProblemError, UnknownSolverError
-from .ilp import ilp
-from .problem import Problem
-from .schedule import Answer, Schedule, Timeline, validate
+from solvers.auto import auto
+from solvers.bounds import cost_bound
+from solvers.chen import chen
+from solvers.errors import ProblemError, UnknownSolverError
+from solvers.ilp import ilp
+from solvers.problem import Problem
+from solvers.schedule import Answer, Schedule, Timeline, validate
 
 
 @dataclass(frozen=True, slots=True)

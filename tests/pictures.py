@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from planner import Plan, plan
+from planner import Plan
+from planner.core import plan
 
 from .real_models import gpt2
 

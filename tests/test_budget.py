@@ -9,13 +9,16 @@ import transformers
 from torch import nn
 
 import planner
-from planner import PlanWarning, applied_plan, fragmentation, pipeline, plan
-from planner.capture.step import capture
-from planner.estimate.caching import reserved
-from planner.fragmentation import solve_with_margin
-from planner.pipeline import problem_of
-from planner.request import check
-from planner.rewrite.emit import keep_everything
+from planner import PlanWarning, applied_plan
+from planner.capture.trace.step import capture
+from planner.codegen.emit import keep_everything
+from planner.core import plan
+from planner.devices.caching_allocator import reserved
+from planner.lowering import margin as fragmentation
+from planner.lowering.margin import solve_with_margin
+from planner.planning import pipeline
+from planner.planning.pipeline import problem_of
+from planner.requests.request import check
 from solvers import simulate
 
 from .measure import held_before, peak_of, results, step_peak
@@ -186,7 +189,7 @@ def test_devices_share_parameters_gradients_and_state():
 @pytest.fixture
 def no_workspaces(monkeypatch):
     """A planted misprediction: the planner believes that ops need no memory of their own."""
-    monkeypatch.setattr("planner.estimate.ops.measure", lambda *_, **__: {})
+    monkeypatch.setattr("planner.costs.ops.measure", lambda *_, **__: {})
 
 
 def tight(case: Case) -> planner.Plan:

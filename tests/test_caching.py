@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.estimate.caching import FREE, Event, Reserved, events_of, reserved, smallest_limit
+from planner.devices.caching_allocator import FREE, Event, Reserved, events_of, reserved, smallest_limit
 from solvers import Op, Problem, Schedule, every_op_once, simulate, solve
 
 from .problems import random_training_graph, small_problems

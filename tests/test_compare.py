@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from planner import OptionError, compare, plan
-from planner.plan import Decision
+from planner import OptionError, compare
+from planner.core import plan
+from planner.core.plan import Decision
 from planner.report.words import cells
 
 

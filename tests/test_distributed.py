@@ -16,13 +16,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import planner.eager.pipeline
-import planner.pipeline
-from planner import ApplyError, InfeasibleBudgetError, OptionError, Plan, applied_plan, plan
-from planner.consistency import check
-from planner.distributed.buckets import LINE, Buckets
-from planner.distributed.counted import counted
-from planner.distributed.messages import connected
-from planner.pipeline import make_plan
+import planner.planning.pipeline
+from planner import ApplyError, InfeasibleBudgetError, OptionError, Plan, applied_plan
+from planner.core import plan
+from planner.parallel.buckets import LINE, Buckets
+from planner.planfile.consistency import check
+from planner.planning.pipeline import make_plan
+from planner.session.counted import counted
+from planner.session.messages import connected
 
 from .processes import ends_of, on_ranks
 
@@ -90,13 +91,13 @@ def peaks(model, folder, **wrapping):
 
 def counted_solves():
     """A list that grows with every run of a solver."""
-    runs, solve = [], planner.pipeline.solve
+    runs, solve = [], planner.planning.pipeline.solve
 
     def counting(*args, **kwargs):
         runs.append(1)
         return solve(*args, **kwargs)
 
-    planner.pipeline.solve = counting
+    planner.planning.pipeline.solve = counting
     return runs
 
 

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from planner import CaptureError, InfeasibleBudgetError, OptionError, PlanWarning, applied_plan, plan
+from planner import CaptureError, InfeasibleBudgetError, OptionError, PlanWarning, applied_plan
+from planner.core import plan
 from planner.errors import gb
 
 from .measure import held_before, results, step_peak
@@ -128,7 +129,7 @@ def test_nothing_is_checkpointed_without_gradients(monkeypatch):
     p = eager_plan(case, 0.5)
     p.apply()
     case.model(**case.batch)
-    monkeypatch.setattr("planner.eager.wrap.checkpoint", lambda *_, **__: pytest.fail("checkpointed"))
+    monkeypatch.setattr("planner.eager.checkpointing.checkpoint", lambda *_, **__: pytest.fail("checkpointed"))
     with torch.no_grad():
         case.model(**case.batch)
     with pytest.raises(pytest.fail.Exception, match="checkpointed"):

@@ -11,17 +11,18 @@ from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from planner import CaptureError, OptionError, plan
-from planner.capture.call import describe_call
-from planner.capture.step import capture
-from planner.estimate import cache
-from planner.estimate import ops as ops_module
-from planner.estimate.costs import Allocated
-from planner.estimate.device import DEVICES, find_device
-from planner.estimate.meter import record_allocations
-from planner.estimate.ops import call_of, estimate, roofline_seconds
-from planner.estimate.workspace import measure
-from planner.rewrite.emit import keep_everything
+from planner import CaptureError, OptionError
+from planner.capture.trace.step import capture
+from planner.codegen.emit import keep_everything
+from planner.core import plan
+from planner.core.call import describe_call
+from planner.costs import cache
+from planner.costs import ops as ops_module
+from planner.costs.measure_op import Allocated
+from planner.costs.measured_ops import measure
+from planner.costs.ops import call_of, estimate, roofline_seconds
+from planner.devices.meter import record_allocations
+from planner.devices.specs import DEVICES, find_device
 
 from .measure import peak_of
 

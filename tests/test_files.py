@@ -20,12 +20,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 import planner.eager.pipeline
-import planner.pipeline
+import planner.planning.pipeline
 import planner.report.html
 import planner.report.text  # reading a file must import nothing: what draws it is here already
-from planner import ApplyError, OptionError, Plan, PlanFileError, PlanWarning, applied_plan, plan
-from planner.files import VERSION, plan_file_schema
-from planner.schema import LARGEST
+from planner import ApplyError, OptionError, Plan, PlanFileError, PlanWarning, applied_plan
+from planner.core import plan
+from planner.planfile.files import VERSION, plan_file_schema
+from planner.planfile.schema import LARGEST
 
 from .measure import held_before, results, step_peak
 from .real_models import Case, gpt2
@@ -85,7 +86,7 @@ def unsolved():
         raise AssertionError("a solver ran")
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        patch.setattr(planner.pipeline, "solve", solved)
+        patch.setattr(planner.planning.pipeline, "solve", solved)
         patch.setattr(planner.eager.pipeline, "search", solved)
         warnings.simplefilter("error", PlanWarning)
         yield
@@ -120,7 +121,7 @@ def test_a_file_is_as_its_schema_says(kind, saved):
     """By two validators that are not ours; the schema in the documentation is the one of the code."""
     with open(SCHEMA, encoding="utf-8") as f:
         schema = json.load(f)
-    assert schema == plan_file_schema(), "write json.dumps(planner.files.plan_file_schema(), indent=1) there"
+    assert schema == plan_file_schema(), "write json.dumps(planner.planfile.files.plan_file_schema(), indent=1) there"
     data = json.loads(saved[kind][2].read_text())
     jsonschema.validate(data, schema, jsonschema.Draft202012Validator)
     data["plan"]["timeline"]["module"] = 3
@@ -135,14 +136,14 @@ FRESH = """
     import sys, torch
     torch.set_num_threads(1)
     sys.path.insert(0, {root!r})
-    import planner.eager.pipeline, planner.pipeline
+    import planner.eager.pipeline, planner.planning.pipeline
     from pathlib import Path
     from planner import Plan, applied_plan
     from tests.measure import held_before, results, step_peak
     from tests.real_models import gpt2
 
     def solved(*_, **__): raise AssertionError("a solver ran")
-    planner.pipeline.solve = planner.eager.pipeline.search = solved
+    planner.planning.pipeline.solve = planner.eager.pipeline.search = solved
     for path in map(Path, {paths!r}):
         torch.manual_seed(0)
         case = gpt2(dropout=0.1, layers=1)

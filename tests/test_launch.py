@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-from planner import ModelError, PlanWarning, applied_plan, plan
+from planner import ModelError, PlanWarning, applied_plan
 from planner.__main__ import main
+from planner.core import plan
 from planner.errors import gb
+from planner.integrations.discovery import Search
 from planner.runtime.first_step import report
-from planner.trained import Search
 
 ROOT = Path(__file__).parent.parent
 TRAIN = '''
@@ -145,7 +146,7 @@ sys.exit()
 """
 RANKS = """
 import os
-import planner.pipeline
+import planner.planning.pipeline
 import torch
 import torch.distributed as dist
 
@@ -153,8 +154,8 @@ def solve(*args, **kwargs):
     solved.append(1)
     return solves(*args, **kwargs)
 
-solved, solves = [], planner.pipeline.solve
-planner.pipeline.solve = solve
+solved, solves = [], planner.planning.pipeline.solve
+planner.planning.pipeline.solve = solve
 dist.init_process_group("gloo")
 torch.manual_seed(0)
 layers = [layer for _ in range(4) for layer in (torch.nn.Linear(64, 64), torch.nn.GELU())]

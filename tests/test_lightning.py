@@ -16,9 +16,9 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, TensorDataset
 
 from planner import ApplyError, BudgetError, OptionError, PlanWarning
+from planner.integrations.discovery import Search
 from planner.integrations.lightning import OUTSIDE, PlanCallback
-from planner.runtime.applied import attached
-from planner.trained import Search
+from planner.runtime.interception import attached
 
 from .test_launch import run, script, traced_peak
 

@@ -8,8 +8,8 @@ import torch
 from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from planner.costs.optimizer import OptimizerMemory, optimizer_memory
 from planner.errors import OptionError
-from planner.estimate.optimizer import OptimizerMemory, optimizer_memory
 
 from .measure import peak_of
 

@@ -10,13 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from planner import ApplyError, OptionError, applied_plan, pareto, plan
+from planner import ApplyError, OptionError, applied_plan
+from planner.api import pareto
 from planner.cli.commands import facts
+from planner.core import plan
+from planner.core.plan import Held
 from planner.errors import gb
-from planner.plan import Held
+from planner.planning.curve import blocks_of
 from planner.report.svg import ACTIONS, BUDGET, KINDS
 from planner.runtime.verify import Verification
-from planner.tradeoff import blocks_of
 from solvers import every_op_once, simulate, validate
 from solvers.sketch import checkpointed, sketch
 

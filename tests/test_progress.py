@@ -8,13 +8,15 @@ import pytest
 import torch
 from torch import nn
 
-import planner.api
+import planner.api.front
 import planner.eager.pipeline
-import planner.fragmentation
-import planner.pipeline
+import planner.lowering.margin
+import planner.planning.pipeline
 import solvers.anneal
-from planner import Plan, applied_plan, max_batch, pareto, plan
-from planner.runtime import run
+from planner import Plan, applied_plan
+from planner.api import max_batch, pareto
+from planner.core import plan
+from planner.runtime import compiled as run
 
 
 class Net(nn.Module):
@@ -108,10 +110,10 @@ def unchanged(model, before):
 
 
 PLACES = [
-    (planner.pipeline, "keep_everything", {}),
-    (planner.pipeline, "estimate", {}),
-    (planner.pipeline, "emit", {}),
-    (planner.pipeline, "timelines", {}),
+    (planner.planning.pipeline, "keep_everything", {}),
+    (planner.planning.pipeline, "estimate", {}),
+    (planner.planning.pipeline, "emit", {}),
+    (planner.planning.pipeline, "timelines", {}),
     (solvers.anneal, "anneal", {"solver": "auto"}),
     (planner.eager.pipeline, "trace_step", {"mode": "eager", "budget_gb": 0.002}),
     (planner.eager.pipeline, "search", {"mode": "eager", "budget_gb": 0.002}),

@@ -6,7 +6,8 @@ import torch
 import transformers
 from torch import nn
 
-from planner import CaptureError, plan
+from planner import CaptureError
+from planner.core import plan
 
 from .measure import peak_of
 
@@ -150,7 +151,7 @@ def test_values_of_the_batch_are_known_at_planning(padded):
 @pytest.fixture
 def no_real_call(monkeypatch):
     """Values that the batch and constants do not tell stay unknown."""
-    monkeypatch.setattr("planner.capture.answers.Answers.learn", lambda *_: False)
+    monkeypatch.setattr("planner.capture.trace.data_dependent.Answers.learn", lambda *_: False)
 
 
 @pytest.mark.usefixtures("no_real_call")

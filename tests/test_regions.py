@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from planner import plan
-from planner.capture.step import capture
-from planner.pipeline import problem_of
-from planner.request import check
-from planner.rewrite.emit import keep_everything
+from planner.capture.trace.step import capture
+from planner.codegen.emit import keep_everything
+from planner.core import plan
+from planner.planning.pipeline import problem_of
+from planner.requests.request import check
 from solvers import InfeasibleError, Problem, Schedule, every_op_once, simulate, solve
 
 from .real_models import gpt2

@@ -12,9 +12,10 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils._sympy.functions import FloorDiv, Max, Mod
 
-import planner.pipeline
-from planner import InfeasibleBudgetError, OptionError, PlanWarning, applied_plan, plan
+import planner.planning.pipeline
+from planner import InfeasibleBudgetError, OptionError, PlanWarning, applied_plan
 from planner.capture.shapes import grows
+from planner.core import plan
 
 from .measure import held_before, results, step_peak
 from .real_models import Case, gpt2
@@ -222,7 +223,7 @@ def test_a_smaller_last_batch_takes_the_schedule_and_no_solver(dynamic, tmp_path
     def refuse(*_, **__):
         raise AssertionError("solved anew")
 
-    monkeypatch.setattr(planner.pipeline, "solve", refuse)
+    monkeypatch.setattr(planner.planning.pipeline, "solve", refuse)
     last = {"x": torch.randn(7, 32, 8)}
     check(case, plain, last)
     assert held_before(case) + step_peak(Case(case.model, last, case.loss_fn), tmp_path) <= p.budget_bytes

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.cuda import _memory_viz as viz
 
-from planner import Plan, PlanFileError, plan
+from planner import Plan, PlanFileError
+from planner.core import plan
 
 # the opcodes that torch/utils/viz/MemoryViz.js of torch 2.13 reads
 OPCODES = {

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from planner import ApplyError, plan
+from planner import ApplyError
+from planner.core import plan
 
 from .real_models import CASES, gpt2, resnet50
 

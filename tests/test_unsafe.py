@@ -11,10 +11,11 @@ import torch.distributed._functional_collectives as collectives
 from torch import nn
 from torch.nn import functional as F
 
-from planner import InfeasibleBudgetError, plan
-from planner.decide import REPLAYED
-from planner.estimate import workspace
-from planner.plan import Plan
+from planner import InfeasibleBudgetError
+from planner.core import plan
+from planner.core.plan import Plan
+from planner.costs import measured_ops as workspace
+from planner.planning.decisions import REPLAYED
 
 from .measure import held_before, results, step_peak
 from .real_models import Case

@@ -17,8 +17,8 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from ..errors import CaptureError
-from .private import FakeTensorMode, ReferenceAnalysis, sympy_interp
+from planner.compat.capture import FakeTensorMode, ReferenceAnalysis, sympy_interp
+from planner.errors import CaptureError
 
 SYMBOLIC = "planner_symbolic"  # in a node's meta: its value with symbols in it
 _GROWING = {

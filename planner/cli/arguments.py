@@ -7,11 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn, get_args
 
+from planner.capture.passes.checkpoints import Checkpoints
+from planner.report.words import shown
+from planner.requests.request import MODES, Costs
 from solvers import SOLVERS
-
-from ..capture.checkpoints import Checkpoints
-from ..report.words import shown
-from ..request import MODES, Costs
 
 TARGET = """\
 TARGET names a function without arguments, as path/to/file.py:function or

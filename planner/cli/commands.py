@@ -14,19 +14,19 @@ from typing import Any
 
 import torch
 
-from ..api import plan
-from ..errors import OptionError, gb
-from ..estimate.device import DEVICES, Device, find_device
-from ..launch import launch
-from ..pareto import pareto
-from ..plan import PendingPlan, Plan
-from ..report.answer import fits
-from ..report.compare import compare
-from ..report.compare import to_text as comparison_text
-from ..report.explain import to_text as explanation_text
-from ..report.table import by_module
-from ..report.terminal import style_of
-from .target import arguments_of, batch_of
+from planner.api.front import plan
+from planner.api.pareto import pareto
+from planner.cli.target import arguments_of, batch_of
+from planner.core.plan import PendingPlan, Plan
+from planner.devices.specs import DEVICES, Device, find_device
+from planner.errors import OptionError, gb
+from planner.integrations.launch import launch
+from planner.report.answer import fits
+from planner.report.compare import compare
+from planner.report.compare import to_text as comparison_text
+from planner.report.explain import to_text as explanation_text
+from planner.report.table import by_module
+from planner.report.terminal import style_of
 
 FITS, DOES_NOT_FIT = 0, 1
 _OPTIONS = ("optimizer", "device", "accumulate", "in_flight", "shard", "checkpoints", "costs", "dynamic", "time_limit")
@@ -106,7 +106,7 @@ def devices(options: Namespace) -> int:
 
 def demo(options: Namespace) -> int:
     """`demo`."""
-    from ..demo import run
+    from planner.cli.demo import run
 
     return run(options.budget, options.steps, options.solver, False if options.quiet else None)
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..api import plan
-from ..errors import PlannerError
+from planner.api.front import plan
+from planner.errors import PlannerError
 
 FORMS = "give path/to/file.py:function or package.module:function"
 

@@ -11,11 +11,11 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from ..capture.call import TensorSpec
-from ..capture.safety import is_random, keep_reason, replay_bytes
-from ..estimate.ops import estimate_nodes, reads_workspace
-from ..request import Request
-from .trace import DistinctOp, Trace
+from planner.capture.recomputability import is_random, keep_reason, replay_bytes
+from planner.core.call import TensorSpec
+from planner.costs.ops import estimate_nodes, reads_workspace
+from planner.eager.trace import DistinctOp, Trace
+from planner.requests.request import Request
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,14 +6,14 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from ..capture.answers import told
-from ..capture.origin import kind_of
-from ..plan import Action, BaselineMoment, Decision, Held, Moment, Plan
-from ..timelines import BACKWARD, GRADIENTS, KEPT, PASSING, RECOMPUTED, resident
-from .search import Step
-from .surrogate import State, Surrogate
-from .trace import Trace
-from .wrap import Choice
+from planner.capture.provenance import kind_of
+from planner.capture.trace.data_dependent import told
+from planner.core.plan import Action, BaselineMoment, Decision, Held, Moment, Plan
+from planner.eager.checkpointing import Choice
+from planner.eager.memory_model import State, Surrogate
+from planner.eager.search import Step
+from planner.eager.trace import Trace
+from planner.planning.timelines import BACKWARD, GRADIENTS, KEPT, PASSING, RECOMPUTED, resident
 
 
 def decisions(model: Surrogate, state: State, refused: Mapping[str, str]) -> tuple[Decision, ...]:

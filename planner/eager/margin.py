@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import count
 
-from ..estimate.caching import FREE, Event, smallest_limit
-from ..fragmentation import CONTEXT, EXPANDABLE, expandable, fragments, resident_tensors
-from ..request import Request
-from .costs import OpCost
-from .trace import Trace
+from planner.devices.caching_allocator import FREE, Event, smallest_limit
+from planner.eager.costs import OpCost
+from planner.eager.trace import Trace
+from planner.lowering.margin import CONTEXT, EXPANDABLE, expandable, fragments, resident_tensors
+from planner.requests.request import Request
 
 
 def margin_of(

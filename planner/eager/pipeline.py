@@ -10,27 +10,26 @@ from typing import Any
 import torch
 from torch import nn
 
+from planner.capture.trace.data_dependent import Answers
+from planner.capture.trace.step import blame, learnt
+from planner.compat.capture import DataDependentOutputException
+from planner.core.plan import Plan
+from planner.costs.account import account_of
+from planner.eager.candidates import find_units
+from planner.eager.checkpointing import Choice
+from planner.eager.costs import Known, costs_of, timeline
+from planner.eager.describe import baseline_moments, decisions, kept_by, moments, note, peak_account, peak_of
+from planner.eager.margin import margin_of
+from planner.eager.memory_model import State, Surrogate, surrogate
+from planner.eager.search import Step, search
+from planner.eager.step import StepFailed, trace_step
+from planner.eager.trace import Trace
+from planner.eager.values import to_fake_with_integers
+from planner.errors import CaptureError, InfeasibleBudgetError, PlannerError, RankError
+from planner.lowering.margin import MARGIN
+from planner.parallel.meshes import on_mesh
+from planner.requests.request import Request
 from solvers.progress import bar, clock
-
-from ..account import account_of
-from ..capture.answers import Answers
-from ..capture.meshes import on_mesh
-from ..capture.private import DataDependentOutputException
-from ..capture.step import blame, learnt
-from ..errors import CaptureError, InfeasibleBudgetError, PlannerError, RankError
-from ..fragmentation import MARGIN
-from ..plan import Plan
-from ..request import Request
-from .costs import Known, costs_of, timeline
-from .describe import baseline_moments, decisions, kept_by, moments, note, peak_account, peak_of
-from .margin import margin_of
-from .search import Step, search
-from .step import StepFailed, trace_step
-from .surrogate import State, Surrogate, surrogate
-from .trace import Trace
-from .units import find_units
-from .values import to_fake_with_integers
-from .wrap import Choice
 
 
 def make_eager_plan(request: Request, like: Plan | None = None) -> Plan:

@@ -13,12 +13,12 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
-from ..capture.call import TensorSpec, storages
-from ..capture.origin import line_at, user_place
-from ..capture.outside import differentiable, leaves
-from ..capture.private import FakeTensorMode
-from .trace import DistinctOp, ModuleCall, Phase, Saved, Trace, TracedOp
-from .values import call_op
+from planner.capture.provenance import line_at, user_place
+from planner.capture.trace.loss_trace import differentiable, leaves
+from planner.compat.capture import FakeTensorMode
+from planner.core.call import TensorSpec, storages
+from planner.eager.trace import DistinctOp, ModuleCall, Phase, Saved, Trace, TracedOp
+from planner.eager.values import call_op
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]

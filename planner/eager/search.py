@@ -11,10 +11,10 @@ from math import exp
 import numpy as np
 from numpy.typing import NDArray
 
-from .costs import OpCost
-from .surrogate import State, Surrogate
-from .trace import Trace
-from .wrap import Choice
+from planner.eager.checkpointing import Choice
+from planner.eager.costs import OpCost
+from planner.eager.memory_model import State, Surrogate
+from planner.eager.trace import Trace
 
 LEVELS = 8  # sizes of modules that are tried
 SHARES = (0.0, 0.5, 1.0)

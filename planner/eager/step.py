@@ -11,13 +11,13 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..capture.call import storages
-from ..capture.origin import NOT_THE_USERS, line_at
-from ..capture.outside import LossFn, checked_loss, differentiable, find_loss, leaves
-from ..capture.private import FakeTensorMode
-from .record import Recorder
-from .trace import Trace
-from .wrap import Choice, checkpointed
+from planner.capture.provenance import NOT_THE_USERS, line_at
+from planner.capture.trace.loss_trace import LossFn, checked_loss, differentiable, find_loss, leaves
+from planner.compat.capture import FakeTensorMode
+from planner.core.call import storages
+from planner.eager.checkpointing import Choice, checkpointed
+from planner.eager.record import Recorder
+from planner.eager.trace import Trace
 
 
 class StepFailed(Exception):

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ..capture.answers import Answers
-from ..capture.dynamo import to_fake
-from ..capture.private import FakeTensor, FakeTensorMode
+from planner.capture.trace.data_dependent import Answers
+from planner.capture.trace.dynamo import to_fake
+from planner.compat.capture import FakeTensor, FakeTensorMode
 
 LARGEST = 16 * 2**20  # bytes of a tensor that is real
 

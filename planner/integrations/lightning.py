@@ -11,16 +11,16 @@ from typing import Any
 
 from torch import nn
 
-from ..api import applied_plan, plan
-from ..errors import ApplyError, OptionError
-from ..estimate.resident import storage_bytes
-from ..launch import counted
-from ..plan import Plan
-from ..request import GB, LATER
-from ..runtime.applied import attached, detach, without_batch
-from ..runtime.modes import LIGHTNING
-from ..trained import Trained, apart, ids, parameters, unwrapped, watched
-from .trainer import COMPILES, ENGINE, LEAVE, plan_in
+from planner.api.front import applied_plan, plan
+from planner.core.plan import Plan
+from planner.costs.static_memory import storage_bytes
+from planner.errors import ApplyError, OptionError
+from planner.integrations.discovery import Trained, apart, ids, parameters, unwrapped, watched
+from planner.integrations.launch import counted
+from planner.integrations.trainer import COMPILES, ENGINE, LEAVE, plan_in
+from planner.requests.request import GB, LATER
+from planner.runtime.interception import attached, detach, without_batch
+from planner.runtime.modes import LIGHTNING
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 OUTSIDE = "the rest of the LightningModule"
@@ -40,7 +40,7 @@ class PlanCallback:
     pass rather than after it, unless a hook (`on_before_zero_grad`, `optimizer_zero_grad`) wants to see them.
 
     Args:
-        budget_gb: as in `planner.plan()`.
+        budget_gb: as in `planner.core.plan()`.
         module: the path of the module to plan, as "net"; "" for the LightningModule itself; None for the one that
             `training_step` calls, where that is one.
         plan_file: its name in the Trainer's `default_root_dir`: the plan there is taken where it is for this very

@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 
-from ..api import applied_plan, plan
-from ..capture.outside import gradients_received
-from ..errors import BudgetError, OptionError, PlannerError, gb
-from ..estimate.resident import storage_bytes
-from ..in_flight import Flight
-from ..plan import PendingPlan, Plan
-from ..request import GB, LATER
-from ..runtime.applied import attached, taken_off
+from planner.api.front import applied_plan, plan
+from planner.capture.trace.loss_trace import gradients_received
+from planner.core.plan import PendingPlan, Plan
+from planner.costs.static_memory import storage_bytes
+from planner.errors import BudgetError, OptionError, PlannerError, gb
+from planner.lowering.microbatches import Flight
+from planner.requests.request import GB, LATER
+from planner.runtime.interception import attached, taken_off
 
 FORWARD, BACKWARD = "F", "B"  # kinds of actions that compute, as schedules name them
 SPLIT = ("I", "W")  # a backward pass in two parts: for inputs, for weights

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from ..api import applied_plan, plan
-from ..errors import OptionError, PlanFileError, PlanWarning
-from ..plan import Plan
-from ..request import LATER
-from ..runtime.applied import attached, detach, without_batch
+from planner.api.front import applied_plan, plan
+from planner.core.plan import Plan
+from planner.errors import OptionError, PlanFileError, PlanWarning
+from planner.requests.request import LATER
+from planner.runtime.interception import attached, detach, without_batch
 
 LEAVE = "a plan decides itself what is recomputed; leave it out, or train without a plan"
 COMPILES = "a plan compiles the model in its own way; leave it out"

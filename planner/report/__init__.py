@@ -1,0 +1,1 @@
+"""Plans for people: text, HTML, drawings, explanations, comparisons. Nothing here solves or runs."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..plan import Plan
+from planner.core.plan import Plan
 
 
 def peak(plan: Plan) -> int:

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from html import escape
 from math import isclose, prod
 
-from ..errors import ApplyError, OptionError, PlannerError, gb
-from ..identity import identity
-from ..plan import Action, Decision, PendingPlan, Plan
-from .names import folded
-from .terminal import Style, style_of
-from .words import clip, duration, pad, shown, wrapped
+from planner.core.identity import identity
+from planner.core.plan import Action, Decision, PendingPlan, Plan
+from planner.errors import ApplyError, OptionError, PlannerError, gb
+from planner.report.names import folded
+from planner.report.terminal import Style, style_of
+from planner.report.words import clip, duration, pad, shown, wrapped
 
 MOST_ROWS = 20
 _BYTES = ("budget", "peak", "everything kept")

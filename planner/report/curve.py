@@ -4,9 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..errors import gb
-from ..plan import Curve, Plan, Point
-from .svg import BUDGET, KINDS, WIDTH, byte_ticks, escape, legend, line, number, steps, svg, text, width_of
+from planner.core.plan import Curve, Plan, Point
+from planner.errors import gb
+from planner.report.svg import (
+    BUDGET,
+    KINDS,
+    WIDTH,
+    byte_ticks,
+    escape,
+    legend,
+    line,
+    number,
+    steps,
+    svg,
+    text,
+    width_of,
+)
 
 LEFT, RIGHT, TOP, FLOOR = 64, 752, 10, 190
 HIGHEST = 1.25  # of the costliest of the plan and its peers: what costs more is left out

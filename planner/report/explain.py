@@ -10,14 +10,14 @@ from fnmatch import fnmatchcase
 from html import escape
 from typing import TYPE_CHECKING
 
-from ..errors import OptionError, gb
-from ..plan import Action, Decision, Plan
-from .names import folded, modules_of, title
-from .terminal import Style, style_of
-from .words import duration, rate, shown, wrapped
+from planner.core.plan import Action, Decision, Plan
+from planner.errors import OptionError, gb
+from planner.report.names import folded, modules_of, title
+from planner.report.terminal import Style, style_of
+from planner.report.words import duration, rate, shown, wrapped
 
 if TYPE_CHECKING:
-    from ..counterfactual import Cost, WhatIf
+    from planner.planning.what_if import Cost, WhatIf
 
 MOST_GROUPS = 12  # that are shown; the others are added up
 _DONE = {"keep": "kept", "recompute": "recomputed", "offload": "offloaded"}
@@ -107,7 +107,7 @@ def explain(plan: Plan, path: str, costs: Sequence[Cost], otherwise: Try) -> Exp
     Args:
         plan: any, made.
         path: of a module, a pattern of paths, or a value as its label in an explanation names it.
-        costs: one per decision, as `planner.counterfactual.costs_of` has them; none where they are not known.
+        costs: one per decision, as `planner.planning.what_if.costs_of` has them; none where they are not known.
         otherwise: the step with values, by their numbers in `costs`, kept (True) or recomputed.
 
     Raises:

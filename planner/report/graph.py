@@ -11,11 +11,11 @@ from typing import Any
 
 import networkx as nx
 
-from ..errors import OptionError, gb
-from ..plan import BaselineMoment, Plan
-from .layers import layout
-from .names import folded, modules_of, title
-from .svg import ACTIONS, duration, escape, legend, number, shortened, svg, swatch, text, width_of
+from planner.core.plan import BaselineMoment, Plan
+from planner.errors import OptionError, gb
+from planner.report.layers import layout
+from planner.report.names import folded, modules_of, title
+from planner.report.svg import ACTIONS, duration, escape, legend, number, shortened, svg, swatch, text, width_of
 
 MOST = 40  # nodes of a drawing
 TOGETHER = 10  # parts of a long list of layers

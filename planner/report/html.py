@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from os import PathLike
 
-from ..errors import OptionError, PlanFileError, gb
-from ..jsonfile import path_of, write_bytes
-from ..plan import PendingPlan, Plan
-from .answer import fits, peak
-from .curve import curve_svg
-from .svg import ACTIONS, duration, escape, number, shortened
-from .table import ModuleRow, by_module, by_reason, folded, shared_path
-from .timeline import peak_words, timeline_svg
+from planner.core.plan import PendingPlan, Plan
+from planner.errors import OptionError, PlanFileError, gb
+from planner.planfile.jsonfile import path_of, write_bytes
+from planner.report.answer import fits, peak
+from planner.report.curve import curve_svg
+from planner.report.svg import ACTIONS, duration, escape, number, shortened
+from planner.report.table import ModuleRow, by_module, by_reason, folded, shared_path
+from planner.report.timeline import peak_words, timeline_svg
 
 ROWS = 14  # of the table of modules
 LONGEST = 44  # characters of a name

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from contextlib import suppress
 
-from ..errors import PlannerError
-from ..plan import Plan
+from planner.core.plan import Plan
+from planner.errors import PlannerError
 
 NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")  # in a path
 

@@ -15,15 +15,14 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
+from planner.core.plan import Held, Moment, Plan
+from planner.devices.caching_allocator import FREE, Event, Placed, place
+from planner.planfile.jsonfile import path_of, write_bytes
+from planner.planning.timelines import resident
+from planner.report.names import title
+from planner.requests.request import PLANNED
 from solvers import Problem, Schedule, simulate
 from solvers.schedule import waiting_bytes
-
-from ..estimate.caching import FREE, Event, Placed, place
-from ..jsonfile import path_of, write_bytes
-from ..plan import Held, Moment, Plan
-from ..request import PLANNED
-from ..timelines import resident
-from .names import title
 
 BASE = 0x7F0000000000  # where addresses begin, as on a GPU
 PROTOCOL = 4  # the viewer's own reader of pickles knows no later one

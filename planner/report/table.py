@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from ..errors import gb
-from ..plan import Action, Decision
-from .names import NUMBER
+from planner.core.plan import Action, Decision
+from planner.errors import gb
+from planner.report.names import NUMBER
 
 WORTH_SAYING_ONCE = 12  # characters
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from .words import shown
+from planner.report.words import shown
 
 BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", "_.-:=+*#"
 _CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "blue": "34", "cyan": "36"}

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..errors import gb
-from ..plan import Plan
-from .answer import fits, peak
-from .table import ModuleRow, by_module, by_reason, folded
-from .terminal import BARS, Colour, Style
-from .words import clip, duration, pad, wrapped
+from planner.core.plan import Plan
+from planner.errors import gb
+from planner.report.answer import fits, peak
+from planner.report.table import ModuleRow, by_module, by_reason, folded
+from planner.report.terminal import BARS, Colour, Style
+from planner.report.words import clip, duration, pad, wrapped
 
 NAME, LABEL, LINE = 44, 12, 55  # columns of a table's first column; of a timeline's label, and of its bars
 MOST_ROWS = 12

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import accumulate, groupby
 
-from ..errors import gb
-from ..plan import BaselineMoment, Held, Moment, Plan
-from .names import title
-from .svg import (
+from planner.core.plan import BaselineMoment, Held, Moment, Plan
+from planner.errors import gb
+from planner.report.names import title
+from planner.report.svg import (
     BUDGET,
     KINDS,
     byte_ticks,

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..capture.call import tensors_in
-from ..capture.outside import leaves
-from ..errors import PlanWarning, gb
+from planner.capture.trace.loss_trace import leaves
+from planner.core.call import tensors_in
+from planner.errors import PlanWarning, gb
 
 OFF = 0.03  # of the prediction: when to warn
 
@@ -68,7 +68,7 @@ def measured(plan: Any, before: Before | None) -> int | None:
     # what waits, and gradients that were used, were there before
     if before is None or plan.request.in_flight > 1 or plan.request.flight is not None:
         return None
-    from .verify import FOUND  # which runs plans, and they come here
+    from planner.runtime.verify import FOUND  # which runs plans, and they come here
 
     most = torch.cuda.max_memory_allocated(before.device)
     resident = int(plan.resident_bytes) - plan.account.get(FOUND, 0)

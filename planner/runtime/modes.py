@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..capture.call import tensors_in
-from ..errors import ApplyError
-from .private import GLOBAL_HOOKS
+from planner.compat.runtime import GLOBAL_HOOKS
+from planner.core.call import tensors_in
+from planner.errors import ApplyError
 
 LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")  # its packages
 

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..capture.call import here
-from ..capture.outside import checked_loss, find_loss, leaves
-from ..capture.untouched import State
-from ..errors import BatchError, gb
-from ..estimate.meter import record_allocations
-from ..request import arguments
-from .applied import attached, call_signature, taken_off
+from planner.capture.trace.loss_trace import checked_loss, find_loss, leaves
+from planner.capture.trace.state_guard import State
+from planner.core.call import here
+from planner.devices.meter import record_allocations
+from planner.errors import BatchError, gb
+from planner.requests.request import arguments
+from planner.runtime.interception import attached, call_signature, taken_off
 
 if TYPE_CHECKING:
-    from ..plan import Plan
+    from planner.core.plan import Plan
 
 FOUND = "found by a real step"  # the line of the account for what a prediction missed
 

@@ -7,7 +7,8 @@ import importlib.util
 import pytest
 import torch
 
-from planner import InfeasibleBudgetError, plan
+from planner import InfeasibleBudgetError
+from planner.core import plan
 
 from ..measure import results, step
 from ..real_models import Case, gpt2, llama, resnet50, unet

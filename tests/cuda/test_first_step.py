@@ -2,7 +2,8 @@
 
 import torch
 
-from planner import PlanWarning, plan
+from planner import PlanWarning
+from planner.core import plan
 
 from .cases import needs_cuda
 

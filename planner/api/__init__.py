@@ -1,0 +1,1 @@
+"""The front door: `plan()`, the `Plan` handle, `max_batch()`, `pareto()`."""

@@ -1,0 +1,111 @@
+"""Models that checkpoint themselves: how many of their calls do, and the joint graph with those calls as they asked.
+
+AOTAutograd traces a checkpointed call as if it kept everything and leaves tags on its nodes: which call they belong to,
+and the policy of the call's context (`torch._functorch.partitioners` reads the same ones).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from contextlib import nullcontext
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from planner.capture.recomputability import keep_reason
+from planner.compat.capture import CheckpointPolicy, detect_fake_mode
+from planner.core.call import storages
+
+Checkpoints = Literal["replace", "keep"]
+_AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+_CLONE_OF = "planner_clone_of"  # in a node's meta
+
+
+def checkpointed_calls(graph: fx.Graph) -> int:
+    """How many calls within a joint graph the model itself checkpoints."""
+    return len({call for node in graph.nodes if (call := _call_of(node)) is not None})
+
+
+def clone_of(node: fx.Node) -> fx.Node | None:
+    """The forward node that a node of the backward pass repeats; None for other nodes."""
+    found: fx.Node | None = node.meta.get(_CLONE_OF)
+    return found
+
+
+def repeat_checkpointed(graph: fx.Graph, forward: Collection[fx.Node], mutated: Collection[fx.Node]) -> None:
+    """Let the backward pass read clones of what checkpointed calls do not save, made from the calls' inputs. In place.
+
+    What a call returns, what its policy saves and what must not run twice stay one node. O(nodes + edges) time.
+
+    Args:
+        graph: a joint graph.
+        forward: the nodes of its forward pass.
+        mutated: placeholders that the step writes into.
+    """
+    held_by = {node: storages(node.meta.get("val")).keys() for node in graph.nodes}
+    written = {storage for node in mutated for storage in held_by[node]}
+    readers: dict[int, set[Any]] = defaultdict(set)  # storage -> the calls that read it in the forward pass
+    for node in forward:
+        for user in node.users:
+            if user in forward or user.op == "output":
+                for storage in held_by[node]:
+                    readers[storage].add(_call_of(user))
+
+    def runs_again(node: fx.Node) -> bool:
+        maker: Any = node.args[0] if node.target is operator.getitem else node
+        call = _call_of(maker)
+        if node.op != "call_function" or call is None or maker.meta.get("recompute") not in _AGAIN:
+            return False
+        if keep_reason(maker, [n for n in maker.all_input_nodes if not written.isdisjoint(held_by[n])]):
+            return False
+        if not isinstance(node.meta["val"], torch.Tensor):
+            return True  # several results, each decided by itself
+        made = held_by[node] - {storage for n in maker.all_input_nodes for storage in held_by[n]}
+        return all(readers[storage] <= {call} for storage in made)
+
+    again = {node for node in forward if runs_again(node)}
+    clones: dict[fx.Node, fx.Node] = {}
+    views: set[fx.Node] = set()
+    for user in list(graph.nodes):
+        if user in forward or user.op in ("placeholder", "output"):
+            continue
+        stack = [n for n in user.all_input_nodes if n in again]
+        while stack:  # what a clone reads is cloned first
+            node = stack[-1]
+            todo = [n for n in node.all_input_nodes if n in again and n not in clones]
+            if todo and node not in clones:
+                stack.extend(todo)
+                continue
+            stack.pop()
+            if node not in clones:
+                with graph.inserting_before(user):
+                    clones[node] = _clone(graph, node, clones)
+        moved = {storage for n in user.all_input_nodes if n in again or n in views for storage in held_by[n]}
+        user.args, user.kwargs = fx.node.map_arg((user.args, user.kwargs), lambda n: clones.get(n, n))
+        if not moved.isdisjoint(held_by[user]):  # a view, of a clone now
+            user.meta = {**user.meta, "val": _fake_result(user)}
+            views.add(user)
+
+
+def _clone(graph: fx.Graph, node: fx.Node, clones: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    new = graph.node_copy(node, lambda n: clones.get(n, n))
+    new.meta = {**node.meta, "val": _fake_result(new), _CLONE_OF: node, "partitioner_tag": "is_backward"}
+    return new
+
+
+def _fake_result(node: fx.Node) -> Any:
+    """What a node makes of its inputs: new storages, or views of theirs."""
+    target: Any = node.target
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    with detect_fake_mode((args, kwargs)) or nullcontext():
+        return target(*args, **kwargs)
+
+
+def _call_of(node: fx.Node) -> Any:
+    """A number of the checkpointed call that a node belongs to; None for other nodes."""
+    if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node.meta.get("ac_graph_id") if "recompute" in node.meta else None

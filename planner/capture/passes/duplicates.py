@@ -1,0 +1,112 @@
+"""Values that are computed twice from the same inputs: the second is read from the first where that is held anyway.
+
+Models compute the same mask in every layer, and the same contiguous or cast copy of one input for query, key and value.
+This is common-subexpression elimination (as `torch._functorch.compile_utils.fx_graph_cse`), but no value is held for
+longer than it and its duplicates were.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from planner.capture.passes.checkpoints import clone_of
+from planner.capture.recomputability import is_random
+from planner.core.call import storages
+
+Storages = Mapping[fx.Node, frozenset[int]]
+
+
+def merge_duplicates(graph: fx.Graph, order: Sequence[fx.Node]) -> list[fx.Node]:
+    """Let what reads a value read an equal one that is still held, and drop what nothing reads then. In place.
+
+    At no moment of `order` is more held than before. What the graph returns or writes into stays apart.
+    O(nodes) time, where few values are equal to each.
+
+    Args:
+        graph: a joint graph.
+        order: its nodes as they are to run.
+
+    Returns:
+        The nodes that are left, in the same order.
+    """
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    at = {node: i for i, node in enumerate(order)}
+    held_by = {node: frozenset(storages(node.meta.get("val"))) for node in graph.nodes}
+    ends = [graph.output_node(), *filter(_may_write, graph.nodes)]
+    apart = frozenset[int]().union(*(held_by[n] for end in ends for n in end.all_input_nodes))
+    number = _numbers(graph)
+    alike: dict[int, list[fx.Node]] = defaultdict(list)
+    for node in order:
+        made = held_by[node].difference(apart, *(held_by[n] for n in node.all_input_nodes))
+        if made and isinstance(node.meta["val"], torch.Tensor):
+            alike[number[node]].append(node)
+    # from the last: a merge takes away no reader that runs later, so what was found held stays held
+    for node in reversed(order):
+        others = alike[number[node]]
+        if not others or others[-1] is not node:
+            continue
+        others.pop()
+        for first in others:
+            _, readers = _users(first, held_by)
+            if place[first] < place[node] and any(at.get(n, -1) > at[node] for n in readers):
+                _merge(node, first, held_by)
+                break
+    graph.eliminate_dead_code()
+    left = set(graph.nodes)
+    return [n for n in order if n in left]
+
+
+def _may_write(node: fx.Node) -> bool:
+    if node.op != "call_function" or node.target is operator.getitem:
+        return False
+    return not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.is_mutable
+
+
+def _numbers(graph: fx.Graph) -> dict[fx.Node, int]:
+    """Nodes of one number hold the same: equal ops on equal inputs, and nothing was written in between."""
+    number: dict[fx.Node, int] = {}
+    known: dict[str, int] = {}
+    for at, node in enumerate(graph.nodes):
+        number[node] = at
+        if _may_write(node):
+            known.clear()
+        elif (
+            not is_random(node)
+            and clone_of(node) is None
+            and getattr(node.target, "namespace", "aten") in ("aten", "prims")
+        ):
+            arguments = fx.node.map_arg((node.args, node.kwargs), lambda n: f"%{number[n]}")
+            number[node] = known.setdefault(repr((node.op, str(node.target), arguments)), at)
+    return number
+
+
+def _users(node: fx.Node, held_by: Storages) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The views of a value, each after what it is a view of, and the ops that read it."""
+    views: list[fx.Node] = []
+    readers: list[fx.Node] = []
+    stack = [node]
+    while stack:
+        for user in stack.pop().users:
+            if held_by[user].isdisjoint(held_by[node]):
+                readers.append(user)
+            else:
+                views.append(user)
+                stack.append(user)
+    return views, readers
+
+
+def _merge(node: fx.Node, first: fx.Node, held_by: dict[fx.Node, frozenset[int]]) -> None:
+    views, _ = _users(node, held_by)
+    node.replace_all_uses_with(first)
+    for view in views:  # of another storage now
+        target: Any = view.target
+        args, kwargs = fx.node.map_arg((view.args, view.kwargs), lambda n: n.meta["val"])
+        with first.meta["val"].fake_mode:
+            view.meta = {**view.meta, "val": target(*args, **kwargs)}
+        held_by[view] = frozenset(storages(view.meta["val"]))

@@ -1,0 +1,131 @@
+"""The calls of compiled graphs in one step: which regions they are, and what these pass on and share."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from planner.capture.recomputability import RUNNING_STATISTICS
+from planner.capture.regions.region import Region
+from planner.core.call import storages
+from planner.errors import CaptureError
+
+
+@dataclass(frozen=True)
+class RegionCall:
+    """One call of a compiled graph.
+
+    Attributes:
+        key: of the Dynamo graph; empty for what ran outside them.
+        region: None for a graph without a gradient.
+        inputs: what it was given.
+        versions: of the inputs once it had returned; 0 for what is not a tensor.
+        results: what it returned.
+        module: path of the module that called it.
+    """
+
+    key: str
+    region: Region | None
+    inputs: tuple[Any, ...]
+    versions: tuple[int, ...]
+    results: tuple[Any, ...]
+    module: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A tensor that regions take from another one, or share.
+
+    Attributes:
+        producer: (region, result) that makes it; None for a parameter or an input of the model.
+        uses: (region, argument) of those that take it, in the order of the forward pass.
+        held: whether something beside them holds it to the end of the step, and may give it a gradient.
+    """
+
+    producer: tuple[int, int] | None
+    uses: tuple[tuple[int, int], ...]
+    held: bool
+
+
+def version(t: Any) -> int:
+    """How often a tensor was written into; 0 for what is not one."""
+    return t._version if isinstance(t, torch.Tensor) else 0
+
+
+def regions_of(calls: Sequence[RegionCall]) -> tuple[Region, ...]:
+    """The region of each call that has one. What reads a tensor that is overwritten after the call is kept.
+
+    Raises:
+        CaptureError: the backward pass reads such a tensor.
+    """
+    found = []
+    for call in calls:
+        if call.region is not None:
+            late = {at for at, t in enumerate(call.inputs) if version(t) != call.versions[at]}
+            primals = {at for argument in late if (at := call.region.input_at(argument)) is not None}
+            region = replace(call.region, module=call.module)
+            found.append(_keep_readers(region, primals) if primals else region)
+    return tuple(found)
+
+
+def _keep_readers(region: Region, primals: set[int]) -> Region:
+    ops = list(region.ops)
+    for i, op in enumerate(ops):
+        # running statistics are not read by a second run
+        unread = {op.node.args[at] for at in RUNNING_STATISTICS.get(op.node.target, ())} if op.kind == "call" else set()
+        if any(at in primals and region.primals[at] not in unread for at in op.takes):
+            if i >= region.boundary:
+                raise CaptureError(
+                    f"{op.node.format_node()} of the backward pass reads a buffer or an input that is overwritten "
+                    "after its forward pass, so its gradient would be wrong. Write a new tensor instead"
+                )
+            ops[i] = replace(op, keep_because="it reads an input that is overwritten later")
+    return replace(region, ops=tuple(ops))
+
+
+def order_of(calls: Sequence[RegionCall]) -> dict[str, tuple[int | None, ...]]:
+    """For each Dynamo graph, by key, the regions that its calls are, in order; None for a call without a gradient."""
+    order: dict[str, tuple[int | None, ...]] = {}
+    count = 0
+    for call in calls:
+        if call.key:
+            order[call.key] = (*order.get(call.key, ()), None if call.region is None else count)
+        count += call.region is not None
+    return order
+
+
+def links_of(calls: Sequence[RegionCall], output: Sequence[Any]) -> tuple[Link, ...]:
+    """What the regions make for each other and share.
+
+    Args:
+        calls: in order.
+        output: the leaves of the model's output.
+    """
+    seen: dict[int, torch.Tensor] = {}
+    made: dict[int, tuple[int, int]] = {}
+    uses: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for r, call in enumerate(call for call in calls if call.region is not None):
+        for at, t in enumerate(call.inputs):
+            if isinstance(t, torch.Tensor):
+                seen[id(t)] = t
+                uses[id(t)].append((r, at))
+        for at, t in enumerate(call.results):
+            if isinstance(t, torch.Tensor) and id(t) not in seen:
+                seen[id(t)] = t
+                made[id(t)] = (r, at)
+    # what the model returns, or a storage that a tensor shares which no region made
+    elsewhere = set(storages(output))
+    shared = Counter(s for t in seen.values() for s in storages(t))
+    elsewhere |= {s for key, t in seen.items() if key not in made for s in storages(t) if shared[s] > 1}
+    found = []
+    for key, takers in uses.items():
+        t = seen[key]
+        leaf = t.is_leaf and t.requires_grad  # autograd's node for its gradient holds it
+        held = leaf or any(s in elsewhere for s in storages(t))
+        if key in made or (len(takers) > 1 and leaf):
+            found.append(Link(made.get(key), tuple(takers), held))
+    return tuple(found)

@@ -1,0 +1,1 @@
+"""Traces one training step under fake tensors: forward, loss and backward pass."""

@@ -1,0 +1,142 @@
+"""Fake tensors whose values are known: small ones that are made of the batch and of constants alone, on no random draw.
+
+Models ask such values in Python (is this mask causal, is nothing padded), where a tensor without data has no answer.
+Fake tensors already compute on constants of one element (`torch._subclasses.fake_tensor`); this lets them be larger.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from planner.capture.trace.data_dependent import Answers, asks
+from planner.compat.capture import DataDependentOutputException, FakeTensor, FakeTensorMode, TracingContext, no_dispatch
+
+_ATEN = torch.ops.aten
+MOST_ELEMENTS = 2**22  # of a tensor that is known: a mask of 2048 by 2048 tokens
+
+
+class KnownValues:
+    """Has a fake mode know the values of what is small, and depends on no parameter and no random draw.
+
+    Args:
+        mode: the fake mode.
+        answers: to what Python code asks of values that are not known.
+    """
+
+    def __init__(self, mode: FakeTensorMode, answers: Answers) -> None:
+        self.mode = mode
+        self.answers = answers
+        self._dispatch = mode.dispatch
+        self._may_turn_const = mode.may_turn_const
+        # not by a subclass: higher-order operators look for what to do under FakeTensorMode itself
+        mode.dispatch = self.dispatch  # type: ignore[method-assign]
+        mode.may_turn_const = self.may_turn_const  # type: ignore[method-assign]
+
+    def fake(self, tree: Any) -> Any:
+        """A tree with fake tensors for its tensors, known where they are small; writing into them changes nothing."""
+        memo: dict[int, Any] = {}  # what shares a storage goes on sharing one
+
+        def fake(t: torch.Tensor) -> Any:
+            if type(t) is not torch.Tensor or t.requires_grad or t.is_meta or t.numel() > MOST_ELEMENTS:
+                return self.mode.from_tensor(t)
+            own = copy.deepcopy(t, memo)
+            return self.mode.fake_tensor_converter.from_real_tensor(self.mode, own, make_constant=True)
+
+        return pytree.tree_map_only(torch.Tensor, fake, tree)
+
+    def may_turn_const(self, t: torch.Tensor) -> bool:
+        """Whether a result is to be known; torch allows for one element."""
+        return t.numel() <= MOST_ELEMENTS and self._may_turn_const(t.flatten()[:1])
+
+    def dispatch(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run an op on fake tensors, and for real where all that it reads is known and the result is small."""
+        kwargs = kwargs or {}
+        inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        known = [t for t in inputs if isinstance(t, FakeTensor) and t.constant is not None]
+        made: Any
+        if asks(func) and TracingContext.try_get() is None:
+            return self._answer(func, types, args, kwargs)
+        if func in _CTC and (made := _ctc_loss(*args, **kwargs)) is not None:
+            return made
+        if _uninitialised(func):
+            return self._unknowing(known, func, types, args, kwargs)
+        if len(known) < len(inputs) or not _repeatable(func):
+            made = self._dispatch(func, types, args, kwargs)
+            if func is _ATEN.rand.default and made.numel() == 1 and self.answers.likely:
+                self._learn([made], [torch.full(made.shape, 0.5, dtype=made.dtype)])
+            elif func is _ATEN.rand.default:
+                made.planner_drawn = True
+            elif func is _ATEN.lt.Scalar and getattr(args[0], "planner_drawn", False) and args[1] <= 0:
+                self._learn([made], [torch.zeros(made.shape, dtype=torch.bool)])  # layers are dropped at a rate of 0
+            return made
+        made = self._unknowing(known, func, types, args, kwargs)  # the result may be large
+        results = [t for t in pytree.tree_leaves(made) if isinstance(t, FakeTensor)]
+        if results and all(t.numel() <= MOST_ELEMENTS and t.device.type in ("cpu", "cuda") for t in results):
+            real_args, real_kwargs = pytree.tree_map_only(FakeTensor, lambda t: t.constant, (tuple(args), dict(kwargs)))
+            with no_dispatch():
+                real = func(*real_args, **real_kwargs)
+            self._learn(results, pytree.tree_leaves(real))
+        return made
+
+    def _answer(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """The value that Python code asks for outside every graph."""
+        answer = self.answers.answer()
+        try:
+            return self._dispatch(func, types, args, kwargs)
+        except DataDependentOutputException:
+            if answer is None:
+                raise
+            return answer
+
+    def _unknowing(self, known: Sequence[Any], func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op on fake tensors without what is known of some."""
+        values = [t.constant for t in known]
+        for t in known:
+            t.constant = None
+        try:
+            return self._dispatch(func, types, args, kwargs)
+        finally:
+            for t, value in zip(known, values, strict=True):
+                t.constant = value
+
+    def _learn(self, fakes: Sequence[Any], values: Sequence[torch.Tensor]) -> None:
+        for t, value in zip(fakes, values, strict=True):
+            t.constant = value
+            self.mode.fake_tensor_converter.add_constant_storage_mapping(t)
+
+
+def _repeatable(func: Any) -> bool:
+    """Whether an op's result depends on its inputs alone, and its size on theirs; torch sees to the others."""
+    tags = (torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+    return (
+        isinstance(func, torch._ops.OpOverload)
+        and func.namespace == "aten"
+        and not func._schema.is_mutable
+        and not any(tag in func.tags for tag in tags)
+    )
+
+
+def _uninitialised(func: Any) -> bool:
+    """Whether what an op makes has no values yet."""
+    return "empty" in str(func)
+
+
+_CTC = (_ATEN._ctc_loss.default, _ATEN._ctc_loss.Tensor)
+
+
+def _ctc_loss(log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, *_: Any, **__: Any) -> Any:
+    """What connectionist temporal classification makes, by the longest target; None where that is not known."""
+    lengths = target_lengths.constant if isinstance(target_lengths, FakeTensor) else torch.as_tensor(target_lengths)
+    if lengths is None or log_probs.dim() != 3:
+        return None
+    with no_dispatch():
+        longest = int(lengths.max())
+    steps, batch, _ = log_probs.shape
+    return log_probs.new_empty((batch,)), log_probs.new_empty((batch, steps, 2 * longest + 1))

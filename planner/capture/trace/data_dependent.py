@@ -1,0 +1,87 @@
+"""What Python code asks of tensors' values, answered as a real call of the model does: a fake tensor has no values."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from planner.capture.provenance import line_at, user_place
+from planner.capture.trace.state_guard import untouched
+from planner.compat.capture import FakeTensor
+from planner.core.call import tensors_in
+
+Place = tuple[str, int]  # file and line
+
+
+class Answers:
+    """The values that one call of the model asked for, by the line that did, in order.
+
+    Attributes:
+        likely: whether a single random number is taken for its median, which says what the model does most often (a
+            layer that is dropped now and then is not); else it is drawn as the real call does.
+        asked: the lines that asked outside every compiled graph since `begin()`, and how often.
+    """
+
+    def __init__(self, likely: bool = True) -> None:
+        self.likely = likely
+        self.asked: Counter[Place] = Counter()
+        self._given: dict[Place, list[Any]] = {}
+
+    def learn(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Run the model for real, without gradients, unless it is no real model; it is as before afterwards."""
+        tensors = [*tensors_in((tuple(args), dict(kwargs))), *model.parameters(), *model.buffers()]
+        if any(t.is_meta or isinstance(t, FakeTensor) for t in tensors):
+            return False
+        listener = _Listener()
+        with untouched(model, args, kwargs) as (own_args, own_kwargs), listener:
+            model(*own_args, **own_kwargs)
+        self._given = dict(listener.given)
+        return True
+
+    def begin(self) -> None:
+        """A call of the model begins."""
+        self.asked.clear()
+
+    def answer(self) -> Any:
+        """What was answered at the line that asks now: the next value, the last one again after that; None: nothing."""
+        place = user_place(sys._getframe())
+        given = self._given.get(place)
+        self.asked[place] += 1
+        return given[min(self.asked[place], len(given)) - 1] if given else None
+
+    def lines(self) -> tuple[str, ...]:
+        """The lines that asked: "file:line: code"."""
+        return tuple(line_at(*place) for place in self.asked)
+
+
+class _Listener(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the values that ops hand to Python."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.given: dict[Place, list[Any]] = defaultdict(list)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if asks(func):
+            self.given[user_place(sys._getframe())].append(result)
+        return result
+
+
+def told(asked: Sequence[str], otherwise: str) -> str:
+    """What to tell of the lines that asked, and of a step where they are answered otherwise."""
+    return (
+        "The model's Python code decides by values of tensors, and this plan is for what they are here "
+        f"({'; '.join(asked)}): a step that goes another way {otherwise}."
+    )
+
+
+def asks(func: Any) -> bool:
+    """Whether an op hands a value to Python."""
+    return torch.Tag.data_dependent_output in getattr(func, "tags", ())

@@ -1,0 +1,214 @@
+"""Capture through `torch.compile`: a dry pass under fake tensors, and the backend that a planned model runs on.
+
+No memory and no compute is spent: the model is copied onto fake tensors, called once, and every joint graph that
+AOTAutograd makes on the way is read. Guards, graph breaks, buffer mutation and autocast are torch's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from planner.capture.passes.checkpoints import Checkpoints
+from planner.capture.regions.region import Region, analyse
+from planner.capture.shapes import at_hints, symbolic_again
+from planner.capture.trace.constant_propagation import KnownValues
+from planner.capture.trace.data_dependent import Answers
+from planner.capture.trace.layers import capturable_layers
+from planner.capture.trace.recording import Recording
+from planner.compat.capture import (
+    BoxedCodeGen,
+    FakeCopyMode,
+    FakeTensorMode,
+    aot_autograd,
+    cached_backends,
+    dynamo_config,
+    reset_code,
+)
+from planner.errors import CaptureError, PlannerError
+from planner.parallel.meshes import refuse_swapped
+from planner.parallel.sharded import as_defined
+
+Partition = Callable[[Region], tuple[fx.GraphModule, fx.GraphModule]]
+CompileRegion = Callable[[Partition, Sequence[Any]], Callable[..., Any]]
+Serve = Callable[[fx.GraphModule, CompileRegion, Sequence[Any]], Callable[..., Any]]
+
+
+@contextlib.contextmanager
+def dynamo_settings() -> Iterator[None]:
+    """The settings under which a planned model compiles and runs.
+
+    torch.compile silently runs a model unplanned after `recompile_limit` shapes, and breaks the graph at every logging
+    call: neither may happen here. Nor may a hook that comes after the first step be overlooked, nor NumPy's random
+    numbers be drawn from another generator than without a plan, nor DistributedDataParallel cut graphs at its buckets.
+    """
+    words = ("debug", "info", "warn", "error", "exception", "critical", "log")
+    methods = {f for name, f in vars(logging.Logger).items() if name.startswith(words)}
+    with (
+        capturable_layers(),
+        dynamo_config.patch(
+            recompile_limit=1_000_000,
+            accumulated_recompile_limit=1_000_000,
+            fail_on_recompile_limit_hit=True,
+            suppress_errors=False,
+            skip_nnmodule_hook_guards=False,
+            allow_rnn=True,
+            use_numpy_random_stream=True,
+            optimize_ddp=False,
+            ignore_logger_methods=dynamo_config.ignore_logger_methods | methods,
+        ),
+    ):
+        try:
+            yield
+        except Exception as e:  # what our backend refuses, torch.compile wraps
+            inner = getattr(e, "inner_exception", None)
+            if isinstance(inner, PlannerError):
+                raise inner from None
+            raise
+
+
+def make_backend(serve: Serve, checkpoints: Checkpoints = "replace") -> Callable[..., Any]:
+    """A `torch.compile` backend that leaves every decision to `serve`.
+
+    Args:
+        serve: a Dynamo graph, a function that compiles it, and its first inputs -> what Dynamo calls in its place.
+            That function takes what turns the captured region into its forward and backward graphs, and inputs.
+        checkpoints: what becomes of calls that the model itself checkpoints.
+    """
+
+    def compiler(graph: fx.GraphModule, _inputs: Any) -> Callable[[list[Any]], Any]:
+        return boxed(graph)
+
+    def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        # the tensors are the user's: their batch and what earlier regions made
+        sizes = [None if isinstance(x, torch.Tensor) else x for x in inputs]
+
+        def compile_region(partition: Partition, given: Sequence[Any]) -> Callable[..., Any]:
+            def split(
+                joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any
+            ) -> tuple[fx.GraphModule, fx.GraphModule]:
+                symbolic = at_hints(joint)
+                forward, backward = partition(analyse(joint, num_fwd_outputs, checkpoints))
+                return (symbolic_again(forward), symbolic_again(backward)) if symbolic else (forward, backward)
+
+            aot = aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=split)
+            examples = [x if kept is None else kept for x, kept in zip(given, sizes, strict=True)]
+            compiled: Callable[..., Any] = aot(graph, examples)
+            return compiled
+
+        return serve(graph, compile_region, inputs)
+
+    return backend
+
+
+def compile_call(model: nn.Module, backend: Callable[..., Any]) -> Callable[..., Any]:
+    """The model's call, compiled with static shapes; to be called under `dynamo_settings`."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    # Dynamo keeps what it compiled by code object: one of its own keeps other models' guards out of this one's way,
+    # and goes with it. A frame of ours on top also lets it see modules that are torch's own (nn.Sequential).
+    call.__code__ = call.__code__.replace(co_varnames=call.__code__.co_varnames)
+    compiled: Callable[..., Any] = torch.compile(call, backend=backend, dynamic=False)
+    for key in [k for k, b in cached_backends.items() if getattr(b, "compiler_fn", None) is backend]:
+        del cached_backends[key]  # kept for torch._dynamo.reset(), which has nothing to do for ours
+    weakref.finalize(call, reset_code, call.__code__)  # torch holds what it compiled as long as the code, and that it
+    return compiled
+
+
+def detach_outputs(graph: fx.GraphModule, positions: Collection[int]) -> None:
+    """Cut outputs of a Dynamo graph off, in place: no gradient is captured for them."""
+    output = graph.graph.output_node()
+    results = list(output.args[0])  # type: ignore[arg-type]
+    with graph.graph.inserting_before(output):
+        for at in positions:
+            node = results[at]
+            results[at] = graph.graph.call_method("detach", (node,))
+            results[at].meta = dict(node.meta)
+    output.args = (tuple(results),)
+    if positions:
+        graph.recompile()
+
+
+def lone_loss(graph: fx.GraphModule) -> tuple[int, ...]:
+    """Positions of differentiable outputs beside the one scalar among them, which is probably the loss."""
+    scalar: list[int] = []
+    others: list[int] = []
+    for at, node in enumerate(graph.graph.output_node().args[0]):  # type: ignore[arg-type]
+        t = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+        if isinstance(t, torch.Tensor) and t.is_floating_point() and t.requires_grad:
+            (others if t.dim() else scalar).append(at)
+    return tuple(others) if len(scalar) == 1 else ()
+
+
+def to_fake(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], answers: Answers
+) -> tuple[Recording, nn.Module, Any, Any]:
+    """The model and its inputs on fake tensors; the originals are not touched. What is on `meta` comes to the CPU."""
+    refuse_swapped(model)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def whole(shard: torch.Tensor, dtype: torch.dtype) -> nn.Parameter:
+        with mode:
+            return nn.Parameter(torch.empty(shard.shape, dtype=dtype, device=shard.device), shard.requires_grad)
+
+    try:
+        with as_defined(model, whole) as memo, FakeCopyMode(mode):
+            fake_model = copy.deepcopy(model, memo)
+        for module in fake_model.modules():
+            module._compiled_call_impl = None  # a copy runs under the plan of its original
+    except Exception as e:
+        raise CaptureError(f"{type(model).__name__} cannot be copied for planning: {type(e).__name__}: {e}") from e
+
+    def fake(t: torch.Tensor) -> Any:
+        return _landed(t, mode)
+
+    landed: dict[int, Any] = {}  # tied parameters stay tied
+    for module in fake_model.modules():
+        tables: list[dict[str, Any]] = [module._parameters, module._buffers]
+        for table in tables:
+            for name, t in table.items():
+                if t is not None and t.device.type == "meta":
+                    table[name] = landed.setdefault(id(t), _landed(t, mode))
+    fake_args, fake_kwargs = pytree.tree_map_only(
+        torch.Tensor, fake, KnownValues(mode, answers).fake((tuple(args), dict(kwargs)))
+    )
+    paths = {id(module): name for name, module in fake_model.named_modules()}
+    return Recording(mode, paths), fake_model, fake_args, fake_kwargs
+
+
+def _landed(t: torch.Tensor, mode: FakeTensorMode) -> Any:
+    """A fake tensor on the CPU in the place of one on `meta`, on which autograd and autocast differ."""
+    if t.device.type != "meta":
+        return t
+    if is_traceable_wrapper_subclass(t):
+        names, context = t.__tensor_flatten__()
+        parts = {name: getattr(t, name) for name in names}
+        inside = {n: _landed(part, mode) if isinstance(part, torch.Tensor) else part for n, part in parts.items()}
+        made = type(t).__tensor_unflatten__(inside, context, t.shape, t.stride())
+        return nn.Parameter(made, t.requires_grad) if isinstance(t, nn.Parameter) else made
+    with mode:
+        made = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cpu", requires_grad=t.requires_grad)
+    return nn.Parameter(made, t.requires_grad) if isinstance(t, nn.Parameter) else made
+
+
+def boxed(graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
+    """A graph as a callable that takes one list and empties it, so that an input is freed after its last use."""
+    graph.graph.set_codegen(BoxedCodeGen())
+    graph.recompile()
+
+    def call(arguments: list[Any]) -> Any:
+        return graph.forward(arguments)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call

@@ -1,0 +1,180 @@
+"""What runs between the compiled graphs of a step, read as regions that cannot change.
+
+torch.compile leaves out functions under `torch.compiler.disable`, modules with backward hooks, the frame around a loop
+that breaks. Their ops run as before, forward and backward; here they become graphs, so that a plan counts them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from planner.capture.regions.calls import RegionCall
+from planner.capture.regions.region import Region, analyse
+from planner.capture.trace.backward_trace import EagerPart, edge_of, reads
+from planner.capture.trace.recording import EagerCall
+from planner.compat.capture import PlainAOTInput, PlainAOTOutput, TangentAOTInput
+from planner.core.call import storages, tensors_in
+
+REASON = "it runs outside every compiled graph"
+
+
+def as_region_calls(
+    parts: Sequence[EagerPart],
+    calls: Sequence[RegionCall],
+    output: Sequence[Any],
+    arrived: Mapping[int, torch.Tensor],
+) -> tuple[RegionCall, ...]:
+    """The calls of a step in order, with the parts between them as regions of their own.
+
+    Args:
+        parts: what ran before each call that has a gradient, and after the last.
+        calls: of compiled graphs.
+        output: the leaves of the model's output.
+        arrived: gradients of tensors that cross from one call or part to another, by the tensor's identity.
+    """
+    wanted = {id(t) for t in pytree.tree_leaves([[c.inputs for c in calls if c.region is not None], output])}
+    wanted |= {id(t) for part in parts for t in reads(part.forward)}
+    merged: list[RegionCall] = []
+    remaining = iter(parts)
+    for call in calls:
+        if call.region is not None:
+            merged.extend(_region_call(next(remaining), wanted, arrived))
+        merged.append(call)
+    merged.extend(_region_call(next(remaining), wanted, arrived))
+    return tuple(merged)
+
+
+def _matters(call: EagerCall) -> bool:
+    """Whether an op allocates or writes; others are views."""
+    made = storages(call.result).keys() - storages((call.args, call.kwargs)).keys()
+    return bool(made) or call.target._schema.is_mutable
+
+
+def _needed(calls: Sequence[EagerCall], wanted: set[int]) -> tuple[EagerCall, ...]:
+    """The ops that allocate or write, and what their inputs and the wanted tensors are views by."""
+    kept: list[EagerCall] = []
+    needed = set(wanted)
+    for call in reversed(calls):
+        if _matters(call) or any(id(t) in needed for t in tensors_in(call.result)):
+            kept.append(call)
+            needed.update(id(t) for t in tensors_in((call.args, call.kwargs)))
+    return tuple(reversed(kept))
+
+
+def _region_call(part: EagerPart, wanted: set[int], arrived: Mapping[int, torch.Tensor]) -> Iterator[RegionCall]:
+    part = replace(part, forward=_needed(part.forward, wanted), backward=tuple(filter(_matters, part.backward)))
+    if not part.forward:
+        return
+    inputs = reads(part.forward)
+    own = {id(t) for t in inputs}
+    made = {id(t): t for call in part.forward for t in tensors_in(call.result) if id(t) not in own}
+    results = tuple(t for key, t in made.items() if key in wanted)
+    region = _Recorder().region(part, inputs, results, arrived)
+    yield RegionCall("", region, inputs, tuple(t._version for t in inputs), results)
+
+
+class _Recorder:
+    """Writes what ran as a graph."""
+
+    def __init__(self) -> None:
+        self.graph = fx.Graph()
+        self.node_of: dict[int, fx.Node] = {}  # tensor -> its node
+        self.holder: dict[int, fx.Node] = {}  # storage -> a node that holds it
+        self.inputs = 0
+
+    def region(
+        self,
+        part: EagerPart,
+        inputs: Sequence[torch.Tensor],
+        results: Sequence[torch.Tensor],
+        arrived: Mapping[int, torch.Tensor],
+    ) -> Region:
+        for at, t in enumerate(inputs):
+            self._placeholder(f"primals_{at}", t, PlainAOTInput(at))
+        for call in part.forward:
+            self._record(call)
+        descs: list[Any] = [PlainAOTOutput(at) for at in range(len(results))]
+        outputs: list[fx.Node | None] = [self._node(t) for t in results]
+        for node in self.graph.nodes:
+            node.meta["partitioner_tag"] = "is_forward"
+        for at, t in enumerate(results):
+            if id(t) in arrived:
+                self._placeholder(f"tangents_{at}", arrived[id(t)], TangentAOTInput(PlainAOTOutput(at)))
+        for call in part.backward:
+            self._record(call)
+        for t in inputs:
+            gradient = part.gradients.get(edge_of(t)) if t.requires_grad else None
+            outputs.append(None if gradient is None else self.holder.get(gradient.untyped_storage()._cdata))
+        output = self.graph.output(tuple(outputs))
+        output.meta["desc"] = descs + [None] * len(inputs)
+        joint = fx.GraphModule(torch.nn.Module(), self.graph)
+        return self._held_by_nodes(analyse(joint, len(results), outside=REASON), part.saved)
+
+    def _placeholder(self, name: str, t: torch.Tensor, desc: Any) -> None:
+        last = next((n for n in reversed(self.graph.nodes) if n.op == "placeholder"), None)
+        with self.graph.inserting_after(last) if last is not None else self.graph.inserting_before():
+            node = self.graph.placeholder(name)
+        node.meta.update(val=t, desc=desc)
+        self._know(t, node)
+
+    def _know(self, t: torch.Tensor, node: fx.Node) -> None:
+        self.node_of[id(t)] = node
+        self.holder.setdefault(t.untyped_storage()._cdata, node)
+
+    def _node(self, t: torch.Tensor) -> fx.Node:
+        """The node of a tensor; a view of what holds its storage; or a gradient that comes from elsewhere."""
+        known = self.node_of.get(id(t))
+        if known is not None and known.meta["val"] is t:
+            return known
+        holder = self.holder.get(t.untyped_storage()._cdata)
+        if holder is None:
+            self.inputs += 1
+            self._placeholder(f"tangents_more_{self.inputs}", t, None)
+            return self.node_of[id(t)]
+        view = (holder, tuple(t.shape), t.stride(), t.storage_offset())
+        node = self.graph.call_function(torch.ops.aten.as_strided.default, view)
+        node.meta["val"] = t
+        self._know(t, node)
+        return node
+
+    def _record(self, call: EagerCall) -> None:
+        args, kwargs = pytree.tree_map_only(torch.Tensor, self._node, (tuple(call.args), dict(call.kwargs)))
+        node = self.graph.call_function(call.target, args, kwargs)
+        words = {"stack_trace": call.stack_trace, "nn_module_stack": {"": (call.module, "")}}
+        node.meta.update(val=call.result, autograd_node=call.node, **words)
+        if isinstance(call.result, torch.Tensor):
+            self._know(call.result, node)
+        elif isinstance(call.result, (tuple, list)):
+            for at, t in enumerate(call.result):
+                if isinstance(t, torch.Tensor):
+                    item = self.graph.call_function(operator.getitem, (node, at))
+                    item.meta.update(val=t, **words)
+                    self._know(t, item)
+
+    def _held_by_nodes(self, region: Region, saved: Mapping[int, tuple[torch.Tensor, ...]]) -> Region:
+        """The same, where what an autograd node saved, reads and makes is held until it has run."""
+        ops = list(region.ops)
+        used: dict[int, set[int]] = defaultdict(set)
+        taken: dict[int, set[int]] = defaultdict(set)
+        last: dict[int, int] = {}
+        for i, op in enumerate(ops[region.boundary :], region.boundary):
+            number = op.node.meta["autograd_node"]
+            used[number].update(op.reads, op.writes)
+            taken[number].update(op.takes)
+            last[number] = i
+        for number, i in last.items():
+            for storage in storages(saved.get(number, ())):
+                if storage in self.holder:
+                    used[number].update(region.value_of[self.holder[storage]])
+                    taken[number].update(at for at, n in enumerate(region.primals) if n is self.holder[storage])
+            reads = tuple(sorted(used[number].difference(ops[i].writes)))
+            ops[i] = replace(ops[i], reads=reads, takes=tuple(sorted(taken[number])))
+        return replace(region, ops=tuple(ops))

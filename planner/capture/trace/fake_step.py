@@ -1,0 +1,149 @@
+"""The dry pass: one call of the fake model through `torch.compile`, and what is refused because no plan would hold."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from planner.capture.passes.checkpoints import Checkpoints
+from planner.capture.provenance import running_module
+from planner.capture.regions.calls import RegionCall, version
+from planner.capture.regions.region import Region, fingerprint
+from planner.capture.shapes import Maxima, marked
+from planner.capture.trace.backward_trace import watch_backward
+from planner.capture.trace.dynamo import (
+    CompileRegion,
+    Partition,
+    compile_call,
+    detach_outputs,
+    dynamo_settings,
+    make_backend,
+)
+from planner.capture.trace.eager_parts import as_region_calls
+from planner.capture.trace.loss_trace import LossFn, OutsideLoss, differentiable, leaves, trace_loss
+from planner.capture.trace.recording import EagerCall, Recording
+from planner.capture.trace.refusals import refusal
+from planner.compat.capture import reset_code
+from planner.core.call import storages
+from planner.errors import CaptureError, PlannerError
+
+Detach = Callable[[fx.GraphModule], Collection[int]] | Mapping[str, tuple[int, ...]]
+
+
+class DryPass:
+    """One call of the fake model.
+
+    Attributes:
+        calls: of compiled graphs, in order; one graph may serve several. What ran between them, after `gradients()`.
+        cut: for each Dynamo graph, by its key, the outputs that were cut off.
+    """
+
+    def __init__(
+        self, recording: Recording, split: Partition, detach: Detach, checkpoints: Checkpoints = "replace"
+    ) -> None:
+        self.recording = recording
+        self.split = split
+        self.detach = detach
+        self.checkpoints = checkpoints
+        self.calls: list[RegionCall] = []
+        self.cut: dict[str, tuple[int, ...]] = {}
+        self._between: list[tuple[EagerCall, ...]] = []  # before each call that has a gradient, and after the last
+
+    def run(self, model: nn.Module, args: Any, kwargs: Any, maxima: Maxima | None = None) -> Any:
+        """Call the model, with symbols for the sizes that may be smaller; returns its output. Raises CaptureError."""
+        name = type(model).__name__
+        compiled = compile_call(model, make_backend(self._serve, self.checkpoints))
+        try:
+            with self.recording.mode, dynamo_settings(), torch.enable_grad(), marked(args, kwargs, maxima):
+                self.recording.resume()
+                try:
+                    output = compiled(*args, **kwargs)
+                finally:
+                    self.recording.pause()
+                    reset_code(compiled._torchdynamo_orig_callable.__code__)  # type: ignore[attr-defined]
+        except PlannerError:
+            raise
+        except Exception as e:
+            raise CaptureError(refusal(model, e, eagerly=False)) from e
+        self._between.append(self.recording.taken())
+        if all(call.region is None for call in self.calls):
+            raise CaptureError(
+                f"{name}: torch.compile captured nothing of its forward pass that needs a gradient (it leaves "
+                "alone what is under torch.compiler.disable). Plan with mode='eager', or a submodule it can capture"
+            )
+        return output
+
+    def _serve(
+        self, graph: fx.GraphModule, compile_region: CompileRegion, examples: Sequence[Any]
+    ) -> Callable[..., Any]:
+        key = fingerprint(graph.graph)
+        cut = self.detach.get(key, ()) if isinstance(self.detach, Mapping) else self.detach(graph)
+        self.cut[key] = tuple(cut)
+        detach_outputs(graph, cut)
+        captured: list[Region] = []
+
+        def partition(region: Region) -> tuple[fx.GraphModule, fx.GraphModule]:
+            captured.append(region)
+            return self.split(region)
+
+        compiled = compile_region(partition, examples)
+
+        def call(*inputs: Any) -> Any:
+            region = captured[0] if captured else None
+            if region is not None:  # else its ops run as they are, and count as what runs outside
+                self._between.append(self.recording.taken())
+                self.recording.pause()
+            module = running_module(sys._getframe(1), self.recording.paths)
+            results = tuple(compiled(*inputs))
+            if region is not None:
+                self.recording.resume()
+            for at in cut:  # so that a gradient which does reach it is seen
+                results[at].requires_grad_()
+            self.calls.append(RegionCall(key, region, inputs, tuple(map(version, inputs)), results, module))
+            return results
+
+        return call
+
+    def gradients(self, output: Any, loss_fn: LossFn | None) -> tuple[dict[str, tuple[int, ...]], OutsideLoss]:
+        """For each Dynamo graph, the outputs that no gradient reaches; and what the loss outside the model takes.
+
+        The backward pass runs for it; with what runs outside the regions then, `calls` is complete.
+        """
+        results = [t for call in self.calls for t in call.results if differentiable(t)]
+        ends = [t for t in leaves(output) if differentiable(t)]
+        eager = self._runs_outside()
+        try:
+            with self.recording.mode, torch.enable_grad():
+                outside, loss = trace_loss(
+                    output, loss_fn, ends if eager else [t for t in self.calls[-1].results if differentiable(t)]
+                )
+                if loss is not None:
+                    roots, arriving = [loss], None
+                else:
+                    roots, arriving = ends, [torch.ones_like(t) for t in ends]
+                if not eager:
+                    reached: Sequence[torch.Tensor | None]
+                    reached = torch.autograd.grad(roots, results, arriving, allow_unused=True)
+                else:
+                    regions = [call for call in self.calls if call.region is not None]
+                    seen = watch_backward(self.recording, regions, self._between, roots, arriving, results, ends)
+                    reached = seen.reached
+                    self.calls = list(as_region_calls(seen.parts, self.calls, leaves(output), seen.arrived))
+        except PlannerError:
+            raise
+        except Exception as e:
+            raise CaptureError(f"the backward pass cannot be captured: {type(e).__name__}: {e}") from e
+        unused = {id(t) for t, g in zip(results, reached, strict=True) if g is None} if loss is not None else set()
+        cut: dict[str, tuple[int, ...]] = {}
+        for call in self.calls:
+            here = tuple(at for at, t in enumerate(call.results) if id(t) in unused)
+            cut[call.key] = tuple(at for at in cut.get(call.key, here) if at in here)
+        return {key: cut.get(key, ()) for key in self.cut}, outside
+
+    def _runs_outside(self) -> bool:
+        """Whether ops outside the regions make anything."""
+        return any(storages([call.result for call in calls]) for calls in self._between)

@@ -1,0 +1,73 @@
+"""Layers of torch.nn that torch.compile does not capture as they are: what stands in while a planned model compiles."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from planner.compat.capture import decompositions, nn_transformer
+
+_DETECT, _RNN_HELPER = nn_transformer._detect_is_causal_mask, decompositions._rnn_helper
+
+
+_lock = threading.Lock()
+_users = 0
+
+
+@contextmanager
+def capturable_layers() -> Iterator[None]:
+    """While it is on, in any thread, torch's layers can be captured.
+
+    Attention is not asked whether its mask is causal, which would stop compiling; and taking a recurrent layer apart
+    keeps its dropout, which torch's `_rnn_helper` (2.13) leaves out.
+    """
+    global _users
+    with _lock:
+        if not _users:
+            nn_transformer._detect_is_causal_mask = _causal_if_told
+            decompositions._rnn_helper = partial(_layer_by_layer, _RNN_HELPER)
+        _users += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _users -= 1
+            if not _users:
+                nn_transformer._detect_is_causal_mask = _DETECT
+                decompositions._rnn_helper = _RNN_HELPER
+
+
+def _causal_if_told(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
+    return is_causal is True
+
+
+def _layer_by_layer(
+    one_layer: Callable[..., Any],
+    sequence: torch.Tensor,
+    hidden: Sequence[Any],
+    params: Sequence[Any],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+    layer_fn: Callable[..., Any],
+) -> tuple[torch.Tensor, list[Any]]:
+    sequence = sequence.transpose(0, 1) if batch_first else sequence
+    directions = 2 if bidirectional else 1
+    final = []
+    for i in range(num_layers):
+        at = slice(i * directions, (i + 1) * directions)
+        sequence, last = one_layer(
+            sequence, hidden[at], params[at], has_biases, 1, 0.0, train, bidirectional, False, layer_fn
+        )
+        final += last
+        if dropout and train and i < num_layers - 1:
+            sequence = torch.dropout(sequence, dropout, train=True)
+    return (sequence.transpose(0, 1) if batch_first else sequence), final

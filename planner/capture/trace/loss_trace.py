@@ -1,0 +1,155 @@
+"""What happens between the passes: where the loss comes from, and what computing it outside the model allocates."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+from planner.core.call import Call, describe_call, here, storages, tensors_in
+from planner.errors import BatchError
+
+LossFn = Callable[[Any], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class OutsideLoss:
+    """The loss of a step, as far as it is computed outside the model.
+
+    Attributes:
+        source: "model" (its own output), "loss_fn", "received" (there is none here), or "unknown".
+        workspace: bytes held at most while the loss and its gradients are computed, beside the gradients of the model's
+            outputs.
+        held: bytes held from the loss to the end of the backward pass: the loss and its own gradient.
+        waiting: bytes that the loss, once it is computed, holds until its own backward pass.
+        calls: the ops of the loss.
+    """
+
+    source: Literal["model", "loss_fn", "received", "unknown"] = "unknown"
+    workspace: int = 0
+    held: int = 0
+    calls: tuple[Call, ...] = ()
+    waiting: int = 0
+
+
+def find_loss(output: Any) -> torch.Tensor | None:
+    """The loss among a model's outputs: `output.loss`, `output["loss"]`, the output itself, or what comes first."""
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if found is None and isinstance(output, (tuple, list)) and output:
+        found = output[0]
+    if found is None:
+        found = output
+    if isinstance(found, torch.Tensor) and found.dim() == 0 and found.requires_grad:
+        return found
+    return None
+
+
+def checked_loss(loss_fn: LossFn, output: Any) -> torch.Tensor:
+    """`loss_fn(output)`; raises BatchError where it fails or is not a differentiable scalar."""
+    name = getattr(loss_fn, "__name__", repr(loss_fn))
+    try:
+        loss = loss_fn(output)
+    except Exception as e:
+        raise BatchError(f"loss_fn {name} does not accept the model's output ({type(output).__name__}): {e}") from e
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise BatchError(f"loss_fn {name} must return a scalar tensor that needs a gradient; it returned {shape}")
+    return loss
+
+
+def gradients_received(output: Any) -> torch.Tensor:
+    """As a `loss_fn`: every output that may has a gradient, which comes from elsewhere, as to a stage of a pipeline.
+
+    Called, it is a loss that gives all of them one.
+    """
+    return torch.stack([t.float().mean() for t in leaves(output) if differentiable(t)]).sum()
+
+
+def leaves(output: Any) -> list[Any]:
+    """The leaves of a model's output; dataclass-like outputs are read through their fields."""
+    if hasattr(output, "to_tuple"):
+        output = output.to_tuple()
+    return list(pytree.tree_leaves(output))
+
+
+def differentiable(t: Any) -> bool:
+    """Whether something is a tensor that needs a gradient."""
+    return isinstance(t, torch.Tensor) and t.requires_grad
+
+
+def trace_loss(
+    output: Any, loss_fn: LossFn | None, results: Sequence[torch.Tensor]
+) -> tuple[OutsideLoss, torch.Tensor | None]:
+    """Compute the loss and its gradients on fake tensors, and watch what that allocates.
+
+    Args:
+        output: the model's output.
+        loss_fn: as in `plan()`.
+        results: the differentiable tensors that the model's last region returned.
+
+    Returns:
+        What was seen, and the loss; its graph is still there. No loss where it is not known.
+    """
+    loss = find_loss(output)
+    if loss_fn is None and loss is not None:
+        return OutsideLoss("model"), loss
+    if loss_fn is gradients_received:
+        return OutsideLoss("received"), None
+    if loss_fn is None:
+        # every output may get a gradient; a loss may hold as much, and need as much again for a moment
+        size = sum(storages([t for t in leaves(output) if differentiable(t)]).values())
+        return OutsideLoss("unknown", size, size + 16, waiting=size), None
+    meter = LiveBytes()
+    if any(map(is_traceable_wrapper_subclass, results)):
+        # the first time, DTensors try each op on tensors of the whole size
+        torch.autograd.grad(checked_loss(loss_fn, output), results, allow_unused=True, retain_graph=True)
+    with meter:
+        loss = checked_loss(loss_fn, output)
+        waiting = meter.live
+        gradients = torch.autograd.grad(loss, results, allow_unused=True, retain_graph=True)
+    # outputs of one storage have one gradient: what each adds to it is a temporary
+    made = {here(t).untyped_storage()._cdata: g for t, g in zip(results, gradients, strict=True) if g is not None}
+    workspace = max(0, meter.peak - sum(storages(list(made.values())).values()))
+    return OutsideLoss("loss_fn", workspace, 2 * loss.element_size(), tuple(meter.calls), waiting), loss
+
+
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the storages that are made and freed while it is on, in bytes.
+
+    Attributes:
+        live: held now.
+        peak: the most at once.
+        calls: every op called.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = self.peak = 0
+        self.calls: list[Call] = []
+        self._known: dict[int, Any] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(map(is_traceable_wrapper_subclass, tensors_in((args, kwargs)))):
+            return NotImplemented  # what the wrapper does with the tensors inside it comes here
+        inputs = storages((args, kwargs))
+        result = func(*args, **kwargs)
+        self.calls.append(describe_call(func, args, kwargs, result))
+        for t in pytree.tree_leaves(result):
+            if isinstance(t, torch.Tensor):
+                storage = t.untyped_storage()
+                key, size = storage._cdata, storage.nbytes()
+                if key not in inputs and key not in self._known:
+                    self.live += size
+                    self.peak = max(self.peak, self.live)
+                    self._known[key] = weakref.finalize(storage, self._freed, key, size)
+        return result
+
+    def _freed(self, key: int, size: int) -> None:
+        del self._known[key]
+        self.live -= size

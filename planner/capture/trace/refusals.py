@@ -1,0 +1,138 @@
+"""Why a model cannot be captured, in words: what stands in the way, in which module and line, and what to try."""
+
+from __future__ import annotations
+
+import linecache
+import re
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from planner.compat.capture import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+from planner.parallel.meshes import on_mesh
+
+Frame = tuple[str, int, Any]  # file, line, the object whose method runs there
+_TORCH = str(Path(torch.__file__).parent)
+_OURS = str(Path(__file__).parents[1])
+_OUTSIDE = {str(Path(p).resolve()) for p in sys.path if p.endswith("-packages")}
+LIMITS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)  # of fake tensors
+_VALUE = (  # what a line that asks for a tensor's value looks like
+    (r"\.item\(", "`.item()`"),
+    (r"\.tolist\(", "`.tolist()`"),
+    (r"^assert\b", "`assert` on a tensor"),
+    (r"^(if|elif)\b| if .+ else ", "`if` on a tensor"),
+    (r"^while\b", "`while` on a tensor"),
+    (r"\bnumpy\(|\bnp\.", "numpy"),
+    (r"\b(float|int|bool)\(", "`float()`, `int()` or `bool()` of a tensor"),
+)
+_OPS = {
+    "_unique2": "torch.unique()",
+    "nonzero": "nonzero() or an index of booleans",
+    "_pack_padded_sequence": "pack_padded_sequence()",
+    "masked_select": "masked_select()",
+    "repeat_interleave": "repeat_interleave()",
+}
+
+
+def refusal(model: nn.Module, error: BaseException, *, eagerly: bool) -> str:
+    """What to tell a user whose model raised while it was called on fake tensors.
+
+    Args:
+        model: the model on fake tensors, as it was called.
+        error: what it raised.
+        eagerly: whether it was raised without torch.compile, which is then not to blame.
+    """
+    ran = traceback.walk_tb(error.__traceback__)
+    traced: list[Frame] = [(f.filename, f.lineno or 0, None) for f in getattr(error, "real_stack", None) or ()]
+    frames: list[Frame] = [(f.f_code.co_filename, line, f.f_locals.get("self")) for f, line in ran]
+    frames = [f for f in (*frames, *traced) if not f[0].startswith(_OURS)]
+    at, asking = _user_frame(frames), _asking_frame(frames)
+    path = _module(model, frames, traced)
+    owner = "" if path is None else f"in {path or 'its own forward()'} ({type(model.get_submodule(path)).__name__})"
+    lines = list(dict.fromkeys(_line(f) for f in (at, asking) if f is not None))
+    place = ", ".join(filter(None, [owner, *(f"{file}:{number}: `{code}`" for file, number, code in lines)]))
+    words, cure = _reason(error, [code for *_, code in lines])
+    trials = [] if eagerly or on_mesh(model) else ['mode="eager", which does not compile']
+    if (other := _submodule(model, path)) is not None:
+        trials.append(f"a submodule without it, such as {other!r}")
+    tried = f" or plan {' or '.join(trials)}" if trials else ""
+    return f"{type(model).__name__} cannot be captured: {words}, {place or 'at a place unknown'}. {cure}{tried}"
+
+
+def _reason(error: BaseException, code: Sequence[str]) -> tuple[str, str]:
+    """What stands in the way, and what to do about it in the model."""
+    op = str(getattr(error, "func", "")).removeprefix("aten.").split(".")[0]
+    if isinstance(error, DataDependentOutputException):
+        found = (word for line in reversed(code) for pattern, word in _VALUE if re.search(pattern, line))
+        return (
+            f"{next(found, 'Python code')} asks for a tensor's value, and a plan is made from shapes",
+            "Decide it by shapes or by an argument that is no tensor,",
+        )
+    if isinstance(error, DynamicOutputShapeException):
+        return (
+            f"the size of what {_OPS.get(op, op)} makes depends on a tensor's values, and a plan needs every size",
+            "Use a form of one size (a mask, padding),",
+        )
+    if isinstance(error, UnsupportedOperatorException):
+        return f"{op} does not run on fake tensors, from which a plan is made", "Replace it,"
+    error = getattr(error, "inner_exception", None) or error  # what torch.compile wraps
+    lines = str(error).strip().splitlines() or [""]
+    if "SparseTensorImpl" in lines[0]:
+        return "a gradient is sparse (nn.Embedding(sparse=True)), which cannot be planned", "Make it dense,"
+    inner = re.search(r"got (\w+\(.*\))", str(error))  # torch.compile's report of what a traced op raised
+    return f"{type(error).__name__}: {inner[1] if inner else lines[0]}", "Move it out of forward(),"
+
+
+def _user_frame(frames: Sequence[Frame]) -> Frame | None:
+    """The innermost line of the user's own code, else of a library other than torch."""
+    other = [f for f in frames if not f[0].startswith((_TORCH, "<"))]
+    own = [f for f in other if not any(f[0].startswith(p) for p in _OUTSIDE)]
+    return next(reversed(own or other), None)
+
+
+def _asking_frame(frames: Sequence[Frame]) -> Frame | None:
+    """The innermost line of a model's code, torch.nn and libraries included."""
+    own = (f"{_TORCH}/nn/modules/module.py", "<")
+    asking = [f for f in frames if not f[0].startswith(own) and f[0].startswith((f"{_TORCH}/nn/", *_OUTSIDE))]
+    return next((f for f in reversed(asking) if "/torch/" not in f[0] or "/torch/nn/" in f[0]), None)
+
+
+def _line(frame: Frame) -> tuple[str, int, str]:
+    return frame[0], frame[1], linecache.getline(frame[0], frame[1]).strip()
+
+
+def _module(model: nn.Module, frames: Sequence[Frame], traced: Sequence[Frame]) -> str | None:
+    """Path of the innermost module that was running; None where that is not known."""
+    names = {id(module): name for name, module in model.named_modules()}
+    for file, line, _ in reversed(traced):  # torch.compile tells no objects: the first module with that code
+        for name, module in model.named_modules():
+            code: Any = getattr(getattr(type(module), "forward", None), "__code__", None)
+            if code is None:  # a scripted module
+                continue
+            ends = max((at for *_, at in code.co_lines() if at), default=0)
+            if code.co_filename == file and code.co_firstlineno <= line <= ends:
+                return str(name)
+    return next((names[id(own)] for *_, own in reversed(frames) if id(own) in names), None)
+
+
+def _submodule(model: nn.Module, path: str | None) -> str | None:
+    """The submodule with the most parameters to train that neither holds nor is what fails."""
+    sizes = {
+        name: sum(p.numel() for p in module.parameters() if p.requires_grad)
+        for name, module in model.named_modules()
+        if name
+        and not f"{path}.".startswith(f"{name}.")
+        and not (path and f"{name}.".startswith(f"{path}."))
+        and getattr(type(module), "forward", nn.Module.forward) is not nn.Module.forward
+    }
+    best = max(sizes, key=lambda name: sizes[name], default=None)
+    return best if best is not None and sizes[best] else None

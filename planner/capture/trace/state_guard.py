@@ -1,0 +1,114 @@
+"""A call of a model that leaves it as it was."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from planner.compat.capture import FakeTensor
+from planner.core.call import inside, tensors_in
+
+
+class State:
+    """What a call of a model may change: buffers, plain attributes of modules, and the random state.
+
+    Copies are in the host's memory, and not in what torch's allocator has there.
+
+    Args:
+        model: whose state is kept.
+        others: tensors whose devices count beside those of its parameters.
+    """
+
+    def __init__(self, model: nn.Module, others: Iterable[torch.Tensor] = ()) -> None:
+        self._bound = [(module, dict(module._buffers)) for module in model.modules()]
+        self._plain = [(module, _plain(module)) for module in model.modules()]
+        buffers = [inner for b in model.buffers() if not b.is_meta for inner in inside(b)]
+        self._contents = [(b, _bytes_of(b)) for b in buffers]
+        self._cuda = {t.device: torch.cuda.get_rng_state(t.device) for t in (*model.parameters(), *others) if t.is_cuda}
+        self._random, self._undraw = _bytes_of(torch.get_rng_state()), _python_random()
+
+    def restore(self) -> None:
+        """Put it back; what has not changed is not written into."""
+        for module, buffers in self._bound:
+            module._buffers.clear()
+            module._buffers.update(buffers)
+        for module, attributes in self._plain:
+            vars(module).update({k: v for k, v in attributes.items() if vars(module).get(k) is not v})
+        with torch.no_grad():
+            for buffer, saved in self._contents:
+                if not np.array_equal(_bytes_of(buffer), saved):
+                    buffer.copy_(torch.from_numpy(saved).view(buffer.dtype).view(buffer.shape))
+        torch.set_rng_state(torch.from_numpy(self._random))
+        self._undraw()
+        for device, state in self._cuda.items():
+            torch.cuda.set_rng_state(state, device)
+
+
+def _plain(module: nn.Module) -> dict[str, Any]:
+    return {k: v for k, v in vars(module).items() if v is None or isinstance(v, (bool, int, float, str))}
+
+
+def _python_random() -> Callable[[], None]:
+    """What puts the random state of Python and NumPy back to what it is now."""
+    python, numpy = random.getstate(), np.random.get_state()
+
+    def restore() -> None:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+    return restore
+
+
+def _bytes_of(t: torch.Tensor) -> Any:
+    return t.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().copy()
+
+
+@contextmanager
+def untouched(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Without gradients; gives copies of the arguments. The model's state is put back afterwards."""
+    state = State(model, tensors_in((args, dict(kwargs))))
+    try:
+        with torch.no_grad():
+            yield pytree.tree_map_only(torch.Tensor, torch.clone, (tuple(args), dict(kwargs)))
+    finally:
+        state.restore()
+
+
+@contextmanager
+def undone_on(error: type[Exception], model: nn.Module) -> Iterator[None]:
+    """Where that error is raised, the model's state is put back."""
+    state = State(model)
+    try:
+        yield
+    except error:
+        state.restore()
+        raise
+
+
+@contextmanager
+def random_kept() -> Iterator[None]:
+    """Puts the random state of Python and NumPy back: a model may draw from them while it is planned."""
+    undraw = _python_random()
+    try:
+        yield
+    finally:
+        undraw()
+
+
+def forget_fakes() -> None:
+    """Clear every `functools.lru_cache` that kept a fake tensor: real calls would be given it."""
+    caches = [c for c in gc.get_objects() if type(c) is functools._lru_cache_wrapper]
+    for cache in caches:
+        if any(isinstance(t, FakeTensor) for t in tensors_in(gc.get_referents(cache))):
+            cache.cache_clear()

@@ -1,0 +1,96 @@
+"""The main job on a real model: a small GPT-2, planned at a fraction of its peak, trained with and without the plan."""
+
+from __future__ import annotations
+
+import copy
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+from planner.api.front import plan
+from planner.errors import CaptureError, OptionError, gb
+from solvers.progress import bar
+
+
+def small_gpt2() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """A GPT-2 of 6 layers with random weights and dropout 0.1, and a batch; needs `transformers`."""
+    try:
+        from transformers import GPT2Config, GPT2LMHeadModel
+    except ImportError as e:
+        raise OptionError("the demo needs the package transformers: pip install transformers") from e
+    config = GPT2Config(
+        n_layer=6,
+        n_embd=192,
+        n_head=6,
+        n_positions=128,
+        vocab_size=2000,
+        bos_token_id=0,
+        eos_token_id=0,
+        use_cache=False,
+    )
+    ids = torch.randint(0, 2000, (8, 128), generator=torch.Generator().manual_seed(0))
+    model = GPT2LMHeadModel(config).train()
+    model.loss_type = "ForCausalLM"  # transformers 5 otherwise warns that it had to guess
+    return model, {"input_ids": ids, "labels": ids}
+
+
+def run(fraction: float, steps: int, solver: str, progress: bool | None) -> int:
+    """Plan, show the plan, train with and without it, and print what was measured; 0 when everything held."""
+    torch.manual_seed(0)
+    # with several threads, a step on a shared machine can take a hundred times longer
+    torch.set_num_threads(1)
+    model, batch = small_gpt2()
+    start = time.perf_counter()
+    baseline = plan(model, batch, budget_gb="100%", optimizer="adamw", progress=progress).baseline_peak_bytes
+    p = plan(model, batch, budget_gb=fraction * baseline / 2**30, solver=solver, optimizer="adamw", progress=progress)
+    print(
+        f"Planned GPT-2 ({sum(x.numel() for x in model.parameters()):,} parameters) twice in "
+        f"{time.perf_counter() - start:.1f} s: once for its baseline, once for {fraction:.0%} of that.\n"
+    )
+    print(p.summary(), "\n")
+    plain = copy.deepcopy(model)
+    without = _train(plain, batch, steps, "without", progress)
+    p.apply()
+    with_plan = _train(model, batch, steps, "with the plan", progress)
+    checked = p.verify()
+    print(f"predicted peak   {gb(checked.predicted_bytes)}")
+    unplanned = gb(checked.unplanned_bytes or 0)
+    print(f"measured peak    {gb(checked.measured_bytes)} (torch.profiler; {unplanned} without a plan)")
+    print(
+        f"gradients agree  {'yes' if checked.gradients_agree else 'NO'} "
+        f"(largest relative difference {checked.gradient_error:.1e})"
+    )
+    print(
+        f"losses           {'equal' if with_plan.losses == without.losses else 'close'}: "
+        f"{' '.join(f'{x:.4f}' for x in with_plan.losses)}"
+    )
+    overhead = with_plan.seconds / without.seconds - 1
+    print(f"overhead         {overhead:+.1%} measured over {steps} steps, {p.overhead:+.1%} estimated")
+    if not (checked.gradients_agree and checked.within_budget):
+        raise CaptureError("the demo's plan did not hold; this is a bug: please report the lines above")
+    return 0
+
+
+class _Trained:
+    def __init__(self, losses: list[float], seconds: float) -> None:
+        self.losses = losses
+        self.seconds = seconds
+
+
+def _train(model: nn.Module, batch: dict[str, Any], steps: int, what: str, progress: bool | None) -> _Trained:
+    """AdamW steps from one seed; the seconds leave out the first step, which compiles."""
+    torch.manual_seed(1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses: list[float] = []
+    times: list[float] = []
+    for _ in bar(f"training {what}", progress, iterable=range(steps + 1), unit=" steps"):
+        start = time.perf_counter()
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        times.append(time.perf_counter() - start)
+    return _Trained(losses, sorted(times[1:])[len(times[1:]) // 2])

@@ -1,0 +1,1 @@
+"""Schedules, written as forward and backward `torch.fx.GraphModule`s."""

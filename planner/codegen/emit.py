@@ -1,0 +1,245 @@
+"""A schedule, written as the forward and the backward `torch.fx.GraphModule` of a region.
+
+An op that runs again is cloned where the schedule runs it; views are cheap and are derived anew where they are needed.
+What is alive across the boundary becomes an output of the forward graph and an input of the backward graph. A tensor is
+freed by the generated code after its last use, as `torch.fx` does for every variable.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from planner.capture.passes.checkpoints import clone_of
+from planner.capture.passes.dropout import drawn_by
+from planner.capture.recomputability import RUNNING_STATISTICS
+from planner.capture.regions.region import GraphOp, Region, map_nodes, tensors
+from planner.capture.shapes import is_size
+from planner.compat.codegen import run_and_save_rng_state, run_with_rng_state
+
+
+def emit(region: Region, forward: Sequence[int], backward: Sequence[int]) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Write the forward and backward graphs of a region.
+
+    Args:
+        region: what was captured.
+        forward: indices into `region.ops`, in the order in which the forward pass runs them.
+        backward: the same for the backward pass.
+
+    Returns:
+        Forward: primals -> forward outputs, then the tensors and then the sizes that are kept. Backward: these sizes
+        and tensors, then the gradients that come in -> the gradients that go out. This is the contract of an
+        AOTAutograd partition function.
+    """
+    called = [op.node for i in (*forward, *backward) if (op := region.ops[i]).kind == "call"]
+    runs = Counter(clone_of(node) or node for node in called)
+    replayed = {node for node, times in runs.items() if times > 1}
+    first = _Writer(region, replayed, None)
+    for node in region.primals:
+        first.placeholder(node)
+    for i in forward:
+        first.run(region.ops[i])
+    outputs = [first.get(n) if isinstance(n, fx.Node) else n for n in region.fwd_outputs]
+    second = _Writer(region, replayed, first)
+    for node in region.tangents:
+        second.placeholder(node)
+    for i in backward:
+        second.run(region.ops[i])
+    grads = [second.get(n) if isinstance(n, fx.Node) else n for n in region.grads]
+    sizes = [n for n in second.kept if is_size(n)]
+    for n in reversed(sizes):
+        second.graph._root.append(second.now[n])
+    kept = [second.kept[n] for n in (*(n for n in second.kept if not is_size(n)), *sizes)]
+    _close(first, [*outputs, *kept], region.output_descs[: len(outputs)])
+    _close(second, grads, region.output_descs[len(outputs) :])
+    return _module(region, first, "forward"), _module(region, second, "backward")
+
+
+def runnable(region: Region, forward: Sequence[int], backward: Sequence[int]) -> bool:
+    """Whether this runs every op of a region: first in their order, and what must not run twice only once."""
+    first = 0
+    for steps, end in ((forward, region.boundary), (backward, len(region.ops))):
+        for i in steps:
+            if i == first:
+                first += 1
+            elif not 0 <= i < first or region.ops[i].keep_because:
+                return False
+        if first != end:
+            return False
+    return True
+
+
+def keep_everything(region: Region) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """The graphs of a region that recompute nothing."""
+    return emit(region, range(region.boundary), range(region.boundary, len(region.ops)))
+
+
+class _Writer:
+    """Writes one graph: knows, for each node of the joint graph, the node that holds it now."""
+
+    def __init__(self, region: Region, replayed: set[fx.Node], before: _Writer | None) -> None:
+        self.region = region
+        self.graph = fx.Graph()
+        self.replayed = replayed  # nodes that run more than once
+        self.before = before  # the forward pass, when this is the backward pass
+        self.kept: dict[fx.Node, fx.Node] = {}  # node of the joint graph -> output of the forward graph
+        self.now: dict[fx.Node, fx.Node] = {}
+        self.states: dict[fx.Node, fx.Node] = {}  # random node -> its generator state
+        self.ran: set[fx.Node] = set()
+        self.last_run: fx.Node | None = None
+        self.last_kept: fx.Node | None = None
+        self.pinned = set(region.values_in(region.fwd_outputs))
+
+    def placeholder(self, node: fx.Node) -> fx.Node:
+        self.now[node] = new = self._input(node)
+        return new
+
+    def _input(self, node: fx.Node) -> fx.Node:
+        new = self.graph.placeholder(node.name)
+        # the generated code unpacks inputs by target: a name already taken by a clone would bind two inputs to one
+        new.target = new.name
+        new.meta = dict(node.meta)
+        return new
+
+    def _kept(self, node: fx.Node) -> fx.Node:
+        """An input for what the forward pass kept; these stand before the gradients that come in."""
+        with self.graph.inserting_after(self.last_kept or self.graph._root):
+            self.last_kept = self._input(node)
+        return self.last_kept
+
+    def get(self, node: fx.Node) -> fx.Node:
+        """The node that holds `node` now: already written, kept by the forward pass, or a view derived anew."""
+        stack = [node]
+        while stack:
+            top = stack[-1]
+            if top in self.now or self._fetch(top):
+                stack.pop()
+            elif todo := [n for n in top.all_input_nodes if n not in self.now and not self._fetch(n)]:
+                stack.extend(todo)
+            else:
+                self._copy(top)
+                stack.pop()
+        return self.now[node]
+
+    def _fetch(self, node: fx.Node) -> bool:
+        """Bring a kept tensor from the forward pass; False for a view, which is derived here."""
+        if node.op == "get_attr":
+            new = self.graph.get_attr(str(node.target))
+            new.meta = dict(node.meta)
+            self.now[node] = new
+            return True
+        if self.before is None or not self._is_base(node):
+            return False
+        self.kept[node] = self.before.get(node)
+        self.now[node] = self._kept(node)
+        return True
+
+    def _is_base(self, node: fx.Node) -> bool:
+        if node.op == "placeholder":
+            return True
+        return any(self.region.values[v].owner is node for v in self.region.value_of[node])
+
+    def _copy(self, node: fx.Node) -> fx.Node:
+        new = self.graph.node_copy(node, lambda n: self.now[n])
+        self.now[node] = new
+        return new
+
+    def run(self, op: GraphOp) -> None:
+        """Write one op, and right after it the outputs that others name: a tuple would hold them all alive."""
+        node = op.node
+        if op.kind == "rng_state":
+            return  # written together with the op whose state it is
+        original = clone_of(node) or node
+        again = original is not node or node in self.ran or (self.before is not None and node in self.before.ran)
+        self.ran.add(node)
+        statistics = RUNNING_STATISTICS.get(node.target, ()) if again else ()
+        for n in node.all_input_nodes:
+            if not any(n is node.args[at] for at in statistics):
+                self.get(n)
+        # the caller holds a pinned value's first copy: nothing else may hold the second
+        fresh = [v for v in op.writes if not (again and v in self.pinned)]
+        if again:
+            self._forget(fresh)
+        if original in self.replayed and any(self.region.values[v].owner is original for v in op.reads):
+            new = self._random(node, again)
+        elif self.last_run is not None and drawn_by(node) == (clone_of(self.last_run) or self.last_run).name:
+            new = self.graph.call_function(operator.getitem, (self.now[self.last_run], 0))
+            new.meta = dict(node.meta)
+        elif statistics:
+            new = self._on_scratch_statistics(node, statistics)
+        else:
+            new = self.graph.node_copy(node, lambda n: self.now[n])
+        new.meta["runs_again"] = again
+        self.last_run = node
+        self.now[node] = new
+        for user in node.users:
+            if user.target is operator.getitem and any(self.region.values[v].owner is user for v in fresh):
+                self._copy(user)
+
+    def _forget(self, values: Collection[int]) -> None:
+        """Views of copies that are being replaced must not be used again."""
+        gone = set(values)
+        self.now = {n: new for n, new in self.now.items() if gone.isdisjoint(self.region.value_of[n])}
+
+    def _random(self, node: fx.Node, again: bool) -> fx.Node:
+        """A random op: the first run saves the generator's state, later ones run under it."""
+        target: Any = node.target
+        args, kwargs = self._arguments(node.args, node.kwargs)
+        original = clone_of(node) or node
+        if not again:
+            pair = self.graph.call_function(run_and_save_rng_state, (target, *args), kwargs)
+            state = self.graph.create_node("call_function", operator.getitem, (pair, 0), name=f"{node.name}_rng_state")
+            with next(tensors(node)).fake_mode:  # type: ignore[attr-defined]
+                state.meta["val"] = torch.get_rng_state()
+            self.states[node] = state
+            new = self.graph.call_function(operator.getitem, (pair, 1))
+        else:
+            new = self.graph.call_function(run_with_rng_state, (self._state(original), target, *args), kwargs)
+        new.meta = dict(node.meta)
+        return new
+
+    def _arguments(self, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        mapped: tuple[tuple[Any, ...], dict[str, Any]] = map_nodes(
+            (tuple(args), dict(kwargs)), lambda n: self.now.get(n, n)
+        )
+        return mapped
+
+    def _state(self, node: fx.Node) -> fx.Node:
+        if node not in self.states:
+            assert self.before is not None
+            kept = self.before.states[node]
+            self.kept[kept] = kept
+            self.states[node] = self._kept(kept)
+        return self.states[node]
+
+    def _on_scratch_statistics(self, node: fx.Node, statistics: Sequence[int]) -> fx.Node:
+        """Run a BatchNorm again without reading or depending on its running statistics."""
+        args = list(node.args)
+        for at in statistics:
+            if isinstance(old := node.args[at], fx.Node):
+                like = next(tensors(old))
+                options: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
+                args[at] = self.graph.call_function(torch.ops.aten.zeros.default, (list(like.shape),), options)
+        new_args, kwargs = self._arguments(args, node.kwargs)
+        new = self.graph.call_function(node.target, new_args, kwargs)  # type: ignore[arg-type]
+        new.meta = dict(node.meta)
+        return new
+
+
+def _close(writer: _Writer, outputs: list[Any], descs: Sequence[Any]) -> None:
+    node = writer.graph.output(tuple(outputs))
+    node.meta["desc"] = [*descs, *[None] * (len(outputs) - len(descs))]
+    writer.graph.lint()
+
+
+def _module(region: Region, writer: _Writer, name: str) -> fx.GraphModule:
+    # fake tensors have other strides than a few kernels return (BatchNorm and the backward pass of dropout, transposed
+    # on a CPU): then there is no view, and `reshape` copies as eager code does
+    for node in writer.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+        node.target = torch.ops.aten.reshape.default
+    return fx.GraphModule(region.joint, writer.graph, class_name=f"Planned{name.capitalize()}")

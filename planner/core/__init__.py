@@ -1,0 +1,1 @@
+"""Records that stages pass on: frozen, serialisable, and without acts."""

@@ -1,0 +1,1 @@
+"""What ops and everything beside them take: seconds, workspaces, optimizer state, static memory."""

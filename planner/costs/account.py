@@ -1,0 +1,58 @@
+"""The lines of the budget that are held all the time, as a request has them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from planner.capture.shapes import enlarged
+from planner.compat.capture import FakeTensorMode
+from planner.core.call import storages
+from planner.costs.optimizer import optimizer_memory
+from planner.costs.static_memory import account, batch_tensors
+from planner.parallel.buckets import LINE as BUCKETS
+from planner.parallel.sharded import parameters_of
+from planner.requests.request import GB, Request
+
+OPTIMIZER_STEP = "optimizer step"  # a line that can be set, and is not held all the time
+
+
+def account_of(request: Request) -> tuple[dict[str, int], int | None]:
+    """The lines, fragmentation apart: name -> bytes; bytes of the optimizer's step, None where it is not counted."""
+    given = {name: round(size * GB) for name, size in request.account_gb.items()}
+    optimizer = optimizer_memory(parameters_of(request.model), request.optimizer, cuda=request.device.type == "cuda")
+    args, kwargs, buckets = *batch_of(request), request.buckets
+    lines = account(
+        request.model,
+        args,
+        kwargs,
+        request.device,
+        optimizer_state=-(-optimizer.state // request.shard),
+        accumulate=request.accumulate and not (buckets and buckets.views),
+        shard=request.shard,
+    )
+    if request.flight is None and request.in_flight > 1:
+        lines["batch"] = _batches(args, kwargs, request)
+    if buckets is not None:
+        lines[BUCKETS] = buckets.nbytes
+    counted = request.optimizer is not None or OPTIMIZER_STEP in given
+    step = given.pop(OPTIMIZER_STEP, -(-optimizer.step // request.shard))
+    return {**lines, **given}, step if counted else None
+
+
+def batch_of(request: Request) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """What the model is called with; at the largest sizes, where they may be smaller."""
+    args, kwargs = request.args or (), request.kwargs
+    if request.maxima is not None:
+        args, kwargs = enlarged(args, kwargs, request.maxima, FakeTensorMode(allow_non_fake_inputs=True))
+    return args, kwargs
+
+
+def _batches(args: Sequence[Any], kwargs: Mapping[str, Any], request: Request) -> int:
+    """Bytes of the batches that are in flight: each apart, or all of them parts of one tensor."""
+    tensors = batch_tensors(args, kwargs, request.where)
+    used: Counter[int] = Counter()
+    for t in tensors:
+        used[t.untyped_storage()._cdata] += t.nbytes
+    return sum(max(whole, request.in_flight * used[key]) for key, whole in storages(tensors).items())

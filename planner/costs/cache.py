@@ -1,0 +1,110 @@
+"""What ops were measured to cost, kept on disk between processes; safe to delete, and never in the way of a plan."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sqlite3
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from planner.costs.measure_op import Allocated
+
+_FORMAT = 1  # of the table; a new one is a new file
+_TABLE = (
+    "CREATE TABLE IF NOT EXISTS ops (key TEXT PRIMARY KEY, workspace INTEGER NOT NULL, excess INTEGER NOT NULL, "
+    "seconds REAL) WITHOUT ROWID"
+)
+_DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
+T = TypeVar("T")
+
+
+def cache_file() -> Path:
+    """$CHECKPOINT_PLANNER_CACHE, or checkpoint-planner in $XDG_CACHE_HOME or ~/.cache, is the folder; RuntimeError
+    without a home.
+    """
+    folder = os.environ.get("CHECKPOINT_PLANNER_CACHE")
+    caches = os.environ.get("XDG_CACHE_HOME")
+    default = Path(caches) if caches else Path("~/.cache").expanduser()
+    return (Path(folder) if folder else default / "checkpoint-planner") / f"ops-{_FORMAT}.sqlite3"
+
+
+def surroundings(device: torch.device) -> str:
+    """What an op's costs depend on beside the call: the device, the versions, the settings that choose kernels."""
+    backends: Any = torch.backends
+    parts: list[Any] = [torch.__version__, device.type, torch.are_deterministic_algorithms_enabled()]
+    if device.type == "cuda":
+        parts += [
+            torch.cuda.get_device_name(device),
+            torch.version.cuda,
+            backends.cudnn.version(),
+            backends.cudnn.enabled,
+            backends.cudnn.benchmark,
+            backends.cudnn.deterministic,
+            backends.cudnn.conv.fp32_precision,
+            backends.cuda.matmul.fp32_precision,
+            backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
+            backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+            os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
+        ]
+    else:
+        parts += [
+            backends.cpu.get_cpu_capability(),
+            torch.get_num_threads(),
+            backends.mkldnn.enabled,
+            backends.mkldnn.conv.fp32_precision,
+            backends.mkldnn.matmul.fp32_precision,
+        ]
+    return repr(parts)
+
+
+def digest(around: str, key: str) -> str:
+    """What a call is kept under: `surroundings` and `Call.key`."""
+    return hashlib.sha256(f"{around}\n{key}".encode()).hexdigest()
+
+
+def read(keys: Iterable[str]) -> dict[str, Allocated]:
+    """What is known of some calls, by their digests."""
+
+    def select(connection: sqlite3.Connection) -> dict[str, Allocated]:
+        query = "SELECT workspace, excess, seconds FROM ops WHERE key = ?"
+        rows = ((key, connection.execute(query, (key,)).fetchone()) for key in keys)
+        return {key: Allocated(*row) for key, row in rows if row is not None}
+
+    return _with_file(select) or {}
+
+
+def write(found: Mapping[str, Allocated]) -> None:
+    """Keep what was measured, by digest."""
+    rows = [(key, a.workspace, a.excess, a.seconds) for key, a in found.items()]
+    _with_file(lambda connection: connection.executemany("INSERT OR REPLACE INTO ops VALUES (?, ?, ?, ?)", rows))
+
+
+def _with_file(use: Callable[[sqlite3.Connection], T]) -> T | None:
+    """One transaction; None where the file cannot be used. A damaged file is begun anew, with a warning."""
+    try:
+        path = cache_file()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            return _transaction(path, use)
+        except sqlite3.DatabaseError as e:
+            if getattr(e, "sqlite_errorcode", 0) & 0xFF not in _DAMAGED:  # the rest of the code is detail
+                return None
+            for part in (path, path.with_name(f"{path.name}-journal")):
+                part.unlink(missing_ok=True)
+            warnings.warn(f"{path} was damaged ({e}); it is begun anew, and ops are measured again", stacklevel=2)
+            return _transaction(path, use)
+    except (OSError, RuntimeError, sqlite3.Error):  # no home, no room, read-only: then ops are measured every time
+        return None
+
+
+def _transaction(path: Path, use: Callable[[sqlite3.Connection], T]) -> T:
+    with closing(sqlite3.connect(path, timeout=5)) as connection, connection:
+        connection.execute("PRAGMA synchronous = OFF")  # a file that a power cut damages is begun anew
+        connection.execute(_TABLE)
+        return use(connection)

@@ -1,0 +1,142 @@
+"""Ops run one by one on the real device: what each allocates, and how long it takes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from planner.core.call import Call, TensorSpec, ViewSpec, storages
+from planner.devices.meter import marked, record_allocations
+
+_ROUNDS = 5
+_ROUND_SECONDS = 1e-3  # short ops are repeated to fill it
+_LONG_SECONDS = 0.02  # longer ops are run twice only
+
+
+@dataclass(frozen=True, slots=True)
+class Allocated:
+    """What running an op showed.
+
+    Attributes:
+        workspace: bytes held only while it runs, beside its results.
+        excess: bytes that its results hold beyond the size that fake tensors give them (on the CPU, `mse_loss` returns
+            a scalar in a storage of its input's size).
+        seconds: the median time of a run; None where it was not timed.
+    """
+
+    workspace: int
+    excess: int
+    seconds: float | None = None
+
+
+def run_on_cpu(calls: Sequence[Call], timed: bool) -> dict[str, Allocated]:
+    """Run each call on zeros, in one recording of the allocator's events; by `Call.key`, without those that fail."""
+    made: list[int | None] = []
+
+    def run_all() -> None:
+        for call in calls:
+            made.append(_marked_run(call, str(len(made))))
+
+    recorded = record_allocations(run_all)
+    peaks = {int(name): recorded.peak(events) for name, events in recorded.marks}
+    return {
+        call.key: _allocated(call, peaks[n], size, _timed_on_cpu(call) if timed else None)
+        for n, (call, size) in enumerate(zip(calls, made, strict=True))
+        if size is not None
+    }
+
+
+def run_on_cuda(calls: Sequence[Call], device: torch.device, timed: bool) -> dict[str, Allocated]:
+    """Run each call on zeros; by `Call.key`, without those that fail."""
+    with torch.cuda.device(device):
+        runs = ((call.key, _run_on_cuda(call, device, timed)) for call in calls)
+        return {key: run for key, run in runs if run is not None}
+
+
+def _marked_run(call: Call, name: str) -> int | None:
+    """Bytes of the storages that a call makes; None where it fails."""
+    try:
+        args, kwargs = _arguments(call, torch.device("cpu"))
+        with marked(name):
+            size = _made(call.target(*args, **kwargs), args, kwargs)
+    except Exception:  # what an op says of zeros, or of too little memory, is of no interest
+        return None
+    return size
+
+
+def _timed_on_cpu(call: Call) -> float:
+    args, kwargs = _arguments(call, torch.device("cpu"))
+
+    def run(times: int) -> float:
+        begin = time.perf_counter()
+        for _ in range(times):
+            call.target(*args, **kwargs)
+        return time.perf_counter() - begin
+
+    return _median_seconds(run)
+
+
+def _run_on_cuda(call: Call, device: torch.device, timed: bool) -> Allocated | None:
+    try:
+        args, kwargs = _arguments(call, device)
+        # a first run makes cuBLAS take its workspace and cuDNN choose its plan: neither is the op's own
+        call.target(*args, **kwargs)
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        # bytes asked for: blocks handed out from the cache may be larger, as in no other run
+        before = torch.cuda.memory_stats(device)["requested_bytes.all.current"]
+        made = _made(call.target(*args, **kwargs), args, kwargs)
+        peak = torch.cuda.memory_stats(device)["requested_bytes.all.peak"] - before
+        torch.cuda.synchronize(device)
+        seconds = _timed_on_cuda(call, args, kwargs) if timed else None
+    except Exception:  # as on the CPU
+        return None
+    return _allocated(call, peak, made, seconds)
+
+
+def _timed_on_cuda(call: Call, args: Any, kwargs: Any) -> float:
+    event: Any = torch.cuda.Event
+    begin, end = event(enable_timing=True), event(enable_timing=True)
+
+    def run(times: int) -> float:
+        begin.record()
+        for _ in range(times):
+            call.target(*args, **kwargs)
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
+
+    return _median_seconds(run)
+
+
+def _median_seconds(run: Callable[[int], float]) -> float:
+    """Seconds of one run, from `run(times)`, the seconds of several in a row; the first is not counted."""
+    once = max(run(1), 1e-9)
+    times = max(1, min(100, round(_ROUND_SECONDS / once)))
+    return median(run(times) / times for _ in range(_ROUNDS if once < _LONG_SECONDS else 2))
+
+
+def _allocated(call: Call, peak: int, made: int, seconds: float | None) -> Allocated:
+    return Allocated(max(0, peak - made), max(0, made - call.made_bytes), seconds)
+
+
+def _made(result: Any, args: Any, kwargs: Any) -> int:
+    given = storages((args, kwargs))
+    return sum(size for storage, size in storages(result).items() if storage not in given)
+
+
+def _arguments(call: Call, device: torch.device) -> tuple[Any, Any]:
+    def real(spec: TensorSpec) -> torch.Tensor:
+        if isinstance(spec, ViewSpec):
+            behind = torch.zeros(spec.behind, dtype=spec.dtype, device=device)
+            return behind.as_strided(spec.shape, spec.stride, spec.offset)
+        return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device).zero_()
+
+    args, kwargs = pytree.tree_map_only(TensorSpec, real, (call.args, call.kwargs))
+    return args, kwargs

@@ -1,0 +1,57 @@
+"""What ops allocate beside their results and how long they take, each distinct op measured once on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+
+from planner.capture.recomputability import is_collective
+from planner.core.call import Call
+from planner.costs import cache
+from planner.costs.measure_op import Allocated, run_on_cpu, run_on_cuda
+from solvers.progress import bar
+
+_BATCH = 16  # ops between two writes: what an interruption loses
+_STABLE = ("aten", "prims")  # other ops may change without a new torch: they are not kept on disk
+
+
+def measure(
+    calls: Iterable[Call], device: torch.device, *, timed: bool = False, progress: bool | None = None
+) -> dict[str, Allocated]:
+    """Run each distinct op (target, shapes, strides, dtypes, other arguments) on zeros, unless the disk cache knows it.
+
+    An op that fails on zeros is left out, and so is a collective, which other processes would have to run as well. The
+    random generators are left as they were. What was measured before an interruption is kept.
+
+    Args:
+        calls: what to run.
+        device: where.
+        timed: run each a few times more, for its seconds.
+        progress: show a progress bar; None for only where a terminal is watching.
+
+    Returns:
+        What each showed, by `Call.key`; without seconds unless `timed`.
+    """
+    distinct = {call.key: call for call in calls if not is_collective(call.target)}
+    around = cache.surroundings(device)
+    digests = {key: cache.digest(around, key) for key, call in distinct.items() if call.target.namespace in _STABLE}
+    kept = cache.read(digests.values())
+    found = {key: kept[digest] for key, digest in digests.items() if digest in kept}
+    todo = [c for key, c in distinct.items() if key not in found or (timed and found[key].seconds is None)]
+    if todo:
+        with (
+            bar("measuring ops", progress, total=len(todo), unit=" ops") as shown,
+            torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+            torch.enable_grad(),  # without, recurrent layers leave nothing for their backward pass
+        ):
+            for at in range(0, len(todo), _BATCH):
+                batch = todo[at : at + _BATCH]
+                new = run_on_cuda(batch, device, timed) if device.type == "cuda" else run_on_cpu(batch, timed)
+                cache.write({digests[key]: measured for key, measured in new.items() if key in digests})
+                found |= new
+                shown.update(len(batch))
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # blocks cut to fit these runs would fragment the training's memory
+    return found if timed else {key: replace(measured, seconds=None) for key, measured in found.items()}

@@ -1,0 +1,173 @@
+"""Per op: FLOPs by torch's own formulas, bytes moved, seconds and workspace by formula or by running it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+from planner.capture.passes.dropout import drawn_by
+from planner.capture.recomputability import is_collective, is_random, replay_bytes
+from planner.capture.regions.region import Region, map_nodes, tensors
+from planner.core.call import Call, describe_call
+from planner.costs.measure_op import Allocated
+from planner.costs.measured_ops import measure
+from planner.costs.predicted_workspace import predicted_workspace
+from planner.devices.specs import Device
+
+_ATEN = torch.ops.aten
+# attention kernels that torch.utils.flop_counter does not know, and one of the same arguments that it does
+_SAME_FLOPS: dict[Any, Any] = {
+    _ATEN._scaled_dot_product_flash_attention_for_cpu: _ATEN._scaled_dot_product_flash_attention,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _ATEN._scaled_dot_product_flash_attention_backward,
+}
+_CONVOLUTIONS = {_ATEN.convolution.default, _ATEN.convolution_backward.default}
+
+
+@dataclass(frozen=True, slots=True)
+class OpEstimate:
+    """What one op costs.
+
+    Attributes:
+        seconds: time of one run.
+        flops: of one run.
+        workspace: bytes held only while it runs.
+        excess: bytes that its results hold beyond the sizes of their storages in the graph.
+    """
+
+    seconds: float
+    flops: int
+    workspace: int
+    excess: int = 0
+
+
+def estimate(
+    regions: Sequence[Region],
+    device: Device,
+    *,
+    measure_on: torch.device | None,
+    timed: bool = False,
+    progress: bool | None = None,
+) -> tuple[tuple[OpEstimate, ...], ...]:
+    """Estimates for every op of every region.
+
+    Args:
+        regions: what was captured.
+        device: the roofline.
+        measure_on: the device to run each distinct op once on, for its workspace; None: not measured, taken as
+            `predicted_workspace` on CUDA and as 0 elsewhere.
+        timed: take seconds from runs there too. Ops that could not be run take their roofline's, scaled by the median
+            ratio of measured seconds to the roofline's.
+        progress: show a progress bar; None for only where a terminal is watching.
+    """
+    nodes = [op.node for region in regions for op in region.ops if op.kind == "call"]
+    of = estimate_nodes(nodes, device, measure_on=measure_on, timed=timed, progress=progress)
+    state = OpEstimate(0.0, 0, 0, 0)
+    return tuple(
+        _share_dropouts(region, [of[op.node] if op.kind == "call" else state for op in region.ops])
+        for region in regions
+    )
+
+
+def estimate_nodes(
+    nodes: Sequence[fx.Node],
+    device: Device,
+    *,
+    measure_on: torch.device | None,
+    timed: bool = False,
+    progress: bool | None = None,
+) -> dict[fx.Node, OpEstimate]:
+    """Estimates for nodes that call ops, each on its own; arguments as for `estimate()`."""
+    found: dict[fx.Node, Allocated] = {}
+    if measure_on is not None:
+        calls = {node: call_of(node) for node in nodes if _measurable(node)}
+        allocated = measure(calls.values(), measure_on, timed=timed, progress=progress)
+        found = {node: allocated[call.key] for node, call in calls.items() if call.key in allocated}
+    ratios = [m.seconds / roofline_seconds(node, device) for node, m in found.items() if m.seconds is not None]
+    scale = median(ratios) if ratios else 1.0
+    return {node: _estimate(node, device, found, scale) for node in nodes}
+
+
+def _share_dropouts(region: Region, estimates: list[OpEstimate]) -> tuple[OpEstimate, ...]:
+    """Take the scaling off a drawing op's time: where the mask is drawn, its result comes with it."""
+    at = {op.node.name: i for i, op in enumerate(region.ops) if op.kind == "call"}
+    for i, op in enumerate(region.ops):
+        if (name := drawn_by(op.node)) is not None:
+            draw = estimates[at[name]]
+            estimates[at[name]] = replace(draw, seconds=max(0.0, draw.seconds - estimates[i].seconds))
+    return tuple(estimates)
+
+
+def _measurable(node: fx.Node) -> bool:
+    """Whether an op may run alone on made-up numbers: what checks them on a GPU would end the process."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or is_collective(target):
+        return False
+    return bool(target._schema.returns) and target is not _ATEN.multinomial.default and not reads_workspace(target)
+
+
+def reads_workspace(target: torch._ops.OpOverload) -> bool:
+    """Whether an op reads the bytes that its forward op left for it: made-up ones would end the process."""
+    return any(a.name in ("workspace", "reserve") for a in target._schema.arguments)
+
+
+def call_of(node: fx.Node) -> Call:
+    """The call that a node makes, by its fake tensors."""
+    args, kwargs = map_nodes((node.args, dict(node.kwargs)), lambda n: n.meta.get("val"))
+    target: Any = node.target
+    names = [a.name for a in target._schema.arguments]
+    if "philox_seed" in names and "dropout_p" in names:
+        # attention's backward pass reads the seed on the host, where fake tensors put it on the GPU: without dropout
+        # it reads none, and holds as much
+        args = tuple(0.0 if name == "dropout_p" else a for name, a in zip(names, args, strict=False))
+    return describe_call(target, args, kwargs, node.meta.get("val"))
+
+
+def _estimate(node: fx.Node, device: Device, found: Mapping[fx.Node, Allocated], scale: float) -> OpEstimate:
+    measured = found.get(node)
+    if measured is None:
+        measured = Allocated(predicted_workspace(node, device) if device.type == "cuda" else 0, 0)
+    seconds = scale * roofline_seconds(node, device) if measured.seconds is None else measured.seconds
+    workspace = measured.workspace + replay_bytes(node)[1]
+    return OpEstimate(seconds, node_flops(node), workspace, measured.excess)
+
+
+def roofline_seconds(node: fx.Node, device: Device) -> float:
+    """The longest of computing, moving bytes and drawing random numbers, and the launch."""
+    drawn = sum(t.numel() for t in tensors(node)) / device.draws if is_random(node) else 0.0
+    return max(node_flops(node) / _rate(node, device), bytes_moved(node) / device.bandwidth, drawn) + device.launch
+
+
+def _rate(node: fx.Node, device: Device) -> float:
+    """FLOPs per second in the narrowest floating-point dtype that a node returns."""
+    dtypes = {t.dtype for t in tensors(node) if t.is_floating_point()}
+    narrowest = min(dtypes, key=lambda d: d.itemsize, default=torch.float32)
+    if narrowest is torch.float32:
+        backends: Any = torch.backends
+        library = backends.cudnn.conv if node.target in _CONVOLUTIONS else backends.cuda.matmul
+        if library.fp32_precision == "tf32":
+            return device.tf32
+    return device.flops.get(narrowest, device.flops[torch.float32])
+
+
+def node_flops(node: fx.Node) -> int:
+    """FLOPs of one call, by `torch.utils.flop_counter`; 0 for ops that it does not count."""
+    packet: Any = getattr(node.target, "overloadpacket", None)
+    formula = flop_registry.get(_SAME_FLOPS.get(packet, packet))
+    if formula is None:
+        return 0
+    args, kwargs = map_nodes((node.args, dict(node.kwargs)), lambda n: n.meta.get("val"))
+    return int(formula(*args, **kwargs, out_val=node.meta.get("val")))
+
+
+def bytes_moved(node: fx.Node) -> int:
+    """Bytes read and written by one call: every tensor it takes and returns, once."""
+    if node.target is operator.getitem:
+        return 0
+    return sum(t.numel() * t.element_size() for n in (node, *node.all_input_nodes) for t in tensors(n))

@@ -1,0 +1,180 @@
+"""What an optimizer takes: its state, and what `optimizer.step()` allocates, by stepping a copy on fake tensors."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import optim
+from torch.utils import _pytree as pytree
+
+from planner.capture.trace.loss_trace import LiveBytes
+from planner.compat.capture import FakeTensorMode
+from planner.core.call import here, storages
+from planner.errors import OptionError
+
+FORMS = {"foreach": {"foreach": True}, "fused": {"fused": True}, "forloop": {"foreach": False}}
+
+
+@dataclass(frozen=True)
+class OptimizerMemory:
+    """What an optimizer holds beside parameters and gradients, in bytes.
+
+    Attributes:
+        state: held all the time, once it has stepped.
+        step: the most that `optimizer.step()` holds at once beside the state: its temporaries.
+    """
+
+    state: int
+    step: int
+
+
+def optimizer_memory(
+    parameters: Iterable[torch.Tensor], optimizer: optim.Optimizer | str | None, *, cuda: bool
+) -> OptimizerMemory:
+    """What an optimizer takes, by running torch's own code for two steps on fake tensors: no memory, no compute.
+
+    Args:
+        parameters: the tensors that are trained, for an optimizer given by name; real, meta or fake.
+        optimizer: an optimizer, which has its own parameters and is not changed; or a name: a class of `torch.optim`
+            in lower case or "momentum" (SGD with momentum 0.9), with the class's default options, and with
+            "-foreach", "-fused" or "-forloop" for an implementation; None takes nothing.
+        cuda: whether the parameters will be on a CUDA device. Torch then takes other implementations by default, and
+            what an optimizer has on the CPU (step counters) is not counted.
+
+    Raises:
+        OptionError: neither a name that is known nor an optimizer, a name that does not suit the parameters, or an
+            optimizer that does not run on fake tensors (it needs a closure, or kernels of its own) and has no state
+            yet. Where it has, that is counted, with a warning that the step's temporaries are not.
+
+    Examples:
+        >>> weight = torch.nn.Parameter(torch.empty(1024, 1024, device="meta"))  # 4 MiB
+        >>> optimizer_memory([weight], "adamw-fused", cuda=True)
+        OptimizerMemory(state=8388612, step=0)
+        >>> optimizer_memory([weight], "adamw", cuda=True)  # foreach, the default there
+        OptimizerMemory(state=8388608, step=4194304)
+    """
+    if optimizer is None:
+        return OptimizerMemory(0, 0)
+    if isinstance(optimizer, str):
+        kind, options = _named(optimizer)
+        trained = [p for p in parameters if p.requires_grad]
+        try:
+            return _two_steps(kind, options, [{"params": trained}], cuda) if trained else OptimizerMemory(0, 0)
+        except Exception as e:
+            raise OptionError(f"optimizer={optimizer!r} could not be tried on these parameters: {e}") from e
+    if not isinstance(optimizer, optim.Optimizer):
+        raise OptionError(f"optimizer={optimizer!r} is neither a name nor a torch.optim.Optimizer")
+    kind = type(optimizer)
+    try:
+        return _two_steps(kind, optimizer.defaults, optimizer.param_groups, cuda)
+    except Exception as e:
+        state = list(optimizer.state.values())
+        held = sum(storages(state).values()) - (_on_cpu(state) if cuda else 0)
+        if not held:
+            raise OptionError(
+                f"optimizer {kind.__name__} could not be tried on fake tensors ({e}) and has no state yet: "
+                "give the name of an optimizer that holds as much, or plan after its first step"
+            ) from e
+        warnings.warn(
+            f"optimizer {kind.__name__} could not be tried on fake tensors ({e}): its state is counted as it is, "
+            "what its step() allocates is not known and counted as nothing",
+            stacklevel=2,
+        )
+        return OptimizerMemory(held, 0)
+
+
+def _named(name: str) -> tuple[type[optim.Optimizer], dict[str, Any]]:
+    """A name's class and options."""
+    # what needs a closure or sparse gradients cannot be tried, nor train most models
+    left_out = (optim.Optimizer, optim.LBFGS, optim.SparseAdam)
+    found = [c for c in vars(optim).values() if inspect.isclass(c) and issubclass(c, optim.Optimizer)]
+    classes = {c.__name__.lower(): c for c in found if c not in left_out} | {"momentum": optim.SGD}
+    base, _, form = name.lower().partition("-")
+    kind, options = classes.get(base), FORMS.get(form, {})
+    if kind is None or (form and not options) or not options.keys() <= inspect.signature(kind).parameters.keys():
+        raise OptionError(
+            f"optimizer={name!r} is not known; give one of {', '.join(sorted(classes))}, for most of them also with "
+            f"an implementation ({', '.join(f'adamw-{form}' for form in FORMS)}), or an optimizer object"
+        )
+    return kind, options | ({"momentum": 0.9} if base == "momentum" else {})
+
+
+def _two_steps(
+    kind: type[optim.Optimizer], options: Mapping[str, Any], groups: Iterable[Mapping[str, Any]], cuda: bool
+) -> OptimizerMemory:
+    """Two steps of a fake optimizer: the first makes the state, and either may hold the most beside it.
+
+    Args:
+        kind: its class.
+        options: what to give its constructor, which may take only some of them.
+        groups: its parameter groups, which hold all its options.
+        cuda: where the fake parameters are.
+    """
+    taken = inspect.signature(kind).parameters.keys() & options.keys()
+    meter = _Meter()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fakes = [_fake_group(group, "cuda" if cuda else "cpu") for group in groups]
+        with meter:
+            twin = kind(fakes, **_own({name: options[name] for name in taken}))
+            for group in twin.param_groups:
+                if cuda and _foreach_by_default(kind, group):
+                    group["foreach"] = True
+            step: Any = kind.step
+            if hasattr(step, "hooked"):
+                step = step.__wrapped__  # torch wraps it to call hooks, of which some are global
+            step(twin)
+            step(twin)
+    return OptimizerMemory(
+        state=meter.live - (_on_cpu(list(twin.state.values())) if cuda else 0), step=meter.peak - meter.live
+    )
+
+
+def _fake_group(group: Mapping[str, Any], device: str) -> dict[str, Any]:
+    """A parameter group of fake parameters with gradients, with the same options; call it under a fake mode."""
+    parameters = []
+    for p in group["params"]:
+        local = here(p)
+        fake = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device=device)
+        fake.grad = torch.empty_like(fake) if p.requires_grad else None
+        parameters.append(fake)
+    options = {name: value for name, value in group.items() if name not in ("params", "param_names")}
+    return {**_own(options), "params": parameters}
+
+
+def _own(options: dict[str, Any]) -> dict[str, Any]:
+    """Options whose lists and dictionaries may be changed, as some optimizers do."""
+    copied: dict[str, Any] = pytree.tree_map(lambda leaf: leaf, options)
+    return copied
+
+
+def _foreach_by_default(kind: type[optim.Optimizer], group: Mapping[str, Any]) -> bool:
+    """Whether an optimizer takes the foreach implementation on CUDA, where nothing was asked for.
+
+    Source: `torch.optim.optimizer._default_to_fused_or_foreach`, which refuses fake tensors, and its callers.
+    """
+    if group.get("foreach", False) is not None or group.get("fused") is not None or group.get("differentiable"):
+        return False
+    if issubclass(kind, optim.Adam) and isinstance(group["lr"], torch.Tensor):
+        return bool(group["capturable"])
+    return not issubclass(kind, optim.Adafactor)
+
+
+def _on_cpu(state: list[Any]) -> int:
+    """Bytes of the tensors in an optimizer's state that are on the CPU."""
+    found = (t for t in pytree.tree_leaves(state) if isinstance(t, torch.Tensor))
+    return sum(storages([t for t in found if t.device.type == "cpu"]).values())
+
+
+class _Meter(LiveBytes):  # type: ignore[no-untyped-call]
+    """Counts bytes, and has a value for what fake tensors do not know."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            # a step count so late that no optimizer is in its first steps; norms may be anything
+            return 1000.0 if args[0].is_floating_point() else 1000
+        return super().__torch_dispatch__(func, types, args, kwargs)

@@ -1,0 +1,79 @@
+"""What is held beside the values of the step, line by line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from planner.core.call import storages, tensors_in
+from planner.devices.specs import Device
+from planner.parallel.sharded import parameters_of, unreduced_bytes
+
+UNREDUCED = "gradients not reduced yet"  # a line of the account
+
+
+def storage_bytes(things: Iterable[Any], shard: int = 1) -> int:
+    """Bytes of the tensors among the things, each storage counted once; one device's share of each."""
+    return sum(-(-size // shard) for size in storages(list(things)).values())
+
+
+def account(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    device: Device,
+    *,
+    optimizer_state: int = 0,
+    accumulate: bool = False,
+    shard: int = 1,
+) -> dict[str, int]:
+    """The lines of the budget that are held all the time: name -> bytes.
+
+    Args:
+        model: what is trained.
+        args: what it is called with.
+        kwargs: the same, by keyword.
+        device: what the context and cuBLAS take.
+        optimizer_state: bytes, of one device.
+        accumulate: whether the gradients of earlier microbatches are held through the step.
+        shard: how many devices share parameters, gradients and optimizer state.
+    """
+    where = next(model.parameters()).device
+    lines = {
+        "parameters": storage_bytes(parameters_of(model), shard),
+        "parameters gathered for use": gathered_bytes(model) if shard > 1 else 0,
+        "buffers": storage_bytes(model.buffers()),
+        "batch": storage_bytes(batch_tensors(args, kwargs, where)),
+        "optimizer state": optimizer_state,
+        "CUDA context": device.context,
+        "cuBLAS workspace": device.blas,
+    }
+    if accumulate:
+        trained = [p for p in parameters_of(model) if p.requires_grad]
+        lines["gradients of earlier microbatches"] = storage_bytes(trained, shard)
+    if waiting := unreduced_bytes(model):
+        lines[UNREDUCED] = waiting
+    return lines
+
+
+def batch_tensors(args: Sequence[Any], kwargs: Mapping[str, Any], where: torch.device) -> list[torch.Tensor]:
+    """The tensors of a batch that take room where the model is: what is on the host takes none on a GPU."""
+    return [t for t in tensors_in((tuple(args), dict(kwargs))) if where.type != "cuda" or t.is_cuda]
+
+
+def gathered_bytes(model: nn.Module) -> int:
+    """Bytes of whole parameters that are there at once when devices share them.
+
+    As `torch.distributed.fsdp.fully_shard` does it, wrapped block by block: the block that runs and the one fetched
+    ahead of it, and what belongs to no block. A block is a member of an outermost `nn.ModuleList`.
+    """
+    lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    outermost = [name for name in lists if not any(name.startswith(other + ".") for other in lists)]
+    blocks = [storages(list(b.parameters())) for name in outermost for b in model.get_submodule(name).children()]
+    in_blocks = {storage for block in blocks for storage in block}
+    rest = sum(size for storage, size in storages(list(model.parameters())).items() if storage not in in_blocks)
+    largest = sorted(sum(block.values()) for block in blocks)[-2:]
+    return rest + sum(largest)

@@ -1,0 +1,1 @@
+"""Devices: their rates and memory, the caching allocator, and what it measured."""

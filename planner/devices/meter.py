@@ -1,0 +1,77 @@
+"""Allocator events of a piece of code, as torch itself reports them: the measure that a plan is held against."""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+
+from torch._C._autograd import (  # torch 2.11 to 2.13
+    DeviceType,  # what events name devices by
+    _profiler_enabled,
+)
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from planner.errors import CaptureError
+
+_MARK = "planner::"
+
+
+@dataclass(frozen=True, slots=True)
+class Allocations:
+    """What was allocated and freed, in order.
+
+    Attributes:
+        deltas: bytes of each event, negative for a free.
+        marks: for each `marked` block, in order, its name and the range of events inside it.
+    """
+
+    deltas: tuple[int, ...]
+    marks: tuple[tuple[str, range], ...]
+
+    def peak(self, within: range | None = None) -> int:
+        """The most bytes held at once, above what was held when the range began."""
+        part = self.deltas if within is None else self.deltas[within.start : within.stop]
+        return max(accumulate(part, initial=0))
+
+
+def record_allocations(run: Callable[[], object]) -> Allocations:
+    """Run something on the CPU under `torch.profiler` and return the CPU allocator's events.
+
+    Raises:
+        CaptureError: a profiler is running already; torch crashes where another is begun inside it.
+    """
+    if _profiler_enabled():
+        raise CaptureError(
+            "a profiler is running, in which ops cannot be measured: plan before it, or begin it after the first step"
+        )
+    # the profiler of torch 2.13 otherwise announces its start and stop on stderr
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+        run()
+    result = profiler.profiler.kineto_results
+    memory: list[tuple[int, int]] = []
+    spans: list[tuple[int, int, str]] = []
+    for event in result.events():
+        name = event.name()
+        if name == "[memory]":
+            if event.device_type() == DeviceType.CPU:
+                memory.append((event.start_ns(), event.nbytes()))
+        elif name.startswith(_MARK):
+            spans.append((event.start_ns(), event.start_ns() + event.duration_ns(), name.removeprefix(_MARK)))
+    memory.sort(key=lambda m: m[0])
+    times = [m[0] for m in memory]
+    marks = tuple(
+        (name, range(bisect_left(times, begin), bisect_left(times, end))) for begin, end, name in sorted(spans)
+    )
+    return Allocations(tuple(m[1] for m in memory), marks)
+
+
+@contextmanager
+def marked(name: str) -> Iterator[None]:
+    """Name the events of a block in `record_allocations`."""
+    with record_function(_MARK + name):
+        yield

@@ -1,0 +1,187 @@
+"""Modules whose calls are checkpointed for a while, each with its own policy of what is kept."""
+
+from __future__ import annotations
+
+import copy
+import random
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from planner.capture.recomputability import draws
+from planner.capture.trace.state_guard import random_kept
+from planner.errors import ApplyError, PlanWarning
+
+Kept = Mapping[int, str]  # ordinal of an op in its module's call -> the op
+_PLAIN = (torch.Tensor, nn.Module, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, type)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is checkpointed, and what is kept of it.
+
+    Attributes:
+        kept: path of each module that is checkpointed -> the ops whose results are kept.
+    """
+
+    kept: Mapping[str, Kept] = field(default_factory=dict)
+
+
+@contextmanager
+def checkpointed(model: nn.Module, choice: Choice) -> Iterator[None]:
+    """While it is on, calls of the chosen modules are checkpointed; the modules are as before afterwards."""
+    with ExitStack() as stack:
+        for path, kept in choice.kept.items():
+            module = model.get_submodule(path)
+            stack.enter_context(replaced_forward(module, _wrap(path, module, kept)))
+        yield
+
+
+@contextmanager
+def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Another `forward` on one instance, for a while."""
+    own = vars(module)
+    before = own.get("forward")
+    own["forward"] = forward
+    try:
+        yield
+    finally:
+        own.pop("forward")
+        if before is not None:
+            own["forward"] = before
+
+
+def statistics_of(module: nn.Module) -> list[_NormBase]:
+    """The normalisations in a module that update running statistics when they are called."""
+    return [m for m in module.modules() if isinstance(m, _NormBase) and m.training and m.track_running_stats]
+
+
+def _wrap(path: str, module: nn.Module, kept: Kept) -> Callable[..., Any]:
+    forward = module.forward
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        # what the first run changes in a cache or another object that it is given, the second must not find there
+        before, named = _copied(args), _copied(kwargs)
+        first: dict[str, Any] | None = kwargs
+
+        def run(*given: Any) -> Any:
+            nonlocal first
+            if first is not None:
+                extra, first = first, None
+                return forward(*given, **extra)
+            fresh = _copied(before)
+            again = [g if isinstance(g, torch.Tensor) else b for g, b in zip(given, fresh, strict=True)]
+            return forward(*again, **_copied(named))
+
+        policy = _Policy(kept)
+        # weights that autocast has cast before would make the two runs differ
+        torch.clear_autocast_cache()
+        result = checkpoint(run, *args, use_reentrant=False, context_fn=lambda: _contexts(module, policy))
+        policy.check(path)
+        return result
+
+    return call
+
+
+class _Policy:
+    """Keeps the chosen results of one call, and sees whether it runs the ops that were planned."""
+
+    def __init__(self, kept: Kept) -> None:
+        self.kept = kept
+        self.begun = self.found = 0
+        self.drawn: set[bool] = set()  # whether results of random ops are kept
+
+    def __call__(self, _context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        keep = self.kept.get(self.begun) == str(op)
+        self.begun += 1
+        self.found += keep
+        if draws(op, args, kwargs):
+            self.drawn.add(keep)
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def check(self, path: str) -> None:
+        told = f"{path} ran other ops than those planned for (it depends on something beside its arguments)"
+        if len(self.drawn) > 1:
+            raise ApplyError(f"{told}, and would draw other random numbers when it runs again; remove() the plan")
+        if self.found != len(self.kept):
+            warnings.warn(f"{told}: its peak may differ from the plan's", PlanWarning, stacklevel=4)
+
+
+def _contexts(module: nn.Module, policy: _Policy) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """What the first run and those in the backward pass happen under."""
+    if not policy.kept:
+        return nullcontext(), _Again(module, nullcontext())
+    # what writes into a kept result is kept with it: it is there as it was in the end
+    first, again = create_selective_checkpoint_contexts(policy, allow_cache_entry_mutation=True)  # type: ignore[no-untyped-call]
+    return first, _Again(module, again)
+
+
+class _Again:
+    """Running a module again: running statistics, which the first run has updated, stay as they are."""
+
+    def __init__(self, module: nn.Module, inner: AbstractContextManager[Any]) -> None:
+        self.module = module
+        self.inner = inner
+        self.stack = ExitStack()
+        self.drawn = random.getstate(), np.random.get_state()
+
+    def __enter__(self) -> None:
+        torch.clear_autocast_cache()
+        with ExitStack() as stack:
+            for norm in statistics_of(self.module):
+                stack.enter_context(_frozen(norm))
+            stack.enter_context(self.inner)
+            stack.enter_context(random_kept())
+            python, numpy = self.drawn  # what torch's own checkpoint does not replay
+            random.setstate(python)
+            np.random.set_state(numpy)
+            self.stack = stack.pop_all()
+
+    def __exit__(self, *exception: Any) -> None:
+        self.stack.close()
+
+
+@contextmanager
+def _frozen(norm: _NormBase) -> Iterator[None]:
+    """The same ops, without a trace: the new statistics count for nothing, and a copy counts the batches."""
+    momentum, counted = norm.momentum, norm.num_batches_tracked
+    norm.momentum = 0.0
+    norm._buffers["num_batches_tracked"] = None if counted is None else counted.clone()
+    try:
+        yield
+    finally:
+        norm.momentum = momentum
+        norm._buffers["num_batches_tracked"] = counted
+
+
+class _SharedTensors(TorchFunctionMode):
+    """Under it, a copy of an object shares the object's tensors."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if func is torch.Tensor.__deepcopy__ else func(*args, **(kwargs or {}))
+
+
+def _copied(x: Any) -> Any:
+    """A copy of what can change: containers and objects, their tensors shared. What refuses is itself."""
+    if isinstance(x, _PLAIN) or callable(x):
+        return x
+    if type(x) in (tuple, list):
+        return type(x)(map(_copied, x))
+    if type(x) is dict:
+        return {key: _copied(value) for key, value in x.items()}
+    try:
+        with _SharedTensors():
+            return copy.deepcopy(x)
+    except Exception:  # locks, generators and the like
+        return x

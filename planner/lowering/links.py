@@ -1,0 +1,134 @@
+"""What the links between regions mean for a problem's values: which are one, which are added up, and when."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from planner.capture.regions.calls import Link
+from planner.capture.regions.region import Region
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """Autograd adds up gradients of one tensor: in place, or into a new value.
+
+    Attributes:
+        reads: the values that are added.
+        writes: the new value, where autograd may not write into the first.
+        size: its bytes.
+    """
+
+    reads: tuple[int, int]
+    writes: int | None = None
+    size: int = 0
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Values are numbered as in the problem.
+
+    Attributes:
+        taken: for each (region, primal) that another region makes, the values that it is.
+        freed: results of regions that nothing holds but the regions that take them.
+        same: for each gradient that comes into a region, the value that it is.
+        unused: of these, those that the loss does not make.
+        gradients: for each region, the gradients that stay once its backward pass has ended.
+        sums: for each region, what autograd adds up once its backward pass has ended.
+        parts: gradients of parameters and inputs that are added up.
+    """
+
+    taken: Mapping[tuple[int, int], tuple[int, ...]]
+    freed: frozenset[int]
+    same: Mapping[int, int]
+    unused: frozenset[int]
+    gradients: tuple[tuple[int, ...], ...]
+    sums: Mapping[int, Sequence[Sum]]
+    parts: frozenset[int] = frozenset()
+
+    def resolve(self, value: int) -> int:
+        """The value that a gradient is."""
+        while value in self.same:
+            value = self.same[value]
+        return value
+
+
+def join(regions: Sequence[Region], links: Sequence[Link], offset: Sequence[int]) -> Joined:
+    """Follow every link, in the order in which autograd runs the backward passes: the last region's first.
+
+    A gradient that arrives second is added to the first, as `torch/csrc/autograd/input_buffer.cpp` does: in place where
+    nothing else can see the first.
+
+    Args:
+        regions: in the order of their forward passes.
+        links: what they make for each other and share.
+        offset: for each region, the number of its first value; one more for the first number that is free.
+    """
+    taken: dict[tuple[int, int], tuple[int, ...]] = {}
+    freed: set[int] = set()
+    same: dict[int, int] = {}
+    unused: set[int] = set()
+    sums: dict[int, list[Sum]] = defaultdict(list)
+    parts: set[int] = set()
+    linked: set[tuple[int, int]] = set()  # (region, primal) whose gradient goes on
+    final: dict[int, list[int]] = defaultdict(list)
+    free = offset[-1]
+    for link in links:
+        uses = [(r, regions[r].input_at(argument)) for r, argument in link.uses]
+        places = [(r, primal) for r, primal in uses if primal is not None]
+        if len(places) < len(uses):
+            continue
+        incoming: tuple[int, ...] = ()
+        if link.producer is not None:
+            maker, result = link.producer
+            node = regions[maker].output_at(result)
+            values = _values(regions, offset, maker, node)
+            incoming = _values(regions, offset, maker, regions[maker].tangent_at(result))
+            view_of = [v for p in regions[maker].primal_of.get(node, ()) for v in taken.get((maker, p), ())]
+            if len(values or view_of) != 1 or len(incoming) > 1:
+                continue
+            taken.update(dict.fromkeys(places, values or tuple(view_of)))
+            if not link.held:
+                freed.update(values)
+        arrivals = [(r, p, _values(regions, offset, r, regions[r].grads[p])) for r, p in reversed(places)]
+        arrivals = [a for a in arrivals if a[2]]
+        if not arrivals or any(len(a[2]) > 1 for a in arrivals) or (link.producer is not None and not incoming):
+            continue
+        linked.update((r, p) for r, p, _ in arrivals)
+        total = incoming[0] if link.held and incoming else None
+        owned = False
+        for r, _, (gradient,) in arrivals:
+            if total is None:
+                total, owned = gradient, _owned(regions[r], gradient - offset[r])
+            elif owned:
+                sums[r].append(Sum((total, gradient)))
+            else:
+                size = regions[r].values[gradient - offset[r]].nbytes
+                sums[r].append(Sum((total, gradient), free, size))
+                total, owned, free = free, True, free + 1
+        assert total is not None
+        if incoming:
+            same[incoming[0]] = total
+            if not link.held:
+                unused.add(incoming[0])
+        else:
+            final[arrivals[-1][0]].append(total)
+            parts.update(gradient for _, _, (gradient,) in arrivals)
+    gradients = []
+    for r, region in enumerate(regions):
+        own = region.values_in(g for p, g in enumerate(region.grads) if (r, p) not in linked)
+        gradients.append(tuple(dict.fromkeys([*(offset[r] + v for v in own), *final[r]])))
+    return Joined(taken, frozenset(freed), same, frozenset(unused), tuple(gradients), sums, frozenset(parts))
+
+
+def _values(regions: Sequence[Region], offset: Sequence[int], r: int, node: object) -> tuple[int, ...]:
+    return tuple(offset[r] + v for v in regions[r].values_in([node])) if isinstance(node, fx.Node) else ()
+
+
+def _owned(region: Region, value: int) -> bool:
+    """Whether a gradient is a tensor that the region made, and returns once."""
+    made = any(value in op.writes for op in region.ops[region.boundary :])
+    return made and sum(value in region.values_in([g]) for g in region.grads) == 1

@@ -1,0 +1,1 @@
+"""What DDP, FSDP, DTensor and pipelines hold on a device: observed, not run."""

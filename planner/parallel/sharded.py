@@ -1,0 +1,147 @@
+"""A copy of a model that `fully_shard` has taken over: whole parameters, and where its hooks ran, marks.
+
+`torch.distributed.fsdp.fully_shard` gives a module a class of its own, parameters that are shards, and hooks around its
+call that gather them. The hooks communicate and stay out of every compiled graph; the marks cut graphs where they do,
+and do to tensors what they do: autograd's nodes and casts are the same.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils import _pytree as pytree
+
+from planner.compat.distributed import FSDPParam, FSDPParamGroup, FSDPState, state_of
+
+
+def parameters_of(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters of a model; shards of what happens to be gathered, as after an evaluation."""
+    shards = {
+        id(whole): p.sharded_param
+        for _, p in _managed(model)
+        if (whole := getattr(p, "_unsharded_param", None)) is not None
+    }
+    return [shards.get(id(p), p) for p in model.parameters()]
+
+
+def unreduced_bytes(model: nn.Module) -> int:
+    """Bytes of whole gradients that wait for a later microbatch to reduce them; 0 where each backward pass reduces.
+
+    They do with `set_requires_gradient_sync(False)`, from the first backward pass to the end of the next one without.
+    """
+    managed = list(_managed(model))
+    waits = any(
+        not group.reduce_grads
+        or p.unsharded_accumulated_grad is not None
+        or getattr(getattr(p, "_unsharded_param", None), "grad", None) is not None
+        for group, p in managed
+    )
+    if not waits:
+        return 0
+    policies = [(p.sharded_param, group.mp_policy) for group, p in managed if p.sharded_param.requires_grad]
+    return sum(p.numel() * compute_dtype(p, m.reduce_dtype or m.param_dtype).itemsize for p, m in policies)
+
+
+def _managed(model: nn.Module) -> Iterator[tuple[FSDPParamGroup, FSDPParam]]:
+    return ((group, p) for s in states_of(model) for group in s._fsdp_param_groups for p in group.fsdp_params)
+
+
+def states_of(model: nn.Module) -> list[FSDPState]:
+    """What `fully_shard` keeps of each module or group of modules that it was called on, the outer before the inner."""
+    states = (state_of(m) for m in model.modules() if isinstance(m, FSDPModule))
+    return list({id(s): s for s in states if s is not None}.values())  # a copy for planning has none
+
+
+@contextmanager
+def as_defined(model: nn.Module, make: Callable[[torch.Tensor, torch.dtype], nn.Parameter]) -> Iterator[dict[int, Any]]:
+    """Gives what `copy.deepcopy` has to put in the place of what FSDP added; its classes, which refuse to be
+    copied, are off meanwhile, and on the copy afterwards.
+
+    Args:
+        model: nothing in it is another afterwards.
+        make: a shard, and a data type -> the whole parameter in the copy.
+    """
+    memo: dict[int, Any] = {}
+    sharded = [m for m in model.modules() if isinstance(m, FSDPModule)]
+    classes = [type(m) for m in sharded]
+    for state in states_of(model):
+        memo[id(state)] = None
+        _instead_of_parameters(state, make, memo)
+        _instead_of_hooks(state, memo)
+    try:
+        for module, kind in zip(sharded, classes, strict=True):
+            module.__class__ = kind.__mro__[2]  # its own is behind FSDP's two
+        yield memo
+    finally:
+        for module, kind in zip(sharded, classes, strict=True):
+            for each in (module, memo.get(id(module), module)):  # torch.compile tells modules apart by their classes
+                each.__class__ = kind
+
+
+def _instead_of_parameters(state: FSDPState, make: Callable[..., nn.Parameter], memo: dict[int, Any]) -> None:
+    for group in state._fsdp_param_groups:
+        for param in group.fsdp_params:
+            whole = make(param.sharded_param, compute_dtype(param.sharded_param, group.mp_policy.param_dtype))
+            for held in (param.sharded_param, getattr(param, "_unsharded_param", None)):
+                if held is not None:
+                    memo[id(held)] = whole
+
+
+def compute_dtype(parameter: torch.Tensor, wanted: torch.dtype | None) -> torch.dtype:
+    """The data type of a parameter once it is gathered."""
+    return wanted if wanted is not None and parameter.is_floating_point() else parameter.dtype
+
+
+def _instead_of_hooks(state: FSDPState, memo: dict[int, Any]) -> None:
+    policy = state._mp_policy
+    inputs = policy.param_dtype if policy.cast_forward_inputs else None
+
+    # hooks run as they are, beside the compiled graphs
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        args, kwargs = _cast((args, kwargs), inputs)
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        at = [i for i, t in enumerate(leaves) if isinstance(t, torch.Tensor) and t.requires_grad]
+        if at and torch.is_grad_enabled():
+            same: Any = _Same.apply(*(leaves[i] for i in at))  # type: ignore[no-untyped-call]
+            for i, t in zip(at, same, strict=True):
+                leaves[i] = t
+        return pytree.tree_unflatten(leaves, spec)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def after(module: nn.Module, args: Any, output: Any) -> Any:
+        return _cast(output, policy.output_dtype)
+
+    before_calls = [id(m._forward_pre_hooks) for m in state._modules]
+    for handles in (state._pre_forward_hook_handle, state._post_forward_hook_handle):
+        for handle in getattr(handles, "handles", (handles,)):
+            hooks: Any = handle.hooks_dict_ref()
+            memo[id(hooks[handle.id])] = before if id(hooks) in before_calls else after
+
+
+class _Same(torch.autograd.Function):
+    """Autograd's node at the entry of a module, as FSDP's."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return gradients
+
+
+def _cast(tensors: Any, dtype: torch.dtype | None) -> Any:
+    if dtype is None:
+        return tensors
+    return pytree.tree_map_only(torch.Tensor, functools.partial(_cast_one, dtype), tensors)
+
+
+def _cast_one(dtype: torch.dtype, t: torch.Tensor) -> torch.Tensor:
+    return t.to(dtype) if t.is_floating_point() else t

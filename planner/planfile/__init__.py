@@ -1,0 +1,1 @@
+"""Plans as files: records as JSON, checked when they are read."""

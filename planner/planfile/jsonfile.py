@@ -1,0 +1,125 @@
+"""JSON files that anyone may have made, read with care; written so that an interruption leaves the old file."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import secrets
+import stat
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from planner.errors import OptionError, PlanFileError, gb
+
+MOST = 2**26  # bytes of JSON; some twenty times what a model of 80 layers needs
+DIGITS = 20  # of a whole number
+GZIP = b"\x1f\x8b"
+
+
+def path_of(given: str | os.PathLike[str]) -> Path:
+    """A path, of what was given for one; raises OptionError for a number, which `open` takes for an open file."""
+    try:
+        return Path(given)
+    except TypeError:
+        raise OptionError(f"path={given!r} must be the path of a file: a string, or a pathlib.Path") from None
+
+
+def read(path: Path) -> Any:
+    """The data in a JSON file, as it is or compressed by gzip.
+
+    Raises:
+        PlanFileError: no file that can be read, more than `MOST` bytes, or not JSON (RFC 8259: so no NaN, and no key
+            twice; numbers of at most `DIGITS` digits).
+    """
+    try:
+        content = _content(path)
+        return json.loads(
+            content.decode("utf-8-sig"),
+            object_pairs_hook=_object,
+            parse_int=_whole,
+            parse_constant=_constant,
+        )
+    except PlanFileError:
+        raise
+    except OSError as e:
+        raise PlanFileError(f"{path}: cannot be read: {e.strerror or e}") from e
+    except (EOFError, zlib.error) as e:
+        raise PlanFileError(f"{path}: damaged or cut short: {e}") from e
+    except UnicodeDecodeError as e:
+        raise PlanFileError(f"{path}: not a plan file: byte {e.start} is not UTF-8 text") from e
+    except RecursionError as e:
+        raise PlanFileError(f"{path}: not a plan file: lists or objects within each other too often") from e
+    except json.JSONDecodeError as e:
+        raise PlanFileError(
+            f"{path}: line {e.lineno}, column {e.colno}: expected JSON: {e.msg}; the file is damaged or cut short"
+        ) from e
+    except ValueError as e:
+        raise PlanFileError(f"{path}: {e}") from e
+
+
+def write(path: Path, data: Any) -> None:
+    """Write a JSON file, compressed where its name ends in ".gz"; the old file is there until the new one is whole.
+
+    Raises:
+        PlanFileError: it cannot be written there, or would be too large to be read again.
+    """
+    content = json.dumps(data, separators=(",", ":"), allow_nan=False).encode()
+    if len(content) > MOST:
+        raise PlanFileError(f"{path}: the plan takes {gb(len(content))}; plan files have at most {gb(MOST)}")
+    write_bytes(path, gzip.compress(content, 6, mtime=0) if path.suffix == ".gz" else content)
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file in one step: another process sees the old one or the new one."""
+    try:
+        target = Path(os.path.realpath(path))
+        part = target.with_name(f".{target.name[:100]}.{secrets.token_hex(4)}")
+        if target.exists() and not target.is_file():
+            raise PlanFileError(f"{path}: cannot be written: it is there, and no file")
+        try:
+            with open(part, "xb") as f:
+                f.write(content)
+                f.flush()
+                os.fsync(f.fileno())
+            os.replace(part, target)
+        finally:
+            part.unlink(missing_ok=True)
+    except PlanFileError:
+        raise
+    except (OSError, ValueError) as e:  # ValueError: a null byte in the path
+        raise PlanFileError(f"{path}: cannot be written: {getattr(e, 'strerror', None) or e}") from e
+
+
+def _content(path: Path) -> bytes:
+    if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would wait for ever
+        raise PlanFileError(f"{path}: expected a file; it is {'a directory' if path.is_dir() else 'none'}")
+    with open(path, "rb") as f:
+        content = f.read(MOST + 1)
+    if content.startswith(GZIP):
+        with gzip.open(path) as unpacked:
+            content = unpacked.read(MOST + 1)
+    if len(content) > MOST:
+        raise PlanFileError(f"{path}: expected at most {gb(MOST)}; it has more")
+    return content
+
+
+def _object(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"expected each key once; {key[:40]!r} comes twice in an object")
+        found[key] = value
+    return found
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > DIGITS:
+        raise ValueError(f"expected numbers of at most {DIGITS} digits, found {digits[:DIGITS]}...")
+    return int(digits)
+
+
+def _constant(name: str) -> NoReturn:
+    raise ValueError(f"expected finite numbers, found {name}")

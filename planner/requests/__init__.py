@@ -1,0 +1,1 @@
+"""What the user asks for: the arguments of `plan()`, checked and resolved."""

@@ -1,0 +1,16 @@
+"""Runs a model with some of its modules checkpointed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from planner.eager.checkpointing import checkpointed
+from planner.runtime.interception import Applied, Signature
+
+
+class EagerRuntime(Applied):
+    """Checkpoints the chosen modules while the model is called; between calls they are as they were."""
+
+    def run(self, signature: Signature, args: Any, kwargs: Any) -> Any:
+        with checkpointed(self.model, self.plans[signature].recipe):
+            return self.call_eagerly(*args, **kwargs)  # type: ignore[no-untyped-call]

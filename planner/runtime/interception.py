@@ -1,0 +1,226 @@
+"""Puts plans on a model and takes them off: what stands in for its call, and goes with it into its copies."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from planner.capture.shapes import Maxima, layout
+from planner.errors import ApplyError
+from planner.parallel.group import together
+from planner.parallel.sharded import parameters_of
+from planner.runtime.first_step import begin, report_after, when_begun
+from planner.runtime.modes import redirected, refuse_compiled, trains
+
+# Where a model keeps its runtime beside `_compiled_call_impl`, which its copies lose. Python calls an object by its
+# class's `__call__`; torch.compile, around a planned model, goes past the plan unless the object has one as well.
+CARRIER = "__call__"
+
+Signature = tuple[object, ...]
+Make = Callable[..., Any]  # of a model, arguments, keyword arguments and maxima; `likely` as in `Request`
+# of a model, a plan, whether an earlier call waits for its backward pass, and whether that of this call begins
+Warn = Callable[[nn.Module, Any, bool, bool], bool]
+
+
+def call_signature(model: nn.Module, args: Any, kwargs: Any, maxima: Maxima | None = None) -> Signature:
+    """Equal for calls that one plan serves: same shapes, dtypes, devices, other arguments, modes, frozen parts.
+
+    Where sizes may be smaller than maxima, these do not count. A tensor that is passed twice is one input of a graph.
+    """
+
+    def describe(path: Any, x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            free = maxima.of(pytree.keystr(path)) if maxima else {}
+            shape = tuple(None if d in free else n for d, n in enumerate(x.shape))
+            same = first.setdefault(id(x), len(first))
+            kind = (
+                str(x.__tensor_flatten__()[1]) if is_traceable_wrapper_subclass(x) else ""
+            )  # how a DTensor is sharded
+            return (shape, layout(x) if free else x.stride(), x.dtype, x.device, x.requires_grad, same, kind)
+        return x if isinstance(x, (int, float, str, bool, type(None))) else type(x)
+
+    first: dict[int, int] = {}
+    leaves, spec = pytree.tree_flatten_with_path((tuple(args), dict(kwargs)))
+    kinds = {p.device.type for p in model.parameters()} - {"meta"}
+    return (
+        tuple(describe(*leaf) for leaf in leaves),
+        str(spec),
+        tuple((type(m), m.training) for m in model.modules()),
+        tuple((tuple(p.shape), p.requires_grad, p.device, p.dtype) for p in parameters_of(model)),
+        tuple((torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in sorted(kinds)),
+    )
+
+
+class Applied:
+    """What stands in for the model's call while plans are applied.
+
+    Attributes:
+        plans: for each kind of call, by signature, its plan.
+        newest: the plan made last.
+        started: whether a training call has come.
+        agrees: whether the plan of that is still to be agreed on with other processes.
+    """
+
+    def __init__(self, model: nn.Module, make: Make, warn: Warn) -> None:
+        self.model = model
+        self.make = make
+        # asked before the forward pass and, where there are gradients, the backward pass of a step, until it has said
+        # what there is to say; before a forward pass it may put another plan on
+        self.warn = warn
+        self.warned = False
+        self.reported = False  # what the first step showed
+        self.plans: dict[Signature, Any] = {}
+        self.newest: Any = None
+        self.started = self.agrees = False
+        self.lock = threading.RLock()  # threads take turns in the forward pass
+        self.call_eagerly = model._call_impl
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Applied | None:
+        """The model's copy trains by the same plans; a runtime that is copied without its model is nothing."""
+        model = memo.get(id(self.model))
+        if model is None:
+            return None
+        copied = self.like(model)
+        put(model, copied)
+        return copied
+
+    def __reduce__(self) -> Any:
+        """In a pickle, the model's own call: it loads without a plan, and where this package is not."""
+        kind = type(self.model)
+        if (kind.__reduce__, kind.__reduce_ex__) == (object.__reduce__, object.__reduce_ex__):
+            return getattr, (self.model, CARRIER)
+        return type(None), ()  # torch.fx.GraphModule, which would be pickled once more inside itself
+
+    def like(self, model: nn.Module) -> Applied:
+        """The same for a copy of the model."""
+        copied = type(self)(model, self.make, self.warn)
+        copied.plans = {signature: for_copy(plan, model) for signature, plan in self.plans.items()}
+        copied.newest = self.newest and for_copy(self.newest, model)
+        return copied
+
+    def add(self, args: Any, kwargs: Any, plan: Any, maxima: Maxima | None = None) -> None:
+        """Let a plan serve such calls; where it was made for maxima, those of smaller sizes too."""
+        self.newest = plan
+        # only the newest keeps its batch, to be verified with
+        self.plans = {signature: without_batch(earlier) for signature, earlier in self.plans.items()}
+        self.plans[call_signature(self.model, args, kwargs)] = plan
+
+    def forget(self) -> None:
+        """Forget the plans that were made before the first training call: other ranks may have others."""
+        self.plans.clear()
+
+    # a compiled model around this one would have it in its own graph, without the plan
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if redirected(self.model) or not trains(self.model, args, kwargs):
+            return self.call_eagerly(*args, **kwargs)  # type: ignore[no-untyped-call]
+        refuse_compiled(self.model, self)
+        with self.lock:
+            if not self.started:
+                self.started, self.agrees = True, together(self.model)
+                if self.agrees:
+                    self.forget()
+            signature = call_signature(self.model, args, kwargs)
+            if signature not in self.plans:
+                self.find(signature, args, kwargs)
+            if not self.warned:
+                self.warned = self.warn(self.model, self.plans[signature], self.waits(), False)
+                if self.warned and attached(self.model) is not self:  # it was planned anew
+                    return self.model(*args, **kwargs)
+            reports = not self.reported and not self.awaits_gradients(signature)
+            self.reported |= reports
+            before = begin(self.model) if reports else None
+            result = self.run(signature, args, kwargs)
+            if not self.warned and any(p.grad is not None for p in self.model.parameters()):
+                when_begun(result, partial(self.backward_begins, signature))
+            if reports:
+                report_after(result, self.plans.get(signature), before)
+            return result
+
+    def backward_begins(self, signature: Signature) -> None:
+        """Look whether the gradients that were there in the forward pass still are."""
+        if not self.warned and signature in self.plans:
+            self.warned = self.warn(self.model, self.plans[signature], False, True)
+
+    def awaits_gradients(self, signature: Signature) -> bool:
+        """Whether the plan counts gradients of earlier microbatches, and there are none yet."""
+        accumulate = self.plans[signature].request.accumulate
+        return accumulate and all(p.grad is None for p in self.model.parameters())
+
+    def find(self, signature: Signature, args: Any, kwargs: Any) -> None:
+        """Find a plan for a kind of call that comes for the first time, or make one."""
+        self.add(args, kwargs, self.make(self.model, args, kwargs, None))
+
+    def waits(self) -> bool:
+        """Whether an earlier call still waits for its backward pass."""
+        return False
+
+    def run(self, signature: Signature, args: Any, kwargs: Any) -> Any:
+        """Call the model under its plan."""
+        raise NotImplementedError
+
+
+def without_batch(plan: Any) -> Any:
+    """A plan that holds no tensors of the batch that it was made for."""
+    request = plan.request
+    return replace(plan, request=replace(request, args=None, kwargs={}, batch=request.batch_kinds))
+
+
+def for_copy(plan: Any, model: nn.Module) -> Any:
+    """A plan, as that of a copy of its model."""
+    return replace(plan, request=replace(plan.request, model_ref=weakref.ref(model)))
+
+
+def attach(model: nn.Module, runtime: Applied) -> None:
+    """Put a runtime on a model, in place: the object, its parameters' names and its `state_dict` stay.
+
+    Raises:
+        ApplyError: the model, or a module in it, already runs under a plan, or is compiled.
+    """
+    if attached(model) is not None:
+        raise ApplyError(f"a plan is already applied to this {type(model).__name__}; remove() it first")
+    refuse_compiled(model, None)
+    put(model, runtime)
+
+
+def attached(model: nn.Module) -> Applied | None:
+    """The runtime that a model runs under, or None."""
+    current = getattr(model, "_compiled_call_impl", None)
+    return current if isinstance(current, Applied) else None
+
+
+def detach(model: nn.Module) -> None:
+    """Take the plan off; raises ApplyError where there is none."""
+    if attached(model) is None:
+        raise ApplyError(f"no plan is applied to this {type(model).__name__}")
+    put(model, None)
+
+
+@contextmanager
+def taken_off(model: nn.Module) -> Iterator[None]:
+    """The model without its plan, if it runs under one, for a while; ApplyError where it is compiled otherwise."""
+    runtime = attached(model)
+    refuse_compiled(model, runtime)
+    put(model, None)
+    try:
+        yield
+    finally:
+        put(model, runtime)
+
+
+def put(model: nn.Module, runtime: Applied | None) -> None:
+    """Have a model be called through a runtime, or as it is."""
+    for name in ("_compiled_call_impl", CARRIER):
+        model.__dict__.pop(name, None)
+        if runtime is not None:
+            model.__dict__[name] = runtime
