@@ -19,9 +19,8 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from tqdm import tqdm
 
-from planner import InfeasibleBudgetError
+from planner import InfeasibleBudgetError, plan
 from planner.cli.demo import small_gpt2
-from planner.core import plan
 
 from . import measure
 

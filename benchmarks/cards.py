@@ -19,8 +19,7 @@ from typing import Any
 import torch
 import transformers
 
-from planner import InfeasibleBudgetError
-from planner.core import plan
+from planner import InfeasibleBudgetError, plan
 from planner.errors import gb
 
 

@@ -24,8 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from planner import InfeasibleBudgetError, Plan
-from planner.core import plan
+from planner import InfeasibleBudgetError, Plan, plan
 from planner.devices.meter import record_allocations
 
 from .blocks import checkpoint_blocks

@@ -27,11 +27,10 @@ from torch._dynamo.backends.debugging import boxed_nop
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from tqdm import tqdm
 
-from planner import InfeasibleBudgetError
+from planner import InfeasibleBudgetError, plan
 from planner.capture.provenance import origins
 from planner.capture.trace.step import capture
 from planner.codegen.emit import keep_everything
-from planner.core import plan
 from planner.costs.ops import node_flops
 from planner.planning.pipeline import problem_of
 from planner.requests.request import check

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
+from planner import plan
 from planner.cli.demo import small_gpt2
-from planner.core import plan
 from planner.report.timeline import timeline_svg
 
 # an image does not take the colour of the page that it is on

@@ -15,8 +15,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from planner import InfeasibleBudgetError, Plan
-from planner.core import plan
+from planner import InfeasibleBudgetError, Plan, plan
 from planner.devices.meter import record_allocations
 
 from .workloads import WORKLOADS, Workload

@@ -21,9 +21,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from planner import applied_plan
+from planner import applied_plan, plan
 from planner.cli.demo import small_gpt2
-from planner.core import plan
 from tests.measure import peak_of
 from tests.processes import on_ranks
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from planner.core import plan
+from planner import plan
 
 LAYERS = (5, 10, 20, 40, 80)
 SHARE = 0.4  # of the way from what is resident to the peak with everything kept

@@ -17,8 +17,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from planner import InfeasibleBudgetError, Plan, PlannerError
-from planner.core import plan
+from planner import InfeasibleBudgetError, Plan, PlannerError, plan
 
 from .measure import step_peak, time_ratio
 from .zoo import build

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from planner import PlannerError
-from planner.core import plan
+from planner import PlannerError, plan
 
 
 class Block(nn.Module):

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from planner import PlannerError
-from planner.core import plan
+from planner import PlannerError, plan
 
 
 class Block(nn.Module):

@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from planner import Plan
-from planner.core import plan
+from planner import Plan, plan
 
 from .real_models import gpt2
 

@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import nn
 
-from planner.api import pareto
+from planner import pareto
 
 from .measure import held_before, peak_of
 from .real_models import CASES, Case, gpt2, llama

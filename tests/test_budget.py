@@ -9,10 +9,9 @@ import transformers
 from torch import nn
 
 import planner
-from planner import PlanWarning, applied_plan
+from planner import PlanWarning, applied_plan, plan
 from planner.capture.trace.step import capture
 from planner.codegen.emit import keep_everything
-from planner.core import plan
 from planner.devices.caching_allocator import reserved
 from planner.lowering import margin as fragmentation
 from planner.lowering.margin import solve_with_margin

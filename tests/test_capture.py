@@ -9,8 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from planner import CaptureError, InfeasibleBudgetError, ModelError, Plan
-from planner.core import plan
+from planner import CaptureError, InfeasibleBudgetError, ModelError, Plan, plan
 
 from .measure import held_before, peak_of, results, step_peak
 from .real_models import Case

@@ -9,8 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from planner import InfeasibleBudgetError, OptionError
-from planner.core import plan
+from planner import InfeasibleBudgetError, OptionError, plan
 
 from .measure import held_before, results, step_peak
 from .real_models import Case, gpt2

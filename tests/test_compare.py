@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from planner import OptionError, compare
-from planner.core import plan
+from planner import OptionError, compare, plan
 from planner.core.plan import Decision
 from planner.report.words import cells
 

@@ -17,8 +17,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import planner.eager.pipeline
 import planner.planning.pipeline
-from planner import ApplyError, InfeasibleBudgetError, OptionError, Plan, applied_plan
-from planner.core import plan
+from planner import ApplyError, InfeasibleBudgetError, OptionError, Plan, applied_plan, plan
 from planner.parallel.buckets import LINE, Buckets
 from planner.planfile.consistency import check
 from planner.planning.pipeline import make_plan

@@ -6,9 +6,9 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
+from planner import plan
 from planner.capture.passes.duplicates import merge_duplicates
 from planner.capture.regions import region
-from planner.core import plan
 
 from .measure import held_before, results, step_peak
 from .real_models import CASES, Case

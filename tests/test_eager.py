@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from planner import CaptureError, InfeasibleBudgetError, OptionError, PlanWarning, applied_plan
-from planner.core import plan
+from planner import CaptureError, InfeasibleBudgetError, OptionError, PlanWarning, applied_plan, plan
 from planner.errors import gb
 
 from .measure import held_before, results, step_peak

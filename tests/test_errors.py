@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import planner
-from planner.core import plan
+from planner import plan
 
 from .measure import held_before
 from .real_models import gpt2

@@ -11,10 +11,9 @@ from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from planner import CaptureError, OptionError
+from planner import CaptureError, OptionError, plan
 from planner.capture.trace.step import capture
 from planner.codegen.emit import keep_everything
-from planner.core import plan
 from planner.core.call import describe_call
 from planner.costs import cache
 from planner.costs import ops as ops_module

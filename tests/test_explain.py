@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from planner import ApplyError, OptionError, Plan
-from planner.core import plan
+from planner import ApplyError, OptionError, Plan, plan
 from planner.planning.pipeline import graph_of, problem_of, write
 from planner.planning.what_if import costs_of, keeping, recomputing, what_if
 from planner.report.words import cells

@@ -23,8 +23,7 @@ import planner.eager.pipeline
 import planner.planning.pipeline
 import planner.report.html
 import planner.report.text  # reading a file must import nothing: what draws it is here already
-from planner import ApplyError, OptionError, Plan, PlanFileError, PlanWarning, applied_plan
-from planner.core import plan
+from planner import ApplyError, OptionError, Plan, PlanFileError, PlanWarning, applied_plan, plan
 from planner.planfile.files import VERSION, plan_file_schema
 from planner.planfile.schema import LARGEST
 

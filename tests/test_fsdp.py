@@ -12,8 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from planner import BatchError, ModelError, OptionError, Plan, PlanWarning, applied_plan
-from planner.core import plan
+from planner import BatchError, ModelError, OptionError, Plan, PlanWarning, applied_plan, plan
 from planner.runtime.interception import attached
 
 from .measure import peak_of

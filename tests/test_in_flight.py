@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from planner import InfeasibleBudgetError, OptionError, Plan, PlanFileError, compare
+from planner import InfeasibleBudgetError, OptionError, Plan, PlanFileError, compare, plan
 from planner.__main__ import main
-from planner.core import plan
 from planner.lowering.microbatches import _highest
 from planner.report.snapshot import snapshot
 

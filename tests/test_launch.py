@@ -12,9 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from planner import ModelError, PlanWarning, applied_plan
+from planner import ModelError, PlanWarning, applied_plan, plan
 from planner.__main__ import main
-from planner.core import plan
 from planner.errors import gb
 from planner.integrations.discovery import Search
 from planner.runtime.first_step import report

@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from planner import BatchError, BudgetError, InfeasibleBudgetError, ModelError, OptionError
+from planner import BatchError, BudgetError, InfeasibleBudgetError, ModelError, OptionError, plan
 from planner.api.max_batch import Trial, _faster, _fastest, _larger, max_batch
-from planner.core import plan
 
 from .measure import held_before, step_peak
 from .real_models import Case, gpt2, tokens

@@ -14,8 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.utils import parametrizations
 
-from planner import ApplyError, OptionError, PlanWarning, applied_plan
-from planner.core import plan
+from planner import ApplyError, OptionError, PlanWarning, applied_plan, plan
 from planner.requests.request import with_batch
 
 from .measure import peak_of

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from planner import BatchError, ModelError, OptionError
-from planner.api import pareto
+from planner import BatchError, ModelError, OptionError, pareto
 from solvers import InfeasibleError, ProblemError, SolverError, chen, every_op_once, minimum_peak, simulate, validate
 from solvers import pareto as solve_all
 from solvers.pareto import curve

@@ -10,10 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from planner import ApplyError, OptionError, applied_plan
-from planner.api import pareto
+from planner import ApplyError, OptionError, applied_plan, pareto, plan
 from planner.cli.commands import facts
-from planner.core import plan
 from planner.core.plan import Held
 from planner.errors import gb
 from planner.planning.curve import blocks_of

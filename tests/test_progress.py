@@ -13,9 +13,7 @@ import planner.eager.pipeline
 import planner.lowering.margin
 import planner.planning.pipeline
 import solvers.anneal
-from planner import Plan, applied_plan
-from planner.api import max_batch, pareto
-from planner.core import plan
+from planner import Plan, applied_plan, max_batch, pareto, plan
 from planner.runtime import compiled as run
 
 

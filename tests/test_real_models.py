@@ -6,8 +6,7 @@ import re
 import pytest
 import torch
 
-from planner import InfeasibleBudgetError
-from planner.core import plan
+from planner import InfeasibleBudgetError, plan
 
 from .measure import held_before, results, step_peak
 from .real_models import CASES, Case

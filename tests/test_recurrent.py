@@ -5,8 +5,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from planner import CaptureError, InfeasibleBudgetError
-from planner.core import plan
+from planner import CaptureError, InfeasibleBudgetError, plan
 
 from .measure import held_before, results, step_peak
 from .real_models import Case

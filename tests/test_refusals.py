@@ -6,8 +6,7 @@ import torch
 import transformers
 from torch import nn
 
-from planner import CaptureError
-from planner.core import plan
+from planner import CaptureError, plan
 
 from .measure import peak_of
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from planner import plan
 from planner.capture.trace.step import capture
 from planner.codegen.emit import keep_everything
-from planner.core import plan
 from planner.planning.pipeline import problem_of
 from planner.requests.request import check
 from solvers import InfeasibleError, Problem, Schedule, every_op_once, simulate, solve

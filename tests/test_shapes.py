@@ -13,9 +13,8 @@ from torch._dynamo.utils import counters
 from torch.utils._sympy.functions import FloorDiv, Max, Mod
 
 import planner.planning.pipeline
-from planner import InfeasibleBudgetError, OptionError, PlanWarning, applied_plan
+from planner import InfeasibleBudgetError, OptionError, PlanWarning, applied_plan, plan
 from planner.capture.shapes import grows
-from planner.core import plan
 
 from .measure import held_before, results, step_peak
 from .real_models import Case, gpt2

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torch.cuda import _memory_viz as viz
 
-from planner import Plan, PlanFileError
-from planner.core import plan
+from planner import Plan, PlanFileError, plan
 
 # the opcodes that torch/utils/viz/MemoryViz.js of torch 2.13 reads
 OPCODES = {

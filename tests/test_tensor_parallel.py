@@ -21,8 +21,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from planner import Plan, applied_plan
-from planner.core import plan
+from planner import Plan, applied_plan, plan
 from planner.errors import BatchError, CaptureError, InfeasibleBudgetError, OptionError
 
 from .measure import peak_of

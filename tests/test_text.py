@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from planner.core import plan
+from planner import plan
 from planner.report.terminal import BARS, Style
 from planner.report.text import sparkline, summary
 from planner.report.words import cells, clip, pad, wrapped

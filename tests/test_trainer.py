@@ -11,8 +11,7 @@ from accelerate.state import AcceleratorState
 from peft import LoraConfig, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-from planner import BudgetError, OptionError, PlanWarning, applied_plan
-from planner.core import plan
+from planner import BudgetError, OptionError, PlanWarning, applied_plan, plan
 from planner.integrations.trainer import plan_trainer
 from planner.runtime.interception import attached
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from planner import ApplyError
-from planner.core import plan
+from planner import ApplyError, plan
 
 from .real_models import CASES, gpt2, resnet50
 

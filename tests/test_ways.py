@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from planner import PlanWarning, applied_plan
-from planner.core import plan
+from planner import PlanWarning, applied_plan, plan
 
 from .measure import peak_of
 

@@ -40,7 +40,7 @@ class PlanCallback:
     pass rather than after it, unless a hook (`on_before_zero_grad`, `optimizer_zero_grad`) wants to see them.
 
     Args:
-        budget_gb: as in `planner.core.plan()`.
+        budget_gb: as in `planner.plan()`.
         module: the path of the module to plan, as "net"; "" for the LightningModule itself; None for the one that
             `training_step` calls, where that is one.
         plan_file: its name in the Trainer's `default_root_dir`: the plan there is taken where it is for this very

@@ -7,8 +7,7 @@ import importlib.util
 import pytest
 import torch
 
-from planner import InfeasibleBudgetError
-from planner.core import plan
+from planner import InfeasibleBudgetError, plan
 
 from ..measure import results, step
 from ..real_models import Case, gpt2, llama, resnet50, unet

@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from planner.core import plan
+from planner import plan
 
 from ..measure import step
 from .cases import NAMES, ROOM_TO_SPARE, baseline, measured, needs_cuda, on_cuda, plan_at, plan_at_least, predicted

@@ -2,8 +2,7 @@
 
 import torch
 
-from planner import PlanWarning
-from planner.core import plan
+from planner import PlanWarning, plan
 
 from .cases import needs_cuda
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from planner.core import plan
+from planner import plan
 
 from ..real_models import Case
 from .cases import NAMES, ROOM_TO_SPARE, error, needs_cuda, on_cuda, plan_at, plan_at_least, results_on_cuda
