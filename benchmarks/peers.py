@@ -33,7 +33,7 @@ from planner.capture.trace.step import capture
 from planner.codegen.emit import keep_everything
 from planner.costs.ops import node_flops
 from planner.planning.pipeline import problem_of
-from planner.requests.request import check
+from planner.requests.check import check
 from tests.real_models import CASES, Case, tokens
 
 from . import measure

@@ -3,10 +3,11 @@
 >>> from planner import plan
 """
 
+from planner.api.compare import compare
 from planner.api.front import applied_plan, plan
 from planner.api.max_batch import MaxBatch, max_batch
 from planner.api.pareto import pareto
-from planner.core.plan import Plan
+from planner.api.plan import Plan
 from planner.errors import (
     ApplyError,
     BatchError,
@@ -21,7 +22,7 @@ from planner.errors import (
     RankError,
     VerificationError,
 )
-from planner.report.compare import Comparison, compare
+from planner.report.compare import Comparison
 from planner.report.explain import Explanation
 
 __all__ = [

@@ -17,7 +17,7 @@ from planner.lowering import margin as fragmentation
 from planner.lowering.margin import solve_with_margin
 from planner.planning import pipeline
 from planner.planning.pipeline import problem_of
-from planner.requests.request import check
+from planner.requests.check import check
 from solvers import simulate
 
 from .measure import held_before, peak_of, results, step_peak

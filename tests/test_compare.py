@@ -2,7 +2,6 @@
 
 import re
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from torch import nn
 from planner import OptionError, compare, plan
 from planner.core.plan import Decision
 from planner.report.words import cells
+from tests.plans import changed
 
 
 def layers(width=64, count=8):
@@ -79,7 +79,7 @@ def test_decisions_per_module(two, backwards):
 def test_a_row_is_of_the_modules_that_changed(two):
     def decided(*times):
         decisions = [Decision("x", "recompute", 2**20, t, f"layers.{i}", "", op="gelu") for i, t in enumerate(times)]
-        return replace(two[1], decisions=tuple(decisions))
+        return changed(two[1], decisions=tuple(decisions))
 
     (row,) = compare(decided(1.0, 2.0, 4.0), decided(1.0, 2.5, 4.75)).modules
     assert (row.name, row.count, row.seconds, row.now_recomputed) == ("layers.*", 2, 1.25, 0)

@@ -227,7 +227,7 @@ def from_files(folder):
     p.save(ours)
     with pytest.raises(OptionError, match=r"static_graph=True.*before the model is wrapped"):
         DistributedDataParallel(planned(other, 1).apply(verify=True), static_graph=True)(batch)
-    return anew, p.budget_bytes, Plan.load(ours).request.asked.ranks
+    return anew, p.budget_bytes, Plan.load(ours).step.ranks
 
 
 def test_files_of_other_budgets_and_world_sizes(tmp_path):
@@ -258,18 +258,19 @@ def test_buckets_are_counted_in_a_plan_that_is_there(mode):
     p = planned(model, 0.001, torch.ones(ROWS, WIDTH), mode)
     buckets = Buckets(83200, views=False)
     request = replace(p.request, buckets=buckets)
-    fits = counted(p, request)
-    anew = make_plan(request)
+    planned_before = p.source
+    fits = counted(planned_before, request).record
+    anew = make_plan(request).record
     check(fits)
     for name in ("peak_bytes", "baseline_peak_bytes", "resident_bytes", "account", "problem", "schedule"):
         assert getattr(fits, name) == getattr(anew, name), name
     for name in ("timeline", "baseline_timeline"):
         assert [m.held_bytes for m in getattr(fits, name)] == [m.held_bytes for m in getattr(anew, name)]
     assert fits.peak_bytes == p.peak_bytes + buckets.nbytes
-    assert counted(fits, p.request).account == p.account
+    assert counted(counted(planned_before, request), p.request).record.account == p.account
     tight = replace(request, budget_gb=(fits.peak_bytes - 1) / 2**30)
-    other = counted(p, tight)
+    other = counted(planned_before, tight).record
     assert other.peak_bytes < fits.peak_bytes
     assert "with 81.25 kB of DDP buckets counted" in other.note
     with pytest.raises(InfeasibleBudgetError, match=r"DDP buckets 81.25 kB"):
-        counted(p, replace(request, budget_gb=0.0002))
+        counted(planned_before, replace(request, budget_gb=0.0002))

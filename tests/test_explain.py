@@ -168,7 +168,7 @@ def measured(case, p, schedule, folder):
     graph = graph_of(p.request)
     lowered, lines = problem_of(p.request, graph)
     solution = Solution(schedule, simulate(lowered.problem, schedule), "test", 0.0, 0.0)
-    changed = write(p.request, graph, lowered, solution, lines)
+    changed = Plan(write(p.request, graph, lowered, solution, lines))
     changed.apply()
     try:
         return held_before(case) + step_peak(case, folder)
@@ -181,7 +181,7 @@ def test_what_would_be_is_what_a_real_step_then_takes(tmp_path):
     case = blocks()
     p = planned(case, 0.6)
     whole = p.explain("blocks.*")
-    values = [c.value for c, d in zip(costs_of(p), p.decisions, strict=True) if d.module.startswith("blocks.")]
+    values = [c.value for c, d in zip(costs_of(p.record), p.decisions, strict=True) if d.module.startswith("blocks.")]
     for change, claimed in ((keeping, whole.all_kept), (recomputing, whole.all_recomputed)):
         found = measured(case, p, change(p.problem, p.schedule, values), tmp_path)
         assert claimed.peak_bytes == pytest.approx(found, rel=0.01)
@@ -213,7 +213,7 @@ def test_bytes_seconds_and_words_are_those_of_the_decisions():
     kept = [g for g in groups if "what is recomputed instead takes at most" in g.why]
     assert kept
     recomputed = [
-        c.seconds / d.nbytes for c, d in zip(costs_of(p), p.decisions, strict=True) if d.action == "recompute"
+        c.seconds / d.nbytes for c, d in zip(costs_of(p.record), p.decisions, strict=True) if d.action == "recompute"
     ]
     for g in kept:
         assert (g.otherwise.step_seconds - p.step_seconds) / g.nbytes > max(recomputed)
@@ -269,9 +269,9 @@ def test_several_graphs():
     p = planned(case, 0.8)
     assert len(p.graph_modules) > 1
     e = p.explain("")
-    assert sum(g.count for g in e.groups) == len(p.decisions) == len(costs_of(p))
-    assert any(c.bound_by for c in costs_of(p))
-    for c, d in zip(costs_of(p), p.decisions, strict=True):
+    assert sum(g.count for g in e.groups) == len(p.decisions) == len(costs_of(p.record))
+    assert any(c.bound_by for c in costs_of(p.record))
+    for c, d in zip(costs_of(p.record), p.decisions, strict=True):
         assert p.problem.sizes[c.value] == d.nbytes
         if c.bound_by:
             assert d.action == "keep"
@@ -281,8 +281,8 @@ def test_eager_mode_is_explained_by_unit():
     case = blocks()
     p = planned(case, 0.7, mode="eager")
     assert p.recipe.kept
-    assert costs_of(p) == ()
-    assert what_if(p, [0], kept=True) is None
+    assert costs_of(p.record) == ()
+    assert what_if(p.record, [0], kept=True) is None
     e = p.explain("blocks.*")
     assert e.recomputed_bytes
     assert e.all_kept is None
@@ -315,6 +315,6 @@ def test_names_of_any_width_fit(name):
 
 def test_what_does_not_suit_its_problem_is_not_computed_with():
     p = planned(blocks(), 0.7)
-    assert costs_of(p)
-    for changed in ({"decisions": p.decisions[1:]}, {"timeline": p.timeline[1:]}):
-        assert costs_of(replace(p, **changed)) == ()
+    assert costs_of(p.record)
+    for other in ({"decisions": p.decisions[1:]}, {"timeline": p.timeline[1:]}):
+        assert costs_of(replace(p.record, **other)) == ()

@@ -24,6 +24,7 @@ import planner.planning.pipeline
 import planner.report.html
 import planner.report.text  # reading a file must import nothing: what draws it is here already
 from planner import ApplyError, OptionError, Plan, PlanFileError, PlanWarning, applied_plan, plan
+from planner.core.plan import PlanRecord
 from planner.planfile.files import VERSION, plan_file_schema
 from planner.planfile.schema import LARGEST
 
@@ -105,7 +106,7 @@ def changed(path, to, change):
 def test_a_loaded_plan_shows_what_the_saved_one_showed(kind, saved, tmp_path):
     _, made, path = saved[kind]
     loaded = Plan.load(path)
-    for name in Plan.__dataclass_fields__:
+    for name in PlanRecord.__dataclass_fields__:
         if name not in ("request", "graph_modules"):
             assert getattr(loaded, name) == getattr(made, name), name
     assert str(loaded) == str(made)
@@ -275,9 +276,9 @@ def test_what_a_file_cannot_hold_is_said_where_it_is_missed(tmp_path):
     made = plan(model, x, budget_gb=2, **options)
     made.save(tmp_path / "plan.json")
     loaded = Plan.load(tmp_path / "plan.json")
-    assert (loaded.request.time_limit, loaded.request.account_gb) == (5, {"more": 1})
-    assert "AdamW(" in loaded.request.optimizer
-    assert "foreach=True" in loaded.request.optimizer
+    assert (loaded.options.time_limit, loaded.options.account_gb) == (5, {"more": 1})
+    assert "AdamW(" in loaded.options.optimizer
+    assert "foreach=True" in loaded.options.optimizer
     loaded.apply(model)
     with pytest.warns(PlanWarning, match=r"The loss_fn.*not counted: Plan\.load\("):
         model(x[:32]).mean().backward()
@@ -401,6 +402,7 @@ def setter(*keys, value):
     [
         (("version",), VERSION + 1, "newer version.*upgrade"),
         (("version",), 0, "version: expected a whole number from 1"),
+        (("version",), 1, "older version.*format 1, here 2.*plan again"),
         (("version",), "1", "version: expected a whole number"),
         (("plan",), None, "'plan' in it"),
         (("plan", "peak_bytes"), None, "plan: expected 'peak_bytes' in it"),
@@ -437,10 +439,10 @@ def setter(*keys, value):
             "9" * 1001,
             r"decisions\[\d+\]: expected names of at most",
         ),
-        (("asked", "where"), "moon", r"asked\.where: expected a torch device"),
-        (("asked", "mode"), "magic", r"asked\.mode: expected one of 'compiled'"),
-        (("model", "modules", "name"), 3, r"model\.modules\.name: expected a list"),
-        (("asked", "card", "flops", 0, 0), "os", r"asked\.card\.flops\[0\]: expected the name of a dtype"),
+        (("plan", "step", "where"), "moon", r"step\.where: expected a torch device"),
+        (("plan", "options", "mode"), "magic", r"options\.mode: expected one of 'compiled'"),
+        (("plan", "identity", "modules", "name"), 3, r"identity\.modules\.name: expected a list"),
+        (("plan", "step", "card", "flops", 0, 0), "os", r"step\.card\.flops\[0\]: expected the name of a dtype"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_named_with_its_place(keys, value, words, saved, tmp_path):

@@ -121,7 +121,7 @@ def test_a_file_has_what_is_in_flight(tmp_path, monkeypatch):
     p = plan(model, x, budget_gb=budget, loss_fn=loss_fn, in_flight=3)
     p.save(tmp_path / "plan.json")
     loaded = Plan.load(tmp_path / "plan.json", loss_fn=loss_fn)
-    assert (loaded.timeline, loaded.problem, loaded.request.in_flight) == (p.timeline, p.problem, 3)
+    assert (loaded.timeline, loaded.problem, loaded.options.in_flight) == (p.timeline, p.problem, 3)
     again = plan(model, x, budget_gb=budget, loss_fn=loss_fn, in_flight=3, known=loaded)
     assert "the same step and budget" in again.note
     assert again.schedule == p.schedule

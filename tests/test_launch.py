@@ -225,7 +225,7 @@ for x in loader:
         optimizer.step()
         optimizer.zero_grad()
 plans = accelerator.unwrap_model(model)._compiled_call_impl.plans.values()
-torch.save((loss.item(), [plan.request.accumulate for plan in plans]), f"rank{accelerator.process_index}")
+torch.save((loss.item(), [plan.options.accumulate for plan in plans]), f"rank{accelerator.process_index}")
 """
 NOTHING = "nothing was planned: no module that an optimizer trains was called in training mode"
 TIGHT = ("--budget-gb", "0.0034", "--solver", "chen")

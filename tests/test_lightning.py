@@ -138,7 +138,7 @@ def test_losses_are_those_without_a_plan(tmp_path, net, package, given, argument
     module = net(**given)
     assert fit(tmp_path, module, [planned], package, **arguments)[:2] == (usual, validated)
     assert recomputes(planned.plan)
-    assert planned.plan.request.accumulate == ("accumulate_grad_batches" in arguments)
+    assert planned.plan.options.accumulate == ("accumulate_grad_batches" in arguments)
     assert attached(module.net) is None
     assert "training_step" not in vars(module)
 
@@ -265,7 +265,7 @@ def test_a_hook_that_wants_gradients_gets_them_and_they_are_counted(tmp_path):
     seen, planned = [], callback()
     fit(tmp_path, Net(), [planned, Watches()], max_epochs=1)
     assert seen == [False, True, True, True]
-    assert planned.plan.request.accumulate
+    assert planned.plan.options.accumulate
 
 
 def test_a_damaged_plan_file_is_planned_anew(tmp_path):

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.utils import parametrizations
 
 from planner import ApplyError, OptionError, PlanWarning, applied_plan, plan
-from planner.requests.request import with_batch
+from planner.requests.check import with_batch
 
 from .measure import peak_of
 from .real_models import llama
@@ -186,7 +186,7 @@ def test_from_meta_to_the_cpu(x):
     model.to_empty(device="cpu").load_state_dict(twin.state_dict())
     assert_same(model, twin, lambda m: step(m, x))
     moved = applied_plan(model).request
-    assert (moved.where, moved.measure_on) == (torch.device("cpu"), torch.device("cpu"))
+    assert (moved.model_device, moved.measure_on) == (torch.device("cpu"), torch.device("cpu"))
 
 
 def test_a_moved_model_is_planned_for_where_it_is(x):
@@ -198,7 +198,11 @@ def test_a_moved_model_is_planned_for_where_it_is(x):
 
     request = plan(Layers(), x, budget_gb="50%", loss_fn=square).request
     moved = with_batch(request, OnACard(), (x,), {})
-    assert (moved.where, moved.measure_on, moved.costs) == (torch.device("cuda:0"), torch.device("cuda:0"), "measured")
+    assert (moved.model_device, moved.measure_on, moved.costs) == (
+        torch.device("cuda:0"),
+        torch.device("cuda:0"),
+        "measured",
+    )
     assert moved.device.type == "cuda"
     assert moved.budget_bytes == moved.device.memory // 2 != request.budget_bytes
     back = with_batch(moved, Layers(), (x,), {})

@@ -13,12 +13,13 @@ from torch import nn
 from planner import ApplyError, OptionError, applied_plan, pareto, plan
 from planner.cli.commands import facts
 from planner.core.plan import Held
+from planner.core.verification import Verification
 from planner.errors import gb
 from planner.planning.curve import blocks_of
 from planner.report.svg import ACTIONS, BUDGET, KINDS
-from planner.runtime.verify import Verification
 from solvers import every_op_once, simulate, validate
 from solvers.sketch import checkpointed, sketch
+from tests.plans import changed
 
 from .pictures import HOSTILE, pictures, square
 from .problems import random_training_graph
@@ -157,7 +158,7 @@ def test_eighty_layers_take_little_room():
     layers = [replace(d, module=d.module.replace(".h.1", f".h.{n}")) for n in range(80) for d in p.decisions]
     several = [replace(m, held=m.held._replace(kept=m.held.kept * n)) for n in range(1, 80) for m in p.timeline]
     peak = max(m.held_bytes for m in several)
-    q = replace(p, timeline=tuple(several), decisions=tuple(layers), peak_bytes=peak, budget_bytes=peak)
+    q = changed(p, timeline=tuple(several), decisions=tuple(layers), peak_bytes=peak, budget_bytes=peak)
     html = q._repr_html_()
     assert len(html) < 150_000
     assert re.search(r"layers 0–79, \d patterns", html)
@@ -167,7 +168,7 @@ def test_what_a_real_step_showed():
     p, _ = pictures()["regions"]
     assert "not verified on a real step" in p._repr_html_()
     seen = Verification(p.peak_bytes, p.budget_bytes + 2**20, None, p.budget_bytes, 0.0, True, 1.0, None)
-    q = replace(p, verification=seen)
+    q = changed(p, verification=seen)
     html = q._repr_html_()
     assert f"<b>Does not fit: peak {gb(p.budget_bytes + 2**20)} of" in html
     assert f"a real step took {gb(p.budget_bytes + 2**20)}" in html
@@ -188,7 +189,7 @@ def test_what_a_real_step_showed():
 )
 def test_odd_figures_are_drawn(figures):
     p, _ = pictures()["eager"]
-    for svg in re.findall(r"<svg.*?</svg>", replace(p, **figures)._repr_html_(), flags=re.DOTALL):
+    for svg in re.findall(r"<svg.*?</svg>", changed(p, **figures)._repr_html_(), flags=re.DOTALL):
         ET.fromstring(svg)
 
 

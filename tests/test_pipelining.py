@@ -78,7 +78,7 @@ def compared(kind, microbatches, share):
         "planned": held + planned,
         "budget": budget,
         "predicted": [p.peak_bytes for p in plans],
-        "in flight": [p.request.in_flight for p in plans],
+        "in flight": [p.options.in_flight for p in plans],
         "overhead": [p.overhead for p in plans],
         "account": [dict(p.account) for p in plans],
         "note": plans[0].note,
@@ -164,7 +164,7 @@ def test_stages_of_one_rank_share_its_budget_and_a_file_has_what_waits(alone, tm
     assert sum(p.budget_bytes for p in plans) == pytest.approx(0.001 * 2**30, abs=2)
     plans[0].save(tmp_path / "plan.json")
     loaded = Plan.load(tmp_path / "plan.json")
-    assert loaded.request.flight == plans[0].request.flight
+    assert loaded.step.occupancy == plans[0].step.occupancy
     assert loaded.problem == plans[0].problem
     with pytest.raises(ApplyError, match="already applied"):
         plan_schedule(schedule, budget_gb=0.001)

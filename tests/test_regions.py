@@ -14,7 +14,7 @@ from planner import plan
 from planner.capture.trace.step import capture
 from planner.codegen.emit import keep_everything
 from planner.planning.pipeline import problem_of
-from planner.requests.request import check
+from planner.requests.check import check
 from solvers import InfeasibleError, Problem, Schedule, every_op_once, simulate, solve
 
 from .real_models import gpt2

@@ -1,7 +1,6 @@
 """A plan as text: its figures are the plan's, its bars are where they belong, and it fits the page."""
 
 import re
-from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from planner import plan
 from planner.report.terminal import BARS, Style
 from planner.report.text import sparkline, summary
 from planner.report.words import cells, clip, pad, wrapped
+from tests.plans import changed
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +50,9 @@ def test_bars_are_as_high_as_what_is_held(tight):
 
 
 def test_what_does_not_fit_says_so(tight):
-    over = replace(tight, budget_bytes=tight.peak_bytes - 1)
+    over = changed(tight, budget_bytes=tight.peak_bytes - 1)
     assert str(over).startswith("Does not fit: ")
-    assert summary(over, Style(colour=True)).startswith("\x1b[31mDoes not fit")
+    assert summary(over.record, Style(colour=True)).startswith("\x1b[31mDoes not fit")
 
 
 def test_a_string_is_plain_wherever_it_is_made(tight, monkeypatch):

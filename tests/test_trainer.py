@@ -82,7 +82,7 @@ def test_losses_checkpoints_and_evaluation_are_those_without_a_plan(tmp_path):
     ours, watched = trained(t)
     assert ours == usual
     assert len(watched.plans) == 1
-    assert watched.plans[0].request.accumulate
+    assert watched.plans[0].options.accumulate
     assert any(d.action == "recompute" for d in watched.plans[0].decisions)
     assert applied_plan(t.model) is None
 

@@ -8,10 +8,13 @@ from typing import Any, Unpack
 
 from torch import nn
 
-from planner.core.plan import Plan
+from planner.api.plan import Plan
+from planner.core.options import GB, OptionArguments
 from planner.errors import BatchError, CaptureError, InfeasibleBudgetError, OptionError, gb
 from planner.planning.pipeline import make_plan
-from planner.requests.request import GB, Options, Request, arguments, check, maxima_of
+from planner.requests.batch import arguments, maxima_of
+from planner.requests.check import check
+from planner.requests.request import Request
 from solvers.progress import bar, clock
 
 GROWTH = 8  # times the largest n that fits, at most, while peaks say that there is much room
@@ -87,7 +90,7 @@ def max_batch(
     budget_gb: float | str | None = None,
     solver: str = "auto",
     most: int | None = None,
-    **options: Unpack[Options],
+    **options: Unpack[OptionArguments],
 ) -> MaxBatch:
     """The largest batch whose training step fits the budget, with recomputation, and the one that trains fastest.
 
@@ -131,7 +134,7 @@ def max_batch(
     request = check(model, (), None, budget_gb=budget_gb, solver=solver, **options)
     trials: dict[int, Trial] = {}
     plans: dict[int, Plan] = {}
-    with bar("max_batch", request.progress, unit=" plans") as shown, clock(shown):
+    with bar("max_batch", request.options.progress, unit=" plans") as shown, clock(shown):
 
         def attempt(n: int) -> None:
             shown.set_description_str(f"max_batch: n = {n}", refresh=False)
@@ -167,8 +170,8 @@ def _planned(request: Request, make_batch: Callable[[int], Any], n: int) -> tupl
         raise BatchError(f"make_batch({n}) returned None; it must return a batch for plan()")
     try:
         args, kwargs = arguments(request.model, batch, None)
-        maxima = maxima_of(request.dynamic, args or (), kwargs)
-        made = make_plan(replace(request, args=args, kwargs=kwargs, maxima=maxima))
+        maxima = maxima_of(request.options.dynamic, args or (), kwargs)
+        made = Plan(make_plan(replace(request, args=args, kwargs=kwargs, maxima=maxima)))
     except InfeasibleBudgetError as e:
         if n == 1:
             raise

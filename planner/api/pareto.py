@@ -8,12 +8,13 @@ from typing import Any, Unpack, overload
 
 from torch import nn
 
-from planner.core.plan import Plan
+from planner.api.plan import Plan
+from planner.core.options import GB, OptionArguments
 from planner.errors import BatchError, CaptureError, OptionError
 from planner.lowering.margin import add_margin
 from planner.planning.curve import curve_from
 from planner.planning.pipeline import graph_of, problem_of, write
-from planner.requests.request import GB, Options, check
+from planner.requests.check import check
 from solvers import Problem, ProblemError, Solution
 from solvers import pareto as solve
 from solvers.pareto import check_points, curve
@@ -27,7 +28,7 @@ def pareto(
     kwargs: Mapping[str, Any] | None = None,
     *,
     points: int = 10,
-    **options: Unpack[Options],
+    **options: Unpack[OptionArguments],
 ) -> tuple[Plan, ...]: ...
 @overload
 def pareto(
@@ -41,7 +42,7 @@ def pareto(
     kwargs: Mapping[str, Any] | None = None,
     *,
     points: int = 10,
-    **options: Unpack[Options],
+    **options: Unpack[OptionArguments],
 ) -> tuple[Plan, ...] | tuple[Solution, ...]:
     """What memory costs in time: plans from the lowest peak found to that of recomputing nothing, computed together.
 
@@ -95,7 +96,7 @@ def pareto(
     known = curve_from(lowered.problem, found)
     plans = (
         write(
-            replace(request, budget_gb=budget / GB, given={**request.given, "budget_gb": budget / GB}),
+            replace(request, budget_gb=budget / GB, options=replace(request.options, budget_gb=budget / GB)),
             graph,
             replace(lowered, problem=lowered.problem.with_budget(budget)),
             solution,
@@ -103,7 +104,7 @@ def pareto(
         )
         for budget, solution in bar("writing plans", progress, iterable=found, unit=" plans")
     )
-    return tuple(replace(p, known_curve=known) for p in plans)
+    return tuple(Plan(replace(p, record=replace(p.record, known_curve=known))) for p in plans)
 
 
 def _no_batch(model: nn.Module, why: str) -> str:

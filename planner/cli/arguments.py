@@ -5,12 +5,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn, get_args
+from typing import Literal, NoReturn
 
-from planner.capture.passes.checkpoints import Checkpoints
+from planner.core.options import Options, count, flags
 from planner.report.words import shown
-from planner.requests.request import MODES, Costs
-from solvers import SOLVERS
 
 TARGET = """\
 TARGET names a function without arguments, as path/to/file.py:function or
@@ -173,17 +171,29 @@ def _demo(command: Command) -> None:
   python -m planner demo --budget 0.4 --steps 3""",
     )
     p.add_argument("--budget", type=float, default=0.5, help="budget as a fraction of the peak that keeps everything")
-    p.add_argument("--steps", type=_count, default=5, help="training steps with and without the plan")
+    p.add_argument("--steps", type=count, default=5, help="training steps with and without the plan")
     p.add_argument("--solver", default="auto", help="auto, chen or ilp")
     p.add_argument("--quiet", action="store_true", help="no progress bars")
 
 
+def _flags(p: argparse.ArgumentParser, group: Literal["budget", "step"]) -> None:
+    """The options of `plan()` of a group, as flags."""
+    for name, flag in flags(Options, group):
+        spelt = f"--{name.replace('_', '-')}"
+        if flag.kind is bool:
+            p.add_argument(spelt, action="store_true", default=None, help=flag.help)
+        else:
+            p.add_argument(
+                spelt,
+                type=flag.kind or str,
+                metavar=flag.metavar,
+                choices=flag.choices and flag.choices(),
+                help=flag.help,
+            )
+
+
 def _budget_options(p: argparse.ArgumentParser) -> None:
-    p.add_argument(
-        "--budget-gb", type=_budget, metavar="GB", help='GB of 2**30 bytes, or a share of the device, "80%%"'
-    )
-    p.add_argument("--solver", choices=list(SOLVERS), help="default: auto")
-    p.add_argument("--mode", choices=MODES, help="eager: checkpoints on modules, without torch.compile")
+    _flags(p, "budget")
 
 
 def _target(p: argparse.ArgumentParser) -> None:
@@ -197,19 +207,7 @@ def _target(p: argparse.ArgumentParser) -> None:
 
 
 def _options(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--optimizer", help="adamw, adamw-fused, momentum, ...: count its state and its step")
-    p.add_argument("--device", help="what to plan for; see `devices` (default: where the model is)")
-    p.add_argument(
-        "--accumulate", action="store_true", default=None, help="gradients of earlier microbatches are there"
-    )
-    p.add_argument(
-        "--in-flight", type=_count, metavar="K", help="forward passes that wait for their backward pass at once"
-    )
-    p.add_argument("--shard", type=int, metavar="N", help="devices that share the parameters, as with FSDP")
-    p.add_argument("--checkpoints", choices=get_args(Checkpoints), help="what becomes of the model's own checkpoints")
-    p.add_argument("--costs", choices=get_args(Costs), help="what times are taken from")
-    p.add_argument("--dynamic", action="store_true", default=None, help="smaller batches come too")
-    p.add_argument("--time-limit", type=float, metavar="SECONDS", help="for the solver")
+    _flags(p, "step")
     p.add_argument("--quiet", action="store_true", help="no progress bars")
 
 
@@ -221,16 +219,3 @@ def _views(p: argparse.ArgumentParser) -> None:
 
 def _json(p: argparse.ArgumentParser) -> None:
     p.add_argument("--json", action="store_true", help="machine-readable output: bytes and seconds")
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number from 1 on")
-    return int(text)
-
-
-def _budget(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text  # a share as "80%"; plan() says what is wrong with anything else

@@ -14,23 +14,24 @@ from typing import Any
 
 import torch
 
+from planner.api.compare import compare
 from planner.api.front import plan
 from planner.api.pareto import pareto
+from planner.api.plan import Plan
 from planner.cli.target import arguments_of, batch_of
-from planner.core.plan import PendingPlan, Plan
+from planner.core.options import Options, flags
 from planner.devices.specs import DEVICES, Device, find_device
 from planner.errors import OptionError, gb
 from planner.integrations.launch import launch
 from planner.report.answer import fits
-from planner.report.compare import compare
 from planner.report.compare import to_text as comparison_text
 from planner.report.explain import to_text as explanation_text
 from planner.report.table import by_module
 from planner.report.terminal import style_of
 
 FITS, DOES_NOT_FIT = 0, 1
-_OPTIONS = ("optimizer", "device", "accumulate", "in_flight", "shard", "checkpoints", "costs", "dynamic", "time_limit")
-_PLAN_ONLY = ("budget_gb", "solver", "mode", "known")
+_OPTIONS = [name for name, _ in flags(Options, "step")]
+_PLAN_ONLY = [*(name for name, _ in flags(Options, "budget")), "known"]
 
 
 def make(options: Namespace) -> int:
@@ -39,7 +40,7 @@ def make(options: Namespace) -> int:
     with _apart():
         arguments = arguments_of(options.target) | _asked(options, *_OPTIONS, *_PLAN_ONLY)
         p = plan(**arguments)  # holds the model weakly; `arguments` has it
-        if isinstance(p, PendingPlan):
+        if p.pending:
             raise OptionError(f"{options.target} gives no batch; return (model, batch), or say --batch-from SOURCE")
         if options.save is not None:
             p.save(options.save)
@@ -144,7 +145,7 @@ def facts(p: Plan) -> dict[str, Any]:
         "step_seconds note device"
     )
     return {
-        "fits": fits(p),
+        "fits": fits(p.record),
         **{name: getattr(p, name) for name in names.split()},
         "measured_peak_bytes": p.verification.measured_bytes if p.verification else None,
         "phase_peaks": p.phase_peaks,
@@ -163,7 +164,7 @@ def _show(p: Plan, options: Namespace) -> int:
         print(explanation_text(explained, style_of()))
     else:
         print(p.summary())
-    return FITS if fits(p) else DOES_NOT_FIT
+    return FITS if fits(p.record) else DOES_NOT_FIT
 
 
 def _asked(options: Namespace, *names: str) -> dict[str, Any]:

@@ -1,26 +1,21 @@
-"""What was decided, as data."""
+"""What was decided, as frozen records: everything that a plan file has."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
-from functools import cached_property
-from html import escape
-from os import PathLike
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Self
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
-import torch
-from torch import fx, nn
+from torch import fx
 
-from planner.errors import ApplyError, OptionError, gb
-
-if TYPE_CHECKING:
-    from planner.eager.checkpointing import Choice
-    from planner.report.explain import Explanation
-    from planner.requests.request import Mode, Request
-    from planner.runtime.compiled import Recipe
-    from planner.runtime.verify import Verification
-    from solvers import Problem, Schedule
+from planner.capture.shapes import Maxima
+from planner.core.identity import Identity, TensorKind
+from planner.core.occupancy import Occupancy
+from planner.core.options import Costs, Options
+from planner.core.recipe import Choice, Recipe
+from planner.core.verification import Verification
+from planner.devices.specs import Device
+from solvers import Problem, Schedule
 
 Action = Literal["keep", "recompute", "offload"]
 Phase = Literal["forward", "loss", "backward", "optimizer"]
@@ -165,33 +160,69 @@ class GraphModules:
     backward: fx.GraphModule
 
 
-@dataclass(frozen=True, eq=False)
-class Plan:
-    """A plan for one model, one batch shape (or, with `dynamic`, the largest) and one budget; bytes and seconds.
+@dataclass(frozen=True)
+class PlannedStep:
+    """The training step that a plan is for, beside the model: what the options came to here, and the batch.
 
     Attributes:
-        budget_bytes: what the step may take, everything counted (1 GB = 2**30 bytes).
+        card: the device that times and memory are predicted for.
+        where: the torch device where the model was.
+        batch: the tensors of the batch, at the largest sizes; None where no batch is known.
+        maxima: the largest sizes, where those of the batch may be smaller; else None.
+        costs: what times were taken from.
+        occupancy: microbatches in flight, where a pipeline says more of them than `Options.in_flight`.
+        gradients_copied: whether gradients go where others are there already, and are freed.
+        optimizer_state: bytes of the optimizer's state.
+        optimizer_step: bytes of the temporaries of its step; None for no optimizer.
+        has_loss_fn: whether there was a loss function.
+        ranks: how many processes there were.
+        torch_version: of the torch that the step was captured with.
+    """
+
+    card: Device
+    where: str
+    batch: tuple[TensorKind, ...] | None
+    maxima: Maxima | None
+    costs: Costs
+    occupancy: Occupancy | None
+    gradients_copied: bool
+    optimizer_state: int
+    optimizer_step: int | None
+    has_loss_fn: bool
+    ranks: int
+    torch_version: str
+
+
+@dataclass(frozen=True, eq=False)
+class PlanRecord:
+    """What was decided for one model, one batch shape (or, with `dynamic`, the largest) and one budget.
+
+    All of it is data: sizes are in bytes, times in seconds, and a plan file has every field.
+
+    Attributes:
+        budget_bytes: the most that the step may take, everything counted (1 GB = 2**30 bytes).
         peak_bytes: predicted peak of the step, everything that the budget counts.
-        baseline_peak_bytes: the same with nothing recomputed.
-        resident_bytes: held all the time: parameters, buffers, batch, optimizer state.
-        overhead: estimated time of what is recomputed, over the time of the step that keeps everything.
+        baseline_peak_bytes: predicted peak with nothing recomputed.
+        resident_bytes: parameters, buffers, batch and optimizer state, which stay allocated during the whole step.
+        overhead: estimated time of recomputation, over the time of the step that keeps everything.
         bound: proven lower bound on the seconds of any schedule within the budget.
         gap: seconds over bound, less one.
-        solver: which solver made it.
+        solver: the solver that made the schedule.
         solve_seconds: how long it took.
-        timeline: bytes held at every op of the step.
+        timeline: bytes allocated at every op of the step.
         baseline_timeline: the same with nothing recomputed, with what the plan does with each op.
         decisions: one per forward value that the backward pass needs.
-        graph_modules: the emitted graphs, one pair per region; none in eager mode.
         step_seconds: estimated time of the planned step.
         account: the lines that make up the peak: name -> bytes.
         note: what the solver wants known.
-        device: what times are estimated for.
-        recipe: what each region runs, or which modules are checkpointed, as the runtime reads it.
-        problem, schedule: the step and what runs in it, as solvers see them; None in eager mode.
-        request: what was asked for; with the model that the plan is for.
-        known_curve: the trade-off curve that it is from, where `pareto()` made it.
-        verification: what `verify()` last measured.
+        device: the device that times are estimated for.
+        recipe: the ops that each region runs, or the modules that are checkpointed, as the runtime reads it.
+        problem, schedule: the step and the order of its ops, as solvers see them; None in eager mode.
+        options: the options that were asked for.
+        step: the step that the plan is for.
+        identity: the model that the plan is for.
+        known_curve: the trade-off curve that the plan is from, where `pareto()` made it.
+        verification: the last measurement of `verify()`.
     """
 
     budget_bytes: int
@@ -206,7 +237,6 @@ class Plan:
     timeline: tuple[Moment, ...] = field(repr=False)
     baseline_timeline: tuple[BaselineMoment, ...] = field(repr=False)
     decisions: tuple[Decision, ...] = field(repr=False)
-    graph_modules: tuple[GraphModules, ...] = field(repr=False)
     step_seconds: float
     account: Mapping[str, int] = field(repr=False)
     note: str
@@ -214,285 +244,16 @@ class Plan:
     recipe: Recipe | Choice = field(repr=False)
     problem: Problem | None = field(repr=False)
     schedule: Schedule | None = field(repr=False)
-    request: Request = field(repr=False)
+    options: Options = field(repr=False)
+    step: PlannedStep = field(repr=False)
+    identity: Identity = field(repr=False)
     known_curve: Curve | None = field(default=None, repr=False)
     verification: Verification | None = field(default=None, repr=False)
 
-    @cached_property
-    def curve(self) -> Curve:
-        """What memory costs in time around this plan, estimated; of a plan of `pareto()`, that curve.
-
-        Takes about a second the first time, more for thousands of ops.
-        """
-        from planner.planning.curve import curve_of
-
-        return curve_of(self)
-
     @property
     def phase_peaks(self) -> dict[str, int]:
-        """The most bytes held in each phase of the step: forward, loss, backward, optimizer (where it is counted)."""
+        """The most bytes allocated in each phase of the step: forward, loss, backward, optimizer (where counted)."""
         peaks: dict[str, int] = {}
         for moment in self.timeline:
             peaks[moment.phase] = max(peaks.get(moment.phase, 0), moment.held_bytes)
         return peaks
-
-    def explain(self, path: str = "") -> Explanation:
-        """Why a module's values are kept or recomputed, in words and numbers; what the other decision would cost.
-
-        Args:
-            path: of a module, as `named_modules()` has it, with all that is in it; a pattern such as "layers.*.mlp"; or
-                a value, as an explanation labels it ("layers.3.act: gelu"). "" for the whole model.
-
-        Raises:
-            OptionError: nothing is called so; it names the nearest.
-        """
-        from planner.planning.what_if import costs_of, what_if
-        from planner.report.explain import explain
-
-        return explain(self, path, costs_of(self), lambda values, kept: what_if(self, values, kept=kept))
-
-    def apply(self, model: nn.Module | None = None, *, verify: bool = False, mode: Mode | None = None) -> nn.Module:
-        """Make the model train by this plan, in place.
-
-        Args:
-            model: the planned model (the default), or another of the same class, parameters and modes.
-            verify: measure a real step before the first one of each kind, and plan again where it takes more than the
-                budget, as `repair()` does; `planner.applied_plan(model)` is what came of it.
-            mode: "eager" to run without torch.compile, by checkpoints on the model's own modules, which can express
-                less: `planner.applied_plan(model)` is the plan that is made of this one, and its `note` says what that
-                costs. None for the mode that was planned for.
-
-        Returns:
-            The same module object; its parameters' names and its `state_dict` do not change.
-
-        Raises:
-            ApplyError: a plan is applied already, or the model is not the one that was planned.
-        """
-        from planner.api.front import apply
-
-        return apply(self, model, verify=verify, mode=mode)
-
-    def remove(self, model: nn.Module | None = None) -> nn.Module:
-        """Take the plan off the planned model, or the one it was applied to; ApplyError where none is on."""
-        from planner.api.front import remove
-
-        return remove(self, model)
-
-    def verify(self, batch: Any = None, kwargs: Mapping[str, Any] | None = None) -> Verification:
-        """One real step with the plan and one without: peaks measured by torch's allocator, gradients compared.
-
-        Parameters, gradients, buffers and the random state are as before afterwards.
-
-        Args:
-            batch: as in `plan()`; None for the batch that was planned with.
-            kwargs: as in `plan()`.
-        """
-        from planner.runtime.verify import verify
-
-        found = verify(self, batch, kwargs)
-        if batch is None and kwargs is None:
-            object.__setattr__(self, "verification", found)  # for reports; nothing else changes
-        return found
-
-    def repair(self, batch: Any = None, kwargs: Mapping[str, Any] | None = None, *, attempts: int = 3) -> Plan:
-        """Verify on a real step; where it takes more than the budget, plan again with the difference taken off.
-
-        What was learnt is in the `note` and the `account` of the plan that is returned. The model is as before.
-
-        Args:
-            batch: as in `verify()`.
-            kwargs: as in `verify()`.
-            attempts: how often to plan again, at most.
-
-        Returns:
-            This plan, where it holds, or one that does.
-
-        Raises:
-            VerificationError: the step takes more than the budget after as many attempts.
-            InfeasibleBudgetError: nothing fits with the difference taken off.
-        """
-        from planner.api.front import repair
-
-        return repair(self, batch, kwargs, attempts=attempts)
-
-    def save(self, path: str | PathLike[str]) -> None:
-        """Write the plan to a file that `Plan.load` reads, as JSON; compressed where the path ends in ".gz".
-
-        The model is not in it, nor `loss_fn`; an optimizer is by its class, options and bytes. An interruption leaves
-        the old file.
-
-        Raises:
-            PlanFileError: it cannot be written there.
-            ModelError: the planned model is gone: what it was has to be in the file.
-        """
-        from planner.planfile.files import save
-
-        save(self, path)
-
-    @staticmethod
-    def load(path: str | PathLike[str], loss_fn: Callable[[Any], torch.Tensor] | None = None) -> Plan:
-        """The plan in a file, which may be from anyone: nothing in it is run or imported.
-
-        It can be looked at as it is. `apply(model)` puts it on the model that it was made for; the first step of that
-        model runs by it, without a solver, if its graphs are those that were planned.
-
-        Args:
-            path: what `save` wrote.
-            loss_fn: as in `plan()`, where the plan was made with one. It counts where a step is planned anew, as that
-                of another batch, and is needed to compare models of several graphs and with `dynamic`.
-
-        Raises:
-            OptionError: what cannot be a path or a loss function.
-            PlanFileError: there is no such file, or it is no plan; made by a newer version, damaged, or contradicting
-                itself. The message names the file, the place and what was expected.
-        """
-        from planner.planfile.files import load
-
-        return load(path, loss_fn)
-
-    def memory_snapshot(self, path: str | PathLike[str]) -> None:
-        """Write the predicted timeline in the format of `torch.cuda.memory._dump_snapshot`, beside a real one.
-
-        https://pytorch.org/memory_viz shows it, and `torch.cuda._memory_viz` reads it: every tensor with its bytes, the
-        module and line that make it, and an address where the caching allocator would put it. In eager mode, blocks
-        are what each op adds to or takes from a kind of memory, and which of them goes first is not known.
-
-        Raises:
-            PlanFileError: it cannot be written there.
-        """
-        from planner.report.snapshot import save
-
-        save(self, path)
-
-    def summary(self, *, colour: bool | None = None) -> str:
-        """The plan as text within 80 columns.
-
-        Args:
-            colour: None for colours where standard output is a terminal that shows them (see NO_COLOR, FORCE_COLOR).
-        """
-        from planner.report.terminal import style_of
-        from planner.report.text import summary
-
-        return summary(self, style_of(colour=colour))
-
-    def _repr_html_(self) -> str:
-        from planner.report.html import body
-
-        return body(self)
-
-    def to_html(self, path: str | PathLike[str] | None = None) -> str:
-        """The plan as a page of its own: what Jupyter shows; also written to a file where one is named.
-
-        Raises:
-            OptionError: the file cannot be written.
-        """
-        from planner.report.html import page
-
-        return page(self, path)
-
-    def graph(self, module: str | None = None, format: Literal["svg", "dot", "networkx"] = "svg") -> Any:
-        """The step as a graph of ops, coloured by what the plan does with each.
-
-        Args:
-            module: path of a module, as in `named_modules()`, to show its ops alone; None for the whole model, folded
-                into modules where it is large.
-            format: "svg" or "dot" (text; in Jupyter, an SVG is drawn), or "networkx": a `networkx.DiGraph` with the
-                estimates of each op as attributes, always of ops.
-
-        Raises:
-            OptionError: no such module, no op of it, or an unknown format.
-        """
-        from planner.report.graph import graph
-
-        return graph(self, module, format)
-
-    def __str__(self) -> str:
-        return self.summary(colour=False)
-
-    def __copy__(self) -> Self:
-        return self  # nothing in it changes
-
-    def __deepcopy__(self, memo: Any) -> Self:
-        return self
-
-    def __reduce__(self) -> NoReturn:
-        raise OptionError(
-            "a plan cannot be pickled, as it is tied to its model: save(path) writes it to a file, and "
-            "Plan.load(path) reads it in another process"
-        )
-
-
-class PendingPlan(Plan):
-    """A plan that is made at the first training step; once made, its attributes are those of the plan.
-
-    Until then, reading one of them raises ApplyError.
-    """
-
-    _current: Callable[[], Plan | None]
-
-    def __init__(self, request: Request, current: Callable[[], Plan | None]) -> None:
-        object.__setattr__(self, "request", request)
-        object.__setattr__(self, "budget_bytes", request.budget_bytes)
-        object.__setattr__(self, "_current", current)
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in {f.name for f in fields(Plan)}:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self._made(name), name)
-
-    @property
-    def made(self) -> Plan:
-        """The plan, once there is one; raises ApplyError before."""
-        return self._made("the plan")
-
-    def _made(self, what: str) -> Plan:
-        made: Plan | None = self._current()
-        if made is None:
-            raise ApplyError(
-                f"{what} is not known yet: no batch was given, so the plan is made at the first training step. "
-                "Call apply(), then train; or plan(model, batch, budget_gb=...)"
-            )
-        return made
-
-    def save(self, path: str | PathLike[str]) -> None:
-        self._made("what to save").save(path)
-
-    def __repr__(self) -> str:
-        made = self._current()
-        return repr(made) if made else f"PendingPlan(budget={gb(self.budget_bytes)}, made at the first training step)"
-
-    def summary(self, *, colour: bool | None = None) -> str:
-        made = self._current()
-        return made.summary(colour=colour) if made else repr(self)
-
-    def _repr_html_(self) -> str:
-        made = self._current()
-        return made._repr_html_() if made else f"<p>{escape(repr(self))}</p>"
-
-    def to_html(self, path: str | PathLike[str] | None = None) -> str:
-        made = self._current()
-        return super().to_html(path) if made is None else made.to_html(path)
-
-    def graph(self, module: str | None = None, format: Literal["svg", "dot", "networkx"] = "svg") -> Any:
-        return self._made("graph()").graph(module, format)
-
-    def verify(self, batch: Any = None, kwargs: Mapping[str, Any] | None = None) -> Verification:
-        made = self._current()
-        return super().verify(batch, kwargs) if made is None else made.verify(batch, kwargs)
-
-    def repair(self, batch: Any = None, kwargs: Mapping[str, Any] | None = None, *, attempts: int = 3) -> Plan:
-        made = self._current()
-        own = super().repair if made is None else made.repair
-        return own(batch, kwargs, attempts=attempts)
-
-    @property
-    def curve(self) -> Curve:
-        return self._made("curve").curve
-
-    @property
-    def known_curve(self) -> Curve | None:  # a default of the class would be found before __getattr__
-        return self._made("known_curve").known_curve
-
-    @property
-    def verification(self) -> Verification | None:
-        return self._made("verification").verification

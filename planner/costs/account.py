@@ -6,21 +6,26 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from planner.capture.shapes import enlarged
 from planner.compat.capture import FakeTensorMode
 from planner.core.call import storages
+from planner.core.options import GB
+from planner.core.plan import PlannedStep
 from planner.costs.optimizer import optimizer_memory
 from planner.costs.static_memory import account, batch_tensors
 from planner.parallel.buckets import LINE as BUCKETS
+from planner.parallel.group import world_size
 from planner.parallel.sharded import parameters_of
-from planner.requests.request import GB, Request
+from planner.requests.request import Request
 
 OPTIMIZER_STEP = "optimizer step"  # a line that can be set, and is not held all the time
 
 
 def account_of(request: Request) -> tuple[dict[str, int], int | None]:
     """The lines, fragmentation apart: name -> bytes; bytes of the optimizer's step, None where it is not counted."""
-    given = {name: round(size * GB) for name, size in request.account_gb.items()}
+    given = {name: round(size * GB) for name, size in request.options.account_gb.items()}
     optimizer = optimizer_memory(parameters_of(request.model), request.optimizer, cuda=request.device.type == "cuda")
     args, kwargs, buckets = *batch_of(request), request.buckets
     lines = account(
@@ -28,17 +33,36 @@ def account_of(request: Request) -> tuple[dict[str, int], int | None]:
         args,
         kwargs,
         request.device,
-        optimizer_state=-(-optimizer.state // request.shard),
-        accumulate=request.accumulate and not (buckets and buckets.views),
-        shard=request.shard,
+        optimizer_state=-(-optimizer.state // request.options.shard),
+        accumulate=request.options.accumulate and not (buckets and buckets.views),
+        shard=request.options.shard,
     )
-    if request.flight is None and request.in_flight > 1:
+    if request.occupancy is None and request.options.in_flight > 1:
         lines["batch"] = _batches(args, kwargs, request)
     if buckets is not None:
         lines[BUCKETS] = buckets.nbytes
     counted = request.optimizer is not None or OPTIMIZER_STEP in given
-    step = given.pop(OPTIMIZER_STEP, -(-optimizer.step // request.shard))
+    step = given.pop(OPTIMIZER_STEP, -(-optimizer.step // request.options.shard))
     return {**lines, **given}, step if counted else None
+
+
+def step_of(request: Request) -> PlannedStep:
+    """The step of a request, as a plan for it keeps it."""
+    lines, step = account_of(request)
+    return PlannedStep(
+        card=request.device,
+        where=str(request.model_device),
+        batch=request.batch_kinds,
+        maxima=request.maxima,
+        costs=request.costs,
+        occupancy=request.occupancy,
+        gradients_copied=request.gradients_copied,
+        optimizer_state=lines["optimizer state"],
+        optimizer_step=step,
+        has_loss_fn=request.loss_fn is not None,
+        ranks=world_size(),
+        torch_version=torch.__version__,
+    )
 
 
 def batch_of(request: Request) -> tuple[Sequence[Any], Mapping[str, Any]]:
@@ -51,8 +75,8 @@ def batch_of(request: Request) -> tuple[Sequence[Any], Mapping[str, Any]]:
 
 def _batches(args: Sequence[Any], kwargs: Mapping[str, Any], request: Request) -> int:
     """Bytes of the batches that are in flight: each apart, or all of them parts of one tensor."""
-    tensors = batch_tensors(args, kwargs, request.where)
+    tensors = batch_tensors(args, kwargs, request.model_device)
     used: Counter[int] = Counter()
     for t in tensors:
         used[t.untyped_storage()._cdata] += t.nbytes
-    return sum(max(whole, request.in_flight * used[key]) for key, whole in storages(tensors).items())
+    return sum(max(whole, request.options.in_flight * used[key]) for key, whole in storages(tensors).items())

@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 import random
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,21 +18,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from planner.capture.recomputability import draws
 from planner.capture.trace.state_guard import random_kept
+from planner.core.recipe import Choice, Kept
 from planner.errors import ApplyError, PlanWarning
 
-Kept = Mapping[int, str]  # ordinal of an op in its module's call -> the op
 _PLAIN = (torch.Tensor, nn.Module, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, type)
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What is checkpointed, and what is kept of it.
-
-    Attributes:
-        kept: path of each module that is checkpointed -> the ops whose results are kept.
-    """
-
-    kept: Mapping[str, Kept] = field(default_factory=dict)
 
 
 @contextmanager

@@ -40,10 +40,10 @@ class OpCost:
 
 
 _VIEW = OpCost()
-Known = dict[tuple[Any, ...], OpCost]
+CostsKnown = dict[tuple[Any, ...], OpCost]
 
 
-def costs_of(trace: Trace, request: Request, mode: Any, device: torch.device, known: Known) -> list[OpCost]:
+def costs_of(trace: Trace, request: Request, mode: Any, device: torch.device, known: CostsKnown) -> list[OpCost]:
     """One entry per op of the trace; what is not known yet is estimated, and added to it.
 
     Args:
@@ -60,7 +60,7 @@ def costs_of(trace: Trace, request: Request, mode: Any, device: torch.device, kn
         request.device,
         measure_on=request.measure_on,
         timed=request.costs == "measured",
-        progress=request.progress,
+        progress=request.options.progress,
     )
     for key, node in nodes.items():
         found = estimates[node]

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 
 from planner.capture.provenance import kind_of
 from planner.capture.trace.data_dependent import told
-from planner.core.plan import Action, BaselineMoment, Decision, Held, Moment, Plan
-from planner.eager.checkpointing import Choice
+from planner.core.plan import Action, BaselineMoment, Decision, Held, Moment, PlanRecord
+from planner.core.recipe import Choice
 from planner.eager.memory_model import State, Surrogate
 from planner.eager.search import Step
 from planner.eager.trace import Trace
@@ -53,7 +53,7 @@ def decisions(model: Surrogate, state: State, refused: Mapping[str, str]) -> tup
     return tuple(found)
 
 
-def kept_by(model: Surrogate, plan: Plan) -> frozenset[int]:
+def kept_by(model: Surrogate, plan: PlanRecord) -> frozenset[int]:
     """Ops whose results another plan for the same model keeps, as far as they can be told: by module, op and order."""
 
     def by_place(found: Sequence[Decision]) -> dict[tuple[str, str], list[int]]:

@@ -13,11 +13,12 @@ from torch import nn
 from planner.capture.trace.data_dependent import Answers
 from planner.capture.trace.step import blame, learnt
 from planner.compat.capture import DataDependentOutputException
-from planner.core.plan import Plan
-from planner.costs.account import account_of
+from planner.core.identity import identity
+from planner.core.plan import PlanRecord
+from planner.core.recipe import Choice
+from planner.costs.account import account_of, step_of
 from planner.eager.candidates import find_units
-from planner.eager.checkpointing import Choice
-from planner.eager.costs import Known, costs_of, timeline
+from planner.eager.costs import CostsKnown, costs_of, timeline
 from planner.eager.describe import baseline_moments, decisions, kept_by, moments, note, peak_account, peak_of
 from planner.eager.margin import margin_of
 from planner.eager.memory_model import State, Surrogate, surrogate
@@ -28,22 +29,32 @@ from planner.eager.values import to_fake_with_integers
 from planner.errors import CaptureError, InfeasibleBudgetError, PlannerError, RankError
 from planner.lowering.margin import MARGIN
 from planner.parallel.meshes import on_mesh
+from planner.requests.planned import Known, Planned, source_of
 from planner.requests.request import Request
 from solvers.progress import bar, clock
 
 
-def make_eager_plan(request: Request, like: Plan | None = None) -> Plan:
+def make_eager_plan(
+    request: Request, like: Planned | None = None, *, known: Known | None = None, must_match: bool = False
+) -> Planned:
     """Plan a checked request that has a batch, to run without torch.compile; raises as `plan()` does.
 
     Args:
         request: what to plan.
         like: a plan whose choice is taken where it fits.
+        known: as for `make_plan()`.
+        must_match: as for `make_plan()`.
     """
-    with bar("planning", request.progress, bar_format="{desc}: {n} steps traced, {elapsed}") as shown, clock(shown):
-        return _make(request, like, shown)
+    with (
+        bar("planning", request.options.progress, bar_format="{desc}: {n} steps traced, {elapsed}") as shown,
+        clock(shown),
+    ):
+        return Planned(_make(request, None if like is None else like.record, known, must_match, shown), request)
 
 
-def _make(request: Request, like: Plan | None, shown: Any) -> Plan:
+def _make(
+    request: Request, like: PlanRecord | None, known_plan: Known | None, must_match: bool, shown: Any
+) -> PlanRecord:
     began = time.perf_counter()
     model, args, kwargs = request.model, request.args or (), request.kwargs
     answers = Answers()
@@ -55,7 +66,7 @@ def _make(request: Request, like: Plan | None, shown: Any) -> Plan:
         )
     where = next(fake_model.parameters()).device
     lines, step = account_of(request)
-    known: Known = {}
+    known: CostsKnown = {}
 
     def trace(choice: Choice, detailed: bool = False) -> Trace:
         shown.update()
@@ -68,7 +79,7 @@ def _make(request: Request, like: Plan | None, shown: Any) -> Plan:
             loss_fn=request.loss_fn,
             choice=choice,
             accumulate=request.gradients_copied,
-            shard=request.shard,
+            shard=request.options.shard,
             detailed=detailed,
         )
 
@@ -106,10 +117,10 @@ def _make(request: Request, like: Plan | None, shown: Any) -> Plan:
         except StepFailed:  # a module that does something else when it runs again
             return None
 
-    same = _same_step(request, baseline.peak)
+    same = _same_step(request, known_plan, must_match, baseline.peak)
     best = _again(estimated, check, same or like, request.budget_bytes)
-    told = f"Taken from {same.request.source}: the same step and budget. " if same and best else ""
-    if best is None and request.follows:
+    told = f"Taken from {source_of(known_plan)}: the same step and budget. " if known_plan and same and best else ""
+    if best is None and must_match:
         raise RankError("its modules run other ops, or more is held beside them")
     if best is None:
         first = kept_by(estimated, like) if like is not None else frozenset()
@@ -121,7 +132,7 @@ def _make(request: Request, like: Plan | None, shown: Any) -> Plan:
     account = {**lines, MARGIN: best.margin} if best.margin else lines
     made = decisions(estimated, best.state, refused)
     unplanned = moments(baseline, {**lines, MARGIN: baseline.margin}, step)
-    return Plan(
+    return PlanRecord(
         budget_bytes=request.budget_bytes,
         peak_bytes=best.peak,
         baseline_peak_bytes=baseline.peak,
@@ -134,7 +145,6 @@ def _make(request: Request, like: Plan | None, shown: Any) -> Plan:
         timeline=moments(best, account, step),
         baseline_timeline=baseline_moments(baseline, made, estimated, best.state, unplanned),
         decisions=made,
-        graph_modules=(),
         step_seconds=best.seconds,
         account=MappingProxyType({**account, **_account(best, step)}),
         note=told + note(best.choice, refused, asked),
@@ -142,7 +152,9 @@ def _make(request: Request, like: Plan | None, shown: Any) -> Plan:
         recipe=best.choice,
         problem=None,
         schedule=None,
-        request=request,
+        options=request.options,
+        step=step_of(request),
+        identity=identity(model),
     )
 
 
@@ -157,17 +169,19 @@ def _account(step: Step, optimizer_step: int | None) -> dict[str, int]:
     return peak_account(step.trace, step.held, step.sizes, optimizer_step)
 
 
-def _same_step(request: Request, baseline: int) -> Plan | None:
+def _same_step(request: Request, known: Known | None, must_match: bool, baseline: int) -> PlanRecord | None:
     """The known plan, where it is of this step and budget, as far as what keeping everything takes can tell."""
-    known = request.known
     if known is None:
         return None
-    if not request.follows and (known.baseline_peak_bytes, known.budget_bytes) != (baseline, request.budget_bytes):
+    record = known.record
+    if not must_match and (record.baseline_peak_bytes, record.budget_bytes) != (baseline, request.budget_bytes):
         return None
-    return known if isinstance(known.recipe, Choice) else None
+    return record if isinstance(record.recipe, Choice) else None
 
 
-def _again(model: Surrogate, check: Callable[[State], Step | None], like: Plan | None, budget: int) -> Step | None:
+def _again(
+    model: Surrogate, check: Callable[[State], Step | None], like: PlanRecord | None, budget: int
+) -> Step | None:
     """The choice of another plan, where it fits."""
     if like is None or not isinstance(like.recipe, Choice):
         return None

@@ -11,7 +11,7 @@ from math import exp
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.eager.checkpointing import Choice
+from planner.core.recipe import Choice
 from planner.eager.costs import OpCost
 from planner.eager.memory_model import State, Surrogate
 from planner.eager.trace import Trace

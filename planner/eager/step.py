@@ -15,7 +15,8 @@ from planner.capture.provenance import NOT_THE_USERS, line_at
 from planner.capture.trace.loss_trace import LossFn, checked_loss, differentiable, find_loss, leaves
 from planner.compat.capture import FakeTensorMode
 from planner.core.call import storages
-from planner.eager.checkpointing import Choice, checkpointed
+from planner.core.recipe import Choice
+from planner.eager.checkpointing import checkpointed
 from planner.eager.record import Recorder
 from planner.eager.trace import Trace
 

@@ -12,7 +12,6 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
@@ -20,18 +19,24 @@ from typing import Any
 import torch
 from torch import nn, optim
 
-from planner.api.front import applied_plan, plan, uncounted
-from planner.core.plan import PendingPlan, Plan
+from planner.api.front import plan
+from planner.api.plan import Plan
+from planner.core.occupancy import CLEARED_LATE
+from planner.core.options import GB
+from planner.core.plan import PlanRecord
 from planner.costs.optimizer import optimizer_memory
 from planner.errors import gb
 from planner.integrations.discovery import BAD_INPUT, Search, exits
-from planner.lowering.microbatches import USED
 from planner.parallel.group import world_size
-from planner.planfile.files import load
+from planner.planfile.files import save
 from planner.report.terminal import style_of
 from planner.report.text import answer
-from planner.requests.request import GB, LATER
-from planner.runtime.interception import attached, detach
+from planner.requests.batch import LATER
+from planner.requests.planned import Pending, Planned
+from planner.runtime.events import Call, Caller, PlanProvider
+from planner.runtime.interception import detach
+from planner.session.apply import apply
+from planner.session.provider import uncounted
 
 WHY = {  # gradients are there, by whether an optimizer has used them
     False: "as where microbatches accumulate",
@@ -74,17 +79,18 @@ def launch(
         print(f"error: there is no script {script!r}", file=sys.stderr)
         raise SystemExit(BAD_INPUT)
     first = os.environ.get("RANK", "0") == "0"
-    planned = []
+    names: list[str] = []
 
     def say(text: str) -> None:
         if first and not quiet:
             print("\n".join(f"planner: {line}" for line in text.splitlines()), file=sys.stderr, flush=True)
 
-    def then(made: Plan, *, anew: bool) -> None:
-        planned.append(type(made.request.model).__name__)
-        say("\n".join([f"{planned[-1]} is planned{' anew' if anew else ''}.", *answer(made, style_of(sys.stderr))]))
+    def then(planned: Planned, *, anew: bool) -> None:
+        names.append(type(planned.request.model).__name__)
+        answers = answer(planned.record, style_of(sys.stderr))
+        say("\n".join([f"{names[-1]} is planned{' anew' if anew else ''}.", *answers]))
         if plan_file is not None and first and (anew or not plan_file.exists()):
-            made.save(plan_file)
+            save(planned.record, plan_file)
 
     def found(
         model: nn.Module,
@@ -92,42 +98,42 @@ def launch(
         anew: Mapping[str, Any] | None = None,
         gradients: Gradients | None = None,
     ) -> None:
-        given = {"flight": None, **options, **(anew or {})} | ({} if first else {"progress": False})
+        given = {"occupancy": None, **options, **(anew or {})} | ({} if first else {"progress": False})
         if given.get("optimizer") is None:
             given = given | counted(optimizers, model, given.get("account_gb") or {})
         if plan_file is not None and plan_file.exists():
-            known = load(plan_file)
-            if known.request.flight == USED and not anew:
-                given["flight"] = USED
-            given = {"accumulate": known.request.accumulate, **given, "known": known}
-        flight = given.pop("flight")
-        request = replace(plan(model, LATER, **given).request, flight=flight)
-        PendingPlan(request, partial(applied_plan, model)).apply()  # ranks agree on it when all of them call the model
-        when_made(model, search, partial(then, anew=bool(anew)))
-        runtime = attached(model)
-        assert runtime is not None
-        runtime.started = bool(anew) and world_size() > 1  # each rank then plans for itself: not all of them may
-        warn = runtime.warn
+            known = Plan.load(plan_file)
+            if known.step.occupancy == CLEARED_LATE and not anew:
+                given["occupancy"] = CLEARED_LATE
+            given = {"accumulate": known.options.accumulate, **given, "known": known}
+        occupancy = given.pop("occupancy")
+        pending = plan(model, LATER, **given).source
+        assert isinstance(pending, Pending)
+        pending = replace(pending, request=replace(pending.request, occupancy=occupancy))
         seen = gradients or Gradients(model, optimizers)
 
-        def gradients_there(model: nn.Module, plan: Plan, earlier: bool, begun: bool) -> bool:
-            if begun:
-                if uncounted(model, plan, True):
-                    seen.stay = True  # the next step is planned with them
-                return False
+        def first_plan(make: Callable[[], Planned]) -> Planned:
+            with exits(), search.paused():
+                planned = make()
+                then(planned, anew=bool(anew))
+            return planned
+
+        def gradients_there(record: PlanRecord) -> bool:
             used = seen.used()
-            held = uncounted(model, plan, False) or (0 if used else uncounted(model, plan, True))
+            held = uncounted(model, record, False) or (0 if used else uncounted(model, record, True))
             if not held:
-                return warn(model, plan, earlier, False)
+                return False
             say(f"{gb(held)} of gradients are there when the step begins, {WHY[used]}.")
-            only_forward = used and plan.request.mode == "compiled" and plan.request.in_flight == 1
-            counts = {"flight": USED} if only_forward else {"accumulate": True, "flight": None}
+            only_forward = used and record.options.mode == "compiled" and record.options.in_flight == 1
+            counts = {"occupancy": CLEARED_LATE} if only_forward else {"accumulate": True, "occupancy": None}
             detach(model)
             with exits():
                 found(model, optimizers, anew=counts, gradients=seen)
             return True
 
-        runtime.warn = gradients_there
+        # ranks agree on the plan when all of them call the model; on one that is made anew, not all of them may
+        alone = bool(anew) and world_size() > 1
+        apply(pending, model, around=lambda own: Watching(own, first_plan, gradients_there, seen), alone=alone)
 
     done: SystemExit | None = None
     search = Search(which, found)
@@ -138,27 +144,49 @@ def launch(
             if e.code:
                 raise
             done = e
-        if not planned:
+        if not names:
             say("nothing was planned: no module that an optimizer trains was called in training mode")
     if done is not None:
         raise done
     return 0
 
 
-def when_made(model: nn.Module, search: Search, then: Callable[[Plan], None]) -> None:
-    """Call a function with the plan that a model's first step makes; where none can be made, that ends the script."""
-    runtime = attached(model)
-    assert runtime is not None
-    make = runtime.make
+class Watching:
+    """A provider of plans that tells of the first plan, and that plans anew for gradients which no plan counted.
 
-    def once(*args: Any, **kwargs: Any) -> Plan:
-        runtime.make = make
-        with exits(), search.paused():
-            made: Plan = make(*args, **kwargs)
-            then(made)
-        return made
+    Args:
+        own: makes the plans.
+        first_plan: makes the first one, by calling what it is given.
+        gradients_there: whether gradients made it put another plan on the model.
+        gradients: of the model.
+    """
 
-    runtime.make = once
+    def __init__(
+        self,
+        own: PlanProvider,
+        first_plan: Callable[[Callable[[], Planned]], Planned],
+        gradients_there: Callable[[PlanRecord], bool],
+        gradients: Gradients,
+    ) -> None:
+        self.own, self.first_plan = own, first_plan
+        self.gradients_there, self.gradients = gradients_there, gradients
+        self.told = False
+
+    def on_missing_plan(self, caller: Caller, call: Call) -> Planned:
+        """See `PlanProvider`."""
+        if self.told:
+            return self.own.on_missing_plan(caller, call)
+        self.told = True
+        return self.first_plan(lambda: self.own.on_missing_plan(caller, call))
+
+    def on_step_begin(self, model: nn.Module, record: PlanRecord, waits: bool) -> bool:
+        """See `PlanProvider`."""
+        return self.gradients_there(record) or self.own.on_step_begin(model, record, waits)
+
+    def on_backward_begin(self, model: nn.Module, record: PlanRecord) -> bool:
+        """See `PlanProvider`; the next step is planned with gradients that are still there."""
+        self.gradients.stay |= bool(uncounted(model, record, True))
+        return False
 
 
 class Gradients:

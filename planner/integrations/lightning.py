@@ -12,14 +12,15 @@ from typing import Any
 from torch import nn
 
 from planner.api.front import applied_plan, plan
-from planner.core.plan import Plan
+from planner.api.plan import Plan
+from planner.core.options import GB
 from planner.costs.static_memory import storage_bytes
 from planner.errors import ApplyError, OptionError
 from planner.integrations.discovery import Trained, apart, ids, parameters, unwrapped, watched
 from planner.integrations.launch import counted
 from planner.integrations.trainer import COMPILES, ENGINE, LEAVE, plan_in
-from planner.requests.request import GB, LATER
-from planner.runtime.interception import attached, detach, without_batch
+from planner.requests.batch import LATER
+from planner.runtime.interception import attached, detach
 from planner.runtime.modes import LIGHTNING
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
@@ -103,7 +104,7 @@ class PlanCallback:
         made = None if self.planned is None else applied_plan(self.planned)
         if made is None or self.kept:
             return
-        self.plan, self.kept = without_batch(made), True
+        self.plan, self.kept = made.without_batch(), True
         file = self._file(trainer)
         if file is not None and trainer.is_global_zero:
             file.parent.mkdir(parents=True, exist_ok=True)

@@ -10,18 +10,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 
-from planner.api.front import applied_plan, plan
+from planner.api.front import plan
+from planner.api.plan import Plan
 from planner.capture.trace.loss_trace import gradients_received
-from planner.core.plan import PendingPlan, Plan
+from planner.core.occupancy import Occupancy
+from planner.core.options import GB
 from planner.costs.static_memory import storage_bytes
 from planner.errors import BudgetError, OptionError, PlannerError, gb
-from planner.lowering.microbatches import Flight
-from planner.requests.request import GB, LATER
+from planner.requests.batch import LATER
+from planner.requests.planned import Pending
 from planner.runtime.interception import attached, taken_off
 
 FORWARD, BACKWARD = "F", "B"  # kinds of actions that compute, as schedules name them
@@ -86,8 +87,9 @@ def plan_schedule(schedule: Any, *, budget_gb: float | str | None = None, **opti
         accumulate = _added(flight) or bool(options.get("accumulate"))
         asked = {**options, "accumulate": accumulate, "in_flight": number}
         own = loss if stage.is_last else gradients_received
-        request = plan(stage.submod, LATER, budget_gb=share, loss_fn=own, **asked).request
-        made.append(PendingPlan(replace(request, flight=flight), partial(applied_plan, stage.submod)))
+        pending = plan(stage.submod, LATER, budget_gb=share, loss_fn=own, **asked).source
+        assert isinstance(pending, Pending)
+        made.append(Plan(replace(pending, request=replace(pending.request, occupancy=flight))))
     for at, each in enumerate(made):
         try:
             each.apply()
@@ -116,7 +118,7 @@ def _actions(order: Iterable[Any], name: str) -> list[tuple[int, str]]:
     return found
 
 
-def _flight(schedule: Any, stage: Any, actions: Iterable[tuple[int, str]], stages: Iterable[Any]) -> Flight:
+def _flight(schedule: Any, stage: Any, actions: Iterable[tuple[int, str]], stages: Iterable[Any]) -> Occupancy:
     """What is in flight at a stage, and what it holds beside its plan."""
     from torch.distributed.pipelining.schedules import Schedule1F1B
 
@@ -137,7 +139,7 @@ def _flight(schedule: Any, stage: Any, actions: Iterable[tuple[int, str]], stage
     on_way = 1 if isinstance(schedule, Schedule1F1B) else count
     sends_gradients = not stage.is_first and stage.stage_index - 1 not in here
     sends_outputs = not stage.is_last and stage.stage_index + 1 not in here
-    return Flight(
+    return Occupancy(
         forward=tuple(sorted(pairs[FORWARD])),
         backward=tuple(sorted(pairs[BACKWARD])),
         inputs=0 if stage.is_first else count - 1,
@@ -148,7 +150,7 @@ def _flight(schedule: Any, stage: Any, actions: Iterable[tuple[int, str]], stage
     )
 
 
-def _added(flight: Flight) -> bool:
+def _added(flight: Occupancy) -> bool:
     """Whether gradients of earlier microbatches are there whenever as much waits as ever does."""
     return all(
         done or any(more >= others and later for more, later in pairs)

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from planner.api.front import applied_plan, plan
-from planner.core.plan import Plan
+from planner.api.plan import Plan
 from planner.errors import OptionError, PlanFileError, PlanWarning
-from planner.requests.request import LATER
-from planner.runtime.interception import attached, detach, without_batch
+from planner.requests.batch import LATER
+from planner.runtime.interception import attached, detach
 
 LEAVE = "a plan decides itself what is recomputed; leave it out, or train without a plan"
 COMPILES = "a plan compiles the model in its own way; leave it out"
@@ -75,7 +75,7 @@ def plan_trainer(
             made = applied_plan(trainer.model)
             if made is None or self.known is not None:
                 return
-            self.known = without_batch(made)
+            self.known = made.without_batch()
             if file is not None and state.is_world_process_zero:
                 file.parent.mkdir(parents=True, exist_ok=True)
                 made.save(file)

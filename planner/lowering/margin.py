@@ -11,10 +11,11 @@ from math import ceil
 import torch
 
 from planner.core.call import storages
+from planner.core.options import GB
 from planner.devices.caching_allocator import Event, events_of, reserved, smallest_limit
 from planner.errors import InfeasibleBudgetError, PlanWarning, gb
 from planner.lowering.build import OPTIMIZER, Lowered
-from planner.requests.request import GB, Request
+from planner.requests.request import Request
 from solvers import Schedule, Solution, every_op_once, simulate
 from solvers.schedule import waiting_bytes
 
@@ -112,7 +113,7 @@ def resident_tensors(
 
     Also a function that splits what the optimizer's step takes into tensors.
     """
-    tensors = [-(-n // request.shard) for n in storages(list(request.model.parameters())).values()]
+    tensors = [-(-n // request.options.shard) for n in storages(list(request.model.parameters())).values()]
 
     def split(nbytes: int) -> list[int]:
         """One tensor or more for each parameter, as optimizers have them."""

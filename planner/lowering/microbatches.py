@@ -7,9 +7,10 @@ whatever is planned - what the loss saves, inputs, gradients that are there alre
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from planner.core.occupancy import CLEARED_LATE, Occupancy
 from planner.costs.account import batch_of
 from planner.costs.static_memory import batch_tensors, storage_bytes
 from planner.errors import gb
@@ -24,45 +25,16 @@ if TYPE_CHECKING:
 BUFFERS, TARGETS = "buffers of the pipeline stage", "targets"  # lines of the account
 
 
-@dataclass(frozen=True, slots=True)
-class Flight:
-    """What is in flight, and done, while one microbatch runs; what a stage of a pipeline holds beside the plan.
-
-    Attributes:
-        forward: pairs (others that wait for their backward pass, others that are done) during a forward pass; of these,
-            what holds most counts.
-        backward: the same during a backward pass.
-        inputs: microbatches whose inputs are held all the time, beside the batch itself.
-        received: microbatches for whose gradients of the outputs there are buffers all the time, so that no op makes
-            them; 0 where the loss makes them.
-        leaves_inputs: of so many that are done, at most, the gradients of the inputs are still held.
-        leaves_outputs: of so many, at most, the outputs.
-        merged: microbatches whose outputs become one tensor once all are done; 0 where they do not.
-    """
-
-    forward: tuple[tuple[int, int], ...]
-    backward: tuple[tuple[int, int], ...]
-    inputs: int = 0
-    received: int = 0
-    leaves_inputs: int = 0
-    leaves_outputs: int = 0
-    merged: int = 0
-
-
-# the gradients that the optimizer has used last are there in the forward pass, and cleared before the backward pass
-USED = Flight(forward=((0, 1),), backward=((0, 0),))
-
-
-def flight_of(request: Request) -> Flight:
+def flight_of(request: Request) -> Occupancy:
     """What `in_flight` and `accumulate` of `plan()` mean: so many forward passes, then as many backward passes.
 
     Where gradients of earlier microbatches are there, they are so all the time; else from the first of these on.
     """
-    if request.flight is not None:
-        return request.flight
-    others = request.in_flight - 1
-    again = () if request.accumulate or not others else ((others - 1, 1),)
-    return Flight(((others, 0),), ((others, 0), *again))
+    if request.occupancy is not None:
+        return request.occupancy
+    others = request.options.in_flight - 1
+    again = () if request.options.accumulate or not others else ((others - 1, 1),)
+    return Occupancy(((others, 0),), ((others, 0), *again))
 
 
 def with_others(
@@ -77,20 +49,20 @@ def with_others(
         loss_bytes: held by a loss outside the model while it waits for its backward pass.
         loss_left: held by it once that has run.
     """
-    if request.in_flight == 1 and request.flight is None:
+    if request.options.in_flight == 1 and request.occupancy is None:
         return lowered, dict(lines)
     flight, problem = flight_of(request), lowered.problem
     sizes, incoming = list(problem.sizes), problem.ops[problem.boundary].writes[:-1]
     outputs = sum(sizes[v] for v in incoming)
     args, kwargs = batch_of(request)
-    inputs = batch_tensors(args, kwargs, request.where)
+    inputs = batch_tensors(args, kwargs, request.model_device)
     buffers = flight.inputs * sum(t.nbytes for t in inputs) + flight.received * outputs
     if flight.received:
         for v in incoming:
             sizes[v] = 0
     differentiable = sum(t.nbytes for t in inputs if t.requires_grad)
     trained = [p for p in parameters_of(request.model) if p.requires_grad]
-    gradients = 0 if request.gradients_copied else storage_bytes(trained, request.shard)
+    gradients = 0 if request.gradients_copied else storage_bytes(trained, request.options.shard)
 
     def pairs(given: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
         beside: dict[int, int] = {}
@@ -106,7 +78,7 @@ def with_others(
     lines = {**lines, **{name: size for name, size in more.items() if size}}
     resident = problem.resident + sum(more.values())
     ops = problem.ops
-    if flight == USED:  # they are there while the loss is computed, and gone before it makes gradients
+    if flight == CLEARED_LATE:  # they are there while the loss is computed, and gone before it makes gradients
         loss = ops[problem.boundary]
         loss = replace(loss, workspace=loss.workspace + max(0, gradients - outputs))
         ops = (*ops[: problem.boundary], loss, *ops[problem.boundary + 1 :])

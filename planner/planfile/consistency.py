@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from planner.core.plan import Plan
-from planner.eager.checkpointing import Choice
+import torch
+
+from planner.core.plan import PlanRecord
+from planner.core.recipe import Choice
 from planner.planfile.schema import LARGEST, Unexpected
 from solvers import ProblemError, every_op_once, simulate, validate
 
@@ -12,7 +14,7 @@ MOST_SECONDS = 1e12  # or times the step
 ROUNDING = 1e-6
 
 
-def check(plan: Plan) -> None:
+def check(plan: PlanRecord) -> None:
     """Raise Unexpected where the figures contradict each other: no file may promise what its schedule does not hold."""
     held = [m.held_bytes for m in plan.timeline]
     if plan.problem is not None and plan.schedule is not None:
@@ -41,6 +43,10 @@ def check(plan: Plan) -> None:
         raise Unexpected("plan.account", f"lines of {plan.peak_bytes} bytes, the peak", sum(plan.account.values()))
     if plan.budget_bytes <= 0 or min(held) < 0:
         raise Unexpected("plan.budget_bytes", "a budget and a timeline of bytes", plan.budget_bytes)
+    try:
+        torch.device(plan.step.where)
+    except RuntimeError:
+        raise Unexpected("plan.step.where", "a torch device", plan.step.where) from None
     _check_times(plan)
     for table in ("decisions", "timeline", "baseline_timeline"):
         for i, row in enumerate(getattr(plan, table)):
@@ -50,7 +56,7 @@ def check(plan: Plan) -> None:
                     raise Unexpected(at, f"names of at most {LONGEST_NAME} characters", f"{len(name)} of them")
 
 
-def _check_times(plan: Plan) -> None:
+def _check_times(plan: PlanRecord) -> None:
     for name in ("step_seconds", "bound", "solve_seconds"):
         _within(getattr(plan, name), f"plan.{name}", "seconds")
     for name in ("overhead", "gap"):

@@ -12,13 +12,13 @@ from solvers import Problem, ProblemError, Solution, validate
 from solvers.sketch import checkpointed, sketch
 
 if TYPE_CHECKING:
-    from planner.core.plan import Plan
+    from planner.core.plan import PlanRecord
 
 LEAST = 3  # ops of a block, on average
 KEPT, SEGMENTS, BLOCKS = "everything kept", "√L segments", "each block checkpointed"
 
 
-def curve_of(plan: Plan) -> Curve:
+def curve_of(plan: PlanRecord) -> Curve:
     """The trade-off curve of a plan's step: that of `pareto()` where it is known, else a sketch of it.
 
     The sketch takes about a second, more for thousands of ops; `pareto()` searches more, and finds better plans.

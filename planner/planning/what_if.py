@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from planner.core.plan import Plan
+from planner.core.plan import PlanRecord
 from planner.planning.decisions import held_before
 from solvers import Problem, Schedule, simulate
 
@@ -42,7 +42,7 @@ class Cost:
     bound_by: str = ""
 
 
-def costs_of(plan: Plan) -> tuple[Cost, ...]:
+def costs_of(plan: PlanRecord) -> tuple[Cost, ...]:
     """One per decision; empty where the plan has no problem (eager mode), or one that does not suit its decisions."""
     problem, schedule = plan.problem, plan.schedule
     if problem is None or schedule is None:
@@ -75,7 +75,7 @@ def _bound_by(problem: Problem, value: int) -> str:
     return "another graph of the model reads it"
 
 
-def what_if(plan: Plan, values: Collection[int], *, kept: bool) -> WhatIf | None:
+def what_if(plan: PlanRecord, values: Collection[int], *, kept: bool) -> WhatIf | None:
     """The plan's step with these values kept from the forward pass on (or not kept), simulated.
 
     Args:

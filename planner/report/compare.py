@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from html import escape
 from math import isclose, prod
 
-from planner.core.identity import identity
-from planner.core.plan import Action, Decision, PendingPlan, Plan
-from planner.errors import ApplyError, OptionError, PlannerError, gb
+from planner.core.options import labelled
+from planner.core.plan import Action, Decision, PlanRecord
+from planner.errors import gb
 from planner.report.names import folded
 from planner.report.terminal import Style, style_of
 from planner.report.words import clip, duration, pad, shown, wrapped
@@ -78,37 +77,8 @@ class Comparison:
         return to_html(self)
 
 
-def compare(a: Plan, b: Plan) -> Comparison:
-    """What changed from one plan to another: what they are for, budget, peak, time, and decisions per module.
-
-    Values are matched by module, kind of op and order.
-
-    Args:
-        a: the one to start from.
-        b: the other; of any model, mode or device.
-
-    Returns:
-        The changes; printing them says it in words.
-
-    Raises:
-        OptionError: one of the two is no plan, or not made yet.
-
-    Examples:
-        >>> import torch
-        >>> from planner import plan
-        >>> model, batch = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()), torch.zeros(4, 8)
-        >>> p = plan(model, batch, budget_gb=1, loss_fn=torch.Tensor.mean)
-        >>> print(str(compare(p, p)).splitlines()[0])
-        The plans decide the same for all 1 values.
-    """
-    for p in (a, b):
-        if not isinstance(p, Plan):
-            raise OptionError(f"compare() needs two plans; it was given {p!r:.200} of type {type(p).__name__}")
-        if isinstance(p, PendingPlan):
-            try:
-                p.peak_bytes  # noqa: B018 - raises where it is not made
-            except ApplyError as e:
-                raise OptionError(f"compare() needs plans that are made: {e}") from None
+def compare_records(a: PlanRecord, b: PlanRecord) -> Comparison:
+    """The changes from one plan to another; see `planner.compare`."""
     lines = {n: (a.account.get(n, 0), b.account.get(n, 0)) for n in dict.fromkeys([*a.account, *b.account])}
     facts = (
         Fact("budget", a.budget_bytes, b.budget_bytes),
@@ -123,34 +93,23 @@ def compare(a: Plan, b: Plan) -> Comparison:
     return Comparison(_differences(a, b), facts, {n: p for n, p in lines.items() if p[0] != p[1]}, modules, unchanged)
 
 
-def _differences(a: Plan, b: Plan) -> dict[str, tuple[str, str]]:
+def _differences(a: PlanRecord, b: PlanRecord) -> dict[str, tuple[str, str]]:
     ours, theirs = _made_for(a), _made_for(b)
     both = {name: (ours[name], theirs[name]) for name in ours}
     return {name: (one, other) for name, (one, other) in both.items() if one and other and one != other}
 
 
-def _made_for(plan: Plan) -> dict[str, str]:
+def _made_for(plan: PlanRecord) -> dict[str, str]:
     """What a plan was made for; empty for what is not known."""
-    request = plan.request
-    model = getattr(request, "identity", None)  # that of a file
-    with suppress(PlannerError):  # it may be gone
-        model = model or identity(request.model)
-    size = sum(prod(p.shape) for p in model.parameters) if model else 0
-    mode = "" if model is None or model.modules[0].training else ", in evaluation mode"
-    kinds = request.batch_kinds or ()
-    optimizer = request.optimizer
-    name = optimizer if isinstance(optimizer, str) else "none" if optimizer is None else type(optimizer).__name__
+    model = plan.identity
+    size = sum(prod(p.shape) for p in model.parameters)
+    mode = "" if model.modules[0].training else ", in evaluation mode"
+    kinds = plan.step.batch or ()
     return {
-        "model": f"{model.name} of {size:,} parameters{mode}" if model else "",
+        "model": f"{model.name} of {size:,} parameters{mode}",
         "batch": ", ".join(f"{k.name.removeprefix('batch').translate(_PLAIN)} {_by(k.shape)} {k.dtype}" for k in kinds),
         "device": plan.device,
-        "mode": request.mode,
-        "optimizer": name.partition("(")[0],  # a file has its options too
-        "times": request.given["costs"] or "",
-        "gradients accumulate": "yes" if request.accumulate else "no",
-        "microbatches in flight": str(request.in_flight),
-        "devices that share the parameters": str(request.shard),
-        "smaller batches too": "yes" if request.maxima is not None else "no",
+        **labelled(plan.options),
         "solver": plan.solver,
     }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from planner.core.plan import Curve, Plan, Point
+from planner.core.plan import Curve, PlanRecord, Point
 from planner.errors import gb
 from planner.report.svg import (
     BUDGET,
@@ -28,7 +28,7 @@ MARKS = ("M0 -7L7 0L0 7L-7 0Z", "M0 -7L7 5H-7Z", "M-5.5 -5.5H5.5V5.5H-5.5Z")
 PEER, OWN, OTHERS = "#8d7b68", KINDS["recomputed"][0], KINDS["kept"][0]
 
 
-def curve_svg(plan: Plan, curve: Curve) -> str:
+def curve_svg(plan: PlanRecord, curve: Curve) -> str:
     """The drawing; `data-` attributes and titles have exact numbers."""
     own = Point(plan.peak_bytes, plan.overhead, "this plan")
     most = max(HIGHEST * max(p.overhead for p in (own, *curve.peers)), LEAST)

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from html import escape
 from typing import TYPE_CHECKING
 
-from planner.core.plan import Action, Decision, Plan
+from planner.core.plan import Action, Decision, PlanRecord
 from planner.errors import OptionError, gb
 from planner.report.names import folded, modules_of, title
 from planner.report.terminal import Style, style_of
@@ -101,7 +101,7 @@ def to_text(explanation: Explanation, style: Style) -> str:
     return "\n".join(lines)
 
 
-def explain(plan: Plan, path: str, costs: Sequence[Cost], otherwise: Try) -> Explanation:
+def explain(plan: PlanRecord, path: str, costs: Sequence[Cost], otherwise: Try) -> Explanation:
     """See `Plan.explain`.
 
     Args:
@@ -134,7 +134,7 @@ def explain(plan: Plan, path: str, costs: Sequence[Cost], otherwise: Try) -> Exp
     )
 
 
-def _named(plan: Plan, path: str) -> tuple[tuple[str, ...], list[int]]:
+def _named(plan: PlanRecord, path: str) -> tuple[tuple[str, ...], list[int]]:
     """The modules that a path names, and the positions of the decisions in them; or those of a value."""
     if not isinstance(path, str):
         raise OptionError(f"explain({path!r}) needs the path of a module as a string, as in explain('layers.3.mlp')")
@@ -162,7 +162,7 @@ def _labels(d: Decision) -> set[str]:
     return {*full, *(label.rpartition(" (")[0] for label in full), title(folded(d.module), d.op, "")}
 
 
-def _modules(plan: Plan) -> list[str]:
+def _modules(plan: PlanRecord) -> list[str]:
     """Paths of the model's modules where they are known, and of all modules that the plan names."""
     names = dict.fromkeys(["", *modules_of(plan)])
     for d in plan.decisions:
@@ -179,7 +179,7 @@ def _matches(name: str, pattern: Sequence[str]) -> bool:
 class _Words:
     """What is said of groups of a plan's values."""
 
-    def __init__(self, plan: Plan, costs: Sequence[Cost], otherwise: Try) -> None:
+    def __init__(self, plan: PlanRecord, costs: Sequence[Cost], otherwise: Try) -> None:
         self.plan, self.costs, self.otherwise = plan, costs, otherwise
         self.units = sorted(getattr(plan.recipe, "kept", ()), key=len, reverse=True)
         every = range(len(costs))

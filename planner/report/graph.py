@@ -11,7 +11,7 @@ from typing import Any
 
 import networkx as nx
 
-from planner.core.plan import BaselineMoment, Plan
+from planner.core.plan import BaselineMoment, PlanRecord
 from planner.errors import OptionError, gb
 from planner.report.layers import layout
 from planner.report.names import folded, modules_of, title
@@ -72,7 +72,7 @@ class Node:
         return f"{gb(size) if size else 'in place'} · {duration(self.seconds)}"
 
 
-def graph(plan: Plan, module: str | None, format: str) -> Any:
+def graph(plan: PlanRecord, module: str | None, format: str) -> Any:
     """See `Plan.graph`."""
     if format not in FORMATS:
         raise OptionError(f"format {format!r} is not known; the known ones are {', '.join(FORMATS)}")
@@ -84,7 +84,7 @@ def graph(plan: Plan, module: str | None, format: str) -> Any:
     return _dot(drawn) if format == "dot" else Drawing(_svg(drawn, module))
 
 
-def _members(plan: Plan, module: str | None) -> list[int]:
+def _members(plan: PlanRecord, module: str | None) -> list[int]:
     """The ops of a module. Raises OptionError where there are none."""
     ops = plan.baseline_timeline
     found = [i for i, op in enumerate(ops) if not module or f"{op.module}.".startswith(f"{module}.")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from os import PathLike
 
-from planner.core.plan import PendingPlan, Plan
+from planner.core.plan import Curve, PlanRecord
 from planner.errors import OptionError, PlanFileError, gb
 from planner.planfile.jsonfile import path_of, write_bytes
 from planner.report.answer import fits, peak
@@ -21,17 +21,15 @@ SMALL = "font-size:90%;opacity:.8"
 ESTIMATES = ("roofline", "measured")
 
 
-def body(plan: Plan) -> str:
+def body(plan: PlanRecord, curve: Curve) -> str:
     """What Jupyter shows: the answer, the timeline, the trade-off curve, a table per module, the account."""
-    if isinstance(plan, PendingPlan):
-        return f"<p>{escape(repr(plan))}</p>"
     parts = [
         f"<p><b>{escape(answer(plan))}</b><br><span style='{SMALL}'>{escape(surety(plan))}</span></p>",
         _heading("Memory over the step, predicted"),
         timeline_svg(plan),
         f"<p style='{SMALL};overflow-wrap:anywhere'>{escape(peak_words(plan))}</p>",
         _heading("What memory costs in time, estimated"),
-        curve_svg(plan, plan.curve),
+        curve_svg(plan, curve),
         _heading("Activations that the backward pass needs, by module"),
         modules(by_module(plan.decisions)),
         _heading("What makes up the peak"),
@@ -45,7 +43,7 @@ def body(plan: Plan) -> str:
     return f"<div style='max-width:760px'>{''.join(parts)}</div>"
 
 
-def page(plan: Plan, path: str | PathLike[str] | None = None) -> str:
+def page(body: str, path: str | PathLike[str] | None = None) -> str:
     """A whole page; also written to a file where one is named, in one step. Raises OptionError where that fails."""
     target = None if path is None else path_of(path)
     html = (
@@ -53,7 +51,7 @@ def page(plan: Plan, path: str | PathLike[str] | None = None) -> str:
         "<meta name='viewport' content='width=device-width,initial-scale=1'>"
         "<meta name='color-scheme' content='light dark'><title>A plan for a training step</title></head>"
         "<body style='margin:24px auto;padding:0 16px;max-width:760px;line-height:1.45;"
-        f"font-family:system-ui,-apple-system,sans-serif;font-size:14px'>{body(plan)}</body></html>"
+        f"font-family:system-ui,-apple-system,sans-serif;font-size:14px'>{body}</body></html>"
     )
     if target is not None:
         try:
@@ -63,7 +61,7 @@ def page(plan: Plan, path: str | PathLike[str] | None = None) -> str:
     return html
 
 
-def answer(plan: Plan) -> str:
+def answer(plan: PlanRecord) -> str:
     """One line: whether it fits, what it takes, what it costs, and how good that is."""
     return (
         f"{'Fits' if fits(plan) else 'Does not fit'}: peak {gb(peak(plan))} of {gb(plan.budget_bytes)}, "
@@ -71,11 +69,11 @@ def answer(plan: Plan) -> str:
     )
 
 
-def surety(plan: Plan) -> str:
+def surety(plan: PlanRecord) -> str:
     """What would be without the plan, and how the numbers are known."""
     margin = sum(size for name, size in plan.account.items() if "margin" in name)
     seen = plan.verification
-    timed = "measured op by op on" if plan.request.costs == "measured" else "from the roofline of"
+    timed = "measured op by op on" if plan.step.costs == "measured" else "from the roofline of"
     told = [
         f"{gb(plan.baseline_peak_bytes)} with everything kept",
         f"times {timed} {plan.device}",
@@ -123,7 +121,7 @@ def _sizes(row: ModuleRow, offloads: bool) -> list[str]:
     return [*(gb(size) if size else "–" for size in sizes), duration(row.seconds) if row.seconds else "–"]
 
 
-def account(plan: Plan) -> str:
+def account(plan: PlanRecord) -> str:
     """The lines that make up the peak, what they come to, and what is left of the budget."""
     largest = max(plan.account.values(), default=0) or 1
     cells = []

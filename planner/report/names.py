@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-from contextlib import suppress
 
-from planner.core.plan import Plan
-from planner.errors import PlannerError
+from planner.core.plan import PlanRecord
 
 NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")  # in a path
 
@@ -41,13 +39,9 @@ def title(module: str, op: str, source: str) -> str:
     return f"{module or '(the model)'}: {op.strip('_')}{f' ({place})' if place else ''}"
 
 
-def modules_of(plan: Plan) -> list[str]:
-    """Paths of the model's modules, of a plan from a file too; none where the model is gone."""
-    if identity := getattr(plan.request, "identity", None):
-        return [m.name for m in identity.modules]
-    with suppress(PlannerError):
-        return [name for name, _ in plan.request.model.named_modules()]
-    return []
+def modules_of(plan: PlanRecord) -> list[str]:
+    """Paths of the model's modules."""
+    return [m.name for m in plan.identity.modules]
 
 
 def line_of(source: str) -> str:

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-from planner.core.plan import Held, Moment, Plan
+from planner.core.options import PLANNED_LINES
+from planner.core.plan import Held, Moment, PlanRecord
 from planner.devices.caching_allocator import FREE, Event, Placed, place
 from planner.planfile.jsonfile import path_of, write_bytes
 from planner.planning.timelines import resident
 from planner.report.names import title
-from planner.requests.request import PLANNED
 from solvers import Problem, Schedule, simulate
 from solvers.schedule import waiting_bytes
 
@@ -41,14 +41,14 @@ class _Block:
     frames: Frames
 
 
-def snapshot(plan: Plan) -> dict[str, Any]:
+def snapshot(plan: PlanRecord) -> dict[str, Any]:
     """What `torch.cuda.memory._snapshot()` returns, of one step of a plan.
 
     It has a block for each line of the account that is there all the time, for each tensor of the step and each op's
     workspace, placed as PyTorch's caching allocator does. In eager mode, where tensors are not known one by one, a
     block is what a moment adds to a kind of memory. While an op runs, the blocks add up to the plan's timeline.
     """
-    lines = dict(takewhile(lambda line: line[0] not in PLANNED, plan.account.items()))
+    lines = dict(takewhile(lambda line: line[0] not in PLANNED_LINES, plan.account.items()))
     if plan.problem is not None and plan.schedule is not None:
         changes = _tensors(plan.problem, plan.schedule)
     else:
@@ -71,7 +71,7 @@ def snapshot(plan: Plan) -> dict[str, Any]:
     return _written(events, times, blocks)
 
 
-def save(plan: Plan, path: str | os.PathLike[str]) -> None:
+def save(plan: PlanRecord, path: str | os.PathLike[str]) -> None:
     """Write the snapshot as a pickle of plain dictionaries; see `Plan.memory_snapshot`."""
     write_bytes(path_of(path), pickle.dumps(snapshot(plan), PROTOCOL))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from planner.core.plan import Plan
+from planner.core.plan import PlanRecord
 from planner.errors import gb
 from planner.report.answer import fits, peak
 from planner.report.table import ModuleRow, by_module, by_reason, folded
@@ -41,7 +41,7 @@ def sparkline(values: Sequence[int], width: int = LINE, top: int | None = None, 
     return "".join(bars[min(len(bars) - 1, round(x / top * (len(bars) - 1)))] if x else " " for x in most)
 
 
-def summary(plan: Plan, style: Style) -> str:
+def summary(plan: PlanRecord, style: Style) -> str:
     """The answer, a timeline, what takes the room, and what happens in each kind of module."""
     lines = [*answer(plan, style), "", *_timeline(plan, style), ""]
     lines.append(style.paint("At the peak:", "bold"))
@@ -58,7 +58,7 @@ def summary(plan: Plan, style: Style) -> str:
     return "\n".join(lines)
 
 
-def answer(plan: Plan, style: Style) -> list[str]:
+def answer(plan: PlanRecord, style: Style) -> list[str]:
     """Whether it fits, and what that takes; the first line says it all."""
     recomputed = [d for d in plan.decisions if d.action == "recompute"]
     first = (
@@ -78,7 +78,7 @@ def answer(plan: Plan, style: Style) -> list[str]:
     return [*head, *(line for text in more if text for line in wrapped(text))]
 
 
-def _timeline(plan: Plan, style: Style) -> list[str]:
+def _timeline(plan: PlanRecord, style: Style) -> list[str]:
     """All that is held; and what comes and goes, by kind, where its bars are high enough to say something."""
     rows: list[tuple[str, Colour, list[int]]] = [("in all", "bold", [m.held_bytes for m in plan.timeline])]
     rows += [(kind, colour, [getattr(m.held, kind) for m in plan.timeline]) for kind, colour in _KINDS.items()]

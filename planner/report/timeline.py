@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import accumulate, groupby
 
-from planner.core.plan import BaselineMoment, Held, Moment, Plan
+from planner.core.plan import BaselineMoment, Held, Moment, PlanRecord
 from planner.errors import gb
 from planner.report.names import title
 from planner.report.svg import (
@@ -32,7 +32,7 @@ OUT_OF_SIGHT = 2.5  # a budget above this many times all else is named, not draw
 Column = tuple[float, int]  # where it begins, and which moment holds most in it
 
 
-def timeline_svg(plan: Plan) -> str:
+def timeline_svg(plan: PlanRecord) -> str:
     """The drawing; `data-` attributes and titles have exact numbers."""
     moments, unplanned = plan.timeline, plan.baseline_timeline
     most = max(plan.peak_bytes, plan.baseline_peak_bytes, 1)
@@ -76,7 +76,7 @@ def timeline_svg(plan: Plan) -> str:
     return svg(bottom - 12, label, [*parts, *drawing], more=more)
 
 
-def peak_words(plan: Plan) -> str:
+def peak_words(plan: PlanRecord) -> str:
     """What runs where most is held."""
     peak = max(plan.timeline, key=lambda m: m.held_bytes, default=None)
     if peak is None:
@@ -86,7 +86,7 @@ def peak_words(plan: Plan) -> str:
     return f"Highest after {duration(before)}, {peak.phase}: {gb(peak.held_bytes)}, at {what}."
 
 
-def _unplanned(plan: Plan, columns: Sequence[Column], y: Callable[[float], float]) -> str:
+def _unplanned(plan: PlanRecord, columns: Sequence[Column], y: Callable[[float], float]) -> str:
     heights = [y(plan.baseline_timeline[i].held_bytes) for _, i in columns]
     return (
         f"<path d='{_area(columns, heights)}' fill='currentColor' fill-opacity='0.1' stroke='currentColor' "
@@ -95,7 +95,7 @@ def _unplanned(plan: Plan, columns: Sequence[Column], y: Callable[[float], float
     )
 
 
-def _stack(plan: Plan, columns: Sequence[Column], y: Callable[[float], float]) -> list[str]:
+def _stack(plan: PlanRecord, columns: Sequence[Column], y: Callable[[float], float]) -> list[str]:
     """One area for each kind, from the floor up, the whole first and what lies lower over it."""
     moments = plan.timeline
     totals = [tuple(accumulate(moments[i].held)) for _, i in columns]
@@ -114,7 +114,7 @@ def _stack(plan: Plan, columns: Sequence[Column], y: Callable[[float], float]) -
     return parts
 
 
-def _peak_mark(plan: Plan, columns: Sequence[Column], y: Callable[[float], float]) -> str:
+def _peak_mark(plan: PlanRecord, columns: Sequence[Column], y: Callable[[float], float]) -> str:
     found = next(((x, i) for x, i in columns if plan.timeline[i].held_bytes == plan.peak_bytes), None)
     if found is None:
         return ""

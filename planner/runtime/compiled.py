@@ -5,55 +5,32 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import fx, nn
 
-from planner.capture.passes.checkpoints import Checkpoints
 from planner.capture.regions.region import Region, fingerprint
 from planner.capture.shapes import Maxima, enlarged
 from planner.capture.trace.dynamo import CompileRegion, compile_call, detach_outputs, dynamo_settings, make_backend
 from planner.capture.trace.state_guard import undone_on, untouched
 from planner.codegen.emit import emit, runnable
 from planner.compat.capture import FakeTensorMode
+from planner.core.options import Checkpoints
+from planner.core.plan import PlanRecord
+from planner.core.recipe import PlannedRegion, Recipe
 from planner.errors import ApplyError, BatchError, CaptureError, PlanWarning
-from planner.runtime.families import Family, GraphChanged, Shapes
-from planner.runtime.interception import Applied, Make, Signature, Warn, call_signature, for_copy, without_batch
+from planner.requests.planned import Planned
+from planner.runtime.events import PlanProvider
+from planner.runtime.families import Family, GraphChanged, Shapes, recipe_of
+from planner.runtime.interception import Applied, Signature, call_signature
 from planner.runtime.modes import backward_node, unguarded, waits
 from solvers.progress import bar, clock
 
 WARN_WAYS, MOST_WAYS = 8, 32  # through a model's code: when to warn, and how many plans to keep
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedRegion:
-    """What a region runs: indices of its ops, for a region of this fingerprint."""
-
-    fingerprint: str
-    forward: tuple[int, ...]
-    backward: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How to run one kind of call of the model.
-
-    Attributes:
-        calls: for each Dynamo graph, by key, what each of its calls in a step runs; None for one without a gradient.
-        detached: for each Dynamo graph, by key, the outputs that get no gradient.
-        maxima: where sizes are symbols in the graphs, the largest for which the plan holds.
-        asks: lines of Python that ask for values of tensors, so that another step may have other graphs.
-    """
-
-    calls: Mapping[str, tuple[PlannedRegion | None, ...]] = field(repr=False)
-    detached: Mapping[str, tuple[int, ...]] = field(repr=False)
-    maxima: Maxima | None = field(default=None, repr=False)
-    asks: tuple[str, ...] = ()
 
 
 class _NoGradient(torch.autograd.Function):
@@ -91,16 +68,17 @@ class Runtime(Applied):
     def __init__(
         self,
         model: nn.Module,
-        make: Make,
-        warn: Warn,
+        provider: PlanProvider,
         shapes: Shapes,
         checkpoints: Checkpoints = "replace",
+        *,
+        alone: bool = False,
     ) -> None:
-        super().__init__(model, make, warn)
+        super().__init__(model, provider, alone=alone)
         self.checkpoints = checkpoints
         self.shapes = shapes
         self.serving: dict[Signature, Family] = {}
-        self.ways: dict[Signature, list[Any]] = {}
+        self.ways: dict[Signature, list[PlanRecord]] = {}
         self.calls: Counter[str] = Counter()
         self.regions_run = 0
         self.settled = False
@@ -123,39 +101,39 @@ class Runtime(Applied):
         self.serves = False
         for families in self.shapes.families.values():
             for family in families:
-                family.compiled = self._compiled(_always(family.plan.recipe))
+                family.compiled = self._compiled(_always(recipe_of(family.plan)))
 
     def _compiled(self, recipe: Callable[[], Recipe]) -> Callable[..., Any]:
         own = cast(Runtime, weakref.proxy(self))  # torch holds what it compiled
         return compile_call(self.model, make_backend(partial(Runtime._serve, own, recipe), self.checkpoints))
 
     def like(self, model: nn.Module) -> Runtime:
-        copied = Runtime(model, self.make, self.warn, self.shapes.without_families(), self.checkpoints)
-        own = {signature: plan for signature, plan in self.plans.items() if signature not in self.serving}
-        copied.plans = {signature: for_copy(plan, model) for signature, plan in own.items()}
-        copied.newest = self.newest and for_copy(self.newest, model)
+        copied = Runtime(model, self.provider, self.shapes.without_families(), self.checkpoints)
+        copied.plans = {signature: plan for signature, plan in self.plans.items() if signature not in self.serving}
+        copied.newest = self.newest and self.newest.of(model)
         for kind, families in self.shapes.families.items():
             for family in families:
-                copied._add_family(kind, for_copy(family.plan, model))
+                copied._add_family(kind, family.plan)
         return copied
 
-    def _add_family(self, kind: Signature, plan: Any) -> None:
-        recipe: Recipe = plan.recipe
+    def _add_family(self, kind: Signature, plan: PlanRecord) -> None:
+        recipe = recipe_of(plan)
         assert recipe.maxima is not None
         graphs = sum(map(len, recipe.calls.values()))
         self.shapes.add(kind, Family(recipe.maxima, plan, self._compiled(_always(recipe)), graphs))
 
-    def add(self, args: Any, kwargs: Any, plan: Any, maxima: Maxima | None = None) -> None:
-        self.newest = plan
+    def add(self, args: Any, kwargs: Any, planned: Planned, maxima: Maxima | None = None) -> None:
+        self.newest = planned
         if maxima is not None:
             self.shapes.limit(maxima)
-        if plan.recipe.maxima is not None:
-            self._add_family(call_signature(self.model, args, kwargs, plan.recipe.maxima), plan)
+        largest = recipe_of(planned.record).maxima
+        if largest is not None:
+            self._add_family(call_signature(self.model, args, kwargs, largest), planned.record)
             return
         if maxima is not None:
             self.shapes.apart.add(call_signature(self.model, args, kwargs, maxima))
             args, kwargs = enlarged(args, kwargs, maxima, FakeTensorMode(allow_non_fake_inputs=True))
-        super().add(args, kwargs, plan)
+        super().add(args, kwargs, planned)
 
     def forget(self) -> None:
         super().forget()
@@ -177,7 +155,7 @@ class Runtime(Applied):
             if family is None:
                 maxima = self.shapes.wanted(sizes)
                 try:
-                    self.add(args, kwargs, self.make(self.model, args, kwargs, maxima), maxima)
+                    self.add(args, kwargs, self.provide(args, kwargs, maxima), maxima)
                     family = self.shapes.find(kind, sizes)
                 except (BatchError, CaptureError):
                     if not self.shapes.warned:
@@ -213,13 +191,13 @@ class Runtime(Applied):
             family = self.serving.pop(signature, None)
             if family is not None:
                 self.shapes.differs(self._kind(args, kwargs))
-            if self.calls and not tried.recipe.asks and (family is None or signature in family.came):
+            if self.calls and not recipe_of(tried).asks and (family is None or signature in family.came):
                 raise
         for way in self._other_ways(signature, tried):
             self.plans[signature] = way
             with suppress(GraphChanged):
                 return self._run(signature, args, kwargs)
-        self.add(args, kwargs, self.make(self.model, args, kwargs, None, likely=False))
+        self.add(args, kwargs, self.provide(args, kwargs, median=False))
         self._compile_anew()
         try:
             return self._run(signature, args, kwargs)
@@ -230,20 +208,20 @@ class Runtime(Applied):
                 "strides that an op gives to real tensors only. Plan with mode='eager', or a submodule without it"
             ) from None
 
-    def _other_ways(self, signature: Signature, tried: Any) -> list[Any]:
+    def _other_ways(self, signature: Signature, tried: PlanRecord) -> list[PlanRecord]:
         """The plans of other ways that such a call has taken; the one that was tried becomes the latest of all."""
-        if not tried.recipe.asks or tried.recipe.maxima is not None:
+        if not recipe_of(tried).asks or recipe_of(tried).maxima is not None:
             return []
         ways = [way for way in self.ways.get(signature, ()) if way.recipe is not tried.recipe]
         if len(ways) == MOST_WAYS:
             ways.clear()
             self._compile_anew()
-        self.ways[signature] = [without_batch(tried), *ways]
+        self.ways[signature] = [tried, *ways]
         if len(ways) == WARN_WAYS:
             warnings.warn(
                 f"the model took {WARN_WAYS + 1} ways through its code, by what its Python code asks of tensors "
-                f"({'; '.join(tried.recipe.asks)}): each is planned and compiled for itself. Where they do not end, "
-                "take the question out of forward(), or plan a submodule without it",
+                f"({'; '.join(recipe_of(tried).asks)}): each is planned and compiled for itself. Where they do not "
+                "end, take the question out of forward(), or plan a submodule without it",
                 PlanWarning,
                 stacklevel=5,
             )
@@ -257,7 +235,7 @@ class Runtime(Applied):
                 if family is not None:
                     result = family.run(self.model, signature, args, kwargs)
                 else:
-                    self.current = self.plans[signature].recipe
+                    self.current = recipe_of(self.plans[signature])
                     if any(self.cuts.get(key, cut) != cut for key, cut in self.current.detached.items()):
                         self._compile_anew()
                     undone = undone_on(GraphChanged, self.model) if self.current.asks else nullcontext()
@@ -267,7 +245,7 @@ class Runtime(Applied):
             if self.serves or not isinstance(e, GraphChanged):
                 self._compile_anew()  # torch.compile runs code that it failed to compile without its plan from then on
             raise
-        if not self.calls and not (self.regions_run and self.plans[signature].recipe.asks):  # all may be dropped
+        if not self.calls and not (self.regions_run and recipe_of(self.plans[signature]).asks):  # all may be dropped
             raise ApplyError(
                 "torch.compile ran the model without its plan (TORCH_COMPILE_DISABLE, a stance, or a dispatch mode "
                 "such as FlopCounterMode keeps it out); "
@@ -276,15 +254,15 @@ class Runtime(Applied):
         return result
 
     @contextmanager
-    def _compiling(self, plan: Any) -> Iterator[None]:
+    def _compiling(self, plan: PlanRecord) -> Iterator[None]:
         """Shows how many graphs of a plan are compiled, where that has not been done."""
-        recipe: Recipe = plan.recipe
+        recipe = recipe_of(plan)
         if any(r is recipe for r in self.begun):
             yield
             return
         self.begun.append(recipe)
         graphs = {planned for order in recipe.calls.values() for planned in order}
-        with bar("compiling", plan.request.progress, total=len(graphs), unit=" graphs") as self.shown:
+        with bar("compiling", plan.options.progress, total=len(graphs), unit=" graphs") as self.shown:
             try:
                 with clock(self.shown):
                     yield

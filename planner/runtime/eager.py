@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from planner.core.recipe import Choice
 from planner.eager.checkpointing import checkpointed
 from planner.runtime.interception import Applied, Signature
 
@@ -12,5 +13,7 @@ class EagerRuntime(Applied):
     """Checkpoints the chosen modules while the model is called; between calls they are as they were."""
 
     def run(self, signature: Signature, args: Any, kwargs: Any) -> Any:
-        with checkpointed(self.model, self.plans[signature].recipe):
+        choice = self.plans[signature].recipe
+        assert isinstance(choice, Choice)
+        with checkpointed(self.model, choice):
             return self.call_eagerly(*args, **kwargs)  # type: ignore[no-untyped-call]

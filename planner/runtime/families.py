@@ -14,6 +14,8 @@ from torch import nn
 from planner.capture.shapes import Maxima, densely, marked, sizes_in
 from planner.capture.trace.dynamo import dynamo_settings
 from planner.capture.trace.state_guard import undone_on
+from planner.core.plan import PlanRecord
+from planner.core.recipe import Recipe
 from planner.errors import ApplyError, PlanWarning
 
 TRIES = 3  # shapes that turn out to have graphs of their own, before no more is expected of a kind of calls
@@ -29,6 +31,12 @@ class GraphChanged(ApplyError):
         )
 
 
+def recipe_of(plan: PlanRecord) -> Recipe:
+    """The schedules of a compiled plan."""
+    assert isinstance(plan.recipe, Recipe)
+    return plan.recipe
+
+
 @dataclass
 class Family:
     """One compiled call for every shape up to its maxima.
@@ -41,7 +49,7 @@ class Family:
     """
 
     maxima: Maxima
-    plan: Any
+    plan: PlanRecord
     compiled: Callable[..., Any]
     graphs: int
     came: set[tuple[object, ...]] = field(default_factory=set)
@@ -51,7 +59,7 @@ class Family:
         (args, kwargs), copies = densely(args, kwargs, self.maxima)
         versions = [copy._version for _, copy in copies]
         # a graph that differs may come after others have run
-        careful = self.graphs > 1 and (signature not in self.came or self.plan.recipe.asks)
+        careful = self.graphs > 1 and (signature not in self.came or recipe_of(self.plan).asks)
         undone = undone_on(GraphChanged, model) if careful else nullcontext()
         with marked(args, kwargs, self.maxima), undone, dynamo_settings():
             result = self.compiled(*args, **kwargs)

@@ -13,6 +13,8 @@ from torch import nn
 
 from planner.capture.trace.loss_trace import leaves
 from planner.core.call import tensors_in
+from planner.core.plan import PlanRecord
+from planner.core.verification import FOUND
 from planner.errors import PlanWarning, gb
 
 OFF = 0.03  # of the prediction: when to warn
@@ -39,7 +41,7 @@ def begin(model: nn.Module) -> Before | None:
     return Before(device, torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device))
 
 
-def report_after(result: Any, plan: Any, before: Before | None) -> None:
+def report_after(result: Any, plan: PlanRecord, before: Before | None) -> None:
     """Report at the end of the backward pass of a call's result; nothing where it has none."""
 
     def ended() -> None:
@@ -63,19 +65,18 @@ def when_begun(result: Any, then: Callable[[], object]) -> None:
     handles += [t.register_hook(began) for t in outputs]  # type: ignore[no-untyped-call]
 
 
-def measured(plan: Any, before: Before | None) -> int | None:
+def measured(plan: PlanRecord, before: Before | None) -> int | None:
     """Bytes of the step's peak, as the plan counts them; None where an earlier, higher peak hides it."""
     # what waits, and gradients that were used, were there before
-    if before is None or plan.request.in_flight > 1 or plan.request.flight is not None:
+    if before is None or plan.options.in_flight > 1 or plan.step.occupancy is not None:
         return None
-    from planner.runtime.verify import FOUND  # which runs plans, and they come here
 
     most = torch.cuda.max_memory_allocated(before.device)
     resident = int(plan.resident_bytes) - plan.account.get(FOUND, 0)
     return resident + most - before.held if most > before.most else None
 
 
-def report(plan: Any, found: int | None) -> None:
+def report(plan: PlanRecord, found: int | None) -> None:
     """The log line, and the warning.
 
     Args:
@@ -84,11 +85,11 @@ def report(plan: Any, found: int | None) -> None:
     """
     predicted = max(m.held_bytes for m in plan.timeline if m.phase != "optimizer")
     of = f"of a budget of {gb(plan.budget_bytes)}, {plan.overhead:.1%} more time, estimated"
-    if plan.request.progress is not False:
+    if plan.options.progress is not False:
         seen = "not measured" if found is None else f"{gb(found)} measured ({found / predicted - 1:+.1%})"
         log.info("first step: peak to the end of the backward pass %s predicted, %s; %s", gb(predicted), seen, of)
     off = 0.0 if found is None else found / predicted - 1
-    if abs(off) <= OFF or (off < 0 and plan.request.maxima is not None):  # it may be a smaller batch
+    if abs(off) <= OFF or (off < 0 and plan.step.maxima is not None):  # it may be a smaller batch
         return
     advice = (
         "plan.repair() plans again with the difference taken off, and apply(verify=True) does so before the first "

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import threading
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,9 +14,12 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from planner.capture.shapes import Maxima, layout
+from planner.core.plan import PlanRecord
 from planner.errors import ApplyError
 from planner.parallel.group import together
 from planner.parallel.sharded import parameters_of
+from planner.requests.planned import Planned
+from planner.runtime.events import Call, PlanProvider
 from planner.runtime.first_step import begin, report_after, when_begun
 from planner.runtime.modes import redirected, refuse_compiled, trains
 
@@ -27,9 +28,6 @@ from planner.runtime.modes import redirected, refuse_compiled, trains
 CARRIER = "__call__"
 
 Signature = tuple[object, ...]
-Make = Callable[..., Any]  # of a model, arguments, keyword arguments and maxima; `likely` as in `Request`
-# of a model, a plan, whether an earlier call waits for its backward pass, and whether that of this call begins
-Warn = Callable[[nn.Module, Any, bool, bool], bool]
 
 
 def call_signature(model: nn.Module, args: Any, kwargs: Any, maxima: Maxima | None = None) -> Signature:
@@ -62,26 +60,27 @@ def call_signature(model: nn.Module, args: Any, kwargs: Any, maxima: Maxima | No
 
 
 class Applied:
-    """What stands in for the model's call while plans are applied.
+    """Stands in for the model's call while plans are applied.
+
+    Args:
+        model: whose calls.
+        provider: gives plans, and hears what happens.
+        alone: whether the plans are for this process alone, whatever others train the model with it.
 
     Attributes:
         plans: for each kind of call, by signature, its plan.
-        newest: the plan made last.
-        started: whether a training call has come.
-        agrees: whether the plan of that is still to be agreed on with other processes.
+        newest: the plan made last, with the request and the batch that it was made for.
     """
 
-    def __init__(self, model: nn.Module, make: Make, warn: Warn) -> None:
+    def __init__(self, model: nn.Module, provider: PlanProvider, *, alone: bool = False) -> None:
         self.model = model
-        self.make = make
-        # asked before the forward pass and, where there are gradients, the backward pass of a step, until it has said
-        # what there is to say; before a forward pass it may put another plan on
-        self.warn = warn
-        self.warned = False
-        self.reported = False  # what the first step showed
-        self.plans: dict[Signature, Any] = {}
-        self.newest: Any = None
-        self.started = self.agrees = False
+        self.provider = provider
+        self.plans: dict[Signature, PlanRecord] = {}
+        self.newest: Planned | None = None
+        self.agrees = False  # whether the plan of the next call is still to be agreed on with other processes
+        self._started = alone
+        self._listened = False  # whether the provider wants to hear of no more steps
+        self._reported = False  # whether the first step was reported
         self.lock = threading.RLock()  # threads take turns in the forward pass
         self.call_eagerly = model._call_impl
 
@@ -103,17 +102,21 @@ class Applied:
 
     def like(self, model: nn.Module) -> Applied:
         """The same for a copy of the model."""
-        copied = type(self)(model, self.make, self.warn)
-        copied.plans = {signature: for_copy(plan, model) for signature, plan in self.plans.items()}
-        copied.newest = self.newest and for_copy(self.newest, model)
+        copied = type(self)(model, self.provider)
+        copied.plans = dict(self.plans)
+        copied.newest = self.newest and self.newest.of(model)
         return copied
 
-    def add(self, args: Any, kwargs: Any, plan: Any, maxima: Maxima | None = None) -> None:
+    def provide(self, args: Any, kwargs: Any, maxima: Maxima | None = None, *, median: bool = True) -> Planned:
+        """A plan of the provider for such a call."""
+        planned = self.provider.on_missing_plan(self, Call(args, kwargs, maxima, median))
+        self.agrees = False
+        return planned
+
+    def add(self, args: Any, kwargs: Any, planned: Planned, maxima: Maxima | None = None) -> None:
         """Let a plan serve such calls; where it was made for maxima, those of smaller sizes too."""
-        self.newest = plan
-        # only the newest keeps its batch, to be verified with
-        self.plans = {signature: without_batch(earlier) for signature, earlier in self.plans.items()}
-        self.plans[call_signature(self.model, args, kwargs)] = plan
+        self.newest = planned
+        self.plans[call_signature(self.model, args, kwargs)] = planned.record
 
     def forget(self) -> None:
         """Forget the plans that were made before the first training call: other ranks may have others."""
@@ -126,40 +129,40 @@ class Applied:
             return self.call_eagerly(*args, **kwargs)  # type: ignore[no-untyped-call]
         refuse_compiled(self.model, self)
         with self.lock:
-            if not self.started:
-                self.started, self.agrees = True, together(self.model)
+            if not self._started:
+                self._started, self.agrees = True, together(self.model)
                 if self.agrees:
                     self.forget()
             signature = call_signature(self.model, args, kwargs)
             if signature not in self.plans:
                 self.find(signature, args, kwargs)
-            if not self.warned:
-                self.warned = self.warn(self.model, self.plans[signature], self.waits(), False)
-                if self.warned and attached(self.model) is not self:  # it was planned anew
+            if not self._listened:
+                self._listened = self.provider.on_step_begin(self.model, self.plans[signature], self.waits())
+                if self._listened and attached(self.model) is not self:  # it was planned anew
                     return self.model(*args, **kwargs)
-            reports = not self.reported and not self.awaits_gradients(signature)
-            self.reported |= reports
+            reports = not self._reported and not self.awaits_gradients(signature)
+            self._reported |= reports
             before = begin(self.model) if reports else None
             result = self.run(signature, args, kwargs)
-            if not self.warned and any(p.grad is not None for p in self.model.parameters()):
-                when_begun(result, partial(self.backward_begins, signature))
-            if reports:
-                report_after(result, self.plans.get(signature), before)
+            if not self._listened and any(p.grad is not None for p in self.model.parameters()):
+                when_begun(result, partial(self._backward_begins, signature))
+            if reports and (record := self.plans.get(signature)) is not None:
+                report_after(result, record, before)
             return result
 
-    def backward_begins(self, signature: Signature) -> None:
+    def _backward_begins(self, signature: Signature) -> None:
         """Look whether the gradients that were there in the forward pass still are."""
-        if not self.warned and signature in self.plans:
-            self.warned = self.warn(self.model, self.plans[signature], False, True)
+        if not self._listened and signature in self.plans:
+            self._listened = self.provider.on_backward_begin(self.model, self.plans[signature])
 
     def awaits_gradients(self, signature: Signature) -> bool:
         """Whether the plan counts gradients of earlier microbatches, and there are none yet."""
-        accumulate = self.plans[signature].request.accumulate
+        accumulate = self.plans[signature].options.accumulate
         return accumulate and all(p.grad is None for p in self.model.parameters())
 
     def find(self, signature: Signature, args: Any, kwargs: Any) -> None:
         """Find a plan for a kind of call that comes for the first time, or make one."""
-        self.add(args, kwargs, self.make(self.model, args, kwargs, None))
+        self.add(args, kwargs, self.provide(args, kwargs))
 
     def waits(self) -> bool:
         """Whether an earlier call still waits for its backward pass."""
@@ -168,17 +171,6 @@ class Applied:
     def run(self, signature: Signature, args: Any, kwargs: Any) -> Any:
         """Call the model under its plan."""
         raise NotImplementedError
-
-
-def without_batch(plan: Any) -> Any:
-    """A plan that holds no tensors of the batch that it was made for."""
-    request = plan.request
-    return replace(plan, request=replace(request, args=None, kwargs={}, batch=request.batch_kinds))
-
-
-def for_copy(plan: Any, model: nn.Module) -> Any:
-    """A plan, as that of a copy of its model."""
-    return replace(plan, request=replace(plan.request, model_ref=weakref.ref(model)))
 
 
 def attach(model: nn.Module, runtime: Applied) -> None:

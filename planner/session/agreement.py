@@ -15,13 +15,15 @@ from typing import Any
 
 from planner.capture.recomputability import is_collective
 from planner.core.identity import difference, identity
-from planner.core.plan import Plan
+from planner.core.options import GB
+from planner.core.plan import PlanRecord
+from planner.core.verification import FOUND
 from planner.errors import BatchError, CaptureError, RankError
 from planner.parallel.group import ranks_of, sharded
-from planner.planfile.files import FromFile, data_of, plan_of
+from planner.planfile.files import data_of, plan_of
 from planner.planning.pipeline import make_plan
-from planner.requests.request import GB, Request
-from planner.runtime.verify import FOUND
+from planner.requests.planned import Filed, Planned
+from planner.requests.request import Request
 from planner.session.counted import fitting
 from planner.session.messages import Channel, connected
 
@@ -52,7 +54,7 @@ class Failure:
         return kind(f"no rank trains {type(request.model).__name__}, as rank {self.rank} cannot: {self.said}")
 
 
-def agreed(request: Request, own: Callable[[Request], Plan], ready: Plan | None = None) -> Plan:
+def agreed(request: Request, own: Callable[[Request], Planned], ready: Planned | None = None) -> Planned:
     """The plan of a step, which all ranks that run it run by; all of them call this together.
 
     Args:
@@ -73,7 +75,7 @@ def agreed(request: Request, own: Callable[[Request], Plan], ready: Plan | None 
         return _follow(channel, request, own, ready)
 
 
-def _lead(channel: Channel, request: Request, own: Callable[[Request], Plan]) -> Plan:
+def _lead(channel: Channel, request: Request, own: Callable[[Request], Planned]) -> Planned:
     """Plan for all, with the budget of the rank that has least."""
     model, least = str(identity(request.model)), request.budget_gb
     came: list[int] = []
@@ -96,7 +98,7 @@ def _lead(channel: Channel, request: Request, own: Callable[[Request], Plan]) ->
     except BaseException as e:  # an interruption, too: the others wait
         _tell(channel, channel.others, failed=Failure.of(channel.here, e))
         raise
-    _tell(channel, channel.others, plan=data_of(made))
+    _tell(channel, channel.others, plan=data_of(made.record))
     listening = []
     for rank in channel.others:
         try:
@@ -137,7 +139,7 @@ def _stop(channel: Channel, came: Sequence[int], failed: Failure) -> None:
     thread.join(GRACE)
 
 
-def _follow(channel: Channel, request: Request, own: Callable[[Request], Plan], ready: Plan | None) -> Plan:
+def _follow(channel: Channel, request: Request, own: Callable[[Request], Planned], ready: Planned | None) -> Planned:
     """Take over what the first rank has planned, or plan alone for a batch of another shape."""
 
     def hear(what: str) -> Any:
@@ -163,47 +165,49 @@ def _follow(channel: Channel, request: Request, own: Callable[[Request], Plan], 
     return made
 
 
-def _taken_over(plan: Plan, request: Request, own: Callable[[Request], Plan], ready: Plan | None) -> Plan:
+def _taken_over(filed: Filed, request: Request, own: Callable[[Request], Planned], ready: Planned | None) -> Planned:
     """A plan of the first rank as that of this one, without a solver; RankError where the step is another."""
-    there = plan.request
-    assert isinstance(there, FromFile)
-    assert there.identity is not None
-    if found := difference(identity(request.model), there.identity):
-        raise RankError(f"its model is not that of {there.source}: {found}")
-    if (there.batch_kinds, there.maxima) != (request.batch_kinds, request.maxima):
-        return _alone(plan, request, own)
-    mine = ready and fitting(ready, replace(request, budget_gb=plan.budget_bytes / GB))
-    if mine and mine.recipe == plan.recipe and FOUND not in plan.account:
+    record, source = filed.record, filed.source
+    if differs := difference(identity(request.model), record.identity):
+        raise RankError(f"its model is not that of {source}: {differs}")
+    if (record.step.batch, record.step.maxima) != (request.batch_kinds, request.maxima):
+        return _alone(filed, request, own)
+    mine = ready and fitting(ready, replace(request, budget_gb=record.budget_bytes / GB))
+    if mine and mine.record.recipe == record.recipe and FOUND not in record.account:
         return mine
-    account = {**request.account_gb}
-    if FOUND in plan.account:
-        account[FOUND] = plan.account[FOUND] / GB
-    request = replace(request, budget_gb=plan.budget_bytes / GB, account_gb=account)
+    account = {**request.options.account_gb}
+    if FOUND in record.account:
+        account[FOUND] = record.account[FOUND] / GB
+    options = replace(request.options, account_gb=account)
+    request = replace(request, budget_gb=record.budget_bytes / GB, options=options)
+    quiet = replace(request, options=replace(options, progress=False))
     try:
-        made = make_plan(replace(request, known=plan, follows=True, progress=False))
+        planned = make_plan(quiet, known=filed, must_match=True)
     except RankError as e:
-        raise RankError(f"its step is not that of {there.source}: {e}") from None
+        raise RankError(f"its step is not that of {source}: {e}") from None
     # in what a rank does with its part of a tensor, the number of the rank may be a constant of its graphs
-    if _ops(made) != _ops(plan) or (made.recipe != plan.recipe and not sharded(request.model)):
-        raise RankError(f"its step is not that of {there.source}: its graphs differ")
-    return replace(made, request=request)
+    same = planned.record.recipe == record.recipe or sharded(request.model)
+    if _ops(planned.record) != _ops(record) or not same:
+        raise RankError(f"its step is not that of {source}: its graphs differ")
+    return replace(planned, record=replace(planned.record, options=options), request=request)
 
 
-def _ops(plan: Plan) -> list[str]:
-    return [moment.op for moment in plan.baseline_timeline]
+def _ops(record: PlanRecord) -> list[str]:
+    return [moment.op for moment in record.baseline_timeline]
 
 
-def _alone(plan: Plan, request: Request, own: Callable[[Request], Plan]) -> Plan:
+def _alone(filed: Filed, request: Request, own: Callable[[Request], Planned]) -> Planned:
     """A plan for a batch of another shape than that of the first rank, which is for this rank alone."""
     here, there = (
-        ", ".join(f"{t.name} {t}" for t in kinds or ()) for kinds in (request.batch_kinds, plan.request.batch_kinds)
+        ", ".join(f"{t.name} {t}" for t in kinds or ()) for kinds in (request.batch_kinds, filed.record.step.batch)
     )
-    made = own(request)
-    told = f"this rank's batch is {here}, that of {plan.request.source} {there}"
-    for modules in made.graph_modules:
+    planned = own(request)
+    told = f"this rank's batch is {here}, that of {filed.source} {there}"
+    for modules in planned.graphs():
         for node in (*modules.forward.graph.nodes, *modules.backward.graph.nodes):
             if is_collective(node.target):
                 raise RankError(
                     f"{told}, and {node.target} in its step waits for other ranks: give all the same shapes"
                 )
-    return replace(made, note=f"{made.note} Planned for this rank alone: {told}.".strip())
+    note = f"{planned.record.note} Planned for this rank alone: {told}.".strip()
+    return replace(planned, record=replace(planned.record, note=note))

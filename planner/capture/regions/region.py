@@ -17,7 +17,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from planner.capture.passes.checkpoints import Checkpoints, checkpointed_calls, clone_of, repeat_checkpointed
+from planner.capture.passes.checkpoints import checkpointed_calls, clone_of, repeat_checkpointed
 from planner.capture.passes.dropout import split_dropouts
 from planner.capture.passes.duplicates import merge_duplicates
 from planner.capture.recomputability import (
@@ -30,6 +30,7 @@ from planner.capture.recomputability import (
     waited_for,
 )
 from planner.capture.shapes import SYMBOLIC, is_size
+from planner.core.options import Checkpoints
 
 Kind = Literal["call", "rng_state"]
 

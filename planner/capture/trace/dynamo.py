@@ -18,7 +18,6 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from planner.capture.passes.checkpoints import Checkpoints
 from planner.capture.regions.region import Region, analyse
 from planner.capture.shapes import at_hints, symbolic_again
 from planner.capture.trace.constant_propagation import KnownValues
@@ -34,6 +33,7 @@ from planner.compat.capture import (
     dynamo_config,
     reset_code,
 )
+from planner.core.options import Checkpoints
 from planner.errors import CaptureError, PlannerError
 from planner.parallel.meshes import refuse_swapped
 from planner.parallel.sharded import as_defined

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from planner.capture.passes.checkpoints import Checkpoints
 from planner.capture.provenance import running_module
 from planner.capture.regions.calls import RegionCall, version
 from planner.capture.regions.region import Region, fingerprint
@@ -29,6 +28,7 @@ from planner.capture.trace.recording import EagerCall, Recording
 from planner.capture.trace.refusals import refusal
 from planner.compat.capture import reset_code
 from planner.core.call import storages
+from planner.core.options import Checkpoints
 from planner.errors import CaptureError, PlannerError
 
 Detach = Callable[[fx.GraphModule], Collection[int]] | Mapping[str, tuple[int, ...]]

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from planner.capture.passes.checkpoints import Checkpoints
 from planner.capture.regions.calls import Link, links_of, order_of, regions_of
 from planner.capture.regions.region import Region
 from planner.capture.shapes import Maxima, enlarged, is_size
@@ -22,6 +21,7 @@ from planner.capture.trace.refusals import LIMITS, refusal
 from planner.capture.trace.state_guard import forget_fakes, untouched
 from planner.compat.capture import DataDependentOutputException, FakeTensorMode
 from planner.core.call import tensors_in
+from planner.core.options import Checkpoints
 from planner.errors import BatchError, CaptureError, ModelError
 from planner.parallel.meshes import on_mesh, tracker_kept
 

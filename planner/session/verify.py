@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,81 +14,23 @@ from torch import nn
 from planner.capture.trace.loss_trace import checked_loss, find_loss, leaves
 from planner.capture.trace.state_guard import State
 from planner.core.call import here
+from planner.core.verification import FOUND, Verification
 from planner.devices.meter import record_allocations
-from planner.errors import BatchError, gb
-from planner.requests.request import arguments
-from planner.runtime.interception import attached, call_signature, taken_off
-
-if TYPE_CHECKING:
-    from planner.core.plan import Plan
-
-FOUND = "found by a real step"  # the line of the account for what a prediction missed
+from planner.errors import BatchError
+from planner.requests.batch import arguments
+from planner.requests.planned import Pending, Planned
+from planner.runtime.interception import attached, call_signature, detach, taken_off
+from planner.session.attach import put_on
 
 
-@dataclass(frozen=True, slots=True)
-class Verification:
-    """What one real step showed; bytes and seconds.
-
-    Attributes:
-        predicted_bytes: the plan's peak, up to the end of the backward pass.
-        measured_bytes: the planned step's peak there: what the plan counts as resident, and what the allocator handed
-            out. The optimizer does not step.
-        unplanned_bytes: the same for the model without a plan; None where that ran out of memory.
-        budget_bytes: the budget.
-        gradient_error: largest difference of a gradient between the two steps, relative to the largest entry of that
-            gradient without the plan; None where there is nothing to compare with.
-        gradients_agree: whether every difference is within float rounding of its dtype; None likewise.
-        planned_seconds, unplanned_seconds: time of one step each, after a warm-up.
-    """
-
-    predicted_bytes: int
-    measured_bytes: int
-    unplanned_bytes: int | None
-    budget_bytes: int
-    gradient_error: float | None
-    gradients_agree: bool | None
-    planned_seconds: float
-    unplanned_seconds: float | None
-
-    @property
-    def within_budget(self) -> bool:
-        """Whether the measured peak is within the budget."""
-        return self.measured_bytes <= self.budget_bytes
-
-    @property
-    def prediction_error(self) -> float:
-        """Measured over predicted, less one."""
-        return self.measured_bytes / self.predicted_bytes - 1
-
-    @property
-    def overhead(self) -> float | None:
-        """Time of the planned step over that of the other, less one; of one step each, so with their noise."""
-        return None if self.unplanned_seconds is None else self.planned_seconds / self.unplanned_seconds - 1
-
-    def __str__(self) -> str:
-        held = "held" if self.within_budget else "EXCEEDED"
-        text = (
-            f"predicted peak {gb(self.predicted_bytes)}, measured {gb(self.measured_bytes)} "
-            f"({self.prediction_error:+.2%}), budget {gb(self.budget_bytes)} ({held}); "
-        )
-        if self.unplanned_bytes is None:
-            return f"{text}step {self.planned_seconds:.3f} s; without a plan out of memory, so gradients not compared"
-        return (
-            f"{text}without a plan {gb(self.unplanned_bytes)}; "
-            f"gradients {'agree' if self.gradients_agree else 'DIFFER'} (largest relative difference "
-            f"{self.gradient_error:.1e}); "
-            f"step {self.planned_seconds:.3f} s, without a plan {self.unplanned_seconds:.3f} s"
-        )
-
-
-def verify(plan: Plan, batch: Any = None, kwargs: Mapping[str, Any] | None = None) -> Verification:
+def verify(planned: Planned | Pending, batch: Any = None, kwargs: Mapping[str, Any] | None = None) -> Verification:
     """Run the model for real, under the plan and without it; see `Plan.verify`.
 
     Raises:
         BatchError: no batch is known, or the model's output holds nothing to differentiate.
         torch.OutOfMemoryError: the planned step does not fit the device.
     """
-    request = plan.request
+    request = planned.request
     model = request.model
     args, extra = (
         (request.args, request.kwargs) if batch is None and kwargs is None else arguments(model, batch, kwargs)
@@ -99,7 +41,7 @@ def verify(plan: Plan, batch: Any = None, kwargs: Mapping[str, Any] | None = Non
     def step() -> None:
         outputs = []  # held to the end, as a training loop holds them
         losses = []
-        for _ in range(request.in_flight):
+        for _ in range(request.options.in_flight):
             outputs.append(model(*args, **extra))
             losses.append(_loss(request.loss_fn, outputs[-1]))
         for loss in losses:
@@ -110,25 +52,24 @@ def verify(plan: Plan, batch: Any = None, kwargs: Mapping[str, Any] | None = Non
             unplanned = _measure(model, step, again)
         except torch.OutOfMemoryError:
             unplanned = None
-        plan.apply()
+        put_on(planned, model, known=planned.known, alone=True)
         runtime = attached(model)
         assert runtime is not None
-        runtime.started = True  # it is not for other ranks
         try:
-            planned = _measure(model, step, again)
-            used: Any = runtime.plans[call_signature(model, args, extra)]
+            measured = _measure(model, step, again)
+            used = runtime.plans[call_signature(model, args, extra)]
         finally:
-            plan.remove()
-    error, agree = (None, None) if unplanned is None else _compare(planned.gradients, unplanned.gradients)
+            detach(model)
+    error, agree = (None, None) if unplanned is None else _compare(measured.gradients, unplanned.gradients)
     resident = used.resident_bytes - used.account.get(FOUND, 0)
     return Verification(
         predicted_bytes=max(m.held_bytes for m in used.timeline if m.phase != "optimizer"),
-        measured_bytes=resident + planned.peak,
+        measured_bytes=resident + measured.peak,
         unplanned_bytes=None if unplanned is None else resident + unplanned.peak,
-        budget_bytes=plan.budget_bytes,
+        budget_bytes=request.budget_bytes,
         gradient_error=error,
         gradients_agree=agree,
-        planned_seconds=planned.seconds,
+        planned_seconds=measured.seconds,
         unplanned_seconds=None if unplanned is None else unplanned.seconds,
     )
 

@@ -1,0 +1,49 @@
+"""What a planned model runs: schedules of compiled regions, or checkpointed modules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from planner.capture.shapes import Maxima
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRegion:
+    """The schedule of a region: indices of its ops, for a region of this fingerprint."""
+
+    fingerprint: str
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to run one kind of call of the model by compiled graphs.
+
+    Attributes:
+        calls: for each Dynamo graph, by key, the schedule of each of its calls in a step; None for one without a
+            gradient.
+        detached: for each Dynamo graph, by key, the outputs that get no gradient.
+        maxima: where sizes are symbols in the graphs, the largest for which the plan holds.
+        asks: lines of Python that ask for values of tensors, so that another step may have other graphs.
+    """
+
+    calls: Mapping[str, tuple[PlannedRegion | None, ...]] = field(repr=False)
+    detached: Mapping[str, tuple[int, ...]] = field(repr=False)
+    maxima: Maxima | None = field(default=None, repr=False)
+    asks: tuple[str, ...] = ()
+
+
+Kept = Mapping[int, str]  # op of a module's call, by its number -> its target
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How to run a model without torch.compile: by checkpointed modules.
+
+    Attributes:
+        kept: path of each module that is checkpointed -> the ops whose results are kept.
+    """
+
+    kept: Mapping[str, Kept] = field(default_factory=dict)

@@ -1,0 +1,65 @@
+"""The result of measuring one real step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from planner.errors import gb
+
+FOUND = "found by a real step"  # the line of the account for the bytes that a prediction missed
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What one real step showed; bytes and seconds.
+
+    Attributes:
+        predicted_bytes: the plan's peak, up to the end of the backward pass.
+        measured_bytes: the planned step's peak there: what the plan counts as resident, and what the allocator handed
+            out. The optimizer does not step.
+        unplanned_bytes: the same for the model without a plan; None where that ran out of memory.
+        budget_bytes: the budget.
+        gradient_error: largest difference of a gradient between the two steps, relative to the largest entry of that
+            gradient without the plan; None where there is nothing to compare with.
+        gradients_agree: whether every difference is within float rounding of its dtype; None likewise.
+        planned_seconds, unplanned_seconds: time of one step each, after a warm-up.
+    """
+
+    predicted_bytes: int
+    measured_bytes: int
+    unplanned_bytes: int | None
+    budget_bytes: int
+    gradient_error: float | None
+    gradients_agree: bool | None
+    planned_seconds: float
+    unplanned_seconds: float | None
+
+    @property
+    def within_budget(self) -> bool:
+        """Whether the measured peak is within the budget."""
+        return self.measured_bytes <= self.budget_bytes
+
+    @property
+    def prediction_error(self) -> float:
+        """Measured over predicted, less one."""
+        return self.measured_bytes / self.predicted_bytes - 1
+
+    @property
+    def overhead(self) -> float | None:
+        """Time of the planned step over that of the other, less one; of one step each, so with their noise."""
+        return None if self.unplanned_seconds is None else self.planned_seconds / self.unplanned_seconds - 1
+
+    def __str__(self) -> str:
+        held = "held" if self.within_budget else "EXCEEDED"
+        text = (
+            f"predicted peak {gb(self.predicted_bytes)}, measured {gb(self.measured_bytes)} "
+            f"({self.prediction_error:+.2%}), budget {gb(self.budget_bytes)} ({held}); "
+        )
+        if self.unplanned_bytes is None:
+            return f"{text}step {self.planned_seconds:.3f} s; without a plan out of memory, so gradients not compared"
+        return (
+            f"{text}without a plan {gb(self.unplanned_bytes)}; "
+            f"gradients {'agree' if self.gradients_agree else 'DIFFER'} (largest relative difference "
+            f"{self.gradient_error:.1e}); "
+            f"step {self.planned_seconds:.3f} s, without a plan {self.unplanned_seconds:.3f} s"
+        )

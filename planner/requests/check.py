@@ -1,0 +1,226 @@
+"""Checks the arguments of `plan()`, and finds out what they come to on this machine."""
+
+from __future__ import annotations
+
+import re
+import warnings
+import weakref
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_leaves
+
+from planner.capture.shapes import Maxima
+from planner.core.call import storages
+from planner.core.options import GB, Options, check_values, is_positive
+from planner.devices.specs import Device, find_device
+from planner.errors import BatchError, BudgetError, ModelError, OptionError, PlanWarning, gb
+from planner.parallel.meshes import on_mesh
+from planner.requests.batch import arguments, maxima_of
+from planner.requests.request import Request
+
+
+def check(
+    model: Any, batch: Any, kwargs: Any, *, loss_fn: Any = None, kind: type[Options] = Options, **given: Any
+) -> Request:
+    """The request that arguments of `plan()` make, or the first thing that is wrong with them.
+
+    Args:
+        model: as for `plan()`.
+        batch: as for `plan()`.
+        kwargs: as for `plan()`.
+        loss_fn: as for `plan()`.
+        kind: the record of options.
+        given: options by name; those left out have their defaults.
+
+    Raises:
+        ModelError, BudgetError, BatchError, OptionError: an argument that cannot be used, named with its value.
+    """
+    _check_model(model)
+    target = find_target(model, given.get("device"))
+    options = options_of(kind, given)
+    check_values(options)
+    check_together(options, model)
+    check_loss_fn(loss_fn)
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise BatchError(f"kwargs={kwargs!r} must be a mapping of keyword arguments, or None")
+    args, extra = arguments(model, batch, kwargs)
+    request = Request(
+        options=options,
+        model_ref=weakref.ref(model),
+        args=args,
+        kwargs=extra,
+        optimizer=given.get("optimizer"),
+        loss_fn=loss_fn,
+        budget_gb=0.0,
+        maxima=None if args is None else maxima_of(options.dynamic, args, extra),
+        **_resolved(*target, options.costs),
+    )
+    return replace(request, budget_gb=_budget(request))
+
+
+def options_of(kind: type[Options], given: Mapping[str, Any]) -> Options:
+    """The record of the options that were given; OptionError for one that does not exist."""
+    names = {f.name for f in fields(kind)}
+    if unknown := given.keys() - names:
+        raise OptionError(f"{', '.join(sorted(unknown))} is no option of plan(); these are: {', '.join(sorted(names))}")
+    data = dict(given)
+    if isinstance(optimizer := data.get("optimizer"), torch.optim.Optimizer):
+        data["optimizer"] = described(optimizer)
+    if data.get("device") is not None:
+        data["device"] = str(data["device"])
+    if data.get("account_gb", {}) is None:
+        del data["account_gb"]
+    return kind(**data)
+
+
+def described(optimizer: torch.optim.Optimizer) -> str:
+    """An optimizer as text: its class and options."""
+    options = {k: v for k, v in optimizer.defaults.items() if isinstance(v, (int, float, str, bool, tuple))}
+    return f"{type(optimizer).__name__}({', '.join(f'{k}={v!r}' for k, v in options.items())})"
+
+
+def check_together(options: Options, model: nn.Module) -> None:
+    """Raise OptionError for options that exclude each other, or that do not suit the model."""
+    mode, shard = options.mode, options.shard
+    check_mode(mode, options.in_flight)
+    if mode == "eager" and options.dynamic:
+        raise OptionError(
+            f"dynamic={options.dynamic!r} is for compiled plans; with mode='eager', leave it out: each new shape is "
+            "checked against the budget, and planned anew where it does not fit"
+        )
+    if on_mesh(model) and (mode == "eager" or shard > 1):
+        what = "mode='eager'" if mode == "eager" else f"shard={shard}"
+        raise OptionError(
+            f"{what} is for models on one device, and the parameters of this {type(model).__name__} are shared by "
+            "several already (fully_shard, parallelize_module): leave it out"
+        )
+
+
+def check_mode(mode: str, in_flight: int) -> None:
+    """Raise OptionError where a mode does not count so many microbatches in flight."""
+    if mode == "eager" and in_flight > 1:
+        raise OptionError(
+            f"in_flight={in_flight!r} is for compiled plans; leave mode='eager' out, or count what waits as in "
+            "account_gb={'earlier forward passes': GB}"
+        )
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"plan() needs a torch.nn.Module; it was given {model!r} of type {type(model).__name__}")
+    refuse_wrapped(model)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ModelError(f"{type(model).__name__}: no parameter needs a gradient, so there is no training step to plan")
+    if any(nn.parameter.is_lazy(p) for p in model.parameters()):
+        raise ModelError(
+            f"{type(model).__name__} has lazy parameters without a shape; run it once on a batch, then plan"
+        )
+
+
+def with_batch(
+    request: Request, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], maxima: Maxima | None = None
+) -> Request:
+    """The same request for another model or batch; for the device where the model is now, unless one was given.
+
+    Raises:
+        ModelError, OptionError, BudgetError: the model has moved to where the request cannot be met.
+    """
+    refuse_wrapped(model)
+    moved = replace(request, model_ref=weakref.ref(model), args=args, kwargs=dict(kwargs), maxima=maxima)
+    target = find_target(model, request.options.device)
+    if target[0] == request.model_device:
+        return moved
+    moved = replace(moved, **_resolved(*target, request.options.costs))
+    return replace(moved, budget_gb=_budget(moved))
+
+
+def find_target(model: nn.Module, device: Any) -> tuple[torch.device, Device]:
+    """Where a model is, and what to plan for."""
+    where = next(model.parameters()).device
+    if len(devices := {p.device for p in model.parameters()}) > 1:
+        raise ModelError(
+            f"{type(model).__name__} has parameters on several devices ({', '.join(sorted(map(str, devices)))}); a "
+            "plan is for one: move the model, or plan the part on each"
+        )
+    if where.type == "meta" and device is None:
+        raise OptionError(f"{type(model).__name__} is on the meta device: say what to plan for, as in device='h100'")
+    return where, find_device(device, where)
+
+
+def _resolved(where: torch.device, target: Device, costs: Any) -> dict[str, Any]:
+    """Where ops can be run for measurements, and where times come from; raises OptionError."""
+    here = where.type in ("cpu", "cuda") and target == find_device(None, where)
+    if costs not in (None, "roofline", "measured") or (costs == "measured" and not here):
+        raise OptionError(
+            f"costs={costs!r} must be 'roofline', or 'measured' with the model on the device that is planned for "
+            f"(it is on {where}, planned for {target.name}), or None to choose"
+        )
+    return {
+        "device": target,
+        "model_device": where,
+        "measure_on": where if here else None,
+        "costs": costs or ("measured" if here and where.type == "cuda" else "roofline"),
+    }
+
+
+def check_loss_fn(loss_fn: Any) -> None:
+    """Raise OptionError where it is none."""
+    if loss_fn is not None and not callable(loss_fn):
+        raise OptionError(f"loss_fn={loss_fn!r} must be callable: the model's output -> the scalar loss")
+
+
+def refuse_wrapped(model: Any) -> None:
+    """Raise ModelError where a model is wrapped for several devices already."""
+    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        raise ModelError(
+            f"this {type(model.module).__name__} is wrapped in {type(model).__name__} already. Put the plan on the "
+            "model itself, before it is wrapped: plan(model, ...).apply(), then wrap the model"
+        )
+    modules = list(model.modules()) if isinstance(model, nn.Module) else []
+    if any(hasattr(m, "_is_fsdp_managed_module") for m in modules) and not any(
+        isinstance(m, FSDPModule) for m in modules
+    ):
+        raise ModelError(
+            f"this {type(model).__name__} is in FullyShardedDataParallel, which plans cannot be made for, or a part of "
+            "what fully_shard() was called on: plan that model. accelerate calls it with fsdp_version=2"
+        )
+
+
+def _free_bytes(where: torch.device, own: list[Any]) -> int:
+    """What nobody holds on a GPU, what this process's allocator has cached, and what the plan's own tensors have."""
+    cached = torch.cuda.memory_reserved(where) - torch.cuda.memory_allocated(where)
+    counted = storages([t for t in tree_leaves(own) if isinstance(t, torch.Tensor) and t.is_cuda])
+    return torch.cuda.mem_get_info(where)[0] + cached + sum(counted.values())
+
+
+def _budget(request: Request) -> float:
+    """A budget in GB, from a number, a share of the device's memory as "80%", or None: what is free, or all of it."""
+    given, device = request.options.budget_gb, request.device
+    if given is None and request.model_device.type == "cuda":
+        model, optimizer = request.model, request.optimizer
+        gradients = [p.grad for p in model.parameters() if request.options.accumulate]
+        state = list(optimizer.state.values()) if isinstance(optimizer, torch.optim.Optimizer) else []
+        own = [*model.parameters(), *model.buffers(), *gradients, request.args, request.kwargs, state]
+        return (_free_bytes(request.model_device, own) + device.context) / GB
+    if given is None and device.type == "cuda":
+        return device.memory / GB
+    share = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", given) if isinstance(given, str) else None
+    if share is not None and 0 < float(share[1]) <= 100:
+        return device.memory / GB * float(share[1]) / 100
+    if given is None or isinstance(given, str) or not is_positive(given):
+        raise BudgetError(
+            f"budget_gb={given!r} must be a positive, finite number of GB (1 GB = 2**30 bytes), a share of the "
+            "device's memory as '80%', or, for a GPU, None for what is free"
+        )
+    if float(given) * GB > device.memory:
+        warnings.warn(
+            f"budget_gb={given!r} is more than the {gb(device.memory)} of {device.name}; the plan may not fit there",
+            PlanWarning,
+            stacklevel=5,
+        )
+    return float(given)

@@ -1,0 +1,57 @@
+"""What a planned model tells while it trains, and asks: the interface between the runtime and who provides plans."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import nn
+
+from planner.capture.shapes import Maxima
+from planner.core.plan import PlanRecord
+from planner.requests.planned import Planned
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A call of the model that has no plan yet.
+
+    Attributes:
+        args, kwargs: the batch.
+        maxima: the largest sizes to plan for; None for those of the batch.
+        assume_median_branch: as in `Request`.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    maxima: Maxima | None = None
+    assume_median_branch: bool = True
+
+
+class Caller(Protocol):
+    """The runtime that asks.
+
+    Attributes:
+        model: whose call it is: the planned one, or a copy.
+        agrees: whether the plan is to be agreed on with the other processes that train the model.
+    """
+
+    model: nn.Module
+    agrees: bool
+
+
+class PlanProvider(Protocol):
+    """Provides plans, and hears what happens to them."""
+
+    def on_missing_plan(self, caller: Caller, call: Call) -> Planned:
+        """A plan for a kind of call that comes for the first time. Raises PlannerError where there is none."""
+
+    def on_step_begin(self, model: nn.Module, record: PlanRecord, waits: bool) -> bool:
+        """A training call is about to run by a plan; `waits`: an earlier one waits for its backward pass.
+
+        True ends these calls and those of `on_backward_begin`. Another plan may be put on the model before.
+        """
+
+    def on_backward_begin(self, model: nn.Module, record: PlanRecord) -> bool:
+        """The backward pass of such a call begins, and gradients were there in its forward pass. True as above."""

@@ -1,0 +1,78 @@
+"""Puts plans on models."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from planner.core.identity import difference, identity
+from planner.core.options import Mode, check_values
+from planner.errors import ApplyError, gb
+from planner.planning.pipeline import make_plan
+from planner.requests.check import check_mode, refuse_wrapped
+from planner.requests.planned import Filed, Known, Pending, Planned
+from planner.requests.request import Request
+from planner.session.attach import Around, as_it_is, put_on
+from planner.session.binding import bound
+from planner.session.repair import repaired
+
+
+def apply(
+    source: Planned | Filed | Pending,
+    model: Any = None,
+    *,
+    verify: bool = False,
+    mode: Mode | None = None,
+    around: Around = as_it_is,
+    alone: bool = False,
+) -> nn.Module:
+    """Put a plan on its model, or on another one of the same kind; see `Plan.apply`.
+
+    Args:
+        source: the plan.
+        model: as for `Plan.apply`.
+        verify: as for `Plan.apply`.
+        mode: as for `Plan.apply`.
+        around: wraps the provider of plans, to hear what happens and to decide otherwise.
+        alone: whether plans are for this process alone, whatever others train the model with it.
+    """
+    refuse_wrapped(model)
+    known: Known | None = source if isinstance(source, Filed) else source.known
+    if isinstance(source, Filed):
+        source = bound(source, model)
+    if mode is not None:
+        source = in_mode(source, mode)
+    target = _target(source.request, model)
+    judge = repaired if verify else None
+    put_on(source, target, known=known, judge=judge, around=around, alone=alone)
+    return target
+
+
+def _target(request: Request, model: Any) -> nn.Module:
+    """The model that a plan goes on; ApplyError where it is not the one that the plan was made for."""
+    target = request.model if model is None else model
+    if not isinstance(target, nn.Module):
+        raise ApplyError(f"apply() needs a torch.nn.Module; it was given {target!r} of type {type(target).__name__}")
+    if target is not request.model:
+        here, there = identity(target), identity(request.model)
+        if differs := difference(here, there):
+            raise ApplyError(f"this plan was made for {there}; this is {here}: {differs}. Plan that model instead")
+    return target
+
+
+def in_mode(source: Planned | Pending, mode: Mode) -> Planned | Pending:
+    """A plan for the same request in another mode; its note says what each of the two predicts."""
+    options = replace(source.request.options, mode=mode)
+    check_values(options)
+    check_mode(mode, options.in_flight)
+    if mode == source.request.options.mode:
+        return source
+    request = replace(source.request, options=options)
+    if isinstance(source, Pending) or request.args is None:
+        return Pending(replace(request, args=None, kinds=None), source.known)
+    planned = make_plan(request, [source])
+    before = source.record
+    other = f"The {before.options.mode} plan: peak {gb(before.peak_bytes)}, {before.overhead:.1%} more time, estimated."
+    return replace(planned, record=replace(planned.record, note=f"{planned.record.note} {other}".strip()))

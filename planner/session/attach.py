@@ -1,0 +1,91 @@
+"""Gives a model a runtime and a provider of plans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from torch import nn
+
+from planner.core.verification import Verification
+from planner.requests.batch import named_maxima
+from planner.requests.check import with_batch
+from planner.requests.planned import Filed, Known, Pending, Planned
+from planner.requests.request import Request
+from planner.runtime.compiled import Runtime
+from planner.runtime.eager import EagerRuntime
+from planner.runtime.events import PlanProvider
+from planner.runtime.families import Shapes
+from planner.runtime.interception import Applied, attach, attached
+from planner.session.binding import Awaited
+from planner.session.provider import Judge, Provider
+
+Around = Callable[[PlanProvider], PlanProvider]
+
+
+def as_it_is(provider: PlanProvider) -> PlanProvider:
+    """The provider itself."""
+    return provider
+
+
+def put_on(
+    source: Planned | Pending,
+    target: nn.Module,
+    *,
+    known: Known | None = None,
+    judge: Judge | None = None,
+    around: Around = as_it_is,
+    alone: bool = False,
+) -> None:
+    """Have a model train by a plan, which is of that model or of one like it.
+
+    Args:
+        source: the plan.
+        target: the model.
+        known: a plan whose schedule is taken where it is for the step that comes.
+        judge: sees each plan before it is used, and may give another one.
+        around: wraps the provider of plans, to hear of events and to decide otherwise.
+        alone: whether plans are for this process alone, whatever others train the model with it.
+    """
+    request = source.request
+    awaited: Awaited | None = None
+    ready: Planned | None = None
+    if isinstance(source, Planned) and request.args is None:
+        awaited = Awaited(source.of(target), known if isinstance(known, Filed) else None)
+    elif isinstance(source, Planned) and target is request.model:
+        ready = source
+    elif isinstance(source, Planned):
+        own = with_batch(request, target, request.args or (), request.kwargs, request.maxima)
+        ready = replace(source, request=own)
+    provider = Provider(target, request, known=known, ready=ready, awaited=awaited, judge=judge)
+    runtime = _runtime(target, request, around(provider), alone)
+    if ready is not None and judge is None:
+        runtime.add(request.args or (), request.kwargs, ready, request.maxima)
+    if awaited is not None:
+        runtime.newest = awaited.planned
+    attach(target, runtime)
+
+
+def _runtime(target: nn.Module, request: Request, provider: PlanProvider, alone: bool) -> Applied:
+    options = request.options
+    if options.mode == "eager":
+        return EagerRuntime(target, provider, alone=alone)
+    shapes = Shapes(options.dynamic is True, named_maxima(options.dynamic))
+    if request.maxima is not None:
+        shapes.limit(request.maxima)
+    return Runtime(target, provider, shapes, options.checkpoints, alone=alone)
+
+
+def applied(model: nn.Module) -> Planned | None:
+    """The plan that a model runs under, the newest where it has several; None where there is none (yet)."""
+    runtime = attached(model)
+    return runtime.newest if runtime else None
+
+
+def note_verification(planned: Planned, seen: Verification) -> Planned:
+    """The plan with what was measured, also where its model runs under it."""
+    noted = replace(planned, record=replace(planned.record, verification=seen))
+    runtime = attached(planned.request.model)
+    if runtime is not None and runtime.newest is planned:
+        runtime.newest = noted
+    return noted

@@ -1,0 +1,167 @@
+"""Provides the plan for each kind of step of a model: made before, from a file, agreed on by the ranks, or new."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+
+from torch import nn
+
+from planner.core.occupancy import CLEARED_LATE
+from planner.core.options import GB
+from planner.core.plan import PlanRecord
+from planner.costs.static_memory import UNREDUCED, storage_bytes
+from planner.errors import PlanWarning, gb
+from planner.parallel.buckets import buckets_of
+from planner.parallel.group import refuse_verification
+from planner.parallel.sharded import unreduced_bytes
+from planner.planning.pipeline import make_plan
+from planner.requests.check import with_batch
+from planner.requests.planned import Known, Planned
+from planner.requests.request import Request
+from planner.runtime.events import Call, Caller
+from planner.runtime.interception import Signature, call_signature
+from planner.session.agreement import agreed
+from planner.session.binding import Awaited
+from planner.session.counted import counted
+
+Judge = Callable[[Planned], Planned]
+
+
+class Provider:
+    """Provides plans for a model and its copies, by one request.
+
+    Args:
+        model: the model that the plans were asked for.
+        request: what was asked for; its batch is not used.
+        known: a plan whose schedule is taken where it is for the step that comes.
+        ready: a plan for the model that has its batch, for the first call of that kind.
+        awaited: a plan for the model whose batch is known by its shapes alone.
+        judge: sees each plan before it is used, and may give another one.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        request: Request,
+        *,
+        known: Known | None = None,
+        ready: Planned | None = None,
+        awaited: Awaited | None = None,
+        judge: Judge | None = None,
+    ) -> None:
+        self.model, self.request = model, request
+        self.known, self.awaited, self.judge = known, awaited, judge
+        self.own: list[Planned] = []  # whose schedules may serve other sizes
+        self.early: dict[Signature, Planned] = {}  # for the ranks to agree on
+        if ready is not None:
+            self.own.append(ready.without_batch())
+            asked = ready.request
+            self.early[call_signature(model, asked.args or (), asked.kwargs, asked.maxima)] = ready
+        if awaited is not None:
+            self.own.append(awaited.planned)
+        self.ready = dict(self.early) if judge else {}  # else they serve without being asked for
+
+    def on_missing_plan(self, caller: Caller, call: Call) -> Planned:
+        """See `PlanProvider`; waits for the other processes where they agree on it."""
+        model = caller.model
+        request = with_batch(self.request, model, call.args, call.kwargs, call.maxima)
+        request = replace(request, assume_median_branch=call.assume_median_branch, buckets=buckets_of(model))
+        if self.judge is not None:
+            refuse_verification(model)
+        if caller.agrees:
+            signature = call_signature(model, call.args, call.kwargs, call.maxima)
+            self.ready.update(self.early)
+            mine = self.early.get(signature) if model is self.model else None
+            planned = agreed(request, self._plan, mine)
+            self.ready.clear()
+        else:
+            planned = self._plan(request)
+        self.own.append(planned.without_batch())
+        return planned
+
+    def _plan(self, request: Request) -> Planned:
+        """The plan for a request, without other processes."""
+        own, planned = request.model is self.model, None
+        if own and request.maxima == self.request.maxima:
+            signature = call_signature(request.model, request.args or (), request.kwargs, request.maxima)
+            planned = self.ready.pop(signature, None)
+        if own and self.awaited is not None:
+            planned = self.awaited.take(request)
+        planned = counted(planned or make_plan(request, self.own, known=self.known), request)
+        return planned if self.judge is None else self.judge(planned)
+
+    def on_step_begin(self, model: nn.Module, record: PlanRecord, waits: bool) -> bool:
+        """Warn where tensors that a plan does not count leave too little room: gradients, and an earlier forward pass
+        that waits for its backward pass.
+        """
+        return _gradients_warned(model, record, False) or _unreduced_warned(model, record) or _waiting(record, waits)
+
+    def on_backward_begin(self, model: nn.Module, record: PlanRecord) -> bool:
+        """Warn of gradients that are there and not counted."""
+        return _gradients_warned(model, record, True)
+
+
+def _gradients_warned(model: nn.Module, record: PlanRecord, begun: bool) -> bool:
+    held = uncounted(model, record, begun)
+    if held:
+        warnings.warn(
+            f"{gb(held)} of gradients are there already, which this plan does not count: the step may take "
+            f"{gb(most_held(record, begun) + held)} of {gb(record.budget_bytes)}. Plan with accumulate=True, or clear "
+            "them with zero_grad(set_to_none=True)",
+            PlanWarning,
+            stacklevel=6,
+        )
+    return bool(held)
+
+
+def _unreduced_warned(model: nn.Module, record: PlanRecord) -> bool:
+    late = unreduced_bytes(model) - record.account.get(UNREDUCED, 0)
+    if late <= record.budget_bytes - record.peak_bytes:
+        return False
+    warnings.warn(
+        f"fully_shard keeps {gb(late)} of gradients whole until a later microbatch reduces them "
+        f"(set_requires_gradient_sync(False)), which this plan does not count: the step may take "
+        f"{gb(record.peak_bytes + late)} of {gb(record.budget_bytes)}. Count them with "
+        f"account_gb={{{UNREDUCED!r}: {late / GB:.3g}}}, or plan without a batch: then the first step shows them",
+        PlanWarning,
+        stacklevel=6,
+    )
+    return True
+
+
+def _waiting(record: PlanRecord, waits: bool) -> bool:
+    if not waits or record.options.in_flight > 1:
+        return False
+    kept = [m.held_bytes for m in record.timeline if m.phase == "forward"][-1] - record.resident_bytes
+    if kept <= record.budget_bytes - record.peak_bytes:
+        return False
+    warnings.warn(
+        f"the model runs forward again before the backward pass of an earlier call, whose activations "
+        f"({gb(kept)}) this plan does not count: the step may take {gb(record.peak_bytes + kept)} of "
+        f"{gb(record.budget_bytes)}. Count them with in_flight=2, or as many as there are at once, "
+        "or call backward() after each",
+        PlanWarning,
+        stacklevel=6,
+    )
+    return True
+
+
+def uncounted(model: nn.Module, record: PlanRecord, begun: bool) -> int:
+    """Bytes of gradients that are there, that a plan does not count, and for which it leaves no room; else 0.
+
+    Args:
+        model: the model that trains by the plan.
+        record: the plan.
+        begun: whether to look for room in the backward pass, which begins, or before it, as in `most_held`.
+    """
+    if record.step.gradients_copied or (not begun and record.step.occupancy == CLEARED_LATE):
+        return 0
+    held = storage_bytes(p.grad for p in model.parameters() if p.grad is not None)
+    return held if held > record.budget_bytes - most_held(record, begun) else 0
+
+
+def most_held(record: PlanRecord, begun: bool) -> int:
+    """The peak of a step from the beginning of its backward pass on, or before it, in bytes."""
+    return max(m.held_bytes for m in record.timeline if (m.phase in ("forward", "loss")) != begun)
