@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from planner.capture.shapes import enlarged
-from planner.compat.capture import FakeTensorMode
+from planner.compat.fake import FakeTensorMode
+from planner.compat.tensors import storage_key
 from planner.core.call import storages
 from planner.costs.optimizer import optimizer_memory
 from planner.costs.static_memory import account, batch_tensors
@@ -54,5 +55,5 @@ def _batches(args: Sequence[Any], kwargs: Mapping[str, Any], request: Request) -
     tensors = batch_tensors(args, kwargs, request.where)
     used: Counter[int] = Counter()
     for t in tensors:
-        used[t.untyped_storage()._cdata] += t.nbytes
+        used[storage_key(t)] += t.nbytes
     return sum(max(whole, request.in_flight * used[key]) for key, whole in storages(tensors).items())

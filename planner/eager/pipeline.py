@@ -12,7 +12,7 @@ from torch import nn
 
 from planner.capture.trace.data_dependent import Answers
 from planner.capture.trace.step import blame, learnt
-from planner.compat.capture import DataDependentOutputException
+from planner.compat.fake import DataDependentOutputException
 from planner.core.plan import Plan
 from planner.costs.account import account_of
 from planner.eager.candidates import find_units

@@ -21,6 +21,7 @@ import torch
 from torch import nn, optim
 
 from planner.api.front import applied_plan, plan, uncounted
+from planner.compat.tensors import version_of
 from planner.core.plan import PendingPlan, Plan
 from planner.costs.optimizer import optimizer_memory
 from planner.errors import gb
@@ -179,14 +180,14 @@ class Gradients:
 
     def _stepped(self, optimizer: optim.Optimizer, *_: Any) -> None:
         own = (p for group in optimizer.param_groups for p in group["params"])
-        self.versions |= {p: p.grad._version for p in own if p.grad is not None}
+        self.versions |= {p: version_of(p.grad) for p in own if p.grad is not None}
 
     def used(self) -> bool:
         """Whether all gradients that are there are such."""
         there = [(p, p.grad) for p in self.model.parameters() if p.grad is not None]
         if not there:
             self.versions.clear()  # those that come are others
-        return not self.stay and all(self.versions.get(p) == gradient._version for p, gradient in there)
+        return not self.stay and all(self.versions.get(p) == version_of(gradient) for p, gradient in there)
 
 
 def counted(optimizers: Sequence[optim.Optimizer], model: nn.Module, account_gb: Mapping[str, float]) -> dict[str, Any]:

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._pytree import tree_leaves
 
 from planner.capture.passes.checkpoints import Checkpoints
 from planner.capture.shapes import Maxima, sizes_in, tensors_of
+from planner.compat.modules import managed_by_fsdp
+from planner.compat.pytree import tree_leaves
 from planner.core.call import storages
 from planner.core.identity import TensorKind, batch_kinds
 from planner.devices.specs import Device, find_device
@@ -353,9 +354,7 @@ def refuse_wrapped(model: Any) -> None:
             "model itself, before it is wrapped: plan(model, ...).apply(), then wrap the model"
         )
     modules = list(model.modules()) if isinstance(model, nn.Module) else []
-    if any(hasattr(m, "_is_fsdp_managed_module") for m in modules) and not any(
-        isinstance(m, FSDPModule) for m in modules
-    ):
+    if any(map(managed_by_fsdp, modules)) and not any(isinstance(m, FSDPModule) for m in modules):
         raise ModelError(
             f"this {type(model).__name__} is in FullyShardedDataParallel, which plans cannot be made for, or a part of "
             "what fully_shard() was called on: plan that model. accelerate calls it with fsdp_version=2"

@@ -15,12 +15,14 @@ import torch
 from torch import fx, nn
 
 from planner.capture.passes.checkpoints import Checkpoints
-from planner.capture.regions.region import Region, fingerprint
+from planner.capture.regions.fingerprint import fingerprint
+from planner.capture.regions.region import Region
 from planner.capture.shapes import Maxima, enlarged
-from planner.capture.trace.dynamo import CompileRegion, compile_call, detach_outputs, dynamo_settings, make_backend
+from planner.capture.trace.dynamo import CompileRegion, detach_outputs, dynamo_settings, make_backend
 from planner.capture.trace.state_guard import undone_on, untouched
 from planner.codegen.emit import emit, runnable
-from planner.compat.capture import FakeTensorMode
+from planner.compat.dynamo import compile_call
+from planner.compat.fake import FakeTensorMode
 from planner.errors import ApplyError, BatchError, CaptureError, PlanWarning
 from planner.runtime.families import Family, GraphChanged, Shapes
 from planner.runtime.interception import Applied, Make, Signature, Warn, call_signature, for_copy, without_batch
@@ -206,7 +208,7 @@ class Runtime(Applied):
                 # some models make parts of themselves in their first call
                 self.settled = True
                 with untouched(self.model, args, kwargs) as (own_args, own_kwargs):
-                    self.call_eagerly(*own_args, **own_kwargs)  # type: ignore[no-untyped-call]
+                    self.call_eagerly(*own_args, **own_kwargs)
                 self._compile_anew()  # what was compiled before may be cut into other graphs
                 return self(*args, **kwargs)
             tried = self.plans.pop(signature)

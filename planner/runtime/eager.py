@@ -13,4 +13,4 @@ class EagerRuntime(Applied):
 
     def run(self, signature: Signature, args: Any, kwargs: Any) -> Any:
         with checkpointed(self.model, self.plans[signature].recipe):
-            return self.call_eagerly(*args, **kwargs)  # type: ignore[no-untyped-call]
+            return self.call_eagerly(*args, **kwargs)

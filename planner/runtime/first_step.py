@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from planner.capture.trace.loss_trace import leaves
+from planner.compat.autograd import when_backward_ends
 from planner.core.call import tensors_in
 from planner.errors import PlanWarning, gb
 
@@ -45,7 +46,7 @@ def report_after(result: Any, plan: Any, before: Before | None) -> None:
     def ended() -> None:
         report(plan, measured(plan, before))
 
-    when_begun(result, lambda: torch.autograd.Variable._execution_engine.queue_callback(ended))
+    when_begun(result, lambda: when_backward_ends(ended))
 
 
 def when_begun(result: Any, then: Callable[[], object]) -> None:
