@@ -7,8 +7,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from planner import plan
+from planner.capture.passes import rewrite
 from planner.capture.passes.duplicates import merge_duplicates
-from planner.capture.regions import region
 
 from .measure import held_before, results, step_peak
 from .real_models import CASES, Case
@@ -49,7 +49,7 @@ def test_it_gives_the_same_to_the_bit(monkeypatch):
     merged.apply()
     ours = results(case)
     merged.remove()
-    monkeypatch.setattr(region, "merge_duplicates", lambda _graph, order: order)
+    monkeypatch.setattr(rewrite, "merge_duplicates", lambda _graph, order: order)
     apart = plan(case.model, case.batch, budget_gb=1, loss_fn=case.loss_fn)
     assert merged.peak_bytes < apart.peak_bytes
     apart.apply()

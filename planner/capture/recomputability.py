@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from planner.capture.joint_graph import tensors
+from planner.compat.ops import OpOverload, schema_of
+
 _ATEN = torch.ops.aten
 
 # Training-mode normalisations that also update running statistics. Their other outputs do not depend on the old
@@ -53,18 +56,18 @@ def keep_reason(node: fx.Node, tainted: Collection[fx.Node]) -> str:
         tainted: nodes that hold an input which the step overwrites.
     """
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return f"{target} is opaque: nothing says that a second run would give the same"
-    name = target._schema.name.split("::")[1]
+    name = schema_of(target).name.split("::")[1]
     if is_collective(target):
         return f"{name} is a collective, which all processes would have to run again together"
     if target.namespace not in ("aten", "prims"):
-        return f"{target._schema.name} is a custom op: nothing says that a second run would give the same"
-    if target._schema.is_mutable:
+        return f"{schema_of(target).name} is a custom op: nothing says that a second run would give the same"
+    if schema_of(target).is_mutable:
         return f"{name} writes into what it reads"
     if target in _ROUTING:
         return f"{name} chooses among equal values, and may choose otherwise in a second run"
-    if target in _UNORDERED_SUMS and any(t.is_cuda for t in _tensors(node)):
+    if target in _UNORDERED_SUMS and any(t.is_cuda for t in tensors(node)):
         return f"{name} adds in no fixed order on a GPU, and may round otherwise in a second run"
     statistics = RUNNING_STATISTICS.get(target)
     inputs = node.all_input_nodes
@@ -77,16 +80,16 @@ def keep_reason(node: fx.Node, tainted: Collection[fx.Node]) -> str:
 
 def is_collective(op: object) -> bool:
     """Whether an op sends to other processes, or waits for them."""
-    if not isinstance(op, torch._ops.OpOverload):
+    if not isinstance(op, OpOverload):
         return False
-    return op.namespace in _COLLECTIVES or any(a.name == "group_name" for a in op._schema.arguments)
+    return op.namespace in _COLLECTIVES or any(a.name == "group_name" for a in schema_of(op).arguments)
 
 
 def group_of(node: fx.Node) -> str | None:
     """The name of the group of processes that a node is a collective of; None for other nodes."""
-    if not isinstance(node.target, torch._ops.OpOverload) or not is_collective(node.target):
+    if not isinstance(node.target, OpOverload) or not is_collective(node.target):
         return None
-    given = dict(zip((a.name for a in node.target._schema.arguments), node.args, strict=False)) | dict(node.kwargs)
+    given = dict(zip((a.name for a in schema_of(node.target).arguments), node.args, strict=False)) | dict(node.kwargs)
     group = given.get("group_name")
     return group if isinstance(group, str) else None
 
@@ -94,7 +97,7 @@ def group_of(node: fx.Node) -> str | None:
 def waited_for(node: fx.Node) -> fx.Node | None:
     """The result of a collective for which a node waits, and which it then returns itself; None for other nodes."""
     target, source = node.target, next(iter(node.args), None)
-    waits = isinstance(target, torch._ops.OpOverload) and target.namespace in _COLLECTIVES and "wait" in target.__name__
+    waits = isinstance(target, OpOverload) and target.namespace in _COLLECTIVES and "wait" in target.__name__
     return source if waits and isinstance(source, fx.Node) else None
 
 
@@ -107,15 +110,15 @@ def sent_for(result: fx.Node) -> list[fx.Node]:
 def is_random(node: fx.Node) -> bool:
     """Whether a node draws from the device's random number generator."""
     target = node.target
-    return isinstance(target, torch._ops.OpOverload) and draws(target, node.args, node.kwargs)
+    return isinstance(target, OpOverload) and draws(target, node.args, node.kwargs)
 
 
-def draws(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def draws(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call of an op draws from the device's random number generator."""
     if torch.Tag.nondeterministic_seeded not in op.tags:
         return False
     # attention is tagged random for its dropout; without dropout it draws nothing
-    names = [a.name for a in op._schema.arguments]
+    names = [a.name for a in schema_of(op).arguments]
     if "dropout_p" not in names:
         return True
     at = names.index("dropout_p")
@@ -129,13 +132,8 @@ def replay_bytes(node: fx.Node) -> tuple[int, int]:
     """
     state = 0
     if is_random(node):
-        leaves = [t for n in (node, *node.all_input_nodes) for t in _tensors(n)]
+        leaves = [t for n in (node, *node.all_input_nodes) for t in tensors(n)]
         state = 0 if any(t.is_cuda for t in leaves) else torch.get_rng_state().nbytes  # a GPU's is on the host
     statistics = [node.args[at] for at in RUNNING_STATISTICS.get(node.target, ())]
-    scratch = sum(t.nbytes for n in statistics if isinstance(n, fx.Node) for t in _tensors(n))
+    scratch = sum(t.nbytes for n in statistics if isinstance(n, fx.Node) for t in tensors(n))
     return state, state + scratch
-
-
-def _tensors(node: fx.Node) -> list[torch.Tensor]:
-    value = node.meta.get("val")
-    return [t for t in (value if isinstance(value, (tuple, list)) else [value]) if isinstance(t, torch.Tensor)]

@@ -15,9 +15,11 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
-from planner.compat.capture import FakeTensorMode, ReferenceAnalysis, sympy_interp
+from planner.compat import pytree
+from planner.compat.fake import FakeTensorMode
+from planner.compat.symbols import dynamic_dimensions, evaluate, expression_of, hint_of
+from planner.compat.tensors import storage_key
 from planner.errors import CaptureError
 
 SYMBOLIC = "planner_symbolic"  # in a node's meta: its value with symbols in it
@@ -25,8 +27,6 @@ _GROWING = {
     "Add", "Max", "Min", "FloorDiv", "CleanDiv", "CeilDiv", "CeilToInt", "FloorToInt", "IntTrueDiv", "ToFloat",
     "TruncToInt",
 }  # fmt: skip
-_WEAK = "_dynamo_weak_dynamic_indices"  # what torch._dynamo.maybe_mark_dynamic writes
-_PROPAGATED = "_dynamo_propagated_dynamic_indices"  # what AOTAutograd writes on an input that a graph passes on
 
 
 @dataclass(frozen=True)
@@ -115,18 +115,9 @@ def layout(t: torch.Tensor) -> tuple[int, ...]:
 @contextmanager
 def marked(args: Any, kwargs: Any, maxima: Maxima | None) -> Iterator[None]:
     """While it is on, torch.compile takes the dimensions that may be smaller for symbols."""
-    tensors = [(t, at) for path, t in tensors_of(args, kwargs) if (at := maxima.of(path))] if maxima else []
-    before = [(t, name, getattr(t, name, None)) for t, _ in tensors for name in (_WEAK, _PROPAGATED)]
-    for t, at in tensors:
-        setattr(t, _WEAK, set(at))
-    try:
+    tensors = tensors_of(args, kwargs) if maxima else []
+    with dynamic_dimensions((t, at) for path, t in tensors if maxima and (at := maxima.of(path))):
         yield
-    finally:
-        for t, name, old in before:
-            if old is not None:
-                setattr(t, name, old)
-            elif hasattr(t, name):
-                delattr(t, name)
 
 
 def at_hints(joint: fx.GraphModule) -> bool:
@@ -195,14 +186,13 @@ class _Hints:
             return _hint(x)
         if not isinstance(x, torch.Tensor):
             return x
-        storage = x.untyped_storage()
-        nbytes: Any = storage.nbytes()
+        key, nbytes = storage_key(x), x.untyped_storage().nbytes()
         with self.mode:
-            if storage._cdata not in self.bases:
-                if isinstance(nbytes, torch.SymInt) and not grows(nbytes.node.expr):
+            if key not in self.bases:
+                if isinstance(nbytes, torch.SymInt) and not grows(expression_of(nbytes)):
                     raise CaptureError(f"a tensor of {nbytes} bytes may be larger where the batch is smaller")
-                self.bases[storage._cdata] = torch.empty(_hint(nbytes), dtype=torch.uint8, device=x.device)
-            base = self.bases[storage._cdata].view(x.dtype)
+                self.bases[key] = torch.empty(_hint(nbytes), dtype=torch.uint8, device=x.device)
+            base = self.bases[key].view(x.dtype)
             size, stride = [_hint(n) for n in x.shape], [_hint(n) for n in x.stride()]
             return base.as_strided(size, stride, _hint(x.storage_offset()))
 
@@ -210,9 +200,9 @@ class _Hints:
 def _hint(x: Any) -> Any:
     if not isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return x
-    if x.node.hint is None:
+    if (hint := hint_of(x)) is None:
         raise CaptureError(f"the size {x} is known only at run time")
-    return x.node.hint
+    return hint
 
 
 def _symbolic(node: fx.Node) -> bool:
@@ -222,18 +212,18 @@ def _symbolic(node: fx.Node) -> bool:
 def _read_no_tensor(graph: fx.Graph) -> None:
     """Compute sizes that are read off tensors from the symbols among the graph's inputs."""
     inputs = [n for n in graph.find_nodes(op="placeholder") if _symbolic(n)]
-    symbols: dict[Any, Any] = {n.meta["val"].node.expr: fx.Proxy(n) for n in inputs}
+    symbols: dict[Any, Any] = {expression_of(n.meta["val"]): fx.Proxy(n) for n in inputs}
     there = list(graph.nodes)
     first = next(n for n in there if n.op != "placeholder")
     read = [n for n in there if _symbolic(n) and n.op != "placeholder" and not all(map(_symbolic, n.all_input_nodes))]
     made: dict[Any, Any] = {}
     for node in read:
-        expression = node.meta["val"].node.expr
+        expression = expression_of(node.meta["val"])
         if not expression.free_symbols <= symbols.keys():
             raise CaptureError(f"the size {expression} is known only at run time")
         if expression not in made:
             with graph.inserting_before(first):
-                found = sympy_interp(ReferenceAnalysis, symbols, expression)
+                found = evaluate(expression, symbols)
             made[expression] = found.node if isinstance(found, fx.Proxy) else found
     known = set(there)
     for node in graph.nodes:
@@ -241,7 +231,7 @@ def _read_no_tensor(graph: fx.Graph) -> None:
             target: Any = node.target
             node.meta["val"] = target(*fx.node.map_arg(node.args, lambda n: n.meta["val"]))
     for node in reversed(read):
-        number = {node: made[node.meta["val"].node.expr]}
+        number = {node: made[expression_of(node.meta["val"])]}
         for user in list(node.users):
             user.args, user.kwargs = fx.node.map_arg((user.args, user.kwargs), partial(_get, number))
         graph.erase_node(node)

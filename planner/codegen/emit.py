@@ -15,12 +15,14 @@ from typing import Any
 import torch
 from torch import fx
 
+from planner.capture.joint_graph import map_nodes, tensors
 from planner.capture.passes.checkpoints import clone_of
 from planner.capture.passes.dropout import drawn_by
 from planner.capture.recomputability import RUNNING_STATISTICS
-from planner.capture.regions.region import GraphOp, Region, map_nodes, tensors
+from planner.capture.regions.region import GraphOp, Region
 from planner.capture.shapes import is_size
-from planner.compat.codegen import run_and_save_rng_state, run_with_rng_state
+from planner.compat.fx import root_of
+from planner.compat.ops import run_and_save_rng_state, run_with_rng_state
 
 
 def emit(region: Region, forward: Sequence[int], backward: Sequence[int]) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -53,7 +55,7 @@ def emit(region: Region, forward: Sequence[int], backward: Sequence[int]) -> tup
     grads = [second.get(n) if isinstance(n, fx.Node) else n for n in region.grads]
     sizes = [n for n in second.kept if is_size(n)]
     for n in reversed(sizes):
-        second.graph._root.append(second.now[n])
+        root_of(second.graph).append(second.now[n])
     kept = [second.kept[n] for n in (*(n for n in second.kept if not is_size(n)), *sizes)]
     _close(first, [*outputs, *kept], region.output_descs[: len(outputs)])
     _close(second, grads, region.output_descs[len(outputs) :])
@@ -108,7 +110,7 @@ class _Writer:
 
     def _kept(self, node: fx.Node) -> fx.Node:
         """An input for what the forward pass kept; these stand before the gradients that come in."""
-        with self.graph.inserting_after(self.last_kept or self.graph._root):
+        with self.graph.inserting_after(self.last_kept or root_of(self.graph)):
             self.last_kept = self._input(node)
         return self.last_kept
 

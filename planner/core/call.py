@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from planner.compat import pytree
+from planner.compat.ops import OpOverload
+from planner.compat.tensors import is_traceable_wrapper_subclass, storage_key
 
 _ATEN = torch.ops.aten
 # their kernels copy the whole storage of what they write into (`at::clone_preserve_strides`), where fake tensors count
@@ -54,7 +56,7 @@ class Call:
         made_bytes: size of the storages that it makes, as fake tensors tell.
     """
 
-    target: torch._ops.OpOverload
+    target: OpOverload
     args: Any
     kwargs: Any
     made_bytes: int
@@ -65,7 +67,7 @@ class Call:
         return f"{self.target}{self.args}{self.kwargs}"
 
 
-def describe_call(target: torch._ops.OpOverload, args: Any, kwargs: Any, result: Any) -> Call:
+def describe_call(target: OpOverload, args: Any, kwargs: Any, result: Any) -> Call:
     """The data of a call; holds none of its tensors."""
 
     def spec(t: torch.Tensor) -> TensorSpec:
@@ -84,8 +86,7 @@ def describe_call(target: torch._ops.OpOverload, args: Any, kwargs: Any, result:
 
 def storages(tree: Any) -> dict[int, int]:
     """The storages of the tensors in a tree, of wrappers those inside them: identity -> bytes."""
-    found = (t.untyped_storage() for outer in tensors_in(tree) for t in inside(outer))
-    return {storage._cdata: storage.nbytes() for storage in found}
+    return {storage_key(t): t.untyped_storage().nbytes() for outer in tensors_in(tree) for t in inside(outer)}
 
 
 def inside(t: torch.Tensor) -> list[torch.Tensor]:

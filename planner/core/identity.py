@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from planner.capture.shapes import Maxima, tensors_of
+from planner.compat.modules import buffers_of, unsaved_buffers
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ class Identity:
 
 def identity(model: nn.Module) -> Identity:
     """What another model must be, for one plan to serve both."""
-    caches = {b for m in model.modules() for n, b in m._buffers.items() if n in m._non_persistent_buffers_set}
+    caches = {b for m in model.modules() for n, b in buffers_of(m).items() if n in unsaved_buffers(m)}
     return Identity(
         type(model).__name__,
         tuple(ModuleKind(name, type(m).__qualname__, m.training) for name, m in model.named_modules()),

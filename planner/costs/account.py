@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from planner.capture.shapes import enlarged
-from planner.compat.capture import FakeTensorMode
+from planner.compat.fake import FakeTensorMode
+from planner.compat.tensors import storage_key
 from planner.core.call import storages
 from planner.core.options import GB
 from planner.core.plan import PlannedStep
@@ -78,5 +79,5 @@ def _batches(args: Sequence[Any], kwargs: Mapping[str, Any], request: Request) -
     tensors = batch_tensors(args, kwargs, request.model_device)
     used: Counter[int] = Counter()
     for t in tensors:
-        used[t.untyped_storage()._cdata] += t.nbytes
+        used[storage_key(t)] += t.nbytes
     return sum(max(whole, request.options.in_flight * used[key]) for key, whole in storages(tensors).items())

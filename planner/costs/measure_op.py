@@ -9,8 +9,8 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from planner.compat import pytree
 from planner.core.call import Call, TensorSpec, ViewSpec, storages
 from planner.devices.meter import marked, record_allocations
 

@@ -12,9 +12,11 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
+from planner.capture.joint_graph import map_nodes, tensors
 from planner.capture.passes.dropout import drawn_by
 from planner.capture.recomputability import is_collective, is_random, replay_bytes
-from planner.capture.regions.region import Region, map_nodes, tensors
+from planner.capture.regions.region import Region
+from planner.compat.ops import OpOverload, schema_of
 from planner.core.call import Call, describe_call
 from planner.costs.measure_op import Allocated
 from planner.costs.measured_ops import measure
@@ -107,21 +109,21 @@ def _share_dropouts(region: Region, estimates: list[OpEstimate]) -> tuple[OpEsti
 def _measurable(node: fx.Node) -> bool:
     """Whether an op may run alone on made-up numbers: what checks them on a GPU would end the process."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or is_collective(target):
+    if not isinstance(target, OpOverload) or is_collective(target):
         return False
-    return bool(target._schema.returns) and target is not _ATEN.multinomial.default and not reads_workspace(target)
+    return bool(schema_of(target).returns) and target is not _ATEN.multinomial.default and not reads_workspace(target)
 
 
-def reads_workspace(target: torch._ops.OpOverload) -> bool:
+def reads_workspace(target: OpOverload) -> bool:
     """Whether an op reads the bytes that its forward op left for it: made-up ones would end the process."""
-    return any(a.name in ("workspace", "reserve") for a in target._schema.arguments)
+    return any(a.name in ("workspace", "reserve") for a in schema_of(target).arguments)
 
 
 def call_of(node: fx.Node) -> Call:
     """The call that a node makes, by its fake tensors."""
     args, kwargs = map_nodes((node.args, dict(node.kwargs)), lambda n: n.meta.get("val"))
     target: Any = node.target
-    names = [a.name for a in target._schema.arguments]
+    names = [a.name for a in schema_of(target).arguments]
     if "philox_seed" in names and "dropout_p" in names:
         # attention's backward pass reads the seed on the host, where fake tensors put it on the GPU: without dropout
         # it reads none, and holds as much

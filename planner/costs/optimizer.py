@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import optim
-from torch.utils import _pytree as pytree
 
 from planner.capture.trace.loss_trace import LiveBytes
-from planner.compat.capture import FakeTensorMode
+from planner.compat import pytree
+from planner.compat.fake import FakeTensorMode
 from planner.core.call import here, storages
 from planner.errors import OptionError
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.capture.regions.region import tensors
+from planner.capture.joint_graph import tensors
 from planner.devices.specs import Device
 
 _ATEN = torch.ops.aten

@@ -9,12 +9,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 
-from torch._C._autograd import (  # torch 2.11 to 2.13
-    DeviceType,  # what events name devices by
-    _profiler_enabled,
-)
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from planner.compat.profiler import DeviceType, events_of, is_profiling
 from planner.errors import CaptureError
 
 _MARK = "planner::"
@@ -44,7 +41,7 @@ def record_allocations(run: Callable[[], object]) -> Allocations:
     Raises:
         CaptureError: a profiler is running already; torch crashes where another is begun inside it.
     """
-    if _profiler_enabled():
+    if is_profiling():
         raise CaptureError(
             "a profiler is running, in which ops cannot be measured: plan before it, or begin it after the first step"
         )
@@ -52,10 +49,9 @@ def record_allocations(run: Callable[[], object]) -> Allocations:
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         run()
-    result = profiler.profiler.kineto_results
     memory: list[tuple[int, int]] = []
     spans: list[tuple[int, int, str]] = []
-    for event in result.events():
+    for event in events_of(profiler):
         name = event.name()
         if name == "[memory]":
             if event.device_type() == DeviceType.CPU:

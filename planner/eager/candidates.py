@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from planner.compat.modules import has_forward_hooks
 from planner.core.call import storages
 from planner.eager.checkpointing import statistics_of
 from planner.eager.costs import OpCost
@@ -99,7 +100,7 @@ def _inside(
             return f"{c.path} sets its attribute {c.changed[0]!r}, which would be set again"
     for c in inner:
         module = model.get_submodule(c.path)
-        if module._forward_hooks or module._forward_pre_hooks:
+        if has_forward_hooks(module):
             return f"hooks of {c.path} would run again"
         if any(every[at].phase == "backward" for at in called[c.path]):
             return f"{c.path}, in it, is checkpointed already"

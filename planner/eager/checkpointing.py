@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from planner.capture.recomputability import draws
 from planner.capture.trace.state_guard import random_kept
+from planner.compat.modules import NormBase, buffers_of
 from planner.core.recipe import Choice, Kept
 from planner.errors import ApplyError, PlanWarning
 
@@ -48,9 +48,9 @@ def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator
             own["forward"] = before
 
 
-def statistics_of(module: nn.Module) -> list[_NormBase]:
+def statistics_of(module: nn.Module) -> list[NormBase]:
     """The normalisations in a module that update running statistics when they are called."""
-    return [m for m in module.modules() if isinstance(m, _NormBase) and m.training and m.track_running_stats]
+    return [m for m in module.modules() if isinstance(m, NormBase) and m.training and m.track_running_stats]
 
 
 def _wrap(path: str, module: nn.Module, kept: Kept) -> Callable[..., Any]:
@@ -141,16 +141,16 @@ class _Again:
 
 
 @contextmanager
-def _frozen(norm: _NormBase) -> Iterator[None]:
+def _frozen(norm: NormBase) -> Iterator[None]:
     """The same ops, without a trace: the new statistics count for nothing, and a copy counts the batches."""
     momentum, counted = norm.momentum, norm.num_batches_tracked
     norm.momentum = 0.0
-    norm._buffers["num_batches_tracked"] = None if counted is None else counted.clone()
+    buffers_of(norm)["num_batches_tracked"] = None if counted is None else counted.clone()
     try:
         yield
     finally:
         norm.momentum = momentum
-        norm._buffers["num_batches_tracked"] = counted
+        buffers_of(norm)["num_batches_tracked"] = counted
 
 
 class _SharedTensors(TorchFunctionMode):

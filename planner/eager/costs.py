@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from planner.capture.recomputability import is_random, keep_reason, replay_bytes
+from planner.compat import pytree
+from planner.compat.ops import schema_of
 from planner.core.call import TensorSpec
 from planner.costs.ops import estimate_nodes, reads_workspace
 from planner.eager.trace import DistinctOp, Trace
@@ -64,7 +65,7 @@ def costs_of(trace: Trace, request: Request, mode: Any, device: torch.device, kn
     )
     for key, node in nodes.items():
         found = estimates[node]
-        mutable = new[key].target._schema.is_mutable
+        mutable = schema_of(new[key].target).is_mutable
         aten = new[key].target.namespace in ("aten", "prims")
         known[key] = OpCost(
             found.seconds,

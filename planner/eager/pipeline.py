@@ -12,7 +12,7 @@ from torch import nn
 
 from planner.capture.trace.data_dependent import Answers
 from planner.capture.trace.step import blame, learnt
-from planner.compat.capture import DataDependentOutputException
+from planner.compat.fake import DataDependentOutputException
 from planner.core.identity import identity
 from planner.core.plan import PlanRecord
 from planner.core.recipe import Choice

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import sys
+import inspect
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from planner.capture.provenance import line_at, user_place
 from planner.capture.trace.loss_trace import differentiable, leaves
-from planner.compat.capture import FakeTensorMode
+from planner.compat import pytree
+from planner.compat.fake import FakeTensorMode
+from planner.compat.ops import schema_of
+from planner.compat.tensors import TorchDispatchMode, storage_key
 from planner.core.call import TensorSpec, storages
 from planner.eager.trace import DistinctOp, ModuleCall, Phase, Saved, Trace, TracedOp
 from planner.eager.values import call_op
@@ -62,13 +63,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         writes = []
         for t in pytree.tree_leaves(result):
             if isinstance(t, torch.Tensor):
-                storage = t.untyped_storage()
-                if storage._cdata not in reads and storage._cdata not in self._made:
-                    writes.append(self._make(storage))
+                key = storage_key(t)
+                if key not in reads and key not in self._made:
+                    writes.append(self._make(t))
         distinct = self._describe(func, args, kwargs, flat, result) if writes or mutates else None
         again = self.phase == "backward" and bool(self.path)
         path = self.path[-1] if self.path else ""
-        source = line_at(*user_place(sys._getframe())) if self.detailed and self.phase == "forward" else ""
+        source = line_at(*user_place(inspect.currentframe())) if self.detailed and self.phase == "forward" else ""
         reading = tuple(reads.values())
         self.ops.append(TracedOp(distinct, str(func), path, self.phase, again, reading, tuple(writes), mutates, source))
         return result
@@ -100,7 +101,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return call
 
     def pack(self, t: torch.Tensor) -> tuple[int, torch.Tensor]:
-        self.saved.append(Saved(self._number(t.untyped_storage()._cdata), self.within[-1], self._begun))
+        self.saved.append(Saved(self._number(storage_key(t)), self.within[-1], self._begun))
         return len(self.saved) - 1, t.detach()
 
     def unpack(self, packed: tuple[int, torch.Tensor]) -> torch.Tensor:
@@ -135,8 +136,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.died.append(-1)
         return len(self.sizes) - 1
 
-    def _make(self, storage: torch.UntypedStorage) -> int:
-        key, number = storage._cdata, self._add(storage.nbytes(), self._begun - 1)
+    def _make(self, t: torch.Tensor) -> int:
+        key, storage = storage_key(t), t.untyped_storage()
+        number = self._add(storage.nbytes(), self._begun - 1)
         self._made[key] = number
         self._finalizers.append(weakref.finalize(storage, self._free, key, number))
         return number
@@ -146,11 +148,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.died[number] = self._begun
 
     def _written(self, func: Any, args: Any, kwargs: Any) -> tuple[int, ...]:
-        updates = "batch_norm" in func._schema.name and "backward" not in func._schema.name
-        if not (func._schema.is_mutable or updates):
+        updates = "batch_norm" in schema_of(func).name and "backward" not in schema_of(func).name
+        if not (schema_of(func).is_mutable or updates):
             return ()
         found = []
-        for at, argument in enumerate(func._schema.arguments):
+        for at, argument in enumerate(schema_of(func).arguments):
             written = argument.alias_info is not None and argument.alias_info.is_write
             if written or (updates and argument.name.startswith("running_")):
                 given = args[at] if at < len(args) else kwargs.get(argument.name)

@@ -13,7 +13,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from planner.capture.provenance import NOT_THE_USERS, line_at
 from planner.capture.trace.loss_trace import LossFn, checked_loss, differentiable, find_loss, leaves
-from planner.compat.capture import FakeTensorMode
+from planner.compat.fake import FakeTensorMode
+from planner.compat.modules import buffers_of, parameters_of
 from planner.core.call import storages
 from planner.core.recipe import Choice
 from planner.eager.checkpointing import checkpointed
@@ -124,7 +125,7 @@ def _differentiate(output: Any, loss_fn: LossFn | None, recorder: Recorder) -> N
 def _unchanged(model: nn.Module) -> Iterator[None]:
     """Puts the attributes of all modules back, as far as they were set."""
     modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
-    tables = [t for m in modules for t in (vars(m), m._buffers, m._parameters)]
+    tables = [t for m in modules for t in (vars(m), buffers_of(m), parameters_of(m))]
     before = [dict(t) for t in tables]
     try:
         yield

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import torch
+from planner.compat.ops import OpOverload
 
 Phase = Literal["forward", "loss", "backward"]
 
@@ -22,7 +22,7 @@ class DistinctOp:
     """
 
     key: tuple[Any, ...]
-    target: torch._ops.OpOverload
+    target: OpOverload
     args: Any
     kwargs: Any
     result: Any

@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from planner.capture.trace.data_dependent import Answers
 from planner.capture.trace.dynamo import to_fake
-from planner.compat.capture import FakeTensor, FakeTensorMode
+from planner.compat import pytree
+from planner.compat.fake import FakeTensor, FakeTensorMode
+from planner.compat.modules import buffers_of
+from planner.compat.ops import schema_of
 
 LARGEST = 16 * 2**20  # bytes of a tensor that is real
 
@@ -26,8 +28,8 @@ def to_fake_with_integers(
         return real.detach().clone() if isinstance(real, torch.Tensor) and _has_values(real) else fake
 
     for ours, theirs in zip(fake_model.modules(), model.modules(), strict=True):
-        for name, buffer in ours._buffers.items():
-            ours._buffers[name] = with_values(theirs._buffers.get(name), buffer)
+        for name, buffer in buffers_of(ours).items():
+            buffers_of(ours)[name] = with_values(buffers_of(theirs).get(name), buffer)
     leaves, spec = pytree.tree_flatten((fake_args, fake_kwargs))
     given = pytree.tree_leaves((tuple(args), dict(kwargs)))
     mixed = pytree.tree_unflatten(list(map(with_values, given, leaves)), spec)
@@ -54,7 +56,7 @@ def call_op(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any, tensors: Se
         small = all(_small(t) for t in pytree.tree_leaves(made) if isinstance(t, torch.Tensor))
         return func(*args, **kwargs) if small else made
     result = func(*args, **kwargs)
-    if all(_small(t) for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)) or func._schema.is_mutable:
+    if all(_small(t) for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)) or schema_of(func).is_mutable:
         return result
     with mode:
         return func(*args, **kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn, optim
 
+from planner.compat.dynamo import inner_module
 from planner.errors import InfeasibleBudgetError, OptionError, PlannerError
 from planner.runtime.interception import attached
 from planner.runtime.modes import redirected
@@ -139,7 +141,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
     while True:
         if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
             module = module.module
-        elif isinstance(inner := module._modules.get("_orig_mod"), nn.Module):
+        elif (inner := inner_module(module)) is not None:
             module = inner
         else:
             return module
@@ -204,7 +206,7 @@ def _variable(module: nn.Module) -> str:
         inner = [at for at, m in unwrapped(value).named_modules() if m is module]
         return ".".join(filter(None, [name, *inner])) if inner else ""
 
-    frame: Any = sys._getframe(1)
+    frame: Any = inspect.currentframe()
     scopes = [vars(sys.modules["__main__"])]
     while frame is not None:
         if frame.f_globals["__name__"] not in (__name__, "torch.nn.modules.module"):

@@ -21,6 +21,7 @@ from torch import nn, optim
 
 from planner.api.front import plan
 from planner.api.plan import Plan
+from planner.compat.tensors import version_of
 from planner.core.occupancy import CLEARED_LATE
 from planner.core.options import GB
 from planner.core.plan import PlanRecord
@@ -207,14 +208,14 @@ class Gradients:
 
     def _stepped(self, optimizer: optim.Optimizer, *_: Any) -> None:
         own = (p for group in optimizer.param_groups for p in group["params"])
-        self.versions |= {p: p.grad._version for p in own if p.grad is not None}
+        self.versions |= {p: version_of(p.grad) for p in own if p.grad is not None}
 
     def used(self) -> bool:
         """Whether all gradients that are there are such."""
         there = [(p, p.grad) for p in self.model.parameters() if p.grad is not None]
         if not there:
             self.versions.clear()  # those that come are others
-        return not self.stay and all(self.versions.get(p) == gradient._version for p, gradient in there)
+        return not self.stay and all(self.versions.get(p) == version_of(gradient) for p, gradient in there)
 
 
 def counted(optimizers: Sequence[optim.Optimizer], model: nn.Module, account_gb: Mapping[str, float]) -> dict[str, Any]:

@@ -13,6 +13,8 @@ from torch import nn
 
 from planner.api.front import applied_plan, plan
 from planner.api.plan import Plan
+from planner.compat.dynamo import inner_module
+from planner.compat.lightning import checkpoints_activations, is_compiled
 from planner.core.options import GB
 from planner.costs.static_memory import storage_bytes
 from planner.errors import ApplyError, OptionError
@@ -198,8 +200,8 @@ def _conflicts(trainer: Any, pl_module: Any) -> list[tuple[str, str]]:
     strategies = {kind.__name__ for kind in type(trainer.strategy).__mro__}
     sharded = "FSDPStrategy" in strategies
     modules = list(pl_module.modules())
-    compiled = pl_module._compiler_ctx is not None or any("_orig_mod" in m._modules for m in modules)
-    checkpointing = sharded and trainer.strategy._activation_checkpointing_kwargs
+    compiled = is_compiled(pl_module) or any(inner_module(m) is not None for m in modules)
+    checkpointing = sharded and checkpoints_activations(trainer.strategy)
     shards = "it wraps modules in ones that a plan cannot be made for; ModelParallelStrategy shards them as they are"
     checks = [
         (checkpointing, "FSDPStrategy's activation checkpointing", LEAVE),

@@ -17,6 +17,7 @@ import torch
 from planner.api.front import plan
 from planner.api.plan import Plan
 from planner.capture.trace.loss_trace import gradients_received
+from planner.compat.pipelining import loss_of, microbatches_of, replace_step, runs_backward, stages_of, step_of
 from planner.core.occupancy import Occupancy
 from planner.core.options import GB
 from planner.costs.static_memory import storage_bytes
@@ -56,14 +57,14 @@ def plan_schedule(schedule: Any, *, budget_gb: float | str | None = None, **opti
 
     name = type(schedule).__name__
     if isinstance(schedule, PipelineScheduleSingle):
-        stages = [schedule._stage]
-        order = (getattr(schedule, "pipeline_order", None) or {}).get(schedule._stage.stage_index)
+        stages = stages_of(schedule)
+        order = (getattr(schedule, "pipeline_order", None) or {}).get(stages[0].stage_index)
     elif isinstance(schedule, PipelineScheduleMulti):
-        stages = list(schedule._stages)
+        stages = stages_of(schedule)
         order = schedule.pipeline_order.get(schedule.rank)
     else:
         raise OptionError(f"plan_schedule() needs a schedule of torch.distributed.pipelining; it was given a {name}")
-    if schedule._loss_fn is None:
+    if loss_of(schedule) is None:
         raise OptionError(f"{name} has no loss_fn, so that it runs no backward pass: there is nothing to plan")
     if not order:
         raise OptionError(f"{name} does not say in which order it runs its microbatches; plan its stages with plan()")
@@ -97,7 +98,7 @@ def plan_schedule(schedule: Any, *, budget_gb: float | str | None = None, **opti
             for before in made[:at]:
                 before.remove()
             raise
-    schedule._step_microbatches = loss.watched
+    replace_step(schedule, loss.watched)
     return tuple(made)
 
 
@@ -133,7 +134,7 @@ def _flight(schedule: Any, stage: Any, actions: Iterable[tuple[int, str]], stage
         else:
             waiting, done = waiting - 1, done + 1
             pairs[BACKWARD].add((waiting, done - 1))
-    count = schedule._n_microbatches
+    count = microbatches_of(schedule)
     here = {other.stage_index for other in stages}
     # the handles of sends are kept to the end of the step, by Schedule1F1B until the next one
     on_way = 1 if isinstance(schedule, Schedule1F1B) else count
@@ -182,7 +183,7 @@ class _Loss:
         self.stages = stages
         self.targets: Any = None
         self.more: dict[str, Any] = {}
-        self.run = schedule._step_microbatches
+        self.run = step_of(schedule)
 
     def watched(
         self, arg_mbs: Any = None, kwarg_mbs: Any = None, target_mbs: Any = None, *args: Any, **kwargs: Any
@@ -191,12 +192,12 @@ class _Loss:
         self.targets, self.more = target_mbs, kwargs.get("loss_kwargs") or {}
         with ExitStack() as off:
             for stage in self.stages:
-                if not self.schedule._has_backward and attached(stage.submod) is not None:
+                if not runs_backward(self.schedule) and attached(stage.submod) is not None:
                     off.enter_context(taken_off(stage.submod))
             return self.run(arg_mbs, kwarg_mbs, target_mbs, *args, **kwargs)
 
     def __call__(self, output: Any) -> torch.Tensor:
-        loss: torch.Tensor = self.schedule._loss_fn(output, self.targets[0], **self.more)
+        loss: torch.Tensor = loss_of(self.schedule)(output, self.targets[0], **self.more)
         return loss
 
     @property

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._pytree import tree_leaves
 
 from planner.capture.shapes import Maxima
+from planner.compat.modules import managed_by_fsdp
+from planner.compat.pytree import tree_leaves
 from planner.core.call import storages
 from planner.core.options import GB, Options, check_values, is_positive
 from planner.devices.specs import Device, find_device
@@ -182,9 +183,7 @@ def refuse_wrapped(model: Any) -> None:
             "model itself, before it is wrapped: plan(model, ...).apply(), then wrap the model"
         )
     modules = list(model.modules()) if isinstance(model, nn.Module) else []
-    if any(hasattr(m, "_is_fsdp_managed_module") for m in modules) and not any(
-        isinstance(m, FSDPModule) for m in modules
-    ):
+    if any(managed_by_fsdp(m) for m in modules) and not any(isinstance(m, FSDPModule) for m in modules):
         raise ModelError(
             f"this {type(model).__name__} is in FullyShardedDataParallel, which plans cannot be made for, or a part of "
             "what fully_shard() was called on: plan that model. accelerate calls it with fsdp_version=2"

@@ -13,12 +13,14 @@ from typing import Any, cast
 import torch
 from torch import fx, nn
 
-from planner.capture.regions.region import Region, fingerprint
+from planner.capture.regions.fingerprint import fingerprint
+from planner.capture.regions.region import Region
 from planner.capture.shapes import Maxima, enlarged
-from planner.capture.trace.dynamo import CompileRegion, compile_call, detach_outputs, dynamo_settings, make_backend
+from planner.capture.trace.dynamo import CompileRegion, detach_outputs, dynamo_settings, make_backend
 from planner.capture.trace.state_guard import undone_on, untouched
 from planner.codegen.emit import emit, runnable
-from planner.compat.capture import FakeTensorMode
+from planner.compat.dynamo import compile_call
+from planner.compat.fake import FakeTensorMode
 from planner.core.options import Checkpoints
 from planner.core.plan import PlanRecord
 from planner.core.recipe import PlannedRegion, Recipe
@@ -184,7 +186,7 @@ class Runtime(Applied):
                 # some models make parts of themselves in their first call
                 self.settled = True
                 with untouched(self.model, args, kwargs) as (own_args, own_kwargs):
-                    self.call_eagerly(*own_args, **own_kwargs)  # type: ignore[no-untyped-call]
+                    self.call_eagerly(*own_args, **own_kwargs)
                 self._compile_anew()  # what was compiled before may be cut into other graphs
                 return self(*args, **kwargs)
             tried = self.plans.pop(signature)

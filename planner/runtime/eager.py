@@ -16,4 +16,4 @@ class EagerRuntime(Applied):
         choice = self.plans[signature].recipe
         assert isinstance(choice, Choice)
         with checkpointed(self.model, choice):
-            return self.call_eagerly(*args, **kwargs)  # type: ignore[no-untyped-call]
+            return self.call_eagerly(*args, **kwargs)

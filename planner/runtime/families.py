@@ -14,6 +14,7 @@ from torch import nn
 from planner.capture.shapes import Maxima, densely, marked, sizes_in
 from planner.capture.trace.dynamo import dynamo_settings
 from planner.capture.trace.state_guard import undone_on
+from planner.compat.tensors import version_of
 from planner.core.plan import PlanRecord
 from planner.core.recipe import Recipe
 from planner.errors import ApplyError, PlanWarning
@@ -57,7 +58,7 @@ class Family:
     def run(self, model: nn.Module, signature: tuple[object, ...], args: Any, kwargs: Any) -> Any:
         """The model's output. Raises GraphChanged, with the model's state as it was, where its graph is another."""
         (args, kwargs), copies = densely(args, kwargs, self.maxima)
-        versions = [copy._version for _, copy in copies]
+        versions = [version_of(copy) for _, copy in copies]
         # a graph that differs may come after others have run
         careful = self.graphs > 1 and (signature not in self.came or recipe_of(self.plan).asks)
         undone = undone_on(GraphChanged, model) if careful else nullcontext()
@@ -65,7 +66,7 @@ class Family:
             result = self.compiled(*args, **kwargs)
         self.came.add(signature)
         for (t, dense), version in zip(copies, versions, strict=True):
-            if dense._version != version:
+            if version_of(dense) != version:
                 t.copy_(dense)
         return result
 

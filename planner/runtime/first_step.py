@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from planner.capture.trace.loss_trace import leaves
+from planner.compat.autograd import when_backward_ends
 from planner.core.call import tensors_in
 from planner.core.plan import PlanRecord
 from planner.core.verification import FOUND
@@ -47,7 +48,7 @@ def report_after(result: Any, plan: PlanRecord, before: Before | None) -> None:
     def ended() -> None:
         report(plan, measured(plan, before))
 
-    when_begun(result, lambda: torch.autograd.Variable._execution_engine.queue_callback(ended))
+    when_begun(result, lambda: when_backward_ends(ended))
 
 
 def when_begun(result: Any, then: Callable[[], object]) -> None:

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from planner.capture.shapes import Maxima, layout
+from planner.compat import pytree
+from planner.compat.modules import call_of, replace_call, replaced_call
+from planner.compat.tensors import is_traceable_wrapper_subclass
 from planner.core.plan import PlanRecord
 from planner.errors import ApplyError
 from planner.parallel.group import together
@@ -82,7 +83,7 @@ class Applied:
         self._listened = False  # whether the provider wants to hear of no more steps
         self._reported = False  # whether the first step was reported
         self.lock = threading.RLock()  # threads take turns in the forward pass
-        self.call_eagerly = model._call_impl
+        self.call_eagerly = call_of(model)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Applied | None:
         """The model's copy trains by the same plans; a runtime that is copied without its model is nothing."""
@@ -126,7 +127,7 @@ class Applied:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if redirected(self.model) or not trains(self.model, args, kwargs):
-            return self.call_eagerly(*args, **kwargs)  # type: ignore[no-untyped-call]
+            return self.call_eagerly(*args, **kwargs)
         refuse_compiled(self.model, self)
         with self.lock:
             if not self._started:
@@ -187,7 +188,7 @@ def attach(model: nn.Module, runtime: Applied) -> None:
 
 def attached(model: nn.Module) -> Applied | None:
     """The runtime that a model runs under, or None."""
-    current = getattr(model, "_compiled_call_impl", None)
+    current = replaced_call(model)
     return current if isinstance(current, Applied) else None
 
 
@@ -212,7 +213,8 @@ def taken_off(model: nn.Module) -> Iterator[None]:
 
 def put(model: nn.Module, runtime: Applied | None) -> None:
     """Have a model be called through a runtime, or as it is."""
-    for name in ("_compiled_call_impl", CARRIER):
-        model.__dict__.pop(name, None)
-        if runtime is not None:
-            model.__dict__[name] = runtime
+    replace_call(model, runtime)
+    if runtime is None:
+        vars(model).pop(CARRIER, None)
+    else:
+        vars(model)[CARRIER] = runtime

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from planner.compat.runtime import GLOBAL_HOOKS
+from planner.compat.autograd import holds_saved, is_custom, is_jit_tracing
+from planner.compat.modules import GLOBAL_HOOKS, replaced_call
 from planner.core.call import tensors_in
 from planner.errors import ApplyError
 
@@ -18,7 +19,7 @@ LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")  # its packag
 
 def trains(model: nn.Module, args: Any, kwargs: Any) -> bool:
     """Whether a call holds anything for a backward pass: gradients are on, and something needs one."""
-    if not torch.is_grad_enabled() or torch._C._get_tracing_state() or torch.compiler.is_exporting():
+    if not torch.is_grad_enabled() or is_jit_tracing() or torch.compiler.is_exporting():
         return False
     return any(p.requires_grad for p in model.parameters()) or any(t.requires_grad for t in tensors_in((args, kwargs)))
 
@@ -39,7 +40,7 @@ def unguarded(model: nn.Module) -> tuple[object, ...]:
 def refuse_compiled(model: nn.Module, own: Any) -> None:
     """Raise ApplyError where a model, or a module in it, has a call of its own (`compile()`, a plan) beside `own`."""
     for name, module in model.named_modules():
-        if getattr(module, "_compiled_call_impl", None) is (own if module is model else None):
+        if replaced_call(module) is (own if module is model else None):
             continue
         if module is model:
             raise ApplyError(
@@ -55,7 +56,7 @@ def backward_node(results: Iterable[Any]) -> weakref.ref[Any] | None:
     """The autograd node of a compiled region, from what the region returned; held weakly."""
     for t in results:
         node = t.grad_fn if isinstance(t, torch.Tensor) else None
-        while node is not None and not hasattr(node, "_raw_saved_tensors"):  # a view on top of it
+        while node is not None and not is_custom(node):  # a view on top of it
             node = node.next_functions[0][0] if node.next_functions else None
         if node is not None:
             return weakref.ref(node)
@@ -65,7 +66,4 @@ def backward_node(results: Iterable[Any]) -> weakref.ref[Any] | None:
 def waits(node: weakref.ref[Any]) -> bool:
     """Whether a region's activations are still held for a backward pass."""
     alive = node()
-    try:
-        return alive is not None and len(alive._raw_saved_tensors) > 0
-    except RuntimeError:  # freed by the backward pass
-        return False
+    return alive is not None and holds_saved(alive)

@@ -13,6 +13,7 @@ from torch import nn
 
 from planner.capture.trace.loss_trace import checked_loss, find_loss, leaves
 from planner.capture.trace.state_guard import State
+from planner.compat.autograd import post_accumulate_hooks
 from planner.core.call import here
 from planner.core.verification import FOUND, Verification
 from planner.devices.meter import record_allocations
@@ -125,7 +126,7 @@ def _untouched(model: nn.Module, accumulate: bool) -> Iterator[Callable[[], None
     """
     parameters = list(model.parameters())
     # an optimizer that steps in the backward pass must not
-    hooks = [(h, dict(h)) for p in parameters if (h := p._post_accumulate_grad_hooks)]
+    hooks = [(h, dict(h)) for p in parameters if (h := post_accumulate_hooks(p))]
     gradients = [p.grad for p in parameters]
     state = State(model)
 

@@ -14,9 +14,10 @@ from typing import Any, Literal
 
 import torch
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from planner.capture.recomputability import keep_reason
-from planner.compat.capture import CheckpointPolicy, detect_fake_mode
+from planner.compat.fake import detect_fake_mode
 from planner.core.call import storages
 
 Checkpoints = Literal["replace", "keep"]

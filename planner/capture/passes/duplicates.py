@@ -7,7 +7,6 @@ longer than it and its duplicates were.
 
 from __future__ import annotations
 
-import operator
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from planner.capture.joint_graph import may_write
 from planner.capture.passes.checkpoints import clone_of
 from planner.capture.recomputability import is_random
 from planner.core.call import storages
@@ -38,7 +38,7 @@ def merge_duplicates(graph: fx.Graph, order: Sequence[fx.Node]) -> list[fx.Node]
     place = {node: i for i, node in enumerate(graph.nodes)}
     at = {node: i for i, node in enumerate(order)}
     held_by = {node: frozenset(storages(node.meta.get("val"))) for node in graph.nodes}
-    ends = [graph.output_node(), *filter(_may_write, graph.nodes)]
+    ends = [graph.output_node(), *filter(may_write, graph.nodes)]
     apart = frozenset[int]().union(*(held_by[n] for end in ends for n in end.all_input_nodes))
     number = _numbers(graph)
     alike: dict[int, list[fx.Node]] = defaultdict(list)
@@ -62,19 +62,13 @@ def merge_duplicates(graph: fx.Graph, order: Sequence[fx.Node]) -> list[fx.Node]
     return [n for n in order if n in left]
 
 
-def _may_write(node: fx.Node) -> bool:
-    if node.op != "call_function" or node.target is operator.getitem:
-        return False
-    return not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.is_mutable
-
-
 def _numbers(graph: fx.Graph) -> dict[fx.Node, int]:
     """Nodes of one number hold the same: equal ops on equal inputs, and nothing was written in between."""
     number: dict[fx.Node, int] = {}
     known: dict[str, int] = {}
     for at, node in enumerate(graph.nodes):
         number[node] = at
-        if _may_write(node):
+        if may_write(node):
             known.clear()
         elif (
             not is_random(node)

@@ -11,6 +11,7 @@ import torch
 
 from planner.capture.recomputability import RUNNING_STATISTICS
 from planner.capture.regions.region import Region
+from planner.compat.tensors import version_of
 from planner.core.call import storages
 from planner.errors import CaptureError
 
@@ -53,7 +54,7 @@ class Link:
 
 def version(t: Any) -> int:
     """How often a tensor was written into; 0 for what is not one."""
-    return t._version if isinstance(t, torch.Tensor) else 0
+    return version_of(t) if isinstance(t, torch.Tensor) else 0
 
 
 def regions_of(calls: Sequence[RegionCall]) -> tuple[Region, ...]:

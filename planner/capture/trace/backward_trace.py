@@ -13,6 +13,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from planner.capture.regions.calls import RegionCall
 from planner.capture.trace.recording import EagerCall, Recording
+from planner.compat.autograd import saved_by
 from planner.core.call import tensors_in
 
 Edge = tuple[Node, int]
@@ -114,8 +115,7 @@ def watch_backward(
 
     def node_begins(_: Any, node: Node) -> None:
         recording.node = next(numbers)
-        names = (name for name in dir(node) if name.startswith("_saved_") or name == "saved_tensors")
-        saved[recording.node] = tuple(tensors_in([getattr(node, name) for name in names]))
+        saved[recording.node] = tuple(tensors_in(saved_by(node)))
 
     def node_ends(made: Any, _: Any, node: Node) -> None:
         recording.node = 0

@@ -11,10 +11,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from planner.capture.trace.data_dependent import Answers, asks
-from planner.compat.capture import DataDependentOutputException, FakeTensor, FakeTensorMode, TracingContext, no_dispatch
+from planner.compat import pytree
+from planner.compat.dynamo import is_tracing
+from planner.compat.fake import (
+    DataDependentOutputException,
+    FakeTensor,
+    FakeTensorMode,
+    allow_constants,
+    fake_of_constant,
+    replace_dispatch,
+    set_constant,
+)
+from planner.compat.ops import OpOverload, schema_of
+from planner.compat.tensors import no_dispatch
 
 _ATEN = torch.ops.aten
 MOST_ELEMENTS = 2**22  # of a tensor that is known: a mask of 2048 by 2048 tokens
@@ -31,11 +42,8 @@ class KnownValues:
     def __init__(self, mode: FakeTensorMode, answers: Answers) -> None:
         self.mode = mode
         self.answers = answers
-        self._dispatch = mode.dispatch
-        self._may_turn_const = mode.may_turn_const
-        # not by a subclass: higher-order operators look for what to do under FakeTensorMode itself
-        mode.dispatch = self.dispatch  # type: ignore[method-assign]
-        mode.may_turn_const = self.may_turn_const  # type: ignore[method-assign]
+        self._dispatch = replace_dispatch(mode, self.dispatch)
+        allow_constants(mode, MOST_ELEMENTS)
 
     def fake(self, tree: Any) -> Any:
         """A tree with fake tensors for its tensors, known where they are small; writing into them changes nothing."""
@@ -45,13 +53,9 @@ class KnownValues:
             if type(t) is not torch.Tensor or t.requires_grad or t.is_meta or t.numel() > MOST_ELEMENTS:
                 return self.mode.from_tensor(t)
             own = copy.deepcopy(t, memo)
-            return self.mode.fake_tensor_converter.from_real_tensor(self.mode, own, make_constant=True)
+            return fake_of_constant(self.mode, own)
 
         return pytree.tree_map_only(torch.Tensor, fake, tree)
-
-    def may_turn_const(self, t: torch.Tensor) -> bool:
-        """Whether a result is to be known; torch allows for one element."""
-        return t.numel() <= MOST_ELEMENTS and self._may_turn_const(t.flatten()[:1])
 
     def dispatch(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -61,7 +65,7 @@ class KnownValues:
         inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         known = [t for t in inputs if isinstance(t, FakeTensor) and t.constant is not None]
         made: Any
-        if asks(func) and TracingContext.try_get() is None:
+        if asks(func) and not is_tracing():
             return self._answer(func, types, args, kwargs)
         if func in _CTC and (made := _ctc_loss(*args, **kwargs)) is not None:
             return made
@@ -108,17 +112,16 @@ class KnownValues:
 
     def _learn(self, fakes: Sequence[Any], values: Sequence[torch.Tensor]) -> None:
         for t, value in zip(fakes, values, strict=True):
-            t.constant = value
-            self.mode.fake_tensor_converter.add_constant_storage_mapping(t)
+            set_constant(t, value)
 
 
 def _repeatable(func: Any) -> bool:
     """Whether an op's result depends on its inputs alone, and its size on theirs; torch sees to the others."""
     tags = (torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
     return (
-        isinstance(func, torch._ops.OpOverload)
+        isinstance(func, OpOverload)
         and func.namespace == "aten"
-        and not func._schema.is_mutable
+        and not schema_of(func).is_mutable
         and not any(tag in func.tags for tag in tags)
     )
 

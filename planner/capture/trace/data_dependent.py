@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import sys
+import inspect
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner.capture.provenance import line_at, user_place
 from planner.capture.trace.state_guard import untouched
-from planner.compat.capture import FakeTensor
+from planner.compat.fake import FakeTensor
+from planner.compat.tensors import TorchDispatchMode
 from planner.core.call import tensors_in
 
 Place = tuple[str, int]  # file and line
@@ -50,7 +50,7 @@ class Answers:
 
     def answer(self) -> Any:
         """What was answered at the line that asks now: the next value, the last one again after that; None: nothing."""
-        place = user_place(sys._getframe())
+        place = user_place(inspect.currentframe())
         given = self._given.get(place)
         self.asked[place] += 1
         return given[min(self.asked[place], len(given)) - 1] if given else None
@@ -70,7 +70,7 @@ class _Listener(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if asks(func):
-            self.given[user_place(sys._getframe())].append(result)
+            self.given[user_place(inspect.currentframe())].append(result)
         return result
 
 

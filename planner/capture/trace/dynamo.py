@@ -9,30 +9,25 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from planner.capture.passes.rewrite import rewrite
 from planner.capture.regions.region import Region, analyse
 from planner.capture.shapes import at_hints, symbolic_again
 from planner.capture.trace.constant_propagation import KnownValues
 from planner.capture.trace.data_dependent import Answers
 from planner.capture.trace.layers import capturable_layers
 from planner.capture.trace.recording import Recording
-from planner.compat.capture import (
-    BoxedCodeGen,
-    FakeCopyMode,
-    FakeTensorMode,
-    aot_autograd,
-    cached_backends,
-    dynamo_config,
-    reset_code,
-)
+from planner.compat import pytree
+from planner.compat.dynamo import aot_autograd, dynamo_config
+from planner.compat.fake import FakeCopyMode, FakeTensorMode
+from planner.compat.fx import boxed
+from planner.compat.modules import buffers_of, parameters_of, replace_call
+from planner.compat.tensors import is_traceable_wrapper_subclass
 from planner.core.options import Checkpoints
 from planner.errors import CaptureError, PlannerError
 from planner.parallel.meshes import refuse_swapped
@@ -97,7 +92,8 @@ def make_backend(serve: Serve, checkpoints: Checkpoints = "replace") -> Callable
                 joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any
             ) -> tuple[fx.GraphModule, fx.GraphModule]:
                 symbolic = at_hints(joint)
-                forward, backward = partition(analyse(joint, num_fwd_outputs, checkpoints))
+                order = rewrite(joint, num_fwd_outputs, checkpoints)
+                forward, backward = partition(analyse(joint, num_fwd_outputs, order))
                 return (symbolic_again(forward), symbolic_again(backward)) if symbolic else (forward, backward)
 
             aot = aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=split)
@@ -108,22 +104,6 @@ def make_backend(serve: Serve, checkpoints: Checkpoints = "replace") -> Callable
         return serve(graph, compile_region, inputs)
 
     return backend
-
-
-def compile_call(model: nn.Module, backend: Callable[..., Any]) -> Callable[..., Any]:
-    """The model's call, compiled with static shapes; to be called under `dynamo_settings`."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
-
-    # Dynamo keeps what it compiled by code object: one of its own keeps other models' guards out of this one's way,
-    # and goes with it. A frame of ours on top also lets it see modules that are torch's own (nn.Sequential).
-    call.__code__ = call.__code__.replace(co_varnames=call.__code__.co_varnames)
-    compiled: Callable[..., Any] = torch.compile(call, backend=backend, dynamic=False)
-    for key in [k for k, b in cached_backends.items() if getattr(b, "compiler_fn", None) is backend]:
-        del cached_backends[key]  # kept for torch._dynamo.reset(), which has nothing to do for ours
-    weakref.finalize(call, reset_code, call.__code__)  # torch holds what it compiled as long as the code, and that it
-    return compiled
 
 
 def detach_outputs(graph: fx.GraphModule, positions: Collection[int]) -> None:
@@ -166,7 +146,7 @@ def to_fake(
         with as_defined(model, whole) as memo, FakeCopyMode(mode):
             fake_model = copy.deepcopy(model, memo)
         for module in fake_model.modules():
-            module._compiled_call_impl = None  # a copy runs under the plan of its original
+            replace_call(module, None)  # a copy runs under the plan of its original
     except Exception as e:
         raise CaptureError(f"{type(model).__name__} cannot be copied for planning: {type(e).__name__}: {e}") from e
 
@@ -175,8 +155,7 @@ def to_fake(
 
     landed: dict[int, Any] = {}  # tied parameters stay tied
     for module in fake_model.modules():
-        tables: list[dict[str, Any]] = [module._parameters, module._buffers]
-        for table in tables:
+        for table in (parameters_of(module), buffers_of(module)):
             for name, t in table.items():
                 if t is not None and t.device.type == "meta":
                     table[name] = landed.setdefault(id(t), _landed(t, mode))
@@ -200,15 +179,3 @@ def _landed(t: torch.Tensor, mode: FakeTensorMode) -> Any:
     with mode:
         made = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cpu", requires_grad=t.requires_grad)
     return nn.Parameter(made, t.requires_grad) if isinstance(t, nn.Parameter) else made
-
-
-def boxed(graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
-    """A graph as a callable that takes one list and empties it, so that an input is freed after its last use."""
-    graph.graph.set_codegen(BoxedCodeGen())
-    graph.recompile()
-
-    def call(arguments: list[Any]) -> Any:
-        return graph.forward(arguments)
-
-    call._boxed_call = True  # type: ignore[attr-defined]
-    return call

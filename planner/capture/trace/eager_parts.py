@@ -14,13 +14,16 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
+from planner.capture.passes.order import traced_order
 from planner.capture.regions.calls import RegionCall
 from planner.capture.regions.region import Region, analyse
 from planner.capture.trace.backward_trace import EagerPart, edge_of, reads
 from planner.capture.trace.recording import EagerCall
-from planner.compat.capture import PlainAOTInput, PlainAOTOutput, TangentAOTInput
+from planner.compat import pytree
+from planner.compat.fx import PlainAOTInput, PlainAOTOutput, TangentAOTInput
+from planner.compat.ops import schema_of
+from planner.compat.tensors import storage_key, version_of
 from planner.core.call import storages, tensors_in
 
 REASON = "it runs outside every compiled graph"
@@ -55,7 +58,7 @@ def as_region_calls(
 def _matters(call: EagerCall) -> bool:
     """Whether an op allocates or writes; others are views."""
     made = storages(call.result).keys() - storages((call.args, call.kwargs)).keys()
-    return bool(made) or call.target._schema.is_mutable
+    return bool(made) or schema_of(call.target).is_mutable
 
 
 def _needed(calls: Sequence[EagerCall], wanted: set[int]) -> tuple[EagerCall, ...]:
@@ -78,7 +81,7 @@ def _region_call(part: EagerPart, wanted: set[int], arrived: Mapping[int, torch.
     made = {id(t): t for call in part.forward for t in tensors_in(call.result) if id(t) not in own}
     results = tuple(t for key, t in made.items() if key in wanted)
     region = _Recorder().region(part, inputs, results, arrived)
-    yield RegionCall("", region, inputs, tuple(t._version for t in inputs), results)
+    yield RegionCall("", region, inputs, tuple(map(version_of, inputs)), results)
 
 
 class _Recorder:
@@ -112,11 +115,11 @@ class _Recorder:
             self._record(call)
         for t in inputs:
             gradient = part.gradients.get(edge_of(t)) if t.requires_grad else None
-            outputs.append(None if gradient is None else self.holder.get(gradient.untyped_storage()._cdata))
+            outputs.append(None if gradient is None else self.holder.get(storage_key(gradient)))
         output = self.graph.output(tuple(outputs))
         output.meta["desc"] = descs + [None] * len(inputs)
         joint = fx.GraphModule(torch.nn.Module(), self.graph)
-        return self._held_by_nodes(analyse(joint, len(results), outside=REASON), part.saved)
+        return self._held_by_nodes(analyse(joint, len(results), traced_order(self.graph), REASON), part.saved)
 
     def _placeholder(self, name: str, t: torch.Tensor, desc: Any) -> None:
         last = next((n for n in reversed(self.graph.nodes) if n.op == "placeholder"), None)
@@ -127,14 +130,14 @@ class _Recorder:
 
     def _know(self, t: torch.Tensor, node: fx.Node) -> None:
         self.node_of[id(t)] = node
-        self.holder.setdefault(t.untyped_storage()._cdata, node)
+        self.holder.setdefault(storage_key(t), node)
 
     def _node(self, t: torch.Tensor) -> fx.Node:
         """The node of a tensor; a view of what holds its storage; or a gradient that comes from elsewhere."""
         known = self.node_of.get(id(t))
         if known is not None and known.meta["val"] is t:
             return known
-        holder = self.holder.get(t.untyped_storage()._cdata)
+        holder = self.holder.get(storage_key(t))
         if holder is None:
             self.inputs += 1
             self._placeholder(f"tangents_more_{self.inputs}", t, None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -11,13 +11,13 @@ from torch import fx, nn
 
 from planner.capture.provenance import running_module
 from planner.capture.regions.calls import RegionCall, version
-from planner.capture.regions.region import Region, fingerprint
+from planner.capture.regions.fingerprint import fingerprint
+from planner.capture.regions.region import Region
 from planner.capture.shapes import Maxima, marked
 from planner.capture.trace.backward_trace import watch_backward
 from planner.capture.trace.dynamo import (
     CompileRegion,
     Partition,
-    compile_call,
     detach_outputs,
     dynamo_settings,
     make_backend,
@@ -26,7 +26,7 @@ from planner.capture.trace.eager_parts import as_region_calls
 from planner.capture.trace.loss_trace import LossFn, OutsideLoss, differentiable, leaves, trace_loss
 from planner.capture.trace.recording import EagerCall, Recording
 from planner.capture.trace.refusals import refusal
-from planner.compat.capture import reset_code
+from planner.compat.dynamo import compile_call, forget_compiled
 from planner.core.call import storages
 from planner.core.options import Checkpoints
 from planner.errors import CaptureError, PlannerError
@@ -64,7 +64,7 @@ class DryPass:
                     output = compiled(*args, **kwargs)
                 finally:
                     self.recording.pause()
-                    reset_code(compiled._torchdynamo_orig_callable.__code__)  # type: ignore[attr-defined]
+                    forget_compiled(compiled)
         except PlannerError:
             raise
         except Exception as e:
@@ -97,7 +97,7 @@ class DryPass:
             if region is not None:  # else its ops run as they are, and count as what runs outside
                 self._between.append(self.recording.taken())
                 self.recording.pause()
-            module = running_module(sys._getframe(1), self.recording.paths)
+            module = running_module(inspect.currentframe(), self.recording.paths)
             results = tuple(compiled(*inputs))
             if region is not None:
                 self.recording.resume()

@@ -10,10 +10,7 @@ from typing import Any
 
 import torch
 
-from planner.compat.capture import decompositions, nn_transformer
-
-_DETECT, _RNN_HELPER = nn_transformer._detect_is_causal_mask, decompositions._rnn_helper
-
+from planner.compat.layers import RNN_HELPER, replace_helpers, restore_helpers
 
 _lock = threading.Lock()
 _users = 0
@@ -29,8 +26,7 @@ def capturable_layers() -> Iterator[None]:
     global _users
     with _lock:
         if not _users:
-            nn_transformer._detect_is_causal_mask = _causal_if_told
-            decompositions._rnn_helper = partial(_layer_by_layer, _RNN_HELPER)
+            replace_helpers(_causal_if_told, partial(_layer_by_layer, RNN_HELPER))
         _users += 1
     try:
         yield
@@ -38,8 +34,7 @@ def capturable_layers() -> Iterator[None]:
         with _lock:
             _users -= 1
             if not _users:
-                nn_transformer._detect_is_causal_mask = _DETECT
-                decompositions._rnn_helper = _RNN_HELPER
+                restore_helpers()
 
 
 def _causal_if_told(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:

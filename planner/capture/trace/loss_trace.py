@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
+from planner.compat import pytree
+from planner.compat.tensors import TorchDispatchMode, is_traceable_wrapper_subclass, storage_key
 from planner.core.call import Call, describe_call, here, storages, tensors_in
 from planner.errors import BatchError
 
@@ -113,7 +113,7 @@ def trace_loss(
         waiting = meter.live
         gradients = torch.autograd.grad(loss, results, allow_unused=True, retain_graph=True)
     # outputs of one storage have one gradient: what each adds to it is a temporary
-    made = {here(t).untyped_storage()._cdata: g for t, g in zip(results, gradients, strict=True) if g is not None}
+    made = {storage_key(here(t)): g for t, g in zip(results, gradients, strict=True) if g is not None}
     workspace = max(0, meter.peak - sum(storages(list(made.values())).values()))
     return OutsideLoss("loss_fn", workspace, 2 * loss.element_size(), tuple(meter.calls), waiting), loss
 
@@ -142,8 +142,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.calls.append(describe_call(func, args, kwargs, result))
         for t in pytree.tree_leaves(result):
             if isinstance(t, torch.Tensor):
-                storage = t.untyped_storage()
-                key, size = storage._cdata, storage.nbytes()
+                storage, key = t.untyped_storage(), storage_key(t)
+                size = storage.nbytes()
                 if key not in inputs and key not in self._known:
                     self.live += size
                     self.peak = max(self.peak, self.live)

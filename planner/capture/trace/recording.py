@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 import linecache
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from planner.capture.provenance import running_module, user_place
-from planner.compat.capture import FakeTensorMode, TracingContext
+from planner.compat.dynamo import is_tracing
+from planner.compat.fake import FakeTensorMode, replace_dispatch
+from planner.compat.ops import OpOverload
 
 
 @dataclass(frozen=True, slots=True)
 class EagerCall:
     """One op that ran outside every compiled graph, the autograd node that called it, the user's line and module."""
 
-    target: torch._ops.OpOverload
+    target: OpOverload
     args: Any
     kwargs: Mapping[str, Any]
     result: Any
@@ -43,9 +43,7 @@ class Recording:
         self.calls: list[EagerCall] = []
         self.node = 0
         self._pauses = 1
-        self._dispatch = mode.dispatch
-        # not by a subclass: higher-order operators look for what to do under FakeTensorMode itself
-        mode.dispatch = self.dispatch  # type: ignore[method-assign]
+        self._dispatch = replace_dispatch(mode, self.dispatch)
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an op on fake tensors."""
@@ -54,8 +52,8 @@ class Recording:
             result = self._dispatch(func, types, args, kwargs or {})
         finally:
             self.resume()
-        if not self._pauses and TracingContext.try_get() is None:
-            frame = sys._getframe()
+        if not self._pauses and not is_tracing():
+            frame = inspect.currentframe()
             path, line = user_place(frame)
             trace = f'File "{path}", line {line}, in ?\n    {linecache.getline(path, line).strip()}'
             module = running_module(frame, self.paths)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from planner.compat.capture import (
+from planner.compat.fake import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     UnsupportedOperatorException,
@@ -22,7 +22,7 @@ from planner.parallel.meshes import on_mesh
 
 Frame = tuple[str, int, Any]  # file, line, the object whose method runs there
 _TORCH = str(Path(torch.__file__).parent)
-_OURS = str(Path(__file__).parents[1])
+_OURS = str(Path(__file__).parents[2])
 _OUTSIDE = {str(Path(p).resolve()) for p in sys.path if p.endswith("-packages")}
 LIMITS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)  # of fake tensors
 _VALUE = (  # what a line that asks for a tensor's value looks like

@@ -12,10 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
-from planner.compat.capture import FakeTensor
+from planner.compat import pytree
+from planner.compat.fake import FakeTensor
+from planner.compat.modules import buffers_of
 from planner.core.call import inside, tensors_in
+
+_LRU_CACHE = type(functools.cache(lambda: None))
 
 
 class State:
@@ -29,7 +32,7 @@ class State:
     """
 
     def __init__(self, model: nn.Module, others: Iterable[torch.Tensor] = ()) -> None:
-        self._bound = [(module, dict(module._buffers)) for module in model.modules()]
+        self._bound = [(module, dict(buffers_of(module))) for module in model.modules()]
         self._plain = [(module, _plain(module)) for module in model.modules()]
         buffers = [inner for b in model.buffers() if not b.is_meta for inner in inside(b)]
         self._contents = [(b, _bytes_of(b)) for b in buffers]
@@ -39,8 +42,9 @@ class State:
     def restore(self) -> None:
         """Put it back; what has not changed is not written into."""
         for module, buffers in self._bound:
-            module._buffers.clear()
-            module._buffers.update(buffers)
+            table = buffers_of(module)
+            table.clear()
+            table.update(buffers)
         for module, attributes in self._plain:
             vars(module).update({k: v for k, v in attributes.items() if vars(module).get(k) is not v})
         with torch.no_grad():
@@ -108,7 +112,7 @@ def random_kept() -> Iterator[None]:
 
 def forget_fakes() -> None:
     """Clear every `functools.lru_cache` that kept a fake tensor: real calls would be given it."""
-    caches = [c for c in gc.get_objects() if type(c) is functools._lru_cache_wrapper]
+    caches = [c for c in gc.get_objects() if type(c) is _LRU_CACHE]
     for cache in caches:
         if any(isinstance(t, FakeTensor) for t in tensors_in(gc.get_referents(cache))):
             cache.cache_clear()

@@ -19,7 +19,7 @@ from planner.capture.trace.loss_trace import LossFn, OutsideLoss, checked_loss, 
 from planner.capture.trace.quiet import quietly
 from planner.capture.trace.refusals import LIMITS, refusal
 from planner.capture.trace.state_guard import forget_fakes, untouched
-from planner.compat.capture import DataDependentOutputException, FakeTensorMode
+from planner.compat.fake import DataDependentOutputException, FakeTensorMode
 from planner.core.call import tensors_in
 from planner.core.options import Checkpoints
 from planner.errors import BatchError, CaptureError, ModelError

@@ -1,0 +1,54 @@
+"""torch.compile: settings, compiled calls, and the compiler's own state. Torch 2.11 to 2.13."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from types import CodeType
+from typing import Any
+
+import torch
+import torch._dynamo.config as dynamo_config
+from torch import nn
+from torch._C._dynamo.eval_frame import reset_code
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.eval_frame import cached_backends
+from torch._guards import TracingContext
+
+__all__ = ["aot_autograd", "compile_call", "dynamo_config", "forget_compiled", "inner_module", "is_tracing"]
+
+
+def compile_call(model: nn.Module, backend: Callable[..., Any]) -> Callable[..., Any]:
+    """A module's call with its hooks (`Module._call_impl`), compiled with static shapes (torch 2.11 to 2.13).
+
+    Dynamo keeps what it compiled as long as the code object that it belongs to. The call has a code object of its own,
+    so that guards of other models are not in its way, and all that was compiled goes with it.
+    """
+
+    # a frame of ours on top also lets Dynamo see modules that are torch's own (nn.Sequential)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    call.__code__ = call.__code__.replace(co_varnames=call.__code__.co_varnames)
+    compiled: Callable[..., Any] = torch.compile(call, backend=backend, dynamic=False)
+    for key in [k for k, b in cached_backends.items() if getattr(b, "compiler_fn", None) is backend]:
+        del cached_backends[key]  # kept for torch._dynamo.reset(), which has nothing to do for ours
+    weakref.finalize(call, reset_code, call.__code__)  # the code is held by what was compiled for it
+    return compiled
+
+
+def forget_compiled(compiled: Any) -> None:
+    """Drop what Dynamo compiled for a function that torch.compile returned (torch 2.11 to 2.13)."""
+    code: CodeType = compiled._torchdynamo_orig_callable.__code__
+    reset_code(code)
+
+
+def is_tracing() -> bool:
+    """Whether AOTAutograd traces a graph now, on fake tensors (`TracingContext.try_get`, torch 2.11 to 2.13)."""
+    return TracingContext.try_get() is not None
+
+
+def inner_module(module: nn.Module) -> nn.Module | None:
+    """The module in a wrapper that torch.compile(module) made (`_orig_mod`, 2.11 to 2.13); None for another module."""
+    inner = module._modules.get("_orig_mod")
+    return inner if isinstance(inner, nn.Module) else None

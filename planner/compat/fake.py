@@ -1,0 +1,65 @@
+"""Fake tensors: the mode, the errors it raises, and the constants that it knows. Torch 2.11 to 2.13."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeCopyMode,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+
+__all__ = [
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "FakeCopyMode",
+    "FakeTensor",
+    "FakeTensorMode",
+    "UnsupportedOperatorException",
+    "allow_constants",
+    "detect_fake_mode",
+    "fake_of_constant",
+    "replace_dispatch",
+    "set_constant",
+]
+
+
+def replace_dispatch(mode: FakeTensorMode, dispatch: Callable[..., Any]) -> Callable[..., Any]:
+    """Have one fake mode run ops by another function; returns the one before (`FakeTensorMode.dispatch`, 2.11 to 2.13).
+
+    A subclass would not do: higher-order operators look for what to do under `FakeTensorMode` itself.
+    """
+    before = mode.dispatch
+    mode.dispatch = dispatch  # type: ignore[method-assign]
+    return before
+
+
+def allow_constants(mode: FakeTensorMode, elements: int) -> None:
+    """Let results of up to so many elements be known; torch allows for one (`may_turn_const`, torch 2.11 to 2.13)."""
+    of_one = mode.may_turn_const
+
+    def may_turn_const(t: torch.Tensor) -> bool:
+        return t.numel() <= elements and of_one(t.flatten()[:1])
+
+    mode.may_turn_const = may_turn_const  # type: ignore[method-assign]
+
+
+def fake_of_constant(mode: FakeTensorMode, t: torch.Tensor) -> FakeTensor:
+    """A fake tensor that knows the values of a real one (`FakeTensorConverter`, torch 2.11 to 2.13).
+
+    The real tensor belongs to the fake one from then on. What is written into the fake one makes its values unknown.
+    """
+    return mode.fake_tensor_converter.from_real_tensor(mode, t, make_constant=True)
+
+
+def set_constant(t: FakeTensor, value: torch.Tensor) -> None:
+    """Let a fake tensor know its values, until they are written into (`FakeTensor.constant`, torch 2.11 to 2.13)."""
+    t.constant = value
+    t.fake_mode.fake_tensor_converter.add_constant_storage_mapping(t)

@@ -1,0 +1,79 @@
+"""Modules: their calls, hooks and tables of tensors. Torch 2.11 to 2.13."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase as NormBase
+from torch.nn.modules.module import (
+    _global_backward_hooks,
+    _global_backward_pre_hooks,
+    _global_forward_hooks,
+    _global_forward_pre_hooks,
+)
+
+__all__ = [
+    "GLOBAL_HOOKS",
+    "NormBase",
+    "buffers_of",
+    "call_of",
+    "has_forward_hooks",
+    "managed_by_fsdp",
+    "parameters_of",
+    "replace_call",
+    "replaced_call",
+    "unsaved_buffers",
+]
+
+# hooks on every module (torch 2.11 to 2.13)
+GLOBAL_HOOKS = (_global_forward_pre_hooks, _global_forward_hooks, _global_backward_pre_hooks, _global_backward_hooks)
+_REPLACED = "_compiled_call_impl"
+
+
+def call_of(module: nn.Module) -> Callable[..., Any]:
+    """A module's call with its hooks, whatever was put in its place (`Module._call_impl`, torch 2.11 to 2.13)."""
+    call: Callable[..., Any] = module._call_impl
+    return call
+
+
+def replaced_call(module: nn.Module) -> Any:
+    """The callable in the place of a module's call, as `Module.compile()` puts one there, or None (2.11 to 2.13)."""
+    return getattr(module, _REPLACED, None)
+
+
+def replace_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
+    """Put a callable in the place of a module's call; None for its own call (`_compiled_call_impl`, 2.11 to 2.13).
+
+    Copies and pickles of the module have their own call: `Module.__getstate__` leaves it out.
+    """
+    if call is None:
+        vars(module).pop(_REPLACED, None)
+    else:
+        vars(module)[_REPLACED] = call
+
+
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Whether hooks run before or after a module's `forward` (`Module._forward_hooks`, torch 2.11 to 2.13)."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def buffers_of(module: nn.Module) -> dict[str, Any]:
+    """A module's own table of buffers, to be read and written, None for one that is not set (2.11 to 2.13)."""
+    return module._buffers
+
+
+def parameters_of(module: nn.Module) -> dict[str, Any]:
+    """A module's own table of parameters, to be read and written, None for one that is not set (2.11 to 2.13)."""
+    return module._parameters
+
+
+def unsaved_buffers(module: nn.Module) -> set[str]:
+    """The names of buffers that are left out of a module's `state_dict` (`persistent=False`; torch 2.11 to 2.13)."""
+    return module._non_persistent_buffers_set
+
+
+def managed_by_fsdp(module: nn.Module) -> bool:
+    """Whether `fully_shard` or FullyShardedDataParallel manages a module (torch 2.11 to 2.13)."""
+    return hasattr(module, "_is_fsdp_managed_module")

@@ -1,0 +1,23 @@
+"""Tensors: identities of storages, version counters, wrapper subclasses, dispatch modes. Torch 2.11 to 2.13."""
+
+from __future__ import annotations
+
+import torch
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+__all__ = ["TorchDispatchMode", "is_traceable_wrapper_subclass", "no_dispatch", "storage_key", "version_of"]
+
+
+def storage_key(t: torch.Tensor) -> int:
+    """The identity of a tensor's storage, equal for all its views (`UntypedStorage._cdata`, torch 2.11 to 2.13).
+
+    It may come again once the storage is freed. A meta or fake tensor has one, whose `data_ptr` is 0.
+    """
+    key: int = t.untyped_storage()._cdata
+    return key
+
+
+def version_of(t: torch.Tensor) -> int:
+    """How often a tensor's contents were written into (`Tensor._version`, torch 2.11 to 2.13); views share it."""
+    return t._version

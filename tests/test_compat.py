@@ -1,0 +1,476 @@
+"""Private parts of torch: each behaves as documented in the torch that is installed, and no other module uses one."""
+
+import ast
+import copy
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.profiler import ProfilerActivity, profile
+
+import planner
+from planner.compat import (
+    autograd,
+    dynamo,
+    fake,
+    layers,
+    lightning,
+    modules,
+    ops,
+    pipelining,
+    profiler,
+    pytree,
+    symbols,
+    tensors,
+)
+from planner.compat import fx as compat_fx
+
+ROOT = Path(planner.__file__).parent
+NAMED_TUPLE = {"_asdict", "_field_defaults", "_fields", "_make", "_replace"}  # public, by collections' documentation
+OPERATORS = ("torch.ops.", "_ATEN")  # names of operators below these may begin with an underscore
+
+ELSEWHERE = ("compat", "parallel", "session")  # not read here
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("__") and name != "_"
+
+
+def own_privates(tree: ast.Module) -> set[str]:
+    """Names that the classes of a file define: methods, fields, attributes that are set on `self` or `cls`."""
+    names = set()
+    for node in (n for kind in ast.walk(tree) if isinstance(kind, ast.ClassDef) for n in ast.walk(kind)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            names.add(node.target.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_own(node.value):
+            names.add(node.attr)
+    return names
+
+
+def is_own(value: ast.expr) -> bool:
+    """Whether an expression is `self`, `cls` or `super()`."""
+    name = value.func if isinstance(value, ast.Call) else value
+    return isinstance(name, ast.Name) and name.id in ("self", "cls", "super")
+
+
+def pokes(source: str) -> Iterator[str]:
+    """The private parts of other libraries that a file imports, reads or sets."""
+    tree = ast.parse(source)
+    own = own_privates(tree) | NAMED_TUPLE
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import(names=names):
+                used = [part for name in names for part in name.name.split(".")]
+            case ast.ImportFrom(module=module, names=names):
+                used = [*(module or "").split("."), *(name.name for name in names)]
+            case ast.Attribute(value=value, attr=attr):
+                mine = is_own(value) or attr in own or ast.unparse(value).startswith(OPERATORS)
+                used = [] if mine else [attr]
+            case ast.Call(
+                func=ast.Name(id="getattr" | "hasattr" | "setattr" | "delattr"), args=[_, ast.Constant(value=attr), *_]
+            ):
+                used = [attr] if attr not in own else []
+            case _:
+                continue
+        if any(map(is_private, used)):
+            yield f"{node.lineno}: {ast.unparse(node)}"
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("from torch._guards import detect_fake_mode", 1),
+        ("import torch._dynamo", 1),
+        ("from torch.nn.modules.batchnorm import _NormBase", 1),
+        ("t._version", 1),
+        ("torch._C._get_tracing_state()", 2),
+        ("self.schedule._loss_fn", 1),
+        ("getattr(module, '_buffers', {})", 1),
+        ("class A:\n    def f(self, other):\n        self._x = other._x + super()._y + cls._z", 0),
+        ("held._replace(a=1), torch.ops.aten._foo.default, _ATEN._foo, x.__class__, self._parameters", 0),
+    ],
+)
+def test_the_check_sees_private_names(source, expected):
+    assert len(list(pokes(source))) == expected
+
+
+def test_nothing_else_uses_private_parts_of_other_libraries():
+    files = [path for path in ROOT.rglob("*.py") if path.relative_to(ROOT).parts[0] not in ELSEWHERE]
+    assert len(files) > 50
+    seen = [f"{path.relative_to(ROOT)}:{what}" for path in files for what in pokes(path.read_text())]
+    assert not seen, "\n".join(seen)
+
+
+# tensors
+
+
+def test_views_share_a_storage_key_and_a_version():
+    x, y = torch.zeros(4), torch.zeros(4)
+    assert tensors.storage_key(x) == tensors.storage_key(x[1:]) != tensors.storage_key(y)
+    before = tensors.version_of(x)
+    x[1:].add_(1)
+    assert tensors.version_of(x) == tensors.version_of(x[1:]) == before + 1
+    with fake.FakeTensorMode():
+        a, b = torch.empty(3), torch.empty(3)
+    assert tensors.storage_key(a) != tensors.storage_key(b)
+
+
+class Listening(tensors.TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.ops = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ops.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_dispatch_mode_sees_operators_unless_dispatch_is_off():
+    with Listening() as mode:
+        torch.ones(2).sin()
+        with tensors.no_dispatch():
+            torch.ones(2).cos()
+    assert torch.ops.aten.sin.default in mode.ops
+    assert torch.ops.aten.cos.default not in mode.ops
+
+
+def test_wrapper_subclasses_are_told_from_plain_tensors():
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    assert tensors.is_traceable_wrapper_subclass(TwoTensor(torch.ones(2), torch.ones(2)))
+    assert not tensors.is_traceable_wrapper_subclass(torch.ones(2))
+
+
+def test_trees_are_mapped_with_paths():
+    tree = ({"a": 1}, [2, 3])
+    assert pytree.tree_leaves(tree) == [1, 2, 3]
+    leaves, spec = pytree.tree_flatten(tree)
+    assert pytree.tree_unflatten([-x for x in leaves], spec) == pytree.tree_map(lambda x: -x, tree)
+    assert pytree.tree_map_only(int, str, tree) == ({"a": "1"}, ["2", "3"])
+    pairs, _ = pytree.tree_flatten_with_path(tree)
+    assert [pytree.keystr(path) for path, _ in pairs] == ["[0]['a']", "[1][0]", "[1][1]"]
+    assert pytree.tree_map_with_path(lambda path, x: len(path), tree) == ({"a": 2}, [2, 2])
+
+
+# ops
+
+
+def test_a_schema_names_what_an_operator_reads_and_writes():
+    schema = ops.schema_of(torch.ops.aten.add_.Tensor)
+    assert isinstance(torch.ops.aten.add_.Tensor, ops.OpOverload)
+    assert (schema.name, schema.is_mutable, len(schema.returns)) == ("aten::add_", True, 1)
+    assert [a.name for a in schema.arguments] == ["self", "other", "alpha"]
+    assert not ops.schema_of(torch.ops.aten.add.Tensor).is_mutable
+
+
+def test_a_random_op_is_replayed_from_a_state():
+    draw, x = torch.ops.aten.rand_like.default, torch.ones(3)
+    state, first = ops.run_and_save_rng_state(draw, x)
+    torch.rand(5)
+    before = torch.get_rng_state()
+    assert torch.equal(ops.run_with_rng_state(state, draw, x), first)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# fake tensors
+
+
+def test_a_fake_mode_runs_ops_by_another_function():
+    mode, seen = fake.FakeTensorMode(), []
+    before = fake.replace_dispatch(mode, lambda func, *more: (seen.append(func), before(func, *more))[1])
+    with mode:
+        t = torch.empty(2).sin()
+    assert isinstance(t, fake.FakeTensor)
+    assert torch.ops.aten.sin.default in seen
+
+
+def test_a_fake_tensor_knows_a_constant_until_it_is_written_into():
+    mode = fake.FakeTensorMode()
+    known = fake.fake_of_constant(mode, torch.arange(3))
+    assert known.constant.tolist() == [0, 1, 2]
+    later = mode.from_tensor(torch.zeros(1))
+    fake.set_constant(later, torch.ones(1))
+    assert later.item() == 1
+    later.add_(mode.from_tensor(torch.zeros(1)))
+    with pytest.raises(fake.DataDependentOutputException):
+        later.item()
+
+
+@pytest.mark.parametrize("elements", [1, 8])
+def test_constants_of_more_elements_are_known_where_that_is_allowed(elements):
+    mode = fake.FakeTensorMode()
+    fake.allow_constants(mode, elements)
+    assert mode.may_turn_const(torch.zeros(8)) == (elements == 8)
+    assert not mode.may_turn_const(torch.zeros(9))
+
+
+def test_fake_tensors_refuse_what_they_cannot_know():
+    with fake.FakeTensorMode(allow_non_fake_inputs=True) as mode, pytest.raises(fake.DynamicOutputShapeException):
+        torch.empty(3).nonzero()
+    assert fake.detect_fake_mode((mode.from_tensor(torch.ones(1)), 2)) is mode
+    assert fake.detect_fake_mode((torch.ones(1),)) is None
+    assert issubclass(fake.UnsupportedOperatorException, RuntimeError)
+
+
+def test_a_model_is_copied_onto_fake_tensors():
+    model = nn.Linear(2, 2)
+    with fake.FakeCopyMode(fake.FakeTensorMode()):
+        copied = copy.deepcopy(model)
+    assert isinstance(copied.weight, fake.FakeTensor)
+    assert not isinstance(model.weight, fake.FakeTensor)
+
+
+# symbolic sizes
+
+
+def test_marked_dimensions_are_symbols_with_hints_and_are_unmarked_again():
+    x, seen = torch.ones(6, 4), []
+
+    def backend(graph, inputs):
+        seen.extend(s for n in graph.graph.find_nodes(op="placeholder") for s in [n.meta["example_value"]])
+        return graph.forward
+
+    with symbols.dynamic_dimensions([(x, {0})]):
+        torch.compile(lambda x: x * 2 + x.shape[0], backend=backend)(x)
+    assert not [name for name in vars(x) if "dynamic" in name]
+    (size,) = [s for s in seen if isinstance(s, torch.SymInt)]
+    assert symbols.hint_of(size) == 6
+    expression = symbols.expression_of(size)
+    assert expression.is_symbol
+    assert symbols.evaluate(2 * expression + 1, {expression: 10}) == 21
+    graph = fx.Graph()
+    made = symbols.evaluate(2 * expression + 1, {expression: fx.Proxy(graph.placeholder("n"))})
+    assert isinstance(made, fx.Proxy)
+
+
+# graphs
+
+
+def test_a_boxed_graph_empties_the_list_that_it_is_given():
+    graph = fx.symbolic_trace(lambda a, b: (a + b,))
+    call = compat_fx.boxed(graph)
+    given = [torch.ones(2), torch.ones(2)]
+    assert call._boxed_call
+    assert call(given)[0].tolist() == [2, 2]
+    assert not given
+
+
+def test_nodes_appended_to_the_root_come_first():
+    graph = fx.symbolic_trace(lambda a, b: a + b).graph
+    first, second = graph.find_nodes(op="placeholder")
+    compat_fx.root_of(graph).append(second)
+    assert list(graph.nodes)[:2] == [second, first]
+
+
+def test_inputs_and_outputs_are_described_by_position():
+    tangent = compat_fx.TangentAOTInput(compat_fx.PlainAOTOutput(3))
+    assert (compat_fx.PlainAOTInput(2).idx, tangent.output.idx) == (2, 3)
+
+
+# torch.compile
+
+
+def test_a_compiled_call_runs_hooks_and_is_forgotten():
+    model, graphs = nn.Sequential(nn.Linear(2, 2)), []
+    model.register_forward_hook(lambda module, args, result: result + 1)
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    call = dynamo.compile_call(model, backend)
+    x = torch.ones(1, 2)
+    for _ in range(2):
+        torch.testing.assert_close(call(x), model(x))
+    assert len(graphs) == 1
+    assert not any(getattr(b, "compiler_fn", None) is backend for b in dynamo.cached_backends.values())
+    dynamo.forget_compiled(call)
+    call(x)
+    assert len(graphs) == 2
+
+
+def test_a_backend_by_aot_autograd_traces_under_a_context():
+    states = [dynamo.is_tracing()]
+
+    def compiler(graph, inputs):
+        states.append(dynamo.is_tracing())
+        return compat_fx.boxed(graph)
+
+    backend = dynamo.aot_autograd(fw_compiler=compiler)
+    x = torch.ones(2, requires_grad=True)
+    torch.compile(lambda x: x.sin().sum(), backend=backend)(x).backward()
+    assert torch.equal(x.grad, torch.ones(2).cos())
+    assert states == [False, True, True]
+
+
+def test_settings_of_dynamo_are_patched_for_a_while():
+    before = dynamo.dynamo_config.recompile_limit
+    with dynamo.dynamo_config.patch(recompile_limit=before + 1):
+        assert dynamo.dynamo_config.recompile_limit == before + 1
+    assert dynamo.dynamo_config.recompile_limit == before
+
+
+def test_a_compiled_module_has_the_module_inside():
+    model = nn.Linear(2, 2)
+    assert dynamo.inner_module(torch.compile(model)) is model
+    assert dynamo.inner_module(model) is None
+
+
+# layers
+
+
+def test_helpers_of_layers_are_replaced_and_restored():
+    asked = []
+    try:
+        layers.replace_helpers(lambda mask, *more: bool(asked.append(mask)), lambda *given: "replaced")
+        layer = nn.TransformerEncoderLayer(4, 1, 4, batch_first=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            nn.TransformerEncoder(layer, 1)(torch.ones(1, 2, 4), mask=torch.zeros(2, 2))
+        assert torch._decomp.decompositions._rnn_helper() == "replaced"
+    finally:
+        layers.restore_helpers()
+    assert asked
+    assert torch._decomp.decompositions._rnn_helper is layers.RNN_HELPER
+
+
+# modules
+
+
+def test_a_call_is_replaced_and_put_back():
+    model = nn.Linear(2, 2)
+    assert modules.replaced_call(model) is None
+    modules.replace_call(model, lambda x: "replaced")
+    assert model(torch.ones(2)) == modules.replaced_call(model)(0) == "replaced"
+    assert isinstance(modules.call_of(model)(torch.ones(2)), torch.Tensor)
+    assert modules.replaced_call(copy.deepcopy(model)) is None
+    modules.replace_call(model, None)
+    assert isinstance(model(torch.ones(2)), torch.Tensor)
+    model.compile()
+    assert modules.replaced_call(model) is not None
+
+
+def test_hooks_are_seen():
+    model = nn.Linear(2, 2)
+    assert not modules.has_forward_hooks(model)
+    model.register_forward_pre_hook(lambda *_: None)
+    assert modules.has_forward_hooks(model)
+    before = list(map(len, modules.GLOBAL_HOOKS))
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    assert sum(map(len, modules.GLOBAL_HOOKS)) == sum(before) + 1
+    handle.remove()
+    assert list(map(len, modules.GLOBAL_HOOKS)) == before
+
+
+def test_tables_of_tensors_are_the_modules_own():
+    model = nn.BatchNorm1d(2)
+    model.register_buffer("cache", torch.ones(1), persistent=False)
+    assert isinstance(model, modules.NormBase)
+    assert modules.unsaved_buffers(model) == {"cache"}
+    assert modules.parameters_of(model).keys() == {"weight", "bias"}
+    modules.buffers_of(model)["cache"] = torch.zeros(1)
+    assert model.cache.item() == 0
+    assert not modules.managed_by_fsdp(model)
+
+
+# autograd
+
+
+def test_saved_tensors_are_there_until_the_backward_pass():
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return 2 * gradient
+
+    x = torch.ones(2, requires_grad=True)
+    y = Double.apply(x)
+    z = y.sin()
+    assert autograd.is_custom(y.grad_fn)
+    assert autograd.holds_saved(y.grad_fn)
+    assert not autograd.is_custom(z.grad_fn)
+    assert any(t is y for t in autograd.saved_by(z.grad_fn))
+    assert any(t is x for t in autograd.saved_by(y.grad_fn)[0])
+    ended = []
+    z.register_hook(lambda _: autograd.when_backward_ends(lambda: ended.append(x.grad is not None)))
+    z.sum().backward()
+    assert ended == [True]
+    assert not autograd.holds_saved(y.grad_fn)
+    with pytest.raises(RuntimeError):
+        autograd.saved_by(z.grad_fn)
+
+
+def test_hooks_after_accumulation_are_in_a_table():
+    p = nn.Parameter(torch.ones(1))
+    assert not autograd.post_accumulate_hooks(p)
+    handle = p.register_post_accumulate_grad_hook(lambda _: None)
+    assert len(autograd.post_accumulate_hooks(p)) == 1
+    handle.remove()
+    assert not autograd.post_accumulate_hooks(p)
+
+
+def test_a_trace_is_seen():
+    seen = [autograd.is_jit_tracing()]
+    torch.jit.trace(lambda x: (seen.append(autograd.is_jit_tracing()), x + 1)[1], torch.ones(1), check_trace=False)
+    assert seen == [False, True]
+
+
+# the profiler
+
+
+def test_a_profile_lists_allocations():
+    assert not profiler.is_profiling()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as run:
+        assert profiler.is_profiling()
+        kept = torch.empty(1000)
+    events = [e for e in profiler.events_of(run) if e.name() == "[memory]"]
+    assert kept.nbytes in [e.nbytes() for e in events if e.device_type() == profiler.DeviceType.CPU]
+    assert all(e.start_ns() > 0 and e.duration_ns() >= 0 for e in events)
+
+
+# other libraries
+
+
+def test_schedules_of_pipelines_have_the_parts_that_are_read():
+    from torch.distributed.pipelining import schedules
+
+    class Stage:
+        is_first = is_last = True
+        num_stages = group_size = group_rank = stage_index = stage_index_to_group_rank = 1
+        has_backward = False
+        device = torch.device("cpu")
+
+    loss = nn.MSELoss()
+    schedule = schedules.ScheduleGPipe(Stage(), 3, loss)
+    (stage,) = pipelining.stages_of(schedule)
+    assert isinstance(stage, Stage)
+    assert pipelining.loss_of(schedule) is loss
+    assert pipelining.microbatches_of(schedule) == 3
+    assert pipelining.runs_backward(schedule)
+    assert pipelining.step_of(schedule).__func__ is schedules.ScheduleGPipe._step_microbatches
+    pipelining.replace_step(schedule, print)
+    assert pipelining.step_of(schedule) is print
+    several = schedules.ScheduleInterleaved1F1B.__new__(schedules.ScheduleInterleaved1F1B)
+    several._stages = [stage, stage]
+    assert pipelining.stages_of(several) == [stage, stage]
+
+
+def test_lightning_says_what_is_compiled_and_checkpointed():
+    import lightning as L
+    from lightning.pytorch.strategies import FSDPStrategy
+    from lightning.pytorch.utilities.compile import from_compiled
+
+    module = L.LightningModule()
+    assert not lightning.is_compiled(module)
+    assert lightning.is_compiled(from_compiled(torch.compile(module)))
+    assert not lightning.checkpoints_activations(FSDPStrategy())
+    assert lightning.checkpoints_activations(FSDPStrategy(activation_checkpointing_policy={nn.Linear}))
