@@ -25,7 +25,7 @@ from planner.parallel.buckets import LINE, Buckets
 from planner.planfile.consistency import check
 from planner.planning.pipeline import make_plan
 from planner.session.counted import counted
-from planner.session.messages import connected
+from planner.session.messages import connected, gather
 
 from .processes import ends_of, on_ranks
 
@@ -247,7 +247,8 @@ def train_with_a_slow_planner():
 
 def test_a_slow_planner_is_waited_for_and_named():
     first, (same, texts, note) = on_ranks(2, train_with_a_slow_planner)
-    assert first[0] and same
+    assert first[0]
+    assert same
     assert "rank 1 waits for rank 0 to plan, for 0 seconds now" in texts
     assert note == "Taken from rank 0: the same step and budget."
 
@@ -283,11 +284,8 @@ def from_files(folder):
     anew = planned(other, 1, batch, shard=4, known=theirs).note
     Plan.load(ours, loss_fn=loss_fn).apply(model)
     ddp = DistributedDataParallel(model)
-    with connected([1, 0]) as channel:  # over a group of their own, as beside NCCL
-        if channel.here == 1:
-            channel.send(0, "ä", "to listen")
-        else:
-            assert channel.receive(1, "to talk") == "ä"
+    with connected([1, 0]) as group:  # a group of their own, as beside NCCL
+        assert gather(group, "aä"[dist.get_rank()], "to listen", "to talk") == {0: "a", 1: "ä"}
     loss_fn(ddp(batch)).backward()
     p = applied_plan(model)
     p.save(ours)
