@@ -102,30 +102,27 @@ def _refusal(failure: Failure, request: Request) -> RankError:
     return kind(f"no rank trains {type(request.model).__name__}, as rank {failure.rank} cannot: {failure.reason}")
 
 
-def _taken_over(plan: Plan, request: Request, plan_here: Callable[[Request], Plan], mine: Plan | None) -> Plan:
-    """The plan of the first rank as that of this one, without a solver.
-
-    Raises:
-        RankError: this rank has another model, or another step.
-    """
+def _taken_over(plan: Plan, request: Request, own: Callable[[Request], Plan], ready: Plan | None) -> Plan:
+    """A plan of the first rank as that of this one, without a solver; RankError where the step is another."""
     there = plan.request
     assert isinstance(there, FromFile)
     assert there.identity is not None
-    if unlike := difference(identity(request.model), there.identity):
-        raise RankError(f"its model is not that of {there.source}: {unlike}")
+    if found := difference(identity(request.model), there.identity):
+        raise RankError(f"its model is not that of {there.source}: {found}")
     if (there.batch_kinds, there.maxima) != (request.batch_kinds, request.maxima):
-        return _alone(plan, request, plan_here)
-    request = replace(request, budget_gb=plan.budget_bytes / GB)
-    same = mine and fitting(mine, request)
-    if same and same.recipe == plan.recipe and FOUND not in plan.account:
-        return same
+        return _alone(plan, request, own)
+    mine = ready and fitting(ready, replace(request, budget_gb=plan.budget_bytes / GB))
+    if mine and mine.recipe == plan.recipe and FOUND not in plan.account:
+        return mine
+    account = {**request.account_gb}
     if FOUND in plan.account:
-        request = replace(request, account_gb={**request.account_gb, FOUND: plan.account[FOUND] / GB})
+        account[FOUND] = plan.account[FOUND] / GB
+    request = replace(request, budget_gb=plan.budget_bytes / GB, account_gb=account)
     try:
         made = make_plan(replace(request, known=plan, follows=True, progress=False))
     except RankError as e:
         raise RankError(f"its step is not that of {there.source}: {e}") from None
-    # where a rank has a part of each tensor, its number may be a constant of its graphs
+    # in what a rank does with its part of a tensor, the number of the rank may be a constant of its graphs
     if _ops(made) != _ops(plan) or (made.recipe != plan.recipe and not sharded(request.model)):
         raise RankError(f"its step is not that of {there.source}: its graphs differ")
     return replace(made, request=request)
@@ -135,21 +132,17 @@ def _ops(plan: Plan) -> list[str]:
     return [moment.op for moment in plan.baseline_timeline]
 
 
-def _alone(plan: Plan, request: Request, plan_here: Callable[[Request], Plan]) -> Plan:
-    """A plan for this rank alone, whose batch has another shape than that of the first rank.
-
-    Raises:
-        RankError: its step has a collective, which waits for the other ranks.
-    """
+def _alone(plan: Plan, request: Request, own: Callable[[Request], Plan]) -> Plan:
+    """A plan for a batch of another shape than that of the first rank, which is for this rank alone."""
     here, there = (
         ", ".join(f"{t.name} {t}" for t in kinds or ()) for kinds in (request.batch_kinds, plan.request.batch_kinds)
     )
-    made = plan_here(request)
-    batches = f"this rank's batch is {here}, that of {plan.request.source} {there}"
+    made = own(request)
+    told = f"this rank's batch is {here}, that of {plan.request.source} {there}"
     for modules in made.graph_modules:
         for node in (*modules.forward.graph.nodes, *modules.backward.graph.nodes):
             if is_collective(node.target):
                 raise RankError(
-                    f"{batches}, and {node.target} in its step waits for other ranks: give all the same shapes"
+                    f"{told}, and {node.target} in its step waits for other ranks: give all the same shapes"
                 )
-    return replace(made, note=f"{made.note} Planned for this rank alone: {batches}.".strip())
+    return replace(made, note=f"{made.note} Planned for this rank alone: {told}.".strip())
