@@ -1,5 +1,6 @@
 import gc
 import json
+import logging
 import os
 import re
 import signal
@@ -17,12 +18,14 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import planner.eager.pipeline
 import planner.planning.pipeline
+import planner.session.agreement
+import planner.session.messages
 from planner import ApplyError, InfeasibleBudgetError, OptionError, Plan, applied_plan, plan
 from planner.parallel.buckets import LINE, Buckets
 from planner.planfile.consistency import check
 from planner.planning.pipeline import make_plan
 from planner.session.counted import counted
-from planner.session.messages import connected
+from planner.session.messages import connected, gather
 
 from .processes import ends_of, on_ranks
 
@@ -152,9 +155,15 @@ def test_ranks_train_by_one_plan_with_the_gradients_of_none(ranks, tmp_path):
         assert all(each["note"].startswith("Taken from rank 0: the same step") for each in found[1:])
 
 
+class Another(nn.Sequential):
+    """Another model with the parameters and modules of the one that the other ranks train."""
+
+
 def fails(what, where):
     here = dist.get_rank() == where
     model = network(3, 0.5 if here and what == "another graph" else 0.1)
+    if here and what == "another model":
+        model = Another(*model)
     mode = "compiled" if what == "another graph" else "eager"
     planned(model, 0.0001 if what == "no room" else 1, mode=mode).apply()
     ddp = DistributedDataParallel(model)
@@ -162,6 +171,8 @@ def fails(what, where):
         raise ValueError("planted")
     if here and what == "is killed":
         planner.eager.pipeline.account_of = lambda request: os.kill(os.getpid(), signal.SIGKILL)
+    if here and what == "is killed late":
+        planner.session.agreement.plan_of = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
     if here and what == "does not come":
         time.sleep(5)
     loss_fn(ddp(torch.ones(8, WIDTH)))
@@ -173,6 +184,8 @@ def fails(what, where):
         ("raises", 1, r"as rank 1 cannot: rank 0 waited for rank 1 to come .* has ended"),
         ("is killed", 2, r"as rank 2 cannot: rank 0 waited for rank 2 to take over the plan; that has ended"),
         ("is killed", 0, r"waited for rank 0 to plan; that has ended"),
+        ("is killed late", 1, r"as rank 1 cannot: rank 0 waited for rank 1 to take over the plan; that has ended"),
+        ("another model", 2, r"as rank 2 cannot: it is at the first step of Another .*, rank 0 of Sequential"),
         ("another graph", 1, r"as rank 1 cannot: its step is not that of rank 0: its graphs differ"),
         ("no room", 0, r"InfeasibleBudgetError: budget_gb=0.0001 "),
         ("does not come", 1, r"waited for rank . to come .* has not come within the timeout"),
@@ -184,6 +197,60 @@ def test_a_rank_that_fails_ends_all_with_its_name(what, where, told):
         assert end.exitcode not in (0, None)  # it ended by itself
         if rank != where:
             assert re.search(f"RankError: .*{told}", end.error)
+
+
+def fails_before_another_comes():
+    planner.session.agreement.GRACE = 0.1
+    model = network(2)
+    planned(model, 1, mode="eager").apply()
+    ddp = DistributedDataParallel(model)
+    if dist.get_rank() == 1:
+        raise ValueError("planted")
+    if dist.get_rank() == 2:
+        time.sleep(8)
+    loss_fn(ddp(torch.ones(8, WIDTH)))
+
+
+def test_a_rank_that_is_far_from_its_first_step_does_not_keep_the_others():
+    first, _, last = ends_of(3, fails_before_another_comes)
+    assert re.search(r"RankError: no rank trains .* as rank 1 cannot: rank 0 waited for rank 1 to come", first.error)
+    assert re.search(r"RankError: rank 2 waited for rank 0 to come to its first planned step; that has", last.error)
+
+
+class Kept(logging.Handler):
+    """A handler that keeps texts."""
+
+    def __init__(self):
+        super().__init__()
+        self.texts = []
+
+    def emit(self, record):
+        self.texts.append(record.getMessage())
+
+
+def train_with_a_slow_planner():
+    planner.session.messages.PATIENCE = 0.5
+    solve = planner.planning.pipeline.solve
+
+    def slow(*args, **kwargs):
+        time.sleep(3)
+        return solve(*args, **kwargs)
+
+    planner.planning.pipeline.solve = slow
+    kept = Kept()
+    logging.getLogger("planner").addHandler(kept)
+    model = network(2)
+    planned(model, 1).apply()
+    same = all(map(torch.equal, gradients(network(2)), gradients(model)))
+    return same, kept.texts, applied_plan(model).note
+
+
+def test_a_slow_planner_is_waited_for_and_named():
+    first, (same, texts, note) = on_ranks(2, train_with_a_slow_planner)
+    assert first[0]
+    assert same
+    assert "rank 1 waits for rank 0 to plan, for 0 seconds now" in texts
+    assert note == "Taken from rank 0: the same step and budget."
 
 
 def train_unevenly():
@@ -217,11 +284,8 @@ def from_files(folder):
     anew = planned(other, 1, batch, shard=4, known=theirs).note
     Plan.load(ours, loss_fn=loss_fn).apply(model)
     ddp = DistributedDataParallel(model)
-    with connected([1, 0]) as channel:  # over a group of their own, as beside NCCL
-        if channel.here == 1:
-            channel.send(0, "ä", "to listen")
-        else:
-            assert channel.receive(1, "to talk") == "ä"
+    with connected([1, 0]) as group:  # a group of their own, as beside NCCL
+        assert gather(group, "aä"[dist.get_rank()], "to listen", "to talk") == {0: "a", 1: "ä"}
     loss_fn(ddp(batch)).backward()
     p = applied_plan(model)
     p.save(ours)

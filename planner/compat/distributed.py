@@ -1,15 +1,109 @@
-"""The private parts of torch that training on several devices needs. Known to work on torch 2.11 to 2.13."""
+"""Training on several devices: DistributedDataParallel, `fully_shard`, meshes. Torch 2.11 to 2.13."""
 
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state as state_of
+from torch.distributed.tensor import _random
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["FSDPMeshInfo", "FSDPParam", "FSDPParamGroup", "FSDPState", "running_ddp", "state_of"]
+__all__ = [
+    "FSDPMeshInfo",
+    "FSDPParam",
+    "FSDPParamGroup",
+    "FSDPState",
+    "autocast_policy",
+    "forward_hooks",
+    "gathered_parameter",
+    "keeps_root_gathered",
+    "modules_of",
+    "param_groups",
+    "prefetched",
+    "reshards_after_forward",
+    "reshards_to_smaller_mesh",
+    "rng_tracker",
+    "running_ddp",
+    "set_rng_tracker",
+    "state_of",
+    "swapped_by_ddp",
+]
 
 
 def running_ddp() -> DistributedDataParallel | None:
-    """The DistributedDataParallel whose forward pass runs, or None."""
+    """The DistributedDataParallel whose forward pass runs, or None (torch 2.11 to 2.13)."""
     return DistributedDataParallel._active_ddp_module
+
+
+def swapped_by_ddp(parameter: nn.Parameter) -> bool:
+    """Whether `DistributedDataParallel(device_mesh=...)` has put a plain tensor in the place of a DTensor.
+
+    `torch.distributed.tensor.parallel.ddp` marks it with `_st_info` (torch 2.11 to 2.13).
+    """
+    return hasattr(parameter, "_st_info")
+
+
+def rng_tracker() -> Any:
+    """What keeps the random numbers of DTensors in step, None before the first random op (torch 2.11 to 2.13)."""
+    return _random._rng_tracker
+
+
+def set_rng_tracker(tracker: Any) -> None:
+    """Put a tracker, or None, in the place of that of `rng_tracker` (torch 2.11 to 2.13)."""
+    _random._rng_tracker = tracker
+
+
+def param_groups(state: FSDPState) -> Sequence[FSDPParamGroup]:
+    """The groups of parameters that a call of `fully_shard` gathers together (torch 2.11 to 2.13)."""
+    return state._fsdp_param_groups
+
+
+def modules_of(state: FSDPState) -> Sequence[nn.Module]:
+    """The modules that a call of `fully_shard` was given (torch 2.11 to 2.13)."""
+    return state._modules
+
+
+def autocast_policy(state: FSDPState) -> MixedPrecisionPolicy:
+    """The policy by which inputs and outputs of its modules are cast (torch 2.11 to 2.13)."""
+    return state._mp_policy
+
+
+def prefetched(state: FSDPState) -> tuple[Sequence[FSDPState], Sequence[FSDPState]]:
+    """The states that are gathered ahead, in the forward pass and in the backward pass (torch 2.11 to 2.13)."""
+    return state._states_to_forward_prefetch, state._states_to_backward_prefetch
+
+
+def keeps_root_gathered(state: FSDPState) -> bool:
+    """Whether the parameters stay gathered after the forward pass if this is the root (torch 2.11 to 2.13)."""
+    return bool(state._auto_reshard_after_forward)
+
+
+def reshards_after_forward(group: FSDPParamGroup) -> bool:
+    """Whether the gathered parameters are freed after the forward pass (torch 2.11 to 2.13)."""
+    return group._reshard_after_forward
+
+
+def reshards_to_smaller_mesh(group: FSDPParamGroup) -> bool:
+    """Whether they are sharded over fewer ranks then: `reshard_after_forward` is a number (torch 2.11 to 2.13)."""
+    return group._use_post_forward_mesh
+
+
+def gathered_parameter(parameter: FSDPParam) -> nn.Parameter | None:
+    """The whole parameter; None before it is gathered for the first time (torch 2.11 to 2.13)."""
+    return getattr(parameter, "_unsharded_param", None)
+
+
+def forward_hooks(state: FSDPState) -> Iterator[tuple[Callable[..., Any], bool]]:
+    """The hooks of `fully_shard` on its modules, and whether each runs before the forward pass (torch 2.11 to 2.13)."""
+    before = [id(m._forward_pre_hooks) for m in state._modules]
+    for handles in (state._pre_forward_hook_handle, state._post_forward_hook_handle):
+        for handle in getattr(handles, "handles", (handles,)):
+            hooks: Any = handle.hooks_dict_ref()
+            yield hooks[handle.id], id(hooks) in before

@@ -1,1 +1,1 @@
-"""What DDP, FSDP, DTensor and pipelines hold on a device: observed, not run."""
+"""Says which memory DDP, FSDP, DTensors and pipelines take on a device, and which ranks train together."""

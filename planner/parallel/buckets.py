@@ -1,4 +1,4 @@
-"""What DistributedDataParallel holds beside a model: buckets in which gradients of all processes are added up."""
+"""The buckets of DistributedDataParallel, in which it adds up the gradients of all processes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ class Buckets:
     """Buckets of one process.
 
     Attributes:
-        nbytes: all of them; they are held all the time.
-        views: whether gradients are views of them, so that those which a backward pass makes are copied there and
-            freed.
+        nbytes: bytes of all buckets, which stay allocated during the whole step.
+        views: whether gradients are views of the buckets: a backward pass copies each gradient there and frees it.
     """
 
     nbytes: int
@@ -26,11 +25,11 @@ class Buckets:
 
 
 def buckets_of(model: nn.Module) -> Buckets | None:
-    """Those of the DistributedDataParallel that calls the model at the moment; None for none.
+    """The buckets of the DistributedDataParallel that calls the model at the moment; None where none does.
 
-    As `initialize_buckets` in torch/csrc/distributed/c10d/reducer.cpp allocates them: one element for each of every
-    parameter that needs a gradient, in its dtype; none for sparse gradients. Made anew in the second step, in another
-    order, they take as much, and the old ones are gone before.
+    `initialize_buckets` in torch/csrc/distributed/c10d/reducer.cpp allocates one element for each element of every
+    parameter that needs a gradient, in its dtype; none for sparse gradients. In the second step, new buckets in another
+    order, as large together, replace the old ones, which are freed before.
     """
     ddp = ddp_of(model)
     if ddp is None:

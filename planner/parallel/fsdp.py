@@ -1,4 +1,4 @@
-"""What `torch.distributed.fsdp.fully_shard` made of a model: which parameters are gathered together, and how large."""
+"""Groups of parameters that `torch.distributed.fsdp.fully_shard` gathers together, and their sizes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,17 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from planner.compat.distributed import FSDPMeshInfo, FSDPParamGroup, FSDPState
+from planner.compat.distributed import (
+    FSDPMeshInfo,
+    FSDPParamGroup,
+    FSDPState,
+    keeps_root_gathered,
+    modules_of,
+    param_groups,
+    prefetched,
+    reshards_after_forward,
+    reshards_to_smaller_mesh,
+)
 from planner.errors import ModelError
 from planner.lowering.collectives import Group
 from planner.parallel.sharded import compute_dtype, states_of
@@ -23,7 +33,7 @@ def groups_of(model: nn.Module) -> tuple[Group, ...]:
     """
     paths = {id(m): name for name, m in model.named_modules()}
     states = states_of(model)
-    groups = [(state, group) for state in states for group in state._fsdp_param_groups]
+    groups = [(state, group) for state in states for group in param_groups(state)]
     roots = [s for s in states if not any(_inside(s, other, paths) for other in states)]
     if len(roots) > 1:
         raise ModelError(
@@ -37,22 +47,22 @@ def groups_of(model: nn.Module) -> tuple[Group, ...]:
     return tuple(
         _group(
             group,
-            paths=tuple(paths[id(m)] for m in state._modules),
-            root=state in roots and bool(state._auto_reshard_after_forward),
-            next_forward=at(state._states_to_forward_prefetch),
-            next_backward=at(state._states_to_backward_prefetch),
+            paths=tuple(paths[id(m)] for m in modules_of(state)),
+            root=state in roots and keeps_root_gathered(state),
+            next_forward=at(prefetched(state)[0]),
+            next_backward=at(prefetched(state)[1]),
         )
         for state, group in groups
     )
 
 
 def _inside(state: FSDPState, other: FSDPState, paths: Mapping[int, str]) -> bool:
-    outer = {f"{path}." if path else "" for m in other._modules for path in [paths[id(m)]]}
-    return other is not state and any(paths[id(m)].startswith(o) for m in state._modules for o in outer)
+    outer = {f"{path}." if path else "" for m in modules_of(other) for path in [paths[id(m)]]}
+    return other is not state and any(paths[id(m)].startswith(o) for m in modules_of(state) for o in outer)
 
 
 def _group(group: FSDPParamGroup, *, root: bool, **known: Any) -> Group:
-    if group._use_post_forward_mesh:
+    if reshards_to_smaller_mesh(group):
         raise ModelError("fully_shard(reshard_after_forward=a number) is not counted; give it True or False")
     if isinstance(group.offload_policy, CPUOffloadPolicy):
         raise ModelError(
@@ -81,5 +91,5 @@ def _group(group: FSDPParamGroup, *, root: bool, **known: Any) -> Group:
         share=sum(kept),
         scattering=sum(made) if made != kept else 0,
         copied=group.device.type == "cpu" and ranks > 1,
-        stays=root or not group._reshard_after_forward,
+        stays=root or not reshards_after_forward(group),
     )

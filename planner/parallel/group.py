@@ -14,7 +14,7 @@ from planner.parallel.sharded import parameters_of
 
 
 def world_size() -> int:
-    """How many processes there are; 1 where no process group is initialised, or one that only pretends to have any."""
+    """How many processes there are; 1 where no process group is initialised, or one of the backend "fake"."""
     here = dist.is_available() and dist.is_initialized() and dist.get_backend() != "fake"
     return dist.get_world_size() if here else 1
 
@@ -26,7 +26,7 @@ def ddp_of(model: nn.Module) -> nn.parallel.DistributedDataParallel | None:
 
 
 def together(model: nn.Module) -> bool:
-    """Whether this call of the model is one of several processes', or is counted with what serves these."""
+    """Whether this call of the model is by DistributedDataParallel, or on parameters that several processes share."""
     return ddp_of(model) is not None or sharded(model)
 
 
@@ -36,10 +36,11 @@ def sharded(model: nn.Module) -> bool:
 
 
 def ranks_of(model: nn.Module) -> tuple[list[int], Any]:
-    """The ranks that run this step of the model with the one here, which is among them; alone, none. And their group.
+    """The ranks that run this step of the model, this one among them, and their process group; none for one rank alone.
 
-    They are those of the DistributedDataParallel that calls it, or of the mesh that its parameters are spread over.
-    Processes without either may run models of their own, as the stages of a pipeline, and no one waits for them.
+    The ranks are those of the DistributedDataParallel that calls the model, or of the mesh that its parameters are
+    spread over. Other processes may run models of their own, as the stages of a pipeline, and no rank waits for them.
+    The process group is None where that of a mesh is not known.
     """
     ddp = ddp_of(model)
     if world_size() == 1:
@@ -72,12 +73,15 @@ def refuse_verification(model: nn.Module) -> None:
 
 
 def other_world(ranks: int, shard: int, model: nn.Module) -> str:
-    """How many processes a plan is for, in words, where those that are here hold other parts of the model; else "".
+    """How many processes a plan is for, in words, where each of the processes here has another part of the model.
 
     Args:
-        ranks: that there were when it was made; 1 for a plan of one process alone, for as many as `shard` says.
-        shard: how many share parameters, as in `plan()`.
-        model: what it is for; whole on every process, it is the same for any number of them.
+        ranks: how many processes there were when it was made; a plan of one process alone is for `shard` processes.
+        shard: how many processes share parameters, as in `plan()`.
+        model: of the plan; one that is whole on every process has the same plan for any number of them.
+
+    Returns:
+        "" where the number of processes is that of the plan, or does not matter.
     """
     here = world_size()
     there = shard if ranks == 1 and here > 1 else ranks

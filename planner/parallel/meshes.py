@@ -1,11 +1,11 @@
 """Models whose tensors are spread over a mesh of devices (`torch.distributed.tensor`): a real call of one communicates.
 
-Under fake tensors nothing does, so that one process can plan alone. What would run the model for real has to ask first.
+A call on fake tensors does not, so that one process can plan alone. Code that would call the model for real has to ask
+`on_mesh` first.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from planner.compat.distributed import rng_tracker, set_rng_tracker, swapped_by_ddp
 from planner.core.call import tensors_in
 from planner.errors import CaptureError
 from planner.parallel.sharded import parameters_of
@@ -25,9 +26,8 @@ def on_mesh(model: nn.Module, args: Any = (), kwargs: Any = None) -> bool:
 
 
 def refuse_swapped(model: nn.Module) -> None:
-    """Raise CaptureError for what DistributedDataParallel makes of a model on a mesh (its `device_mesh`)."""
-    # torch.distributed.tensor.parallel.ddp, torch 2.11 to 2.13
-    if any(hasattr(p, "_st_info") for p in model.parameters()):
+    """Raise CaptureError where DistributedDataParallel was given a `device_mesh`, and swaps a model's parameters."""
+    if any(map(swapped_by_ddp, model.parameters())):
         raise CaptureError(
             f"{type(model).__name__} is spread over a mesh, and DistributedDataParallel(device_mesh=...) puts its "
             "parameters in and out in each forward pass, which cannot be planned. Have the copies of it trained by "
@@ -37,19 +37,17 @@ def refuse_swapped(model: nn.Module) -> None:
 
 @contextmanager
 def tracker_kept(*, off: bool = False) -> Iterator[None]:
-    """Puts back what keeps the random numbers of a mesh in step.
+    """Puts back the tracker that keeps the random numbers of a mesh in step.
 
-    The first random op on a mesh makes it, and has the processes agree on its state, unless that op is only traced.
+    The first random op on a mesh makes the tracker, and the processes agree on its state, unless the op is only traced.
 
     Args:
-        off: do without meanwhile, so that random ops which are not traced do not communicate, either.
+        off: have no tracker meanwhile, so that random ops which are not traced do not communicate, either.
     """
-    module: Any = sys.modules.get("torch.distributed.tensor._random")
-    tracker = getattr(module, "_rng_tracker", None)
-    if module is not None and off:
-        module._rng_tracker = SimpleNamespace(distribute_region_enabled=False)
+    tracker = rng_tracker()
+    if off:
+        set_rng_tracker(SimpleNamespace(distribute_region_enabled=False))
     try:
         yield
     finally:
-        if module is not None:
-            module._rng_tracker = tracker
+        set_rng_tracker(tracker)

@@ -1,8 +1,8 @@
-"""A copy of a model that `fully_shard` has taken over: whole parameters, and where its hooks ran, marks.
+"""Models that `torch.distributed.fsdp.fully_shard` has taken over, and copies of them that can be captured.
 
-`torch.distributed.fsdp.fully_shard` gives a module a class of its own, parameters that are shards, and hooks around its
-call that gather them. The hooks communicate and stay out of every compiled graph; the marks cut graphs where they do,
-and do to tensors what they do: autograd's nodes and casts are the same.
+`fully_shard` gives a module a class of its own, parameters that are shards, and hooks around its call that gather them.
+The hooks communicate and stay out of every compiled graph. In a copy, the parameters are whole, and other hooks cut the
+graphs at the same places, with the same nodes of autograd and the same casts, but do not communicate.
 """
 
 from __future__ import annotations
@@ -17,29 +17,34 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils import _pytree as pytree
 
-from planner.compat.distributed import FSDPParam, FSDPParamGroup, FSDPState, state_of
+from planner.compat.distributed import (
+    FSDPParam,
+    FSDPParamGroup,
+    FSDPState,
+    autocast_policy,
+    forward_hooks,
+    gathered_parameter,
+    param_groups,
+    state_of,
+)
 
 
 def parameters_of(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters of a model; shards of what happens to be gathered, as after an evaluation."""
-    shards = {
-        id(whole): p.sharded_param
-        for _, p in _managed(model)
-        if (whole := getattr(p, "_unsharded_param", None)) is not None
-    }
+    """The parameters of a model; the shard of each that is gathered at the moment, as after an evaluation."""
+    shards = {id(whole): p.sharded_param for _, p in _managed(model) if (whole := gathered_parameter(p)) is not None}
     return [shards.get(id(p), p) for p in model.parameters()]
 
 
 def unreduced_bytes(model: nn.Module) -> int:
     """Bytes of whole gradients that wait for a later microbatch to reduce them; 0 where each backward pass reduces.
 
-    They do with `set_requires_gradient_sync(False)`, from the first backward pass to the end of the next one without.
+    They wait with `set_requires_gradient_sync(False)`, from the first backward pass to the end of the next one without.
     """
     managed = list(_managed(model))
     waits = any(
         not group.reduce_grads
         or p.unsharded_accumulated_grad is not None
-        or getattr(getattr(p, "_unsharded_param", None), "grad", None) is not None
+        or getattr(gathered_parameter(p), "grad", None) is not None
         for group, p in managed
     )
     if not waits:
@@ -49,22 +54,23 @@ def unreduced_bytes(model: nn.Module) -> int:
 
 
 def _managed(model: nn.Module) -> Iterator[tuple[FSDPParamGroup, FSDPParam]]:
-    return ((group, p) for s in states_of(model) for group in s._fsdp_param_groups for p in group.fsdp_params)
+    return ((group, p) for s in states_of(model) for group in param_groups(s) for p in group.fsdp_params)
 
 
 def states_of(model: nn.Module) -> list[FSDPState]:
-    """What `fully_shard` keeps of each module or group of modules that it was called on, the outer before the inner."""
+    """The state of each call of `fully_shard` on modules of a model, the outer before the inner."""
     states = (state_of(m) for m in model.modules() if isinstance(m, FSDPModule))
     return list({id(s): s for s in states if s is not None}.values())  # a copy for planning has none
 
 
 @contextmanager
 def as_defined(model: nn.Module, make: Callable[[torch.Tensor, torch.dtype], nn.Parameter]) -> Iterator[dict[int, Any]]:
-    """Gives what `copy.deepcopy` has to put in the place of what FSDP added; its classes, which refuse to be
-    copied, are off meanwhile, and on the copy afterwards.
+    """Gives a memo with which `copy.deepcopy` copies a model without the shards, hooks and states of FSDP.
+
+    FSDP's classes refuse to be copied; the modules do not have them meanwhile, and their copies have them afterwards.
 
     Args:
-        model: nothing in it is another afterwards.
+        model: is the same afterwards.
         make: a shard, and a data type -> the whole parameter in the copy.
     """
     memo: dict[int, Any] = {}
@@ -85,12 +91,12 @@ def as_defined(model: nn.Module, make: Callable[[torch.Tensor, torch.dtype], nn.
 
 
 def _instead_of_parameters(state: FSDPState, make: Callable[..., nn.Parameter], memo: dict[int, Any]) -> None:
-    for group in state._fsdp_param_groups:
+    for group in param_groups(state):
         for param in group.fsdp_params:
             whole = make(param.sharded_param, compute_dtype(param.sharded_param, group.mp_policy.param_dtype))
-            for held in (param.sharded_param, getattr(param, "_unsharded_param", None)):
-                if held is not None:
-                    memo[id(held)] = whole
+            for parameter in (param.sharded_param, gathered_parameter(param)):
+                if parameter is not None:
+                    memo[id(parameter)] = whole
 
 
 def compute_dtype(parameter: torch.Tensor, wanted: torch.dtype | None) -> torch.dtype:
@@ -99,7 +105,7 @@ def compute_dtype(parameter: torch.Tensor, wanted: torch.dtype | None) -> torch.
 
 
 def _instead_of_hooks(state: FSDPState, memo: dict[int, Any]) -> None:
-    policy = state._mp_policy
+    policy = autocast_policy(state)
     inputs = policy.param_dtype if policy.cast_forward_inputs else None
 
     # hooks run as they are, beside the compiled graphs
@@ -118,11 +124,8 @@ def _instead_of_hooks(state: FSDPState, memo: dict[int, Any]) -> None:
     def after(module: nn.Module, args: Any, output: Any) -> Any:
         return _cast(output, policy.output_dtype)
 
-    before_calls = [id(m._forward_pre_hooks) for m in state._modules]
-    for handles in (state._pre_forward_hook_handle, state._post_forward_hook_handle):
-        for handle in getattr(handles, "handles", (handles,)):
-            hooks: Any = handle.hooks_dict_ref()
-            memo[id(hooks[handle.id])] = before if id(hooks) in before_calls else after
+    for hook, runs_before in forward_hooks(state):
+        memo[id(hook)] = before if runs_before else after
 
 
 class _Same(torch.autograd.Function):

@@ -1,17 +1,18 @@
-"""One plan for the processes that train a model together: the first of them plans, the others take what it says.
+"""One plan for the ranks that train a model together: the first of them plans, the others take its plan over.
 
-A plan goes as what its file has: it is data, and nothing in it is run. Each rank captures its own step, and sees there
-whether the plan is for it.
+The plan goes to the other ranks as the JSON of a plan file, which is checked as a file is. Each rank captures its own
+step, and sees there whether the plan is for it.
 """
 
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
+
+import torch.distributed as dist
 
 from planner.capture.recomputability import is_collective
 from planner.core.identity import difference, identity
@@ -25,9 +26,12 @@ from planner.planning.pipeline import make_plan
 from planner.requests.planned import Filed, Planned
 from planner.requests.request import Request
 from planner.session.counted import fitting
-from planner.session.messages import Channel, connected
+from planner.session.messages import Failure, connected, gather
 
-COMES = "to come to its first planned step"
+# tasks of the other ranks and of the first one, in each of three exchanges
+COME = ("to come to its first planned step",) * 2
+PLAN = ("to listen", "to plan")
+TAKE_OVER = ("to take over the plan", "to listen")
 GRACE = 5.0  # seconds in which ranks that have not come can hear that another has failed
 
 
@@ -35,134 +39,69 @@ class RankCaptureError(RankError, CaptureError):
     """The step of one of the ranks could not be captured for the largest sizes; all go on without them."""
 
 
-@dataclass(frozen=True)
-class Failure:
-    """Why a rank cannot train by a plan of all; `capture` where its step could not be captured."""
-
-    rank: int
-    said: str
-    capture: bool = False
-
-    @classmethod
-    def of(cls, rank: int, error: BaseException) -> Failure:
-        said = str(error) if isinstance(error, RankError) else f"{type(error).__name__}: {error}"
-        return cls(rank, said, isinstance(error, (BatchError, CaptureError)))
-
-    def error(self, request: Request) -> RankError:
-        """For the other ranks."""
-        kind = RankCaptureError if self.capture and request.maxima is not None else RankError
-        return kind(f"no rank trains {type(request.model).__name__}, as rank {self.rank} cannot: {self.said}")
-
-
-def agreed(request: Request, own: Callable[[Request], Planned], ready: Planned | None = None) -> Planned:
-    """The plan of a step, which all ranks that run it run by; all of them call this together.
+def agreed(request: Request, plan_here: Callable[[Request], Planned], mine: Planned | None = None) -> Planned:
+    """The plan by which every rank that runs this step runs it; all of these ranks call this together.
 
     Args:
         request: of this rank, with the batch of its step.
-        own: plans a request here.
-        ready: the plan that was made for this step before, if one was.
+        plan_here: plans a request on this rank.
+        mine: the plan of this rank that was made for this step before, if one was.
 
     Raises:
-        RankError: another rank cannot plan its step, or has another one, or is gone; on every rank.
+        RankError: another rank cannot plan its step, or has another one, or has ended; on every rank.
         PlannerError: of this rank, where it is the one.
     """
     ranks, group = ranks_of(request.model)
     if not ranks:
-        return own(request)
-    with connected(ranks, group) as channel:
-        if channel.here == channel.first:
-            return _lead(channel, request, own)
-        return _follow(channel, request, own, ready)
+        return plan_here(request)
+    plan, text = None, None
+    with connected(ranks, group) as group:
+        here, first = dist.get_rank(), dist.get_process_group_ranks(group)[0]
+        hellos = _heard(request, group, (str(identity(request.model)), request.budget_gb), *COME, GRACE)
+        for rank, (model, _) in hellos.items():
+            if model != hellos[first][0]:
+                reason = f"it is at the first step of {model}, rank {first} of {hellos[first][0]}"
+                raise _refusal(Failure(rank, reason), request)
+        with _failing_together(request, group, *PLAN):
+            if here == first:  # within the budget of the rank that has least
+                plan = plan_here(replace(request, budget_gb=min(budget_gb for _, budget_gb in hellos.values())))
+                text = json.dumps(data_of(plan.record))
+        text = _heard(request, group, text, *PLAN)[first]
+        with _failing_together(request, group, *TAKE_OVER):
+            if here != first:
+                plan = _taken_over(plan_of(json.loads(text), f"rank {first}"), request, plan_here, mine)
+        _heard(request, group, None, *TAKE_OVER)
+    assert plan is not None
+    return plan
 
 
-def _lead(channel: Channel, request: Request, own: Callable[[Request], Planned]) -> Planned:
-    """Plan for all, with the budget of the rank that has least."""
-    model, least = str(identity(request.model)), request.budget_gb
-    came: list[int] = []
-    failed: Failure | None = None
-    while failed is None and (missing := [rank for rank in channel.others if rank not in came]):
-        try:
-            told = json.loads(channel.receive(missing[0], COMES))
-        except RankError as e:
-            failed = Failure(missing[0], str(e))
-            break
-        came.append(missing[0])
-        least = min(least, told["budget"])
-        if told["model"] != model:
-            failed = Failure(came[-1], f"it is at the first step of {told['model']}, rank {channel.here} of {model}")
-    if failed is not None:
-        _stop(channel, came, failed)
-        raise failed.error(request)
+def _heard(request: Request, group: Any, message: Any, *exchange: Any) -> dict[int, Any]:
+    """The messages of all ranks, as of `gather`; raises RankError where one has failed."""
+    messages = gather(group, message, *exchange)
+    for failure in messages.values():
+        if isinstance(failure, Failure):
+            raise _refusal(failure, request)
+    return messages
+
+
+@contextmanager
+def _failing_together(request: Request, group: Any, *exchange: Any) -> Iterator[None]:
+    """Where this rank fails, tell the others, which wait in `gather`."""
     try:
-        made = own(replace(request, budget_gb=least))
-    except BaseException as e:  # an interruption, too: the others wait
-        _tell(channel, channel.others, failed=Failure.of(channel.here, e))
-        raise
-    _tell(channel, channel.others, plan=data_of(made.record))
-    listening = []
-    for rank in channel.others:
-        try:
-            told = json.loads(channel.receive(rank, "to take over the plan"))
-        except RankError as e:
-            told = asdict(Failure(rank, str(e)))
-        if told is None:
-            listening.append(rank)
-        else:
-            failed = failed or Failure(**told)
-    _tell(channel, listening, failed=failed)
-    if failed is not None:
-        raise failed.error(request)
-    return made
-
-
-def _tell(channel: Channel, ranks: Sequence[int], *, plan: Any = None, failed: Failure | None = None) -> None:
-    """Tell ranks the plan, or why there is none, or that all have it; who is gone is found when it is to answer."""
-    text = json.dumps({"plan": plan, "failed": failed and asdict(failed)})
-    for rank in ranks:
+        yield
+    except BaseException as e:  # an interruption, too
+        reason = str(e) if isinstance(e, RankError) else f"{type(e).__name__}: {e}"
+        failure = Failure(dist.get_rank(), reason, isinstance(e, (BatchError, CaptureError)))
         with suppress(RankError):
-            channel.send(rank, text, "to listen")
-
-
-def _stop(channel: Channel, came: Sequence[int], failed: Failure) -> None:
-    """Tell those that came why nothing is planned, and those that come in time."""
-
-    def last() -> None:
-        for rank in channel.others:
-            if rank not in (*came, failed.rank):
-                with suppress(RankError):
-                    channel.receive(rank, COMES)
-                    _tell(channel, [rank], failed=failed)
-
-    _tell(channel, came, failed=failed)
-    thread = threading.Thread(target=last, daemon=True)
-    thread.start()
-    thread.join(GRACE)
-
-
-def _follow(channel: Channel, request: Request, own: Callable[[Request], Planned], ready: Planned | None) -> Planned:
-    """Take over what the first rank has planned, or plan alone for a batch of another shape."""
-
-    def hear(what: str) -> Any:
-        told = json.loads(channel.receive(channel.first, what))
-        if told["failed"] is not None:
-            raise Failure(**told["failed"]).error(request)
-        return told["plan"]
-
-    hello = {"model": str(identity(request.model)), "budget": request.budget_gb}
-    channel.send(channel.first, json.dumps(hello), COMES)
-    plan = hear("to plan")
-    failed: Failure | None = None
-    try:
-        made = _taken_over(plan_of(plan, f"rank {channel.first}"), request, own, ready)
-    except BaseException as e:
-        failed = Failure.of(channel.here, e)
+            gather(group, failure, *exchange)
         if isinstance(e, RankError):
-            raise failed.error(request) from None
+            raise _refusal(failure, request) from None
         raise
-    finally:
-        channel.send(channel.first, json.dumps(failed and asdict(failed)), "to listen")
-    hear("to hear from all ranks")
-    return made
+
+
+def _refusal(failure: Failure, request: Request) -> RankError:
+    kind = RankCaptureError if failure.capture and request.maxima is not None else RankError
+    return kind(f"no rank trains {type(request.model).__name__}, as rank {failure.rank} cannot: {failure.reason}")
 
 
 def _taken_over(filed: Filed, request: Request, own: Callable[[Request], Planned], ready: Planned | None) -> Planned:
