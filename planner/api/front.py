@@ -15,6 +15,7 @@ from torch import nn
 from planner.capture.passes.checkpoints import Checkpoints
 from planner.capture.shapes import Maxima
 from planner.core.identity import difference, identity
+from planner.core.occupancy import USED
 from planner.core.plan import PendingPlan, Plan
 from planner.costs.static_memory import UNREDUCED, storage_bytes
 from planner.errors import (
@@ -25,7 +26,6 @@ from planner.errors import (
     VerificationError,
     gb,
 )
-from planner.lowering.microbatches import USED
 from planner.parallel.buckets import buckets_of
 from planner.parallel.group import refuse_verification
 from planner.parallel.sharded import unreduced_bytes

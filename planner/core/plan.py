@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from html import escape
@@ -182,7 +182,7 @@ class Plan:
         timeline: bytes held at every op of the step.
         baseline_timeline: the same with nothing recomputed, with what the plan does with each op.
         decisions: one per forward value that the backward pass needs.
-        graph_modules: the emitted graphs, one pair per region; none in eager mode.
+        graph_modules: the emitted graphs, one pair per region, written when first asked for; none in eager mode.
         step_seconds: estimated time of the planned step.
         account: the lines that make up the peak: name -> bytes.
         note: what the solver wants known.
@@ -206,7 +206,7 @@ class Plan:
     timeline: tuple[Moment, ...] = field(repr=False)
     baseline_timeline: tuple[BaselineMoment, ...] = field(repr=False)
     decisions: tuple[Decision, ...] = field(repr=False)
-    graph_modules: tuple[GraphModules, ...] = field(repr=False)
+    graph_modules: Sequence[GraphModules] = field(repr=False)
     step_seconds: float
     account: Mapping[str, int] = field(repr=False)
     note: str

@@ -21,11 +21,11 @@ import torch
 from torch import nn, optim
 
 from planner.api.front import applied_plan, plan, uncounted
+from planner.core.occupancy import USED
 from planner.core.plan import PendingPlan, Plan
 from planner.costs.optimizer import optimizer_memory
 from planner.errors import gb
 from planner.integrations.discovery import BAD_INPUT, Search, exits
-from planner.lowering.microbatches import USED
 from planner.parallel.group import world_size
 from planner.planfile.files import load
 from planner.report.terminal import style_of

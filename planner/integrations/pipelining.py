@@ -17,10 +17,10 @@ import torch
 
 from planner.api.front import applied_plan, plan
 from planner.capture.trace.loss_trace import gradients_received
+from planner.core.occupancy import Occupancy
 from planner.core.plan import PendingPlan, Plan
 from planner.costs.static_memory import storage_bytes
 from planner.errors import BudgetError, OptionError, PlannerError, gb
-from planner.lowering.microbatches import Flight
 from planner.requests.request import GB, LATER
 from planner.runtime.interception import attached, taken_off
 
@@ -116,7 +116,7 @@ def _actions(order: Iterable[Any], name: str) -> list[tuple[int, str]]:
     return found
 
 
-def _flight(schedule: Any, stage: Any, actions: Iterable[tuple[int, str]], stages: Iterable[Any]) -> Flight:
+def _flight(schedule: Any, stage: Any, actions: Iterable[tuple[int, str]], stages: Iterable[Any]) -> Occupancy:
     """What is in flight at a stage, and what it holds beside its plan."""
     from torch.distributed.pipelining.schedules import Schedule1F1B
 
@@ -137,7 +137,7 @@ def _flight(schedule: Any, stage: Any, actions: Iterable[tuple[int, str]], stage
     on_way = 1 if isinstance(schedule, Schedule1F1B) else count
     sends_gradients = not stage.is_first and stage.stage_index - 1 not in here
     sends_outputs = not stage.is_last and stage.stage_index + 1 not in here
-    return Flight(
+    return Occupancy(
         forward=tuple(sorted(pairs[FORWARD])),
         backward=tuple(sorted(pairs[BACKWARD])),
         inputs=0 if stage.is_first else count - 1,
@@ -148,7 +148,7 @@ def _flight(schedule: Any, stage: Any, actions: Iterable[tuple[int, str]], stage
     )
 
 
-def _added(flight: Flight) -> bool:
+def _added(flight: Occupancy) -> bool:
     """Whether gradients of earlier microbatches are there whenever as much waits as ever does."""
     return all(
         done or any(more >= others and later for more, later in pairs)

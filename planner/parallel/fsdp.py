@@ -10,12 +10,12 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from planner.compat.distributed import FSDPMeshInfo, FSDPParamGroup, FSDPState
+from planner.core.parameter_group import ParameterGroup
 from planner.errors import ModelError
-from planner.lowering.collectives import Group
 from planner.parallel.sharded import compute_dtype, states_of
 
 
-def groups_of(model: nn.Module) -> tuple[Group, ...]:
+def groups_of(model: nn.Module) -> tuple[ParameterGroup, ...]:
     """Groups of parameters, the outer before the inner; empty where nothing is sharded.
 
     Raises:
@@ -51,7 +51,7 @@ def _inside(state: FSDPState, other: FSDPState, paths: Mapping[int, str]) -> boo
     return other is not state and any(paths[id(m)].startswith(o) for m in state._modules for o in outer)
 
 
-def _group(group: FSDPParamGroup, *, root: bool, **known: Any) -> Group:
+def _group(group: FSDPParamGroup, *, root: bool, **known: Any) -> ParameterGroup:
     if group._use_post_forward_mesh:
         raise ModelError("fully_shard(reshard_after_forward=a number) is not counted; give it True or False")
     if isinstance(group.offload_policy, CPUOffloadPolicy):
@@ -72,7 +72,7 @@ def _group(group: FSDPParamGroup, *, root: bool, **known: Any) -> Group:
     made = [n * compute_dtype(p, policy.reduce_dtype or policy.param_dtype).itemsize for p, n in trained]
     kept = [n * p.itemsize for p, n in trained]
     whole = ranks * sum(computed)
-    return Group(
+    return ParameterGroup(
         **known,
         whole=whole,
         buffer=whole if ranks > 1 else 0,

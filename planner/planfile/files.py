@@ -19,12 +19,12 @@ from torch import nn
 from planner.capture.passes.checkpoints import Checkpoints
 from planner.capture.shapes import Maxima
 from planner.core.identity import Identity, TensorKind, identity
+from planner.core.occupancy import Occupancy
 from planner.core.plan import Plan
 from planner.costs.account import account_of
 from planner.devices.specs import Device
 from planner.eager.checkpointing import Choice
 from planner.errors import ApplyError, PlanFileError
-from planner.lowering.microbatches import Flight
 from planner.parallel.group import other_world, world_size
 from planner.planfile.consistency import check
 from planner.planfile.jsonfile import path_of, read, write
@@ -71,7 +71,7 @@ class Asked:
     where: str
     batch: tuple[TensorKind, ...] | None
     in_flight: int = 1
-    flight: Flight | None = None
+    flight: Occupancy | None = None
     ranks: int = 1
 
 

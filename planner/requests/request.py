@@ -27,8 +27,8 @@ from planner.parallel.meshes import on_mesh
 from solvers import SOLVERS
 
 if TYPE_CHECKING:
+    from planner.core.occupancy import Occupancy
     from planner.core.plan import Plan
-    from planner.lowering.microbatches import Flight
 
 GB = 2**30
 PLANNED = ("activations", "gradients")  # lines of the account that come from the schedule
@@ -100,7 +100,7 @@ class Request:
     known: Plan | None = None
     batch: tuple[TensorKind, ...] | None = None
     in_flight: int = 1
-    flight: Flight | None = None
+    flight: Occupancy | None = None
     follows: bool = False
     buckets: Buckets | None = None
 
