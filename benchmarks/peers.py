@@ -28,11 +28,10 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from tqdm import tqdm
 
 from planner import InfeasibleBudgetError, plan
-from planner.capture.provenance import origins
 from planner.capture.trace.step import capture
 from planner.codegen.emit import keep_everything
 from planner.costs.ops import node_flops
-from planner.planning.pipeline import problem_of
+from planner.planning.pipeline import lower
 from planner.requests.check import check
 from tests.real_models import CASES, Case, tokens
 
@@ -90,16 +89,14 @@ def forward_costs(name: str) -> Row:
     case = make(name)
     request = check(case.model, case.batch, None, budget_gb="100%", loss_fn=case.loss_fn, progress=False)
     graph = capture(case.model, request.args or (), request.kwargs, keep_everything, case.loss_fn)
-    lowered, _ = problem_of(request, graph)
-    modules = {n for n, _ in case.model.named_modules()}
+    step = lower(request, graph)
     ops = []
-    sources = [graph.regions[o.region].ops[o.index] if o.region >= 0 else None for o in lowered.origin]
-    places = origins((source.node for source in sources if source is not None), modules)
-    for op, source in zip(lowered.problem.ops, sources, strict=True):
+    for op, origin in zip(step.problem.ops, step.origins, strict=True):
+        source = None if origin.region is None else graph.regions[origin.region].ops[origin.index]
         counted = node_flops(source.node) if source is not None and source.kind == "call" else 0
-        ops.append((op.name, next(places)[0] if source is not None else "", op.cost, counted))
-    total = lowered.problem.total_cost, sum(op[3] for op in ops)
-    return {"seconds": total[0], "flops": total[1], "forward": ops[: lowered.problem.boundary]}
+        ops.append((op.name, origin.module, op.cost, counted))
+    total = step.problem.total_cost, sum(op[3] for op in ops)
+    return {"seconds": total[0], "flops": total[1], "forward": ops[: step.problem.boundary]}
 
 
 def _rerun(costs: Row, runs: Callable[[str, str], bool]) -> Row:

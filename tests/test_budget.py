@@ -13,10 +13,10 @@ from planner import PlanWarning, applied_plan, plan
 from planner.capture.trace.step import capture
 from planner.codegen.emit import keep_everything
 from planner.devices.caching_allocator import reserved
-from planner.lowering import margin as fragmentation
-from planner.lowering.margin import solve_with_margin
+from planner.lowering.margin import allocator_events
 from planner.planning import pipeline
-from planner.planning.pipeline import problem_of
+from planner.planning.fragmentation import solve_with_margin
+from planner.planning.pipeline import lower
 from planner.requests.check import check
 from solvers import simulate
 
@@ -118,20 +118,20 @@ def test_a_plan_for_a_card_fits_its_caching_allocator(monkeypatch):
     model, images = convolutions()
     request = check(model, images, None, budget_gb=0.9, device="rtx3090", loss_fn=torch.Tensor.mean)
     graph = capture(request.model, request.args, request.kwargs, keep_everything, request.loss_fn)
-    bare, lines = problem_of(request, graph)
+    bare = lower(request, graph)
     seen = []
 
-    def solve(request, lowered, lines):
-        seen.append(lines["fragmentation margin"])
-        return pipeline._solve(request, lowered, lines)
+    def solve(step):
+        seen.append(step.account["fragmentation margin"])
+        return pipeline._solve(step, request)
 
-    lowered, solution, account = solve_with_margin(request, bare, lines, solve)
+    step, solution = solve_with_margin(bare, request, solve)
     assert solution.timeline.peak <= request.budget_bytes
-    assert simulate(lowered.problem, solution.schedule).peak == solution.timeline.peak
-    events = fragmentation._events(request, bare, lines, solution.schedule)
-    ran_out = reserved(events, request.budget_bytes - account["CUDA context"]).out_of_memory
+    assert simulate(step.problem, solution.schedule).peak == solution.timeline.peak
+    events = allocator_events(bare, request, solution.schedule)
+    ran_out = reserved(events, request.budget_bytes - step.account["CUDA context"]).out_of_memory
     assert ran_out == ("expandable_segments" in solution.note)
-    assert account["fragmentation margin"] == seen[-1] > 0
+    assert step.account["fragmentation margin"] == seen[-1] > 0
 
 
 @pytest.mark.parametrize(

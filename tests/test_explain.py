@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from planner import ApplyError, OptionError, Plan, plan
-from planner.planning.pipeline import graph_of, problem_of, write
+from planner.planning.pipeline import graph_of, lower, write
 from planner.planning.what_if import costs_of, keeping, recomputing, what_if
 from planner.report.words import cells
 from solvers import Solution, minimum_peak, simulate, validate
@@ -166,9 +166,9 @@ def test_any_choice_gives_a_valid_schedule(seed):
 def measured(case, p, schedule, folder):
     """Peak of a real step that runs another schedule."""
     graph = graph_of(p.request)
-    lowered, lines = problem_of(p.request, graph)
-    solution = Solution(schedule, simulate(lowered.problem, schedule), "test", 0.0, 0.0)
-    changed = Plan(write(p.request, graph, lowered, solution, lines))
+    step = lower(p.request, graph)
+    solution = Solution(schedule, simulate(step.problem, schedule), "test", 0.0, 0.0)
+    changed = Plan(write(p.request, graph, step, solution))
     changed.apply()
     try:
         return held_before(case) + step_peak(case, folder)

@@ -10,7 +10,6 @@ from torch import nn
 
 import planner.api.front
 import planner.eager.pipeline
-import planner.lowering.margin
 import planner.planning.pipeline
 import solvers.anneal
 from planner import Plan, applied_plan, max_batch, pareto, plan
@@ -110,8 +109,8 @@ def unchanged(model, before):
 PLACES = [
     (planner.planning.pipeline, "keep_everything", {}),
     (planner.planning.pipeline, "estimate", {}),
-    (planner.planning.pipeline, "emit", {}),
-    (planner.planning.pipeline, "timelines", {}),
+    (planner.planning.pipeline, "split_by_region", {}),
+    (planner.planning.pipeline, "planned_timeline", {}),
     (solvers.anneal, "anneal", {"solver": "auto"}),
     (planner.eager.pipeline, "trace_step", {"mode": "eager", "budget_gb": 0.002}),
     (planner.eager.pipeline, "search", {"mode": "eager", "budget_gb": 0.002}),

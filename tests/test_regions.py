@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from planner import plan
 from planner.capture.trace.step import capture
 from planner.codegen.emit import keep_everything
-from planner.planning.pipeline import problem_of
+from planner.planning.pipeline import lower
 from planner.requests.check import check
 from solvers import InfeasibleError, Problem, Schedule, every_op_once, simulate, solve
 
@@ -161,8 +161,7 @@ def test_a_plan_across_regions_beats_every_split_of_the_budget_between_them():
     for block in case.model.transformer.h:
         block.register_forward_pre_hook(lambda module, args: torch._dynamo.graph_break())
     graph = capture(case.model, (), case.batch, keep_everything)
-    lowered, _ = problem_of(check(case.model, case.batch, None, budget_gb=1), graph)
-    problem = lowered.problem
+    problem = lower(check(case.model, case.batch, None, budget_gb=1), graph).problem
     everything = simulate(problem, every_op_once(problem))
     planned = [r for r, region in enumerate(graph.regions) if region.fingerprint]
     assert len(planned) >= 3

@@ -11,8 +11,7 @@ import torch.distributed._functional_collectives as collectives
 from torch import nn
 from torch.nn import functional as F
 
-from planner import InfeasibleBudgetError, plan
-from planner.core.plan import Plan
+from planner import InfeasibleBudgetError, Plan, plan
 from planner.costs import measured_ops as workspace
 from planner.planning.decisions import REPLAYED
 

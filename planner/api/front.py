@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from planner.api.plan import Plan
-from planner.core.options import Checkpoints, Costs, Dynamic, Mode, Options
+from planner.capture.passes.checkpoints import Checkpoints
+from planner.core.options import Costs, Dynamic, Mode, Options
 from planner.errors import BatchError, CaptureError, OptionError
 from planner.planfile import files
 from planner.planning.pipeline import make_plan

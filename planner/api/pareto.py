@@ -13,7 +13,7 @@ from planner.core.options import GB, OptionArguments
 from planner.errors import BatchError, CaptureError, OptionError
 from planner.lowering.margin import add_margin
 from planner.planning.curve import curve_from
-from planner.planning.pipeline import graph_of, problem_of, write
+from planner.planning.pipeline import graph_of, lower, write
 from planner.requests.check import check
 from solvers import Problem, ProblemError, Solution
 from solvers import pareto as solve
@@ -87,20 +87,19 @@ def pareto(
         raise BatchError(_no_batch(model, "it has no dummy inputs of its own"))
     try:
         graph = graph_of(request)
-        lowered, lines = add_margin(request, *problem_of(request, graph))
+        step = add_margin(lower(request, graph), request)
     except (BatchError, CaptureError) as e:
         if batch is None and not kwargs:
             raise BatchError(_no_batch(model, f"with its own dummy inputs: {e}")) from e
         raise
-    found = curve(lowered.problem, points, time_limit=time_limit, progress=progress)
-    known = curve_from(lowered.problem, found)
+    found = curve(step.problem, points, time_limit=time_limit, progress=progress)
+    known = curve_from(step.problem, found)
     plans = (
         write(
             replace(request, budget_gb=budget / GB, options=replace(request.options, budget_gb=budget / GB)),
             graph,
-            replace(lowered, problem=lowered.problem.with_budget(budget)),
+            replace(step, problem=step.problem.with_budget(budget)),
             solution,
-            lines,
         )
         for budget, solution in bar("writing plans", progress, iterable=found, unit=" plans")
     )

@@ -47,9 +47,8 @@ def account_of(request: Request) -> tuple[dict[str, int], int | None]:
     return {**lines, **given}, step if counted else None
 
 
-def step_of(request: Request) -> PlannedStep:
-    """The step of a request, as a plan for it keeps it."""
-    lines, step = account_of(request)
+def planned_step(request: Request, optimizer_state: int, optimizer_step: int | None) -> PlannedStep:
+    """The step of a request, as a plan for it keeps it; the bytes of its optimizer as in `account_of`."""
     return PlannedStep(
         card=request.device,
         where=str(request.model_device),
@@ -58,8 +57,8 @@ def step_of(request: Request) -> PlannedStep:
         costs=request.costs,
         occupancy=request.occupancy,
         gradients_copied=request.gradients_copied,
-        optimizer_state=lines["optimizer state"],
-        optimizer_step=step,
+        optimizer_state=optimizer_state,
+        optimizer_step=optimizer_step,
         has_loss_fn=request.loss_fn is not None,
         ranks=world_size(),
         torch_version=torch.__version__,

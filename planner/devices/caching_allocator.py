@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from solvers import Problem, Schedule, simulate
+from solvers import Problem, Schedule, Timeline, simulate
 
 FREE = -1  # in the place of bytes
 BLOCK = 512  # sizes are multiples of it
@@ -135,6 +135,7 @@ def events_of(
     state: Sequence[int] = (),
     workspaces: Mapping[int, Sequence[int]] | None = None,
     steps: int = 2,
+    timeline: Timeline | None = None,
 ) -> list[Event]:
     """What training steps in a row allocate and free; the second begins with the segments that the first has left.
 
@@ -148,8 +149,9 @@ def events_of(
         state: the same for what comes just before the last op of the first step, as an optimizer's state does.
         workspaces: for ops whose workspace is not one allocation, the bytes of each.
         steps: how many.
+        timeline: that of the schedule, where it is known already.
     """
-    frees = simulate(problem, schedule).frees
+    frees = (timeline or simulate(problem, schedule)).frees
     keys = count()
     events = [(nbytes, next(keys)) for nbytes in resident]
     last = len(schedule.steps) - 1

@@ -16,7 +16,7 @@ from planner.compat.fake import DataDependentOutputException
 from planner.core.identity import identity
 from planner.core.plan import PlanRecord
 from planner.core.recipe import Choice
-from planner.costs.account import account_of, step_of
+from planner.costs.account import account_of, planned_step
 from planner.eager.candidates import find_units
 from planner.eager.costs import CostsKnown, costs_of, timeline
 from planner.eager.describe import baseline_moments, decisions, kept_by, moments, note, peak_account, peak_of
@@ -153,7 +153,7 @@ def _make(
         problem=None,
         schedule=None,
         options=request.options,
-        step=step_of(request),
+        step=planned_step(request, lines["optimizer state"], step),
         identity=identity(model),
     )
 

@@ -1,187 +1,254 @@
-"""The only bridge between captured graphs and solvers: regions and estimates in, a `Problem` out, and schedules back.
+"""Builds the problem of one microbatch on one device: captured regions and estimates in, a `Step` out.
 
 Ops of all regions stand in the order of the step: every forward pass in order, the loss, every backward pass in reverse
-order. The loss op stands for what happens between the passes: it reads the model's outputs and makes their gradients.
-An op after a backward pass adds its gradients to those of other regions, and, where gradients accumulate, to those
-that are there; the optimizer's step comes last.
+order. The loss op stands for the code between the passes: it reads the model's outputs and makes their gradients.
+An op after a backward pass adds the gradients of the region to those of other regions, and, where gradients accumulate,
+to those of earlier microbatches; the optimizer's step comes last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate as totals
 
-from planner.capture.provenance import op_kind
+from planner.capture.provenance import op_kind, origins
+from planner.capture.recomputability import is_random
 from planner.capture.regions.calls import Link
 from planner.capture.regions.region import Region
+from planner.core.plan import Phase
+from planner.core.step import OpOrigin, Row, Step
 from planner.costs.ops import OpEstimate
-from planner.lowering.links import join
+from planner.lowering.links import LinkedValues, resolve_links
 from solvers import Op, Problem, Schedule
 
-LOSS, ACCUMULATE, OPTIMIZER, COMMUNICATION = -1, -2, -3, -4  # ops of no region
+LOSS, ACCUMULATE, OPTIMIZER, COMMUNICATION = -1, -2, -3, -4  # `Op.region` of ops that no region has
 COPIED = "accumulate gradients"  # the op that adds a region's gradients to others, and frees them
 
 
-@dataclass(frozen=True, slots=True)
-class LoweredOp:
-    """Where an op of the problem comes from: `regions[region].ops[index]`, or LOSS, ACCUMULATE, ..."""
+@dataclass(frozen=True)
+class BuildSettings:
+    """The facts about a step that its graphs do not tell; bytes.
 
-    region: int
-    index: int
+    Attributes:
+        account: resident lines: name -> bytes.
+        modules: the model's paths, as in `named_modules()`.
+        loss_workspace: held only while the loss outside the model is computed, beside the gradients it makes.
+        loss_bytes: held by that loss until the end of the backward pass.
+        tangents_pinned: whether the gradients that the loss makes are held to the end of the backward pass.
+        tangents_held: whether the gradients that enter a region's backward pass are held until that has ended.
+        accumulate: whether gradients are added to those of earlier microbatches (a line of `account`), and freed.
+        optimizer_step: held only while the optimizer steps; None for no optimizer.
+        shard: number of devices that share each gradient, once it is made.
+        reduced: whether `insert_collectives` will say when gradients are freed: nothing holds them here.
+        granularity: the allocator rounds sizes up to multiples of it.
+        budget: None for no limit.
+    """
+
+    account: Mapping[str, int]
+    modules: Collection[str] = ()
+    loss_workspace: int = 0
+    loss_bytes: int = 0
+    tangents_pinned: bool = True
+    tangents_held: bool = False
+    accumulate: bool = False
+    optimizer_step: int | None = None
+    shard: int = 1
+    reduced: bool = False
+    granularity: int = 1
+    budget: int | None = None
 
 
 @dataclass(frozen=True)
-class Lowered:
-    """A problem and the way back from it.
+class _Parts:
+    """The parts that a step is built of.
 
     Attributes:
-        problem: what solvers see.
-        origin: for each op of the problem, where it comes from.
-        value_offset: for each region, the problem's number of its first value.
-        kinds: for each op of the problem, what it computes.
-        gradients: values that are gradients of parameters and inputs, whole or in part.
-        final: of these, the whole ones.
-        gathered: values that are parameters, or buffers of them, of which other devices have a share.
+        regions, estimates, settings: as for `build()`.
+        offset: for each region, the problem's number of its first value; one more for the first number after all.
+        linked: how values of regions are joined.
+        sizes: of each value of the regions, and of each sum of gradients, in bytes.
+        sharded_away: for each of these, the bytes that other devices take of it once it is made.
+        places: for each region, the module and the user's line of each op.
+        outputs: values that the loss reads.
+        incoming: values that the loss makes: the gradients that come into regions.
     """
 
-    problem: Problem
-    origin: tuple[LoweredOp, ...]
-    value_offset: tuple[int, ...]
-    kinds: tuple[str, ...] = ()
-    gradients: frozenset[int] = frozenset()
-    final: frozenset[int] = frozenset()
-    gathered: frozenset[int] = frozenset()
+    regions: Sequence[Region]
+    estimates: Sequence[Sequence[OpEstimate]]
+    settings: BuildSettings
+    offset: tuple[int, ...]
+    linked: LinkedValues
+    sizes: list[int]
+    sharded_away: list[int]
+    places: list[list[tuple[str, str]]]
+    outputs: list[int]
+    incoming: list[int]
 
 
-def lower(
+def build(
     regions: Sequence[Region],
     estimates: Sequence[Sequence[OpEstimate]],
-    *,
-    links: Sequence[Link] = (),
-    resident: int,
-    loss_workspace: int = 0,
-    loss_bytes: int = 0,
-    tangents_pinned: bool = True,
-    tangents_held: bool = False,
-    accumulate: bool = False,
-    optimizer_step: int | None = None,
-    shard: int = 1,
-    reduced: bool = False,
-    granularity: int = 1,
-    budget: int | None = None,
-) -> Lowered:
-    """Write the training step as a `Problem`.
+    links: Sequence[Link],
+    settings: BuildSettings,
+) -> Step:
+    """Write the training step as a `Problem`, with its provenance. O(ops + reads).
 
     Args:
         regions: in the order in which their forward passes run.
         estimates: for each region, one per op.
-        links: what the regions make for each other; other results of regions are held to the end.
-        resident: bytes held beside the values.
-        loss_workspace: bytes held only while the loss outside the model is computed, beside the gradients it makes.
-        loss_bytes: bytes held from the loss to the end of the backward pass, for the same reason.
-        tangents_pinned: whether the gradients that the loss makes are held to the end of the backward pass.
-        tangents_held: whether the gradients that enter a region's backward pass are held until that has ended.
-        accumulate: whether gradients are added to those of earlier microbatches (counted in `resident`), and freed.
-        optimizer_step: bytes held only while the optimizer steps; None for no optimizer.
-        shard: how many devices share each gradient, once it is made.
-        reduced: whether `communication.communicate` will say what becomes of the gradients: nothing holds them here.
-        granularity: what the allocator rounds sizes up to, in bytes.
-        budget: bytes, None for no limit.
+        links: tensors that regions make for each other; other results of regions are held to the end.
+        settings: of the step.
     """
-    ops: list[Op] = []
-    origin: list[LoweredOp] = []
-    kinds: list[str] = []
-    sizes: list[int] = []
-    unsharded: list[int] = []  # bytes of each value that other devices take once it is made
-    pinned: set[int] = set()
+    parts = _parts(regions, estimates, links, settings)
+    loss_saves, sizes = len(parts.sizes), [*parts.sizes, round_up(settings.loss_bytes, settings.granularity)]
+    rows = [row for r, region in enumerate(regions) for row in _region_rows(parts, r, range(region.boundary))]
+    boundary = len(rows)
+    rows.append(own_row(LOSS, "loss", "loss", parts.outputs, [*parts.incoming, loss_saves], settings.loss_workspace))
+    for r, region in reversed(list(enumerate(regions))):
+        rows += _region_rows(parts, r, range(region.boundary, len(region.ops)))
+        rows += _sum_rows(parts, r)
+    if settings.optimizer_step is not None:
+        rows.append(own_row(OPTIMIZER, "optimizer step", "optimizer", workspace=settings.optimizer_step))
+    ops, table = zip(*rows, strict=True)
+    resident = sum(settings.account.values())
+    problem = Problem(ops, tuple(sizes), boundary, _pinned(parts) | {loss_saves}, resident, settings.budget)
+    final = frozenset[int]().union(*parts.linked.gradients)
+    names = _names(regions)
+    names += [""] * (len(sizes) - len(names))
+    return Step(
+        problem,
+        settings.account,
+        table,
+        tuple(names),
+        final | parts.linked.parts,
+        final,
+        optimizer_step=settings.optimizer_step,
+    )
+
+
+def _parts(
+    regions: Sequence[Region],
+    estimates: Sequence[Sequence[OpEstimate]],
+    links: Sequence[Link],
+    settings: BuildSettings,
+) -> _Parts:
+    offset = tuple(totals([0, *(len(region.values) for region in regions)]))
+    linked = resolve_links(regions, links, offset)
+    sizes, sharded_away = _value_sizes(regions, estimates, linked, settings)
+    for v in linked.unused:
+        sizes[v] = 0
     outputs: list[int] = []
     incoming: list[int] = []
-    offset = tuple(totals([0, *(len(region.values) for region in regions)]))
-    joined = join(regions, links, offset)
-    shared = {v for each in joined.gradients for v in each} if shard > 1 else set()
+    for region, start in zip(regions, offset, strict=False):
+        # a frame of Python may hold what a graph has passed to it until the forward pass has ended
+        returned = {start + v for v in region.values_in(region.fwd_outputs)}
+        outputs.extend(returned if region.fingerprint else returned - linked.freed)
+        incoming.extend(start + v for v in region.values_in(region.tangents))
+    found = origins(((op.node, region.module) for region in regions for op in region.ops), settings.modules)
+    places = [[next(found) for _ in region.ops] for region in regions]
+    return _Parts(regions, estimates, settings, offset, linked, sizes, sharded_away, places, outputs, incoming)
 
-    def size(nbytes: int) -> None:
-        share = -(-nbytes // shard) if len(sizes) in shared else nbytes
-        sizes.append(-(-share // granularity) * granularity)
-        unsharded.append(nbytes - share)
 
+def round_up(nbytes: int, granularity: int) -> int:
+    """The least multiple of the granularity that is not less."""
+    return -(-nbytes // granularity) * granularity
+
+
+def own_row(
+    kind: int, name: str, phase: Phase, reads: Iterable[int] = (), writes: Iterable[int] = (), workspace: int = 0
+) -> Row:
+    """An op that no region has; its time is not counted, and it runs once."""
+    op = Op(name, tuple(dict.fromkeys(reads)), tuple(writes), 0.0, workspace, False, region=kind)
+    return op, OpOrigin(name, phase)
+
+
+def _value_sizes(
+    regions: Sequence[Region],
+    estimates: Sequence[Sequence[OpEstimate]],
+    linked: LinkedValues,
+    settings: BuildSettings,
+) -> tuple[list[int], list[int]]:
+    """Bytes of every value of the regions and of the sums of gradients; and bytes that other devices take of each."""
+    nbytes: list[int] = []
     for region, estimated in zip(regions, estimates, strict=True):
-        nbytes = [v.nbytes for v in region.values]
+        own = [v.nbytes for v in region.values]
         for op, estimate in zip(region.ops, estimated, strict=True):
             if estimate.excess and op.writes:
-                nbytes[op.writes[0]] += estimate.excess
-        for n in nbytes:
-            size(n)
-    for each in sorted((s for group in joined.sums.values() for s in group if s.writes), key=lambda s: s.writes or 0):
-        size(each.size)
-
-    def add(r: int, indices: range) -> None:
-        start = offset[r]
-        for i in indices:
-            graph_op, cost = regions[r].ops[i], estimates[r][i]
-            read = [joined.resolve(start + v) for v in graph_op.reads]
-            read += [v for at in graph_op.takes for v in joined.taken.get((r, at), ())]
-            if tangents_held and i + 1 == len(regions[r].ops):
-                read += [joined.resolve(start + v) for v in regions[r].values_in(regions[r].tangents)]
-            reads = tuple(dict.fromkeys(read))
-            writes = tuple(start + v for v in graph_op.writes)
-            name = graph_op.node.name if graph_op.kind == "call" else f"{graph_op.node.name}_{graph_op.kind}"
-            workspace = cost.workspace + sum(unsharded[v] for v in writes)
-            ops.append(Op(name, reads, writes, cost.seconds, workspace, not graph_op.keep_because, r))
-            origin.append(LoweredOp(r, i))
-            kinds.append(op_kind(graph_op.node) if graph_op.kind == "call" else "random state")
-
-    for r, region in enumerate(regions):
-        start = offset[r]
-        pinned.update(start + v for v in region.values_in(region.returned))
-        if not accumulate and not reduced:
-            pinned.update(joined.gradients[r])
-        # a frame of Python may hold what a graph has passed to it until the forward pass has ended
-        made = {start + v for v in region.values_in(region.fwd_outputs)}
-        outputs.extend(made if region.fingerprint else made - joined.freed)
-        incoming.extend(start + v for v in region.values_in(region.tangents))
-        add(r, range(region.boundary))
-    boundary = len(ops)
-    pinned.difference_update(joined.freed)
-    if tangents_pinned:
-        pinned.update(set(incoming).difference(joined.same))
-    for v in joined.unused:
-        sizes[v] = 0
-    incoming.append(len(sizes))
-    pinned.add(len(sizes))
-    sizes.append(-(-loss_bytes // granularity) * granularity)
-
-    def add_own(
-        kind: int, name: str, reads: Sequence[int] = (), writes: Sequence[int] = (), workspace: int = 0
-    ) -> None:
-        ops.append(Op(name, tuple(dict.fromkeys(reads)), tuple(writes), 0.0, workspace, False, region=kind))
-        origin.append(LoweredOp(kind, 0))
-        kinds.append(name)
-
-    add_own(LOSS, "loss", outputs, incoming, loss_workspace)
-    for r in reversed(range(len(regions))):
-        add(r, range(regions[r].boundary, len(regions[r].ops)))
-        for each in joined.sums.get(r, ()):
-            reads = [joined.resolve(v) if v in joined.unused else v for v in each.reads]
-            add_own(ACCUMULATE, "add gradients", reads, () if each.writes is None else [each.writes])
-        if accumulate and not reduced:
-            add_own(ACCUMULATE, COPIED, joined.gradients[r])
-    if optimizer_step is not None:
-        add_own(OPTIMIZER, "optimizer step", workspace=optimizer_step)
-    problem = Problem(tuple(ops), tuple(sizes), boundary, frozenset(pinned), resident, budget)
-    final = frozenset[int]().union(*joined.gradients)
-    return Lowered(problem, tuple(origin), offset[:-1], tuple(kinds), final | joined.parts, final)
+                own[op.writes[0]] += estimate.excess
+        nbytes += own
+    sums = [s for group in linked.sums.values() for s in group if s.writes]
+    nbytes += [s.size for s in sorted(sums, key=lambda s: s.writes or 0)]
+    shared = {v for each in linked.gradients for v in each} if settings.shard > 1 else set()
+    shares = [-(-n // settings.shard) if v in shared else n for v, n in enumerate(nbytes)]
+    sizes = [round_up(share, settings.granularity) for share in shares]
+    return sizes, [n - share for n, share in zip(nbytes, shares, strict=True)]
 
 
-def raise_schedule(lowered: Lowered, schedule: Schedule) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
-    """For each region, the ops that its forward and its backward pass run, in order."""
-    passes: list[tuple[list[int], list[int]]] = [([], []) for _ in lowered.value_offset]
+def _names(regions: Sequence[Region]) -> list[str]:
+    """For each value of the regions, its name in the emitted graphs; empty for states of generators."""
+    names = []
+    for region in regions:
+        states = {v for op in region.ops if op.kind == "rng_state" for v in op.writes}
+        names += ["" if v in states else value.owner.name for v, value in enumerate(region.values)]
+    return names
+
+
+def _region_rows(parts: _Parts, r: int, indices: range) -> Iterator[Row]:
+    """Some ops of region number `r`."""
+    region, start, linked = parts.regions[r], parts.offset[r], parts.linked
+    for i in indices:
+        graph_op, cost = region.ops[i], parts.estimates[r][i]
+        reads = [linked.resolve(start + v) for v in graph_op.reads]
+        reads += [v for at in graph_op.takes for v in linked.taken.get((r, at), ())]
+        if parts.settings.tangents_held and i + 1 == len(region.ops):
+            reads += [linked.resolve(start + v) for v in region.values_in(region.tangents)]
+        writes = tuple(start + v for v in graph_op.writes)
+        workspace = cost.workspace + sum(parts.sharded_away[v] for v in writes)
+        called, because = graph_op.kind == "call", graph_op.keep_because
+        name = graph_op.node.name if called else f"{graph_op.node.name}_{graph_op.kind}"
+        kind = op_kind(graph_op.node) if called else "random state"
+        phase: Phase = "forward" if i < region.boundary else "backward"
+        yield (
+            Op(name, tuple(dict.fromkeys(reads)), writes, cost.seconds, workspace, not because, r),
+            OpOrigin(kind, phase, *parts.places[r][i], r, i, because, called and is_random(graph_op.node)),
+        )
+
+
+def _sum_rows(parts: _Parts, r: int) -> Iterator[Row]:
+    """The ops after a region's backward pass that add its gradients to others."""
+    linked, settings = parts.linked, parts.settings
+    for each in linked.sums.get(r, ()):
+        reads = [linked.resolve(v) if v in linked.unused else v for v in each.reads]
+        yield own_row(ACCUMULATE, "add gradients", "backward", reads, () if each.writes is None else [each.writes])
+    if settings.accumulate and not settings.reduced:
+        yield own_row(ACCUMULATE, COPIED, "backward", linked.gradients[r])
+
+
+def _pinned(parts: _Parts) -> frozenset[int]:
+    """The values that the caller, autograd or `.grad` hold to the end of the step."""
+    settings, linked = parts.settings, parts.linked
+    pinned: set[int] = set()
+    for r, region in enumerate(parts.regions):
+        pinned.update(parts.offset[r] + v for v in region.values_in(region.returned))
+        if not settings.accumulate and not settings.reduced:
+            pinned.update(linked.gradients[r])
+    pinned.difference_update(linked.freed)
+    if settings.tangents_pinned:
+        pinned.update(set(parts.incoming).difference(linked.same))
+    return frozenset(pinned)
+
+
+def split_by_region(
+    step: Step, schedule: Schedule, regions: int
+) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+    """For each of so many regions, the ops that its forward and its backward pass run, in order."""
+    passes: list[tuple[list[int], list[int]]] = [([], []) for _ in range(regions)]
     half = 0
-    for step in schedule.steps:
-        origin = lowered.origin[step]
-        if origin.region == LOSS:
+    for i in schedule.steps:
+        origin = step.origins[i]
+        if origin.phase == "loss":
             half = 1
-        elif origin.region >= 0:
+        elif origin.region is not None:
             passes[origin.region][half].append(origin.index)
     return tuple((tuple(forward), tuple(backward)) for forward, backward in passes)

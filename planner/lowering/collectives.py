@@ -12,55 +12,22 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from planner.lowering.build import COMMUNICATION, OPTIMIZER, Lowered, LoweredOp
-from solvers import Op, Problem
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Parameters that are gathered together; bytes.
-
-    Attributes:
-        paths: of the modules around whose calls that happens.
-        whole: the gathered parameters.
-        buffer: what they are gathered into; 0 where nothing is gathered.
-        casting: what is held besides while that happens: this device's share in another data type.
-        reduced: the buffer that gradients are copied into.
-        share: this device's share of the gradients.
-        scattering: what is held besides while they are reduced: that share in another data type.
-        stays: whether the whole parameters are held from the forward to the backward pass.
-        copied: whether the backend copies what it sends (gloo), and lets go of that some time after.
-        next_forward: groups that are gathered ahead once its module's call has begun.
-        next_backward: the same once its backward pass has begun; empty for the one whose call ended before its own.
-    """
-
-    paths: tuple[str, ...]
-    whole: int
-    buffer: int
-    casting: int
-    reduced: int
-    share: int
-    scattering: int
-    stays: bool
-    copied: bool = False
-    next_forward: tuple[int, ...] = ()
-    next_backward: tuple[int, ...] = ()
-
-    def around(self, path: str) -> bool:
-        """Whether a module is one of its own, or inside one."""
-        return any(not own or path == own or path.startswith(f"{own}.") for own in self.paths)
+from planner.core.parameter_group import ParameterGroup, is_around
+from planner.core.plan import Phase
+from planner.core.step import Row, Step
+from planner.lowering.build import COMMUNICATION, own_row, round_up
 
 
 @dataclass
-class _Communicating:
+class _Writer:
     """A step that is written anew, with communication.
 
     Attributes:
         groups: parameters.
-        granularity: what the allocator rounds sizes up to, in bytes.
+        granularity: the allocator rounds sizes up to multiples of it, in bytes.
         sizes: of values, in bytes.
-        ops: in order.
-        source: for each op, where it was; None for communication.
+        phase: of the ops that are written now.
+        rows: ops in order, each with its origin.
         gathered: values that are whole parameters or buffers of them.
         shares: values that are shares of gradients.
         whole: parameters that are gathered now, by group.
@@ -68,11 +35,11 @@ class _Communicating:
         late: copies of the backend that may be held until the next op of communication.
     """
 
-    groups: Sequence[Group]
+    groups: Sequence[ParameterGroup]
     granularity: int
     sizes: list[int]
-    ops: list[Op] = field(default_factory=list)
-    source: list[int | None] = field(default_factory=list)
+    phase: Phase = "forward"
+    rows: list[Row] = field(default_factory=list)
     gathered: set[int] = field(default_factory=set)
     shares: set[int] = field(default_factory=set)
     whole: dict[int, int] = field(default_factory=dict)
@@ -80,22 +47,16 @@ class _Communicating:
     late: list[int] = field(default_factory=list)
 
     def value(self, nbytes: int) -> int:
-        self.sizes.append(-(-nbytes // self.granularity) * self.granularity)
+        self.sizes.append(round_up(nbytes, self.granularity))
         return len(self.sizes) - 1
 
     def parameters(self, nbytes: int) -> int:
-        self.gathered.add(made := self.value(nbytes))
-        return made
-
-    def copy(self, i: int, op: Op) -> None:
-        """An op of the step itself."""
-        self.ops.append(op)
-        self.source.append(i)
+        self.gathered.add(value := self.value(nbytes))
+        return value
 
     def add(self, name: str, reads: Sequence[int] = (), writes: Sequence[int] = (), workspace: int = 0) -> None:
         """An op of communication."""
-        self.ops.append(Op(name, (*reads, *self.late), tuple(writes), 0.0, workspace, False, COMMUNICATION))
-        self.source.append(None)
+        self.rows.append(own_row(COMMUNICATION, name, self.phase, (*reads, *self.late), writes, workspace))
         self.late.clear()
 
     def send(self, name: str, g: int, reads: Sequence[int], made: int, workspace: int) -> None:
@@ -117,48 +78,46 @@ class _Communicating:
         self.add("copy out", freed, [self.whole[g]])
 
 
-def communicate(
-    lowered: Lowered,
-    groups: Sequence[Group],
-    paths: Sequence[Sequence[str]],
-    *,
-    accumulate: bool = False,
-    granularity: int = 1,
-) -> Lowered:
+def insert_collectives(
+    step: Step, groups: Sequence[ParameterGroup], *, accumulate: bool = False, granularity: int = 1
+) -> Step:
     """Add gathering, resharding and reducing to a step. O(ops x groups).
 
     Args:
-        lowered: made with `reduced=True`.
-        groups: the outer before the inner.
-        paths: for each region, the module that each op belongs to.
+        step: built with `reduced=True`.
+        groups: the outer before the inner; none for a step without communication, which is returned as it is.
         accumulate: whether shares of gradients are added to earlier ones, and freed.
-        granularity: what the allocator rounds sizes up to, in bytes.
+        granularity: the allocator rounds sizes up to multiples of it, in bytes.
     """
-    problem = lowered.problem
-    around = {path: tuple(g for g, group in enumerate(groups) if group.around(path)) for each in paths for path in each}
-    chains = [None if o.region < 0 else around[paths[o.region][o.index]] for o in lowered.origin]
-    to = _Communicating(groups, granularity, list(problem.sizes))
-    order = _forward(lowered, to, chains)
-    _backward(lowered, to, chains, order)
-    made = Problem(
-        tuple(to.ops),
-        tuple(to.sizes),
-        to.source.index(problem.boundary),
-        problem.pinned if accumulate else problem.pinned | to.shares,
-        problem.resident,
-        problem.budget,
+    if not groups:
+        return step
+    paths = {origin.module for origin in step.origins}
+    around = {path: tuple(g for g, group in enumerate(groups) if is_around(group, path)) for path in paths}
+    chains = [None if origin.region is None else around[origin.module] for origin in step.origins]
+    to = _Writer(groups, granularity, list(step.problem.sizes))
+    order = _forward(step, to, chains)
+    boundary = len(to.rows)
+    to.phase = "backward"
+    _backward(step, to, chains, order)
+    ops, origins = zip(*to.rows, strict=True)
+    problem = replace(
+        step.problem,
+        ops=ops,
+        sizes=tuple(to.sizes),
+        boundary=boundary,
+        pinned=step.problem.pinned if accumulate else step.problem.pinned | to.shares,
     )
     return replace(
-        lowered,
-        problem=made,
-        origin=tuple(LoweredOp(COMMUNICATION, 0) if i is None else lowered.origin[i] for i in to.source),
-        kinds=tuple(op.name if i is None else lowered.kinds[i] for i, op in zip(to.source, to.ops, strict=True)),
-        gradients=lowered.gradients | to.shares,
+        step,
+        problem=problem,
+        origins=origins,
+        names=(*step.names, *("" for _ in to.sizes[len(step.names) :])),
+        gradients=step.gradients | to.shares,
         gathered=frozenset(to.gathered),
     )
 
 
-def _forward(lowered: Lowered, to: _Communicating, chains: Sequence[tuple[int, ...] | None]) -> list[int]:
+def _forward(step: Step, to: _Writer, chains: Sequence[tuple[int, ...] | None]) -> list[int]:
     """Returns the groups in the order in which their modules' calls end."""
     order: list[int] = []
     entered: list[int] = []
@@ -178,19 +137,18 @@ def _forward(lowered: Lowered, to: _Communicating, chains: Sequence[tuple[int, .
         if not to.groups[g].stays:
             to.add("reshard", [to.whole.pop(g)])
 
-    for i, op in enumerate(lowered.problem.ops[: lowered.problem.boundary]):
+    for i, op in enumerate(step.problem.ops[: step.problem.boundary]):
         if (chain := chains[i]) is not None:
             _go(entered, chain, enter, leave)
-        to.copy(i, op)
+        to.rows.append((op, step.origins[i]))
     _go(entered, (), enter, leave)
     to.add("wait", held)
     return order
 
 
-def _backward(
-    lowered: Lowered, to: _Communicating, chains: Sequence[tuple[int, ...] | None], order: Sequence[int]
-) -> None:
-    problem = lowered.problem
+def _backward(step: Step, to: _Writer, chains: Sequence[tuple[int, ...] | None], order: Sequence[int]) -> None:
+    """Takes the groups in the order in which `_forward` returns them."""
+    problem = step.problem
     entered: list[int] = []
     reduced: list[int] = []  # the latest buffer of gradients
     gradients: dict[int, list[int]] = defaultdict(list)
@@ -219,11 +177,11 @@ def _backward(
     for i, op in enumerate(problem.ops[problem.boundary :], problem.boundary):
         if (chain := chains[i]) is not None:
             _go(entered, chain, enter, leave)
-        elif lowered.origin[i].region == OPTIMIZER:
+        elif step.origins[i].phase == "optimizer":
             _go(entered, (), enter, leave)
         if entered:
-            gradients[entered[-1]] += [v for v in op.writes if v in lowered.final]
-        to.copy(i, op)
+            gradients[entered[-1]] += [v for v in op.writes if v in step.final]
+        to.rows.append((op, step.origins[i]))
     _go(entered, (), enter, leave)
 
 

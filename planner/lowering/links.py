@@ -28,8 +28,8 @@ class Sum:
 
 
 @dataclass(frozen=True)
-class Joined:
-    """Values are numbered as in the problem.
+class LinkedValues:
+    """How the values of regions are joined; numbered as in the problem.
 
     Attributes:
         taken: for each (region, primal) that another region makes, the values that it is.
@@ -56,7 +56,7 @@ class Joined:
         return value
 
 
-def join(regions: Sequence[Region], links: Sequence[Link], offset: Sequence[int]) -> Joined:
+def resolve_links(regions: Sequence[Region], links: Sequence[Link], offset: Sequence[int]) -> LinkedValues:
     """Follow every link, in the order in which autograd runs the backward passes: the last region's first.
 
     A gradient that arrives second is added to the first, as `torch/csrc/autograd/input_buffer.cpp` does: in place where
@@ -121,7 +121,7 @@ def join(regions: Sequence[Region], links: Sequence[Link], offset: Sequence[int]
     for r, region in enumerate(regions):
         own = region.values_in(g for p, g in enumerate(region.grads) if (r, p) not in linked)
         gradients.append(tuple(dict.fromkeys([*(offset[r] + v for v in own), *final[r]])))
-    return Joined(taken, frozenset(freed), same, frozenset(unused), tuple(gradients), sums, frozenset(parts))
+    return LinkedValues(taken, frozenset(freed), same, frozenset(unused), tuple(gradients), sums, frozenset(parts))
 
 
 def _values(regions: Sequence[Region], offset: Sequence[int], r: int, node: object) -> tuple[int, ...]:

@@ -20,12 +20,12 @@ from planner.compat.distributed import (
     reshards_after_forward,
     reshards_to_smaller_mesh,
 )
+from planner.core.parameter_group import ParameterGroup
 from planner.errors import ModelError
-from planner.lowering.collectives import Group
 from planner.parallel.sharded import compute_dtype, states_of
 
 
-def groups_of(model: nn.Module) -> tuple[Group, ...]:
+def groups_of(model: nn.Module) -> tuple[ParameterGroup, ...]:
     """Groups of parameters, the outer before the inner; empty where nothing is sharded.
 
     Raises:
@@ -61,7 +61,7 @@ def _inside(state: FSDPState, other: FSDPState, paths: Mapping[int, str]) -> boo
     return other is not state and any(paths[id(m)].startswith(o) for m in modules_of(state) for o in outer)
 
 
-def _group(group: FSDPParamGroup, *, root: bool, **known: Any) -> Group:
+def _group(group: FSDPParamGroup, *, root: bool, **known: Any) -> ParameterGroup:
     if reshards_to_smaller_mesh(group):
         raise ModelError("fully_shard(reshard_after_forward=a number) is not counted; give it True or False")
     if isinstance(group.offload_policy, CPUOffloadPolicy):
@@ -82,7 +82,7 @@ def _group(group: FSDPParamGroup, *, root: bool, **known: Any) -> Group:
     made = [n * compute_dtype(p, policy.reduce_dtype or policy.param_dtype).itemsize for p, n in trained]
     kept = [n * p.itemsize for p, n in trained]
     whole = ranks * sum(computed)
-    return Group(
+    return ParameterGroup(
         **known,
         whole=whole,
         buffer=whole if ranks > 1 else 0,

@@ -10,7 +10,7 @@ from solvers.bounds import cost_bound
 NOTE = "The schedule is that of another size, which fits this one."
 
 
-def reused(problem: Problem, known: Iterable[tuple[Problem, Schedule]]) -> Solution | None:
+def adopt_schedule(problem: Problem, known: Iterable[tuple[Problem, Schedule]]) -> Solution | None:
     """The cheapest of the known schedules that holds the problem's budget; None where none does. O(steps) for each.
 
     Recomputing nothing is tried first, where any are known. A schedule is taken only from a problem of equal structure,
@@ -20,7 +20,7 @@ def reused(problem: Problem, known: Iterable[tuple[Problem, Schedule]]) -> Solut
         problem: what to schedule.
         known: problems, each with a schedule of it.
     """
-    schedules = [s for other, s in known if alike(problem, other)]
+    schedules = [s for other, s in known if same_structure(problem, other)]
     found: Solution | None = None
     for schedule in dict.fromkeys([every_op_once(problem), *schedules] if schedules else []):
         timeline = validate(problem.with_budget(None), schedule)
@@ -32,7 +32,7 @@ def reused(problem: Problem, known: Iterable[tuple[Problem, Schedule]]) -> Solut
     return found
 
 
-def taken_over(problem: Problem, known: Problem, schedule: Schedule, bound: float) -> Solution | str:
+def adopt_known(problem: Problem, known: Problem, schedule: Schedule, bound: float) -> Solution | str:
     """A known schedule as that of a problem that is the same but for the costs of its ops; else what differs, in words.
 
     Args:
@@ -41,7 +41,7 @@ def taken_over(problem: Problem, known: Problem, schedule: Schedule, bound: floa
         schedule: of `known`.
         bound: proven for `known`.
     """
-    if not alike(problem, known):
+    if not same_structure(problem, known):
         return "its graphs differ"
     if problem.sizes != known.sizes or any(
         a.workspace != b.workspace for a, b in zip(problem.ops, known.ops, strict=True)
@@ -58,7 +58,7 @@ def taken_over(problem: Problem, known: Problem, schedule: Schedule, bound: floa
     return Solution(schedule, timeline, "known", 0.0, min(timeline.cost, proven))
 
 
-def alike(one: Problem, other: Problem) -> bool:
+def same_structure(one: Problem, other: Problem) -> bool:
     """Whether two problems differ in nothing but sizes, costs and the budget."""
     if (one.boundary, one.pinned, len(one.ops)) != (other.boundary, other.pinned, len(other.ops)):
         return False

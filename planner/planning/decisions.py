@@ -1,91 +1,58 @@
-"""A solution, read back in the user's words: decisions, and what takes the room."""
+"""A solution, read back in the user's words: the decisions, and the account of the bytes at the peak."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
 
-from planner.capture.provenance import origins
-from planner.capture.recomputability import is_random
-from planner.capture.regions.region import Region
 from planner.core.plan import Decision
-from planner.lowering.build import Lowered
-from solvers import Problem, Schedule, Solution, Timeline, simulate
-from solvers.schedule import waiting_bytes
+from planner.core.step import Replay, Step, live_before
 
 REPLAYED = "drawn again under the saved state of the generator"
 
 
-def decisions(
-    regions: Sequence[Region], lowered: Lowered, solution: Solution, modules: Collection[str]
-) -> tuple[Decision, ...]:
-    """One decision per forward value that the backward pass needs, in their order; `modules` are the model's paths."""
-    problem = lowered.problem
-    times = Counter(solution.schedule.steps)
-    kept = carried(problem, solution.schedule)
-    own = [(i, o) for i, o in enumerate(lowered.origin[: problem.boundary]) if o.region >= 0]
-    nodes = [(regions[o.region].ops[o.index].node, regions[o.region].module) for _, o in own]
+def decisions(step: Step, planned: Replay) -> tuple[Decision, ...]:
+    """One decision per forward value that the backward pass needs, in their order. O(steps + reads)."""
+    problem, times = step.problem, Counter(planned.schedule.steps)
     found = []
-    for (i, origin), (module, source) in zip(own, origins(nodes, modules), strict=True):
-        op, region = problem.ops[i], regions[origin.region]
-        graph_op = region.ops[origin.index]
-        if graph_op.kind != "call":
-            continue
-        needed = [v for v in op.writes if any(r > problem.boundary for r in problem.readers[v])]
-        again = [v for v in needed if v not in kept]  # made by one run of the op: they share its time
+    for i, (op, origin) in enumerate(zip(problem.ops[: problem.boundary], step.origins, strict=False)):
+        needed = [v for v in op.writes if step.names[v] and any(r > problem.boundary for r in problem.readers[v])]
+        again = [v for v in needed if v not in planned.saved_for_backward]  # one run makes them: they share its time
         if not again and times[i] > 1:  # dropped and made again within the forward pass
             again = needed
         for v in needed:
             found.append(
                 Decision(
-                    name=region.values[v - lowered.value_offset[origin.region]].owner.name,
+                    name=step.names[v],
                     action="recompute" if v in again else "keep",
                     nbytes=problem.sizes[v],
                     recompute_seconds=op.cost * (times[i] - 1) / len(again) if v in again else 0.0,
-                    module=module,
-                    source=source,
-                    reason=graph_op.keep_because or (REPLAYED if v in again and is_random(graph_op.node) else ""),
-                    op=lowered.kinds[i],
+                    module=origin.module,
+                    source=origin.source,
+                    reason=origin.keep_because or (REPLAYED if v in again and origin.random else ""),
+                    op=origin.kind,
                 )
             )
     return tuple(found)
 
 
-def carried(problem: Problem, schedule: Schedule) -> set[int]:
-    """Values held when the first backward op starts."""
-    if problem.boundary not in schedule.steps:
-        return set()
-    return held_before(problem, schedule, simulate(problem, schedule), schedule.steps.index(problem.boundary))
-
-
-def held_before(problem: Problem, schedule: Schedule, timeline: Timeline, at: int) -> set[int]:
-    """Values held when a step starts."""
-    live: set[int] = set()
-    for i, gone in zip(schedule.steps[:at], timeline.frees[:at], strict=True):
-        live.update(problem.ops[i].writes)
-        live.difference_update(gone)
-    return live
-
-
-def peak_account(lowered: Lowered, schedule: Schedule) -> dict[str, int]:
-    """What the step's own memory is made of at its peak: name -> bytes; sums to peak less resident."""
-    problem = lowered.problem
-    timeline = simulate(problem, schedule)
+def peak_account(step: Step, planned: Replay) -> dict[str, int]:
+    """The lines of the step's own memory at its peak: name -> bytes; they add up to the peak less what is resident."""
+    problem, schedule, timeline = step.problem, planned.schedule, planned.timeline
     if not schedule.steps:
         return {}
     at = timeline.held.index(timeline.peak)
-    live = held_before(problem, schedule, timeline, at)
+    live = live_before(problem, schedule, timeline, at)
     i = schedule.steps[at]
-    op = problem.ops[i]
-    made_forward = {v for v in live if problem.producer[v] < problem.boundary} - lowered.gathered
-    gathered = live & lowered.gathered
-    others, waiting = waiting_bytes(problem, schedule.steps)[at], problem.waiting
-    wait = waiting is not None and any(number for number, _ in (*waiting.forward, *waiting.backward))
-    beside = "microbatches in flight" if wait else "gradients of the step before"
+    op, waiting = problem.ops[i], problem.waiting
+    gathered = live & step.gathered
+    activations = {v for v in live if problem.producer[v] < problem.boundary} - gathered
+    in_flight = waiting is not None and any(number for number, _ in (*waiting.forward, *waiting.backward))
+    others = "microbatches in flight" if in_flight else "gradients of the step before"
     return {
-        **({"parameters gathered for use": sum(problem.sizes[v] for v in gathered)} if lowered.gathered else {}),
-        "activations": sum(problem.sizes[v] for v in made_forward),
-        "gradients": sum(problem.sizes[v] for v in live - made_forward - gathered),
-        **({beside: others} if others else {}),
-        f"the op at the peak ({lowered.kinds[i].strip('_')})": op.workspace + sum(problem.sizes[v] for v in op.writes),
+        **({"parameters gathered for use": sum(problem.sizes[v] for v in gathered)} if step.gathered else {}),
+        "activations": sum(problem.sizes[v] for v in activations),
+        "gradients": sum(problem.sizes[v] for v in live - activations - gathered),
+        **({others: planned.others[at]} if planned.others[at] else {}),
+        f"the op at the peak ({step.origins[i].kind.strip('_')})": op.workspace
+        + sum(problem.sizes[v] for v in op.writes),
     }

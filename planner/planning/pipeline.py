@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from types import MappingProxyType
 
 import torch
 from torch import fx
 
-from planner.capture.provenance import origins
 from planner.capture.regions.region import Region
 from planner.capture.trace.data_dependent import told
 from planner.capture.trace.dynamo import Partition
@@ -20,23 +19,25 @@ from planner.codegen.emit import emit, keep_everything
 from planner.core.identity import identity
 from planner.core.plan import GraphModules, PlanRecord
 from planner.core.recipe import PlannedRegion, Recipe
-from planner.costs.account import account_of, step_of
+from planner.core.step import Pass, Step, replay, run_passes
+from planner.costs.account import account_of, planned_step
 from planner.costs.measured_ops import measure
 from planner.costs.ops import estimate
 from planner.eager.pipeline import make_eager_plan
 from planner.errors import CaptureError, InfeasibleBudgetError, RankError
-from planner.lowering.build import Lowered, lower, raise_schedule
-from planner.lowering.collectives import communicate
-from planner.lowering.margin import MARGIN, solve_with_margin
-from planner.lowering.microbatches import in_words, with_others
+from planner.lowering.build import BuildSettings, build, split_by_region
+from planner.lowering.collectives import insert_collectives
+from planner.lowering.margin import MARGIN
+from planner.lowering.microbatches import add_microbatches, in_words
 from planner.parallel.fsdp import groups_of
 from planner.parallel.group import other_world
-from planner.planning.adopt_schedule import alike, reused, taken_over
-from planner.planning.decisions import carried, decisions, peak_account
-from planner.planning.timelines import timelines
+from planner.planning.adopt_schedule import adopt_known, adopt_schedule, same_structure
+from planner.planning.decisions import decisions, peak_account
+from planner.planning.fragmentation import solve_with_margin
+from planner.planning.timelines import baseline_timeline, planned_timeline
 from planner.requests.planned import Filed, Known, Planned, source_of
 from planner.requests.request import Request
-from solvers import InfeasibleError, Problem, Solution, solve
+from solvers import InfeasibleError, Solution, every_op_once, solve
 from solvers.bounds import cost_bound
 from solvers.progress import bar, clock
 
@@ -59,10 +60,9 @@ def make_plan(
         if request.options.mode == "eager":
             return make_eager_plan(request, others[-1] if others else None, known=known, must_match=must_match)
         graph = graph_of(request)
-    lowered, lines = problem_of(request, graph)
-    solve_here = partial(_solve, others=others, known=known, must_match=must_match)
-    lowered, solution, lines = solve_with_margin(request, lowered, lines, solve_here)
-    return write(request, graph, lowered, solution, lines)
+    solve_here = partial(_solve, request=request, others=others, known=known, must_match=must_match)
+    step, solution = solve_with_margin(lower(request, graph), request, solve_here)
+    return write(request, graph, step, solution)
 
 
 def graph_of(request: Request) -> TrainingGraph:
@@ -100,100 +100,80 @@ def _graph_of(request: Request, split: Partition) -> TrainingGraph:
     return replace(step(request.maxima, symbolic=False), note=note)
 
 
-def problem_of(request: Request, graph: TrainingGraph) -> tuple[Lowered, dict[str, int]]:
-    """The training step as a problem, and the lines of the account that are held all the time, fragmentation apart."""
+def lower(request: Request, graph: TrainingGraph) -> Step:
+    """The training step as a problem, without a margin for fragmentation."""
     device, here = request.device, request.measure_on
     outside = measure(graph.loss.calls, here, progress=request.options.progress) if here is not None else {}
     excess = sum(a.excess for a in outside.values())
-    lines, step = account_of(request)
+    account, optimizer_step = account_of(request)
     groups = groups_of(request.model)
-    granularity = 512 if device.type == "cuda" else 1
-    lowered = lower(
-        graph.regions,
-        estimate(
-            graph.regions,
-            device,
-            measure_on=here,
-            timed=request.costs == "measured",
-            progress=request.options.progress,
-        ),
-        links=graph.links,
-        resident=sum(lines.values()),
+    options = request.options
+    settings = BuildSettings(
+        account=account,
+        modules={name for name, _ in request.model.named_modules()},
         loss_workspace=graph.loss.workspace,
         loss_bytes=graph.loss.held + excess,
         # loss.backward() holds the loss's own gradient
         tangents_pinned=graph.loss.source in ("model", "received") or not TANGENTS_FREED,
         tangents_held=not TANGENTS_FREED,
         accumulate=request.gradients_copied,
-        optimizer_step=step,
-        shard=request.options.shard,
+        optimizer_step=optimizer_step,
+        shard=options.shard,
         reduced=bool(groups),
-        granularity=granularity,
+        granularity=512 if device.type == "cuda" else 1,
         budget=request.budget_bytes,
     )
-    if groups:
-        names = {name for name, _ in request.model.named_modules()}
-        paths = [[m for m, _ in origins(((op.node, r.module) for op in r.ops), names)] for r in graph.regions]
-        lowered = communicate(lowered, groups, paths, accumulate=request.options.accumulate, granularity=granularity)
-    return with_others(request, lowered, lines, graph.loss.waiting + excess, excess)
+    timed = request.costs == "measured"
+    estimates = estimate(graph.regions, device, measure_on=here, timed=timed, progress=options.progress)
+    passes: list[Pass] = [
+        partial(insert_collectives, groups=groups, accumulate=options.accumulate, granularity=settings.granularity),
+        partial(add_microbatches, request=request, loss_bytes=graph.loss.waiting + excess, loss_left=excess),
+    ]
+    return run_passes(build(graph.regions, estimates, graph.links, settings), passes)
 
 
 def _solve(
-    request: Request,
-    lowered: Lowered,
-    lines: dict[str, int],
-    *,
-    others: Sequence[Planned] = (),
-    known: Known | None = None,
-    must_match: bool = False,
+    step: Step, request: Request, others: Sequence[Planned] = (), known: Known | None = None, must_match: bool = False
 ) -> Solution:
-    same = _known(request, lowered.problem, lines, known, must_match)
+    problem, options = step.problem, request.options
+    same = _known(step, request, known, must_match) if known is not None else ""
     if isinstance(same, Solution):
         return same
     if must_match:
         raise RankError(same)
     records = [p.record for p in others]
-    found = reused(lowered.problem, [(r.problem, r.schedule) for r in records if r.problem and r.schedule])
-    if found is not None:
-        return found
-    options = request.options
+    adopted = adopt_schedule(problem, [(r.problem, r.schedule) for r in records if r.problem and r.schedule])
+    if adopted is not None:
+        return adopted
     try:
-        found = solve(lowered.problem, options.solver, time_limit=options.time_limit, progress=options.progress)
-        return replace(found, note=f"{found.note} {same}".strip())
+        solution = solve(problem, options.solver, time_limit=options.time_limit, progress=options.progress)
+        return replace(solution, note=f"{solution.note} {same}".strip())
     except InfeasibleError as e:
-        leanest = peak_account(lowered, e.schedule)
-        takes = dict(sorted({**lines, **leanest}.items(), key=lambda line: -line[1]))
+        leanest = peak_account(step, replay(problem, e.schedule))
+        takes = dict(sorted({**step.account, **leanest}.items(), key=lambda line: -line[1]))
         raise InfeasibleBudgetError(request.budget_gb, e.minimum, takes) from None
 
 
-def _known(
-    request: Request, problem: Problem, lines: Mapping[str, int], known: Known | None, must_match: bool
-) -> Solution | str:
+def _known(step: Step, request: Request, known: Known, must_match: bool) -> Solution | str:
     """The schedule of the known plan, where that is of this step and budget; else a note that says why it is not."""
-    if known is None:
-        return ""
-    record = known.record
+    record, problem = known.record, step.problem
     if record.problem is None or record.schedule is None:
         why: Solution | str = "it is a plan for eager mode"
     elif must_match:  # sizes may be those of another rank's share
-        here = alike(problem, record.problem)
-        why = taken_over(problem, problem if here else record.problem, record.schedule, cost_bound(problem))
+        here = same_structure(problem, record.problem)
+        why = adopt_known(problem, problem if here else record.problem, record.schedule, cost_bound(problem))
     elif isinstance(known, Filed) and (other := other_world(record.step.ranks, record.options.shard, request.model)):
         why = other
     elif record.options.solver != request.options.solver:
         why = f"it is of solver={record.options.solver!r}"
-    elif _apart(problem, lines) != _apart(record.problem, record.account):
+    # the margin for fragmentation may be that of another schedule
+    elif problem.resident - step.account.get(MARGIN, 0) != record.problem.resident - record.account.get(MARGIN, 0):
         why = "what is held all the time differs"
     else:
-        why = taken_over(problem, record.problem, record.schedule, record.bound)
+        why = adopt_known(problem, record.problem, record.schedule, record.bound)
     if isinstance(why, str):
         return f"Solved anew, not taken from {source_of(known)}: {why}."
     return replace(why, solver=record.solver, note=f"Taken from {source_of(known)}: the same step and budget.")
-
-
-def _apart(problem: Problem, lines: Mapping[str, int]) -> int:
-    """What is resident, fragmentation apart: its margin may be that of another schedule."""
-    return problem.resident - lines.get(MARGIN, 0)
 
 
 def _notes(request: Request, graph: TrainingGraph) -> Iterator[str]:
@@ -207,46 +187,46 @@ def _notes(request: Request, graph: TrainingGraph) -> Iterator[str]:
         yield told(graph.asked, "is planned when it comes")
 
 
-def write(
-    request: Request, graph: TrainingGraph, lowered: Lowered, solution: Solution, lines: dict[str, int]
-) -> Planned:
-    """The plan that a solution makes."""
-    problem, timeline = lowered.problem, solution.timeline
-    passes = raise_schedule(lowered, solution.schedule)
-    planned = [PlannedRegion(r.fingerprint, *each) for r, each in zip(graph.regions, passes, strict=True)]
-    calls = {key: tuple(None if r is None else planned[r] for r in order) for key, order in graph.order.items()}
-    names = {name for name, _ in request.model.named_modules()}
-    kept = carried(problem, solution.schedule)
-    planned_timeline, unplanned = timelines(graph.regions, lowered, solution, lines, names, kept)
+def write(request: Request, graph: TrainingGraph, step: Step, solution: Solution) -> Planned:
+    """The plan that a solution of the step is."""
+    problem = step.problem
+    planned = replay(problem, solution.schedule, solution.timeline)
+    baseline = replay(problem, every_op_once(problem))
+    passes = split_by_region(step, solution.schedule, len(graph.regions))
 
+    @cache
     def graphs() -> tuple[GraphModules, ...]:
         pairs = zip(graph.regions, passes, strict=True)
         return tuple(GraphModules(*emit(region, *each)) for region, each in pairs if region.fingerprint)
 
     record = PlanRecord(
         budget_bytes=request.budget_bytes,
-        peak_bytes=timeline.peak,
-        baseline_peak_bytes=max((m.held_bytes for m in unplanned), default=problem.resident),
+        peak_bytes=solution.timeline.peak,
+        baseline_peak_bytes=baseline.timeline.peak,
         resident_bytes=problem.resident,
-        overhead=timeline.cost / problem.total_cost - 1,
+        overhead=solution.timeline.cost / problem.total_cost - 1,
         bound=solution.bound,
         gap=solution.gap,
         solver=solution.solver,
         solve_seconds=solution.seconds,
-        timeline=planned_timeline,
-        baseline_timeline=unplanned,
-        decisions=decisions(graph.regions, lowered, solution, names),
-        step_seconds=timeline.cost,
-        account=MappingProxyType({**lines, **peak_account(lowered, solution.schedule)}),
-        note=" ".join(
-            filter(None, [solution.note, in_words(problem, solution.schedule), graph.note, *_notes(request, graph)])
-        ),
+        timeline=planned_timeline(step, planned),
+        baseline_timeline=baseline_timeline(step, planned, baseline),
+        decisions=decisions(step, planned),
+        step_seconds=solution.timeline.cost,
+        account=MappingProxyType({**step.account, **peak_account(step, planned)}),
+        note=" ".join(filter(None, [solution.note, in_words(problem, planned), graph.note, *_notes(request, graph)])),
         device=request.device.name,
-        recipe=Recipe(calls, graph.detached, graph.maxima, graph.asked),
+        recipe=_recipe(graph, passes),
         problem=problem,
         schedule=solution.schedule,
         options=request.options,
-        step=step_of(request),
+        step=planned_step(request, step.account["optimizer state"], step.optimizer_step),
         identity=identity(request.model),
     )
     return Planned(record, request, graphs)
+
+
+def _recipe(graph: TrainingGraph, passes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> Recipe:
+    planned = [PlannedRegion(r.fingerprint, *each) for r, each in zip(graph.regions, passes, strict=True)]
+    calls = {key: tuple(None if r is None else planned[r] for r in order) for key, order in graph.order.items()}
+    return Recipe(calls, graph.detached, graph.maxima, graph.asked)

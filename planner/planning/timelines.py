@@ -1,17 +1,14 @@
-"""A solution's timeline, moment by moment: what runs, whose it is, and what the bytes held are."""
+"""A solution's timeline, moment by moment: the op that runs, its module, and the bytes held, by kind."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 
-from planner.capture.provenance import origins
-from planner.capture.regions.region import Region
-from planner.core.plan import Action, BaselineMoment, Held, Moment, Phase
+from planner.core.plan import Action, BaselineMoment, Held, Moment
+from planner.core.step import Replay, Step
 from planner.costs.static_memory import UNREDUCED
-from planner.lowering.build import LOSS, OPTIMIZER, Lowered
-from solvers import Problem, Solution, every_op_once, simulate
-from solvers.schedule import waiting_bytes
+from solvers import Problem
 
 _PARAMETERS = ("parameters", "parameters gathered for use", "buffers")
 _GRADIENTS = ("gradients of earlier microbatches", UNREDUCED)
@@ -21,98 +18,78 @@ PARAMETERS, GRADIENTS, BACKWARD = _PLACES["parameters"], _PLACES["gradients"], _
 
 
 def resident(lines: Mapping[str, int]) -> Held:
-    """What is held all the time, by kind; `lines` of the account: name -> bytes."""
+    """The bytes held all the time, by kind; `lines` of the account: name -> bytes."""
     parameters = sum(lines.get(name, 0) for name in _PARAMETERS)
     gradients, state = sum(lines.get(name, 0) for name in _GRADIENTS), lines.get("optimizer state", 0)
     return Held(parameters, state, sum(lines.values()) - parameters - gradients - state, gradients)
 
 
-def timelines(
-    regions: Sequence[Region],
-    lowered: Lowered,
-    solution: Solution,
-    lines: Mapping[str, int],
-    modules: Collection[str],
-    kept: Collection[int],
-) -> tuple[tuple[Moment, ...], tuple[BaselineMoment, ...]]:
-    """The timeline of a solution, and that of every op once. O(steps + reads).
+def planned_timeline(step: Step, planned: Replay) -> tuple[Moment, ...]:
+    """The timeline of a schedule of the step. O(steps + reads)."""
+    problem, seen = step.problem, set[int]()
+    timeline = []
+    for i, held in zip(planned.schedule.steps, by_kind(step, planned), strict=True):
+        at = step.origins[i]
+        # an early free may make an op run again in the forward pass, and the forward ops of one graph after another's
+        phase = "backward" if i in seen and problem.boundary in seen else at.phase
+        timeline.append(Moment(at.kind, phase, i in seen, held, problem.ops[i].cost, at.module, at.source))
+        seen.add(i)
+    return tuple(timeline)
+
+
+def baseline_timeline(step: Step, planned: Replay, baseline: Replay) -> tuple[BaselineMoment, ...]:
+    """The timeline of every op once, with what the plan does with each op. O(ops + reads).
 
     Args:
-        regions: of the step.
-        lowered: its problem.
-        solution: a schedule of it.
-        lines: what is held all the time: name -> bytes; they add up to `problem.resident`.
-        modules: the model's paths.
-        kept: values held when the first backward op starts.
+        step: the training step.
+        planned: the plan's schedule.
+        baseline: every op once.
     """
-    problem, steps = lowered.problem, solution.schedule.steps
-    own = [(i, o) for i, o in enumerate(lowered.origin) if o.region >= 0]
-    nodes = ((regions[o.region].ops[o.index].node, regions[o.region].module) for _, o in own)
-    named = dict(zip((i for i, _ in own), origins(nodes, modules), strict=True))
-    ops = [(lowered.kinds[i], _phase(lowered, i), *named.get(i, ("", ""))) for i in range(len(problem.ops))]
-    seen: set[int] = set()
-    timeline = []
-    for i, held in zip(steps, by_kind(lowered, solution, resident(lines)), strict=True):
-        kind, phase, module, source = ops[i]
-        # what is dropped early may run again in the forward pass, and the forward ops of one graph after another's
-        phase = "backward" if i in seen and problem.boundary in seen else phase
-        timeline.append(Moment(kind, phase, i in seen, held, problem.ops[i].cost, module, source))
-        seen.add(i)
-    times = Counter(steps)
-    unplanned = []
-    for i, (op, held_bytes) in enumerate(zip(problem.ops, simulate(problem, every_op_once(problem)).held, strict=True)):
-        kind, phase, module, source = ops[i]
-        action: Action | None = None
-        if i < problem.boundary and times[i] > 1:
-            action = "recompute"
-        elif i < problem.boundary and any(
-            v in kept and max(problem.readers[v], default=0) > problem.boundary for v in op.writes
-        ):
-            action = "keep"
-        made = sum(problem.sizes[v] for v in op.writes)
-        reads = tuple(dict.fromkeys(problem.producer[v] for v in op.reads))
-        unplanned.append(
-            BaselineMoment(kind, phase, held_bytes, op.cost, module, source, made, times[i], action, reads)
+    problem, times = step.problem, Counter(planned.schedule.steps)
+    return tuple(
+        BaselineMoment(
+            at.kind,
+            at.phase,
+            held_bytes,
+            op.cost,
+            at.module,
+            at.source,
+            nbytes=sum(problem.sizes[v] for v in op.writes),
+            runs=times[i],
+            action=_action(problem, planned, i, times[i]),
+            reads=tuple(dict.fromkeys(problem.producer[v] for v in op.reads)),
         )
-    return tuple(timeline), tuple(unplanned)
+        for i, (op, at, held_bytes) in enumerate(zip(problem.ops, step.origins, baseline.timeline.held, strict=True))
+    )
 
 
-def _phase(lowered: Lowered, i: int) -> Phase:
-    region = lowered.origin[i].region
-    if region == LOSS:
-        return "loss"
-    if region == OPTIMIZER:
-        return "optimizer"
-    return "forward" if i < lowered.problem.boundary else "backward"
+def _action(problem: Problem, planned: Replay, i: int, times: int) -> Action | None:
+    """What becomes of the values of op number `i`, which runs so many times."""
+    if i >= problem.boundary:
+        return None
+    if times > 1:
+        return "recompute"
+    saved = (v for v in problem.ops[i].writes if v in planned.saved_for_backward)
+    return "keep" if any(max(problem.readers[v], default=0) > problem.boundary for v in saved) else None
 
 
-def by_kind(lowered: Lowered, solution: Solution, always: Held) -> list[Held]:
-    """`solution.timeline.held`, by kind. O(steps + reads)."""
-    problem, steps, frees = lowered.problem, solution.schedule.steps, solution.timeline.frees
-    passing = _passing(problem, solution)
-    live = list(always)
+def by_kind(step: Step, planned: Replay) -> list[Held]:
+    """`planned.timeline.held`, by kind. O(steps + reads)."""
+    problem, steps = step.problem, planned.schedule.steps
+    transient = _transient(problem, planned)
+    live = list(resident(step.account))
     kind_of: dict[int, int] = {}  # of the values held
     seen: set[int] = set()
     found = []
-    for i, gone, beside in zip(steps, frees, waiting_bytes(problem, steps), strict=True):
-        op, again = problem.ops[i], i in seen
+    for i, gone, others in zip(steps, planned.timeline.frees, planned.others, strict=True):
+        op = problem.ops[i]
         replaced = []  # values that are still held: their old copies go when the op has ended
         for v in op.writes:
-            if v in lowered.gathered:
-                kind = PARAMETERS
-            elif again:
-                kind = RECOMPUTED
-            elif i < problem.boundary:
-                kind = PASSING if v in passing else KEPT
-            elif i == problem.boundary and v == op.writes[-1]:
-                kind = KEPT  # what the loss itself holds
-            else:
-                kind = GRADIENTS if v in lowered.gradients else BACKWARD
             if v in kind_of:
                 replaced.append((v, kind_of[v]))
-            kind_of[v] = kind
+            kind_of[v] = kind = _kind(step, i, v, i in seen, transient)
             live[kind] += problem.sizes[v]
-        found.append(Held._make([*live[:-2], beside, op.workspace]))
+        found.append(Held._make([*live[:-2], others, op.workspace]))
         for v, kind in replaced:
             live[kind] -= problem.sizes[v]
         for v in gone:
@@ -121,13 +98,27 @@ def by_kind(lowered: Lowered, solution: Solution, always: Held) -> list[Held]:
     return found
 
 
-def _passing(problem: Problem, solution: Solution) -> set[int]:
+def _kind(step: Step, i: int, value: int, again: bool, transient: set[int]) -> int:
+    """Which of the bytes in `Held` a value is that op number `i` makes."""
+    boundary = step.problem.boundary
+    if value in step.gathered:
+        return PARAMETERS
+    if again:
+        return RECOMPUTED
+    if i < boundary:
+        return PASSING if value in transient else KEPT
+    if i == boundary and value == step.problem.ops[i].writes[-1]:
+        return KEPT  # saved by the loss itself
+    return GRADIENTS if value in step.gradients else BACKWARD
+
+
+def _transient(problem: Problem, planned: Replay) -> set[int]:
     """Forward values that are freed, or made again, before the first backward op, once they were made."""
-    steps = solution.schedule.steps
+    steps = planned.schedule.steps
     end = steps.index(problem.boundary) if problem.boundary in steps else len(steps)
     seen: set[int] = set()
     found: set[int] = set()
-    for i, gone in zip(steps[:end], solution.timeline.frees[:end], strict=True):
+    for i, gone in zip(steps[:end], planned.timeline.frees[:end], strict=True):
         if i in seen:
             found.update(problem.ops[i].writes)
         found.update(gone)

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from planner.core.plan import PlanRecord
-from planner.planning.decisions import held_before
+from planner.core.step import live_before
 from solvers import Problem, Schedule, simulate
 
 
@@ -57,7 +57,7 @@ def costs_of(plan: PlanRecord) -> tuple[Cost, ...]:
         return ()
     timeline = simulate(problem, schedule)
     at = timeline.held.index(timeline.peak)
-    live = held_before(problem, schedule, timeline, at).union(problem.ops[schedule.steps[at]].writes)
+    live = live_before(problem, schedule, timeline, at).union(problem.ops[schedule.steps[at]].writes)
     found = []
     for i, needed in makers:
         together = sum(problem.sizes[v] for v in needed)

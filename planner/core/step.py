@@ -1,0 +1,131 @@
+"""A training step as a `Problem`, with a provenance table that says what each op and each value is; and its replays.
+
+Whatever wants to show or weigh a schedule (timelines, decisions, the account at the peak, the fragmentation margin)
+reads these records alone. Compiled steps are lowered to them from captured graphs; a traced eager step can be, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from planner.core.plan import Phase
+from solvers import Op, Problem, Schedule, Timeline, simulate
+from solvers.schedule import waiting_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class OpOrigin:
+    """One row of the provenance table: where an op of the problem comes from.
+
+    Attributes:
+        kind: the op computes this, as "gelu".
+        phase: of the training step in which the op runs first.
+        module: path of the module that the op belongs to, as in `named_modules()`.
+        source: the user's own line: "file:line: code".
+        region: number of the captured region that has the op; None for an op that no region has, as the loss.
+        index: number of the op in its region.
+        keep_because: why the op must not run twice; empty where it may.
+        random: whether the op draws random numbers, so that a second run has to replay the first one's generator state.
+    """
+
+    kind: str
+    phase: Phase
+    module: str = ""
+    source: str = ""
+    region: int | None = None
+    index: int = 0
+    keep_because: str = ""
+    random: bool = False
+
+
+Row = tuple[Op, OpOrigin]  # an op of a problem, with its row of the provenance table
+
+
+@dataclass(frozen=True)
+class Step:
+    """One training step: the problem that solvers see, and the provenance of its ops and values.
+
+    Attributes:
+        problem: ops, values and what is resident.
+        account: lines of the budget that are resident: name -> bytes; they add up to `problem.resident`.
+        origins: one row per op of the problem.
+        names: for each value, its name in the emitted graphs; empty for a value that no decision is about (the state of
+            a random generator, a communication buffer, a sum of gradients).
+        gradients: values that are gradients of parameters and inputs, whole or in part.
+        final: of these, the whole ones.
+        gathered: values that are parameters, or buffers of them, which devices share and gather for use.
+        optimizer_step: bytes of the temporaries of the optimizer's step; None where no optimizer is counted.
+        groups: sets of ops that are kept or recomputed together; none where each op is decided alone.
+    """
+
+    problem: Problem
+    account: Mapping[str, int]
+    origins: tuple[OpOrigin, ...]
+    names: tuple[str, ...]
+    gradients: frozenset[int] = frozenset()
+    final: frozenset[int] = frozenset()
+    gathered: frozenset[int] = frozenset()
+    optimizer_step: int | None = None
+    groups: tuple[frozenset[int], ...] = ()
+
+
+Pass = Callable[[Step], Step]
+
+
+def run_passes(step: Step, passes: Iterable[Pass]) -> Step:
+    """The step after every pass, in order."""
+    for apply in passes:
+        step = apply(step)
+    return step
+
+
+def with_line(step: Step, name: str, nbytes: int) -> Step:
+    """The step with one more line of resident bytes."""
+    problem = replace(step.problem, resident=step.problem.resident + nbytes)
+    return replace(step, problem=problem, account={**step.account, name: nbytes})
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A schedule, replayed once.
+
+    Attributes:
+        schedule: the ops that run, in order.
+        timeline: bytes held, and values freed, at each of its steps.
+        others: for each of its steps, bytes of other microbatches that are in flight.
+        saved_for_backward: values held when the first backward op starts.
+    """
+
+    schedule: Schedule
+    timeline: Timeline
+    others: tuple[int, ...]
+    saved_for_backward: frozenset[int]
+
+
+def replay(problem: Problem, schedule: Schedule, timeline: Timeline | None = None) -> Replay:
+    """Replay a schedule. O(steps + reads).
+
+    Args:
+        problem: one training step.
+        schedule: the ops that run.
+        timeline: that of the schedule, where it is known already.
+
+    Raises:
+        solvers.ProblemError: a step reads a value that is not held.
+    """
+    timeline = timeline or simulate(problem, schedule)
+    steps = schedule.steps
+    saved: set[int] = set()
+    if problem.boundary in steps:
+        saved = live_before(problem, schedule, timeline, steps.index(problem.boundary))
+    return Replay(schedule, timeline, tuple(waiting_bytes(problem, steps)), frozenset(saved))
+
+
+def live_before(problem: Problem, schedule: Schedule, timeline: Timeline, at: int) -> set[int]:
+    """The values held when step `at` of a schedule starts. O(at)."""
+    live: set[int] = set()
+    for i, gone in zip(schedule.steps[:at], timeline.frees[:at], strict=True):
+        live.update(problem.ops[i].writes)
+        live.difference_update(gone)
+    return live
