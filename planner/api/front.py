@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from planner.capture.passes.checkpoints import Checkpoints
-from planner.capture.shapes import Maxima
 from planner.core.identity import difference, identity
+from planner.core.maxima import Maxima
 from planner.core.plan import PendingPlan, Plan
 from planner.costs.static_memory import UNREDUCED, storage_bytes
 from planner.errors import (

@@ -7,19 +7,20 @@ A fixed schedule holds no more at smaller sizes where every storage grows with e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
+from planner.capture.joint_graph import map_nodes
 from planner.compat import pytree
 from planner.compat.fake import FakeTensorMode
 from planner.compat.symbols import dynamic_dimensions, evaluate, expression_of, hint_of
 from planner.compat.tensors import storage_key
+from planner.core.maxima import Maxima, layout, tensors_of
 from planner.errors import CaptureError
 
 SYMBOLIC = "planner_symbolic"  # in a node's meta: its value with symbols in it
@@ -27,40 +28,6 @@ _GROWING = {
     "Add", "Max", "Min", "FloorDiv", "CleanDiv", "CeilDiv", "CeilToInt", "FloorToInt", "IntTrueDiv", "ToFloat",
     "TruncToInt",
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Maxima:
-    """The largest size of each dimension that may be smaller.
-
-    Attributes:
-        sizes: for each tensor of a call, by its path in `(args, kwargs)`, dimension -> largest size.
-    """
-
-    sizes: Mapping[str, Mapping[int, int]]
-
-    def of(self, path: str) -> Mapping[int, int]:
-        """The dimensions of a tensor that may be smaller, with their largest sizes."""
-        return self.sizes.get(path, {})
-
-    def cover(self, other: Maxima) -> bool:
-        """Whether what the other has for a dimension is nowhere more."""
-        return all(n <= self.of(path).get(d, 0) for path, at in other.sizes.items() for d, n in at.items())
-
-
-def sizes_in(args: Any, kwargs: Any, free: Mapping[str, Collection[int]] | None = None) -> Maxima:
-    """The sizes of a call as maxima: of the free dimensions (None: of all), without those of one element or none."""
-    sizes = {
-        path: {d: n for d, n in enumerate(t.shape) if n > 1 and (free is None or d in free.get(path, ()))}
-        for path, t in tensors_of(args, kwargs)
-    }
-    return Maxima({path: at for path, at in sizes.items() if at})
-
-
-def tensors_of(args: Any, kwargs: Any) -> list[tuple[str, torch.Tensor]]:
-    """The tensors of a call, each with its path."""
-    leaves, _ = pytree.tree_flatten_with_path((tuple(args), dict(kwargs)))
-    return [(pytree.keystr(path), t) for path, t in leaves if isinstance(t, torch.Tensor)]
 
 
 def enlarged(args: Any, kwargs: Any, maxima: Maxima, mode: FakeTensorMode) -> Any:
@@ -102,14 +69,6 @@ def _mapped(args: Any, kwargs: Any, maxima: Maxima, make: Callable[[torch.Tensor
         return made[id(t)]
 
     return pytree.tree_map_with_path(new, (tuple(args), dict(kwargs)))
-
-
-def layout(t: torch.Tensor) -> tuple[int, ...]:
-    """The order of dimensions in memory, the slowest first; those of one element stand where they are."""
-    strides = t.stride()
-    moving = sorted((d for d, n in enumerate(t.shape) if n > 1), key=lambda d: strides[d], reverse=True)
-    rest = iter(moving)
-    return tuple(next(rest) if n > 1 else d for d, n in enumerate(t.shape))
 
 
 @contextmanager
@@ -229,11 +188,11 @@ def _read_no_tensor(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node not in known:
             target: Any = node.target
-            node.meta["val"] = target(*fx.node.map_arg(node.args, lambda n: n.meta["val"]))
+            node.meta["val"] = target(*map_nodes(node.args, lambda n: n.meta["val"]))
     for node in reversed(read):
         number = {node: made[expression_of(node.meta["val"])]}
         for user in list(node.users):
-            user.args, user.kwargs = fx.node.map_arg((user.args, user.kwargs), partial(_get, number))
+            user.args, user.kwargs = map_nodes((user.args, user.kwargs), partial(_get, number))
         graph.erase_node(node)
 
 

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from planner.capture.passes.checkpoints import Checkpoints
-from planner.capture.shapes import Maxima
 from planner.core.identity import Identity, TensorKind, identity
+from planner.core.maxima import Maxima
 from planner.core.plan import Plan
 from planner.costs.account import account_of
 from planner.devices.specs import Device

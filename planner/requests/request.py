@@ -16,11 +16,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from planner.capture.passes.checkpoints import Checkpoints
-from planner.capture.shapes import Maxima, sizes_in, tensors_of
 from planner.compat.modules import managed_by_fsdp
 from planner.compat.pytree import tree_leaves
 from planner.core.call import storages
 from planner.core.identity import TensorKind, batch_kinds
+from planner.core.maxima import Maxima, sizes_in, tensors_of
 from planner.devices.specs import Device, find_device
 from planner.errors import BatchError, BudgetError, ModelError, OptionError, PlanWarning, gb
 from planner.parallel.buckets import Buckets

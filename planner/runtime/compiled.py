@@ -17,12 +17,13 @@ from torch import fx, nn
 from planner.capture.passes.checkpoints import Checkpoints
 from planner.capture.regions.fingerprint import fingerprint
 from planner.capture.regions.region import Region
-from planner.capture.shapes import Maxima, enlarged
+from planner.capture.shapes import enlarged
 from planner.capture.trace.dynamo import CompileRegion, detach_outputs, dynamo_settings, make_backend
 from planner.capture.trace.state_guard import undone_on, untouched
 from planner.codegen.emit import emit, runnable
 from planner.compat.dynamo import compile_call
 from planner.compat.fake import FakeTensorMode
+from planner.core.maxima import Maxima
 from planner.errors import ApplyError, BatchError, CaptureError, PlanWarning
 from planner.runtime.families import Family, GraphChanged, Shapes
 from planner.runtime.interception import Applied, Make, Signature, Warn, call_signature, for_copy, without_batch

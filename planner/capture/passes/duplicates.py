@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.capture.joint_graph import may_write
+from planner.capture.joint_graph import map_nodes, may_write
 from planner.capture.passes.checkpoints import clone_of
 from planner.capture.recomputability import is_random
 from planner.core.call import storages
@@ -75,7 +75,7 @@ def _numbers(graph: fx.Graph) -> dict[fx.Node, int]:
             and clone_of(node) is None
             and getattr(node.target, "namespace", "aten") in ("aten", "prims")
         ):
-            arguments = fx.node.map_arg((node.args, node.kwargs), lambda n: f"%{number[n]}")
+            arguments = map_nodes((node.args, node.kwargs), lambda n: f"%{number[n]}")
             number[node] = known.setdefault(repr((node.op, str(node.target), arguments)), at)
     return number
 
@@ -100,7 +100,7 @@ def _merge(node: fx.Node, first: fx.Node, held_by: dict[fx.Node, frozenset[int]]
     node.replace_all_uses_with(first)
     for view in views:  # of another storage now
         target: Any = view.target
-        args, kwargs = fx.node.map_arg((view.args, view.kwargs), lambda n: n.meta["val"])
+        args, kwargs = map_nodes((view.args, view.kwargs), lambda n: n.meta["val"])
         with first.meta["val"].fake_mode:
             view.meta = {**view.meta, "val": target(*args, **kwargs)}
         held_by[view] = frozenset(storages(view.meta["val"]))

@@ -14,7 +14,7 @@ from planner.capture.provenance import running_module
 from planner.capture.regions.calls import RegionCall, version
 from planner.capture.regions.fingerprint import fingerprint
 from planner.capture.regions.region import Region
-from planner.capture.shapes import Maxima, marked
+from planner.capture.shapes import marked
 from planner.capture.trace.backward_trace import watch_backward
 from planner.capture.trace.dynamo import (
     CompileRegion,
@@ -29,6 +29,7 @@ from planner.capture.trace.recording import EagerCall, Recording
 from planner.capture.trace.refusals import refusal
 from planner.compat.dynamo import compile_call, forget_compiled
 from planner.core.call import storages
+from planner.core.maxima import Maxima
 from planner.errors import CaptureError, PlannerError
 
 Detach = Callable[[fx.GraphModule], Collection[int]] | Mapping[str, tuple[int, ...]]

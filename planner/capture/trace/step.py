@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 from planner.capture.passes.checkpoints import Checkpoints
 from planner.capture.regions.calls import Link, links_of, order_of, regions_of
 from planner.capture.regions.region import Region
-from planner.capture.shapes import Maxima, enlarged, is_size
+from planner.capture.shapes import enlarged, is_size
 from planner.capture.trace.data_dependent import Answers
 from planner.capture.trace.dynamo import Partition, lone_loss, to_fake
 from planner.capture.trace.fake_step import DryPass
@@ -22,6 +23,7 @@ from planner.capture.trace.refusals import LIMITS, refusal
 from planner.capture.trace.state_guard import forget_fakes, untouched
 from planner.compat.fake import DataDependentOutputException, FakeTensorMode
 from planner.core.call import tensors_in
+from planner.core.maxima import Maxima
 from planner.errors import BatchError, CaptureError, ModelError
 from planner.parallel.meshes import on_mesh, tracker_kept
 
@@ -82,54 +84,47 @@ def capture(
         BatchError: the model does not accept the arguments, or the loss is not a differentiable scalar.
         CaptureError: the step cannot be written as graphs.
     """
-    with quietly(), tracker_kept(), torch.inference_mode(False):  # gradients are on, whatever the caller has
+    with _surroundings():
+        answers = Answers(likely)
+        recording, fake_model, fake_args, fake_kwargs = to_fake(model, args, kwargs, answers)
+        if maxima is not None and symbolic and on_mesh(fake_model, fake_args, fake_kwargs):
+            raise CaptureError("torch.compile has no symbols for sizes of DTensors")
+        if maxima is not None:
+            fake_args, fake_kwargs = enlarged(fake_args, fake_kwargs, maxima, recording.mode)
+        trial = recording.mode, fake_model, fake_args, fake_kwargs, loss_fn, answers
+        unsure = _try_eagerly(*trial)
+        if isinstance(unsure, DataDependentOutputException) and learnt(answers, model, args, kwargs):
+            unsure = _try_eagerly(*trial)
+        cut: dict[str, tuple[int, ...]] | None = None
+        for _ in range(2):
+            dry = DryPass(recording, split, lone_loss if cut is None and loss_fn is None else (cut or {}), checkpoints)
+            answers.begin()
+            try:
+                output = dry.run(fake_model, fake_args, fake_kwargs, maxima if symbolic else None)
+            except CaptureError as e:
+                if unsure is None:
+                    raise
+                blame(model, args, kwargs, unsure)
+                if e.__cause__ is None:
+                    raise
+                raise CaptureError(refusal(fake_model, unsure, eagerly=True)) from unsure
+            asked = answers.lines()
+            cut, loss = dry.gradients(output, loss_fn)
+            if cut == dry.cut:
+                order, links, regions = order_of(dry.calls), links_of(dry.calls, leaves(output)), regions_of(dry.calls)
+                has_symbols = any(is_size(n) for region in regions for n in region.primals)
+                return TrainingGraph(regions, order, cut, loss, links, maxima if has_symbols else None, asked)
+        raise CaptureError(f"{type(model).__name__}: which outputs get a gradient changes from one pass to the next")
+
+
+@contextmanager
+def _surroundings() -> Iterator[None]:
+    """Quiet, with gradients on, whatever the caller has; no fake tensor stays in a cache."""
+    with quietly(), tracker_kept(), torch.inference_mode(False):
         try:
-            return _capture(model, args, kwargs, split, loss_fn, checkpoints, maxima, symbolic, likely)
+            yield
         finally:
             forget_fakes()
-
-
-def _capture(
-    model: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    split: Partition,
-    loss_fn: LossFn | None,
-    checkpoints: Checkpoints,
-    maxima: Maxima | None,
-    symbolic: bool,
-    likely: bool,
-) -> TrainingGraph:
-    answers = Answers(likely)
-    recording, fake_model, fake_args, fake_kwargs = to_fake(model, args, kwargs, answers)
-    if maxima is not None and symbolic and on_mesh(fake_model, fake_args, fake_kwargs):
-        raise CaptureError("torch.compile has no symbols for sizes of DTensors")
-    if maxima is not None:
-        fake_args, fake_kwargs = enlarged(fake_args, fake_kwargs, maxima, recording.mode)
-    trial = recording.mode, fake_model, fake_args, fake_kwargs, loss_fn, answers
-    unsure = _try_eagerly(*trial)
-    if isinstance(unsure, DataDependentOutputException) and learnt(answers, model, args, kwargs):
-        unsure = _try_eagerly(*trial)
-    cut: dict[str, tuple[int, ...]] | None = None
-    for _ in range(2):
-        dry = DryPass(recording, split, lone_loss if cut is None and loss_fn is None else (cut or {}), checkpoints)
-        answers.begin()
-        try:
-            output = dry.run(fake_model, fake_args, fake_kwargs, maxima if symbolic else None)
-        except CaptureError as e:
-            if unsure is None:
-                raise
-            blame(model, args, kwargs, unsure)
-            if e.__cause__ is None:
-                raise
-            raise CaptureError(refusal(fake_model, unsure, eagerly=True)) from unsure
-        asked = answers.lines()
-        cut, loss = dry.gradients(output, loss_fn)
-        if cut == dry.cut:
-            order, links, regions = order_of(dry.calls), links_of(dry.calls, leaves(output)), regions_of(dry.calls)
-            has_symbols = any(is_size(n) for region in regions for n in region.primals)
-            return TrainingGraph(regions, order, cut, loss, links, maxima if has_symbols else None, asked)
-    raise CaptureError(f"{type(model).__name__}: which outputs get a gradient changes from one pass to the next")
 
 
 def _try_eagerly(
