@@ -1,8 +1,8 @@
 """Sizes that may change from step to step: a graph captured with symbolic sizes, read at the largest.
 
 A joint graph with symbolic sizes serves every shape. It is planned at the sizes for which it was traced, the largest:
-`at_hints` writes them in the place of the symbols, and `symbolic_again` puts the symbols back into what was emitted.
-A fixed schedule holds no more at smaller sizes where every storage grows with every size (`grows`).
+`at_hints` writes them in the place of the symbols, and `symbolic_again` puts the symbols back into the emitted graphs.
+A fixed schedule takes no more bytes at smaller sizes where every storage grows with every size (`grows`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def enlarged(args: Any, kwargs: Any, maxima: Maxima, mode: FakeTensorMode) -> An
 
 
 def densely(args: Any, kwargs: Any, maxima: Maxima) -> tuple[Any, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Arguments in the layout of what was planned: parts of larger tensors are copied; also what was, with its copy."""
+    """Arguments that are dense, as planned: parts of larger tensors are copied; also each original with its copy."""
     copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def make(t: torch.Tensor, _: Any) -> torch.Tensor:

@@ -26,7 +26,7 @@ class Maxima:
         return self.sizes.get(path, {})
 
     def cover(self, other: Maxima) -> bool:
-        """Whether what the other has for a dimension is nowhere more."""
+        """Whether no size of the other is larger."""
         return all(n <= self.of(path).get(d, 0) for path, at in other.sizes.items() for d, n in at.items())
 
 

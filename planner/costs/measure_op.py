@@ -1,4 +1,4 @@
-"""Ops run one by one on the real device: what each allocates, and how long it takes."""
+"""Ops run one by one on the real device: the bytes that each allocates, and the seconds that it takes."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _LONG_SECONDS = 0.02  # longer ops are run twice only
 
 @dataclass(frozen=True, slots=True)
 class Allocated:
-    """What running an op showed.
+    """The measured costs of an op.
 
     Attributes:
-        workspace: bytes held only while it runs, beside its results.
-        excess: bytes that its results hold beyond the size that fake tensors give them (on the CPU, `mse_loss` returns
+        workspace: bytes live only while it runs, beside its results.
+        excess: bytes of its results beyond the size that fake tensors give them (on the CPU, `mse_loss` returns
             a scalar in a storage of its input's size).
         seconds: the median time of a run; None where it was not timed.
     """
@@ -65,7 +65,7 @@ def _marked_run(call: Call, name: str) -> int | None:
         args, kwargs = _arguments(call, torch.device("cpu"))
         with marked(name):
             size = _made(call.target(*args, **kwargs), args, kwargs)
-    except Exception:  # what an op says of zeros, or of too little memory, is of no interest
+    except Exception:  # it refuses zeros, or there is too little memory: then it is not measured
         return None
     return size
 

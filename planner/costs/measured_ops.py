@@ -1,4 +1,4 @@
-"""What ops allocate beside their results and how long they take, each distinct op measured once on a device."""
+"""Workspaces and seconds of ops, each distinct op measured once on a device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from planner.costs import cache
 from planner.costs.measure_op import Allocated, run_on_cpu, run_on_cuda
 from solvers.progress import bar
 
-_BATCH = 16  # ops between two writes: what an interruption loses
+_BATCH = 16  # ops between two writes: an interruption loses no more
 _STABLE = ("aten", "prims")  # other ops may change without a new torch: they are not kept on disk
 
 
@@ -23,16 +23,16 @@ def measure(
     """Run each distinct op (target, shapes, strides, dtypes, other arguments) on zeros, unless the disk cache knows it.
 
     An op that fails on zeros is left out, and so is a collective, which other processes would have to run as well. The
-    random generators are left as they were. What was measured before an interruption is kept.
+    random generators are left as they were. Measurements before an interruption are kept.
 
     Args:
-        calls: what to run.
-        device: where.
+        calls: the ops to run.
+        device: to run them on.
         timed: run each a few times more, for its seconds.
         progress: show a progress bar; None for only where a terminal is watching.
 
     Returns:
-        What each showed, by `Call.key`; without seconds unless `timed`.
+        The costs of each by `Call.key`, without seconds unless `timed`.
     """
     distinct = {call.key: call for call in calls if not is_collective(call.target)}
     around = cache.surroundings(device)

@@ -34,13 +34,13 @@ _CONVOLUTIONS = {_ATEN.convolution.default, _ATEN.convolution_backward.default}
 
 @dataclass(frozen=True, slots=True)
 class OpEstimate:
-    """What one op costs.
+    """The costs of one op.
 
     Attributes:
         seconds: time of one run.
         flops: of one run.
-        workspace: bytes held only while it runs.
-        excess: bytes that its results hold beyond the sizes of their storages in the graph.
+        workspace: bytes live only while it runs.
+        excess: bytes of its results beyond the sizes of their storages in the graph.
     """
 
     seconds: float
@@ -60,7 +60,7 @@ def estimate(
     """Estimates for every op of every region.
 
     Args:
-        regions: what was captured.
+        regions: of the captured step.
         device: the roofline.
         measure_on: the device to run each distinct op once on, for its workspace; None: not measured, taken as
             `predicted_workspace` on CUDA and as 0 elsewhere.
@@ -107,7 +107,7 @@ def _share_dropouts(region: Region, estimates: list[OpEstimate]) -> tuple[OpEsti
 
 
 def _measurable(node: fx.Node) -> bool:
-    """Whether an op may run alone on made-up numbers: what checks them on a GPU would end the process."""
+    """Whether an op may run alone on arbitrary numbers: an op that checks them on a GPU would end the process."""
     target = node.target
     if not isinstance(target, OpOverload) or is_collective(target):
         return False
@@ -115,7 +115,7 @@ def _measurable(node: fx.Node) -> bool:
 
 
 def reads_workspace(target: OpOverload) -> bool:
-    """Whether an op reads the bytes that its forward op left for it: made-up ones would end the process."""
+    """Whether an op reads the bytes that its forward op left for it: arbitrary ones would end the process."""
     return any(a.name in ("workspace", "reserve") for a in schema_of(target).arguments)
 
 

@@ -1,4 +1,4 @@
-"""What an optimizer takes: its state, and what `optimizer.step()` allocates, by stepping a copy on fake tensors."""
+"""The memory of an optimizer: its state and the temporaries of `optimizer.step()`, by steps of a copy on fakes."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ FORMS = {"foreach": {"foreach": True}, "fused": {"fused": True}, "forloop": {"fo
 
 @dataclass(frozen=True)
 class OptimizerMemory:
-    """What an optimizer holds beside parameters and gradients, in bytes.
+    """The bytes of an optimizer, beside parameters and gradients.
 
     Attributes:
-        state: held all the time, once it has stepped.
+        state: live all the time, once it has stepped.
         step: the most that `optimizer.step()` holds at once beside the state: its temporaries.
     """
 
@@ -36,7 +36,7 @@ class OptimizerMemory:
 def optimizer_memory(
     parameters: Iterable[torch.Tensor], optimizer: optim.Optimizer | str | None, *, cuda: bool
 ) -> OptimizerMemory:
-    """What an optimizer takes, by running torch's own code for two steps on fake tensors: no memory, no compute.
+    """The memory of an optimizer, by two steps of torch's own code on fake tensors: no memory, no compute.
 
     Args:
         parameters: the tensors that are trained, for an optimizer given by name; real, meta or fake.
@@ -90,7 +90,7 @@ def optimizer_memory(
 
 def _named(name: str) -> tuple[type[optim.Optimizer], dict[str, Any]]:
     """A name's class and options."""
-    # what needs a closure or sparse gradients cannot be tried, nor train most models
+    # optimizers that need a closure or sparse gradients cannot be tried, nor train most models
     left_out = (optim.Optimizer, optim.LBFGS, optim.SparseAdam)
     found = [c for c in vars(optim).values() if inspect.isclass(c) and issubclass(c, optim.Optimizer)]
     classes = {c.__name__.lower(): c for c in found if c not in left_out} | {"momentum": optim.SGD}
@@ -171,7 +171,7 @@ def _on_cpu(state: list[Any]) -> int:
 
 
 class _Meter(LiveBytes):  # type: ignore[no-untyped-call]
-    """Counts bytes, and has a value for what fake tensors do not know."""
+    """Counts bytes, and answers where an optimizer asks a fake tensor for its value."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:

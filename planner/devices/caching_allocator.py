@@ -1,4 +1,4 @@
-"""What PyTorch's caching allocator reserves on a GPU to hold a training step: fragmentation, simulated.
+"""A simulation of PyTorch's caching allocator: the bytes that a step reserves on a GPU, with fragmentation.
 
 The algorithm is that of c10/cuda/CUDACachingAllocator.cpp and c10/core/AllocatorConfig.h in torch 2.13, for one stream
 and under the default configuration: no expandable segments, no rounding to powers of two, no limit on splitting.
@@ -26,7 +26,7 @@ Event = tuple[int, int]  # (bytes, key): allocate, (FREE, key): free; a key may 
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """What the allocator did; up to where it ran out of memory, if it did.
+    """Peaks of a replay, up to where it ran out of memory, if it did.
 
     Attributes:
         requested_peak: the most bytes asked for at once, each request rounded up to 512 bytes.

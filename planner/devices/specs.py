@@ -1,4 +1,4 @@
-"""What a device can do and hold: rates for a roofline (Williams et al., 2009), memory, and what is taken of it."""
+"""Datasheets of devices: rates for a roofline (Williams et al., 2009), memory, and the parts that CUDA takes of it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Device:
     """A device's datasheet.
 
     Attributes:
-        name: as in `DEVICES`, or what the driver calls the card.
+        name: as in `DEVICES`, or the name that the driver gives the card.
         type: "cpu" or "cuda".
         capability: CUDA's compute capability; (0, 0) on the CPU.
         bandwidth: bytes per second of its memory.
@@ -46,7 +46,7 @@ class Device:
 
 
 def blas_workspace(capability: tuple[int, int], config: str = "") -> int:
-    """Bytes of cuBLAS workspace held while training; `config` is what CUBLAS_WORKSPACE_CONFIG says.
+    """Bytes of cuBLAS workspace held while training; `config` is the value of CUBLAS_WORKSPACE_CONFIG.
 
     `parseChosenWorkspaceSize` in ATen/cuda/CublasHandlePool.cpp: 32 MiB on Hopper and Blackwell, else 8 MiB and
     128 KiB, unless that says otherwise; cuBLASLt shares it. One for each thread that multiplies:
@@ -89,7 +89,7 @@ def _cuda(
 
 
 def _cpu() -> Device:
-    """A core or two of a server, and the machine's own memory; what the host holds needs no link."""
+    """A core or two of a server, and the machine's own memory; tensors on the host need no link."""
     rates = {torch.float16: 20e9, torch.bfloat16: 20e9, torch.float32: 40e9, torch.float64: 20e9}
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Device("cpu", "cpu", (0, 0), 10e9, rates, 40e9, 1e8, 2e-6, memory, 10e9, 0, 0)

@@ -38,9 +38,10 @@ def clone_of(node: fx.Node) -> fx.Node | None:
 
 
 def repeat_checkpointed(graph: fx.Graph, forward: Collection[fx.Node], mutated: Collection[fx.Node]) -> None:
-    """Let the backward pass read clones of what checkpointed calls do not save, made from the calls' inputs. In place.
+    """Let the backward pass read clones of the nodes that checkpointed calls do not save. In place.
 
-    What a call returns, what its policy saves and what must not run twice stay one node. O(nodes + edges) time.
+    Results of a call, results that its policy saves and ops that must not run twice stay one node. O(nodes + edges)
+    time.
 
     Args:
         graph: a joint graph.
@@ -111,7 +112,7 @@ def _clone(graph: fx.Graph, node: fx.Node, clones: Mapping[fx.Node, fx.Node]) ->
 
 
 def _fake_result(node: fx.Node) -> Any:
-    """What a node makes of its inputs: new storages, or views of theirs."""
+    """The fake result of a node for its present inputs: new storages, or views of theirs."""
     target: Any = node.target
     args, kwargs = map_nodes((node.args, node.kwargs), lambda n: n.meta["val"])
     with detect_fake_mode((args, kwargs)) or nullcontext():

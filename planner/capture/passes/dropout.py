@@ -13,7 +13,7 @@ _DRAWN_BY = "planner_drawn_by"  # in a node's meta
 
 
 def split_dropouts(graph: fx.Graph) -> None:
-    """Let `native_dropout_backward`, which computes x * mask * scale, make what `native_dropout` returns first.
+    """Let `native_dropout_backward`, x * mask * scale, compute the first result of `native_dropout`.
 
     The drawing op still makes both; whoever runs the two in a row may take the result from it (`drawn_by`).
     """
@@ -37,7 +37,7 @@ def split_dropouts(graph: fx.Graph) -> None:
 
 
 def _scale(rate: float, draw: fx.Node) -> float:
-    """What the drawing kernel multiplies by: on CUDA it divides in single precision, but for doubles."""
+    """The factor of the drawing kernel: on CUDA it divides in single precision, but for doubles."""
     made = draw.meta["val"][0]
     if made.is_cuda and made.dtype is not torch.float64:
         return 1 / torch.tensor(1 - rate, dtype=torch.float32).item()

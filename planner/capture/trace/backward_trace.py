@@ -1,4 +1,4 @@
-"""The backward pass of a step under fake tensors: what arrives where, and what runs outside the regions."""
+"""The backward pass of a step under fake tensors: where gradients arrive, and which ops run outside the regions."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class EagerPart:
 
     Attributes:
         forward: those of the forward pass.
-        backward: those of its backward pass; what autograd adds up is left out.
-        gradients: what its backward pass makes for what it has read, by the edge of autograd's graph.
-        saved: what autograd nodes saved, by their numbers.
+        backward: those of its backward pass, without autograd's sums of gradients.
+        gradients: the gradients of its inputs, by the edge of autograd's graph.
+        saved: the tensors that autograd nodes saved, by the numbers of the nodes.
     """
 
     forward: tuple[EagerCall, ...]
@@ -40,12 +40,12 @@ class EagerPart:
 
 @dataclass(frozen=True)
 class Backward:
-    """What a backward pass showed.
+    """A backward pass that was watched.
 
     Attributes:
         reached: the gradients of the results that were asked for, as `torch.autograd.grad` returns them.
-        parts: what ran before each region, and after the last.
-        arrived: the gradients of tensors that regions and parts make, by the tensor's identity.
+        parts: the ops that ran before each region, and after the last.
+        arrived: the gradients of tensors that cross between regions and parts, by the tensor's identity.
     """
 
     reached: tuple[torch.Tensor | None, ...]
@@ -62,14 +62,14 @@ def edge_of(t: torch.Tensor) -> Edge:
 def reads(calls: Sequence[EagerCall]) -> tuple[torch.Tensor, ...]:
     """The tensors that ops take from elsewhere, each once."""
     known: set[int] = set()
-    found = []
+    taken = []
     for call in calls:
         for t in tensors_in((call.args, call.kwargs)):
             if id(t) not in known:
                 known.add(id(t))
-                found.append(t)
+                taken.append(t)
         known.update(id(t) for t in tensors_in(call.result))
-    return tuple(found)
+    return tuple(taken)
 
 
 def watch_backward(
@@ -81,16 +81,16 @@ def watch_backward(
     results: Sequence[torch.Tensor],
     ends: Sequence[torch.Tensor],
 ) -> Backward:
-    """Run the backward pass, and watch.
+    """Run the backward pass and sort its ops and gradients by part.
 
     Args:
         recording: of the mode of all tensors.
         regions: the calls that have a gradient.
-        between: what ran before each of them, and after the last.
+        between: the ops that ran before each of them, and after the last.
         roots: where the backward pass begins.
         arriving: the gradients of the roots; None for a scalar's.
         results: the tensors whose gradients are asked for.
-        ends: the model's outputs; what runs before a gradient arrives there belongs to the loss.
+        ends: the model's outputs; ops that run before a gradient arrives there belong to the loss.
     """
     read = [t for calls in between for t in reads(calls) if t.requires_grad]
     crossing = [t for call in regions for t in tensors_in((call.results, call.inputs)) if t.requires_grad]
@@ -147,7 +147,7 @@ class _Watch:
         return [t.register_hook(partial(self._arrives, key)) for key, t in distinct.items()]  # type: ignore[no-untyped-call]
 
     def hook_nodes(self, nodes: Iterable[Node]) -> list[Any]:
-        """Note what nodes of ops outside the regions save and return."""
+        """Note the tensors that autograd nodes of ops outside the regions save and return."""
         own = [n for n in nodes if "CompiledFunction" not in n.name() and "AccumulateGrad" not in n.name()]
         before = [node.register_prehook(partial(self._node_begins, node)) for node in own]
         return before + [node.register_hook(partial(self._node_ends, node)) for node in own]

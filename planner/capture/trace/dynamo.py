@@ -19,7 +19,7 @@ from planner.capture.passes.checkpoints import Checkpoints
 from planner.capture.passes.rewrite import rewrite
 from planner.capture.regions.region import Region, analyse
 from planner.capture.shapes import at_hints, symbolic_again
-from planner.capture.trace.constant_propagation import KnownValues
+from planner.capture.trace.constant_propagation import ConstantPropagation
 from planner.capture.trace.data_dependent import Answers
 from planner.capture.trace.layers import capturable_layers
 from planner.capture.trace.recording import Recording
@@ -64,7 +64,7 @@ def dynamo_settings() -> Iterator[None]:
     ):
         try:
             yield
-        except Exception as e:  # what our backend refuses, torch.compile wraps
+        except Exception as e:  # torch.compile wraps the errors of our backend
             inner = getattr(e, "inner_exception", None)
             if isinstance(inner, PlannerError):
                 raise inner from None
@@ -75,9 +75,9 @@ def make_backend(serve: Serve, checkpoints: Checkpoints = "replace") -> Callable
     """A `torch.compile` backend that leaves every decision to `serve`.
 
     Args:
-        serve: a Dynamo graph, a function that compiles it, and its first inputs -> what Dynamo calls in its place.
-            That function takes what turns the captured region into its forward and backward graphs, and inputs.
-        checkpoints: what becomes of calls that the model itself checkpoints.
+        serve: a Dynamo graph, a function that compiles it, and its first inputs -> the callable that Dynamo calls
+            in its place. The function takes inputs and a partition: region -> its forward and backward graphs.
+        checkpoints: whether calls that the model itself checkpoints stay as they are.
     """
 
     def compiler(graph: fx.GraphModule, _inputs: Any) -> Callable[[list[Any]], Any]:
@@ -134,7 +134,7 @@ def lone_loss(graph: fx.GraphModule) -> tuple[int, ...]:
 def to_fake(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], answers: Answers
 ) -> tuple[Recording, nn.Module, Any, Any]:
-    """The model and its inputs on fake tensors; the originals are not touched. What is on `meta` comes to the CPU."""
+    """The model and its inputs on fake tensors; the originals are not touched. Tensors on `meta` come to the CPU."""
     refuse_swapped(model)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -160,7 +160,7 @@ def to_fake(
                 if t is not None and t.device.type == "meta":
                     table[name] = landed.setdefault(id(t), _landed(t, mode))
     fake_args, fake_kwargs = pytree.tree_map_only(
-        torch.Tensor, fake, KnownValues(mode, answers).fake((tuple(args), dict(kwargs)))
+        torch.Tensor, fake, ConstantPropagation(mode, answers).fake((tuple(args), dict(kwargs)))
     )
     paths = {id(module): name for name, module in fake_model.named_modules()}
     return Recording(mode, paths), fake_model, fake_args, fake_kwargs
