@@ -36,8 +36,8 @@ def enlarged(args: Any, kwargs: Any, maxima: Maxima, mode: FakeTensorMode) -> An
     def make(t: torch.Tensor, at: Mapping[int, int]) -> torch.Tensor:
         size = [at.get(d, n) for d, n in enumerate(t.shape)]
         with mode:
-            made = torch.empty_permuted(size, layout(t), dtype=t.dtype, device=t.device)
-        return made.requires_grad_(t.requires_grad)
+            larger = torch.empty_permuted(size, layout(t), dtype=t.dtype, device=t.device)
+        return larger.requires_grad_(t.requires_grad)
 
     return _mapped(args, kwargs, maxima, make)
 
@@ -58,15 +58,15 @@ def densely(args: Any, kwargs: Any, maxima: Maxima) -> tuple[Any, list[tuple[tor
 
 def _mapped(args: Any, kwargs: Any, maxima: Maxima, make: Callable[[torch.Tensor, Mapping[int, int]], Any]) -> Any:
     """Arguments with new tensors for those that may be smaller; one that comes twice stays one."""
-    made: dict[int, Any] = {}
+    mapped: dict[int, Any] = {}
 
     def new(path: Any, t: Any) -> Any:
         at = maxima.of(pytree.keystr(path))
         if not at or not isinstance(t, torch.Tensor):
             return t
-        if id(t) not in made:
-            made[id(t)] = make(t, at)
-        return made[id(t)]
+        if id(t) not in mapped:
+            mapped[id(t)] = make(t, at)
+        return mapped[id(t)]
 
     return pytree.tree_map_with_path(new, (tuple(args), dict(kwargs)))
 
@@ -175,22 +175,22 @@ def _read_no_tensor(graph: fx.Graph) -> None:
     there = list(graph.nodes)
     first = next(n for n in there if n.op != "placeholder")
     read = [n for n in there if _symbolic(n) and n.op != "placeholder" and not all(map(_symbolic, n.all_input_nodes))]
-    made: dict[Any, Any] = {}
+    computed: dict[Any, Any] = {}
     for node in read:
         expression = expression_of(node.meta["val"])
         if not expression.free_symbols <= symbols.keys():
             raise CaptureError(f"the size {expression} is known only at run time")
-        if expression not in made:
+        if expression not in computed:
             with graph.inserting_before(first):
-                found = evaluate(expression, symbols)
-            made[expression] = found.node if isinstance(found, fx.Proxy) else found
+                value = evaluate(expression, symbols)
+            computed[expression] = value.node if isinstance(value, fx.Proxy) else value
     known = set(there)
     for node in graph.nodes:
         if node not in known:
             target: Any = node.target
             node.meta["val"] = target(*map_nodes(node.args, lambda n: n.meta["val"]))
     for node in reversed(read):
-        number = {node: made[expression_of(node.meta["val"])]}
+        number = {node: computed[expression_of(node.meta["val"])]}
         for user in list(node.users):
             user.args, user.kwargs = map_nodes((user.args, user.kwargs), partial(_get, number))
         graph.erase_node(node)

@@ -77,11 +77,11 @@ def describe_call(target: OpOverload, args: Any, kwargs: Any, result: Any) -> Ca
             return ViewSpec(shape, stride, t.dtype, behind, int(t.storage_offset()))
         return TensorSpec(shape, stride, t.dtype)
 
-    made = storages(result)
+    allocated = storages(result)
     for storage in storages((args, kwargs)):
-        made.pop(storage, None)
+        allocated.pop(storage, None)
     plain_args, plain_kwargs = pytree.tree_map_only(torch.Tensor, spec, (tuple(args), dict(kwargs)))
-    return Call(target, plain_args, plain_kwargs, sum(made.values()))
+    return Call(target, plain_args, plain_kwargs, sum(allocated.values()))
 
 
 def storages(tree: Any) -> dict[int, int]:

@@ -79,9 +79,9 @@ def read(keys: Iterable[str]) -> dict[str, Allocated]:
     return _with_file(select) or {}
 
 
-def write(found: Mapping[str, Allocated]) -> None:
+def write(costs: Mapping[str, Allocated]) -> None:
     """Keep measured costs, by digest."""
-    rows = [(key, a.workspace, a.excess, a.seconds) for key, a in found.items()]
+    rows = [(key, a.workspace, a.excess, a.seconds) for key, a in costs.items()]
     _with_file(lambda connection: connection.executemany("INSERT OR REPLACE INTO ops VALUES (?, ?, ?, ?)", rows))
 
 

@@ -38,8 +38,8 @@ def measure(
     around = cache.surroundings(device)
     digests = {key: cache.digest(around, key) for key, call in distinct.items() if call.target.namespace in _STABLE}
     kept = cache.read(digests.values())
-    found = {key: kept[digest] for key, digest in digests.items() if digest in kept}
-    todo = [c for key, c in distinct.items() if key not in found or (timed and found[key].seconds is None)]
+    costs = {key: kept[digest] for key, digest in digests.items() if digest in kept}
+    todo = [c for key, c in distinct.items() if key not in costs or (timed and costs[key].seconds is None)]
     if todo:
         with (
             bar("measuring ops", progress, total=len(todo), unit=" ops") as shown,
@@ -50,8 +50,8 @@ def measure(
                 batch = todo[at : at + _BATCH]
                 new = run_on_cuda(batch, device, timed) if device.type == "cuda" else run_on_cpu(batch, timed)
                 cache.write({digests[key]: measured for key, measured in new.items() if key in digests})
-                found |= new
+                costs |= new
                 shown.update(len(batch))
         if device.type == "cuda":
             torch.cuda.empty_cache()  # blocks cut to fit these runs would fragment the training's memory
-    return found if timed else {key: replace(measured, seconds=None) for key, measured in found.items()}
+    return costs if timed else {key: replace(measured, seconds=None) for key, measured in costs.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
@@ -86,14 +86,14 @@ def estimate_nodes(
     progress: bool | None = None,
 ) -> dict[fx.Node, OpEstimate]:
     """Estimates for nodes that call ops, each on its own; arguments as for `estimate()`."""
-    found: dict[fx.Node, Allocated] = {}
+    measured: dict[fx.Node, Allocated] = {}
     if measure_on is not None:
         calls = {node: call_of(node) for node in nodes if _measurable(node)}
         allocated = measure(calls.values(), measure_on, timed=timed, progress=progress)
-        found = {node: allocated[call.key] for node, call in calls.items() if call.key in allocated}
-    ratios = [m.seconds / roofline_seconds(node, device) for node, m in found.items() if m.seconds is not None]
+        measured = {node: allocated[call.key] for node, call in calls.items() if call.key in allocated}
+    ratios = [m.seconds / roofline_seconds(node, device) for node, m in measured.items() if m.seconds is not None]
     scale = median(ratios) if ratios else 1.0
-    return {node: _estimate(node, device, found, scale) for node in nodes}
+    return {node: _estimate(node, device, measured.get(node), scale) for node in nodes}
 
 
 def _share_dropouts(region: Region, estimates: list[OpEstimate]) -> tuple[OpEstimate, ...]:
@@ -131,8 +131,7 @@ def call_of(node: fx.Node) -> Call:
     return describe_call(target, args, kwargs, node.meta.get("val"))
 
 
-def _estimate(node: fx.Node, device: Device, found: Mapping[fx.Node, Allocated], scale: float) -> OpEstimate:
-    measured = found.get(node)
+def _estimate(node: fx.Node, device: Device, measured: Allocated | None, scale: float) -> OpEstimate:
     if measured is None:
         measured = Allocated(predicted_workspace(node, device) if device.type == "cuda" else 0, 0)
     seconds = scale * roofline_seconds(node, device) if measured.seconds is None else measured.seconds

@@ -53,17 +53,17 @@ def reserved(events: Iterable[Event], limit: int | None = None) -> Reserved:
 
     Examples:
         >>> MiB = 2**20
-        >>> found = reserved([(6 * MiB, 0), (6 * MiB, 1), (FREE, 0), (13 * MiB, 2)])
-        >>> found.requested_peak // MiB, found.reserved_peak // MiB
+        >>> peaks = reserved([(6 * MiB, 0), (6 * MiB, 1), (FREE, 0), (13 * MiB, 2)])
+        >>> peaks.requested_peak // MiB, peaks.reserved_peak // MiB
         (19, 34)
     """
     cache = _Cache(limit)
-    held: dict[int, tuple[int, int, int]] = {}
+    blocks: dict[int, tuple[int, int, int]] = {}
     requested = allocated = requested_peak = allocated_peak = 0
     failed = False
     for nbytes, key in events:
         if nbytes == FREE:
-            size, start, block = held.pop(key)
+            size, start, block = blocks.pop(key)
             requested -= size
             allocated -= block
             cache.give(start, block)
@@ -73,7 +73,7 @@ def reserved(events: Iterable[Event], limit: int | None = None) -> Reserved:
         if taken is None:
             failed = True
             break
-        held[key] = size, *taken
+        blocks[key] = size, *taken
         requested += size
         allocated += taken[1]
         requested_peak = max(requested_peak, requested)

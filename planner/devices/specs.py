@@ -129,24 +129,24 @@ def find_device(device: str | torch.device | None, model_device: torch.device) -
     if isinstance(device, str) and (name := _profile(device)) is not None:
         return DEVICES[name]
     try:
-        found = model_device if device is None else torch.device(device)
+        place = model_device if device is None else torch.device(device)
     except (RuntimeError, TypeError) as e:
         known = ", ".join(DEVICES)
         raise OptionError(f"device={device!r} is not known; give one of {known}, or a torch device") from e
-    if found.type not in ("cpu", "cuda"):
+    if place.type not in ("cpu", "cuda"):
         raise OptionError(
-            f"device={str(found)!r} is not supported; give one of {', '.join(DEVICES)}, or a torch device"
+            f"device={str(place)!r} is not supported; give one of {', '.join(DEVICES)}, or a torch device"
         )
-    return _card(found) if found.type == "cuda" else DEVICES["cpu"]
+    return _card(place) if place.type == "cuda" else DEVICES["cpu"]
 
 
-def _card(found: torch.device) -> Device:
+def _card(place: torch.device) -> Device:
     count = torch.cuda.device_count()
     if not count:
         return DEVICES["a100"]
-    if found.index is not None and found.index >= count:
-        raise OptionError(f"device={str(found)!r} is not there; PyTorch sees {count} CUDA devices, numbered from 0")
-    properties = torch.cuda.get_device_properties(found)
+    if place.index is not None and place.index >= count:
+        raise OptionError(f"device={str(place)!r} is not there; PyTorch sees {count} CUDA devices, numbered from 0")
+    properties = torch.cuda.get_device_properties(place)
     capability = (properties.major, properties.minor)
     cards = {name: d.capability for name, d in DEVICES.items() if d.type == "cuda"}
     name = _profile(properties.name) or min(cards, key=lambda n: _apart(cards[n], capability))

@@ -33,8 +33,8 @@ def checkpointed_calls(graph: fx.Graph) -> int:
 
 def clone_of(node: fx.Node) -> fx.Node | None:
     """The forward node that a node of the backward pass repeats; None for other nodes."""
-    found: fx.Node | None = node.meta.get(_CLONE_OF)
-    return found
+    original: fx.Node | None = node.meta.get(_CLONE_OF)
+    return original
 
 
 def repeat_checkpointed(graph: fx.Graph, forward: Collection[fx.Node], mutated: Collection[fx.Node]) -> None:

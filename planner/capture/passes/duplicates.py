@@ -43,8 +43,8 @@ def merge_duplicates(graph: fx.Graph, order: Sequence[fx.Node]) -> list[fx.Node]
     number = _numbers(graph)
     alike: dict[int, list[fx.Node]] = defaultdict(list)
     for node in order:
-        made = held_by[node].difference(apart, *(held_by[n] for n in node.all_input_nodes))
-        if made and isinstance(node.meta["val"], torch.Tensor):
+        allocated = held_by[node].difference(apart, *(held_by[n] for n in node.all_input_nodes))
+        if allocated and isinstance(node.meta["val"], torch.Tensor):
             alike[number[node]].append(node)
     # from the last: a merge takes away no reader that runs later, so a value seen to be live stays live
     for node in reversed(order):

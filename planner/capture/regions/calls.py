@@ -63,14 +63,14 @@ def regions_of(calls: Sequence[RegionCall]) -> tuple[Region, ...]:
     Raises:
         CaptureError: the backward pass reads such a tensor.
     """
-    found = []
+    regions = []
     for call in calls:
         if call.region is not None:
             late = {at for at, t in enumerate(call.inputs) if version(t) != call.versions[at]}
             primals = {at for argument in late if (at := call.region.input_at(argument)) is not None}
             region = replace(call.region, module=call.module)
-            found.append(_keep_readers(region, primals) if primals else region)
-    return tuple(found)
+            regions.append(_keep_readers(region, primals) if primals else region)
+    return tuple(regions)
 
 
 def _keep_readers(region: Region, primals: set[int]) -> Region:
@@ -107,7 +107,7 @@ def links_of(calls: Sequence[RegionCall], output: Sequence[Any]) -> tuple[Link, 
         output: the leaves of the model's output.
     """
     seen: dict[int, torch.Tensor] = {}
-    made: dict[int, tuple[int, int]] = {}
+    producers: dict[int, tuple[int, int]] = {}
     uses: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for r, call in enumerate(call for call in calls if call.region is not None):
         for at, t in enumerate(call.inputs):
@@ -117,16 +117,16 @@ def links_of(calls: Sequence[RegionCall], output: Sequence[Any]) -> tuple[Link, 
         for at, t in enumerate(call.results):
             if isinstance(t, torch.Tensor) and id(t) not in seen:
                 seen[id(t)] = t
-                made[id(t)] = (r, at)
+                producers[id(t)] = (r, at)
     # storages of the model's outputs, and those shared with a tensor that no region produced
     elsewhere = set(storages(output))
     shared = Counter(s for t in seen.values() for s in storages(t))
-    elsewhere |= {s for key, t in seen.items() if key not in made for s in storages(t) if shared[s] > 1}
-    found = []
+    elsewhere |= {s for key, t in seen.items() if key not in producers for s in storages(t) if shared[s] > 1}
+    links = []
     for key, takers in uses.items():
         t = seen[key]
         leaf = t.is_leaf and t.requires_grad  # autograd's node for its gradient holds it
         held = leaf or any(s in elsewhere for s in storages(t))
-        if key in made or (len(takers) > 1 and leaf):
-            found.append(Link(made.get(key), tuple(takers), held))
-    return tuple(found)
+        if key in producers or (len(takers) > 1 and leaf):
+            links.append(Link(producers.get(key), tuple(takers), held))
+    return tuple(links)

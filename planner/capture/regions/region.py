@@ -100,8 +100,8 @@ class Region:
 
     def output_at(self, at: int) -> Any:
         """The node of the region's result number `at`."""
-        found = (n for n, d in zip(self.fwd_outputs, self.output_descs, strict=False) if index_of(d) == at)
-        return next(found, None)
+        nodes = (n for n, d in zip(self.fwd_outputs, self.output_descs, strict=False) if index_of(d) == at)
+        return next(nodes, None)
 
     def tangent_at(self, at: int) -> Any:
         """The placeholder of the gradient of the region's result number `at`."""

@@ -64,30 +64,31 @@ class ConstantPropagation:
         kwargs = kwargs or {}
         inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         known = [t for t in inputs if isinstance(t, FakeTensor) and t.constant is not None]
-        made: Any
+        result: Any
         if asks(func) and not is_tracing():
             return self._answer(func, types, args, kwargs)
-        if func in _CTC and (made := _ctc_loss(*args, **kwargs)) is not None:
-            return made
+        if func in _CTC and (result := _ctc_loss(*args, **kwargs)) is not None:
+            return result
         if _uninitialised(func):
             return self._unknowing(known, func, types, args, kwargs)
         if len(known) < len(inputs) or not _repeatable(func):
-            made = self._dispatch(func, types, args, kwargs)
-            if func is _ATEN.rand.default and made.numel() == 1 and self.answers.likely:
-                self._learn([made], [torch.full(made.shape, 0.5, dtype=made.dtype)])
+            result = self._dispatch(func, types, args, kwargs)
+            if func is _ATEN.rand.default and result.numel() == 1 and self.answers.likely:
+                self._learn([result], [torch.full(result.shape, 0.5, dtype=result.dtype)])
             elif func is _ATEN.rand.default:
-                made.planner_drawn = True
+                result.planner_drawn = True
             elif func is _ATEN.lt.Scalar and getattr(args[0], "planner_drawn", False) and args[1] <= 0:
-                self._learn([made], [torch.zeros(made.shape, dtype=torch.bool)])  # layers are dropped at a rate of 0
-            return made
-        made = self._unknowing(known, func, types, args, kwargs)  # the result may be large
-        results = [t for t in pytree.tree_leaves(made) if isinstance(t, FakeTensor)]
+                # layers are dropped at a rate of 0
+                self._learn([result], [torch.zeros(result.shape, dtype=torch.bool)])
+            return result
+        result = self._unknowing(known, func, types, args, kwargs)  # the result may be large
+        results = [t for t in pytree.tree_leaves(result) if isinstance(t, FakeTensor)]
         if results and all(t.numel() <= MOST_ELEMENTS and t.device.type in ("cpu", "cuda") for t in results):
             real_args, real_kwargs = pytree.tree_map_only(FakeTensor, lambda t: t.constant, (tuple(args), dict(kwargs)))
             with no_dispatch():
                 real = func(*real_args, **real_kwargs)
             self._learn(results, pytree.tree_leaves(real))
-        return made
+        return result
 
     def _answer(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """The value that Python code asks for outside every graph."""

@@ -84,7 +84,7 @@ def make_backend(serve: Serve, checkpoints: Checkpoints = "replace") -> Callable
         return boxed(graph)
 
     def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        # the tensors are the user's: their batch and what earlier regions made
+        # the tensors are the user's: their batch and results of earlier regions
         sizes = [None if isinstance(x, torch.Tensor) else x for x in inputs]
 
         def compile_region(partition: Partition, given: Sequence[Any]) -> Callable[..., Any]:
@@ -174,8 +174,8 @@ def _landed(t: torch.Tensor, mode: FakeTensorMode) -> Any:
         names, context = t.__tensor_flatten__()
         parts = {name: getattr(t, name) for name in names}
         inside = {n: _landed(part, mode) if isinstance(part, torch.Tensor) else part for n, part in parts.items()}
-        made = type(t).__tensor_unflatten__(inside, context, t.shape, t.stride())
-        return nn.Parameter(made, t.requires_grad) if isinstance(t, nn.Parameter) else made
+        landed = type(t).__tensor_unflatten__(inside, context, t.shape, t.stride())
+        return nn.Parameter(landed, t.requires_grad) if isinstance(t, nn.Parameter) else landed
     with mode:
-        made = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cpu", requires_grad=t.requires_grad)
-    return nn.Parameter(made, t.requires_grad) if isinstance(t, nn.Parameter) else made
+        landed = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cpu", requires_grad=t.requires_grad)
+    return nn.Parameter(landed, t.requires_grad) if isinstance(t, nn.Parameter) else landed

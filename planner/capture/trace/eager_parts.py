@@ -57,8 +57,8 @@ def as_region_calls(
 
 def _matters(call: EagerCall) -> bool:
     """Whether an op allocates or writes; others are views."""
-    made = storages(call.result).keys() - storages((call.args, call.kwargs)).keys()
-    return bool(made) or schema_of(call.target).is_mutable
+    allocated = storages(call.result).keys() - storages((call.args, call.kwargs)).keys()
+    return bool(allocated) or schema_of(call.target).is_mutable
 
 
 def _needed(calls: Sequence[EagerCall], wanted: set[int]) -> tuple[EagerCall, ...]:
@@ -78,8 +78,8 @@ def _region_call(part: EagerPart, wanted: set[int], arrived: Mapping[int, torch.
         return
     inputs = reads(part.forward)
     own = {id(t) for t in inputs}
-    made = {id(t): t for call in part.forward for t in tensors_in(call.result) if id(t) not in own}
-    results = tuple(t for key, t in made.items() if key in wanted)
+    returned = {id(t): t for call in part.forward for t in tensors_in(call.result) if id(t) not in own}
+    results = tuple(t for key, t in returned.items() if key in wanted)
     region = _Recorder().region(part, inputs, results, arrived)
     yield RegionCall("", region, inputs, tuple(map(version_of, inputs)), results)
 

@@ -39,13 +39,13 @@ class OutsideLoss:
 
 def find_loss(output: Any) -> torch.Tensor | None:
     """The loss among a model's outputs: `output.loss`, `output["loss"]`, the output itself, or its first element."""
-    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if found is None and isinstance(output, (tuple, list)) and output:
-        found = output[0]
-    if found is None:
-        found = output
-    if isinstance(found, torch.Tensor) and found.dim() == 0 and found.requires_grad:
-        return found
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if loss is None and isinstance(output, (tuple, list)) and output:
+        loss = output[0]
+    if loss is None:
+        loss = output
+    if isinstance(loss, torch.Tensor) and loss.dim() == 0 and loss.requires_grad:
+        return loss
     return None
 
 
@@ -113,8 +113,8 @@ def trace_loss(
         waiting = meter.live
         gradients = torch.autograd.grad(loss, results, allow_unused=True, retain_graph=True)
     # outputs of one storage have one gradient: the terms that are added up to it are temporaries
-    made = {storage_key(here(t)): g for t, g in zip(results, gradients, strict=True) if g is not None}
-    workspace = max(0, meter.peak - sum(storages(list(made.values())).values()))
+    distinct = {storage_key(here(t)): g for t, g in zip(results, gradients, strict=True) if g is not None}
+    workspace = max(0, meter.peak - sum(storages(list(distinct.values())).values()))
     return OutsideLoss("loss_fn", workspace, 2 * loss.element_size(), tuple(meter.calls), waiting), loss
 
 

@@ -72,9 +72,9 @@ def _reason(error: BaseException, code: Sequence[str]) -> tuple[str, str]:
     """The obstacle, and what to change in the model."""
     op = str(getattr(error, "func", "")).removeprefix("aten.").split(".")[0]
     if isinstance(error, DataDependentOutputException):
-        found = (word for line in reversed(code) for pattern, word in _VALUE if re.search(pattern, line))
+        words = (word for line in reversed(code) for pattern, word in _VALUE if re.search(pattern, line))
         return (
-            f"{next(found, 'Python code')} asks for a tensor's value, and a plan is made from shapes",
+            f"{next(words, 'Python code')} asks for a tensor's value, and a plan is made from shapes",
             "Decide it by shapes or by an argument that is no tensor,",
         )
     if isinstance(error, DynamicOutputShapeException):
