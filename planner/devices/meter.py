@@ -1,4 +1,4 @@
-"""Allocator events of a piece of code, as torch itself reports them: by which plans are judged."""
+"""Allocator events of a piece of code, as torch's profiler reports them; plans are judged by them."""
 
 from __future__ import annotations
 
