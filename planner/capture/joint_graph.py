@@ -21,8 +21,8 @@ class Signature:
     Attributes:
         primals: placeholders of the forward pass's inputs.
         tangents: placeholders of the gradients that come in.
-        fwd_outputs: what the forward pass returns, nodes or constants.
-        grads: what the backward pass returns.
+        fwd_outputs: results of the forward pass, nodes or constants.
+        grads: results of the backward pass.
         output_descs: AOTAutograd's description of each output; None where it has none.
         mutated: primals that the step writes into (BatchNorm statistics).
     """

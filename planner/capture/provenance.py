@@ -13,7 +13,7 @@ from types import FrameType
 import torch
 from torch import fx
 
-# where their code is not: torch, this package, code that was generated; "<stdin>" and the like may be theirs
+# torch, this package and generated code are not the user's; "<stdin>" and the like may be
 _FOLDERS = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}")
 NOT_THE_USERS = (*_FOLDERS, "<frozen", "<eval")
 
@@ -35,7 +35,7 @@ def kind_of(target: str) -> str:
 
 
 def origins(nodes: Iterable[tuple[fx.Node, str]], names: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Path of the module that made each node ("" for the model itself), and the user's line; O(nodes + names).
+    """Path of the module ("" for the model) in whose call each node was traced, and the user's line; O(nodes + names).
 
     Args:
         nodes: of joint graphs, each with the module whose call the graph was made of.
@@ -87,7 +87,7 @@ def line_at(path: str, number: int) -> str:
 
 
 def source_line(node: fx.Node) -> str:
-    """The innermost line outside torch that made a node: "file:line: code"; "" where none is known."""
+    """The innermost line outside torch that a node was traced from: "file:line: code"; "" where none is known."""
     frames = re.findall(r'File "([^"]+)", line (\d+), in .*\n\s*(.*)', node.meta.get("stack_trace") or "")
     own = [f for f in frames if not f[0].startswith(NOT_THE_USERS)]
     if not own:

@@ -1,4 +1,4 @@
-"""Which ops may run twice: what a recomputation must not repeat, and what it must replay."""
+"""Which ops may run twice, and which state a second run has to replay."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RUNNING_STATISTICS: dict[object, tuple[int, int]] = {
 
 _COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d")
 
-# What these choose among equals is not fixed on every device: a second run would send data, and gradients, elsewhere.
+# These choose among equal values, on some devices differently in each run: a second run could route data elsewhere.
 # Other ops that return indices (argmax, cummax, max_pool, searchsorted) take the first of equals.
 _ROUTING = {
     _ATEN.topk.default,
@@ -102,7 +102,7 @@ def waited_for(node: fx.Node) -> fx.Node | None:
 
 
 def sent_for(result: fx.Node) -> list[fx.Node]:
-    """What a collective of this result sends."""
+    """The nodes that a collective of this result sends."""
     sender: Any = result.args[0] if result.target is operator.getitem else result
     return list(sender.all_input_nodes)
 
@@ -126,7 +126,7 @@ def draws(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> boo
 
 
 def replay_bytes(node: fx.Node) -> tuple[int, int]:
-    """What running a node again takes, in bytes: kept from its first run, and only while it runs.
+    """Bytes that running a node again takes: kept from its first run, and only while it runs.
 
     A random node needs the generator's state, and saves the present one; a normalisation needs scratch statistics.
     """

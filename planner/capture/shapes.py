@@ -1,25 +1,26 @@
 """Sizes that may change from step to step: a graph captured with symbolic sizes, read at the largest.
 
 A joint graph with symbolic sizes serves every shape. It is planned at the sizes for which it was traced, the largest:
-`at_hints` writes them in the place of the symbols, and `symbolic_again` puts the symbols back into what was emitted.
-A fixed schedule holds no more at smaller sizes where every storage grows with every size (`grows`).
+`at_hints` writes them in the place of the symbols, and `symbolic_again` puts the symbols back into the emitted graphs.
+A fixed schedule takes no more bytes at smaller sizes where every storage grows with every size (`grows`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
+from planner.capture.joint_graph import map_nodes
 from planner.compat import pytree
 from planner.compat.fake import FakeTensorMode
 from planner.compat.symbols import dynamic_dimensions, evaluate, expression_of, hint_of
 from planner.compat.tensors import storage_key
+from planner.core.maxima import Maxima, layout, tensors_of
 from planner.errors import CaptureError
 
 SYMBOLIC = "planner_symbolic"  # in a node's meta: its value with symbols in it
@@ -29,54 +30,20 @@ _GROWING = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Maxima:
-    """The largest size of each dimension that may be smaller.
-
-    Attributes:
-        sizes: for each tensor of a call, by its path in `(args, kwargs)`, dimension -> largest size.
-    """
-
-    sizes: Mapping[str, Mapping[int, int]]
-
-    def of(self, path: str) -> Mapping[int, int]:
-        """The dimensions of a tensor that may be smaller, with their largest sizes."""
-        return self.sizes.get(path, {})
-
-    def cover(self, other: Maxima) -> bool:
-        """Whether what the other has for a dimension is nowhere more."""
-        return all(n <= self.of(path).get(d, 0) for path, at in other.sizes.items() for d, n in at.items())
-
-
-def sizes_in(args: Any, kwargs: Any, free: Mapping[str, Collection[int]] | None = None) -> Maxima:
-    """The sizes of a call as maxima: of the free dimensions (None: of all), without those of one element or none."""
-    sizes = {
-        path: {d: n for d, n in enumerate(t.shape) if n > 1 and (free is None or d in free.get(path, ()))}
-        for path, t in tensors_of(args, kwargs)
-    }
-    return Maxima({path: at for path, at in sizes.items() if at})
-
-
-def tensors_of(args: Any, kwargs: Any) -> list[tuple[str, torch.Tensor]]:
-    """The tensors of a call, each with its path."""
-    leaves, _ = pytree.tree_flatten_with_path((tuple(args), dict(kwargs)))
-    return [(pytree.keystr(path), t) for path, t in leaves if isinstance(t, torch.Tensor)]
-
-
 def enlarged(args: Any, kwargs: Any, maxima: Maxima, mode: FakeTensorMode) -> Any:
     """Arguments with fake tensors of the largest size, dense, in the same order of dimensions."""
 
     def make(t: torch.Tensor, at: Mapping[int, int]) -> torch.Tensor:
         size = [at.get(d, n) for d, n in enumerate(t.shape)]
         with mode:
-            made = torch.empty_permuted(size, layout(t), dtype=t.dtype, device=t.device)
-        return made.requires_grad_(t.requires_grad)
+            larger = torch.empty_permuted(size, layout(t), dtype=t.dtype, device=t.device)
+        return larger.requires_grad_(t.requires_grad)
 
     return _mapped(args, kwargs, maxima, make)
 
 
 def densely(args: Any, kwargs: Any, maxima: Maxima) -> tuple[Any, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Arguments in the layout of what was planned: parts of larger tensors are copied; also what was, with its copy."""
+    """Arguments that are dense, as planned: parts of larger tensors are copied; also each original with its copy."""
     copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def make(t: torch.Tensor, _: Any) -> torch.Tensor:
@@ -91,25 +58,17 @@ def densely(args: Any, kwargs: Any, maxima: Maxima) -> tuple[Any, list[tuple[tor
 
 def _mapped(args: Any, kwargs: Any, maxima: Maxima, make: Callable[[torch.Tensor, Mapping[int, int]], Any]) -> Any:
     """Arguments with new tensors for those that may be smaller; one that comes twice stays one."""
-    made: dict[int, Any] = {}
+    mapped: dict[int, Any] = {}
 
     def new(path: Any, t: Any) -> Any:
         at = maxima.of(pytree.keystr(path))
         if not at or not isinstance(t, torch.Tensor):
             return t
-        if id(t) not in made:
-            made[id(t)] = make(t, at)
-        return made[id(t)]
+        if id(t) not in mapped:
+            mapped[id(t)] = make(t, at)
+        return mapped[id(t)]
 
     return pytree.tree_map_with_path(new, (tuple(args), dict(kwargs)))
-
-
-def layout(t: torch.Tensor) -> tuple[int, ...]:
-    """The order of dimensions in memory, the slowest first; those of one element stand where they are."""
-    strides = t.stride()
-    moving = sorted((d for d, n in enumerate(t.shape) if n > 1), key=lambda d: strides[d], reverse=True)
-    rest = iter(moving)
-    return tuple(next(rest) if n > 1 else d for d, n in enumerate(t.shape))
 
 
 @contextmanager
@@ -216,24 +175,24 @@ def _read_no_tensor(graph: fx.Graph) -> None:
     there = list(graph.nodes)
     first = next(n for n in there if n.op != "placeholder")
     read = [n for n in there if _symbolic(n) and n.op != "placeholder" and not all(map(_symbolic, n.all_input_nodes))]
-    made: dict[Any, Any] = {}
+    computed: dict[Any, Any] = {}
     for node in read:
         expression = expression_of(node.meta["val"])
         if not expression.free_symbols <= symbols.keys():
             raise CaptureError(f"the size {expression} is known only at run time")
-        if expression not in made:
+        if expression not in computed:
             with graph.inserting_before(first):
-                found = evaluate(expression, symbols)
-            made[expression] = found.node if isinstance(found, fx.Proxy) else found
+                value = evaluate(expression, symbols)
+            computed[expression] = value.node if isinstance(value, fx.Proxy) else value
     known = set(there)
     for node in graph.nodes:
         if node not in known:
             target: Any = node.target
-            node.meta["val"] = target(*fx.node.map_arg(node.args, lambda n: n.meta["val"]))
+            node.meta["val"] = target(*map_nodes(node.args, lambda n: n.meta["val"]))
     for node in reversed(read):
-        number = {node: made[expression_of(node.meta["val"])]}
+        number = {node: computed[expression_of(node.meta["val"])]}
         for user in list(node.users):
-            user.args, user.kwargs = fx.node.map_arg((user.args, user.kwargs), partial(_get, number))
+            user.args, user.kwargs = map_nodes((user.args, user.kwargs), partial(_get, number))
         graph.erase_node(node)
 
 

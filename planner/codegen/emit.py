@@ -1,8 +1,8 @@
 """A schedule, written as the forward and the backward `torch.fx.GraphModule` of a region.
 
 An op that runs again is cloned where the schedule runs it; views are cheap and are derived anew where they are needed.
-What is alive across the boundary becomes an output of the forward graph and an input of the backward graph. A tensor is
-freed by the generated code after its last use, as `torch.fx` does for every variable.
+Saved tensors are outputs of the forward graph and inputs of the backward graph. The generated code frees a tensor after
+its last use, as `torch.fx` does for every variable.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def emit(region: Region, forward: Sequence[int], backward: Sequence[int]) -> tup
     """Write the forward and backward graphs of a region.
 
     Args:
-        region: what was captured.
+        region: the captured region.
         forward: indices into `region.ops`, in the order in which the forward pass runs them.
         backward: the same for the backward pass.
 
@@ -63,7 +63,7 @@ def emit(region: Region, forward: Sequence[int], backward: Sequence[int]) -> tup
 
 
 def runnable(region: Region, forward: Sequence[int], backward: Sequence[int]) -> bool:
-    """Whether this runs every op of a region: first in their order, and what must not run twice only once."""
+    """Whether these steps run every op of a region, first in their order, and ops that must not run twice only once."""
     first = 0
     for steps, end in ((forward, region.boundary), (backward, len(region.ops))):
         for i in steps:
@@ -109,7 +109,7 @@ class _Writer:
         return new
 
     def _kept(self, node: fx.Node) -> fx.Node:
-        """An input for what the forward pass kept; these stand before the gradients that come in."""
+        """An input for a tensor that the forward pass saved; these stand before the gradients that come in."""
         with self.graph.inserting_after(self.last_kept or root_of(self.graph)):
             self.last_kept = self._input(node)
         return self.last_kept

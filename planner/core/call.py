@@ -1,4 +1,4 @@
-"""One call of an op as plain data: what is needed to run it once more on other tensors of the same shapes."""
+"""One call of an op as plain data, from which it can run again on other tensors of the same shapes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from planner.compat.ops import OpOverload
 from planner.compat.tensors import is_traceable_wrapper_subclass, storage_key
 
 _ATEN = torch.ops.aten
-# their kernels copy the whole storage of what they write into (`at::clone_preserve_strides`), where fake tensors count
-# no more than the view spans
+# their kernels copy the whole storage behind the tensor that they write into (`at::clone_preserve_strides`), where fake
+# tensors count no more than the view spans
 _COPIES_ALL_BEHIND = {
     _ATEN.copy.default,
     _ATEN.select_scatter.default,
@@ -34,7 +34,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class ViewSpec(TensorSpec):
-    """A view that is copied with all that is behind it.
+    """A view that is copied with the whole storage behind it.
 
     Attributes:
         behind: elements of its storage.
@@ -53,7 +53,7 @@ class Call:
         target: the op.
         args: its positional arguments.
         kwargs: its keyword arguments.
-        made_bytes: size of the storages that it makes, as fake tensors tell.
+        made_bytes: size of the storages that it allocates, by fake tensors.
     """
 
     target: OpOverload
@@ -77,11 +77,11 @@ def describe_call(target: OpOverload, args: Any, kwargs: Any, result: Any) -> Ca
             return ViewSpec(shape, stride, t.dtype, behind, int(t.storage_offset()))
         return TensorSpec(shape, stride, t.dtype)
 
-    made = storages(result)
+    allocated = storages(result)
     for storage in storages((args, kwargs)):
-        made.pop(storage, None)
+        allocated.pop(storage, None)
     plain_args, plain_kwargs = pytree.tree_map_only(torch.Tensor, spec, (tuple(args), dict(kwargs)))
-    return Call(target, plain_args, plain_kwargs, sum(made.values()))
+    return Call(target, plain_args, plain_kwargs, sum(allocated.values()))
 
 
 def storages(tree: Any) -> dict[int, int]:
@@ -90,7 +90,7 @@ def storages(tree: Any) -> dict[int, int]:
 
 
 def inside(t: torch.Tensor) -> list[torch.Tensor]:
-    """What a tensor is made of here: itself, or the tensors that a wrapper has, as a `DTensor` its local shard."""
+    """The plain tensors of a tensor: itself, or those in a wrapper, as the local shard in a `DTensor`."""
     if not is_traceable_wrapper_subclass(t):
         return [t]
     parts = [getattr(t, name) for name in t.__tensor_flatten__()[0]]
@@ -98,7 +98,7 @@ def inside(t: torch.Tensor) -> list[torch.Tensor]:
 
 
 def here(t: torch.Tensor) -> torch.Tensor:
-    """What this device has of a tensor."""
+    """The part of a tensor that is on this device."""
     return inside(t)[0]
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from planner.capture.shapes import Maxima, tensors_of
 from planner.compat.modules import buffers_of, unsaved_buffers
+from planner.core.maxima import Maxima, tensors_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ from typing import Literal, NamedTuple
 
 from torch import fx
 
-from planner.capture.shapes import Maxima
 from planner.core.identity import Identity, TensorKind
 from planner.core.occupancy import Occupancy
 from planner.core.options import Costs, Options

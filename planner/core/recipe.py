@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from planner.capture.shapes import Maxima
-
 
 @dataclass(frozen=True, slots=True)
 class PlannedRegion:

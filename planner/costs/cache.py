@@ -1,4 +1,4 @@
-"""What ops were measured to cost, kept on disk between processes; safe to delete, and never in the way of a plan."""
+"""Measured costs of ops, kept on disk between processes; safe to delete, and never in the way of a plan."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def cache_file() -> Path:
 
 
 def surroundings(device: torch.device) -> str:
-    """What an op's costs depend on beside the call: the device, the versions, the settings that choose kernels."""
+    """The surroundings that an op's costs depend on: the device, the versions, the settings that choose kernels."""
     backends: Any = torch.backends
     parts: list[Any] = [torch.__version__, device.type, torch.are_deterministic_algorithms_enabled()]
     if device.type == "cuda":
@@ -64,12 +64,12 @@ def surroundings(device: torch.device) -> str:
 
 
 def digest(around: str, key: str) -> str:
-    """What a call is kept under: `surroundings` and `Call.key`."""
+    """The key of a call's row, of `surroundings` and `Call.key`."""
     return hashlib.sha256(f"{around}\n{key}".encode()).hexdigest()
 
 
 def read(keys: Iterable[str]) -> dict[str, Allocated]:
-    """What is known of some calls, by their digests."""
+    """The costs of those calls that have been measured before, by their digests."""
 
     def select(connection: sqlite3.Connection) -> dict[str, Allocated]:
         query = "SELECT workspace, excess, seconds FROM ops WHERE key = ?"
@@ -79,9 +79,9 @@ def read(keys: Iterable[str]) -> dict[str, Allocated]:
     return _with_file(select) or {}
 
 
-def write(found: Mapping[str, Allocated]) -> None:
-    """Keep what was measured, by digest."""
-    rows = [(key, a.workspace, a.excess, a.seconds) for key, a in found.items()]
+def write(costs: Mapping[str, Allocated]) -> None:
+    """Keep measured costs, by digest."""
+    rows = [(key, a.workspace, a.excess, a.seconds) for key, a in costs.items()]
     _with_file(lambda connection: connection.executemany("INSERT OR REPLACE INTO ops VALUES (?, ?, ?, ?)", rows))
 
 

@@ -1,4 +1,4 @@
-"""Ops run one by one on the real device: what each allocates, and how long it takes."""
+"""Ops run one by one on the real device: the bytes that each allocates, and the seconds that it takes."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _LONG_SECONDS = 0.02  # longer ops are run twice only
 
 @dataclass(frozen=True, slots=True)
 class Allocated:
-    """What running an op showed.
+    """The measured costs of an op.
 
     Attributes:
-        workspace: bytes held only while it runs, beside its results.
-        excess: bytes that its results hold beyond the size that fake tensors give them (on the CPU, `mse_loss` returns
+        workspace: bytes live only while it runs, beside its results.
+        excess: bytes of its results beyond the size that fake tensors give them (on the CPU, `mse_loss` returns
             a scalar in a storage of its input's size).
         seconds: the median time of a run; None where it was not timed.
     """
@@ -37,17 +37,17 @@ class Allocated:
 
 def run_on_cpu(calls: Sequence[Call], timed: bool) -> dict[str, Allocated]:
     """Run each call on zeros, in one recording of the allocator's events; by `Call.key`, without those that fail."""
-    made: list[int | None] = []
+    sizes: list[int | None] = []
 
     def run_all() -> None:
         for call in calls:
-            made.append(_marked_run(call, str(len(made))))
+            sizes.append(_marked_run(call, str(len(sizes))))
 
     recorded = record_allocations(run_all)
     peaks = {int(name): recorded.peak(events) for name, events in recorded.marks}
     return {
         call.key: _allocated(call, peaks[n], size, _timed_on_cpu(call) if timed else None)
-        for n, (call, size) in enumerate(zip(calls, made, strict=True))
+        for n, (call, size) in enumerate(zip(calls, sizes, strict=True))
         if size is not None
     }
 
@@ -65,7 +65,7 @@ def _marked_run(call: Call, name: str) -> int | None:
         args, kwargs = _arguments(call, torch.device("cpu"))
         with marked(name):
             size = _made(call.target(*args, **kwargs), args, kwargs)
-    except Exception:  # what an op says of zeros, or of too little memory, is of no interest
+    except Exception:  # it refuses zeros, or there is too little memory: then it is not measured
         return None
     return size
 
@@ -91,13 +91,13 @@ def _run_on_cuda(call: Call, device: torch.device, timed: bool) -> Allocated | N
         torch.cuda.reset_peak_memory_stats(device)
         # bytes asked for: blocks handed out from the cache may be larger, as in no other run
         before = torch.cuda.memory_stats(device)["requested_bytes.all.current"]
-        made = _made(call.target(*args, **kwargs), args, kwargs)
+        size = _made(call.target(*args, **kwargs), args, kwargs)
         peak = torch.cuda.memory_stats(device)["requested_bytes.all.peak"] - before
         torch.cuda.synchronize(device)
         seconds = _timed_on_cuda(call, args, kwargs) if timed else None
     except Exception:  # as on the CPU
         return None
-    return _allocated(call, peak, made, seconds)
+    return _allocated(call, peak, size, seconds)
 
 
 def _timed_on_cuda(call: Call, args: Any, kwargs: Any) -> float:
@@ -122,8 +122,8 @@ def _median_seconds(run: Callable[[int], float]) -> float:
     return median(run(times) / times for _ in range(_ROUNDS if once < _LONG_SECONDS else 2))
 
 
-def _allocated(call: Call, peak: int, made: int, seconds: float | None) -> Allocated:
-    return Allocated(max(0, peak - made), max(0, made - call.made_bytes), seconds)
+def _allocated(call: Call, peak: int, size: int, seconds: float | None) -> Allocated:
+    return Allocated(max(0, peak - size), max(0, size - call.made_bytes), seconds)
 
 
 def _made(result: Any, args: Any, kwargs: Any) -> int:

@@ -1,4 +1,4 @@
-"""What ops allocate beside their results and how long they take, each distinct op measured once on a device."""
+"""Workspaces and seconds of ops, each distinct op measured once on a device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from planner.costs import cache
 from planner.costs.measure_op import Allocated, run_on_cpu, run_on_cuda
 from solvers.progress import bar
 
-_BATCH = 16  # ops between two writes: what an interruption loses
+_BATCH = 16  # ops between two writes: an interruption loses no more
 _STABLE = ("aten", "prims")  # other ops may change without a new torch: they are not kept on disk
 
 
@@ -23,23 +23,23 @@ def measure(
     """Run each distinct op (target, shapes, strides, dtypes, other arguments) on zeros, unless the disk cache knows it.
 
     An op that fails on zeros is left out, and so is a collective, which other processes would have to run as well. The
-    random generators are left as they were. What was measured before an interruption is kept.
+    random generators are left as they were. Measurements before an interruption are kept.
 
     Args:
-        calls: what to run.
-        device: where.
+        calls: the ops to run.
+        device: to run them on.
         timed: run each a few times more, for its seconds.
         progress: show a progress bar; None for only where a terminal is watching.
 
     Returns:
-        What each showed, by `Call.key`; without seconds unless `timed`.
+        The costs of each by `Call.key`, without seconds unless `timed`.
     """
     distinct = {call.key: call for call in calls if not is_collective(call.target)}
     around = cache.surroundings(device)
     digests = {key: cache.digest(around, key) for key, call in distinct.items() if call.target.namespace in _STABLE}
     kept = cache.read(digests.values())
-    found = {key: kept[digest] for key, digest in digests.items() if digest in kept}
-    todo = [c for key, c in distinct.items() if key not in found or (timed and found[key].seconds is None)]
+    costs = {key: kept[digest] for key, digest in digests.items() if digest in kept}
+    todo = [c for key, c in distinct.items() if key not in costs or (timed and costs[key].seconds is None)]
     if todo:
         with (
             bar("measuring ops", progress, total=len(todo), unit=" ops") as shown,
@@ -50,8 +50,8 @@ def measure(
                 batch = todo[at : at + _BATCH]
                 new = run_on_cuda(batch, device, timed) if device.type == "cuda" else run_on_cpu(batch, timed)
                 cache.write({digests[key]: measured for key, measured in new.items() if key in digests})
-                found |= new
+                costs |= new
                 shown.update(len(batch))
         if device.type == "cuda":
             torch.cuda.empty_cache()  # blocks cut to fit these runs would fragment the training's memory
-    return found if timed else {key: replace(measured, seconds=None) for key, measured in found.items()}
+    return costs if timed else {key: replace(measured, seconds=None) for key, measured in costs.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
@@ -34,13 +34,13 @@ _CONVOLUTIONS = {_ATEN.convolution.default, _ATEN.convolution_backward.default}
 
 @dataclass(frozen=True, slots=True)
 class OpEstimate:
-    """What one op costs.
+    """The costs of one op.
 
     Attributes:
         seconds: time of one run.
         flops: of one run.
-        workspace: bytes held only while it runs.
-        excess: bytes that its results hold beyond the sizes of their storages in the graph.
+        workspace: bytes live only while it runs.
+        excess: bytes of its results beyond the sizes of their storages in the graph.
     """
 
     seconds: float
@@ -60,7 +60,7 @@ def estimate(
     """Estimates for every op of every region.
 
     Args:
-        regions: what was captured.
+        regions: of the captured step.
         device: the roofline.
         measure_on: the device to run each distinct op once on, for its workspace; None: not measured, taken as
             `predicted_workspace` on CUDA and as 0 elsewhere.
@@ -86,14 +86,14 @@ def estimate_nodes(
     progress: bool | None = None,
 ) -> dict[fx.Node, OpEstimate]:
     """Estimates for nodes that call ops, each on its own; arguments as for `estimate()`."""
-    found: dict[fx.Node, Allocated] = {}
+    measured: dict[fx.Node, Allocated] = {}
     if measure_on is not None:
         calls = {node: call_of(node) for node in nodes if _measurable(node)}
         allocated = measure(calls.values(), measure_on, timed=timed, progress=progress)
-        found = {node: allocated[call.key] for node, call in calls.items() if call.key in allocated}
-    ratios = [m.seconds / roofline_seconds(node, device) for node, m in found.items() if m.seconds is not None]
+        measured = {node: allocated[call.key] for node, call in calls.items() if call.key in allocated}
+    ratios = [m.seconds / roofline_seconds(node, device) for node, m in measured.items() if m.seconds is not None]
     scale = median(ratios) if ratios else 1.0
-    return {node: _estimate(node, device, found, scale) for node in nodes}
+    return {node: _estimate(node, device, measured.get(node), scale) for node in nodes}
 
 
 def _share_dropouts(region: Region, estimates: list[OpEstimate]) -> tuple[OpEstimate, ...]:
@@ -107,7 +107,7 @@ def _share_dropouts(region: Region, estimates: list[OpEstimate]) -> tuple[OpEsti
 
 
 def _measurable(node: fx.Node) -> bool:
-    """Whether an op may run alone on made-up numbers: what checks them on a GPU would end the process."""
+    """Whether an op may run alone on arbitrary numbers: an op that checks them on a GPU would end the process."""
     target = node.target
     if not isinstance(target, OpOverload) or is_collective(target):
         return False
@@ -115,7 +115,7 @@ def _measurable(node: fx.Node) -> bool:
 
 
 def reads_workspace(target: OpOverload) -> bool:
-    """Whether an op reads the bytes that its forward op left for it: made-up ones would end the process."""
+    """Whether an op reads the bytes that its forward op left for it: arbitrary ones would end the process."""
     return any(a.name in ("workspace", "reserve") for a in schema_of(target).arguments)
 
 
@@ -131,8 +131,7 @@ def call_of(node: fx.Node) -> Call:
     return describe_call(target, args, kwargs, node.meta.get("val"))
 
 
-def _estimate(node: fx.Node, device: Device, found: Mapping[fx.Node, Allocated], scale: float) -> OpEstimate:
-    measured = found.get(node)
+def _estimate(node: fx.Node, device: Device, measured: Allocated | None, scale: float) -> OpEstimate:
     if measured is None:
         measured = Allocated(predicted_workspace(node, device) if device.type == "cuda" else 0, 0)
     seconds = scale * roofline_seconds(node, device) if measured.seconds is None else measured.seconds

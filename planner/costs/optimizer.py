@@ -1,4 +1,4 @@
-"""What an optimizer takes: its state, and what `optimizer.step()` allocates, by stepping a copy on fake tensors."""
+"""The memory of an optimizer: its state and the temporaries of `optimizer.step()`, by steps of a copy on fakes."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ FORMS = {"foreach": {"foreach": True}, "fused": {"fused": True}, "forloop": {"fo
 
 @dataclass(frozen=True)
 class OptimizerMemory:
-    """What an optimizer holds beside parameters and gradients, in bytes.
+    """The bytes of an optimizer, beside parameters and gradients.
 
     Attributes:
-        state: held all the time, once it has stepped.
+        state: live all the time, once it has stepped.
         step: the most that `optimizer.step()` holds at once beside the state: its temporaries.
     """
 
@@ -36,7 +36,7 @@ class OptimizerMemory:
 def optimizer_memory(
     parameters: Iterable[torch.Tensor], optimizer: optim.Optimizer | str | None, *, cuda: bool
 ) -> OptimizerMemory:
-    """What an optimizer takes, by running torch's own code for two steps on fake tensors: no memory, no compute.
+    """The memory of an optimizer, by two steps of torch's own code on fake tensors: no memory, no compute.
 
     Args:
         parameters: the tensors that are trained, for an optimizer given by name; real, meta or fake.
@@ -74,8 +74,8 @@ def optimizer_memory(
         return _two_steps(kind, optimizer.defaults, optimizer.param_groups, cuda)
     except Exception as e:
         state = list(optimizer.state.values())
-        held = sum(storages(state).values()) - (_on_cpu(state) if cuda else 0)
-        if not held:
+        nbytes = sum(storages(state).values()) - (_on_cpu(state) if cuda else 0)
+        if not nbytes:
             raise OptionError(
                 f"optimizer {kind.__name__} could not be tried on fake tensors ({e}) and has no state yet: "
                 "give the name of an optimizer that holds as much, or plan after its first step"
@@ -85,15 +85,15 @@ def optimizer_memory(
             "what its step() allocates is not known and counted as nothing",
             stacklevel=2,
         )
-        return OptimizerMemory(held, 0)
+        return OptimizerMemory(nbytes, 0)
 
 
 def _named(name: str) -> tuple[type[optim.Optimizer], dict[str, Any]]:
     """A name's class and options."""
-    # what needs a closure or sparse gradients cannot be tried, nor train most models
+    # optimizers that need a closure or sparse gradients cannot be tried, nor train most models
     left_out = (optim.Optimizer, optim.LBFGS, optim.SparseAdam)
-    found = [c for c in vars(optim).values() if inspect.isclass(c) and issubclass(c, optim.Optimizer)]
-    classes = {c.__name__.lower(): c for c in found if c not in left_out} | {"momentum": optim.SGD}
+    known = [c for c in vars(optim).values() if inspect.isclass(c) and issubclass(c, optim.Optimizer)]
+    classes = {c.__name__.lower(): c for c in known if c not in left_out} | {"momentum": optim.SGD}
     base, _, form = name.lower().partition("-")
     kind, options = classes.get(base), FORMS.get(form, {})
     if kind is None or (form and not options) or not options.keys() <= inspect.signature(kind).parameters.keys():
@@ -166,12 +166,12 @@ def _foreach_by_default(kind: type[optim.Optimizer], group: Mapping[str, Any]) -
 
 def _on_cpu(state: list[Any]) -> int:
     """Bytes of the tensors in an optimizer's state that are on the CPU."""
-    found = (t for t in pytree.tree_leaves(state) if isinstance(t, torch.Tensor))
-    return sum(storages([t for t in found if t.device.type == "cpu"]).values())
+    leaves = (t for t in pytree.tree_leaves(state) if isinstance(t, torch.Tensor))
+    return sum(storages([t for t in leaves if t.device.type == "cpu"]).values())
 
 
 class _Meter(LiveBytes):  # type: ignore[no-untyped-call]
-    """Counts bytes, and has a value for what fake tensors do not know."""
+    """Counts bytes, and answers where an optimizer asks a fake tensor for its value."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:

@@ -20,7 +20,7 @@ _INDEX_PUT = {_ATEN.index_put.default, _ATEN._unsafe_index_put.default}
 
 
 def predicted_workspace(node: fx.Node, device: Device) -> int:
-    """Bytes that a node of a joint graph would hold only while it runs on a card, beside its results; 0 for most ops.
+    """Bytes of workspace of a node of a joint graph, while it runs on a card, beside its results; 0 for most ops.
 
     Where the graph was traced on the CPU, the card's capability says which attention kernel would run.
     """

@@ -1,4 +1,4 @@
-"""What is held beside the values of the step, line by line."""
+"""Static memory: the bytes that are live all the time beside a step's activations, line by line."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ def account(
     accumulate: bool = False,
     shard: int = 1,
 ) -> dict[str, int]:
-    """The lines of the budget that are held all the time: name -> bytes.
+    """The lines of the budget that are live all the time: name -> bytes.
 
     Args:
-        model: what is trained.
-        args: what it is called with.
+        model: the model that is trained.
+        args: its arguments.
         kwargs: the same, by keyword.
-        device: what the context and cuBLAS take.
+        device: its sizes of the CUDA context and of cuBLAS workspaces count.
         optimizer_state: bytes, of one device.
-        accumulate: whether the gradients of earlier microbatches are held through the step.
+        accumulate: whether the gradients of earlier microbatches are live through the step.
         shard: how many devices share parameters, gradients and optimizer state.
     """
     where = next(model.parameters()).device
@@ -60,7 +60,7 @@ def account(
 
 
 def batch_tensors(args: Sequence[Any], kwargs: Mapping[str, Any], where: torch.device) -> list[torch.Tensor]:
-    """The tensors of a batch that take room where the model is: what is on the host takes none on a GPU."""
+    """The tensors of a batch that take memory where the model is: those on the host take none on a GPU."""
     return [t for t in tensors_in((tuple(args), dict(kwargs))) if where.type != "cuda" or t.is_cuda]
 
 
@@ -68,7 +68,7 @@ def gathered_bytes(model: nn.Module) -> int:
     """Bytes of whole parameters that are there at once when devices share them.
 
     As `torch.distributed.fsdp.fully_shard` does it, wrapped block by block: the block that runs and the one fetched
-    ahead of it, and what belongs to no block. A block is a member of an outermost `nn.ModuleList`.
+    ahead of it, and the parameters of no block. A block is a member of an outermost `nn.ModuleList`.
     """
     lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     outermost = [name for name in lists if not any(name.startswith(other + ".") for other in lists)]

@@ -1,1 +1,1 @@
-"""Devices: their rates and memory, the caching allocator, and what it measured."""
+"""Devices: their rates and memory, the caching allocator, and a meter of allocations."""

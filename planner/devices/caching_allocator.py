@@ -1,4 +1,4 @@
-"""What PyTorch's caching allocator reserves on a GPU to hold a training step: fragmentation, simulated.
+"""A simulation of PyTorch's caching allocator: the bytes that a step reserves on a GPU, with fragmentation.
 
 The algorithm is that of c10/cuda/CUDACachingAllocator.cpp and c10/core/AllocatorConfig.h in torch 2.13, for one stream
 and under the default configuration: no expandable segments, no rounding to powers of two, no limit on splitting.
@@ -26,7 +26,7 @@ Event = tuple[int, int]  # (bytes, key): allocate, (FREE, key): free; a key may 
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """What the allocator did; up to where it ran out of memory, if it did.
+    """Peaks of a replay, up to where it ran out of memory, if it did.
 
     Attributes:
         requested_peak: the most bytes asked for at once, each request rounded up to 512 bytes.
@@ -53,17 +53,17 @@ def reserved(events: Iterable[Event], limit: int | None = None) -> Reserved:
 
     Examples:
         >>> MiB = 2**20
-        >>> found = reserved([(6 * MiB, 0), (6 * MiB, 1), (FREE, 0), (13 * MiB, 2)])
-        >>> found.requested_peak // MiB, found.reserved_peak // MiB
+        >>> peaks = reserved([(6 * MiB, 0), (6 * MiB, 1), (FREE, 0), (13 * MiB, 2)])
+        >>> peaks.requested_peak // MiB, peaks.reserved_peak // MiB
         (19, 34)
     """
     cache = _Cache(limit)
-    held: dict[int, tuple[int, int, int]] = {}
+    blocks: dict[int, tuple[int, int, int]] = {}
     requested = allocated = requested_peak = allocated_peak = 0
     failed = False
     for nbytes, key in events:
         if nbytes == FREE:
-            size, start, block = held.pop(key)
+            size, start, block = blocks.pop(key)
             requested -= size
             allocated -= block
             cache.give(start, block)
@@ -73,7 +73,7 @@ def reserved(events: Iterable[Event], limit: int | None = None) -> Reserved:
         if taken is None:
             failed = True
             break
-        held[key] = size, *taken
+        blocks[key] = size, *taken
         requested += size
         allocated += taken[1]
         requested_peak = max(requested_peak, requested)

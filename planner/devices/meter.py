@@ -1,4 +1,4 @@
-"""Allocator events of a piece of code, as torch itself reports them: the measure that a plan is held against."""
+"""Allocator events of a piece of code, as torch's profiler reports them; plans are judged by them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MARK = "planner::"
 
 @dataclass(frozen=True, slots=True)
 class Allocations:
-    """What was allocated and freed, in order.
+    """Allocations and frees, in order.
 
     Attributes:
         deltas: bytes of each event, negative for a free.
@@ -30,7 +30,7 @@ class Allocations:
     marks: tuple[tuple[str, range], ...]
 
     def peak(self, within: range | None = None) -> int:
-        """The most bytes held at once, above what was held when the range began."""
+        """The most bytes live at once, above those live when the range began."""
         part = self.deltas if within is None else self.deltas[within.start : within.stop]
         return max(accumulate(part, initial=0))
 

@@ -1,4 +1,4 @@
-"""What a device can do and hold: rates for a roofline (Williams et al., 2009), memory, and what is taken of it."""
+"""Datasheets of devices: rates for a roofline (Williams et al., 2009), memory, and the parts that CUDA takes of it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Device:
     """A device's datasheet.
 
     Attributes:
-        name: as in `DEVICES`, or what the driver calls the card.
+        name: as in `DEVICES`, or the name that the driver gives the card.
         type: "cpu" or "cuda".
         capability: CUDA's compute capability; (0, 0) on the CPU.
         bandwidth: bytes per second of its memory.
@@ -46,7 +46,7 @@ class Device:
 
 
 def blas_workspace(capability: tuple[int, int], config: str = "") -> int:
-    """Bytes of cuBLAS workspace held while training; `config` is what CUBLAS_WORKSPACE_CONFIG says.
+    """Bytes of cuBLAS workspace held while training; `config` is the value of CUBLAS_WORKSPACE_CONFIG.
 
     `parseChosenWorkspaceSize` in ATen/cuda/CublasHandlePool.cpp: 32 MiB on Hopper and Blackwell, else 8 MiB and
     128 KiB, unless that says otherwise; cuBLASLt shares it. One for each thread that multiplies:
@@ -89,7 +89,7 @@ def _cuda(
 
 
 def _cpu() -> Device:
-    """A core or two of a server, and the machine's own memory; what the host holds needs no link."""
+    """A core or two of a server, and the machine's own memory; tensors on the host need no link."""
     rates = {torch.float16: 20e9, torch.bfloat16: 20e9, torch.float32: 40e9, torch.float64: 20e9}
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Device("cpu", "cpu", (0, 0), 10e9, rates, 40e9, 1e8, 2e-6, memory, 10e9, 0, 0)
@@ -129,24 +129,24 @@ def find_device(device: str | torch.device | None, model_device: torch.device) -
     if isinstance(device, str) and (name := _profile(device)) is not None:
         return DEVICES[name]
     try:
-        found = model_device if device is None else torch.device(device)
+        place = model_device if device is None else torch.device(device)
     except (RuntimeError, TypeError) as e:
         known = ", ".join(DEVICES)
         raise OptionError(f"device={device!r} is not known; give one of {known}, or a torch device") from e
-    if found.type not in ("cpu", "cuda"):
+    if place.type not in ("cpu", "cuda"):
         raise OptionError(
-            f"device={str(found)!r} is not supported; give one of {', '.join(DEVICES)}, or a torch device"
+            f"device={str(place)!r} is not supported; give one of {', '.join(DEVICES)}, or a torch device"
         )
-    return _card(found) if found.type == "cuda" else DEVICES["cpu"]
+    return _card(place) if place.type == "cuda" else DEVICES["cpu"]
 
 
-def _card(found: torch.device) -> Device:
+def _card(place: torch.device) -> Device:
     count = torch.cuda.device_count()
     if not count:
         return DEVICES["a100"]
-    if found.index is not None and found.index >= count:
-        raise OptionError(f"device={str(found)!r} is not there; PyTorch sees {count} CUDA devices, numbered from 0")
-    properties = torch.cuda.get_device_properties(found)
+    if place.index is not None and place.index >= count:
+        raise OptionError(f"device={str(place)!r} is not there; PyTorch sees {count} CUDA devices, numbered from 0")
+    properties = torch.cuda.get_device_properties(place)
     capability = (properties.major, properties.minor)
     cards = {name: d.capability for name, d in DEVICES.items() if d.type == "cuda"}
     name = _profile(properties.name) or min(cards, key=lambda n: _apart(cards[n], capability))

@@ -148,11 +148,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.died[number] = self._begun
 
     def _written(self, func: Any, args: Any, kwargs: Any) -> tuple[int, ...]:
-        updates = "batch_norm" in schema_of(func).name and "backward" not in schema_of(func).name
-        if not (schema_of(func).is_mutable or updates):
+        schema = schema_of(func)
+        updates = "batch_norm" in schema.name and "backward" not in schema.name
+        if not (schema.is_mutable or updates):
             return ()
         found = []
-        for at, argument in enumerate(schema_of(func).arguments):
+        for at, argument in enumerate(schema.arguments):
             written = argument.alias_info is not None and argument.alias_info.is_write
             if written or (updates and argument.name.startswith("running_")):
                 given = args[at] if at < len(args) else kwargs.get(argument.name)

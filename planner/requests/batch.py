@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from planner.capture.shapes import Maxima, sizes_in, tensors_of
 from planner.core.options import Dynamic
 from planner.errors import BatchError, OptionError
 

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from planner.capture.shapes import Maxima
 from planner.compat.modules import managed_by_fsdp
 from planner.compat.pytree import tree_leaves
 from planner.core.call import storages

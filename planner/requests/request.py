@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from planner.capture.shapes import Maxima
 from planner.core.identity import TensorKind, batch_kinds
+from planner.core.maxima import Maxima
 from planner.core.occupancy import Occupancy
 from planner.core.options import GB, Costs, Options
 from planner.devices.specs import Device

@@ -15,12 +15,13 @@ from torch import fx, nn
 
 from planner.capture.regions.fingerprint import fingerprint
 from planner.capture.regions.region import Region
-from planner.capture.shapes import Maxima, enlarged
+from planner.capture.shapes import enlarged
 from planner.capture.trace.dynamo import CompileRegion, detach_outputs, dynamo_settings, make_backend
 from planner.capture.trace.state_guard import undone_on, untouched
 from planner.codegen.emit import emit, runnable
 from planner.compat.dynamo import compile_call
 from planner.compat.fake import FakeTensorMode
+from planner.core.maxima import Maxima
 from planner.core.options import Checkpoints
 from planner.core.plan import PlanRecord
 from planner.core.recipe import PlannedRegion, Recipe

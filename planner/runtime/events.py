@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from planner.capture.shapes import Maxima
 from planner.core.plan import PlanRecord
 from planner.requests.planned import Planned
 

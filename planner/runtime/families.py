@@ -11,10 +11,11 @@ from typing import Any
 
 from torch import nn
 
-from planner.capture.shapes import Maxima, densely, marked, sizes_in
+from planner.capture.shapes import densely, marked
 from planner.capture.trace.dynamo import dynamo_settings
 from planner.capture.trace.state_guard import undone_on
 from planner.compat.tensors import version_of
+from planner.core.maxima import Maxima, sizes_in
 from planner.core.plan import PlanRecord
 from planner.core.recipe import Recipe
 from planner.errors import ApplyError, PlanWarning

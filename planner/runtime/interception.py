@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from planner.capture.shapes import Maxima, layout
 from planner.compat import pytree
 from planner.compat.modules import call_of, replace_call, replaced_call
 from planner.compat.tensors import is_traceable_wrapper_subclass
+from planner.core.maxima import Maxima, layout
 from planner.core.plan import PlanRecord
 from planner.errors import ApplyError
 from planner.parallel.group import together

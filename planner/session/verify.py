@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from planner.capture.trace.loss_trace import checked_loss, find_loss, leaves
-from planner.capture.trace.state_guard import State
+from planner.capture.trace.state_guard import ModelSnapshot
 from planner.compat.autograd import post_accumulate_hooks
 from planner.core.call import here
 from planner.core.verification import FOUND, Verification
@@ -128,7 +128,7 @@ def _untouched(model: nn.Module, accumulate: bool) -> Iterator[Callable[[], None
     # an optimizer that steps in the backward pass must not
     hooks = [(h, dict(h)) for p in parameters if (h := post_accumulate_hooks(p))]
     gradients = [p.grad for p in parameters]
-    state = State(model)
+    state = ModelSnapshot(model)
 
     def again() -> None:
         for p in parameters:

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from planner.capture.joint_graph import map_nodes
 from planner.capture.recomputability import keep_reason
 from planner.compat.fake import detect_fake_mode
 from planner.core.call import storages
@@ -32,14 +33,15 @@ def checkpointed_calls(graph: fx.Graph) -> int:
 
 def clone_of(node: fx.Node) -> fx.Node | None:
     """The forward node that a node of the backward pass repeats; None for other nodes."""
-    found: fx.Node | None = node.meta.get(_CLONE_OF)
-    return found
+    original: fx.Node | None = node.meta.get(_CLONE_OF)
+    return original
 
 
 def repeat_checkpointed(graph: fx.Graph, forward: Collection[fx.Node], mutated: Collection[fx.Node]) -> None:
-    """Let the backward pass read clones of what checkpointed calls do not save, made from the calls' inputs. In place.
+    """Let the backward pass read clones of the nodes that checkpointed calls do not save. In place.
 
-    What a call returns, what its policy saves and what must not run twice stay one node. O(nodes + edges) time.
+    Results of a call, results that its policy saves and ops that must not run twice stay one node. O(nodes + edges)
+    time.
 
     Args:
         graph: a joint graph.
@@ -47,6 +49,24 @@ def repeat_checkpointed(graph: fx.Graph, forward: Collection[fx.Node], mutated: 
         mutated: placeholders that the step writes into.
     """
     held_by = {node: storages(node.meta.get("val")).keys() for node in graph.nodes}
+    again = _repeated(forward, mutated, held_by)
+    clones: dict[fx.Node, fx.Node] = {}
+    views: set[fx.Node] = set()
+    for user in list(graph.nodes):
+        if user in forward or user.op in ("placeholder", "output"):
+            continue
+        _clone_inputs(graph, user, again, clones)
+        moved = {storage for n in user.all_input_nodes if n in again or n in views for storage in held_by[n]}
+        user.args, user.kwargs = map_nodes((user.args, user.kwargs), lambda n: clones.get(n, n))
+        if not moved.isdisjoint(held_by[user]):  # a view, of a clone now
+            user.meta = {**user.meta, "val": _fake_result(user)}
+            views.add(user)
+
+
+def _repeated(
+    forward: Collection[fx.Node], mutated: Collection[fx.Node], held_by: Mapping[fx.Node, Collection[int]]
+) -> set[fx.Node]:
+    """The forward nodes whose results a checkpointed call does not save, and which may run twice."""
     written = {storage for node in mutated for storage in held_by[node]}
     readers: dict[int, set[Any]] = defaultdict(set)  # storage -> the calls that read it in the forward pass
     for node in forward:
@@ -64,31 +84,25 @@ def repeat_checkpointed(graph: fx.Graph, forward: Collection[fx.Node], mutated: 
             return False
         if not isinstance(node.meta["val"], torch.Tensor):
             return True  # several results, each decided by itself
-        made = held_by[node] - {storage for n in maker.all_input_nodes for storage in held_by[n]}
-        return all(readers[storage] <= {call} for storage in made)
+        own = set(held_by[node]).difference(*(held_by[n] for n in maker.all_input_nodes))
+        return all(readers[storage] <= {call} for storage in own)
 
-    again = {node for node in forward if runs_again(node)}
-    clones: dict[fx.Node, fx.Node] = {}
-    views: set[fx.Node] = set()
-    for user in list(graph.nodes):
-        if user in forward or user.op in ("placeholder", "output"):
+    return {node for node in forward if runs_again(node)}
+
+
+def _clone_inputs(graph: fx.Graph, user: fx.Node, again: Collection[fx.Node], clones: dict[fx.Node, fx.Node]) -> None:
+    """Clone the inputs of a node that run again, and their own such inputs before them, right before the node."""
+    stack = [n for n in user.all_input_nodes if n in again and n not in clones]
+    while stack:
+        node = stack[-1]
+        todo = [n for n in node.all_input_nodes if n in again and n not in clones]
+        if todo and node not in clones:
+            stack.extend(todo)
             continue
-        stack = [n for n in user.all_input_nodes if n in again]
-        while stack:  # what a clone reads is cloned first
-            node = stack[-1]
-            todo = [n for n in node.all_input_nodes if n in again and n not in clones]
-            if todo and node not in clones:
-                stack.extend(todo)
-                continue
-            stack.pop()
-            if node not in clones:
-                with graph.inserting_before(user):
-                    clones[node] = _clone(graph, node, clones)
-        moved = {storage for n in user.all_input_nodes if n in again or n in views for storage in held_by[n]}
-        user.args, user.kwargs = fx.node.map_arg((user.args, user.kwargs), lambda n: clones.get(n, n))
-        if not moved.isdisjoint(held_by[user]):  # a view, of a clone now
-            user.meta = {**user.meta, "val": _fake_result(user)}
-            views.add(user)
+        stack.pop()
+        if node not in clones:
+            with graph.inserting_before(user):
+                clones[node] = _clone(graph, node, clones)
 
 
 def _clone(graph: fx.Graph, node: fx.Node, clones: Mapping[fx.Node, fx.Node]) -> fx.Node:
@@ -98,9 +112,9 @@ def _clone(graph: fx.Graph, node: fx.Node, clones: Mapping[fx.Node, fx.Node]) ->
 
 
 def _fake_result(node: fx.Node) -> Any:
-    """What a node makes of its inputs: new storages, or views of theirs."""
+    """The fake result of a node for its present inputs: new storages, or views of theirs."""
     target: Any = node.target
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    args, kwargs = map_nodes((node.args, node.kwargs), lambda n: n.meta["val"])
     with detect_fake_mode((args, kwargs)) or nullcontext():
         return target(*args, **kwargs)
 

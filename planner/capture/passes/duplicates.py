@@ -1,8 +1,8 @@
-"""Values that are computed twice from the same inputs: the second is read from the first where that is held anyway.
+"""Common-subexpression elimination: of two equal values, the first is read again where it is live anyway.
 
 Models compute the same mask in every layer, and the same contiguous or cast copy of one input for query, key and value.
-This is common-subexpression elimination (as `torch._functorch.compile_utils.fx_graph_cse`), but no value is held for
-longer than it and its duplicates were.
+Other than in `torch._functorch.compile_utils.fx_graph_cse`, no live range becomes longer than that of a value and its
+duplicates together.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.capture.joint_graph import may_write
+from planner.capture.joint_graph import map_nodes, may_write
 from planner.capture.passes.checkpoints import clone_of
 from planner.capture.recomputability import is_random
 from planner.core.call import storages
@@ -23,9 +23,9 @@ Storages = Mapping[fx.Node, frozenset[int]]
 
 
 def merge_duplicates(graph: fx.Graph, order: Sequence[fx.Node]) -> list[fx.Node]:
-    """Let what reads a value read an equal one that is still held, and drop what nothing reads then. In place.
+    """Let readers of a value read an equal one that is still live, and drop nodes that nothing reads then. In place.
 
-    At no moment of `order` is more held than before. What the graph returns or writes into stays apart.
+    At no moment of `order` are more bytes live than before. Values that the graph returns or writes into stay apart.
     O(nodes) time, where few values are equal to each.
 
     Args:
@@ -43,10 +43,10 @@ def merge_duplicates(graph: fx.Graph, order: Sequence[fx.Node]) -> list[fx.Node]
     number = _numbers(graph)
     alike: dict[int, list[fx.Node]] = defaultdict(list)
     for node in order:
-        made = held_by[node].difference(apart, *(held_by[n] for n in node.all_input_nodes))
-        if made and isinstance(node.meta["val"], torch.Tensor):
+        allocated = held_by[node].difference(apart, *(held_by[n] for n in node.all_input_nodes))
+        if allocated and isinstance(node.meta["val"], torch.Tensor):
             alike[number[node]].append(node)
-    # from the last: a merge takes away no reader that runs later, so what was found held stays held
+    # from the last: a merge takes away no reader that runs later, so a value seen to be live stays live
     for node in reversed(order):
         others = alike[number[node]]
         if not others or others[-1] is not node:
@@ -63,7 +63,7 @@ def merge_duplicates(graph: fx.Graph, order: Sequence[fx.Node]) -> list[fx.Node]
 
 
 def _numbers(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Nodes of one number hold the same: equal ops on equal inputs, and nothing was written in between."""
+    """Nodes of one number have equal values: equal ops on equal inputs, and nothing was written in between."""
     number: dict[fx.Node, int] = {}
     known: dict[str, int] = {}
     for at, node in enumerate(graph.nodes):
@@ -75,13 +75,13 @@ def _numbers(graph: fx.Graph) -> dict[fx.Node, int]:
             and clone_of(node) is None
             and getattr(node.target, "namespace", "aten") in ("aten", "prims")
         ):
-            arguments = fx.node.map_arg((node.args, node.kwargs), lambda n: f"%{number[n]}")
+            arguments = map_nodes((node.args, node.kwargs), lambda n: f"%{number[n]}")
             number[node] = known.setdefault(repr((node.op, str(node.target), arguments)), at)
     return number
 
 
 def _users(node: fx.Node, held_by: Storages) -> tuple[list[fx.Node], list[fx.Node]]:
-    """The views of a value, each after what it is a view of, and the ops that read it."""
+    """The views of a value, each after its base, and the ops that read it."""
     views: list[fx.Node] = []
     readers: list[fx.Node] = []
     stack = [node]
@@ -100,7 +100,7 @@ def _merge(node: fx.Node, first: fx.Node, held_by: dict[fx.Node, frozenset[int]]
     node.replace_all_uses_with(first)
     for view in views:  # of another storage now
         target: Any = view.target
-        args, kwargs = fx.node.map_arg((view.args, view.kwargs), lambda n: n.meta["val"])
+        args, kwargs = map_nodes((view.args, view.kwargs), lambda n: n.meta["val"])
         with first.meta["val"].fake_mode:
             view.meta = {**view.meta, "val": target(*args, **kwargs)}
         held_by[view] = frozenset(storages(view.meta["val"]))

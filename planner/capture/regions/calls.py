@@ -1,4 +1,4 @@
-"""The calls of compiled graphs in one step: which regions they are, and what these pass on and share."""
+"""The calls of compiled graphs in one step: their regions, and the tensors that these pass on and share."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class RegionCall:
     """One call of a compiled graph.
 
     Attributes:
-        key: of the Dynamo graph; empty for what ran outside them.
+        key: of the Dynamo graph; empty for ops that ran outside every graph.
         region: None for a graph without a gradient.
-        inputs: what it was given.
-        versions: of the inputs once it had returned; 0 for what is not a tensor.
-        results: what it returned.
+        inputs: its arguments.
+        versions: of the inputs once it had returned; 0 for an input that is no tensor.
+        results: its results.
         module: path of the module that called it.
     """
 
@@ -44,7 +44,7 @@ class Link:
     Attributes:
         producer: (region, result) that makes it; None for a parameter or an input of the model.
         uses: (region, argument) of those that take it, in the order of the forward pass.
-        held: whether something beside them holds it to the end of the step, and may give it a gradient.
+        held: whether something other than regions holds it to the end of the step, and may give it a gradient.
     """
 
     producer: tuple[int, int] | None
@@ -53,24 +53,24 @@ class Link:
 
 
 def version(t: Any) -> int:
-    """How often a tensor was written into; 0 for what is not one."""
+    """How often a tensor was written into; 0 for another object."""
     return version_of(t) if isinstance(t, torch.Tensor) else 0
 
 
 def regions_of(calls: Sequence[RegionCall]) -> tuple[Region, ...]:
-    """The region of each call that has one. What reads a tensor that is overwritten after the call is kept.
+    """The region of each call that has one; results of ops that read a tensor overwritten after the call are kept.
 
     Raises:
         CaptureError: the backward pass reads such a tensor.
     """
-    found = []
+    regions = []
     for call in calls:
         if call.region is not None:
             late = {at for at, t in enumerate(call.inputs) if version(t) != call.versions[at]}
             primals = {at for argument in late if (at := call.region.input_at(argument)) is not None}
             region = replace(call.region, module=call.module)
-            found.append(_keep_readers(region, primals) if primals else region)
-    return tuple(found)
+            regions.append(_keep_readers(region, primals) if primals else region)
+    return tuple(regions)
 
 
 def _keep_readers(region: Region, primals: set[int]) -> Region:
@@ -100,14 +100,14 @@ def order_of(calls: Sequence[RegionCall]) -> dict[str, tuple[int | None, ...]]:
 
 
 def links_of(calls: Sequence[RegionCall], output: Sequence[Any]) -> tuple[Link, ...]:
-    """What the regions make for each other and share.
+    """The tensors that regions pass to each other and share.
 
     Args:
         calls: in order.
         output: the leaves of the model's output.
     """
     seen: dict[int, torch.Tensor] = {}
-    made: dict[int, tuple[int, int]] = {}
+    producers: dict[int, tuple[int, int]] = {}
     uses: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for r, call in enumerate(call for call in calls if call.region is not None):
         for at, t in enumerate(call.inputs):
@@ -117,16 +117,16 @@ def links_of(calls: Sequence[RegionCall], output: Sequence[Any]) -> tuple[Link, 
         for at, t in enumerate(call.results):
             if isinstance(t, torch.Tensor) and id(t) not in seen:
                 seen[id(t)] = t
-                made[id(t)] = (r, at)
-    # what the model returns, or a storage that a tensor shares which no region made
+                producers[id(t)] = (r, at)
+    # storages of the model's outputs, and those shared with a tensor that no region produced
     elsewhere = set(storages(output))
     shared = Counter(s for t in seen.values() for s in storages(t))
-    elsewhere |= {s for key, t in seen.items() if key not in made for s in storages(t) if shared[s] > 1}
-    found = []
+    elsewhere |= {s for key, t in seen.items() if key not in producers for s in storages(t) if shared[s] > 1}
+    links = []
     for key, takers in uses.items():
         t = seen[key]
         leaf = t.is_leaf and t.requires_grad  # autograd's node for its gradient holds it
         held = leaf or any(s in elsewhere for s in storages(t))
-        if key in made or (len(takers) > 1 and leaf):
-            found.append(Link(made.get(key), tuple(takers), held))
-    return tuple(found)
+        if key in producers or (len(takers) > 1 and leaf):
+            links.append(Link(producers.get(key), tuple(takers), held))
+    return tuple(links)

@@ -24,7 +24,7 @@ def fingerprint(graph: fx.Graph) -> str:
     """A digest of a graph's structure: equal for two captures of the same step, whatever nodes and symbols are called.
 
     Sizes that are symbols are told apart by where they first appear; so are groups of processes, whose names are not
-    the same in every process. Nor is the part that a process takes of what is split, which counts for nothing.
+    the same in every process. The part of a split tensor that a process takes does not count either.
     """
     number = {node: i for i, node in enumerate(graph.nodes)}
     symbols: dict[str, str] = {}

@@ -73,12 +73,12 @@ class Region:
         ops: forward ops (`ops[:boundary]`), then backward ops.
         values: the storages that the ops produce, and those of the gradients that come in.
         primals, tangents: placeholders of the forward inputs and of the gradients that come in.
-        fwd_outputs, grads: what the forward and the backward pass return.
+        fwd_outputs, grads: results of the forward and of the backward pass.
         returned: forward outputs that the caller goes on holding (not the new contents of buffers).
         mutated: primals that the step writes into (BatchNorm statistics).
         value_of: for each node that holds values, their indices.
         primal_of: for each node that is a primal or a view of one, its position.
-        fingerprint: equal for graphs of equal structure, shapes, dtypes and devices; empty for what ran outside them.
+        fingerprint: equal for graphs of equal structure, shapes, dtypes and devices; empty for ops outside graphs.
         checkpointed: calls in it that the model itself checkpoints.
         module: path of the module whose call it was made of.
     """
@@ -106,8 +106,8 @@ class Region:
 
     def output_at(self, at: int) -> Any:
         """The node of the region's result number `at`."""
-        found = (n for n, d in zip(self.fwd_outputs, self.output_descs, strict=False) if index_of(d) == at)
-        return next(found, None)
+        nodes = (n for n, d in zip(self.fwd_outputs, self.output_descs, strict=False) if index_of(d) == at)
+        return next(nodes, None)
 
     def tangent_at(self, at: int) -> Any:
         """The placeholder of the gradient of the region's result number `at`."""
@@ -155,7 +155,7 @@ def analyse(joint: fx.GraphModule, num_fwd_outputs: int, order: Order, outside: 
 def _read_ops(
     order: Order, table: _ValueTable, mutated: Iterable[fx.Node], outside: str
 ) -> tuple[tuple[GraphOp, ...], int]:
-    """The ops in their order, and how many of them run in the forward pass; enters what they produce into the table."""
+    """The ops in their order, entered into the table, and how many of them run in the forward pass."""
     ops: list[GraphOp] = []
     boundary = 0
     states: dict[fx.Node | None, int] = {}  # random node -> the value that is its generator's state

@@ -1,9 +1,10 @@
-"""The backward pass of a step under fake tensors: what arrives where, and what runs outside the regions."""
+"""The backward pass of a step under fake tensors: where gradients arrive, and which ops run outside the regions."""
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,9 +27,9 @@ class EagerPart:
 
     Attributes:
         forward: those of the forward pass.
-        backward: those of its backward pass; what autograd adds up is left out.
-        gradients: what its backward pass makes for what it has read, by the edge of autograd's graph.
-        saved: what autograd nodes saved, by their numbers.
+        backward: those of its backward pass, without autograd's sums of gradients.
+        gradients: the gradients of its inputs, by the edge of autograd's graph.
+        saved: the tensors that autograd nodes saved, by the numbers of the nodes.
     """
 
     forward: tuple[EagerCall, ...]
@@ -39,12 +40,12 @@ class EagerPart:
 
 @dataclass(frozen=True)
 class Backward:
-    """What a backward pass showed.
+    """A backward pass that was watched.
 
     Attributes:
         reached: the gradients of the results that were asked for, as `torch.autograd.grad` returns them.
-        parts: what ran before each region, and after the last.
-        arrived: the gradients of tensors that regions and parts make, by the tensor's identity.
+        parts: the ops that ran before each region, and after the last.
+        arrived: the gradients of tensors that cross between regions and parts, by the tensor's identity.
     """
 
     reached: tuple[torch.Tensor | None, ...]
@@ -61,14 +62,14 @@ def edge_of(t: torch.Tensor) -> Edge:
 def reads(calls: Sequence[EagerCall]) -> tuple[torch.Tensor, ...]:
     """The tensors that ops take from elsewhere, each once."""
     known: set[int] = set()
-    found = []
+    taken = []
     for call in calls:
         for t in tensors_in((call.args, call.kwargs)):
             if id(t) not in known:
                 known.add(id(t))
-                found.append(t)
+                taken.append(t)
         known.update(id(t) for t in tensors_in(call.result))
-    return tuple(found)
+    return tuple(taken)
 
 
 def watch_backward(
@@ -80,69 +81,25 @@ def watch_backward(
     results: Sequence[torch.Tensor],
     ends: Sequence[torch.Tensor],
 ) -> Backward:
-    """Run the backward pass, and watch.
+    """Run the backward pass and sort its ops and gradients by part.
 
     Args:
         recording: of the mode of all tensors.
         regions: the calls that have a gradient.
-        between: what ran before each of them, and after the last.
+        between: the ops that ran before each of them, and after the last.
         roots: where the backward pass begins.
         arriving: the gradients of the roots; None for a scalar's.
-        results: what gradients are asked for.
-        ends: the model's outputs; what runs before a gradient arrives there belongs to the loss.
+        results: the tensors whose gradients are asked for.
+        ends: the model's outputs; ops that run before a gradient arrives there belong to the loss.
     """
-    backward: list[list[EagerCall]] = [[] for _ in between]
-    gradients: list[dict[Edge, torch.Tensor]] = [{} for _ in between]
-    saved: dict[int, tuple[torch.Tensor, ...]] = defaultdict(tuple)
-    arrived: dict[int, torch.Tensor] = {}
-    at = len(regions)  # the part whose ops run now
-    begun = False
-    numbers = iter(range(1, 1 << 60))
-    last = {id(t) for t in ends}
     read = [t for calls in between for t in reads(calls) if t.requires_grad]
-    made = [t for call in regions for t in tensors_in(call.results) if t.requires_grad]
-    taken = [t for call in regions for t in tensors_in(call.inputs) if t.requires_grad]
-
-    def arrives(key: int, gradient: torch.Tensor) -> None:
-        nonlocal begun
-        if key in last and not begun:
-            recording.taken()
-            begun = True
-        arrived[key] = gradient
-
-    def collect() -> None:
-        backward[at].extend(call for call in recording.taken() if call.node or call.target not in _SUMS)
-
-    def node_begins(_: Any, node: Node) -> None:
-        recording.node = next(numbers)
-        saved[recording.node] = tuple(tensors_in(saved_by(node)))
-
-    def node_ends(made: Any, _: Any, node: Node) -> None:
-        recording.node = 0
-        for (following, number), gradient in zip(node.next_functions, made, strict=True):
-            if following is not None and gradient is not None:
-                gradients[at].setdefault((following, number), gradient)
-
-    def region_begins(_: Any) -> None:
-        collect()
-        recording.pause()
-
-    def region_ends(_: Any, __: Any, r: int) -> None:
-        nonlocal at
-        recording.resume()
-        at = r
-
-    crossing = {id(t): t for t in (*read, *made, *taken, *ends) if not t.is_leaf}
-    hooks = [(t, partial(arrives, key)) for key, t in crossing.items()]
-    handles = [t.register_hook(hook) for t, hook in hooks]  # type: ignore[no-untyped-call]
-    for node in _nodes(roots):
-        if "CompiledFunction" not in node.name() and "AccumulateGrad" not in node.name():
-            handles.append(node.register_prehook(partial(node_begins, node=node)))
-            handles.append(node.register_hook(partial(node_ends, node=node)))
-    for r, call in enumerate(regions):
-        for node in {t.grad_fn for t in tensors_in(call.results) if t.grad_fn is not None}:
-            if "CompiledFunction" in node.name():
-                handles += [node.register_prehook(region_begins), node.register_hook(partial(region_ends, r=r))]
+    crossing = [t for call in regions for t in tensors_in((call.results, call.inputs)) if t.requires_grad]
+    watch = _Watch(recording, len(between), {id(t) for t in ends})
+    handles = [
+        *watch.hook_tensors([*read, *crossing, *ends]),
+        *watch.hook_nodes(_nodes(roots)),
+        *watch.hook_regions(regions),
+    ]
     leaves = [t for t in read if t.is_leaf]
     recording.resume()
     try:
@@ -152,12 +109,87 @@ def watch_backward(
         recording.node = 0
         for handle in handles:
             handle.remove()
-    collect()
+    watch.collect()
     parts = (
-        EagerPart(forward, tuple(back), own, saved)
-        for forward, back, own in zip(between, backward, gradients, strict=True)
+        EagerPart(forward, tuple(backward), gradients, watch.saved)
+        for forward, backward, gradients in zip(between, watch.backward, watch.gradients, strict=True)
     )
-    return Backward(reached[: len(results)], tuple(parts), arrived)
+    return Backward(reached[: len(results)], tuple(parts), watch.arrived)
+
+
+class _Watch:
+    """Sorts the ops of a backward pass by the part that they belong to, while hooks on tensors and nodes call it.
+
+    Args:
+        recording: of the mode of all tensors; its ops are collected here.
+        parts: how many parts there are between regions.
+        ends: identities of the model's outputs.
+
+    Attributes:
+        backward, gradients, saved: of `EagerPart`, the first two for each part.
+        arrived: as in `Backward`.
+    """
+
+    def __init__(self, recording: Recording, parts: int, ends: Collection[int]) -> None:
+        self.recording = recording
+        self.ends = ends
+        self.at = parts - 1  # the part whose ops run now
+        self.left_loss = False
+        self.numbers = itertools.count(1)
+        self.backward: list[list[EagerCall]] = [[] for _ in range(parts)]
+        self.gradients: list[dict[Edge, torch.Tensor]] = [{} for _ in range(parts)]
+        self.saved: dict[int, tuple[torch.Tensor, ...]] = defaultdict(tuple)
+        self.arrived: dict[int, torch.Tensor] = {}
+
+    def hook_tensors(self, crossing: Sequence[torch.Tensor]) -> list[Any]:
+        """Note the gradients of tensors that cross from one region or part to another."""
+        distinct = {id(t): t for t in crossing if not t.is_leaf}
+        return [t.register_hook(partial(self._arrives, key)) for key, t in distinct.items()]  # type: ignore[no-untyped-call]
+
+    def hook_nodes(self, nodes: Iterable[Node]) -> list[Any]:
+        """Note the tensors that autograd nodes of ops outside the regions save and return."""
+        own = [n for n in nodes if "CompiledFunction" not in n.name() and "AccumulateGrad" not in n.name()]
+        before = [node.register_prehook(partial(self._node_begins, node)) for node in own]
+        return before + [node.register_hook(partial(self._node_ends, node)) for node in own]
+
+    def hook_regions(self, regions: Sequence[RegionCall]) -> list[Any]:
+        """Leave out the ops of the regions themselves."""
+        handles: list[Any] = []
+        for r, call in enumerate(regions):
+            for node in {t.grad_fn for t in tensors_in(call.results) if t.grad_fn is not None}:
+                if "CompiledFunction" in node.name():
+                    handles.append(node.register_prehook(self._region_begins))
+                    handles.append(node.register_hook(partial(self._region_ends, r)))
+        return handles
+
+    def collect(self) -> None:
+        """Give the ops since the last call to the part that runs now; sums of gradients are autograd's own."""
+        calls = self.recording.taken()
+        self.backward[self.at].extend(call for call in calls if call.node or call.target not in _SUMS)
+
+    def _arrives(self, key: int, gradient: torch.Tensor) -> None:
+        if key in self.ends and not self.left_loss:
+            self.recording.taken()
+            self.left_loss = True
+        self.arrived[key] = gradient
+
+    def _node_begins(self, node: Node, _: Any) -> None:
+        self.recording.node = next(self.numbers)
+        self.saved[self.recording.node] = tuple(tensors_in(saved_by(node)))
+
+    def _node_ends(self, node: Node, gradients: Any, _: Any) -> None:
+        self.recording.node = 0
+        for (following, number), gradient in zip(node.next_functions, gradients, strict=True):
+            if following is not None and gradient is not None:
+                self.gradients[self.at].setdefault((following, number), gradient)
+
+    def _region_begins(self, _: Any) -> None:
+        self.collect()
+        self.recording.pause()
+
+    def _region_ends(self, r: int, _: Any, __: Any) -> None:
+        self.recording.resume()
+        self.at = r
 
 
 def _nodes(roots: Sequence[torch.Tensor]) -> set[Node]:

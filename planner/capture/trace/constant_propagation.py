@@ -1,7 +1,7 @@
-"""Fake tensors whose values are known: small ones that are made of the batch and of constants alone, on no random draw.
+"""Constant propagation: small fake tensors that depend only on the batch and on constants have known values.
 
-Models ask such values in Python (is this mask causal, is nothing padded), where a tensor without data has no answer.
-Fake tensors already compute on constants of one element (`torch._subclasses.fake_tensor`); this lets them be larger.
+Models ask for such values in Python (is this mask causal, is nothing padded), where a tensor without data has no
+answer. Fake tensors propagate constants of one element (`torch._subclasses.fake_tensor`); here they may be larger.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _ATEN = torch.ops.aten
 MOST_ELEMENTS = 2**22  # of a tensor that is known: a mask of 2048 by 2048 tokens
 
 
-class KnownValues:
-    """Has a fake mode know the values of what is small, and depends on no parameter and no random draw.
+class ConstantPropagation:
+    """Lets a fake mode know the values of small tensors that depend on no parameter and no random draw.
 
     Args:
         mode: the fake mode.
-        answers: to what Python code asks of values that are not known.
+        answers: the values that Python code asks for where they are not known.
     """
 
     def __init__(self, mode: FakeTensorMode, answers: Answers) -> None:
@@ -47,7 +47,7 @@ class KnownValues:
 
     def fake(self, tree: Any) -> Any:
         """A tree with fake tensors for its tensors, known where they are small; writing into them changes nothing."""
-        memo: dict[int, Any] = {}  # what shares a storage goes on sharing one
+        memo: dict[int, Any] = {}  # tensors that share a storage go on sharing one
 
         def fake(t: torch.Tensor) -> Any:
             if type(t) is not torch.Tensor or t.requires_grad or t.is_meta or t.numel() > MOST_ELEMENTS:
@@ -60,34 +60,35 @@ class KnownValues:
     def dispatch(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run an op on fake tensors, and for real where all that it reads is known and the result is small."""
+        """Run an op on fake tensors, and for real where all its inputs are known and the result is small."""
         kwargs = kwargs or {}
         inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         known = [t for t in inputs if isinstance(t, FakeTensor) and t.constant is not None]
-        made: Any
+        result: Any
         if asks(func) and not is_tracing():
             return self._answer(func, types, args, kwargs)
-        if func in _CTC and (made := _ctc_loss(*args, **kwargs)) is not None:
-            return made
+        if func in _CTC and (result := _ctc_loss(*args, **kwargs)) is not None:
+            return result
         if _uninitialised(func):
             return self._unknowing(known, func, types, args, kwargs)
         if len(known) < len(inputs) or not _repeatable(func):
-            made = self._dispatch(func, types, args, kwargs)
-            if func is _ATEN.rand.default and made.numel() == 1 and self.answers.likely:
-                self._learn([made], [torch.full(made.shape, 0.5, dtype=made.dtype)])
+            result = self._dispatch(func, types, args, kwargs)
+            if func is _ATEN.rand.default and result.numel() == 1 and self.answers.likely:
+                self._learn([result], [torch.full(result.shape, 0.5, dtype=result.dtype)])
             elif func is _ATEN.rand.default:
-                made.planner_drawn = True
+                result.planner_drawn = True
             elif func is _ATEN.lt.Scalar and getattr(args[0], "planner_drawn", False) and args[1] <= 0:
-                self._learn([made], [torch.zeros(made.shape, dtype=torch.bool)])  # layers are dropped at a rate of 0
-            return made
-        made = self._unknowing(known, func, types, args, kwargs)  # the result may be large
-        results = [t for t in pytree.tree_leaves(made) if isinstance(t, FakeTensor)]
+                # layers are dropped at a rate of 0
+                self._learn([result], [torch.zeros(result.shape, dtype=torch.bool)])
+            return result
+        result = self._unknowing(known, func, types, args, kwargs)  # the result may be large
+        results = [t for t in pytree.tree_leaves(result) if isinstance(t, FakeTensor)]
         if results and all(t.numel() <= MOST_ELEMENTS and t.device.type in ("cpu", "cuda") for t in results):
             real_args, real_kwargs = pytree.tree_map_only(FakeTensor, lambda t: t.constant, (tuple(args), dict(kwargs)))
             with no_dispatch():
                 real = func(*real_args, **real_kwargs)
             self._learn(results, pytree.tree_leaves(real))
-        return made
+        return result
 
     def _answer(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """The value that Python code asks for outside every graph."""
@@ -100,7 +101,7 @@ class KnownValues:
             return answer
 
     def _unknowing(self, known: Sequence[Any], func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Run an op on fake tensors without what is known of some."""
+        """Run an op on fake tensors as if none of them were known."""
         values = [t.constant for t in known]
         for t in known:
             t.constant = None
@@ -116,7 +117,7 @@ class KnownValues:
 
 
 def _repeatable(func: Any) -> bool:
-    """Whether an op's result depends on its inputs alone, and its size on theirs; torch sees to the others."""
+    """Whether an op's values depend on its inputs' values alone, and its size on their sizes."""
     tags = (torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
     return (
         isinstance(func, OpOverload)
@@ -127,7 +128,7 @@ def _repeatable(func: Any) -> bool:
 
 
 def _uninitialised(func: Any) -> bool:
-    """Whether what an op makes has no values yet."""
+    """Whether an op returns uninitialised memory."""
     return "empty" in str(func)
 
 
@@ -135,7 +136,7 @@ _CTC = (_ATEN._ctc_loss.default, _ATEN._ctc_loss.Tensor)
 
 
 def _ctc_loss(log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, *_: Any, **__: Any) -> Any:
-    """What connectionist temporal classification makes, by the longest target; None where that is not known."""
+    """The results of a CTC loss, whose size depends on the longest target; None where that is not known."""
     lengths = target_lengths.constant if isinstance(target_lengths, FakeTensor) else torch.as_tensor(target_lengths)
     if lengths is None or log_probs.dim() != 3:
         return None

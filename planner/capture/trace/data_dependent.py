@@ -1,4 +1,4 @@
-"""What Python code asks of tensors' values, answered as a real call of the model does: a fake tensor has no values."""
+"""Values of tensors that Python code asks for, learnt from a real call of the model: fake tensors have none."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Answers:
         self.asked.clear()
 
     def answer(self) -> Any:
-        """What was answered at the line that asks now: the next value, the last one again after that; None: nothing."""
+        """The real call's next value at the line that asks now, then the last one again; None where it had none."""
         place = user_place(inspect.currentframe())
         given = self._given.get(place)
         self.asked[place] += 1
@@ -75,7 +75,7 @@ class _Listener(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def told(asked: Sequence[str], otherwise: str) -> str:
-    """What to tell of the lines that asked, and of a step where they are answered otherwise."""
+    """A note about the lines that asked, and about a step in which they are answered otherwise."""
     return (
         "The model's Python code decides by values of tensors, and this plan is for what they are here "
         f"({'; '.join(asked)}): a step that goes another way {otherwise}."

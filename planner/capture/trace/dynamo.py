@@ -18,7 +18,7 @@ from torch import fx, nn
 from planner.capture.passes.rewrite import rewrite
 from planner.capture.regions.region import Region, analyse
 from planner.capture.shapes import at_hints, symbolic_again
-from planner.capture.trace.constant_propagation import KnownValues
+from planner.capture.trace.constant_propagation import ConstantPropagation
 from planner.capture.trace.data_dependent import Answers
 from planner.capture.trace.layers import capturable_layers
 from planner.capture.trace.recording import Recording
@@ -64,7 +64,7 @@ def dynamo_settings() -> Iterator[None]:
     ):
         try:
             yield
-        except Exception as e:  # what our backend refuses, torch.compile wraps
+        except Exception as e:  # torch.compile wraps the errors of our backend
             inner = getattr(e, "inner_exception", None)
             if isinstance(inner, PlannerError):
                 raise inner from None
@@ -75,16 +75,16 @@ def make_backend(serve: Serve, checkpoints: Checkpoints = "replace") -> Callable
     """A `torch.compile` backend that leaves every decision to `serve`.
 
     Args:
-        serve: a Dynamo graph, a function that compiles it, and its first inputs -> what Dynamo calls in its place.
-            That function takes what turns the captured region into its forward and backward graphs, and inputs.
-        checkpoints: what becomes of calls that the model itself checkpoints.
+        serve: a Dynamo graph, a function that compiles it, and its first inputs -> the callable that Dynamo calls
+            in its place. The function takes inputs and a partition: region -> its forward and backward graphs.
+        checkpoints: whether calls that the model itself checkpoints stay as they are.
     """
 
     def compiler(graph: fx.GraphModule, _inputs: Any) -> Callable[[list[Any]], Any]:
         return boxed(graph)
 
     def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        # the tensors are the user's: their batch and what earlier regions made
+        # the tensors are the user's: their batch and results of earlier regions
         sizes = [None if isinstance(x, torch.Tensor) else x for x in inputs]
 
         def compile_region(partition: Partition, given: Sequence[Any]) -> Callable[..., Any]:
@@ -134,7 +134,7 @@ def lone_loss(graph: fx.GraphModule) -> tuple[int, ...]:
 def to_fake(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], answers: Answers
 ) -> tuple[Recording, nn.Module, Any, Any]:
-    """The model and its inputs on fake tensors; the originals are not touched. What is on `meta` comes to the CPU."""
+    """The model and its inputs on fake tensors; the originals are not touched. Tensors on `meta` come to the CPU."""
     refuse_swapped(model)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -160,7 +160,7 @@ def to_fake(
                 if t is not None and t.device.type == "meta":
                     table[name] = landed.setdefault(id(t), _landed(t, mode))
     fake_args, fake_kwargs = pytree.tree_map_only(
-        torch.Tensor, fake, KnownValues(mode, answers).fake((tuple(args), dict(kwargs)))
+        torch.Tensor, fake, ConstantPropagation(mode, answers).fake((tuple(args), dict(kwargs)))
     )
     paths = {id(module): name for name, module in fake_model.named_modules()}
     return Recording(mode, paths), fake_model, fake_args, fake_kwargs
@@ -174,8 +174,8 @@ def _landed(t: torch.Tensor, mode: FakeTensorMode) -> Any:
         names, context = t.__tensor_flatten__()
         parts = {name: getattr(t, name) for name in names}
         inside = {n: _landed(part, mode) if isinstance(part, torch.Tensor) else part for n, part in parts.items()}
-        made = type(t).__tensor_unflatten__(inside, context, t.shape, t.stride())
-        return nn.Parameter(made, t.requires_grad) if isinstance(t, nn.Parameter) else made
+        landed = type(t).__tensor_unflatten__(inside, context, t.shape, t.stride())
+        return nn.Parameter(landed, t.requires_grad) if isinstance(t, nn.Parameter) else landed
     with mode:
-        made = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cpu", requires_grad=t.requires_grad)
-    return nn.Parameter(made, t.requires_grad) if isinstance(t, nn.Parameter) else made
+        landed = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cpu", requires_grad=t.requires_grad)
+    return nn.Parameter(landed, t.requires_grad) if isinstance(t, nn.Parameter) else landed

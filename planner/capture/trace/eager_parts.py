@@ -1,7 +1,7 @@
-"""What runs between the compiled graphs of a step, read as regions that cannot change.
+"""The ops between the compiled graphs of a step, as regions that cannot change.
 
 torch.compile leaves out functions under `torch.compiler.disable`, modules with backward hooks, the frame around a loop
-that breaks. Their ops run as before, forward and backward; here they become graphs, so that a plan counts them.
+that breaks. Their ops run as without a plan, forward and backward; here they become graphs, so that a plan counts them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def as_region_calls(
     """The calls of a step in order, with the parts between them as regions of their own.
 
     Args:
-        parts: what ran before each call that has a gradient, and after the last.
+        parts: the ops that ran before each call that has a gradient, and after the last.
         calls: of compiled graphs.
         output: the leaves of the model's output.
         arrived: gradients of tensors that cross from one call or part to another, by the tensor's identity.
@@ -57,12 +57,12 @@ def as_region_calls(
 
 def _matters(call: EagerCall) -> bool:
     """Whether an op allocates or writes; others are views."""
-    made = storages(call.result).keys() - storages((call.args, call.kwargs)).keys()
-    return bool(made) or schema_of(call.target).is_mutable
+    allocated = storages(call.result).keys() - storages((call.args, call.kwargs)).keys()
+    return bool(allocated) or schema_of(call.target).is_mutable
 
 
 def _needed(calls: Sequence[EagerCall], wanted: set[int]) -> tuple[EagerCall, ...]:
-    """The ops that allocate or write, and what their inputs and the wanted tensors are views by."""
+    """The ops that allocate or write, and the views by which their inputs and the wanted tensors are reached."""
     kept: list[EagerCall] = []
     needed = set(wanted)
     for call in reversed(calls):
@@ -78,14 +78,14 @@ def _region_call(part: EagerPart, wanted: set[int], arrived: Mapping[int, torch.
         return
     inputs = reads(part.forward)
     own = {id(t) for t in inputs}
-    made = {id(t): t for call in part.forward for t in tensors_in(call.result) if id(t) not in own}
-    results = tuple(t for key, t in made.items() if key in wanted)
+    returned = {id(t): t for call in part.forward for t in tensors_in(call.result) if id(t) not in own}
+    results = tuple(t for key, t in returned.items() if key in wanted)
     region = _Recorder().region(part, inputs, results, arrived)
     yield RegionCall("", region, inputs, tuple(map(version_of, inputs)), results)
 
 
 class _Recorder:
-    """Writes what ran as a graph."""
+    """Writes the ops that ran as a graph."""
 
     def __init__(self) -> None:
         self.graph = fx.Graph()
@@ -133,7 +133,7 @@ class _Recorder:
         self.holder.setdefault(storage_key(t), node)
 
     def _node(self, t: torch.Tensor) -> fx.Node:
-        """The node of a tensor; a view of what holds its storage; or a gradient that comes from elsewhere."""
+        """The node of a tensor: known, a view of one that holds its storage, or a gradient from elsewhere."""
         known = self.node_of.get(id(t))
         if known is not None and known.meta["val"] is t:
             return known
@@ -163,7 +163,7 @@ class _Recorder:
                     self._know(t, item)
 
     def _held_by_nodes(self, region: Region, saved: Mapping[int, tuple[torch.Tensor, ...]]) -> Region:
-        """The same, where what an autograd node saved, reads and makes is held until it has run."""
+        """The same region, in which each autograd node holds all that it saved, reads and produces until it has run."""
         ops = list(region.ops)
         used: dict[int, set[int]] = defaultdict(set)
         taken: dict[int, set[int]] = defaultdict(set)

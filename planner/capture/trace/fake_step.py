@@ -1,4 +1,4 @@
-"""The dry pass: one call of the fake model through `torch.compile`, and what is refused because no plan would hold."""
+"""A fake step: one call of the fake model through `torch.compile`, and its backward pass."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from planner.capture.provenance import running_module
 from planner.capture.regions.calls import RegionCall, version
 from planner.capture.regions.fingerprint import fingerprint
 from planner.capture.regions.region import Region
-from planner.capture.shapes import Maxima, marked
+from planner.capture.shapes import marked
 from planner.capture.trace.backward_trace import watch_backward
 from planner.capture.trace.dynamo import (
     CompileRegion,
@@ -28,17 +28,19 @@ from planner.capture.trace.recording import EagerCall, Recording
 from planner.capture.trace.refusals import refusal
 from planner.compat.dynamo import compile_call, forget_compiled
 from planner.core.call import storages
+from planner.core.maxima import Maxima
 from planner.core.options import Checkpoints
 from planner.errors import CaptureError, PlannerError
 
 Detach = Callable[[fx.GraphModule], Collection[int]] | Mapping[str, tuple[int, ...]]
 
 
-class DryPass:
-    """One call of the fake model.
+class FakeStep:
+    """One call of the fake model through `torch.compile`, then its backward pass.
 
     Attributes:
-        calls: of compiled graphs, in order; one graph may serve several. What ran between them, after `gradients()`.
+        calls: of compiled graphs, in order; one graph may serve several. After `gradients()`, calls for the ops that
+            ran between them are among these.
         cut: for each Dynamo graph, by its key, the outputs that were cut off.
     """
 
@@ -94,7 +96,7 @@ class DryPass:
 
         def call(*inputs: Any) -> Any:
             region = captured[0] if captured else None
-            if region is not None:  # else its ops run as they are, and count as what runs outside
+            if region is not None:  # else its ops run as they are, and count as ops outside the regions
                 self._between.append(self.recording.taken())
                 self.recording.pause()
             module = running_module(inspect.currentframe(), self.recording.paths)
@@ -109,9 +111,9 @@ class DryPass:
         return call
 
     def gradients(self, output: Any, loss_fn: LossFn | None) -> tuple[dict[str, tuple[int, ...]], OutsideLoss]:
-        """For each Dynamo graph, the outputs that no gradient reaches; and what the loss outside the model takes.
+        """For each Dynamo graph, the outputs that no gradient reaches; and the loss outside the model.
 
-        The backward pass runs for it; with what runs outside the regions then, `calls` is complete.
+        The backward pass runs for it; with the ops outside the regions, `calls` is complete afterwards.
         """
         results = [t for call in self.calls for t in call.results if differentiable(t)]
         ends = [t for t in leaves(output) if differentiable(t)]
@@ -145,5 +147,5 @@ class DryPass:
         return {key: cut.get(key, ()) for key in self.cut}, outside
 
     def _runs_outside(self) -> bool:
-        """Whether ops outside the regions make anything."""
+        """Whether ops outside the regions allocate anything."""
         return any(storages([call.result for call in calls]) for calls in self._between)

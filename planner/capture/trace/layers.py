@@ -1,4 +1,4 @@
-"""Layers of torch.nn that torch.compile does not capture as they are: what stands in while a planned model compiles."""
+"""Layers of torch.nn that torch.compile does not capture as they are: other helpers while a planned model compiles."""
 
 from __future__ import annotations
 

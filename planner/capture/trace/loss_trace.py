@@ -1,4 +1,4 @@
-"""What happens between the passes: where the loss comes from, and what computing it outside the model allocates."""
+"""The loss of a step: where it comes from, and the bytes that computing it outside the model allocates."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class OutsideLoss:
 
 
 def find_loss(output: Any) -> torch.Tensor | None:
-    """The loss among a model's outputs: `output.loss`, `output["loss"]`, the output itself, or what comes first."""
-    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if found is None and isinstance(output, (tuple, list)) and output:
-        found = output[0]
-    if found is None:
-        found = output
-    if isinstance(found, torch.Tensor) and found.dim() == 0 and found.requires_grad:
-        return found
+    """The loss among a model's outputs: `output.loss`, `output["loss"]`, the output itself, or its first element."""
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if loss is None and isinstance(output, (tuple, list)) and output:
+        loss = output[0]
+    if loss is None:
+        loss = output
+    if isinstance(loss, torch.Tensor) and loss.dim() == 0 and loss.requires_grad:
+        return loss
     return None
 
 
@@ -85,7 +85,7 @@ def differentiable(t: Any) -> bool:
 def trace_loss(
     output: Any, loss_fn: LossFn | None, results: Sequence[torch.Tensor]
 ) -> tuple[OutsideLoss, torch.Tensor | None]:
-    """Compute the loss and its gradients on fake tensors, and watch what that allocates.
+    """Compute the loss and its gradients on fake tensors, and count the bytes that this allocates.
 
     Args:
         output: the model's output.
@@ -93,7 +93,7 @@ def trace_loss(
         results: the differentiable tensors that the model's last region returned.
 
     Returns:
-        What was seen, and the loss; its graph is still there. No loss where it is not known.
+        The allocations, and the loss with its autograd graph; None for a loss that is not known.
     """
     loss = find_loss(output)
     if loss_fn is None and loss is not None:
@@ -112,18 +112,18 @@ def trace_loss(
         loss = checked_loss(loss_fn, output)
         waiting = meter.live
         gradients = torch.autograd.grad(loss, results, allow_unused=True, retain_graph=True)
-    # outputs of one storage have one gradient: what each adds to it is a temporary
-    made = {storage_key(here(t)): g for t, g in zip(results, gradients, strict=True) if g is not None}
-    workspace = max(0, meter.peak - sum(storages(list(made.values())).values()))
+    # outputs of one storage have one gradient: the terms that are added up to it are temporaries
+    distinct = {storage_key(here(t)): g for t, g in zip(results, gradients, strict=True) if g is not None}
+    workspace = max(0, meter.peak - sum(storages(list(distinct.values())).values()))
     return OutsideLoss("loss_fn", workspace, 2 * loss.element_size(), tuple(meter.calls), waiting), loss
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the storages that are made and freed while it is on, in bytes.
+    """Counts the bytes of storages that are allocated and freed while it is on.
 
     Attributes:
-        live: held now.
-        peak: the most at once.
+        live: bytes allocated and not freed.
+        peak: the most bytes live at once.
         calls: every op called.
     """
 
@@ -136,7 +136,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(map(is_traceable_wrapper_subclass, tensors_in((args, kwargs)))):
-            return NotImplemented  # what the wrapper does with the tensors inside it comes here
+            return NotImplemented  # the wrapper's own ops on the tensors inside it come here
         inputs = storages((args, kwargs))
         result = func(*args, **kwargs)
         self.calls.append(describe_call(func, args, kwargs, result))

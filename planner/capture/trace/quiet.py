@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Graph breaks and fallbacks of fake tensors are no news while a plan is made; TORCH_LOGS has them said."""
+    """Hide torch's messages about graph breaks and fallbacks of fake tensors, unless TORCH_LOGS is set."""
     names = () if "TORCH_LOGS" in os.environ else ("torch._dynamo", "torch._subclasses")
     loggers = list(map(logging.getLogger, names))
     levels = [logger.level for logger in loggers]

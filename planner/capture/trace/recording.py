@@ -1,4 +1,4 @@
-"""Fake tensors that can say which ops ran on them, by whom they were called, and for which autograd node."""
+"""Records the ops on fake tensors outside compiled graphs, with the module, line and autograd node that called each."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class EagerCall:
 
 
 class Recording:
-    """Has a fake mode say which ops are called on its tensors.
+    """Records the ops that are called on the tensors of a fake mode.
 
     Attributes:
         mode: the fake mode.
         paths: those of the model's modules, by their identities.
-        calls: what was recorded.
+        calls: the ops recorded since `taken()`.
         node: number of the autograd node that runs now; 0 for none.
     """
 
@@ -69,7 +69,7 @@ class Recording:
         self._pauses -= 1
 
     def taken(self) -> tuple[EagerCall, ...]:
-        """What was recorded since this was last called."""
+        """The ops recorded since this was last called."""
         taken = tuple(self.calls)
         self.calls.clear()
         return taken

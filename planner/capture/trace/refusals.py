@@ -1,4 +1,4 @@
-"""Why a model cannot be captured, in words: what stands in the way, in which module and line, and what to try."""
+"""Why a model cannot be captured, in words: the obstacle, its module and line, and a remedy."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _OPS = {
 
 
 def refusal(model: nn.Module, error: BaseException, *, eagerly: bool) -> str:
-    """What to tell a user whose model raised while it was called on fake tensors.
+    """The message for a user whose model raised while it was called on fake tensors.
 
     Args:
         model: the model on fake tensors, as it was called.
@@ -69,12 +69,12 @@ def refusal(model: nn.Module, error: BaseException, *, eagerly: bool) -> str:
 
 
 def _reason(error: BaseException, code: Sequence[str]) -> tuple[str, str]:
-    """What stands in the way, and what to do about it in the model."""
+    """The obstacle, and what to change in the model."""
     op = str(getattr(error, "func", "")).removeprefix("aten.").split(".")[0]
     if isinstance(error, DataDependentOutputException):
-        found = (word for line in reversed(code) for pattern, word in _VALUE if re.search(pattern, line))
+        words = (word for line in reversed(code) for pattern, word in _VALUE if re.search(pattern, line))
         return (
-            f"{next(found, 'Python code')} asks for a tensor's value, and a plan is made from shapes",
+            f"{next(words, 'Python code')} asks for a tensor's value, and a plan is made from shapes",
             "Decide it by shapes or by an argument that is no tensor,",
         )
     if isinstance(error, DynamicOutputShapeException):
@@ -125,7 +125,7 @@ def _module(model: nn.Module, frames: Sequence[Frame], traced: Sequence[Frame]) 
 
 
 def _submodule(model: nn.Module, path: str | None) -> str | None:
-    """The submodule with the most parameters to train that neither holds nor is what fails."""
+    """The submodule with the most trainable parameters that does not overlap with the one that fails."""
     sizes = {
         name: sum(p.numel() for p in module.parameters() if p.requires_grad)
         for name, module in model.named_modules()

@@ -21,10 +21,10 @@ from planner.core.call import inside, tensors_in
 _LRU_CACHE = type(functools.cache(lambda: None))
 
 
-class State:
-    """What a call of a model may change: buffers, plain attributes of modules, and the random state.
+class ModelSnapshot:
+    """The state of a model that a call may change: buffers, plain attributes of modules, and the random state.
 
-    Copies are in the host's memory, and not in what torch's allocator has there.
+    The copies are NumPy arrays in the host's memory, which torch's allocator does not count.
 
     Args:
         model: whose state is kept.
@@ -40,7 +40,7 @@ class State:
         self._random, self._undraw = _bytes_of(torch.get_rng_state()), _python_random()
 
     def restore(self) -> None:
-        """Put it back; what has not changed is not written into."""
+        """Put the state back; buffers that have not changed are not written into."""
         for module, buffers in self._bound:
             table = buffers_of(module)
             table.clear()
@@ -62,7 +62,7 @@ def _plain(module: nn.Module) -> dict[str, Any]:
 
 
 def _python_random() -> Callable[[], None]:
-    """What puts the random state of Python and NumPy back to what it is now."""
+    """A function that puts the random state of Python and NumPy back to the present one."""
     python, numpy = random.getstate(), np.random.get_state()
 
     def restore() -> None:
@@ -80,8 +80,8 @@ def _bytes_of(t: torch.Tensor) -> Any:
 def untouched(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Without gradients; gives copies of the arguments. The model's state is put back afterwards."""
-    state = State(model, tensors_in((args, dict(kwargs))))
+    """Gradients are off, and the model's state is put back afterwards; yields copies of the arguments."""
+    state = ModelSnapshot(model, tensors_in((args, dict(kwargs))))
     try:
         with torch.no_grad():
             yield pytree.tree_map_only(torch.Tensor, torch.clone, (tuple(args), dict(kwargs)))
@@ -91,8 +91,8 @@ def untouched(
 
 @contextmanager
 def undone_on(error: type[Exception], model: nn.Module) -> Iterator[None]:
-    """Where that error is raised, the model's state is put back."""
-    state = State(model)
+    """Put the model's state back where an error of that kind is raised."""
+    state = ModelSnapshot(model)
     try:
         yield
     except error:

@@ -1,8 +1,9 @@
-"""The whole training step, captured under fake tensors: every region, and what happens between the passes."""
+"""The whole training step, captured under fake tensors: every region, their links, and the loss."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,16 +12,17 @@ from torch import nn
 
 from planner.capture.regions.calls import Link, links_of, order_of, regions_of
 from planner.capture.regions.region import Region
-from planner.capture.shapes import Maxima, enlarged, is_size
+from planner.capture.shapes import enlarged, is_size
 from planner.capture.trace.data_dependent import Answers
 from planner.capture.trace.dynamo import Partition, lone_loss, to_fake
-from planner.capture.trace.fake_step import DryPass
+from planner.capture.trace.fake_step import FakeStep
 from planner.capture.trace.loss_trace import LossFn, OutsideLoss, checked_loss, differentiable, leaves
 from planner.capture.trace.quiet import quietly
 from planner.capture.trace.refusals import LIMITS, refusal
 from planner.capture.trace.state_guard import forget_fakes, untouched
 from planner.compat.fake import DataDependentOutputException, FakeTensorMode
 from planner.core.call import tensors_in
+from planner.core.maxima import Maxima
 from planner.core.options import Checkpoints
 from planner.errors import BatchError, CaptureError, ModelError
 from planner.parallel.meshes import on_mesh, tracker_kept
@@ -35,10 +37,10 @@ class TrainingGraph:
         order: for each Dynamo graph, by its key, the regions that its calls are; None for a call without a gradient.
         detached: for each Dynamo graph, by its key, the outputs that get no gradient and are cut off before capture.
         loss: the loss, as far as it is computed outside the model.
-        links: what regions make for each other and share.
+        links: the tensors that regions pass to each other and share.
         maxima: where sizes are symbols in the graphs, the largest, for which the step is read.
         asked: lines of Python that asked for values of tensors outside the graphs; other values may have other graphs.
-        note: what the user should know of it.
+        note: a remark for the user; empty for none.
     """
 
     regions: tuple[Region, ...]
@@ -82,60 +84,54 @@ def capture(
         BatchError: the model does not accept the arguments, or the loss is not a differentiable scalar.
         CaptureError: the step cannot be written as graphs.
     """
-    with quietly(), tracker_kept(), torch.inference_mode(False):  # gradients are on, whatever the caller has
+    with _surroundings():
+        answers = Answers(likely)
+        recording, fake_model, fake_args, fake_kwargs = to_fake(model, args, kwargs, answers)
+        if maxima is not None and symbolic and on_mesh(fake_model, fake_args, fake_kwargs):
+            raise CaptureError("torch.compile has no symbols for sizes of DTensors")
+        if maxima is not None:
+            fake_args, fake_kwargs = enlarged(fake_args, fake_kwargs, maxima, recording.mode)
+        trial = recording.mode, fake_model, fake_args, fake_kwargs, loss_fn, answers
+        unsure = _try_eagerly(*trial)
+        if isinstance(unsure, DataDependentOutputException) and learnt(answers, model, args, kwargs):
+            unsure = _try_eagerly(*trial)
+        cut: dict[str, tuple[int, ...]] | None = None
+        for _ in range(2):
+            detach = lone_loss if cut is None and loss_fn is None else (cut or {})
+            step = FakeStep(recording, split, detach, checkpoints)
+            answers.begin()
+            try:
+                output = step.run(fake_model, fake_args, fake_kwargs, maxima if symbolic else None)
+            except CaptureError as e:
+                if unsure is None:
+                    raise
+                blame(model, args, kwargs, unsure)
+                if e.__cause__ is None:
+                    raise
+                raise CaptureError(refusal(fake_model, unsure, eagerly=True)) from unsure
+            asked = answers.lines()
+            cut, loss = step.gradients(output, loss_fn)
+            if cut == step.cut:
+                regions, links = regions_of(step.calls), links_of(step.calls, leaves(output))
+                sizes = maxima if any(is_size(n) for region in regions for n in region.primals) else None
+                return TrainingGraph(regions, order_of(step.calls), cut, loss, links, sizes, asked)
+        raise CaptureError(f"{type(model).__name__}: which outputs get a gradient changes from one pass to the next")
+
+
+@contextmanager
+def _surroundings() -> Iterator[None]:
+    """Quiet, with gradients on, whatever the caller has; no fake tensor stays in a cache."""
+    with quietly(), tracker_kept(), torch.inference_mode(False):
         try:
-            return _capture(model, args, kwargs, split, loss_fn, checkpoints, maxima, symbolic, likely)
+            yield
         finally:
             forget_fakes()
-
-
-def _capture(
-    model: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    split: Partition,
-    loss_fn: LossFn | None,
-    checkpoints: Checkpoints,
-    maxima: Maxima | None,
-    symbolic: bool,
-    likely: bool,
-) -> TrainingGraph:
-    answers = Answers(likely)
-    recording, fake_model, fake_args, fake_kwargs = to_fake(model, args, kwargs, answers)
-    if maxima is not None and symbolic and on_mesh(fake_model, fake_args, fake_kwargs):
-        raise CaptureError("torch.compile has no symbols for sizes of DTensors")
-    if maxima is not None:
-        fake_args, fake_kwargs = enlarged(fake_args, fake_kwargs, maxima, recording.mode)
-    trial = recording.mode, fake_model, fake_args, fake_kwargs, loss_fn, answers
-    unsure = _try_eagerly(*trial)
-    if isinstance(unsure, DataDependentOutputException) and learnt(answers, model, args, kwargs):
-        unsure = _try_eagerly(*trial)
-    cut: dict[str, tuple[int, ...]] | None = None
-    for _ in range(2):
-        dry = DryPass(recording, split, lone_loss if cut is None and loss_fn is None else (cut or {}), checkpoints)
-        answers.begin()
-        try:
-            output = dry.run(fake_model, fake_args, fake_kwargs, maxima if symbolic else None)
-        except CaptureError as e:
-            if unsure is None:
-                raise
-            blame(model, args, kwargs, unsure)
-            if e.__cause__ is None:
-                raise
-            raise CaptureError(refusal(fake_model, unsure, eagerly=True)) from unsure
-        asked = answers.lines()
-        cut, loss = dry.gradients(output, loss_fn)
-        if cut == dry.cut:
-            order, links, regions = order_of(dry.calls), links_of(dry.calls, leaves(output)), regions_of(dry.calls)
-            has_symbols = any(is_size(n) for region in regions for n in region.primals)
-            return TrainingGraph(regions, order, cut, loss, links, maxima if has_symbols else None, asked)
-    raise CaptureError(f"{type(model).__name__}: which outputs get a gradient changes from one pass to the next")
 
 
 def _try_eagerly(
     mode: FakeTensorMode, model: nn.Module, args: Any, kwargs: Any, loss_fn: LossFn | None, answers: Answers
 ) -> Exception | None:
-    """Call the fake model without a compiler; returns what it raised, which may be a limit of fake tensors."""
+    """Call the fake model without a compiler; returns its error, which may be a limit of fake tensors."""
     answers.begin()
     try:
         with mode, tracker_kept(off=True), torch.enable_grad():
@@ -151,7 +147,7 @@ def _try_eagerly(
 
 
 def learnt(answers: Answers, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a real call gave answers; one that fails is for `blame()`."""
+    """Whether a real call gave answers; `blame()` judges a call that fails."""
     if on_mesh(model, args, kwargs):
         return False
     forget_fakes()
@@ -164,7 +160,8 @@ def learnt(answers: Answers, model: nn.Module, args: Sequence[Any], kwargs: Mapp
 def blame(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception) -> None:
     """Raise BatchError if the model itself refuses the batch, run for real without gradients; return if it does not.
 
-    What other processes would have to run as well is judged by the error: whether that is of fake tensors alone.
+    A model on a mesh, which other processes would have to run as well, is not run: its error is raised again unless
+    only fake tensors raise such errors.
     """
     try:
         if on_mesh(model, args, kwargs):
@@ -176,7 +173,7 @@ def blame(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], erro
     except Exception as e:
         tensors = tensors_in((args, dict(kwargs)))
         if any(t.is_meta for t in [*tensors, *model.parameters()]) and type(e) is not type(error):
-            return  # it needs values
+            return  # the model needs values of tensors
         given = ", ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors)
         raise BatchError(
             f"{type(model).__name__} does not accept the batch ({given or 'no tensors'}): {type(e).__name__}: {e}"
