@@ -21,8 +21,9 @@ from planner.errors import (
     RankError,
     VerificationError,
 )
-from planner.report.compare import Comparison, compare
-from planner.report.explain import Explanation
+from planner.report.compare import compare
+from planner.report.comparison import Comparison
+from planner.report.explanation import Explanation
 
 __all__ = [
     "ApplyError",

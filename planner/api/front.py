@@ -14,9 +14,10 @@ from torch import nn
 
 from planner.capture.passes.checkpoints import Checkpoints
 from planner.capture.shapes import Maxima
+from planner.core.account import UNREDUCED
 from planner.core.identity import difference, identity
 from planner.core.plan import PendingPlan, Plan
-from planner.costs.static_memory import UNREDUCED, storage_bytes
+from planner.costs.static_memory import storage_bytes
 from planner.errors import (
     ApplyError,
     BatchError,

@@ -23,8 +23,8 @@ from planner.errors import OptionError, gb
 from planner.integrations.launch import launch
 from planner.report.answer import fits
 from planner.report.compare import compare
-from planner.report.compare import to_text as comparison_text
-from planner.report.explain import to_text as explanation_text
+from planner.report.comparison import to_text as comparison_text
+from planner.report.explanation import to_text as explanation_text
 from planner.report.table import by_module
 from planner.report.terminal import style_of
 

@@ -16,7 +16,7 @@ from planner.errors import ApplyError, OptionError, gb
 
 if TYPE_CHECKING:
     from planner.eager.checkpointing import Choice
-    from planner.report.explain import Explanation
+    from planner.report.explanation import Explanation
     from planner.requests.request import Mode, Request
     from planner.runtime.compiled import Recipe
     from planner.runtime.verify import Verification
@@ -388,7 +388,7 @@ class Plan:
         """
         from planner.report.html import page
 
-        return page(self, path)
+        return page(self._repr_html_(), path)
 
     def graph(self, module: str | None = None, format: Literal["svg", "dot", "networkx"] = "svg") -> Any:
         """The step as a graph of ops, coloured by what the plan does with each.
@@ -468,10 +468,6 @@ class PendingPlan(Plan):
     def _repr_html_(self) -> str:
         made = self._current()
         return made._repr_html_() if made else f"<p>{escape(repr(self))}</p>"
-
-    def to_html(self, path: str | PathLike[str] | None = None) -> str:
-        made = self._current()
-        return super().to_html(path) if made is None else made.to_html(path)
 
     def graph(self, module: str | None = None, format: Literal["svg", "dot", "networkx"] = "svg") -> Any:
         return self._made("graph()").graph(module, format)

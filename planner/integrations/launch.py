@@ -29,7 +29,7 @@ from planner.lowering.microbatches import USED
 from planner.parallel.group import world_size
 from planner.planfile.files import load
 from planner.report.terminal import style_of
-from planner.report.text import answer
+from planner.report.text import lead
 from planner.requests.request import GB, LATER
 from planner.runtime.interception import attached, detach
 
@@ -82,7 +82,7 @@ def launch(
 
     def then(made: Plan, *, anew: bool) -> None:
         planned.append(type(made.request.model).__name__)
-        say("\n".join([f"{planned[-1]} is planned{' anew' if anew else ''}.", *answer(made, style_of(sys.stderr))]))
+        say("\n".join([f"{planned[-1]} is planned{' anew' if anew else ''}.", *lead(made, style_of(sys.stderr))]))
         if plan_file is not None and first and (anew or not plan_file.exists()):
             made.save(plan_file)
 

@@ -18,6 +18,7 @@ from torch import nn
 
 from planner.capture.passes.checkpoints import Checkpoints
 from planner.capture.shapes import Maxima
+from planner.core.files import path_of
 from planner.core.identity import Identity, TensorKind, identity
 from planner.core.plan import Plan
 from planner.costs.account import account_of
@@ -27,7 +28,7 @@ from planner.errors import ApplyError, PlanFileError
 from planner.lowering.microbatches import Flight
 from planner.parallel.group import other_world, world_size
 from planner.planfile.consistency import check
-from planner.planfile.jsonfile import path_of, read, write
+from planner.planfile.jsonfile import read, write
 from planner.planfile.schema import Unexpected, decode, decode_members, encode, required, schema
 from planner.requests.request import GB, Costs, Dynamic, Mode, Request, check_loss_fn
 from planner.runtime.compiled import Recipe

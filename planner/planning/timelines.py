@@ -7,24 +7,15 @@ from collections.abc import Collection, Mapping, Sequence
 
 from planner.capture.provenance import origins
 from planner.capture.regions.region import Region
+from planner.core.account import resident
 from planner.core.plan import Action, BaselineMoment, Held, Moment, Phase
-from planner.costs.static_memory import UNREDUCED
 from planner.lowering.build import LOSS, OPTIMIZER, Lowered
 from solvers import Problem, Solution, every_op_once, simulate
 from solvers.schedule import waiting_bytes
 
-_PARAMETERS = ("parameters", "parameters gathered for use", "buffers")
-_GRADIENTS = ("gradients of earlier microbatches", UNREDUCED)
 _PLACES = {kind: at for at, kind in enumerate(Held._fields)}
 KEPT, PASSING, RECOMPUTED = _PLACES["kept"], _PLACES["passing"], _PLACES["recomputed"]
 PARAMETERS, GRADIENTS, BACKWARD = _PLACES["parameters"], _PLACES["gradients"], _PLACES["backward"]
-
-
-def resident(lines: Mapping[str, int]) -> Held:
-    """What is held all the time, by kind; `lines` of the account: name -> bytes."""
-    parameters = sum(lines.get(name, 0) for name in _PARAMETERS)
-    gradients, state = sum(lines.get(name, 0) for name in _GRADIENTS), lines.get("optimizer state", 0)
-    return Held(parameters, state, sum(lines.values()) - parameters - gradients - state, gradients)
 
 
 def timelines(

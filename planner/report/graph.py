@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, groupby
 from typing import Any
 
 import networkx as nx
 
 from planner.core.plan import BaselineMoment, Plan
 from planner.errors import OptionError, gb
-from planner.report.layers import layout
+from planner.report.graph_layout import layout
 from planner.report.names import folded, modules_of, title
-from planner.report.svg import ACTIONS, duration, escape, legend, number, shortened, svg, swatch, text, width_of
+from planner.report.svg import ACTIONS, MICRO, escape, legend, number, svg, swatch, text, width_of
+from planner.report.words import clip, duration, shown
 
 MOST = 40  # nodes of a drawing
 TOGETHER = 10  # parts of a long list of layers
-WIDE, TALL, BETWEEN = 190.0, 42.0, 22.0
+WIDE, TALL = 156.0, 42.0  # of a node's box
 FORMATS = ("svg", "dot", "networkx")
 
 
@@ -43,7 +43,7 @@ class Node:
         ops: positions in the baseline timeline.
         name: what it is called.
         more: its whole name and place, for a title.
-        kept, recomputed, offloaded, passing: bytes of what it makes, by what becomes of it.
+        sizes: bytes of what it makes, by what becomes of them, as in `ACTIONS`.
         seconds: of one run.
         outside: whether it belongs to another module than the one drawn.
     """
@@ -51,25 +51,21 @@ class Node:
     ops: tuple[int, ...]
     name: str
     more: str
-    kept: int
-    recomputed: int
-    offloaded: int
-    passing: int
+    sizes: Mapping[str, int]
     seconds: float
     outside: bool = False
 
     @property
     def action(self) -> str:
         """What becomes of most of it."""
-        sizes = {"recompute": self.recomputed, "keep": self.kept, "offload": self.offloaded}
-        most = max(sizes, key=sizes.__getitem__)
-        return most if sizes[most] else ""
+        chosen = [(size, action) for action, size in self.sizes.items() if action and size]
+        return max(chosen)[1] if chosen else ""
 
     @property
     def facts(self) -> str:
         """Its bytes and seconds, in words."""
-        size = self.kept + self.recomputed + self.offloaded + self.passing
-        return f"{gb(size) if size else 'in place'} · {duration(self.seconds)}"
+        size = sum(self.sizes.values())
+        return f"{gb(size) if size else 'in place'} · {duration(self.seconds, MICRO)}"
 
 
 def graph(plan: Plan, module: str | None, format: str) -> Any:
@@ -176,60 +172,52 @@ def _runs(
 
 
 def _node(ops: Sequence[BaselineMoment], members: tuple[int, ...], name: str, outside: bool = False) -> Node:
-    sizes: dict[str | None, int] = defaultdict(int)
+    sizes = dict.fromkeys(ACTIONS, 0)
     for i in members:
-        sizes[ops[i].action] += ops[i].nbytes
+        sizes[ops[i].action or ""] += ops[i].nbytes
     one = ops[members[0]]
     more = title(one.module, one.op, one.source) if len(members) == 1 else f"{name}: {len(members)} ops"
     seconds = sum(ops[i].seconds for i in members)
-    return Node(members, name, more, sizes["keep"], sizes["recompute"], sizes["offload"], sizes[None], seconds, outside)
+    return Node(members, name, more, sizes, seconds, outside)
 
 
 def _svg(drawn: nx.DiGraph, module: str | None) -> str:
-    found = layout(drawn, WIDE, TALL, BETWEEN)
+    found = layout(drawn, _dot(drawn), WIDE, TALL)
     width = max(found.width + 16, 560)
     dx, dy = (width - found.width) / 2, 8
-    parts = []
-    ways = [[(x + dx, y + dy) for x, y in way] for way in found.ways.values()]
-    pieces = dict.fromkeys(piece for way in ways for piece in pairwise(way))  # edges of one source share a way
-    path = "".join(_piece(*piece) for piece in pieces)
-    heads = "".join(f"M{number(x - 3.5)} {number(y - 6)}h7L{number(x)} {number(y)}z" for x, y in (w[-1] for w in ways))
-    parts.append(f"<path d='{path}' fill='none' stroke='currentColor' stroke-opacity='0.45' stroke-width='1.2'/>")
-    parts.append(f"<path d='{heads}' fill='currentColor' fill-opacity='0.6'/>")
-    for at, (x, y) in found.places.items():
-        parts.append(_box(drawn.nodes[at]["node"], x + dx - WIDE / 2, y + dy))
-    outside = any(drawn.nodes[at]["node"].outside for at in drawn)
-    used = {drawn.nodes[at]["node"].action for at in drawn}
+    curves = [[(x + dx, y + dy) for x, y in curve] for curve in found.curves.values()]
+    paths = "".join(f"<path d='{_bezier(curve)}'/>" for curve in curves)
+    ends = (curve[-1] for curve in curves)
+    heads = "".join(f"M{number(x - 3.5)} {number(y - 6)}h7L{number(x)} {number(y)}z" for x, y in ends)
+    parts = [
+        f"<g data-role='edges' fill='none' stroke='currentColor' stroke-width='1.2' opacity='0.45'>{paths}</g>",
+        f"<path d='{heads}' fill='currentColor' fill-opacity='0.6'/>",
+    ]
+    nodes: list[Node] = [drawn.nodes[at]["node"] for at in drawn]
+    for at, node in zip(drawn, nodes, strict=True):
+        x, y = found.places[at]
+        parts.append(_box(node, x + dx - WIDE / 2, y + dy))
+    used = {node.action for node in nodes}
     entries = [(swatch(colour), words) for action, (colour, words) in ACTIONS.items() if action in used]
     frame = (
         "<rect x='-6' y='-6' width='12' height='12' rx='2' fill='none' stroke='currentColor' stroke-dasharray='4 3'/>"
     )
-    entries += [(frame, "of another module")] if outside else []
+    entries += [(frame, "of another module")] if any(node.outside for node in nodes) else []
     marks, bottom = legend(entries, 8, found.height + dy + 32, width)
     return svg(bottom - 8, f"graph of {module or 'the model'}", [*parts, *marks], width=width)
 
 
-def _piece(start: tuple[float, float], end: tuple[float, float]) -> str:
-    (x1, y1), (x2, y2) = start, end
-    bend = number((y1 + y2) / 2)
-    to = (
-        f"V{number(y2)}"
-        if abs(x1 - x2) < 0.05
-        else f"C{number(x1)} {bend} {number(x2)} {bend} {number(x2)} {number(y2)}"
-    )
-    return f"M{number(x1)} {number(y1)}{to}"
+def _bezier(points: Sequence[tuple[float, float]]) -> str:
+    (x, y), *rest = points
+    return f"M{number(x)} {number(y)}C{' '.join(f'{number(x)} {number(y)}' for x, y in rest)}"
 
 
 def _box(node: Node, x: float, y: float) -> str:
     colour = ACTIONS[node.action][0]
     dashes = " stroke-dasharray='4 3'" if node.outside else ""
-    name = node.name
-    while width_of(name) > WIDE - 20:
-        name = shortened(name, len(name) - 2)
     bar, at = "", x + 1
-    sizes = {"keep": node.kept, "recompute": node.recomputed, "offload": node.offloaded, "": node.passing}
-    total = sum(sizes.values())
-    for action, size in sizes.items():
+    total = sum(node.sizes.values())
+    for action, size in node.sizes.items():
         wide = (WIDE - 2) * size / total if total else 0.0
         if size and not node.outside:
             place = f"x='{number(at)}' y='{number(y + TALL - 5)}' width='{number(wide)}' height='4'"
@@ -237,11 +225,11 @@ def _box(node: Node, x: float, y: float) -> str:
         at += wide
     frame = f"x='{number(x)}' y='{number(y)}' width='{number(WIDE)}' height='{number(TALL)}' rx='4'"
     return (
-        f"<g data-action='{node.action}' data-kept='{node.kept}' data-recomputed='{node.recomputed}'>"
+        f"<g data-action='{node.action}' data-kept='{node.sizes['keep']}' data-recomputed='{node.sizes['recompute']}'>"
         f"<title>{escape(node.more)}</title>"
         f"<rect {frame} fill='{colour}' fill-opacity='{0.05 if node.outside else 0.16}' stroke='{colour}'{dashes}/>"
         + bar
-        + text(x + 9, y + 16, name)
+        + text(x + 9, y + 16, clip(node.name, WIDE - 18, width_of))
         + text(x + 9, y + 32, node.facts, more=" fill-opacity='0.8'")
         + "</g>"
     )
@@ -252,7 +240,7 @@ def _dot(drawn: nx.DiGraph) -> str:
     lines = ["digraph {", '  node [shape=box, style=filled, fontname="sans-serif", fontcolor=white];']
     for at in drawn:
         node = drawn.nodes[at]["node"]
-        label = f"{_quoted(shortened(node.name, 60))}\\n{_quoted(node.facts)}"
+        label = f"{_quoted(clip(node.name, 60))}\\n{_quoted(node.facts)}"
         lines.append(
             f'  n{at} [label="{label}", tooltip="{_quoted(node.more)}", fillcolor="{ACTIONS[node.action][0]}"];'
         )
@@ -261,5 +249,4 @@ def _dot(drawn: nx.DiGraph) -> str:
 
 
 def _quoted(words: str) -> str:
-    plain = "".join(c if c.isprintable() else " " for c in words)
-    return plain.replace("\\", "\\\\").replace('"', '\\"')
+    return shown(words).replace("\\", "\\\\").replace('"', '\\"')

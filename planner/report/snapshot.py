@@ -15,12 +15,11 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
+from planner.core.account import PLANNED, resident
+from planner.core.files import path_of, write_atomically
 from planner.core.plan import Held, Moment, Plan
 from planner.devices.caching_allocator import FREE, Event, Placed, place
-from planner.planfile.jsonfile import path_of, write_bytes
-from planner.planning.timelines import resident
 from planner.report.names import title
-from planner.requests.request import PLANNED
 from solvers import Problem, Schedule, simulate
 from solvers.schedule import waiting_bytes
 
@@ -73,7 +72,7 @@ def snapshot(plan: Plan) -> dict[str, Any]:
 
 def save(plan: Plan, path: str | os.PathLike[str]) -> None:
     """Write the snapshot as a pickle of plain dictionaries; see `Plan.memory_snapshot`."""
-    write_bytes(path_of(path), pickle.dumps(snapshot(plan), PROTOCOL))
+    write_atomically(path_of(path), pickle.dumps(snapshot(plan), PROTOCOL))
 
 
 def _tensors(problem: Problem, schedule: Schedule) -> Iterator[Change]:

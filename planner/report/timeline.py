@@ -11,18 +11,18 @@ from planner.report.names import title
 from planner.report.svg import (
     BUDGET,
     KINDS,
+    MICRO,
     byte_ticks,
-    duration,
     legend,
     line,
     number,
-    shortened,
     svg,
     swatch,
     text,
     time_ticks,
     width_of,
 )
+from planner.report.words import clip, duration
 
 LEFT, RIGHT, TOP, FLOOR = 64, 752, 14, 236
 COLUMN = 2.0  # width of what is told apart
@@ -82,8 +82,8 @@ def peak_words(plan: Plan) -> str:
     if peak is None:
         return ""
     before = sum(m.seconds for m in plan.timeline[: plan.timeline.index(peak)])
-    what = title(shortened(peak.module, 60), peak.op, peak.source)
-    return f"Highest after {duration(before)}, {peak.phase}: {gb(peak.held_bytes)}, at {what}."
+    what = title(clip(peak.module, 60), peak.op, peak.source)
+    return f"Highest after {duration(before, MICRO)}, {peak.phase}: {gb(peak.held_bytes)}, at {what}."
 
 
 def _unplanned(plan: Plan, columns: Sequence[Column], y: Callable[[float], float]) -> str:

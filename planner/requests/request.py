@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from planner.capture.passes.checkpoints import Checkpoints
 from planner.capture.shapes import Maxima, sizes_in, tensors_of
+from planner.core.account import PLANNED
 from planner.core.call import storages
 from planner.core.identity import TensorKind, batch_kinds
 from planner.devices.specs import Device, find_device
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from planner.lowering.microbatches import Flight
 
 GB = 2**30
-PLANNED = ("activations", "gradients")  # lines of the account that come from the schedule
 Costs = Literal["roofline", "measured"]
 Dynamic = bool | Mapping[str | int, Mapping[int, int]]
 Mode = Literal["compiled", "eager"]
