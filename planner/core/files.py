@@ -1,4 +1,4 @@
-"""Files that users name: their paths, and a write that an interruption cannot leave half done."""
+"""Files that users name: their paths, and atomic writes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from planner.errors import OptionError, PlanFileError
 
 
 def path_of(given: str | os.PathLike[str]) -> Path:
-    """A path, of what was given for one; raises OptionError for a number, which `open` takes for an open file."""
+    """The path that a user gives; OptionError for a number, which `open` would take for an open file."""
     try:
         return Path(given)
     except TypeError:

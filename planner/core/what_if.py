@@ -1,4 +1,4 @@
-"""Records of what other decisions would cost than those of a plan."""
+"""Records of a plan's alternatives: the cost of each decision, and the step with other decisions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class WhatIf:
     Attributes:
         peak_bytes: predicted peak of that step, everything that the budget counts.
         step_seconds: its estimated time.
-        peak_at: what runs at that peak: the phase, and the module with its op.
+        peak_at: the phase at that peak, and the module with its op.
     """
 
     peak_bytes: int
@@ -22,13 +22,13 @@ class WhatIf:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """One decision's value, as the problem has it.
+    """The cost of one decision, as the problem has it.
 
     Attributes:
-        value: its number.
-        seconds: of one more run of the op that makes it; values that one op makes share it by their bytes.
-        held_at_peak: whether it is held while the peak is reached.
-        bound_by: why it is held until its last use whatever a solver decides; empty where that is a choice.
+        value: the number of its value.
+        seconds: of one more run of its op; several values of one op share it by their bytes.
+        held_at_peak: whether the value is live at the peak.
+        bound_by: why the value stays until its last use whatever a solver decides; empty where it need not.
     """
 
     value: int

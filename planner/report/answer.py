@@ -13,12 +13,12 @@ def peak(plan: Plan) -> int:
 
 
 def fits(plan: Plan) -> bool:
-    """Whether that peak is within the budget."""
+    """Whether the peak is within the budget."""
     return peak(plan) <= plan.budget_bytes
 
 
 def answer(plan: Plan) -> str:
-    """One sentence: whether the plan fits, its peak, its cost in time, and how far that is from the best."""
+    """One sentence: whether the plan fits, its peak, its cost in time, and how far from the best it can be."""
     return (
         f"{'Fits' if fits(plan) else 'Does not fit'}: peak {gb(peak(plan))} of {gb(plan.budget_bytes)}, "
         f"{plan.overhead:.1%} more time (at most {plan.gap:.1%} above the best)."

@@ -22,14 +22,14 @@ def compare(a: Plan, b: Plan) -> Comparison:
     Values are matched by module, kind of op and order.
 
     Args:
-        a: the one to start from.
-        b: the other; of any model, mode or device.
+        a: the plan to start from.
+        b: the other plan; of any model, mode or device.
 
     Returns:
         The changes; printing them says it in words.
 
     Raises:
-        OptionError: one of the two is no plan, or not made yet.
+        OptionError: one of the two is no plan, or waits for its first training step.
 
     Examples:
         >>> import torch
@@ -66,7 +66,7 @@ def _check(p: object) -> None:
 
 
 def differences(a: Mapping[str, str], b: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """The entries that both have, and that differ; an empty text stands for one that is not known.
+    """The options with different values; an empty text stands for a value that is not known.
 
     Examples:
         >>> differences({"device": "cpu", "batch": ""}, {"device": "h100", "batch": "2x8"})
@@ -143,11 +143,11 @@ def _time(d: Decision | None) -> float:
 
 
 def _numbered(decisions: Iterable[Decision]) -> dict[tuple[str, str, int], Decision]:
-    """By module, kind of op, and how many of it came before in the module."""
+    """Decisions by module, kind of op, and how many ops of that kind came before in the module."""
     counted: dict[tuple[str, str], int] = defaultdict(int)
-    found = {}
+    numbered = {}
     for d in decisions:
         place = d.module, d.op
-        found[*place, counted[place]] = d
+        numbered[*place, counted[place]] = d
         counted[place] += 1
-    return found
+    return numbered

@@ -17,7 +17,7 @@ _SECONDS = ("step", "least time proven")
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """One number of both plans: in bytes, in seconds, or a share of the time."""
+    """A number of each plan, in bytes, in seconds, or as a share of the time."""
 
     name: str
     a: float
@@ -87,15 +87,15 @@ def _change(fact: Fact) -> str:
 
 def _lead(c: Comparison) -> list[str]:
     """Sentences: which circumstances differ, and how many bytes are treated otherwise."""
-    found = [f"Other {name}: {a}; then {b}." for name, (a, b) in c.differences.items()]
+    told = [f"Other {name}: {a}; then {b}." for name, (a, b) in c.differences.items()]
     kept, recomputed = (sum(getattr(m, of) for m in c.modules) for of in ("now_kept", "now_recomputed"))
     if not c.modules:
-        return [*found, f"The plans decide the same for all {c.unchanged} values."]
+        return [*told, f"The plans decide the same for all {c.unchanged} values."]
     only = sum(m.only_a + m.only_b for m in c.modules)
     changed = [f"{gb(kept)} are now kept and {gb(recomputed)} now recomputed"] if kept or recomputed else []
     changed += [f"{gb(only)} are in one of the plans only"] if only else []
     changed = changed or ["Some of what both recompute takes another time"]
-    return [*found, f"{'; '.join([*changed, f'{c.unchanged} values are treated as before'])}."]
+    return [*told, f"{'; '.join([*changed, f'{c.unchanged} values are treated as before'])}."]
 
 
 def _moved(c: Comparison) -> list[ModuleChange]:
@@ -103,7 +103,7 @@ def _moved(c: Comparison) -> list[ModuleChange]:
 
 
 def to_text(c: Comparison, style: Style) -> str:
-    """Within 80 columns."""
+    """The comparison as text within 80 columns."""
     lines = [style.paint(line, "bold") for text in _lead(c) for line in wrapped(style.name(text))]
     lines += ["", style.paint(f"{'':<26} {'first':>14} {'second':>14} {'change':>16}", "bold")]
     lines += [
@@ -127,7 +127,7 @@ def to_text(c: Comparison, style: Style) -> str:
 
 
 def to_html(c: Comparison) -> str:
-    """The same as tables; no script, no style sheet."""
+    """The comparison as tables; no script, no style sheet."""
     lead = "".join(f"<p>{escape(text)}</p>" for text in _lead(c))
     rows = [(f.name, amount(f.name, f.a), amount(f.name, f.b), _change(f)) for f in c.facts]
     rows += [(f"at the peak: {n}", gb(a), gb(b), gb(b - a)) for n, (a, b) in c.account.items()]

@@ -1,4 +1,4 @@
-"""Why a plan keeps this and recomputes that, in words and numbers drawn from its data."""
+"""`Plan.explain`: why a plan keeps some values and recomputes others, from its data and a simulation."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def explain(plan: Plan, path: str, costs: Sequence[Cost], otherwise: Try) -> Exp
     """See `Plan.explain`.
 
     Args:
-        plan: any, made.
+        plan: of any mode.
         path: of a module, a pattern of paths, or a value as its label in an explanation names it.
         costs: one per decision, as `planner.planning.what_if.costs_of` has them; none where they are not known.
-        otherwise: the step with values, by their numbers in `costs`, kept (True) or recomputed.
+        otherwise: simulates the step with some values, by their numbers in `costs`, kept (True) or recomputed.
 
     Raises:
-        OptionError: nothing is called so.
+        OptionError: no module or value has this name.
     """
     modules, chosen = _named(plan, path)
     told = _Words(plan, costs, otherwise)
@@ -51,17 +51,17 @@ def explain(plan: Plan, path: str, costs: Sequence[Cost], otherwise: Try) -> Exp
 
 
 def _named(plan: Plan, path: str) -> tuple[tuple[str, ...], list[int]]:
-    """The modules that a path names, and the positions of the decisions in them; or those of a value."""
+    """The modules that a path names, and the positions of their decisions; of a value, no modules and its positions."""
     if not isinstance(path, str):
         raise OptionError(f"explain({path!r}) needs the path of a module as a string, as in explain('layers.3.mlp')")
     known = _modules(plan)
     asked = "" if path == "(the model)" else path
     pattern = asked.split(".")
-    found = tuple(name for name in known if name == asked or _matches(name, pattern))
-    if found:
-        inside = [f"{name}." if name else "" for name in found]
+    named = tuple(name for name in known if name == asked or _matches(name, pattern))
+    if named:
+        inside = [f"{name}." if name else "" for name in named]
         of = [d.module for d in plan.decisions]
-        return found, [at for at, m in enumerate(of) if m in found or any(map(m.startswith, inside))]
+        return named, [at for at, m in enumerate(of) if m in named or any(map(m.startswith, inside))]
     values = [at for at, d in enumerate(plan.decisions) if asked in _labels(d)]
     if not values:
         labels = [title(d.module, d.op, d.source) for d in plan.decisions]
@@ -73,7 +73,7 @@ def _named(plan: Plan, path: str) -> tuple[tuple[str, ...], list[int]]:
 
 
 def _labels(d: Decision) -> set[str]:
-    """What explanations call a value: of its own module or of all that are alike, with its line or without."""
+    """The labels of a value: with its own module or with asterisks for numbers, with its source line or without."""
     full = [title(path, d.op, d.source) for path in (d.module, folded(d.module))]
     return {*full, *(label.rpartition(" (")[0] for label in full), title(folded(d.module), d.op, "")}
 
@@ -93,7 +93,7 @@ def _matches(name: str, pattern: Sequence[str]) -> bool:
 
 
 class _Words:
-    """What is said of groups of a plan's values."""
+    """Explains groups of a plan's values, given by their positions in `plan.decisions`."""
 
     def __init__(self, plan: Plan, costs: Sequence[Cost], otherwise: Try) -> None:
         self.plan, self.costs, self.otherwise = plan, costs, otherwise
@@ -103,16 +103,16 @@ class _Words:
         self.optional = [at for at in every if plan.decisions[at].action == "keep" and not self.reason(at)]
 
     def reason(self, at: int) -> str:
-        """Why a value has to be kept, or how it stays the same; empty where nothing has to be."""
+        """Why a value has to be kept, or how a random one stays the same; empty where neither applies."""
         return self.plan.decisions[at].reason or (self.costs[at].bound_by if self.costs else "")
 
     def checkpointed(self, at: int) -> str:
-        """In eager mode, the checkpointed module that a value is made in, its numbers as asterisks."""
+        """In eager mode, the checkpointed module that computes a value, its numbers as asterisks."""
         module = self.plan.decisions[at].module
         return next((folded(u) for u in self.units if module == u or module.startswith(f"{u}.")), "")
 
     def instead(self, values: Iterable[int], action: Action) -> WhatIf | None:
-        """The step with the other decision for those of the values that have this one."""
+        """The simulated step with the other decision, for those of the values for which `action` is decided now."""
         changed = [at for at in values if self.plan.decisions[at].action == action]
         if action == "keep":
             changed = [at for at in changed if not self.reason(at)]

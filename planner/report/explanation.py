@@ -11,23 +11,23 @@ from planner.report.svg import ACTIONS, escape
 from planner.report.terminal import Style, style_of
 from planner.report.words import duration, wrapped
 
-MOST_GROUPS = 12  # that are shown; the others are added up
+MOST_GROUPS = 12  # of a text; the others are added up
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Values alike: of modules whose paths differ only in numbers, made by one kind of op, and treated alike.
+    """Values of one kind of op and of modules whose paths differ only in numbers, for which the plan decides the same.
 
     Attributes:
         label: the module, the op and the user's line.
-        action: what the plan does with them.
+        action: the plan's decision.
         count: how many values.
         nbytes: of all of them.
-        seconds: paid for recomputing them, as often as the plan does.
+        seconds: time paid for recomputing them, as often as the plan does.
         again_seconds: estimated time of running their ops once more; None where it is not known (kept in eager mode).
-        reason: why it has to be so; empty where it is a choice.
+        reason: why the decision has to be so; empty where it is a choice.
         otherwise: the step with the other decision for all of them; None where there is none, or it is not known.
-        why: in words.
+        why: the decision's reasons, in sentences.
     """
 
     label: str
@@ -43,13 +43,13 @@ class Group:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a plan does with a module, with all that match a pattern, or with a value, and why.
+    """The decisions for a module, for all modules that match a pattern, or for a value, and why.
 
     Attributes:
-        path: what was asked for.
-        modules: paths of the modules that it names; empty for a value.
-        kept_bytes, recomputed_bytes: of the values that are made there and below, and that the backward pass needs.
-        seconds: paid for what is recomputed.
+        path: the module, pattern or value, as the user gave it.
+        modules: the modules that the path names; empty for a value.
+        kept_bytes, recomputed_bytes: of the saved values of these modules and of all modules inside them.
+        seconds: time paid for recomputing.
         budget_bytes, peak_bytes, step_seconds: of the plan.
         groups: the values, the largest groups first.
         all_kept, all_recomputed: the step with all of them kept, or recomputed as far as that can be; None where
@@ -78,7 +78,7 @@ class Explanation:
 
 
 def to_text(explanation: Explanation, style: Style) -> str:
-    """Within 80 columns."""
+    """The explanation as text within 80 columns."""
     lines = [style.paint(line, "bold") for line in wrapped(style.name(_lead(explanation)))]
     for group in explanation.groups[:MOST_GROUPS]:
         head = wrapped(style.name(_head(group)), indent="    ", first="")
@@ -111,14 +111,14 @@ def _lead(e: Explanation) -> str:
 def _conclusions(e: Explanation) -> list[str]:
     if len(e.groups) < 2:
         return []
-    found = []
+    sentences = []
     for what, changed in (("kept", e.all_kept), ("recomputed, but for what has to be kept", e.all_recomputed)):
         if changed is not None:
             more = changed.peak_bytes - e.budget_bytes
             beyond = f", {gb(more)} more than the budget" if more > 0 else ""
             time = changed.step_seconds - e.step_seconds
-            found.append(
+            sentences.append(
                 f"With all of it {what}, the step would peak at {gb(changed.peak_bytes)}{beyond}, and take "
                 f"{duration(abs(time))} {'longer' if time >= 0 else 'less'}."
             )
-    return found
+    return sentences

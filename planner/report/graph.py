@@ -1,4 +1,4 @@
-"""The step as a graph of ops, coloured by what the plan does with each: SVG, DOT, or networkx."""
+"""The step as a graph of ops, coloured by the plan's decisions: SVG, DOT, or networkx."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class Node:
 
     Attributes:
         ops: positions in the baseline timeline.
-        name: what it is called.
-        more: its whole name and place, for a title.
-        sizes: bytes of what it makes, by what becomes of them, as in `ACTIONS`.
+        name: its label.
+        more: its whole name and source line, for a title.
+        sizes: bytes of its results, by the decision for them, as in `ACTIONS`.
         seconds: of one run.
-        outside: whether it belongs to another module than the one drawn.
+        outside: whether it belongs to another module than the drawn one.
     """
 
     ops: tuple[int, ...]
@@ -57,7 +57,7 @@ class Node:
 
     @property
     def action(self) -> str:
-        """What becomes of most of it."""
+        """The decision for most of its bytes."""
         chosen = [(size, action) for action, size in self.sizes.items() if action and size]
         return max(chosen)[1] if chosen else ""
 
@@ -83,9 +83,9 @@ def graph(plan: Plan, module: str | None, format: str) -> Any:
 def _members(plan: Plan, module: str | None) -> list[int]:
     """The ops of a module. Raises OptionError where there are none."""
     ops = plan.baseline_timeline
-    found = [i for i, op in enumerate(ops) if not module or f"{op.module}.".startswith(f"{module}.")]
-    if found:
-        return found
+    members = [i for i, op in enumerate(ops) if not module or f"{op.module}.".startswith(f"{module}.")]
+    if members:
+        return members
     known = sorted({path for op in ops for path in accumulate(op.module.split("."), "{}.{}".format)} - {""})
     near = get_close_matches(str(module)[:200], known, 3) or known[:3]
     which = "has no op in this plan" if module in modules_of(plan) else "is no module of the model"
@@ -93,10 +93,10 @@ def _members(plan: Plan, module: str | None) -> list[int]:
 
 
 def _networkx(ops: Sequence[BaselineMoment], mine: Iterable[int]) -> nx.DiGraph:
-    found = nx.DiGraph()
+    whole = nx.DiGraph()
     for i in mine:
         op = ops[i]
-        found.add_node(
+        whole.add_node(
             i,
             title=title(op.module, op.op, op.source),
             op=op.op,
@@ -108,12 +108,12 @@ def _networkx(ops: Sequence[BaselineMoment], mine: Iterable[int]) -> nx.DiGraph:
             seconds=op.seconds,
             runs=op.runs,
         )
-    found.add_edges_from((r, i, {"bytes": ops[r].nbytes}) for i in found for r in ops[i].reads if r in found)
-    return found
+    whole.add_edges_from((r, i, {"bytes": ops[r].nbytes}) for i in whole for r in ops[i].reads if r in whole)
+    return whole
 
 
 def _folded(ops: Sequence[BaselineMoment], mine: Sequence[int], module: str | None) -> nx.DiGraph:
-    """The forward ops to be drawn, in as much detail as there is room for; nodes have a `Node` each."""
+    """The graph to draw, whose nodes have a `Node` each: the forward ops, in as much detail as there is room for."""
     forward = [i for i in mine if ops[i].phase == "forward"]
     nodes = [_node(ops, (i,), ops[i].op.strip("_")) for i in forward]
     depth = max((ops[i].module.count(".") + 1 for i in forward), default=1)
@@ -127,17 +127,17 @@ def _folded(ops: Sequence[BaselineMoment], mine: Sequence[int], module: str | No
     nodes += _outside(ops, inside, forward)
     nodes.sort(key=lambda node: node.ops[0])
     home = {i: at for at, node in enumerate(nodes) for i in node.ops}
-    found = nx.DiGraph()
-    found.add_nodes_from((at, {"node": node}) for at, node in enumerate(nodes))
+    drawn = nx.DiGraph()
+    drawn.add_nodes_from((at, {"node": node}) for at, node in enumerate(nodes))
     for at, node in enumerate(nodes):
         for i in node.ops:
             sources = (home[r] for r in ops[i].reads if r in home)
-            found.add_edges_from((s, at) for s in sources if s < at and not (nodes[s].outside and node.outside))
-    return found
+            drawn.add_edges_from((s, at) for s in sources if s < at and not (nodes[s].outside and node.outside))
+    return drawn
 
 
 def _outside(ops: Sequence[BaselineMoment], inside: set[int], forward: Sequence[int]) -> list[Node]:
-    """What the drawn ops read of others."""
+    """The ops of other modules that the drawn ops read from."""
     read = sorted({r for i in forward for r in ops[i].reads} - inside)
     return [_node(ops, (r,), title(ops[r].module, ops[r].op, ""), outside=True) for r in read[: MOST // 4]]
 
@@ -145,9 +145,10 @@ def _outside(ops: Sequence[BaselineMoment], inside: set[int], forward: Sequence[
 def _runs(
     ops: Sequence[BaselineMoment], forward: Sequence[int], module: str, depth: int, treated_alike: bool
 ) -> list[Node]:
-    """Ops in a row of one module, down to some depth; modules in a row are one node where they are alike.
+    """A node for the ops in a row of one module, down to some depth, and of modules in a row that are alike.
 
-    That is: of one list and treated the same, or, if that is not asked for, `TOGETHER` parts of one list.
+    Modules are alike if their paths differ only in numbers and the plan decides the same for them. Without
+    `treated_alike`, decisions may differ, and a list of such modules is cut into `TOGETHER` nodes at most.
     """
     runs = [
         (path, tuple(run)) for path, run in groupby(forward, key=lambda i: ".".join(ops[i].module.split(".")[:depth]))
@@ -156,7 +157,7 @@ def _runs(
     def alike(run: tuple[str, tuple[int, ...]]) -> tuple[object, ...]:
         return folded(run[0]), tuple((ops[i].op, ops[i].nbytes, ops[i].action) for i in run[1] if treated_alike)
 
-    found = []
+    nodes = []
     for _, group in groupby(runs, key=alike):
         same = list(group)
         size = len(same) if treated_alike else -(-len(same) // TOGETHER)
@@ -167,8 +168,8 @@ def _runs(
             name = short or "(the model)"
             if len(paths) > 1:
                 name += f" to {last.rpartition('.')[2]}" if first != last else f" x{len(paths)}"
-            found.append(_node(ops, tuple(i for run in members for i in run), name))
-    return found
+            nodes.append(_node(ops, tuple(i for run in members for i in run), name))
+    return nodes
 
 
 def _node(ops: Sequence[BaselineMoment], members: tuple[int, ...], name: str, outside: bool = False) -> Node:
@@ -182,10 +183,10 @@ def _node(ops: Sequence[BaselineMoment], members: tuple[int, ...], name: str, ou
 
 
 def _svg(drawn: nx.DiGraph, module: str | None) -> str:
-    found = layout(drawn, _dot(drawn), WIDE, TALL)
-    width = max(found.width + 16, 560)
-    dx, dy = (width - found.width) / 2, 8
-    curves = [[(x + dx, y + dy) for x, y in curve] for curve in found.curves.values()]
+    placed = layout(drawn, _dot(drawn), WIDE, TALL)
+    width = max(placed.width + 16, 560)
+    dx, dy = (width - placed.width) / 2, 8
+    curves = [[(x + dx, y + dy) for x, y in curve] for curve in placed.curves.values()]
     paths = "".join(f"<path d='{_bezier(curve)}'/>" for curve in curves)
     ends = (curve[-1] for curve in curves)
     heads = "".join(f"M{number(x - 3.5)} {number(y - 6)}h7L{number(x)} {number(y)}z" for x, y in ends)
@@ -195,7 +196,7 @@ def _svg(drawn: nx.DiGraph, module: str | None) -> str:
     ]
     nodes: list[Node] = [drawn.nodes[at]["node"] for at in drawn]
     for at, node in zip(drawn, nodes, strict=True):
-        x, y = found.places[at]
+        x, y = placed.places[at]
         parts.append(_box(node, x + dx - WIDE / 2, y + dy))
     used = {node.action for node in nodes}
     entries = [(swatch(colour), words) for action, (colour, words) in ACTIONS.items() if action in used]
@@ -203,7 +204,7 @@ def _svg(drawn: nx.DiGraph, module: str | None) -> str:
         "<rect x='-6' y='-6' width='12' height='12' rx='2' fill='none' stroke='currentColor' stroke-dasharray='4 3'/>"
     )
     entries += [(frame, "of another module")] if any(node.outside for node in nodes) else []
-    marks, bottom = legend(entries, 8, found.height + dy + 32, width)
+    marks, bottom = legend(entries, 8, placed.height + dy + 32, width)
     return svg(bottom - 8, f"graph of {module or 'the model'}", [*parts, *marks], width=width)
 
 

@@ -46,7 +46,7 @@ def body(plan: Plan) -> str:
 
 
 def page(content: str, path: str | PathLike[str] | None = None) -> str:
-    """HTML as a whole page; also written to a file where one is named. Raises OptionError where that fails."""
+    """HTML as a whole page; also written to a file where one is named. Raises OptionError where it cannot be."""
     target = None if path is None else path_of(path)
     html = (
         "<!DOCTYPE html><html lang='en'><head><meta charset='utf-8'>"
@@ -146,11 +146,11 @@ def _table(rows: Iterable[str]) -> str:
 
 def _cells(cells: Sequence[str], left: int, more: str = "", tag: str = "td") -> str:
     """A row; the first cells are set to the left, the others, numbers, to the right."""
-    made = []
+    parts = []
     for at, cell in enumerate(cells):
         side = "left" if at < left else "right"
         attribute, style = (" nowrap", ";white-space:nowrap") if at else ("", "")
-        made.append(
+        parts.append(
             f"<{tag} align='{side}'{attribute} style='text-align:{side};padding:3px 10px 3px 0{style}'>{cell}</{tag}>"
         )
-    return f"<tr{more} valign='top' style='border-bottom:1px solid rgba(128,128,128,.3)'>{''.join(made)}</tr>"
+    return f"<tr{more} valign='top' style='border-bottom:1px solid rgba(128,128,128,.3)'>{''.join(parts)}</tr>"

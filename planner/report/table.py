@@ -23,9 +23,9 @@ class ModuleRow:
         name: their path, "*" for the numbers in which they differ.
         count: how many there are.
         kept, recomputed: bytes.
-        seconds: time paid for what is recomputed.
+        seconds: time paid for recomputing.
         layers: the numbers, as "0–79"; empty for a single module.
-        patterns: in how many ways these modules are treated.
+        patterns: how many different sets of decisions these modules have.
     """
 
     name: str
@@ -82,10 +82,10 @@ def by_module(decisions: Iterable[Decision]) -> list[ModuleRow]:
 
 
 def _row(name: str, modules: Mapping[str, Sequence[Decision]]) -> ModuleRow:
-    found = [d for each in modules.values() for d in each]
+    decisions = [d for each in modules.values() for d in each]
 
     def total(action: Action) -> int:
-        return sum(d.nbytes for d in found if d.action == action)
+        return sum(d.nbytes for d in decisions if d.action == action)
 
     numbers = [tuple(map(int, NUMBER.findall(path))) for path in modules]
     differing = [at for at in range(len(numbers[0])) if len({n[at] for n in numbers}) > 1]
@@ -95,7 +95,7 @@ def _row(name: str, modules: Mapping[str, Sequence[Decision]]) -> ModuleRow:
         count=len(modules),
         kept=total("keep"),
         recomputed=total("recompute"),
-        seconds=sum(d.recompute_seconds for d in found),
+        seconds=sum(d.recompute_seconds for d in decisions),
         layers=spans(sorted(n[differing[0]] for n in numbers)) if len(differing) == 1 else "",
         patterns=len(ways),
     )

@@ -33,7 +33,7 @@ def rate(seconds: float, nbytes: float) -> str:
 
 
 def shown(text: str, encoding: str = "utf-8") -> str:
-    r"""Text with what would move a terminal's cursor, or cannot be encoded, as escapes.
+    r"""Text with escapes for characters that move a terminal's cursor, that XML forbids, or that have no encoding.
 
     Examples:
         >>> shown("layer\x1b[31m\n"), shown("層", "ascii")
