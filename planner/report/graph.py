@@ -179,7 +179,7 @@ def _node(ops: Sequence[BaselineMoment], members: tuple[int, ...], name: str, ou
     one = ops[members[0]]
     more = title(one.module, one.op, one.source) if len(members) == 1 else f"{name}: {len(members)} ops"
     seconds = sum(ops[i].seconds for i in members)
-    return Node(members, name, more, sizes, seconds, outside)
+    return Node(members, shown(name), more, sizes, seconds, outside)
 
 
 def _svg(drawn: nx.DiGraph, module: str | None) -> str:

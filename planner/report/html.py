@@ -14,7 +14,7 @@ from planner.report.curve import curve_svg
 from planner.report.svg import ACTIONS, MICRO, escape, number
 from planner.report.table import ModuleRow, by_module, by_reason, largest, shared_path
 from planner.report.timeline import peak_words, timeline_svg
-from planner.report.words import clip, duration
+from planner.report.words import clip, duration, shown
 
 ROWS = 14  # of the table of modules
 LONGEST = 44  # characters of a name
@@ -81,11 +81,11 @@ def surety(plan: Plan) -> str:
 
 def modules(rows: Sequence[ModuleRow]) -> str:
     """The table per module: the largest first, small ones added up in the last row."""
-    shown, rest = largest(rows, ROWS)
-    most = max((r.kept + r.recomputed for r in shown), default=0) or 1
-    common = shared_path([r.name for r in shown])
+    first, rest = largest(rows, ROWS)
+    most = max((r.kept + r.recomputed for r in first), default=0) or 1
+    common = shared_path([r.name for r in first])
     cells = []
-    for row in (*shown, *([rest] if rest else [])):
+    for row in (*first, *([rest] if rest else [])):
         name = escape(row.name or "(the model)")
         label = escape(row.label) if row is rest else _code(row.name or "(the model)", common)
         bar = _bar([(row.kept, "keep"), (row.recomputed, "recompute")], most)
@@ -110,7 +110,7 @@ def account(plan: Plan) -> str:
     for name, size in plan.account.items():
         if size:
             data = f" data-line='{escape(name)}' data-bytes='{size}'"
-            cells.append(_cells([escape(clip(name, LONGEST)), _bar([(size, "")], most), gb(size)], 2, data))
+            cells.append(_cells([escape(clip(shown(name), LONGEST)), _bar([(size, "")], most), gb(size)], 2, data))
     cells.append(_cells(["<b>peak</b>", "", f"<b>{gb(plan.peak_bytes)}</b>"], 2))
     cells.append(_cells(["left of the budget", "", gb(plan.budget_bytes - plan.peak_bytes)], 2))
     return _table(cells)
@@ -119,8 +119,8 @@ def account(plan: Plan) -> str:
 def _code(name: str, common: str = "") -> str:
     """A path that may break after its dots, and where it must; without the `common` beginning of several."""
     words = f"…{rest}" if common and (rest := name.removeprefix(f"{common}.")) != name else name
-    shown = "<wbr>".join(escape(part) for part in BREAKABLE.findall(clip(words, LONGEST)))
-    return f"<code title='{escape(name)}' style='overflow-wrap:anywhere;background:none;padding:0'>{shown}</code>"
+    label = "<wbr>".join(escape(part) for part in BREAKABLE.findall(clip(shown(words), LONGEST)))
+    return f"<code title='{escape(name)}' style='overflow-wrap:anywhere;background:none;padding:0'>{label}</code>"
 
 
 def _bar(sizes: Iterable[tuple[int, str]], most: int) -> str:
