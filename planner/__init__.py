@@ -22,8 +22,8 @@ from planner.errors import (
     RankError,
     VerificationError,
 )
-from planner.report.compare import Comparison
-from planner.report.explain import Explanation
+from planner.report.comparison import Comparison
+from planner.report.explanation import Explanation
 
 __all__ = [
     "ApplyError",

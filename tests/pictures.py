@@ -1,7 +1,11 @@
 """Plans of every kind to be drawn, made once."""
 
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -54,6 +58,13 @@ class LongNamed(nn.Module):
 
     def forward(self, **batch: torch.Tensor) -> Any:
         return self.a_language_model_with_a_rather_long_name_of_its_own(**batch)
+
+
+@contextmanager
+def without_graphviz() -> Iterator[None]:
+    """Graphs are drawn as they are where Graphviz is not installed."""
+    with patch.object(shutil, "which", lambda name: None):
+        yield
 
 
 def square(output: torch.Tensor) -> torch.Tensor:

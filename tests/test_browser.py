@@ -9,7 +9,7 @@ from html import unescape
 
 import pytest
 
-from .pictures import HOSTILE, pictures
+from .pictures import HOSTILE, pictures, without_graphviz
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium is found to draw in: apt-get install chromium")
@@ -88,13 +88,17 @@ def rendered(html, folder, width, theme):
 
 
 def everything():
-    """All that can be drawn of all plans."""
-    parts = []
-    for name, (p, _) in pictures().items():
-        parts += [f"<h3>{name}</h3>", p._repr_html_(), p.graph()]
+    """All drawings of all plans; of the graphs, with Graphviz (where it is installed) and without."""
+    parts = [f"<h3>{name}</h3>{p._repr_html_()}{p.graph()}" for name, (p, _) in pictures().items()]
+    with without_graphviz():
+        parts += [p.graph() for p, _ in pictures().values()]
+        parts += graphs_of_modules()
+    return "".join([*parts, *graphs_of_modules()])
+
+
+def graphs_of_modules():
     name = "a_language_model_with_a_rather_long_name_of_its_own"
-    parts += [pictures()["gpt2"][0].graph(f"{name}.transformer.h.1"), pictures()["hostile"][0].graph(HOSTILE)]
-    return "".join(parts)
+    return [pictures()["gpt2"][0].graph(f"{name}.transformer.h.1"), pictures()["hostile"][0].graph(HOSTILE)]
 
 
 def check(seen, width):

@@ -1,27 +1,31 @@
 """The numbers on the picture are the numbers of the plan: read back out of the HTML and the SVG."""
 
 import re
+import shutil
+import warnings
 import xml.etree.ElementTree as ET
+from contextlib import nullcontext
 from dataclasses import replace
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import networkx as nx
 import pytest
 import torch
 from torch import nn
 
-from planner import ApplyError, OptionError, applied_plan, pareto, plan
+from planner import ApplyError, OptionError, PlanWarning, applied_plan, pareto, plan
 from planner.cli.commands import facts
 from planner.core.plan import Held
 from planner.core.verification import Verification
 from planner.errors import gb
 from planner.planning.curve import blocks_of
+from planner.report.graph_layout import WIDEST, layout
 from planner.report.svg import ACTIONS, BUDGET, KINDS
 from solvers import every_op_once, simulate, validate
 from solvers.sketch import checkpointed, sketch
 from tests.plans import changed
 
-from .pictures import HOSTILE, pictures, square
+from .pictures import HOSTILE, pictures, square, without_graphviz
 from .problems import random_training_graph
 
 NAMES = ["gpt2", "everything kept", "eager", "regions", "hostile"]
@@ -143,7 +147,16 @@ def test_the_tables_and_the_answer(name):
     assert sum(lines) == p.peak_bytes
 
 
-def test_names_are_escaped_and_small():
+@pytest.fixture(params=["graphviz", "rows"])
+def laid_out(request):
+    """Both ways to lay out a graph: by Graphviz, and in rows where it is not installed."""
+    if request.param == "graphviz" and shutil.which("dot") is None:
+        pytest.skip("Graphviz is not installed: apt-get install graphviz")
+    with without_graphviz() if request.param == "rows" else nullcontext():
+        yield request.param
+
+
+def test_names_are_escaped_and_small(laid_out):
     p, _ = pictures()["hostile"]
     for text in (p._repr_html_(), p.to_html(), p.graph(), p.graph(HOSTILE)):
         assert "<script" not in text.lower()
@@ -235,7 +248,7 @@ def test_plans_of_a_curve_show_that_curve():
         assert {q.peak_bytes for q in p.curve.points} <= {q.peak_bytes for q in plans}
 
 
-def test_graph_of_ops():
+def test_graph_of_ops(laid_out):
     p, _ = pictures()["gpt2"]
     whole = p.graph(format="networkx")
     assert nx.is_directed_acyclic_graph(whole)
@@ -253,11 +266,89 @@ def test_graph_of_ops():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_graphs_are_bounded(name):
+def test_graphs_are_bounded(name, laid_out):
     p, _ = pictures()[name]
     svg = ET.fromstring(p.graph())
+    assert float(svg.get("viewBox").split()[2]) <= WIDEST + 16
     assert 3 <= len([g for g in svg.iter(f"{SVG}g") if g.get("data-action") is not None]) <= 52
     assert p.graph()._repr_html_() == p.graph()
+
+
+def points(path):
+    numbers = list(map(float, re.findall(r"-?[\d.]+", path.get("d"))))
+    return list(zip(numbers[::2], numbers[1::2], strict=True))
+
+
+def along(curve):
+    """Points of a chain of cubic Bézier curves, by de Casteljau's definition."""
+    for start in range(0, len(curve) - 1, 3):
+        for step in range(33):
+            t, part = step / 32, curve[start : start + 4]
+            while len(part) > 1:
+                part = [((1 - t) * a + t * c, (1 - t) * b + t * d) for (a, b), (c, d) in pairwise(part)]
+            yield part[0]
+
+
+MODULES = {"gpt2": "a_language_model_with_a_rather_long_name_of_its_own.transformer.h.1", "hostile": HOSTILE}
+
+
+@pytest.mark.parametrize(("name", "module"), [*((name, None) for name in NAMES), *MODULES.items()])
+def test_edges_go_down_from_box_to_box_and_around_the_others(name, module, laid_out):
+    """The edges of the drawing are those of the DOT, whose nodes are the boxes in their order."""
+    p, _ = pictures()[name]
+    svg, dot = ET.fromstring(p.graph(module)), p.graph(module, format="dot")
+    frames = [g.find(f"{SVG}rect") for g in svg.iter(f"{SVG}g") if g.get("data-action") is not None]
+    boxes = [tuple(float(frame.get(k)) for k in ("x", "y", "width", "height")) for frame in frames]
+    assert len(boxes) == dot.count("[label=")
+    for (x0, y0, w0, h0), (x1, y1, w1, h1) in combinations(boxes, 2):
+        assert x0 + w0 < x1 or x1 + w1 < x0 or y0 + h0 < y1 or y1 + h1 < y0
+    (group,) = [g for g in svg.iter(f"{SVG}g") if g.get("data-role") == "edges"]
+    found = set()
+    for path in group:
+        curve = points(path)
+        (x0, y0), (x1, y1) = curve[0], curve[-1]
+        (source,) = [i for i, (x, y, w, h) in enumerate(boxes) if abs(x + w / 2 - x0) < 2 and abs(y + h - y0) < 2]
+        (target,) = [i for i, (x, y, w, h) in enumerate(boxes) if abs(x + w / 2 - x1) < 2 and abs(y - y1) < 2]
+        found.add((source, target))
+        way = list(along(curve))
+        assert y0 < y1
+        assert all(y0 - 2 <= y <= y1 + 2 for _, y in way)
+        assert laid_out == "graphviz" or all(a[1] <= b[1] + 0.2 for a, b in pairwise(way))  # its splines swing
+        for i, (x, y, w, h) in enumerate(boxes):
+            assert i in (source, target) or not any(x + 1 < a < x + w - 1 and y + 1 < b < y + h - 1 for a, b in way)
+    assert found == {(int(a), int(b)) for a, b in re.findall(r"n(\d+) -> n(\d+);", dot)}
+
+
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [
+        ("echo no such font >&2; exit 3", "no such font"),
+        ("exit 3", "exit status 3"),
+        ("echo graph 1 2 2; echo node n0 1 1; echo stop", "other nodes or edges"),
+        ("echo node n0 here there", "could not convert"),
+        ("printf '\\377'", "can't decode"),
+    ],
+)
+def test_a_graphviz_that_fails_is_named_and_done_without(script, why, tmp_path, monkeypatch):
+    p, _ = pictures()["gpt2"]
+    with without_graphviz(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        expected = p.graph()
+    (tmp_path / "dot").write_text(f"#!/bin/sh\ncat >/dev/null\n{script}\n")
+    (tmp_path / "dot").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    with pytest.warns(PlanWarning, match=rf"Graphviz \(.*/dot\) failed, and the graph is drawn without it: .*{why}"):
+        assert p.graph() == expected
+
+
+def test_what_graphviz_draws_too_wide_is_laid_out_in_rows(laid_out):
+    """Text on it would be too small to read."""
+    graph = nx.DiGraph((0, i) for i in range(1, 30))
+    dot = f"digraph {{ node [shape=box]; {' '.join(f'n{a} -> n{b};' for a, b in graph.edges)} }}"
+    found = layout(graph, dot, 150, 40)
+    assert found.width <= WIDEST
+    assert len(set(found.places.values())) == len(graph)
+    assert layout(nx.DiGraph(), "digraph {}", 150, 40).places == {}
 
 
 def test_what_cannot_be_drawn():

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from planner.api.plan import Plan
 from planner.errors import ApplyError, OptionError
-from planner.report.compare import Comparison, compare_records
+from planner.report.compare import compare_records
+from planner.report.comparison import Comparison
 
 
 def compare(a: Plan, b: Plan) -> Comparison:
-    """What changed from one plan to another: what they are for, budget, peak, time, and decisions per module.
+    """The changes from one plan to another: what was asked for, budget, peak, time, and decisions per module.
 
     Values are matched by module, kind of op and order.
 
     Args:
-        a: the one to start from.
-        b: the other; of any model, mode or device.
+        a: the plan to start from.
+        b: the other plan; of any model, mode or device.
 
     Returns:
         The changes; printing them says it in words.
 
     Raises:
-        OptionError: one of the two is no plan, or not made yet.
+        OptionError: one of the two is no plan, or waits for its first training step.
 
     Examples:
         >>> import torch

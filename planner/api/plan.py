@@ -29,7 +29,7 @@ from planner.planfile import files
 from planner.planning.curve import curve_of
 from planner.planning.what_if import costs_of, what_if
 from planner.report import explain, graph, html, snapshot, text
-from planner.report.explain import Explanation
+from planner.report.explanation import Explanation
 from planner.report.terminal import style_of
 from planner.requests.planned import Filed, Known, Pending, Planned
 from planner.requests.request import Request

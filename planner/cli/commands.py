@@ -24,8 +24,8 @@ from planner.devices.specs import DEVICES, Device, find_device
 from planner.errors import OptionError, gb
 from planner.integrations.launch import launch
 from planner.report.answer import fits
-from planner.report.compare import to_text as comparison_text
-from planner.report.explain import to_text as explanation_text
+from planner.report.comparison import to_text as comparison_text
+from planner.report.explanation import to_text as explanation_text
 from planner.report.table import by_module
 from planner.report.terminal import style_of
 

@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 from torch import fx
 
 from planner.core.identity import Identity, TensorKind
+from planner.core.maxima import Maxima
 from planner.core.occupancy import Occupancy
 from planner.core.options import Costs, Options
 from planner.core.recipe import Choice, Recipe

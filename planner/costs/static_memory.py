@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from planner.core.account import UNREDUCED
 from planner.core.call import storages, tensors_in
 from planner.devices.specs import Device
 from planner.parallel.sharded import parameters_of, unreduced_bytes
-
-UNREDUCED = "gradients not reduced yet"  # a line of the account
 
 
 def storage_bytes(things: Iterable[Any], shard: int = 1) -> int:

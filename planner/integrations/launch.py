@@ -31,7 +31,7 @@ from planner.integrations.discovery import BAD_INPUT, Search, exits
 from planner.parallel.group import world_size
 from planner.planfile.files import save
 from planner.report.terminal import style_of
-from planner.report.text import answer
+from planner.report.text import lead
 from planner.requests.batch import LATER
 from planner.requests.planned import Pending, Planned
 from planner.runtime.events import Call, Caller, PlanProvider
@@ -88,7 +88,7 @@ def launch(
 
     def then(planned: Planned, *, anew: bool) -> None:
         names.append(type(planned.request.model).__name__)
-        answers = answer(planned.record, style_of(sys.stderr))
+        answers = lead(planned.record, style_of(sys.stderr))
         say("\n".join([f"{names[-1]} is planned{' anew' if anew else ''}.", *answers]))
         if plan_file is not None and first and (anew or not plan_file.exists()):
             save(planned.record, plan_file)

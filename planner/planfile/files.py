@@ -14,10 +14,11 @@ from typing import Any, NoReturn, get_type_hints
 
 import torch
 
+from planner.core.files import path_of
 from planner.core.plan import PlanRecord
 from planner.errors import PlanFileError
 from planner.planfile.consistency import check
-from planner.planfile.jsonfile import path_of, read, write
+from planner.planfile.jsonfile import read, write
 from planner.planfile.schema import Unexpected, decode_members, encode, required, schema
 from planner.requests.check import check_loss_fn
 from planner.requests.planned import Filed

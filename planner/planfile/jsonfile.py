@@ -5,26 +5,18 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import secrets
 import stat
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from planner.errors import OptionError, PlanFileError, gb
+from planner.core.files import write_atomically
+from planner.errors import PlanFileError, gb
 
 MOST = 2**26  # bytes of JSON; some twenty times what a model of 80 layers needs
 DIGITS = 20  # of a whole number
 GZIP = b"\x1f\x8b"
-
-
-def path_of(given: str | os.PathLike[str]) -> Path:
-    """A path, of what was given for one; raises OptionError for a number, which `open` takes for an open file."""
-    try:
-        return Path(given)
-    except TypeError:
-        raise OptionError(f"path={given!r} must be the path of a file: a string, or a pathlib.Path") from None
 
 
 def read(path: Path) -> Any:
@@ -69,28 +61,7 @@ def write(path: Path, data: Any) -> None:
     content = json.dumps(data, separators=(",", ":"), allow_nan=False).encode()
     if len(content) > MOST:
         raise PlanFileError(f"{path}: the plan takes {gb(len(content))}; plan files have at most {gb(MOST)}")
-    write_bytes(path, gzip.compress(content, 6, mtime=0) if path.suffix == ".gz" else content)
-
-
-def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file in one step: another process sees the old one or the new one."""
-    try:
-        target = Path(os.path.realpath(path))
-        part = target.with_name(f".{target.name[:100]}.{secrets.token_hex(4)}")
-        if target.exists() and not target.is_file():
-            raise PlanFileError(f"{path}: cannot be written: it is there, and no file")
-        try:
-            with open(part, "xb") as f:
-                f.write(content)
-                f.flush()
-                os.fsync(f.fileno())
-            os.replace(part, target)
-        finally:
-            part.unlink(missing_ok=True)
-    except PlanFileError:
-        raise
-    except (OSError, ValueError) as e:  # ValueError: a null byte in the path
-        raise PlanFileError(f"{path}: cannot be written: {getattr(e, 'strerror', None) or e}") from e
+    write_atomically(path, gzip.compress(content, 6, mtime=0) if path.suffix == ".gz" else content)
 
 
 def _content(path: Path) -> bytes:

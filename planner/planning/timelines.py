@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 
+from planner.core.account import resident
 from planner.core.plan import Action, BaselineMoment, Held, Moment
 from planner.core.step import Replay, Step
-from planner.costs.static_memory import UNREDUCED
 from solvers import Problem
 
-_PARAMETERS = ("parameters", "parameters gathered for use", "buffers")
-_GRADIENTS = ("gradients of earlier microbatches", UNREDUCED)
 _PLACES = {kind: at for at, kind in enumerate(Held._fields)}
 KEPT, PASSING, RECOMPUTED = _PLACES["kept"], _PLACES["passing"], _PLACES["recomputed"]
 PARAMETERS, GRADIENTS, BACKWARD = _PLACES["parameters"], _PLACES["gradients"], _PLACES["backward"]
-
-
-def resident(lines: Mapping[str, int]) -> Held:
-    """The bytes held all the time, by kind; `lines` of the account: name -> bytes."""
-    parameters = sum(lines.get(name, 0) for name in _PARAMETERS)
-    gradients, state = sum(lines.get(name, 0) for name in _GRADIENTS), lines.get("optimizer state", 0)
-    return Held(parameters, state, sum(lines.values()) - parameters - gradients - state, gradients)
 
 
 def planned_timeline(step: Step, planned: Replay) -> tuple[Moment, ...]:

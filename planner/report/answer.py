@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from planner.core.plan import PlanRecord
+from planner.errors import gb
 
 
 def peak(plan: PlanRecord) -> int:
-    """The most bytes that the step takes: as predicted, or as a real step took where that was more."""
+    """The step's peak in bytes: the predicted one, or that of a verified step where it was higher."""
     seen = plan.verification
     return plan.peak_bytes if seen is None else max(plan.peak_bytes, seen.measured_bytes)
 
 
 def fits(plan: PlanRecord) -> bool:
-    """Whether that is within the budget."""
+    """Whether the peak is within the budget."""
     return peak(plan) <= plan.budget_bytes
+
+
+def answer(plan: PlanRecord) -> str:
+    """One sentence: whether the plan fits, its peak, its cost in time, and how far from the best it can be."""
+    return (
+        f"{'Fits' if fits(plan) else 'Does not fit'}: peak {gb(peak(plan))} of {gb(plan.budget_bytes)}, "
+        f"{plan.overhead:.1%} more time (at most {plan.gap:.1%} above the best)."
+    )

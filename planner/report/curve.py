@@ -1,4 +1,4 @@
-"""The trade-off curve: peak against more time, with the plan, the budget, what is proven, and simpler ways."""
+"""The trade-off curve: more time against peak memory, with the plan, the budget, a proven bound, and simpler plans."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from planner.report.svg import (
 )
 
 LEFT, RIGHT, TOP, FLOOR = 64, 752, 10, 190
-HIGHEST = 1.25  # of the costliest of the plan and its peers: what costs more is left out
-LEAST = 0.05  # of the time: a curve that is lower than this is not stretched to the whole height
+HIGHEST = 1.25  # times the overhead of the plan or its costliest peer; points above are left out
+LEAST = 0.05  # overhead; a lower curve is not stretched to the whole height
 MARKS = ("M0 -7L7 0L0 7L-7 0Z", "M0 -7L7 5H-7Z", "M-5.5 -5.5H5.5V5.5H-5.5Z")
 PEER, OWN, OTHERS = "#8d7b68", KINDS["recomputed"][0], KINDS["kept"][0]
 
@@ -64,7 +64,7 @@ def curve_svg(plan: PlanRecord, curve: Curve) -> str:
             f"<line x1='{number(x(budget))}' x2='{number(x(budget))}' y1='{TOP}' y2='{FLOOR}' stroke='{BUDGET}' "
             f"stroke-width='1.5' stroke-dasharray='6 4'><title>budget: {budget} bytes</title></line>"
         )
-    # what fits at each size: the cost falls where the next plan does
+    # a staircase: overhead falls where the next plan fits
     corners = "".join(f"H{number(x(p.peak_bytes))}V{number(y(p.overhead))}" for p in points[1:])
     path = f"M{number(x(points[0].peak_bytes))} {number(y(points[0].overhead))}{corners}H{RIGHT}" if points else ""
     parts.append(f"<path d='{path}' fill='none' stroke='{OTHERS}' stroke-width='2' stroke-linejoin='round'/>")
@@ -106,7 +106,7 @@ def _placed(mark: str, p: Point, x: Callable[[float], float], y: Callable[[float
 
 
 def _bound(curve: Curve, x: Callable[[float], float], y: Callable[[float], float], left: float, right: float) -> str:
-    """What no schedule reaches: up to each budget, the least that a schedule within it costs."""
+    """The area that no schedule reaches: up to each budget, the overhead below the proven bound."""
     path, at = f"M{number(x(left))} {FLOOR}", left
     for p in curve.bound:
         if p.peak_bytes > left:

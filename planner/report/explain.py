@@ -1,117 +1,33 @@
-"""Why a plan keeps this and recomputes that, in words and numbers drawn from its data."""
+"""`Plan.explain`: why a plan keeps some values and recomputes others, from its data and a simulation."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from html import escape
-from typing import TYPE_CHECKING
 
 from planner.core.plan import Action, Decision, PlanRecord
+from planner.core.what_if import Cost, WhatIf
 from planner.errors import OptionError, gb
+from planner.report.explanation import Explanation, Group
 from planner.report.names import folded, modules_of, title
-from planner.report.terminal import Style, style_of
-from planner.report.words import duration, rate, shown, wrapped
+from planner.report.words import duration, rate, shown
 
-if TYPE_CHECKING:
-    from planner.planning.what_if import Cost, WhatIf
-
-MOST_GROUPS = 12  # that are shown; the others are added up
-_DONE = {"keep": "kept", "recompute": "recomputed", "offload": "offloaded"}
-Try = Callable[[Collection[int], bool], "WhatIf | None"]
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Values alike: of modules whose paths differ only in numbers, made by one kind of op, and treated alike.
-
-    Attributes:
-        label: the module, the op and the user's line.
-        action: what the plan does with them.
-        count: how many values.
-        nbytes: of all of them.
-        seconds: paid for recomputing them, as often as the plan does.
-        again_seconds: estimated time of running their ops once more; None where it is not known (kept in eager mode).
-        reason: why it has to be so; empty where it is a choice.
-        otherwise: the step with the other decision for all of them; None where there is none, or it is not known.
-        why: in words.
-    """
-
-    label: str
-    action: Action
-    count: int
-    nbytes: int
-    seconds: float
-    again_seconds: float | None
-    reason: str
-    otherwise: WhatIf | None
-    why: str
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """What a plan does with a module, with all that match a pattern, or with a value, and why.
-
-    Attributes:
-        path: what was asked for.
-        modules: paths of the modules that it names; empty for a value.
-        kept_bytes, recomputed_bytes: of the values that are made there and below, and that the backward pass needs.
-        seconds: paid for what is recomputed.
-        budget_bytes, peak_bytes, step_seconds: of the plan.
-        groups: the values, the largest groups first.
-        all_kept, all_recomputed: the step with all of them kept, or recomputed as far as that can be; None where
-            nothing would change, or it is not known (eager mode).
-    """
-
-    path: str
-    modules: tuple[str, ...] = field(repr=False)
-    kept_bytes: int
-    recomputed_bytes: int
-    seconds: float
-    budget_bytes: int
-    peak_bytes: int
-    step_seconds: float
-    groups: tuple[Group, ...] = field(repr=False)
-    all_kept: WhatIf | None
-    all_recomputed: WhatIf | None
-
-    def __str__(self) -> str:
-        return to_text(self, style_of(colour=False))
-
-    def _repr_html_(self) -> str:
-        items = "".join(f"<li><b>{escape(shown(_head(g)))}</b><br>{escape(shown(g.why))}</li>" for g in self.groups)
-        rest = "".join(f"<p>{escape(line)}</p>" for line in _conclusions(self))
-        return f"<div style='max-width:720px'><p>{escape(shown(_answer(self)))}</p><ul>{items}</ul>{rest}</div>"
-
-
-def to_text(explanation: Explanation, style: Style) -> str:
-    """Within 80 columns."""
-    lines = [style.paint(line, "bold") for line in wrapped(style.name(_answer(explanation)))]
-    for group in explanation.groups[:MOST_GROUPS]:
-        head = wrapped(style.name(_head(group)), indent="    ", first="")
-        lines += ["", *(style.paint(line, "cyan" if group.action == "keep" else "yellow") for line in head)]
-        lines += wrapped(style.name(group.why), indent="    ")
-    if rest := explanation.groups[MOST_GROUPS:]:
-        lines += ["", f"and {sum(g.count for g in rest)} more values, {gb(sum(g.nbytes for g in rest))}"]
-    if conclusions := _conclusions(explanation):
-        lines += ["", *(line for text in conclusions for line in wrapped(text))]
-    return "\n".join(lines)
+Try = Callable[[Collection[int], bool], WhatIf | None]
 
 
 def explain(plan: PlanRecord, path: str, costs: Sequence[Cost], otherwise: Try) -> Explanation:
     """See `Plan.explain`.
 
     Args:
-        plan: any, made.
+        plan: of any mode.
         path: of a module, a pattern of paths, or a value as its label in an explanation names it.
         costs: one per decision, as `planner.planning.what_if.costs_of` has them; none where they are not known.
-        otherwise: the step with values, by their numbers in `costs`, kept (True) or recomputed.
+        otherwise: simulates the step with some values, by their numbers in `costs`, kept (True) or recomputed.
 
     Raises:
-        OptionError: nothing is called so.
+        OptionError: no module or value has this name.
     """
     modules, chosen = _named(plan, path)
     told = _Words(plan, costs, otherwise)
@@ -135,17 +51,17 @@ def explain(plan: PlanRecord, path: str, costs: Sequence[Cost], otherwise: Try) 
 
 
 def _named(plan: PlanRecord, path: str) -> tuple[tuple[str, ...], list[int]]:
-    """The modules that a path names, and the positions of the decisions in them; or those of a value."""
+    """The modules that a path names, and the positions of their decisions; of a value, no modules and its positions."""
     if not isinstance(path, str):
         raise OptionError(f"explain({path!r}) needs the path of a module as a string, as in explain('layers.3.mlp')")
     known = _modules(plan)
     asked = "" if path == "(the model)" else path
     pattern = asked.split(".")
-    found = tuple(name for name in known if name == asked or _matches(name, pattern))
-    if found:
-        inside = [f"{name}." if name else "" for name in found]
+    named = tuple(name for name in known if name == asked or _matches(name, pattern))
+    if named:
+        inside = [f"{name}." if name else "" for name in named]
         of = [d.module for d in plan.decisions]
-        return found, [at for at, m in enumerate(of) if m in found or any(map(m.startswith, inside))]
+        return named, [at for at, m in enumerate(of) if m in named or any(map(m.startswith, inside))]
     values = [at for at, d in enumerate(plan.decisions) if asked in _labels(d)]
     if not values:
         labels = [title(d.module, d.op, d.source) for d in plan.decisions]
@@ -157,7 +73,7 @@ def _named(plan: PlanRecord, path: str) -> tuple[tuple[str, ...], list[int]]:
 
 
 def _labels(d: Decision) -> set[str]:
-    """What explanations call a value: of its own module or of all that are alike, with its line or without."""
+    """The labels of a value: with its own module or with asterisks for numbers, with its source line or without."""
     full = [title(path, d.op, d.source) for path in (d.module, folded(d.module))]
     return {*full, *(label.rpartition(" (")[0] for label in full), title(folded(d.module), d.op, "")}
 
@@ -177,7 +93,7 @@ def _matches(name: str, pattern: Sequence[str]) -> bool:
 
 
 class _Words:
-    """What is said of groups of a plan's values."""
+    """Explains groups of a plan's values, given by their positions in `plan.decisions`."""
 
     def __init__(self, plan: PlanRecord, costs: Sequence[Cost], otherwise: Try) -> None:
         self.plan, self.costs, self.otherwise = plan, costs, otherwise
@@ -187,16 +103,16 @@ class _Words:
         self.optional = [at for at in every if plan.decisions[at].action == "keep" and not self.reason(at)]
 
     def reason(self, at: int) -> str:
-        """Why a value has to be kept, or how it stays the same; empty where nothing has to be."""
+        """Why a value has to be kept, or how a random one stays the same; empty where neither applies."""
         return self.plan.decisions[at].reason or (self.costs[at].bound_by if self.costs else "")
 
     def checkpointed(self, at: int) -> str:
-        """In eager mode, the checkpointed module that a value is made in, its numbers as asterisks."""
+        """In eager mode, the checkpointed module that computes a value, its numbers as asterisks."""
         module = self.plan.decisions[at].module
         return next((folded(u) for u in self.units if module == u or module.startswith(f"{u}.")), "")
 
     def instead(self, values: Iterable[int], action: Action) -> WhatIf | None:
-        """The step with the other decision for those of the values that have this one."""
+        """The simulated step with the other decision, for those of the values for which `action` is decided now."""
         changed = [at for at in values if self.plan.decisions[at].action == action]
         if action == "keep":
             changed = [at for at in changed if not self.reason(at)]
@@ -301,36 +217,3 @@ class _Words:
 
     def _average(self, ats: Sequence[int]) -> str:
         return rate(sum(self.costs[at].seconds for at in ats), sum(self.plan.decisions[at].nbytes for at in ats))
-
-
-def _head(group: Group) -> str:
-    many = f" x{group.count}" if group.count > 1 else ""
-    paid = f" for {duration(group.seconds)}" if group.seconds else ""
-    return f"{group.label}{many}: {_DONE[group.action]} {gb(group.nbytes)}{paid}"
-
-
-def _answer(e: Explanation) -> str:
-    many = f" ({len(e.modules)} modules)" if len(e.modules) > 1 else ""
-    if not e.groups:
-        return f"{e.path or '(the model)'}{many}: makes nothing that the backward pass needs."
-    paid = f" for {duration(e.seconds)} a step of {duration(e.step_seconds)}" if e.seconds else ""
-    return (
-        f"{e.path or '(the model)'}{many}: keeps {gb(e.kept_bytes)}, recomputes {gb(e.recomputed_bytes)}{paid}. "
-        f"The plan peaks at {gb(e.peak_bytes)} of {gb(e.budget_bytes)}."
-    )
-
-
-def _conclusions(e: Explanation) -> list[str]:
-    if len(e.groups) < 2:
-        return []
-    found = []
-    for what, changed in (("kept", e.all_kept), ("recomputed, but for what has to be kept", e.all_recomputed)):
-        if changed is not None:
-            more = changed.peak_bytes - e.budget_bytes
-            beyond = f", {gb(more)} more than the budget" if more > 0 else ""
-            time = changed.step_seconds - e.step_seconds
-            found.append(
-                f"With all of it {what}, the step would peak at {gb(changed.peak_bytes)}{beyond}, and take "
-                f"{duration(abs(time))} {'longer' if time >= 0 else 'less'}."
-            )
-    return found

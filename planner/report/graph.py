@@ -1,25 +1,25 @@
-"""The step as a graph of ops, coloured by what the plan does with each: SVG, DOT, or networkx."""
+"""The step as a graph of ops, coloured by the plan's decisions: SVG, DOT, or networkx."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, groupby
 from typing import Any
 
 import networkx as nx
 
 from planner.core.plan import BaselineMoment, PlanRecord
 from planner.errors import OptionError, gb
-from planner.report.layers import layout
+from planner.report.graph_layout import layout
 from planner.report.names import folded, modules_of, title
-from planner.report.svg import ACTIONS, duration, escape, legend, number, shortened, svg, swatch, text, width_of
+from planner.report.svg import ACTIONS, MICRO, escape, legend, number, svg, swatch, text, width_of
+from planner.report.words import clip, duration, shown
 
 MOST = 40  # nodes of a drawing
 TOGETHER = 10  # parts of a long list of layers
-WIDE, TALL, BETWEEN = 190.0, 42.0, 22.0
+WIDE, TALL = 156.0, 42.0  # of a node's box
 FORMATS = ("svg", "dot", "networkx")
 
 
@@ -41,35 +41,31 @@ class Node:
 
     Attributes:
         ops: positions in the baseline timeline.
-        name: what it is called.
-        more: its whole name and place, for a title.
-        kept, recomputed, offloaded, passing: bytes of what it makes, by what becomes of it.
+        name: its label.
+        more: its whole name and source line, for a title.
+        sizes: bytes of its results, by the decision for them, as in `ACTIONS`.
         seconds: of one run.
-        outside: whether it belongs to another module than the one drawn.
+        outside: whether it belongs to another module than the drawn one.
     """
 
     ops: tuple[int, ...]
     name: str
     more: str
-    kept: int
-    recomputed: int
-    offloaded: int
-    passing: int
+    sizes: Mapping[str, int]
     seconds: float
     outside: bool = False
 
     @property
     def action(self) -> str:
-        """What becomes of most of it."""
-        sizes = {"recompute": self.recomputed, "keep": self.kept, "offload": self.offloaded}
-        most = max(sizes, key=sizes.__getitem__)
-        return most if sizes[most] else ""
+        """The decision for most of its bytes."""
+        chosen = [(size, action) for action, size in self.sizes.items() if action and size]
+        return max(chosen)[1] if chosen else ""
 
     @property
     def facts(self) -> str:
         """Its bytes and seconds, in words."""
-        size = self.kept + self.recomputed + self.offloaded + self.passing
-        return f"{gb(size) if size else 'in place'} · {duration(self.seconds)}"
+        size = sum(self.sizes.values())
+        return f"{gb(size) if size else 'in place'} · {duration(self.seconds, MICRO)}"
 
 
 def graph(plan: PlanRecord, module: str | None, format: str) -> Any:
@@ -87,9 +83,9 @@ def graph(plan: PlanRecord, module: str | None, format: str) -> Any:
 def _members(plan: PlanRecord, module: str | None) -> list[int]:
     """The ops of a module. Raises OptionError where there are none."""
     ops = plan.baseline_timeline
-    found = [i for i, op in enumerate(ops) if not module or f"{op.module}.".startswith(f"{module}.")]
-    if found:
-        return found
+    members = [i for i, op in enumerate(ops) if not module or f"{op.module}.".startswith(f"{module}.")]
+    if members:
+        return members
     known = sorted({path for op in ops for path in accumulate(op.module.split("."), "{}.{}".format)} - {""})
     near = get_close_matches(str(module)[:200], known, 3) or known[:3]
     which = "has no op in this plan" if module in modules_of(plan) else "is no module of the model"
@@ -97,10 +93,10 @@ def _members(plan: PlanRecord, module: str | None) -> list[int]:
 
 
 def _networkx(ops: Sequence[BaselineMoment], mine: Iterable[int]) -> nx.DiGraph:
-    found = nx.DiGraph()
+    whole = nx.DiGraph()
     for i in mine:
         op = ops[i]
-        found.add_node(
+        whole.add_node(
             i,
             title=title(op.module, op.op, op.source),
             op=op.op,
@@ -112,12 +108,12 @@ def _networkx(ops: Sequence[BaselineMoment], mine: Iterable[int]) -> nx.DiGraph:
             seconds=op.seconds,
             runs=op.runs,
         )
-    found.add_edges_from((r, i, {"bytes": ops[r].nbytes}) for i in found for r in ops[i].reads if r in found)
-    return found
+    whole.add_edges_from((r, i, {"bytes": ops[r].nbytes}) for i in whole for r in ops[i].reads if r in whole)
+    return whole
 
 
 def _folded(ops: Sequence[BaselineMoment], mine: Sequence[int], module: str | None) -> nx.DiGraph:
-    """The forward ops to be drawn, in as much detail as there is room for; nodes have a `Node` each."""
+    """The graph to draw, whose nodes have a `Node` each: the forward ops, in as much detail as there is room for."""
     forward = [i for i in mine if ops[i].phase == "forward"]
     nodes = [_node(ops, (i,), ops[i].op.strip("_")) for i in forward]
     depth = max((ops[i].module.count(".") + 1 for i in forward), default=1)
@@ -131,17 +127,17 @@ def _folded(ops: Sequence[BaselineMoment], mine: Sequence[int], module: str | No
     nodes += _outside(ops, inside, forward)
     nodes.sort(key=lambda node: node.ops[0])
     home = {i: at for at, node in enumerate(nodes) for i in node.ops}
-    found = nx.DiGraph()
-    found.add_nodes_from((at, {"node": node}) for at, node in enumerate(nodes))
+    drawn = nx.DiGraph()
+    drawn.add_nodes_from((at, {"node": node}) for at, node in enumerate(nodes))
     for at, node in enumerate(nodes):
         for i in node.ops:
             sources = (home[r] for r in ops[i].reads if r in home)
-            found.add_edges_from((s, at) for s in sources if s < at and not (nodes[s].outside and node.outside))
-    return found
+            drawn.add_edges_from((s, at) for s in sources if s < at and not (nodes[s].outside and node.outside))
+    return drawn
 
 
 def _outside(ops: Sequence[BaselineMoment], inside: set[int], forward: Sequence[int]) -> list[Node]:
-    """What the drawn ops read of others."""
+    """The ops of other modules that the drawn ops read from."""
     read = sorted({r for i in forward for r in ops[i].reads} - inside)
     return [_node(ops, (r,), title(ops[r].module, ops[r].op, ""), outside=True) for r in read[: MOST // 4]]
 
@@ -149,9 +145,10 @@ def _outside(ops: Sequence[BaselineMoment], inside: set[int], forward: Sequence[
 def _runs(
     ops: Sequence[BaselineMoment], forward: Sequence[int], module: str, depth: int, treated_alike: bool
 ) -> list[Node]:
-    """Ops in a row of one module, down to some depth; modules in a row are one node where they are alike.
+    """A node for the ops in a row of one module, down to some depth, and of modules in a row that are alike.
 
-    That is: of one list and treated the same, or, if that is not asked for, `TOGETHER` parts of one list.
+    Modules are alike if their paths differ only in numbers and the plan decides the same for them. Without
+    `treated_alike`, decisions may differ, and a list of such modules is cut into `TOGETHER` nodes at most.
     """
     runs = [
         (path, tuple(run)) for path, run in groupby(forward, key=lambda i: ".".join(ops[i].module.split(".")[:depth]))
@@ -160,7 +157,7 @@ def _runs(
     def alike(run: tuple[str, tuple[int, ...]]) -> tuple[object, ...]:
         return folded(run[0]), tuple((ops[i].op, ops[i].nbytes, ops[i].action) for i in run[1] if treated_alike)
 
-    found = []
+    nodes = []
     for _, group in groupby(runs, key=alike):
         same = list(group)
         size = len(same) if treated_alike else -(-len(same) // TOGETHER)
@@ -171,65 +168,57 @@ def _runs(
             name = short or "(the model)"
             if len(paths) > 1:
                 name += f" to {last.rpartition('.')[2]}" if first != last else f" x{len(paths)}"
-            found.append(_node(ops, tuple(i for run in members for i in run), name))
-    return found
+            nodes.append(_node(ops, tuple(i for run in members for i in run), name))
+    return nodes
 
 
 def _node(ops: Sequence[BaselineMoment], members: tuple[int, ...], name: str, outside: bool = False) -> Node:
-    sizes: dict[str | None, int] = defaultdict(int)
+    sizes = dict.fromkeys(ACTIONS, 0)
     for i in members:
-        sizes[ops[i].action] += ops[i].nbytes
+        sizes[ops[i].action or ""] += ops[i].nbytes
     one = ops[members[0]]
     more = title(one.module, one.op, one.source) if len(members) == 1 else f"{name}: {len(members)} ops"
     seconds = sum(ops[i].seconds for i in members)
-    return Node(members, name, more, sizes["keep"], sizes["recompute"], sizes["offload"], sizes[None], seconds, outside)
+    return Node(members, shown(name), more, sizes, seconds, outside)
 
 
 def _svg(drawn: nx.DiGraph, module: str | None) -> str:
-    found = layout(drawn, WIDE, TALL, BETWEEN)
-    width = max(found.width + 16, 560)
-    dx, dy = (width - found.width) / 2, 8
-    parts = []
-    ways = [[(x + dx, y + dy) for x, y in way] for way in found.ways.values()]
-    pieces = dict.fromkeys(piece for way in ways for piece in pairwise(way))  # edges of one source share a way
-    path = "".join(_piece(*piece) for piece in pieces)
-    heads = "".join(f"M{number(x - 3.5)} {number(y - 6)}h7L{number(x)} {number(y)}z" for x, y in (w[-1] for w in ways))
-    parts.append(f"<path d='{path}' fill='none' stroke='currentColor' stroke-opacity='0.45' stroke-width='1.2'/>")
-    parts.append(f"<path d='{heads}' fill='currentColor' fill-opacity='0.6'/>")
-    for at, (x, y) in found.places.items():
-        parts.append(_box(drawn.nodes[at]["node"], x + dx - WIDE / 2, y + dy))
-    outside = any(drawn.nodes[at]["node"].outside for at in drawn)
-    used = {drawn.nodes[at]["node"].action for at in drawn}
+    placed = layout(drawn, _dot(drawn), WIDE, TALL)
+    width = max(placed.width + 16, 560)
+    dx, dy = (width - placed.width) / 2, 8
+    curves = [[(x + dx, y + dy) for x, y in curve] for curve in placed.curves.values()]
+    paths = "".join(f"<path d='{_bezier(curve)}'/>" for curve in curves)
+    ends = (curve[-1] for curve in curves)
+    heads = "".join(f"M{number(x - 3.5)} {number(y - 6)}h7L{number(x)} {number(y)}z" for x, y in ends)
+    parts = [
+        f"<g data-role='edges' fill='none' stroke='currentColor' stroke-width='1.2' opacity='0.45'>{paths}</g>",
+        f"<path d='{heads}' fill='currentColor' fill-opacity='0.6'/>",
+    ]
+    nodes: list[Node] = [drawn.nodes[at]["node"] for at in drawn]
+    for at, node in zip(drawn, nodes, strict=True):
+        x, y = placed.places[at]
+        parts.append(_box(node, x + dx - WIDE / 2, y + dy))
+    used = {node.action for node in nodes}
     entries = [(swatch(colour), words) for action, (colour, words) in ACTIONS.items() if action in used]
     frame = (
         "<rect x='-6' y='-6' width='12' height='12' rx='2' fill='none' stroke='currentColor' stroke-dasharray='4 3'/>"
     )
-    entries += [(frame, "of another module")] if outside else []
-    marks, bottom = legend(entries, 8, found.height + dy + 32, width)
+    entries += [(frame, "of another module")] if any(node.outside for node in nodes) else []
+    marks, bottom = legend(entries, 8, placed.height + dy + 32, width)
     return svg(bottom - 8, f"graph of {module or 'the model'}", [*parts, *marks], width=width)
 
 
-def _piece(start: tuple[float, float], end: tuple[float, float]) -> str:
-    (x1, y1), (x2, y2) = start, end
-    bend = number((y1 + y2) / 2)
-    to = (
-        f"V{number(y2)}"
-        if abs(x1 - x2) < 0.05
-        else f"C{number(x1)} {bend} {number(x2)} {bend} {number(x2)} {number(y2)}"
-    )
-    return f"M{number(x1)} {number(y1)}{to}"
+def _bezier(points: Sequence[tuple[float, float]]) -> str:
+    (x, y), *rest = points
+    return f"M{number(x)} {number(y)}C{' '.join(f'{number(x)} {number(y)}' for x, y in rest)}"
 
 
 def _box(node: Node, x: float, y: float) -> str:
     colour = ACTIONS[node.action][0]
     dashes = " stroke-dasharray='4 3'" if node.outside else ""
-    name = node.name
-    while width_of(name) > WIDE - 20:
-        name = shortened(name, len(name) - 2)
     bar, at = "", x + 1
-    sizes = {"keep": node.kept, "recompute": node.recomputed, "offload": node.offloaded, "": node.passing}
-    total = sum(sizes.values())
-    for action, size in sizes.items():
+    total = sum(node.sizes.values())
+    for action, size in node.sizes.items():
         wide = (WIDE - 2) * size / total if total else 0.0
         if size and not node.outside:
             place = f"x='{number(at)}' y='{number(y + TALL - 5)}' width='{number(wide)}' height='4'"
@@ -237,11 +226,11 @@ def _box(node: Node, x: float, y: float) -> str:
         at += wide
     frame = f"x='{number(x)}' y='{number(y)}' width='{number(WIDE)}' height='{number(TALL)}' rx='4'"
     return (
-        f"<g data-action='{node.action}' data-kept='{node.kept}' data-recomputed='{node.recomputed}'>"
+        f"<g data-action='{node.action}' data-kept='{node.sizes['keep']}' data-recomputed='{node.sizes['recompute']}'>"
         f"<title>{escape(node.more)}</title>"
         f"<rect {frame} fill='{colour}' fill-opacity='{0.05 if node.outside else 0.16}' stroke='{colour}'{dashes}/>"
         + bar
-        + text(x + 9, y + 16, name)
+        + text(x + 9, y + 16, clip(node.name, WIDE - 18, width_of))
         + text(x + 9, y + 32, node.facts, more=" fill-opacity='0.8'")
         + "</g>"
     )
@@ -252,7 +241,7 @@ def _dot(drawn: nx.DiGraph) -> str:
     lines = ["digraph {", '  node [shape=box, style=filled, fontname="sans-serif", fontcolor=white];']
     for at in drawn:
         node = drawn.nodes[at]["node"]
-        label = f"{_quoted(shortened(node.name, 60))}\\n{_quoted(node.facts)}"
+        label = f"{_quoted(clip(node.name, 60))}\\n{_quoted(node.facts)}"
         lines.append(
             f'  n{at} [label="{label}", tooltip="{_quoted(node.more)}", fillcolor="{ACTIONS[node.action][0]}"];'
         )
@@ -261,5 +250,4 @@ def _dot(drawn: nx.DiGraph) -> str:
 
 
 def _quoted(words: str) -> str:
-    plain = "".join(c if c.isprintable() else " " for c in words)
-    return plain.replace("\\", "\\\\").replace('"', '\\"')
+    return shown(words).replace("\\", "\\\\").replace('"', '\\"')

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from os import PathLike
 
+from planner.core.files import path_of, write_atomically
 from planner.core.plan import Curve, PlanRecord
 from planner.errors import OptionError, PlanFileError, gb
-from planner.planfile.jsonfile import path_of, write_bytes
-from planner.report.answer import fits, peak
+from planner.report.answer import answer
 from planner.report.curve import curve_svg
-from planner.report.svg import ACTIONS, duration, escape, number, shortened
-from planner.report.table import ModuleRow, by_module, by_reason, folded, shared_path
+from planner.report.svg import ACTIONS, MICRO, escape, number
+from planner.report.table import ModuleRow, by_module, by_reason, largest, shared_path
 from planner.report.timeline import peak_words, timeline_svg
+from planner.report.words import clip, duration, shown
 
 ROWS = 14  # of the table of modules
 LONGEST = 44  # characters of a name
+BREAKABLE = re.compile(r"[^.]{0,20}\.|[^.]{1,20}")  # parts of a name, after which a line may end
 BAR = 96  # width of a bar in the table
 SMALL = "font-size:90%;opacity:.8"
-ESTIMATES = ("roofline", "measured")
 
 
 def body(plan: PlanRecord, curve: Curve) -> str:
-    """What Jupyter shows: the answer, the timeline, the trade-off curve, a table per module, the account."""
+    """A plan in Jupyter: the answer, the timeline, the trade-off curve, a table per module, the account."""
     parts = [
         f"<p><b>{escape(answer(plan))}</b><br><span style='{SMALL}'>{escape(surety(plan))}</span></p>",
         _heading("Memory over the step, predicted"),
@@ -43,34 +45,26 @@ def body(plan: PlanRecord, curve: Curve) -> str:
     return f"<div style='max-width:760px'>{''.join(parts)}</div>"
 
 
-def page(body: str, path: str | PathLike[str] | None = None) -> str:
-    """A whole page; also written to a file where one is named, in one step. Raises OptionError where that fails."""
+def page(content: str, path: str | PathLike[str] | None = None) -> str:
+    """HTML as a whole page; also written to a file where one is named. Raises OptionError where it cannot be."""
     target = None if path is None else path_of(path)
     html = (
         "<!DOCTYPE html><html lang='en'><head><meta charset='utf-8'>"
         "<meta name='viewport' content='width=device-width,initial-scale=1'>"
         "<meta name='color-scheme' content='light dark'><title>A plan for a training step</title></head>"
         "<body style='margin:24px auto;padding:0 16px;max-width:760px;line-height:1.45;"
-        f"font-family:system-ui,-apple-system,sans-serif;font-size:14px'>{body}</body></html>"
+        f"font-family:system-ui,-apple-system,sans-serif;font-size:14px'>{content}</body></html>"
     )
     if target is not None:
         try:
-            write_bytes(target, html.encode())
+            write_atomically(target, html.encode())
         except PlanFileError as e:
             raise OptionError(f"to_html(): {e}; give a path that can be written") from e
     return html
 
 
-def answer(plan: PlanRecord) -> str:
-    """One line: whether it fits, what it takes, what it costs, and how good that is."""
-    return (
-        f"{'Fits' if fits(plan) else 'Does not fit'}: peak {gb(peak(plan))} of {gb(plan.budget_bytes)}, "
-        f"{plan.overhead:+.1%} time; at most {plan.gap:.1%} above the best possible."
-    )
-
-
 def surety(plan: PlanRecord) -> str:
-    """What would be without the plan, and how the numbers are known."""
+    """The peak without the plan, and where the figures come from."""
     margin = sum(size for name, size in plan.account.items() if "margin" in name)
     seen = plan.verification
     timed = "measured op by op on" if plan.step.costs == "measured" else "from the roofline of"
@@ -87,65 +81,53 @@ def surety(plan: PlanRecord) -> str:
 
 def modules(rows: Sequence[ModuleRow]) -> str:
     """The table per module: the largest first, small ones added up in the last row."""
-    shown, rest = folded(rows, ROWS)
-    offloads = any(r.offloaded for r in rows)
-    largest = max((r.kept + r.recomputed + r.offloaded for r in shown), default=0) or 1
-    common = shared_path([r.name for r in shown])
+    first, rest = largest(rows, ROWS)
+    most = max((r.kept + r.recomputed for r in first), default=0) or 1
+    common = shared_path([r.name for r in first])
     cells = []
-    for row in (*shown, *([rest] if rest else [])):
+    for row in (*first, *([rest] if rest else [])):
         name = escape(row.name or "(the model)")
         label = escape(row.label) if row is rest else _code(row.name or "(the model)", common)
-        bar = _bar([(row.kept, "keep"), (row.recomputed, "recompute"), (row.offloaded, "offload")], largest)
+        bar = _bar([(row.kept, "keep"), (row.recomputed, "recompute")], most)
         layers = "" if row is rest else f"<span style='{SMALL}'>{escape(row.repeats)}</span>"
         data = f" data-module='{name}' data-kept='{row.kept}' data-recomputed='{row.recomputed}'"
-        data += f" data-offloaded='{row.offloaded}' data-seconds='{row.seconds!r}'"
-        cells.append(_cells([label, layers, bar, *_sizes(row, offloads)], 3, data))
-    total = ModuleRow(
-        "", 1, *(sum(getattr(r, of) for r in rows) for of in ("kept", "recomputed", "seconds", "offloaded"))
-    )
-    cells.append(_cells([f"<b>{x}</b>" for x in ("together", "", "", *_sizes(total, offloads))], 3))
-    heads = [
-        f"in {_code(common)}" if common else "module",
-        "",
-        "",
-        "kept",
-        "recomputed",
-        *(["offloaded"] if offloads else []),
-        "time paid",
-    ]
+        cells.append(_cells([label, layers, bar, *_sizes(row)], 3, f"{data} data-seconds='{row.seconds!r}'"))
+    total = ModuleRow("", 1, *(sum(getattr(r, of) for r in rows) for of in ("kept", "recomputed", "seconds")))
+    cells.append(_cells([f"<b>{x}</b>" for x in ("together", "", "", *_sizes(total))], 3))
+    heads = [f"in {_code(common)}" if common else "module", "", "", "kept", "recomputed", "time paid"]
     return _table([_cells(heads, 3, tag="th"), *cells])
 
 
-def _sizes(row: ModuleRow, offloads: bool) -> list[str]:
-    sizes = [row.kept, row.recomputed, *([row.offloaded] if offloads else [])]
-    return [*(gb(size) if size else "–" for size in sizes), duration(row.seconds) if row.seconds else "–"]
+def _sizes(row: ModuleRow) -> list[str]:
+    sizes = [gb(size) if size else "–" for size in (row.kept, row.recomputed)]
+    return [*sizes, duration(row.seconds, MICRO) if row.seconds else "–"]
 
 
 def account(plan: PlanRecord) -> str:
-    """The lines that make up the peak, what they come to, and what is left of the budget."""
-    largest = max(plan.account.values(), default=0) or 1
+    """The lines that make up the peak, their sum, and the rest of the budget."""
+    most = max(plan.account.values(), default=0) or 1
     cells = []
     for name, size in plan.account.items():
         if size:
             data = f" data-line='{escape(name)}' data-bytes='{size}'"
-            cells.append(_cells([escape(shortened(name, LONGEST)), _bar([(size, "")], largest), gb(size)], 2, data))
+            cells.append(_cells([escape(clip(shown(name), LONGEST)), _bar([(size, "")], most), gb(size)], 2, data))
     cells.append(_cells(["<b>peak</b>", "", f"<b>{gb(plan.peak_bytes)}</b>"], 2))
     cells.append(_cells(["left of the budget", "", gb(plan.budget_bytes - plan.peak_bytes)], 2))
     return _table(cells)
 
 
 def _code(name: str, common: str = "") -> str:
-    """A path that may break after its dots, and where it must; without what it shares with others."""
+    """A path that may break after its dots, and where it must; without the `common` beginning of several."""
     words = f"…{rest}" if common and (rest := name.removeprefix(f"{common}.")) != name else name
-    shown = escape(shortened(words, LONGEST)).replace(".", ".<wbr>")
-    return f"<code title='{escape(name)}' style='overflow-wrap:anywhere;background:none;padding:0'>{shown}</code>"
+    label = "<wbr>".join(escape(part) for part in BREAKABLE.findall(clip(shown(words), LONGEST)))
+    return f"<code title='{escape(name)}' style='overflow-wrap:anywhere;background:none;padding:0'>{label}</code>"
 
 
-def _bar(sizes: Iterable[tuple[int, str]], largest: int) -> str:
+def _bar(sizes: Iterable[tuple[int, str]], most: int) -> str:
     x, bars = 0.0, ""
     for size, action in sizes:
         if size:
-            wide = max(BAR * size / largest, 0.5)
+            wide = max(BAR * size / most, 0.5)
             fill = f"fill='{ACTIONS[action][0]}'"
             bars += f"<rect x='{number(x)}' y='1' width='{number(wide)}' height='9' {fill}/>"
             x += wide
@@ -164,11 +146,11 @@ def _table(rows: Iterable[str]) -> str:
 
 def _cells(cells: Sequence[str], left: int, more: str = "", tag: str = "td") -> str:
     """A row; the first cells are set to the left, the others, numbers, to the right."""
-    made = []
+    parts = []
     for at, cell in enumerate(cells):
         side = "left" if at < left else "right"
         attribute, style = (" nowrap", ";white-space:nowrap") if at else ("", "")
-        made.append(
+        parts.append(
             f"<{tag} align='{side}'{attribute} style='text-align:{side};padding:3px 10px 3px 0{style}'>{cell}</{tag}>"
         )
-    return f"<tr{more} valign='top' style='border-bottom:1px solid rgba(128,128,128,.3)'>{''.join(made)}</tr>"
+    return f"<tr{more} valign='top' style='border-bottom:1px solid rgba(128,128,128,.3)'>{''.join(parts)}</tr>"

@@ -1,4 +1,4 @@
-"""What things of a plan are called, in words of the user's own model."""
+"""Names for the values of a plan: the modules and source lines of the user's own model."""
 
 from __future__ import annotations
 
@@ -46,5 +46,5 @@ def modules_of(plan: PlanRecord) -> list[str]:
 
 def line_of(source: str) -> str:
     """The file's name and line of a source line: "model.py:31"."""
-    found = re.match(r"(.*?):(\d+): ", source)
-    return f"{re.sub(r'.*/', '', found[1])}:{found[2]}" if found else ""
+    place = re.match(r"(.*?):(\d+): ", source)
+    return f"{re.sub(r'.*/', '', place[1])}:{place[2]}" if place else ""

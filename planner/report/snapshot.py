@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
+from planner.core.account import resident
+from planner.core.files import path_of, write_atomically
 from planner.core.options import PLANNED_LINES
 from planner.core.plan import Held, Moment, PlanRecord
 from planner.devices.caching_allocator import FREE, Event, Placed, place
-from planner.planfile.jsonfile import path_of, write_bytes
-from planner.planning.timelines import resident
 from planner.report.names import title
 from solvers import Problem, Schedule, simulate
 from solvers.schedule import waiting_bytes
@@ -29,12 +29,12 @@ PROTOCOL = 4  # the viewer's own reader of pickles knows no later one
 SEGMENT = "unknown"  # the viewer fails where there are categories and none has this name
 
 Frames = list[dict[str, Any]]
-Change = tuple[list[tuple[Any, int, str]], list[Any]]  # (tag, bytes, category) of what a moment makes; tags it frees
+Change = tuple[list[tuple[Any, int, str]], list[Any]]  # each allocation's tag, bytes and category; tags to free
 
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """An allocation: bytes, what kind of them, and whose."""
+    """An allocation: its bytes, the kind of memory, and the lines of code behind it."""
 
     nbytes: int
     category: str
@@ -42,7 +42,7 @@ class _Block:
 
 
 def snapshot(plan: PlanRecord) -> dict[str, Any]:
-    """What `torch.cuda.memory._snapshot()` returns, of one step of a plan.
+    """One step of a plan in the format of `torch.cuda.memory._snapshot()`.
 
     It has a block for each line of the account that is there all the time, for each tensor of the step and each op's
     workspace, placed as PyTorch's caching allocator does. In eager mode, where tensors are not known one by one, a
@@ -73,12 +73,12 @@ def snapshot(plan: PlanRecord) -> dict[str, Any]:
 
 def save(plan: PlanRecord, path: str | os.PathLike[str]) -> None:
     """Write the snapshot as a pickle of plain dictionaries; see `Plan.memory_snapshot`."""
-    write_bytes(path_of(path), pickle.dumps(snapshot(plan), PROTOCOL))
+    write_atomically(path_of(path), pickle.dumps(snapshot(plan), PROTOCOL))
 
 
 def _tensors(problem: Problem, schedule: Schedule) -> Iterator[Change]:
-    """What each step of a schedule makes and frees; a tag is a value, and the step that made this copy of it."""
-    copies: dict[int, int] = {}  # of the values that are held: who made them
+    """The allocations and frees of each step of a schedule; a tag is a value and the step that wrote the copy."""
+    copies: dict[int, int] = {}  # live values -> the step that wrote them
     seen: set[int] = set()
     others = waiting_bytes(problem, schedule.steps)
     for at, (i, gone) in enumerate(zip(schedule.steps, simulate(problem, schedule).frees, strict=True)):
@@ -88,14 +88,14 @@ def _tensors(problem: Problem, schedule: Schedule) -> Iterator[Change]:
         made: list[tuple[Any, int, str]] = [((v, at), problem.sizes[v], category) for v in op.writes]
         made += [((None, at), op.workspace, "workspace"), (("others", at), others[at], "other microbatches")]
         freed: list[Any] = [(None, at), ("others", at)]
-        freed += [(v, at) for v in op.writes if v in copies]  # the copy that is there stays
+        freed += [(v, at) for v in op.writes if v in copies]  # the older copy stays
         for v in op.writes:
             copies.setdefault(v, at)
         yield made, [*freed, *((v, copies.pop(v)) for v in gone)]
 
 
 def _kinds(held: Sequence[Held], always: Held) -> Iterator[Change]:
-    """The same where only the bytes of each kind are known; what came last of a kind goes first."""
+    """The same where only the bytes of each kind are known: of a kind, the last allocation is freed first."""
     made: dict[int, list[tuple[Any, int, str]]] = defaultdict(list)
     freed: dict[int, list[Any]] = defaultdict(list)
     for kind, (name, first) in enumerate(zip(Held._fields, always, strict=True)):
@@ -118,7 +118,7 @@ def _kinds(held: Sequence[Held], always: Held) -> Iterator[Change]:
 
 
 def _frames(moment: Moment) -> Frames:
-    """Who made a block: the user's line, and the module and the kind of op."""
+    """The frames of a block: the user's line, with the module and the kind of op as the function's name."""
     again = " (again)" if moment.recomputed else ""
     place = re.match(r"(.*?):(\d{1,9}): ", moment.source)
     name = f"{title(moment.module, moment.op, moment.source)}{again}"
@@ -130,7 +130,7 @@ def _frame(path: str, line: int, name: str) -> dict[str, Any]:
 
 
 def _written(events: Sequence[Event], times: Sequence[int], blocks: Sequence[_Block]) -> dict[str, Any]:
-    """Events and what is there when they are over, in torch's words."""
+    """The events, and the segments with their blocks after the last of them, in torch's format."""
     placed = place(events)
     trace: list[dict[str, Any]] = []
     segments = dict(placed.segments)
@@ -163,30 +163,30 @@ def _written(events: Sequence[Event], times: Sequence[int], blocks: Sequence[_Bl
 def _segment(
     start: int, total: int, left: Sequence[tuple[int, int]], blocks: Sequence[_Block], placed: Placed
 ) -> dict[str, Any]:
-    found: list[dict[str, Any]] = []
+    parts: list[dict[str, Any]] = []
     at = start
     inside = [(address, key) for address, key in left if start <= address < start + total]
     for address, key in [*inside, (start + total, None)]:
         if address > at:
-            found.append(_part(at, address - at, 0, "inactive", []))
+            parts.append(_part(at, address - at, 0, "inactive", []))
         if key is not None:
             block = blocks[key]
-            found.append(_part(address, placed.sizes[key], block.nbytes, "active_allocated", block.frames))
+            parts.append(_part(address, placed.sizes[key], block.nbytes, "active_allocated", block.frames))
             at = address + placed.sizes[key]
-    used = sum(b["size"] for b in found if b["state"] == "active_allocated")
+    used = sum(b["size"] for b in parts if b["state"] == "active_allocated")
     return {
         "device": 0,
         "address": BASE + start,
         "total_size": total,
         "allocated_size": used,
         "active_size": used,
-        "requested_size": sum(b["requested_size"] for b in found),
+        "requested_size": sum(b["requested_size"] for b in parts),
         "stream": 0,
         "segment_type": "small" if total <= 2 * 2**20 else "large",
         "segment_pool_id": (0, 0),
         "is_expandable": False,
         "frames": [],
-        "blocks": found,
+        "blocks": parts,
     }
 
 

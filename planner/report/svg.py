@@ -1,4 +1,4 @@
-"""What the drawings share: colours, escaping, axes in human units.
+"""The drawings share colours, escaping, and axes in human units.
 
 Drawings must survive pages that drop style sheets and scripts: presentation attributes alone, text in `currentColor`,
 fills of a lightness that reads on white and on dark grey.
@@ -6,14 +6,16 @@ fills of a lightness that reads on white and on dark grey.
 
 from __future__ import annotations
 
+import html
 import math
 from collections.abc import Iterable, Sequence
-from html import escape as _escape
+
+from planner.report.words import clip, shown, time_unit
 
 WIDTH = 760
 FONT = "font-family='system-ui,-apple-system,&quot;Segoe UI&quot;,Helvetica,Arial,sans-serif' font-size='12'"
 
-# name -> colour, and what a legend calls it; in the order in which they are stacked
+# name -> colour, and its words in a legend; in the order in which they are stacked
 KINDS = {
     "parameters": ("#6f7a88", "parameters"),
     "optimizer": ("#8d7b68", "optimizer state"),
@@ -31,26 +33,19 @@ ACTIONS = {
     "recompute": ("#e8710a", "recomputed"),
     "offload": ("#1f9d76", "offloaded"),
     "": ("#7a828e", "passing, or not needed again"),
-    "backward": ("#8b5cf6", "backward"),
 }
 BUDGET = "#e5484d"
-_CONTROL = dict.fromkeys((*range(9), 11, 12, *range(14, 32), 127))
+MICRO = "µs"
 
 
 def escape(text: object) -> str:
-    """Text for HTML and XML alike, attributes included; characters that XML does not allow are left out."""
-    return _escape(str(text).translate(_CONTROL).encode("utf-8", "replace").decode())
-
-
-def shortened(text: str, most: int) -> str:
-    """Text of at most so many characters; what is left out is nearer to the beginning, as ends tell paths apart.
+    r"""Text for HTML and XML alike, attributes included; characters that XML does not allow are shown as escapes.
 
     Examples:
-        >>> shortened("model.layers.0.mlp", 12)
-        'mode…s.0.mlp'
+        >>> escape("a<b\x00")
+        'a&lt;b\\x00'
     """
-    head = most // 3
-    return text if len(text) <= most else f"{text[:head]}…{text[len(text) - (most - head - 1) :]}"
+    return html.escape(shown(str(text)))
 
 
 def width_of(text: str, size: float = 12) -> float:
@@ -123,27 +118,10 @@ def byte_ticks(top: float, count: int = 5, bottom: float = 0) -> list[tuple[floa
     return [(n * size, f"{n:g} {unit}" if n else "0") for n in (round(i * step, 9) for i in range(first, last + 1))]
 
 
-def time_unit(top: float) -> tuple[str, float]:
-    return next(((u, s) for u, s in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)) if top >= s), ("ns", 1e-9))
-
-
 def time_ticks(top: float, count: int = 6) -> list[tuple[float, str]]:
     """Places and words for an axis of seconds."""
-    unit, size = time_unit(top)
+    unit, size = time_unit(top, MICRO)
     return [(n * size, f"{n:g} {unit}" if n else "0") for n in (round(x, 9) for x in steps(top / size, count))]
-
-
-def duration(seconds: float) -> str:
-    """Seconds in words.
-
-    Examples:
-        >>> duration(0.0123), duration(75), duration(0)
-        ('12.3 ms', '75 s', '0')
-    """
-    if not seconds:
-        return "0"
-    unit, size = time_unit(seconds)
-    return f"{seconds / size:.3g} {unit}" if seconds < 1000 else f"{seconds:.0f} s"
 
 
 def legend(entries: Sequence[tuple[str, str]], x: float, y: float, width: float = WIDTH) -> tuple[list[str], float]:
@@ -155,7 +133,7 @@ def legend(entries: Sequence[tuple[str, str]], x: float, y: float, width: float 
     for at, (mark, words) in enumerate(entries):
         left, base = x + at % columns * step, y + at // columns * 20
         parts.append(f"<g transform='translate({number(left + 8)},{number(base - 4)})'>{mark}</g>")
-        parts.append(text(left + 22, base, shortened(words, 100)))
+        parts.append(text(left + 22, base, clip(words, 100)))
     return parts, y + -(-len(entries) // columns) * 20
 
 

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from planner.core.plan import Action, Decision
 from planner.errors import gb
-from planner.report.names import NUMBER
+from planner.report.names import NUMBER, folded
 
 WORTH_SAYING_ONCE = 12  # characters
 
@@ -22,10 +22,10 @@ class ModuleRow:
     Attributes:
         name: their path, "*" for the numbers in which they differ.
         count: how many there are.
-        kept, recomputed, offloaded: bytes.
-        seconds: time paid for what is recomputed.
+        kept, recomputed: bytes.
+        seconds: time paid for recomputing.
         layers: the numbers, as "0–79"; empty for a single module.
-        patterns: in how many ways these modules are treated.
+        patterns: how many different sets of decisions these modules have.
     """
 
     name: str
@@ -33,7 +33,6 @@ class ModuleRow:
     kept: int
     recomputed: int
     seconds: float
-    offloaded: int = 0
     layers: str = ""
     patterns: int = 1
 
@@ -44,7 +43,7 @@ class ModuleRow:
 
     @property
     def repeats(self) -> str:
-        """What is folded: "layers 0–79, 3 patterns"; empty for a single module."""
+        """The modules that the row stands for: "layers 0–79, 3 patterns"; empty for a single module."""
         if self.count == 1:
             return ""
         where = f"layers {self.layers}" if self.layers else f"{self.count} modules"
@@ -53,7 +52,7 @@ class ModuleRow:
 
 
 def by_reason(decisions: Iterable[Decision]) -> list[str]:
-    """What must not simply run again, a line for each reason, the largest first.
+    """Values that must not simply run again: a line for each reason, the largest first.
 
     Examples:
         >>> by_reason([Decision("topk", "keep", 2048, 0.0, "router", "", reason="it chooses among equals")])
@@ -77,16 +76,16 @@ def by_module(decisions: Iterable[Decision]) -> list[ModuleRow]:
     """
     groups: dict[str, dict[str, list[Decision]]] = defaultdict(dict)
     for d in decisions:
-        groups[NUMBER.sub("*", d.module)].setdefault(d.module, []).append(d)
+        groups[folded(d.module)].setdefault(d.module, []).append(d)
     rows = [_row(name, modules) for name, modules in groups.items()]
-    return sorted(rows, key=lambda r: (-(r.kept + r.recomputed + r.offloaded), r.name))
+    return sorted(rows, key=lambda r: (-(r.kept + r.recomputed), r.name))
 
 
 def _row(name: str, modules: Mapping[str, Sequence[Decision]]) -> ModuleRow:
-    found = [d for each in modules.values() for d in each]
+    decisions = [d for each in modules.values() for d in each]
 
     def total(action: Action) -> int:
-        return sum(d.nbytes for d in found if d.action == action)
+        return sum(d.nbytes for d in decisions if d.action == action)
 
     numbers = [tuple(map(int, NUMBER.findall(path))) for path in modules]
     differing = [at for at in range(len(numbers[0])) if len({n[at] for n in numbers}) > 1]
@@ -96,8 +95,7 @@ def _row(name: str, modules: Mapping[str, Sequence[Decision]]) -> ModuleRow:
         count=len(modules),
         kept=total("keep"),
         recomputed=total("recompute"),
-        seconds=sum(d.recompute_seconds for d in found),
-        offloaded=total("offload"),
+        seconds=sum(d.recompute_seconds for d in decisions),
         layers=spans(sorted(n[differing[0]] for n in numbers)) if len(differing) == 1 else "",
         patterns=len(ways),
     )
@@ -123,7 +121,7 @@ def spans(numbers: Sequence[int]) -> str:
     return ", ".join(f"{a}" if a == b else f"{a}–{b}" for a, b in runs)
 
 
-def folded(rows: Sequence[ModuleRow], most: int) -> tuple[Sequence[ModuleRow], ModuleRow | None]:
+def largest(rows: Sequence[ModuleRow], most: int) -> tuple[Sequence[ModuleRow], ModuleRow | None]:
     """The first rows, and the small ones after them added up; None where there are none."""
     if len(rows) <= most:
         return rows, None
@@ -134,7 +132,6 @@ def folded(rows: Sequence[ModuleRow], most: int) -> tuple[Sequence[ModuleRow], M
         sum(r.kept for r in rest),
         sum(r.recomputed for r in rest),
         sum(r.seconds for r in rest),
-        sum(r.offloaded for r in rest),
     )
 
 

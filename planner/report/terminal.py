@@ -1,4 +1,4 @@
-"""What the terminal can show: colours, and bars that its encoding has."""
+"""The terminal: whether it shows colours, and the bars of its encoding."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Style:
         return BARS
 
     def name(self, text: str) -> str:
-        """A name that stems from a model or a file: nothing in it moves the cursor."""
+        """A name from a model or a file, without characters that move the cursor."""
         return shown(text, self.encoding)
 
     def paint(self, text: str, colour: Colour) -> str:

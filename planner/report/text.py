@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from planner.core.plan import PlanRecord
 from planner.errors import gb
-from planner.report.answer import fits, peak
-from planner.report.table import ModuleRow, by_module, by_reason, folded
+from planner.report.answer import answer, fits
+from planner.report.table import ModuleRow, by_module, by_reason, largest
 from planner.report.terminal import BARS, Colour, Style
 from planner.report.words import clip, duration, pad, wrapped
 
@@ -42,13 +42,13 @@ def sparkline(values: Sequence[int], width: int = LINE, top: int | None = None, 
 
 
 def summary(plan: PlanRecord, style: Style) -> str:
-    """The answer, a timeline, what takes the room, and what happens in each kind of module."""
-    lines = [*answer(plan, style), "", *_timeline(plan, style), ""]
+    """The answer, a timeline, the lines of the account, and the decisions in each kind of module."""
+    lines = [*lead(plan, style), "", *_timeline(plan, style), ""]
     lines.append(style.paint("At the peak:", "bold"))
     lines += [f"  {pad(style.name(name), 60)} {gb(size):>12}" for name, size in plan.account.items() if size]
     head = f"{'module':<{NAME}} {'kept':>10} {'recomputed':>12} {'time':>9}"
     lines += ["", style.paint(head, "bold")]
-    rows, rest = folded(by_module(plan.decisions), MOST_ROWS)
+    rows, rest = largest(by_module(plan.decisions), MOST_ROWS)
     lines += [_row(row, style) for row in rows]
     if rest is not None:
         lines.append(_row(replace(rest, count=1), style))
@@ -58,13 +58,9 @@ def summary(plan: PlanRecord, style: Style) -> str:
     return "\n".join(lines)
 
 
-def answer(plan: PlanRecord, style: Style) -> list[str]:
-    """Whether it fits, and what that takes; the first line says it all."""
+def lead(plan: PlanRecord, style: Style) -> list[str]:
+    """The answer, and the figures behind it."""
     recomputed = [d for d in plan.decisions if d.action == "recompute"]
-    first = (
-        f"{'Fits' if fits(plan) else 'Does not fit'}: peak {gb(peak(plan))} of {gb(plan.budget_bytes)}, "
-        f"{plan.overhead:.1%} more time (at most {plan.gap:.1%} above the best)."
-    )
     seen = plan.verification
     sure = "Sizes are counted" if seen is None else f"A real step took {gb(seen.measured_bytes)}; sizes are counted"
     more = [
@@ -74,12 +70,12 @@ def answer(plan: PlanRecord, style: Style) -> list[str]:
         f"Solver {style.name(plan.solver)}, {plan.solve_seconds:.1f} s.",
         style.name(plan.note),
     ]
-    head = [style.paint(line, "green" if fits(plan) else "red") for line in wrapped(first)]
+    head = [style.paint(line, "green" if fits(plan) else "red") for line in wrapped(answer(plan))]
     return [*head, *(line for text in more if text for line in wrapped(text))]
 
 
 def _timeline(plan: PlanRecord, style: Style) -> list[str]:
-    """All that is held; and what comes and goes, by kind, where its bars are high enough to say something."""
+    """A row for the bytes held in all, and one for each kind of memory whose bars are high enough to be seen."""
     rows: list[tuple[str, Colour, list[int]]] = [("in all", "bold", [m.held_bytes for m in plan.timeline])]
     rows += [(kind, colour, [getattr(m.held, kind) for m in plan.timeline]) for kind, colour in _KINDS.items()]
     least = plan.budget_bytes / (2 * len(BARS))

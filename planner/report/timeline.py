@@ -11,21 +11,21 @@ from planner.report.names import title
 from planner.report.svg import (
     BUDGET,
     KINDS,
+    MICRO,
     byte_ticks,
-    duration,
     legend,
     line,
     number,
-    shortened,
     svg,
     swatch,
     text,
     time_ticks,
     width_of,
 )
+from planner.report.words import clip, duration
 
 LEFT, RIGHT, TOP, FLOOR = 64, 752, 14, 236
-COLUMN = 2.0  # width of what is told apart
+COLUMN = 2.0  # the timeline's resolution
 OPTIMIZER = 44.0  # width of the optimizer's step, which has no time
 OUT_OF_SIGHT = 2.5  # a budget above this many times all else is named, not drawn
 
@@ -77,13 +77,13 @@ def timeline_svg(plan: PlanRecord) -> str:
 
 
 def peak_words(plan: PlanRecord) -> str:
-    """What runs where most is held."""
+    """The op at the highest moment of the timeline, in a sentence."""
     peak = max(plan.timeline, key=lambda m: m.held_bytes, default=None)
     if peak is None:
         return ""
     before = sum(m.seconds for m in plan.timeline[: plan.timeline.index(peak)])
-    what = title(shortened(peak.module, 60), peak.op, peak.source)
-    return f"Highest after {duration(before)}, {peak.phase}: {gb(peak.held_bytes)}, at {what}."
+    what = title(clip(peak.module, 60), peak.op, peak.source)
+    return f"Highest after {duration(before, MICRO)}, {peak.phase}: {gb(peak.held_bytes)}, at {what}."
 
 
 def _unplanned(plan: PlanRecord, columns: Sequence[Column], y: Callable[[float], float]) -> str:
@@ -96,7 +96,7 @@ def _unplanned(plan: PlanRecord, columns: Sequence[Column], y: Callable[[float],
 
 
 def _stack(plan: PlanRecord, columns: Sequence[Column], y: Callable[[float], float]) -> list[str]:
-    """One area for each kind, from the floor up, the whole first and what lies lower over it."""
+    """One area for each kind, from the floor to the sum of the kinds up to it; lower ones cover higher ones."""
     moments = plan.timeline
     totals = [tuple(accumulate(moments[i].held)) for _, i in columns]
     peak = max(moments, key=lambda m: m.held_bytes).held if moments else Held()
@@ -115,10 +115,10 @@ def _stack(plan: PlanRecord, columns: Sequence[Column], y: Callable[[float], flo
 
 
 def _peak_mark(plan: PlanRecord, columns: Sequence[Column], y: Callable[[float], float]) -> str:
-    found = next(((x, i) for x, i in columns if plan.timeline[i].held_bytes == plan.peak_bytes), None)
-    if found is None:
+    column = next(((x, i) for x, i in columns if plan.timeline[i].held_bytes == plan.peak_bytes), None)
+    if column is None:
         return ""
-    x, top = found[0] + COLUMN / 2, y(plan.peak_bytes) - 3
+    x, top = column[0] + COLUMN / 2, y(plan.peak_bytes) - 3
     return (
         f"<path d='M{number(x)} {number(top)}l-4 -8h8z' fill='currentColor' data-peak-bytes='{plan.peak_bytes}'>"
         f"<title>peak: {plan.peak_bytes} bytes</title></path>"
@@ -163,7 +163,7 @@ def _outline() -> str:
 
 
 def _columns(moments: Sequence[Moment | BaselineMoment], seconds: float, right: float) -> list[Column]:
-    """The moment that holds most in each column, from left to right; the optimizer's step has a column of its own."""
+    """The highest moment of each column, from left to right; the optimizer's step has a column of its own."""
     scale = (right - LEFT) / seconds
     held = [m.held_bytes for m in moments]
     best: dict[float, int] = {}

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 COLUMNS = 80
 
 
-def duration(seconds: float) -> str:
+def time_unit(seconds: float, micro: str = "us") -> tuple[str, float]:
+    """The unit to write a time in, and its seconds; `micro` is how to spell microseconds, for ASCII terminals "us"."""
+    units = (("s", 1.0), ("ms", 1e-3), (micro, 1e-6))
+    return next(((unit, size) for unit, size in units if abs(seconds) >= size), ("ns", 1e-9))
+
+
+def duration(seconds: float, micro: str = "us") -> str:
     """Seconds in words.
 
     Examples:
-        >>> duration(0.00123), duration(2.5), duration(4.2e-6), duration(0)
-        ('1.23 ms', '2.5 s', '4.2 us', '0 s')
+        >>> duration(0.00123), duration(2.5), duration(-4.2e-6), duration(0), duration(12345)
+        ('1.23 ms', '2.5 s', '-4.2 us', '0 s', '12345 s')
     """
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if abs(seconds) >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return "0 s" if not seconds else f"{seconds / 1e-6:.2g} us"
+    if not seconds:
+        return "0 s"
+    unit, size = time_unit(seconds, micro)
+    return f"{seconds / size:.3g} {unit}" if abs(seconds) < 1000 else f"{seconds:.0f} s"
 
 
 def rate(seconds: float, nbytes: float) -> str:
@@ -27,14 +33,14 @@ def rate(seconds: float, nbytes: float) -> str:
 
 
 def shown(text: str, encoding: str = "utf-8") -> str:
-    r"""Text with what would move a terminal's cursor, or cannot be encoded, as escapes.
+    r"""Text with escapes for characters that move a terminal's cursor, that XML forbids, or that have no encoding.
 
     Examples:
         >>> shown("layer\x1b[31m\n"), shown("層", "ascii")
         ('layer\\x1b[31m\\n', '\\u5c64')
     """
     visible = "".join(
-        c.encode("unicode_escape").decode() if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp") else c
+        c.encode("unicode_escape").decode() if unicodedata.category(c)[0] == "C" or c in "\u2028\u2029" else c
         for c in text
     )
     return visible.encode(encoding, "backslashreplace").decode(encoding)
@@ -52,17 +58,22 @@ def cells(text: str) -> int:
     )
 
 
-def clip(text: str, width: int) -> str:
+def clip(text: str, width: float, measure: Callable[[str], float] = cells) -> str:
     """A text's end, where it is too wide: module paths differ there.
+
+    Args:
+        text: any.
+        width: at most so many terminal cells, or whatever `measure` counts.
+        measure: the width of a text, the sum of those of its characters.
 
     Examples:
         >>> clip("transformer.h.0.mlp", 10)
         '...h.0.mlp'
     """
-    if cells(text) <= width:
+    if measure(text) <= width:
         return text
-    start, room = len(text), width - 3
-    while (room := room - cells(text[start - 1])) >= 0:
+    start, room = len(text), width - measure("...")
+    while (room := room - measure(text[start - 1])) >= 0:
         start -= 1
     return "..." + text[start:]
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from planner.core.maxima import Maxima, sizes_in, tensors_of
 from planner.core.options import Dynamic
 from planner.errors import BatchError, OptionError
 

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from planner.compat.modules import managed_by_fsdp
 from planner.compat.pytree import tree_leaves
 from planner.core.call import storages
+from planner.core.maxima import Maxima
 from planner.core.options import GB, Options, check_values, is_positive
 from planner.devices.specs import Device, find_device
 from planner.errors import BatchError, BudgetError, ModelError, OptionError, PlanWarning, gb

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from planner.core.maxima import Maxima
 from planner.core.plan import PlanRecord
 from planner.requests.planned import Planned
 

@@ -8,10 +8,11 @@ from dataclasses import replace
 
 from torch import nn
 
+from planner.core.account import UNREDUCED
 from planner.core.occupancy import CLEARED_LATE
 from planner.core.options import GB
 from planner.core.plan import PlanRecord
-from planner.costs.static_memory import UNREDUCED, storage_bytes
+from planner.costs.static_memory import storage_bytes
 from planner.errors import PlanWarning, gb
 from planner.parallel.buckets import buckets_of
 from planner.parallel.group import refuse_verification

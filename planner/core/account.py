@@ -1,0 +1,18 @@
+"""Lines of a plan's account, which add up to its peak, and the kinds of memory that they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from planner.core.plan import Held
+
+UNREDUCED = "gradients not reduced yet"
+_PARAMETERS = ("parameters", "parameters gathered for use", "buffers")
+_GRADIENTS = ("gradients of earlier microbatches", UNREDUCED)
+
+
+def resident(lines: Mapping[str, int]) -> Held:
+    """Bytes held through the whole step, by kind; `lines` of the account: name -> bytes."""
+    parameters = sum(lines.get(name, 0) for name in _PARAMETERS)
+    gradients, state = sum(lines.get(name, 0) for name in _GRADIENTS), lines.get("optimizer state", 0)
+    return Held(parameters, state, sum(lines.values()) - parameters - gradients - state, gradients)
