@@ -21,6 +21,7 @@ demo: env
 test: env
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
 	$(BIN)/mypy
 	$(BIN)/python -m pytest --numprocesses auto
 

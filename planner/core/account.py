@@ -10,6 +10,11 @@ UNREDUCED = "gradients not reduced yet"
 _PARAMETERS = ("parameters", "parameters gathered for use", "buffers")
 _GRADIENTS = ("gradients of earlier microbatches", UNREDUCED)
 
+# the position of each kind of memory in `Held`
+_PLACES = {kind: at for at, kind in enumerate(Held._fields)}
+KEPT, PASSING, RECOMPUTED = _PLACES["kept"], _PLACES["passing"], _PLACES["recomputed"]
+PARAMETERS, GRADIENTS, BACKWARD = _PLACES["parameters"], _PLACES["gradients"], _PLACES["backward"]
+
 
 def resident(lines: Mapping[str, int]) -> Held:
     """Bytes held through the whole step, by kind; `lines` of the account: name -> bytes."""

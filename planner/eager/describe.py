@@ -8,13 +8,12 @@ from collections.abc import Mapping, Sequence
 
 from planner.capture.provenance import kind_of
 from planner.capture.trace.data_dependent import told
-from planner.core.account import resident
+from planner.core.account import BACKWARD, GRADIENTS, KEPT, PASSING, RECOMPUTED, resident
 from planner.core.plan import Action, BaselineMoment, Decision, Held, Moment, PlanRecord
 from planner.core.recipe import Choice
 from planner.eager.memory_model import State, Surrogate
 from planner.eager.search import Step
 from planner.eager.trace import Trace
-from planner.planning.timelines import BACKWARD, GRADIENTS, KEPT, PASSING, RECOMPUTED
 
 
 def decisions(model: Surrogate, state: State, refused: Mapping[str, str]) -> tuple[Decision, ...]:

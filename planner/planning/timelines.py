@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
-from planner.core.account import resident
+from planner.core.account import BACKWARD, GRADIENTS, KEPT, PARAMETERS, PASSING, RECOMPUTED, resident
 from planner.core.plan import Action, BaselineMoment, Held, Moment
 from planner.core.step import Replay, Step
 from solvers import Problem
-
-_PLACES = {kind: at for at, kind in enumerate(Held._fields)}
-KEPT, PASSING, RECOMPUTED = _PLACES["kept"], _PLACES["passing"], _PLACES["recomputed"]
-PARAMETERS, GRADIENTS, BACKWARD = _PLACES["parameters"], _PLACES["gradients"], _PLACES["backward"]
 
 
 def planned_timeline(step: Step, planned: Replay) -> tuple[Moment, ...]:
