@@ -10,7 +10,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from planner import CaptureError, InfeasibleBudgetError, OptionError, PlanWarning, applied_plan, plan
+from planner.capture.trace.data_dependent import Answers
+from planner.core.recipe import Choice
+from planner.eager.costs import OpCost
+from planner.eager.lower import lower
+from planner.eager.step import trace_step
+from planner.eager.values import to_fake_with_integers
 from planner.errors import gb
+from solvers import every_op_once, simulate
 
 from .measure import held_before, results, step_peak
 from .real_models import CASES, Case
@@ -354,6 +361,21 @@ def test_what_depends_on_values_is_named():
     batch = {"x": case.batch["x"].to("meta")}
     with pytest.raises(CaptureError, match=r"'blocks\.1' \(Deciding\), at .*test_eager\.py:\d+: return x if"):
         plan(case.model, batch, budget_gb=1, mode="eager", device="h100")
+
+
+def test_a_lowered_step_holds_what_its_trace_does_op_by_op():
+    case = case_of(*(Block() for _ in range(3)))
+    mode, model, args, batch = to_fake_with_integers(case.model, (), case.batch, Answers())
+    choice = Choice({"blocks.0": {}, "blocks.2": {}})
+    trace = trace_step(model, args, batch, mode=mode, loss_fn=case.loss_fn, choice=choice)
+    step = lower(trace, [OpCost()] * len(trace.ops), {"parameters": 1000}, optimizer_step=7, unseen=5)
+    *held, stepping = simulate(step.problem, every_op_once(step.problem)).held
+    lives = [life for life in zip(trace.sizes, trace.born, trace.died, strict=True) if life[1] >= 0]
+    for i, found in enumerate(held):
+        assert found == 1005 + sum(size for size, born, died in lives if born <= i < max(died, born + 1))
+    assert stepping == 1007 + sum(size for size, _, died in lives if died == len(trace.ops))
+    again = [origin for origin in step.origins if origin.again]
+    assert {".".join(origin.module.split(".")[:2]) for origin in again} == {"blocks.0", "blocks.2"}
 
 
 def test_modes_are_checked():

@@ -62,8 +62,8 @@ class Step:
         gathered: values that are parameters, or buffers of them, which devices share and gather for use.
         optimizer_step: bytes of the temporaries of the optimizer's step; None where no optimizer is counted.
         groups: sets of ops that are kept or recomputed together; none where each op is decided alone.
-        holds: reads and writes, as pairs (op, value), that only say from when on, or until when, autograd or a variable of
-            Python holds the value: the op does not use or make it.
+        holds: reads and writes, as pairs (op, value), that only say how long autograd or a variable of Python holds the
+            value: the op does not use or make it.
     """
 
     problem: Problem

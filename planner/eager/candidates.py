@@ -177,11 +177,11 @@ def _candidate(
     )
 
 
-def _group(i: int, candidate: range, trace: Trace, written: Mapping[int, Sequence[int]]) -> tuple[int, ...]:
+def _group(i: int, within: range, trace: Trace, written: Mapping[int, Sequence[int]]) -> tuple[int, ...]:
     """An op and those that write into what it makes, which can be kept together; empty where that would be wrong."""
     made = trace.ops[i].writes
     later = sorted({j for s in made for j in written.get(s, ())})
-    own = all(j in candidate and not trace.ops[j].writes and set(trace.ops[j].mutates) <= set(made) for j in later)
+    own = all(j in within and not trace.ops[j].writes and set(trace.ops[j].mutates) <= set(made) for j in later)
     last = later[-1] if later else i
     read = any(
         not set(made).isdisjoint(trace.ops[j].reads) and trace.ops[j].distinct is not None

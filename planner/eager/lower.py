@@ -125,7 +125,6 @@ def _row(trace: Trace, i: int, cost: OpCost, reads: Sequence[int], writes: Seque
             op.phase,
             op.module,
             op.source,
-            index=i,
             keep_because=cost.keep_because,
             random=cost.random,
             again=op.again,

@@ -67,6 +67,7 @@ def choose(
     """
     tracer = _tracer(request, traced)
     plain = _plain(tracer)
+    asked = tracer.answers.lines()
     baseline, costs = tracer.trial(Choice(), {}, plain)
     candidates, refused = find_candidates(tracer.model, plain, costs)
     held = baseline.replay.timeline.held[: len(plain.ops)]
@@ -91,7 +92,7 @@ def choose(
         found, leanest = search(model, check, baseline, request.budget_bytes, first)
         best = found or leanest
     step = with_candidates(baseline.step, model, best.state, refused)
-    words = told + note(best.choice, refused, tracer.answers.lines())
+    words = told + note(best.choice, refused, asked)
     return Checkpoints(step, runs_under(step, model, best.state), best, words)
 
 
