@@ -119,7 +119,7 @@ def _gradients_warned(model: nn.Module, record: PlanRecord, begun: bool) -> bool
 
 def _unreduced_warned(model: nn.Module, record: PlanRecord) -> bool:
     late = unreduced_bytes(model) - record.account.get(UNREDUCED, 0)
-    if late <= record.budget_bytes - record.peak_bytes:
+    if not late or late <= record.budget_bytes - record.peak_bytes:
         return False
     warnings.warn(
         f"fully_shard keeps {gb(late)} of gradients whole until a later microbatch reduces them "
