@@ -21,10 +21,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from solvers.errors import InfeasibleError, ProblemError, SolverError
-from solvers.problem import Problem, from_json, read
-from solvers.schedule import to_steps
-from solvers.solve import SOLVERS, Solution, solve
+from solvers.errors import ProblemError, SolverError
+from solvers.instances import from_json, read
+from solvers.problem import Problem
+from solvers.protocol import Solution
+from solvers.schedule import InfeasibleError, to_steps
+from solvers.solve import SOLVERS, solve
 
 UNITS = {"": 1, "B": 1, "KB": 2**10, "MB": 2**20, "GB": 2**30, "TB": 2**40}
 

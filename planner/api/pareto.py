@@ -16,8 +16,8 @@ from planner.planning.pipeline import graph_of, problem_of, write
 from planner.requests.request import GB, Options, check
 from solvers import Problem, ProblemError, Solution
 from solvers import pareto as solve
-from solvers.pareto import check_points, curve
 from solvers.progress import bar
+from solvers.search.curve import check_points, curve
 
 
 @overload

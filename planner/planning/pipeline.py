@@ -34,8 +34,7 @@ from planner.planning.decisions import carried, decisions, peak_account
 from planner.planning.timelines import timelines
 from planner.requests.request import Request
 from planner.runtime.compiled import PlannedRegion, Recipe
-from solvers import InfeasibleError, Problem, Solution, solve
-from solvers.bounds import cost_bound
+from solvers import InfeasibleError, Problem, Solution, cost_bound, solve
 from solvers.progress import bar, clock
 
 # from torch 2.13 on, a compiled region may free a gradient that enters its backward pass while that runs

@@ -1,8 +1,8 @@
 """The mixed-integer program of rematerialization: Jain et al., "Checkmate" (MLSys 2020), generalised.
 
-First runs keep the order of the ops; stage t ends with the first run of op t and begins with whatever runs again
-before it. Values held, what runs again, and when values are freed are decided together, exactly, as long as the
-problem is small; a large one is coarsened first, and the answer is trimmed under the exact simulator.
+First runs keep the order of the ops; stage t ends with the first run of op t and begins with the re-runs before it. The
+model decides together, exactly, which ops run again and when each value is freed, as long as the problem is small; a
+large one is coarsened first, and the answer is trimmed under the exact simulator.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from solvers.bounds import minimum_peak_bound
-from solvers.chen import chen
-from solvers.coarsen import Coarse, coarsen, expand, prune, trim
-from solvers.errors import InfeasibleError
-from solvers.milp import Position, build, nonzeros, positions
-from solvers.mip import Result, Tick, solve
+from solvers.bounds.peak import minimum_peak_bound
+from solvers.exact.checkmate_model import Position, build, nonzeros, positions
+from solvers.exact.coarsen import Coarse, coarsen, expand, prune, trim
+from solvers.exact.highs import Result, Tick, solve
 from solvers.problem import Problem
 from solvers.progress import bar
-from solvers.schedule import Answer, Schedule, every_op_once, simulate
+from solvers.protocol import Answer
+from solvers.schedule import InfeasibleError, Schedule, every_op_once, simulate
+from solvers.search.chen import chen
+from solvers.search.leanest import minimum_peak
+from solvers.search.rounds import search
 
 TIME_LIMIT = 30.0  # seconds
 # Rounds a stage: with one, an op runs at most once a stage and in index order (Checkmate's own model). That misses
@@ -83,8 +85,6 @@ def _rounds(problem: Problem) -> int:
 
 def _start(problem: Problem, seconds: float) -> tuple[Schedule | None, Schedule]:
     """The cheapest schedule that fits without a search of models, and the leanest of all found in so many seconds."""
-    from solvers.auto import minimum_peak, search  # here, so that either module may use the other
-
     assert problem.budget is not None
     unlimited = problem.with_budget(None)
     found = [
