@@ -110,11 +110,11 @@ def kept_bytes(problem: Problem, steps: tuple[int, ...]) -> int:
     """Bytes of the values that are live when the first backward op of a schedule starts."""
     start = steps.index(problem.boundary)
     frees = _frees(problem, steps)
-    held: set[int] = set()
+    live: set[int] = set()
     for i, gone in zip(steps[:start], frees, strict=False):
-        held.update(problem.ops[i].writes)
-        held.difference_update(gone)
-    return sum(problem.sizes[v] for v in held)
+        live.update(problem.ops[i].writes)
+        live.difference_update(gone)
+    return sum(problem.sizes[v] for v in live)
 
 
 def waiting_bytes(problem: Problem, steps: tuple[int, ...]) -> list[int]:
@@ -187,12 +187,12 @@ def to_steps(problem: Problem, schedule: Schedule) -> list[list[object]]:
     Where an op writes a value of which a copy is still live, the old copy is freed first.
     """
     steps: list[list[object]] = []
-    held: set[int] = set()
+    live: set[int] = set()
     for i, gone in zip(schedule.steps, simulate(problem, schedule).frees, strict=True):
         writes = problem.ops[i].writes
-        steps += [["free", v] for v in writes if v in held]
+        steps += [["free", v] for v in writes if v in live]
         steps.append(["compute", i])
         steps += [["free", v] for v in gone]
-        held.update(writes)
-        held.difference_update(gone)
+        live.update(writes)
+        live.difference_update(gone)
     return steps

@@ -19,9 +19,9 @@ NODES = 100  # of that search
 def cost_bound(problem: Problem) -> float:
     """A lower bound on the cost of any schedule within the budget; never higher for a larger budget.
 
-    The linear relaxation of `relaxation` at one point in time, the best of some: O(ops + reads) rows and columns.
-    About 0.1 s for 400 ops, 0.5 s for 3,300, 1.3 s for 14,000. Not below the knapsack at the first backward op, which
-    is what there is without HiGHS.
+    The best of some linear relaxations, each at one point in time: O(ops + reads) rows and columns. About 0.1 s for 400
+    ops, 0.5 s for 3,300, 1.3 s for 14,000. It is never below the knapsack at the first backward op, which is the bound
+    without HiGHS.
     """
     if problem.budget is None or not problem.ops:
         return problem.total_cost
@@ -33,12 +33,11 @@ def cost_bound(problem: Problem) -> float:
 def relaxation_bound(problem: Problem, relaxed: Relaxed | None = None) -> float:
     """A lower bound on the cost of any schedule within the budget, never below `cost_bound`: seconds.
 
-    The relaxation at several points in time, searched for whole numbers: what `relax` finds, unless it is given. Which
-    points are taken depends on the budget: a larger one can give a bound higher by a trifle, which then is one for the
-    smaller budget too.
+    The bound of `relax`, unless its result is given. Which points it takes depends on the budget: a larger budget can
+    give a bound that is higher by a trifle; it then bounds the smaller budget too.
     """
-    found = relax(problem) if relaxed is None else relaxed
-    return max(cost_bound(problem), problem.total_cost + found.bound)
+    relaxed = relax(problem) if relaxed is None else relaxed
+    return max(cost_bound(problem), problem.total_cost + relaxed.bound)
 
 
 def relax(problem: Problem, effort: float = 1.0) -> Relaxed:
@@ -48,9 +47,9 @@ def relax(problem: Problem, effort: float = 1.0) -> Relaxed:
     Limited by counts and not by a clock: the answer depends on the problem alone, and on the `effort`, a share of that
     work.
     """
-    found = Relaxed(0.0, {}, ())
+    best = Relaxed(0.0, {}, ())
     if problem.budget is None or not problem.ops:
-        return found
+        return best
     work, taken, left = effort * WORK, list[int](), points(problem)
     while left:
         tried: list[tuple[Relaxed, int]] = []
@@ -61,43 +60,43 @@ def relax(problem: Problem, effort: float = 1.0) -> Relaxed:
                 break
             tried.append((solve(problem, program), t))
         tried.sort(key=lambda r: -r[0].bound)
-        if not tried or tried[0][0].bound <= found.bound + GAIN * (problem.total_cost + found.bound):
+        if not tried or tried[0][0].bound <= best.bound + GAIN * (problem.total_cost + best.bound):
             break
-        found = tried[0][0]
+        best = tried[0][0]
         taken.append(tried[0][1])
-        # what raises the bound little now will raise it less beside more points
+        # a point that raises the bound little now will raise it less beside more points
         left = [t for _, t in tried[1 : 1 + len(left) // 2]]
     while taken:
         program = build(problem, sorted(taken))
         if len(program.costs) <= effort * SEARCHED:
             searched = solve(problem, program, NODES)
-            return replace(searched if searched.again else found, bound=max(found.bound, searched.bound))
+            return replace(searched if searched.again else best, bound=max(best.bound, searched.bound))
         taken.pop()
-    return found
+    return best
 
 
 def points(problem: Problem) -> list[int]:
-    """Where running every op once holds more than the budget, and no less than just before and after; highest first.
+    """The local maxima of memory above the budget when every op runs once, highest first; steps, which are ops.
 
-    The first backward op is among them.
+    The first backward op is among them where it is above the budget.
     """
     assert problem.budget is not None
-    held = simulate(problem, every_op_once(problem)).held
-    around = (0, *held, 0)
-    peaks = [t for t, now in enumerate(held) if now > problem.budget and now >= max(around[t], around[t + 2])]
-    found = sorted(peaks, key=lambda t: (-held[t], t))[:POINTS]
+    memory = simulate(problem, every_op_once(problem)).held
+    around = (0, *memory, 0)
+    peaks = [t for t, now in enumerate(memory) if now > problem.budget and now >= max(around[t], around[t + 2])]
+    highest = sorted(peaks, key=lambda t: (-memory[t], t))[:POINTS]
     boundary = problem.boundary
-    if boundary < len(held) and held[boundary] > problem.budget and boundary not in found:
-        found.insert(1, boundary)
-    return found
+    if boundary < len(memory) and memory[boundary] > problem.budget and boundary not in highest:
+        highest.insert(1, boundary)
+    return highest
 
 
 def knapsack(problem: Problem) -> float:
-    """The bound that needs no solver. O(ops log ops).
+    """A lower bound on the cost of any schedule that needs no LP solver. O(ops log ops).
 
     When the first backward op starts, every forward op has run; a forward value that a backward op still reads is
-    either held then, and once more for each microbatch that waits, or its op runs again. What is held must fit the
-    budget: a covering knapsack, relaxed to fractions. The bound holds for first runs in the order of the ops.
+    either live then, and once more for each waiting microbatch, or its producer runs again. The live values must fit
+    the budget: a covering knapsack, relaxed to fractions.
     """
     if problem.budget is None or problem.boundary >= len(problem.ops):
         return problem.total_cost

@@ -20,6 +20,9 @@ from solvers.search.kernels import link_all, unroll
 
 HOPS = 4  # ops that look alike to so many hops away are the same op of two repeated blocks
 STRETCH = 16  # a schedule longer than this many times the ops is given up
+BY_SIZE = (
+    0.5  # share of moves that choose a gap by size, as large values decide the peak; the others: small ones add up
+)
 ODDS = Odds(block=0.2, spread=0.2, pair=0.3, drop=0.15, make=0.3, hold=0.25)
 
 
@@ -186,9 +189,8 @@ def choices(problem: Problem, t: Tables) -> Choices:
     class_at = np.searchsorted(class_of[members], np.arange(len(number) + 1)).astype(np.int32)
     place = np.zeros(len(t.value), np.int32)
     place[members] = np.arange(len(members), dtype=np.int32) - class_at[class_of[members]]
-    # half of the choices by size, as large values decide the peak; half by number, as small values add up
     size = t.size[t.value[gaps]] / max(1, int(t.size[t.value[gaps]].sum()))
-    weight = np.cumsum(0.5 * size + 0.5 / max(1, len(gaps)))
+    weight = np.cumsum(BY_SIZE * size + (1 - BY_SIZE) / max(1, len(gaps)))
     return Choices(gaps, class_at, members, class_of, place, weight, ODDS)
 
 

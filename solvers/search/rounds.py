@@ -29,6 +29,7 @@ from solvers.search.starts import chained, nested, segments
 
 ROUNDS = ((8, 0.01, 0.3), (4, 0.006, 0.3), (4, 0.003, 0.25), (2, 0.001, 0.15))  # walks, hottest, share of the work
 COLDEST = 1e-3  # the last temperature of a walk, as a share of its first
+SEED = 0  # of the first walk; each further walk has the next number
 POOL = 3  # starts of least energy that the first round walks from, beside every op once
 WARMED = 20  # changes of each gap that a walk needs to repair the damage of its heat; with fewer it begins cooler
 RELAXING = 10.0  # seconds; with a longer time limit relaxations take more, with a shorter one less
@@ -106,7 +107,7 @@ def _anneal(search: Search, goal: Goal, starts: list[Candidate], effort: Effort,
     pool = sorted(starts, key=lambda c: energy_of(goal, c))
     # hot walks forget where they began; every op once leads to other schedules than segments do
     pool = [*islice(pool, POOL), starts[-1]]
-    seed = 0
+    seed = SEED
     candidates, best = list(starts), _cheapest(problem, starts)
     for at, (walks, hot, share) in enumerate(ROUNDS):
         until = effort.until(share / sum(later for _, _, later in ROUNDS[at:]))
