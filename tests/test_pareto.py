@@ -13,7 +13,7 @@ from torch import nn
 from planner import BatchError, ModelError, OptionError, pareto
 from solvers import InfeasibleError, ProblemError, SolverError, chen, every_op_once, minimum_peak, simulate, validate
 from solvers import pareto as solve_all
-from solvers.pareto import curve
+from solvers.search.curve import curve
 
 from .brute_force import cheapest
 from .measure import held_before, results, step_peak

@@ -11,7 +11,7 @@ from torch import nn
 import planner.api.front
 import planner.eager.pipeline
 import planner.planning.pipeline
-import solvers.anneal
+import solvers.search.annealing
 from planner import Plan, applied_plan, max_batch, pareto, plan
 from planner.runtime import compiled as run
 
@@ -111,7 +111,7 @@ PLACES = [
     (planner.planning.pipeline, "estimate", {}),
     (planner.planning.pipeline, "split_by_region", {}),
     (planner.planning.pipeline, "planned_timeline", {}),
-    (solvers.anneal, "anneal", {"solver": "auto"}),
+    (solvers.search.annealing, "anneal", {"solver": "auto"}),
     (planner.eager.pipeline, "trace_step", {"mode": "eager", "budget_gb": 0.002}),
     (planner.eager.pipeline, "search", {"mode": "eager", "budget_gb": 0.002}),
 ]

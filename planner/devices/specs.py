@@ -135,9 +135,9 @@ def find_device(device: str | torch.device | None, model_device: torch.device) -
         raise OptionError(f"device={device!r} is not known; give one of {known}, or a torch device") from e
     if place.type == "cuda":
         return _card(place)
-    for known in DEVICES.values():
-        if known.type == place.type:
-            return known
+    for profile in DEVICES.values():
+        if profile.type == place.type:
+            return profile
     raise OptionError(f"device={str(place)!r} is not supported; give one of {', '.join(DEVICES)}, or a torch device")
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from solvers import Problem, Schedule, Solution, every_op_once, validate
-from solvers.bounds import cost_bound
+from solvers import Problem, Schedule, Solution, cost_bound, every_op_once, validate
 
 NOTE = "The schedule is that of another size, which fits this one."
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from planner.core.plan import BaselineMoment, Curve, Point
 from solvers import Problem, ProblemError, Solution, validate
-from solvers.sketch import checkpointed, sketch
+from solvers.search.blocks import checkpointed
+from solvers.search.quick_curve import quick_curve
 
 if TYPE_CHECKING:
     from planner.core.plan import PlanRecord
@@ -28,7 +29,7 @@ def curve_of(plan: PlanRecord) -> Curve:
     if plan.problem is None:
         return Curve((), peers=(everything,), about="what is between is not known in eager mode")
     problem = plan.problem.with_budget(None)
-    rough = sketch(problem)
+    rough = quick_curve(problem)
     peers = [everything]
     if rough.segments is not None:
         peers.append(Point(rough.segments[0], _over(problem, rough.segments[1]), SEGMENTS))
