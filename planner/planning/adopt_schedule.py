@@ -1,4 +1,4 @@
-"""A schedule that is known already: of the same step, or of other sizes, where it fits: nothing is solved."""
+"""Adopts a schedule that is known already, of the same step or of other sizes, where it fits: nothing is solved."""
 
 from __future__ import annotations
 
@@ -71,6 +71,6 @@ def same_structure(one: Problem, other: Problem) -> bool:
 
 
 def _numbers(problem: Problem) -> list[int]:
-    """Of the other microbatches that are in flight."""
+    """The numbers of other microbatches that are in flight."""
     waiting = problem.waiting
     return [number for number, _ in (*waiting.forward, *waiting.backward)] if waiting else []
