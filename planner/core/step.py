@@ -55,7 +55,6 @@ class Step:
         gradients: values that are gradients of parameters and inputs, whole or in part.
         final: of these, the whole ones.
         gathered: values that are parameters, or buffers of them, which devices share and gather for use.
-        groups: sets of ops that are kept or recomputed together; none where each op is decided alone.
     """
 
     problem: Problem
@@ -65,10 +64,14 @@ class Step:
     gradients: frozenset[int] = frozenset()
     final: frozenset[int] = frozenset()
     gathered: frozenset[int] = frozenset()
-    groups: tuple[frozenset[int], ...] = ()
 
 
 Pass = Callable[[Step], Step]
+
+
+def backward_reads(step: Step, value: int) -> bool:
+    """Whether an op after the loss reads a value."""
+    return any(step.origins[i].phase not in ("forward", "loss") for i in step.problem.readers[value])
 
 
 def run_passes(step: Step, passes: Iterable[Pass]) -> Step:
