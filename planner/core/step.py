@@ -46,6 +46,9 @@ Row = tuple[Op, OpOrigin]  # an op of a problem, with its row of the provenance 
 class Step:
     """One training step: the problem that solvers see, and the provenance of its ops and values.
 
+    Ops of the phases "forward" and "loss" come first, and `problem.boundary` is at, or just after, the last op of the
+    loss: the values held there are saved for the backward pass.
+
     Attributes:
         problem: ops, values and what is resident.
         account: lines of the budget that are resident: name -> bytes; they add up to `problem.resident`.

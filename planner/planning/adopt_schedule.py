@@ -17,7 +17,7 @@ def adopt_schedule(problem: Problem, known: Iterable[tuple[Problem, Schedule]]) 
     and is replayed on this one.
 
     Args:
-        problem: what to schedule.
+        problem: the step to schedule.
         known: problems, each with a schedule of it.
     """
     schedules = [s for other, s in known if same_structure(problem, other)]
@@ -36,8 +36,8 @@ def adopt_known(problem: Problem, known: Problem, schedule: Schedule, bound: flo
     """A known schedule as that of a problem that is the same but for the costs of its ops; else what differs, in words.
 
     Args:
-        problem: what to schedule.
-        known: what was scheduled; of what it had resident, what fragmentation takes does not count.
+        problem: the step to schedule.
+        known: the problem that was scheduled; its resident bytes may differ, as the margin for fragmentation does.
         schedule: of `known`.
         bound: proven for `known`.
     """
