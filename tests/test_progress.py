@@ -4,6 +4,7 @@ import copy
 import random
 
 import numpy as np
+import planner.codegen.emitted
 import pytest
 import torch
 from torch import nn
@@ -130,6 +131,21 @@ def test_an_interruption_while_planning_leaves_everything_as_it_was(module, name
     assert torch._dynamo.config.recompile_limit == settings
     assert not torch.is_inference_mode_enabled()
     assert torch.is_grad_enabled()
+
+
+def test_graphs_are_emitted_when_asked_for_and_may_be_interrupted(step, monkeypatch):
+    model, x = step
+    before = state(model)
+    monkeypatch.setattr(planner.codegen.emitted, "emit", interrupted)
+    p = plan(model, x, **TIGHT)
+    assert len(p.graph_modules) == 1
+    with pytest.raises(KeyboardInterrupt):
+        p.graph_modules[0]
+    monkeypatch.undo()
+    unchanged(model, before)
+    (emitted,) = p.graph_modules
+    assert p.graph_modules[0] is emitted
+    assert emitted.backward.graph.output_node()
 
 
 @pytest.mark.parametrize("from_file", [False, True])

@@ -46,6 +46,9 @@ Row = tuple[Op, OpOrigin]  # an op of a problem, with its row of the provenance 
 class Step:
     """One training step: the problem that solvers see, and the provenance of its ops and values.
 
+    Ops of the phases "forward" and "loss" come first, and `problem.boundary` is at, or just after, the last op of the
+    loss: the values held there are saved for the backward pass.
+
     Attributes:
         problem: ops, values and what is resident.
         account: lines of the budget that are resident: name -> bytes; they add up to `problem.resident`.
@@ -71,6 +74,11 @@ class Step:
 
 
 Pass = Callable[[Step], Step]
+
+
+def backward_reads(step: Step, value: int) -> bool:
+    """Whether an op after the loss reads a value."""
+    return any(step.origins[i].phase not in ("forward", "loss") for i in step.problem.readers[value])
 
 
 def run_passes(step: Step, passes: Iterable[Pass]) -> Step:

@@ -1,19 +1,15 @@
-"""What memory costs in time around a plan: other plans, found with little search, a proven bound, and simpler ways."""
+"""The trade-off of memory for time around a plan: other plans, a proven bound, and simpler placements."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from planner.core.plan import BaselineMoment, Curve, Point
 from solvers import Problem, ProblemError, Solution, validate
 from solvers.search.blocks import checkpointed
 from solvers.search.quick_curve import quick_curve
-
-if TYPE_CHECKING:
-    from planner.core.plan import PlanRecord
 
 LEAST = 3  # ops of a block, on average
 KEPT, SEGMENTS, BLOCKS = "everything kept", "√L segments", "each block checkpointed"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from planner.core.plan import Decision
-from planner.core.step import Replay, Step, live_before
+from planner.core.step import Replay, Step, backward_reads, live_before
 
 REPLAYED = "drawn again under the saved state of the generator"
 
@@ -15,7 +15,7 @@ def decisions(step: Step, planned: Replay) -> tuple[Decision, ...]:
     problem, times = step.problem, Counter(planned.schedule.steps)
     found = []
     for i, (op, origin) in enumerate(zip(problem.ops[: problem.boundary], step.origins, strict=False)):
-        needed = [v for v in op.writes if step.names[v] and any(r > problem.boundary for r in problem.readers[v])]
+        needed = [v for v in op.writes if step.names[v] and backward_reads(step, v)]
         again = [v for v in needed if v not in planned.saved_for_backward]  # one run makes them: they share its time
         if not again and times[i] > 1:  # dropped and made again within the forward pass
             again = needed

@@ -6,7 +6,7 @@ from collections import Counter
 
 from planner.core.account import BACKWARD, GRADIENTS, KEPT, PARAMETERS, PASSING, RECOMPUTED, resident
 from planner.core.plan import Action, BaselineMoment, Held, Moment
-from planner.core.step import Replay, Step
+from planner.core.step import Replay, Step, backward_reads
 from solvers import Problem
 
 
@@ -42,21 +42,21 @@ def baseline_timeline(step: Step, planned: Replay, baseline: Replay) -> tuple[Ba
             at.source,
             nbytes=sum(problem.sizes[v] for v in op.writes),
             runs=times[i],
-            action=_action(problem, planned, i, times[i]),
+            action=_action(step, planned, i, times[i]),
             reads=tuple(dict.fromkeys(problem.producer[v] for v in op.reads)),
         )
         for i, (op, at, held_bytes) in enumerate(zip(problem.ops, step.origins, baseline.timeline.held, strict=True))
     )
 
 
-def _action(problem: Problem, planned: Replay, i: int, times: int) -> Action | None:
-    """What becomes of the values of op number `i`, which runs so many times."""
-    if i >= problem.boundary:
+def _action(step: Step, planned: Replay, i: int, times: int) -> Action | None:
+    """The plan's decision on the values of op number `i`, which runs so many times."""
+    if i >= step.problem.boundary:
         return None
     if times > 1:
         return "recompute"
-    saved = (v for v in problem.ops[i].writes if v in planned.saved_for_backward)
-    return "keep" if any(max(problem.readers[v], default=0) > problem.boundary for v in saved) else None
+    saved = (v for v in step.problem.ops[i].writes if v in planned.saved_for_backward)
+    return "keep" if any(backward_reads(step, v) for v in saved) else None
 
 
 def by_kind(step: Step, planned: Replay) -> list[Held]:
@@ -86,14 +86,13 @@ def by_kind(step: Step, planned: Replay) -> list[Held]:
 
 def _kind(step: Step, i: int, value: int, again: bool, transient: set[int]) -> int:
     """Which of the bytes in `Held` a value is that op number `i` makes."""
-    boundary = step.problem.boundary
     if value in step.gathered:
         return PARAMETERS
     if again:
         return RECOMPUTED
-    if i < boundary:
+    if i < step.problem.boundary:
         return PASSING if value in transient else KEPT
-    if i == boundary and value == step.problem.ops[i].writes[-1]:
+    if step.origins[i].phase == "loss" and value == step.problem.ops[i].writes[-1]:
         return KEPT  # saved by the loss itself
     return GRADIENTS if value in step.gradients else BACKWARD
 
