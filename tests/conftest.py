@@ -6,9 +6,15 @@ import tempfile
 
 import pytest
 import torch
+import torch._dynamo.guards
+
+from .problems import shorten
 
 os.environ["CHECKPOINT_PLANNER_CACHE"] = tempfile.mkdtemp(prefix="checkpoint-planner-")  # not the user's
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler of torch 2.13 otherwise announces itself on stderr
+
+# torch.compile times each graph's guards, after it has emptied the processor's caches, for a log: up to 50 ms a graph
+torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
 
 
 def pytest_collection_finish() -> None:
@@ -29,3 +35,11 @@ def pytest_collection_finish() -> None:
 def _one_thread_one_seed():
     torch.set_num_threads(1)
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module")
+def short_searches():
+    """For tests of what holds for every schedule, the best or not: each search does a small part of its work."""
+    with pytest.MonkeyPatch.context() as patch:
+        shorten(patch)
+        yield

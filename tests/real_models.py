@@ -63,9 +63,9 @@ def unet(batch: int = 2) -> Case:
 
 
 CASES: dict[str, Callable[[], Case]] = {
-    "gpt2": gpt2,
     "gpt2_dropout": lambda: gpt2(dropout=0.1),
+    "unet": unet,
+    "gpt2": gpt2,
     "llama": llama,
     "resnet50": resnet50,
-    "unet": unet,
 }

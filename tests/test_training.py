@@ -10,6 +10,8 @@ from planner import ApplyError, plan
 
 from .real_models import CASES, gpt2, resnet50
 
+pytestmark = pytest.mark.usefixtures("short_searches")
+
 
 def train(model, batches, evaluation):
     """Five AdamW steps with an evaluation pass between; the losses of all of them."""
