@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from planner.core.plan import BaselineMoment, Curve, Point
+from planner.core.plan import BaselineMoment, Curve, PlanRecord, Point
 from solvers import Problem, ProblemError, Solution, validate
 from solvers.search.blocks import checkpointed
 from solvers.search.quick_curve import quick_curve
