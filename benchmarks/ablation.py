@@ -6,6 +6,7 @@ Costs and bounds depend on counts of work, not on the machine; seconds are of pr
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
 import time
@@ -124,11 +125,11 @@ def bounded(problem: Problem) -> float:
 
 
 def started(problem: Problem) -> float:
-    """Overhead in percent of the cheapest rounded relaxation that fits within 1.05 times the budget."""
+    """Overhead in percent of the cheapest rounded relaxation within the budget; NaN where none fits."""
     search = annealing.Search(problem, lambda _: None)
     keeps = lp_starts.lp_starts(problem, cost.relax(problem))
     found = starts.chained(search.keep_only(keep) for keep in keeps)
-    extra = min((c.extra for c in found if c.peak <= 1.05 * (problem.budget or 0)), default=float("nan"))
+    extra = min((c.extra for c in found if c.peak <= (problem.budget or 0)), default=float("nan"))
     return 100 * extra / problem.total_cost
 
 
@@ -138,7 +139,7 @@ def leanest(problem: Problem) -> float:
 
 
 def table(title: str, problems: Problems, variants: Sequence[Variant], of: Callable[[Problem], float]) -> None:
-    """Print a table: a row for each variant, a column for each problem, differences from the first row."""
+    """Print a table: a row for each variant, a column for each problem, and the mean difference from the first row."""
     print(f"\n| {title} | {' | '.join(problems)} | mean change | seconds |\n| --- |{' --: |' * (len(problems) + 2)}")
     reference: list[float] = []
     for label, module, name, value in variants:
@@ -147,9 +148,9 @@ def table(title: str, problems: Problems, variants: Sequence[Variant], of: Calla
             values = [of(problem) for problem in problems.values()]
         seconds = time.process_time() - began
         reference = reference or values
-        change = statistics.mean(a - b for a, b in zip(values, reference, strict=True))
-        cells = " | ".join(f"{v:.3f}" for v in values)
-        print(f"| {label} | {cells} | {change:+.3f} | {seconds:.1f} |", flush=True)
+        known = [a - b for a, b in zip(values, reference, strict=True) if math.isfinite(a - b)]
+        cells = " | ".join(f"{v:.3f}" if math.isfinite(v) else "–" for v in values)
+        print(f"| {label} | {cells} | {statistics.mean(known or [0.0]):+.3f} | {seconds:.1f} |", flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
