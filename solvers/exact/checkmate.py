@@ -213,7 +213,7 @@ def _fitting(problem: Problem, seconds: float) -> Coarse:
     """The finest coarse problem whose model is small enough for the time."""
     backward = min(len(problem.ops) - problem.boundary, 150)
     while True:
-        # Which value to keep is decided by the forward groups: they stay finer than the backward ones.
+        # The forward groups decide which values are kept: they stay finer than the backward ones.
         coarse = coarsen(problem, 2 * backward, backward)
         laid = positions(coarse.problem, 1, coarse.problem.boundary)
         if backward <= 6 or nonzeros(coarse.problem, laid) <= _capacity(seconds):
