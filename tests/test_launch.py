@@ -29,6 +29,8 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, Dataset
 
+pytestmark = pytest.mark.usefixtures("short_searches")
+
 
 class Points(Dataset):
     def __init__(self, n, width):
