@@ -21,7 +21,8 @@ from planner.devices.meter import record_allocations
 from planner.errors import BatchError
 from planner.requests.batch import arguments
 from planner.requests.planned import Pending, Planned
-from planner.runtime.interception import attached, call_signature, detach, taken_off
+from planner.runtime.interception import attached, detach, taken_off
+from planner.runtime.signature import call_signature
 from planner.session.attach import put_on
 
 
