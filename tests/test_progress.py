@@ -6,12 +6,14 @@ import random
 import numpy as np
 import planner.codegen.emitted
 import pytest
+import solvers.anneal
 import torch
 from torch import nn
 
 import planner.api.front
 import planner.eager.pipeline
 import planner.planning.pipeline
+import planner.planning.record
 import solvers.search.annealing
 from planner import Plan, applied_plan, max_batch, pareto, plan
 from planner.runtime import compiled as run
@@ -111,7 +113,7 @@ PLACES = [
     (planner.planning.pipeline, "keep_everything", {}),
     (planner.planning.pipeline, "estimate", {}),
     (planner.planning.pipeline, "split_by_region", {}),
-    (planner.planning.pipeline, "planned_timeline", {}),
+    (planner.planning.record, "planned_timeline", {}),
     (solvers.search.annealing, "anneal", {"solver": "auto"}),
     (planner.eager.pipeline, "trace_step", {"mode": "eager", "budget_gb": 0.002}),
     (planner.eager.pipeline, "search", {"mode": "eager", "budget_gb": 0.002}),

@@ -11,7 +11,7 @@ from torch import nn
 from planner.capture.trace.step import capture
 from planner.codegen.emit import keep_everything
 from planner.core.plan import Action
-from planner.core.step import OpOrigin, Step, replay, run_passes, with_line
+from planner.core.step import OpOrigin, Step, replay, run_passes, runs_of, with_line
 from planner.planning.decisions import decisions, peak_account
 from planner.planning.pipeline import lower
 from planner.planning.timelines import baseline_timeline, planned_timeline
@@ -95,7 +95,7 @@ def test_all_that_is_read_from_a_step_agrees_with_the_definition(seed):
     for i, moment in zip(schedule.steps, timeline, strict=True):
         assert (moment.op, moment.recomputed) == (step.origins[i].kind, i in seen)
         seen.add(i)
-    baseline = baseline_timeline(step, planned, everything)
+    baseline = baseline_timeline(step, runs_of(planned), everything)
     assert [m.held_bytes for m in baseline] == by_definition(problem, every_op_once(problem).steps)[0]
     assert [m.runs for m in baseline] == [Counter(schedule.steps)[i] for i in range(len(problem.ops))]
 
@@ -108,7 +108,7 @@ def test_all_that_is_read_from_a_step_agrees_with_the_definition(seed):
         saved = (saved | set(problem.ops[i].writes)) - gone
     assert planned.saved_for_backward == saved
     needed = [v for v in range(len(step.names)) if step.names[v] and max(problem.readers[v]) >= problem.boundary]
-    made = decisions(step, planned)
+    made = decisions(step, runs_of(planned))
     assert [d.name for d in made] == [step.names[v] for v in needed]
     again: dict[str, Action] = {step.names[v]: "keep" if v in saved else "recompute" for v in needed}
     assert {d.name: d.action for d in made} == again

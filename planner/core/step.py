@@ -1,11 +1,14 @@
 """A training step as a `Problem`, with a provenance table that says what each op and each value is; and its replays.
 
 Whatever wants to show or weigh a schedule (timelines, decisions, the account at the peak, the fragmentation margin)
-reads these records alone. Compiled steps are lowered to them from captured graphs; a traced eager step can be, too.
+reads these records alone. Compiled steps are lowered to them from captured graphs. Eager steps are lowered from traces:
+the step without checkpoints is one `Step`, and the step with the chosen modules checkpointed is another, whose re-runs
+are ops of their own; `Runs` says of the first what becomes of its ops in the second.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -27,6 +30,7 @@ class OpOrigin:
         index: number of the op in its region.
         keep_because: why the op must not run twice; empty where it may.
         random: whether the op draws random numbers, so that a second run has to replay the first one's generator state.
+        again: whether the op runs again what an earlier op of the problem has run, as in the trace of an eager step.
     """
 
     kind: str
@@ -37,6 +41,7 @@ class OpOrigin:
     index: int = 0
     keep_because: str = ""
     random: bool = False
+    again: bool = False
 
 
 Row = tuple[Op, OpOrigin]  # an op of a problem, with its row of the provenance table
@@ -60,6 +65,8 @@ class Step:
         gathered: values that are parameters, or buffers of them, which devices share and gather for use.
         optimizer_step: bytes of the temporaries of the optimizer's step; None where no optimizer is counted.
         groups: sets of ops that are kept or recomputed together; none where each op is decided alone.
+        holds: reads and writes, as pairs (op, value), that only say from when on, or until when, autograd or a name in
+            Python holds the value: the op does not use or make it.
     """
 
     problem: Problem
@@ -71,14 +78,10 @@ class Step:
     gathered: frozenset[int] = frozenset()
     optimizer_step: int | None = None
     groups: tuple[frozenset[int], ...] = ()
+    holds: frozenset[tuple[int, int]] = frozenset()
 
 
 Pass = Callable[[Step], Step]
-
-
-def backward_reads(step: Step, value: int) -> bool:
-    """Whether an op after the loss reads a value."""
-    return any(step.origins[i].phase not in ("forward", "loss") for i in step.problem.readers[value])
 
 
 def run_passes(step: Step, passes: Iterable[Pass]) -> Step:
@@ -128,6 +131,31 @@ def replay(problem: Problem, schedule: Schedule, timeline: Timeline | None = Non
     if problem.boundary in steps:
         saved = live_before(problem, schedule, timeline, steps.index(problem.boundary))
     return Replay(schedule, timeline, tuple(waiting_bytes(problem, steps)), frozenset(saved))
+
+
+@dataclass(frozen=True)
+class Runs:
+    """What a plan makes of the ops of a step.
+
+    Attributes:
+        times: how often each op runs.
+        saved_for_backward: values that are held from the forward pass on, when the first backward op starts.
+        copied: of these, values of which a re-run makes copies for itself, while the others read the first one.
+    """
+
+    times: Mapping[int, int]
+    saved_for_backward: frozenset[int]
+    copied: frozenset[int] = frozenset()
+
+
+def runs_of(planned: Replay) -> Runs:
+    """What a schedule makes of the ops. O(steps)."""
+    return Runs(Counter(planned.schedule.steps), planned.saved_for_backward)
+
+
+def needed_in_backward(step: Step, value: int) -> bool:
+    """Whether an op of the backward pass reads a value."""
+    return any(step.origins[i].phase == "backward" for i in step.problem.readers[value])
 
 
 def live_before(problem: Problem, schedule: Schedule, timeline: Timeline, at: int) -> set[int]:

@@ -16,7 +16,7 @@ from planner.eager.trace import ModuleCall, Trace
 
 
 @dataclass(frozen=True)
-class Unit:
+class Candidate:
     """A module that may be checkpointed; ops and storages by their number in the trace.
 
     Attributes:
@@ -46,7 +46,7 @@ class Unit:
     optional: tuple[tuple[int, ...], ...]
 
 
-def find_units(model: nn.Module, trace: Trace, costs: Sequence[OpCost]) -> tuple[list[Unit], dict[str, str]]:
+def find_candidates(model: nn.Module, trace: Trace, costs: Sequence[OpCost]) -> tuple[list[Candidate], dict[str, str]]:
     """The modules that may be checkpointed, outer ones first, and for others the reason why not.
 
     Args:
@@ -65,7 +65,7 @@ def find_units(model: nn.Module, trace: Trace, costs: Sequence[OpCost]) -> tuple
     called = defaultdict(list)
     for at, call in enumerate(trace.calls):
         called[call.path].append(at)
-    units, refused = [], {}
+    candidates, refused = [], {}
     for path, calls in called.items():
         call = trace.calls[calls[0]]
         if not path or call.phase != "forward":
@@ -73,12 +73,12 @@ def find_units(model: nn.Module, trace: Trace, costs: Sequence[OpCost]) -> tuple
         inner = trace.calls[calls[0] + 1 : call.inner]
         reason = _twice(calls, trace.calls) or _inside(model, call, inner, called, trace.calls)
         reason = reason or _data(call, trace, written)
-        unit = None if reason or not call.differentiable else _unit(calls[0], trace, costs, written)
-        if isinstance(unit, Unit):
-            units.append(unit)
-        elif reason or unit:
-            refused[path] = reason or str(unit)
-    return units, refused
+        candidate = None if reason or not call.differentiable else _candidate(calls[0], trace, costs, written)
+        if isinstance(candidate, Candidate):
+            candidates.append(candidate)
+        elif reason or candidate:
+            refused[path] = reason or str(candidate)
+    return candidates, refused
 
 
 def _twice(calls: Sequence[int], every: Sequence[ModuleCall]) -> str:
@@ -123,8 +123,10 @@ def _data(call: ModuleCall, trace: Trace, written: Mapping[int, Sequence[int]]) 
     return ""
 
 
-def _unit(at: int, trace: Trace, costs: Sequence[OpCost], written: Mapping[int, Sequence[int]]) -> Unit | str | None:
-    """The unit; or why it cannot be one; None where it saves nothing of its own."""
+def _candidate(
+    at: int, trace: Trace, costs: Sequence[OpCost], written: Mapping[int, Sequence[int]]
+) -> Candidate | str | None:
+    """The candidate; or why it cannot be one; None where it saves nothing of its own."""
     call = trace.calls[at]
     packed = [s for s in trace.saved if s.within in range(at, call.inner)]
     asked = [n for s in packed for n in s.unpacked]
@@ -160,7 +162,7 @@ def _unit(at: int, trace: Trace, costs: Sequence[OpCost], written: Mapping[int, 
     if random and all(random) and drawn == sum(costs[i].random for group in random for i in group):
         # one drawn again would draw what those kept before it have drawn
         optional.append(tuple(i for group in random for i in group))
-    return Unit(
+    return Candidate(
         call.path,
         range(at, call.inner),
         call.begin,
@@ -175,11 +177,11 @@ def _unit(at: int, trace: Trace, costs: Sequence[OpCost], written: Mapping[int, 
     )
 
 
-def _group(i: int, unit: range, trace: Trace, written: Mapping[int, Sequence[int]]) -> tuple[int, ...]:
+def _group(i: int, candidate: range, trace: Trace, written: Mapping[int, Sequence[int]]) -> tuple[int, ...]:
     """An op and those that write into what it makes, which can be kept together; empty where that would be wrong."""
     made = trace.ops[i].writes
     later = sorted({j for s in made for j in written.get(s, ())})
-    own = all(j in unit and not trace.ops[j].writes and set(trace.ops[j].mutates) <= set(made) for j in later)
+    own = all(j in candidate and not trace.ops[j].writes and set(trace.ops[j].mutates) <= set(made) for j in later)
     last = later[-1] if later else i
     read = any(
         not set(made).isdisjoint(trace.ops[j].reads) and trace.ops[j].distinct is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -102,28 +101,3 @@ def _node(op: DistinctOp, mode: Any, device: torch.device) -> fx.Node:
     node = graph.call_function(op.target, args, kwargs)
     node.meta["val"] = pytree.tree_map_only(TensorSpec, fake, op.result)
     return node
-
-
-def timeline(trace: Trace, costs: Sequence[OpCost], granularity: int = 1) -> tuple[list[int], list[int]]:
-    """Bytes that the step holds while each op runs, beside what was there before; and bytes of each storage.
-
-    Args:
-        trace: what ran.
-        costs: of its ops.
-        granularity: what the allocator rounds sizes up to, in bytes.
-    """
-    sizes = list(trace.sizes)
-    changes = [0] * (len(trace.ops) + 1)
-    for op, cost in zip(trace.ops, costs, strict=True):
-        if op.writes:
-            sizes[op.writes[0]] += cost.excess
-    for storage, (born, died) in enumerate(zip(trace.born, trace.died, strict=True)):
-        sizes[storage] = -(-sizes[storage] // granularity) * granularity
-        if born >= 0:
-            changes[born] += sizes[storage]
-            changes[max(died, born + 1)] -= sizes[storage]
-    held, now = [], 0
-    for change, cost in zip(changes[:-1], costs, strict=True):
-        now += change
-        held.append(now + cost.workspace)
-    return held, sizes

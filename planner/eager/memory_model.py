@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.eager.candidates import Unit
+from planner.eager.candidates import Candidate
 from planner.eager.costs import OpCost
 from planner.eager.trace import Trace
 
@@ -16,7 +16,7 @@ State = Mapping[str, frozenset[int]]  # path of each checkpointed module -> the 
 
 
 @dataclass(frozen=True)
-class Surrogate:
+class MemoryModel:
     """A step without checkpoints, and what may be checkpointed in it.
 
     A storage that autograd saves in a checkpointed module is freed when the forward pass last reads it, and is there
@@ -28,9 +28,9 @@ class Surrogate:
         held: bytes that it holds while each op runs.
         sizes: bytes of each storage.
         last_read: for each storage, the last op of the forward pass that reads it.
-        units: what may be checkpointed, by path.
+        candidates: what may be checkpointed, by path.
         savers: for each storage that autograd saves, the module calls that save it.
-        spikes: for each unit, bytes that running it again takes for a moment, beyond what it saves.
+        spikes: for each candidate, bytes that running it again takes for a moment, beyond what it saves.
     """
 
     trace: Trace
@@ -38,7 +38,7 @@ class Surrogate:
     held: NDArray[np.int64]
     sizes: Sequence[int]
     last_read: Sequence[int]
-    units: Mapping[str, Unit]
+    candidates: Mapping[str, Candidate]
     savers: Mapping[int, Sequence[int]]
     spikes: Mapping[str, int]
 
@@ -46,9 +46,14 @@ class Surrogate:
         """Time of what runs again."""
         return sum(self.seconds_of(path, kept) for path, kept in state.items())
 
+    def runs_again(self, state: State) -> set[int]:
+        """The ops that run again."""
+        ranges = ((range(c.begin, c.stop), kept) for path, kept in state.items() for c in [self.candidates[path]])
+        return {i for ops, kept in ranges for i in ops if i not in kept}
+
     def seconds_of(self, path: str, kept: frozenset[int]) -> float:
-        unit = self.units[path]
-        return sum(self.costs[i].seconds for i in range(unit.begin, unit.stop) if i not in kept)
+        candidate = self.candidates[path]
+        return sum(self.costs[i].seconds for i in range(candidate.begin, candidate.stop) if i not in kept)
 
     def timeline(self, state: State) -> tuple[NDArray[np.int64], dict[int, int]]:
         """Bytes held while each op runs; and, for each storage that is freed early, the op before which it is."""
@@ -57,17 +62,17 @@ class Surrogate:
         again: dict[int, list[tuple[int, int]]] = {}  # storage -> when it is there once more
         until: dict[int, int] = {}  # storage -> how long it is held as an argument, or because it is kept
         for path, kept in state.items():
-            unit = self.units[path]
-            for s in unit.inputs:
-                until[s] = max(until.get(s, 0), unit.ends)
+            candidate = self.candidates[path]
+            for s in candidate.inputs:
+                until[s] = max(until.get(s, 0), candidate.ends)
             for i in kept:
                 for s in trace.ops[i].writes:
-                    until[s] = max(until.get(s, 0), unit.starts)
-            for s, needed in unit.saved.items():
-                again.setdefault(s, []).append((unit.starts, needed))
-            changes[unit.starts] += self.spikes[path]
-            changes[unit.starts + 1] -= self.spikes[path]
-        wrapped = [self.units[path].calls for path in state]
+                    until[s] = max(until.get(s, 0), candidate.starts)
+            for s, needed in candidate.saved.items():
+                again.setdefault(s, []).append((candidate.starts, needed))
+            changes[candidate.starts] += self.spikes[path]
+            changes[candidate.starts + 1] -= self.spikes[path]
+        wrapped = [self.candidates[path].calls for path in state]
         dropped: dict[int, int] = {}
         for s in until.keys() | again.keys():
             born, end = trace.born[s], trace.died[s]
@@ -85,10 +90,10 @@ class Surrogate:
         return self.held + np.cumsum(changes[:total]), dropped
 
 
-def surrogate(
-    trace: Trace, costs: Sequence[OpCost], held: Sequence[int], sizes: Sequence[int], units: Sequence[Unit]
-) -> Surrogate:
-    """Made of a detailed trace; arguments as the attributes of `Surrogate`."""
+def memory_model(
+    trace: Trace, costs: Sequence[OpCost], held: Sequence[int], sizes: Sequence[int], candidates: Sequence[Candidate]
+) -> MemoryModel:
+    """Made of a detailed trace; arguments as the attributes of `MemoryModel`."""
     last_read = [*trace.born]
     for i, op in enumerate(trace.ops):
         if op.phase != "backward":
@@ -97,21 +102,21 @@ def surrogate(
     savers: dict[int, list[int]] = {}
     for saved in trace.saved:
         savers.setdefault(saved.storage, []).append(saved.within)
-    spikes = {unit.path: _spike(unit, trace, costs, sizes) for unit in units}
-    by_path = {unit.path: unit for unit in units}
-    return Surrogate(trace, costs, np.array(held, np.int64), sizes, last_read, by_path, savers, spikes)
+    spikes = {candidate.path: _spike(candidate, trace, costs, sizes) for candidate in candidates}
+    by_path = {candidate.path: candidate for candidate in candidates}
+    return MemoryModel(trace, costs, np.array(held, np.int64), sizes, last_read, by_path, savers, spikes)
 
 
-def _spike(unit: Unit, trace: Trace, costs: Sequence[OpCost], sizes: Sequence[int]) -> int:
+def _spike(candidate: Candidate, trace: Trace, costs: Sequence[OpCost], sizes: Sequence[int]) -> int:
     """Bytes that running a module again takes at most, beyond what it saves."""
-    changes = [0] * (unit.stop - unit.begin + 1)
-    for i in range(unit.begin, unit.stop):
+    changes = [0] * (candidate.stop - candidate.begin + 1)
+    for i in range(candidate.begin, candidate.stop):
         for s in trace.ops[i].writes:
-            changes[i - unit.begin] += sizes[s]
-            if s not in unit.saved and trace.died[s] < unit.stop:
-                changes[max(trace.died[s], i + 1) - unit.begin] -= sizes[s]
+            changes[i - candidate.begin] += sizes[s]
+            if s not in candidate.saved and trace.died[s] < candidate.stop:
+                changes[max(trace.died[s], i + 1) - candidate.begin] -= sizes[s]
     now = most = 0
-    for i in range(unit.begin, unit.stop):
-        now += changes[i - unit.begin]
+    for i in range(candidate.begin, candidate.stop):
+        now += changes[i - candidate.begin]
         most = max(most, now + costs[i].workspace)
-    return max(0, most - sum(sizes[s] for s in unit.saved))
+    return max(0, most - sum(sizes[s] for s in candidate.saved))

@@ -1,172 +1,187 @@
-"""From a checked request to an eager plan: trace, find modules, search, check by tracing what will run."""
+"""From a checked request to checkpoints: trace, find candidates, search, check by tracing the step that will run."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from types import MappingProxyType
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from planner.capture.trace.data_dependent import Answers
 from planner.capture.trace.step import blame, learnt
-from planner.compat.fake import DataDependentOutputException
-from planner.core.identity import identity
+from planner.compat.fake import DataDependentOutputException, FakeTensorMode
 from planner.core.plan import PlanRecord
 from planner.core.recipe import Choice
-from planner.costs.account import account_of, planned_step
-from planner.eager.candidates import find_units
-from planner.eager.costs import CostsKnown, costs_of, timeline
-from planner.eager.describe import baseline_moments, decisions, kept_by, moments, note, peak_account, peak_of
-from planner.eager.margin import margin_of
-from planner.eager.memory_model import State, Surrogate, surrogate
-from planner.eager.search import Step, search
+from planner.core.step import Runs, Step, replay
+from planner.costs.account import account_of
+from planner.eager.candidates import find_candidates
+from planner.eager.costs import CostsKnown, OpCost, costs_of
+from planner.eager.describe import kept_by, note, runs_under, with_candidates
+from planner.eager.lower import lower, storage_sizes, unseen_bytes
+from planner.eager.memory_model import MemoryModel, State, memory_model
+from planner.eager.search import Trial, search
 from planner.eager.step import StepFailed, trace_step
 from planner.eager.trace import Trace
 from planner.eager.values import to_fake_with_integers
-from planner.errors import CaptureError, InfeasibleBudgetError, PlannerError, RankError
-from planner.lowering.margin import MARGIN
+from planner.errors import CaptureError, PlannerError, RankError
+from planner.lowering.margin import add_margin
 from planner.parallel.meshes import on_mesh
-from planner.requests.planned import Known, Planned, source_of
+from planner.requests.planned import Known, source_of
 from planner.requests.request import Request
-from solvers.progress import bar, clock
+from solvers import every_op_once
 
 
-def make_eager_plan(
-    request: Request, like: Planned | None = None, *, known: Known | None = None, must_match: bool = False
-) -> Planned:
-    """Plan a checked request that has a batch, to run without torch.compile; raises as `plan()` does.
+@dataclass(frozen=True)
+class Checkpoints:
+    """Modules to checkpoint, and the steps that were traced for them.
+
+    Attributes:
+        step: the step without checkpoints, with the candidates as its groups.
+        runs: what the choice makes of its ops.
+        trial: the chosen one; where none is within the budget, the one of the lowest peak.
+        note: what the user should know.
+    """
+
+    step: Step
+    runs: Runs
+    trial: Trial
+    note: str
+
+
+def choose(
+    request: Request, like: PlanRecord | None, known: Known | None, must_match: bool, traced: Callable[[], None]
+) -> Checkpoints:
+    """Choose the modules to checkpoint.
 
     Args:
         request: what to plan.
         like: a plan whose choice is taken where it fits.
         known: as for `make_plan()`.
         must_match: as for `make_plan()`.
+        traced: called before each step is traced.
+
+    Raises:
+        CaptureError: the step cannot be traced.
+        RankError: the known plan has to match, and does not.
     """
-    with (
-        bar("planning", request.options.progress, bar_format="{desc}: {n} steps traced, {elapsed}") as shown,
-        clock(shown),
-    ):
-        return Planned(_make(request, None if like is None else like.record, known, must_match, shown), request)
+    tracer = _tracer(request, traced)
+    plain = _plain(tracer)
+    baseline, costs = tracer.trial(Choice(), {}, plain)
+    candidates, refused = find_candidates(tracer.model, plain, costs)
+    held = baseline.replay.timeline.held[: len(plain.ops)]
+    model = memory_model(plain, costs, held, storage_sizes(plain, costs, tracer.granularity), candidates)
 
-
-def _make(
-    request: Request, like: PlanRecord | None, known_plan: Known | None, must_match: bool, shown: Any
-) -> PlanRecord:
-    began = time.perf_counter()
-    model, args, kwargs = request.model, request.args or (), request.kwargs
-    answers = Answers()
-    mode, fake_model, fake_args, fake_kwargs = to_fake_with_integers(model, args, kwargs, answers)
-    if on_mesh(fake_model, fake_args, fake_kwargs):
-        raise CaptureError(
-            f"{type(model).__name__} has parts that are spread over several processes (DTensors): checkpointed, they "
-            "would communicate again in the backward pass. Plan with mode='compiled', which keeps what they receive"
-        )
-    where = next(fake_model.parameters()).device
-    lines, step = account_of(request)
-    known: CostsKnown = {}
-
-    def trace(choice: Choice, detailed: bool = False) -> Trace:
-        shown.update()
-        answers.begin()
-        return trace_step(
-            fake_model,
-            fake_args,
-            fake_kwargs,
-            mode=mode,
-            loss_fn=request.loss_fn,
-            choice=choice,
-            accumulate=request.gradients_copied,
-            shard=request.options.shard,
-            detailed=detailed,
-        )
-
-    def measured(choice: Choice, state: State, traced: Trace) -> Step:
-        costs = costs_of(traced, request, mode, where, known)
-        held, sizes = timeline(traced, costs, 512 if request.device.type == "cuda" else 1)
-        unseen = _unseen(choice, traced) if request.device.type == "cpu" else 0
-        held = [now + unseen for now in held]
-        peak = sum(lines.values()) + peak_of(traced, held, step)
-        margin = margin_of(request, lines, traced, costs, sizes, peak)
-        return Step(choice, state, traced, held, sizes, costs, margin, peak + margin, sum(c.seconds for c in costs))
-
-    try:
-        try:
-            plain = trace(Choice(), detailed=True)
-        except StepFailed as e:
-            if not isinstance(e.__cause__, DataDependentOutputException) or not learnt(answers, model, args, kwargs):
-                raise
-            plain = trace(Choice(), detailed=True)
-    except StepFailed as e:
-        raise _explained(model, request, e) from e.__cause__
-    asked = answers.lines()
-    baseline = measured(Choice(), {}, plain)
-    units, refused = find_units(fake_model, plain, baseline.costs)
-    estimated = surrogate(
-        plain, baseline.costs, [h + sum(lines.values()) + baseline.margin for h in baseline.held], baseline.sizes, units
-    )
-
-    def check(state: State) -> Step | None:
+    def check(state: State) -> Trial | None:
         if not state:
             return baseline
-        choice = choice_of(estimated, state)
+        choice = choice_of(model, state)
         try:
-            return measured(choice, state, trace(choice))
+            return tracer.trial(choice, state, tracer.trace(choice))[0]
         except StepFailed:  # a module that does something else when it runs again
             return None
 
-    same = _same_step(request, known_plan, must_match, baseline.peak)
-    best = _again(estimated, check, same or like, request.budget_bytes)
-    told = f"Taken from {source_of(known_plan)}: the same step and budget. " if known_plan and same and best else ""
+    same = _same_step(request, known, must_match, baseline.peak)
+    best = _again(model, check, same or like, request.budget_bytes)
+    told = f"Taken from {source_of(known)}: the same step and budget. " if known and same and best else ""
     if best is None and must_match:
         raise RankError("its modules run other ops, or more is held beside them")
     if best is None:
-        first = kept_by(estimated, like) if like is not None else frozenset()
-        best, leanest = search(estimated, check, baseline, request.budget_bytes, first)
-    if best is None:
-        takes = {**lines, MARGIN: leanest.margin, **_account(leanest, step)}
-        takes = dict(sorted(takes.items(), key=lambda line: -line[1]))
-        raise InfeasibleBudgetError(request.budget_gb, leanest.peak, takes)
-    account = {**lines, MARGIN: best.margin} if best.margin else lines
-    made = decisions(estimated, best.state, refused)
-    unplanned = moments(baseline, {**lines, MARGIN: baseline.margin}, step)
-    return PlanRecord(
-        budget_bytes=request.budget_bytes,
-        peak_bytes=best.peak,
-        baseline_peak_bytes=baseline.peak,
-        resident_bytes=sum(account.values()),
-        overhead=best.seconds / baseline.seconds - 1,
-        bound=baseline.seconds,
-        gap=best.seconds / baseline.seconds - 1,
-        solver="eager",
-        solve_seconds=time.perf_counter() - began,
-        timeline=moments(best, account, step),
-        baseline_timeline=baseline_moments(baseline, made, estimated, best.state, unplanned),
-        decisions=made,
-        step_seconds=best.seconds,
-        account=MappingProxyType({**account, **_account(best, step)}),
-        note=told + note(best.choice, refused, asked),
-        device=request.device.name,
-        recipe=best.choice,
-        problem=None,
-        schedule=None,
-        options=request.options,
-        step=planned_step(request, lines["optimizer state"], step),
-        identity=identity(model),
-    )
+        first = kept_by(baseline.step, like) if like is not None else frozenset()
+        found, leanest = search(model, check, baseline, request.budget_bytes, first)
+        best = found or leanest
+    step = with_candidates(baseline.step, model, best.state, refused)
+    words = told + note(best.choice, refused, tracer.answers.lines())
+    return Checkpoints(step, runs_under(step, model, best.state), best, words)
 
 
-def _unseen(choice: Choice, trace: Trace) -> int:
-    """Bytes that no dispatch mode sees: states of random generators, and numbers that are saved as tensors."""
-    saved = [op.distinct.args for op in trace.ops if op.distinct and op.phase != "backward" and ".Tensor" in op.target]
-    numbers = sum(isinstance(x, (int, float)) for args in saved for x in args)
-    return torch.get_rng_state().nbytes * len(choice.kept) + 8 * numbers
+@dataclass(frozen=True)
+class _Tracer:
+    """A model on fake tensors, whose step can be traced with any choice of checkpoints.
+
+    Attributes:
+        request: what is planned.
+        mode, model, args, kwargs: the fake tensors' mode, and the model and its arguments on them.
+        answers: what the model asked of values of tensors.
+        account: lines of the budget that are resident: name -> bytes.
+        optimizer_step: bytes of the temporaries of the optimizer's step; None where it is not counted.
+        known: costs of ops that were estimated before.
+        traced: called before each step is traced.
+    """
+
+    request: Request
+    mode: FakeTensorMode
+    model: nn.Module
+    args: Any
+    kwargs: Any
+    answers: Answers
+    account: dict[str, int]
+    optimizer_step: int | None
+    known: CostsKnown
+    traced: Callable[[], None]
+
+    @property
+    def granularity(self) -> int:
+        """The allocator rounds sizes up to multiples of it, in bytes."""
+        return 512 if self.request.device.type == "cuda" else 1
+
+    def trace(self, choice: Choice, detailed: bool = False) -> Trace:
+        """The step with a choice of checkpoints; raises StepFailed."""
+        self.traced()
+        self.answers.begin()
+        return trace_step(
+            self.model,
+            self.args,
+            self.kwargs,
+            mode=self.mode,
+            loss_fn=self.request.loss_fn,
+            choice=choice,
+            accumulate=self.request.gradients_copied,
+            shard=self.request.options.shard,
+            detailed=detailed,
+        )
+
+    def trial(self, choice: Choice, state: State, trace: Trace) -> tuple[Trial, list[OpCost]]:
+        """The traced step as a problem, with its margin, replayed; and the costs of its ops."""
+        request = self.request
+        costs = costs_of(trace, request, self.mode, next(self.model.parameters()).device, self.known)
+        step = lower(
+            trace,
+            costs,
+            self.account,
+            optimizer_step=self.optimizer_step,
+            granularity=self.granularity,
+            unseen=unseen_bytes(len(choice.kept), trace) if request.device.type == "cpu" else 0,
+        )
+        step = add_margin(step, request)
+        return Trial(choice, state, step, replay(step.problem, every_op_once(step.problem))), costs
 
 
-def _account(step: Step, optimizer_step: int | None) -> dict[str, int]:
-    return peak_account(step.trace, step.held, step.sizes, optimizer_step)
+def _tracer(request: Request, traced: Callable[[], None]) -> _Tracer:
+    answers, args = Answers(), request.args or ()
+    mode, model, fake_args, fake_kwargs = to_fake_with_integers(request.model, args, request.kwargs, answers)
+    if on_mesh(model, fake_args, fake_kwargs):
+        raise CaptureError(
+            f"{type(request.model).__name__} has parts that are spread over several processes (DTensors): "
+            "checkpointed, they would communicate again in the backward pass. Plan with mode='compiled', which keeps "
+            "what they receive"
+        )
+    return _Tracer(request, mode, model, fake_args, fake_kwargs, answers, *account_of(request), {}, traced)
+
+
+def _plain(tracer: _Tracer) -> Trace:
+    """The step without checkpoints, in detail."""
+    request = tracer.request
+    try:
+        try:
+            return tracer.trace(Choice(), detailed=True)
+        except StepFailed as e:
+            asks = isinstance(e.__cause__, DataDependentOutputException)
+            if not asks or not learnt(tracer.answers, request.model, request.args or (), request.kwargs):
+                raise
+            return tracer.trace(Choice(), detailed=True)
+    except StepFailed as e:
+        raise _explained(request.model, request, e) from e.__cause__
 
 
 def _same_step(request: Request, known: Known | None, must_match: bool, baseline: int) -> PlanRecord | None:
@@ -180,8 +195,8 @@ def _same_step(request: Request, known: Known | None, must_match: bool, baseline
 
 
 def _again(
-    model: Surrogate, check: Callable[[State], Step | None], like: PlanRecord | None, budget: int
-) -> Step | None:
+    model: MemoryModel, check: Callable[[State], Trial | None], like: PlanRecord | None, budget: int
+) -> Trial | None:
     """The choice of another plan, where it fits."""
     if like is None or not isinstance(like.recipe, Choice):
         return None
@@ -208,22 +223,22 @@ def _explained(model: nn.Module, request: Request, failed: StepFailed) -> Planne
     )
 
 
-def choice_of(model: Surrogate, state: State) -> Choice:
+def choice_of(model: MemoryModel, state: State) -> Choice:
     """What to checkpoint, in terms that the runtime can follow."""
-    begins = {path: model.units[path].begin for path in state}
+    begins = {path: model.candidates[path].begin for path in state}
     ops = model.trace.ops
     return Choice({path: {i - begins[path]: ops[i].target for i in sorted(kept)} for path, kept in state.items()})
 
 
-def state_of(model: Surrogate, choice: Choice) -> State | None:
+def state_of(model: MemoryModel, choice: Choice) -> State | None:
     """A choice in numbers of this step's ops; None where the step differs from the one it was made for."""
     state = {}
     for path, kept in choice.kept.items():
-        unit = model.units.get(path)
-        if unit is None or any(
-            unit.begin + at >= unit.end or model.trace.ops[unit.begin + at].target != target
+        found = model.candidates.get(path)
+        if found is None or any(
+            found.begin + at >= found.end or model.trace.ops[found.begin + at].target != target
             for at, target in kept.items()
         ):
             return None
-        state[path] = frozenset(unit.begin + at for at in kept)
+        state[path] = frozenset(found.begin + at for at in kept)
     return state

@@ -1,4 +1,4 @@
-"""Which modules to checkpoint and what to keep of them: choices by a surrogate, checked by tracing what really runs."""
+"""Which modules to checkpoint and which results in them to keep: a memory model chooses, and a trace checks."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.core.recipe import Choice
-from planner.eager.costs import OpCost
-from planner.eager.memory_model import State, Surrogate
-from planner.eager.trace import Trace
+from planner.core.step import Replay, Step
+from planner.eager.memory_model import MemoryModel, State
 
 LEVELS = 8  # sizes of modules that are tried
 SHARES = (0.0, 0.5, 1.0)
@@ -28,30 +27,30 @@ WORTH = 0.002  # of the time: a choice that promises less is not traced
 
 
 @dataclass(frozen=True)
-class Step:
-    """A traced step.
+class Trial:
+    """A choice whose step was traced.
 
     Attributes:
         choice: what was checkpointed.
-        state: the same in numbers of the step without.
-        trace: what ran.
-        held: bytes while each op ran, beside what is there all the time.
-        sizes: bytes of each storage.
-        costs: of each op.
-        margin: bytes for fragmentation.
-        peak: bytes, all that the budget counts.
-        seconds: estimated time.
+        state: the same in numbers of the step without checkpoints.
+        step: what ran, with its margin for fragmentation.
+        replay: every op of it, once.
     """
 
     choice: Choice
     state: State
-    trace: Trace = field(repr=False)
-    held: Sequence[int] = field(repr=False)
-    sizes: Sequence[int] = field(repr=False)
-    costs: Sequence[OpCost] = field(repr=False)
-    margin: int
-    peak: int
-    seconds: float
+    step: Step = field(repr=False)
+    replay: Replay = field(repr=False)
+
+    @property
+    def peak(self) -> int:
+        """All bytes that the budget counts."""
+        return self.replay.timeline.peak
+
+    @property
+    def seconds(self) -> float:
+        """Estimated time of the step."""
+        return self.replay.timeline.cost
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ class Entry:
         share: how much of what the target leaves may go to checkpointing smaller modules, or none, in their place,
             before it goes to keeping results in them.
         preferred: ops whose results are kept before others.
-        target: bytes that the surrogate may hold.
+        target: bytes that the memory model may hold.
         rounds: how often the target was corrected.
         seed: of what disturbs the order in which memory is spent; 0 for nothing.
     """
@@ -95,36 +94,36 @@ class Exchange:
     rate: float
 
 
-def levels(model: Surrogate) -> list[tuple[str, ...]]:
+def levels(model: MemoryModel) -> list[tuple[str, ...]]:
     """Sets of modules of which none is in another one, each of modules that save up to some number of bytes."""
-    size = {path: sum(model.sizes[s] for s in unit.saved) for path, unit in model.units.items()}
+    size = {path: sum(model.sizes[s] for s in candidate.saved) for path, candidate in model.candidates.items()}
     distinct = sorted(set(size.values()))
     limits = {distinct[round(i * (len(distinct) - 1) / (LEVELS - 1))] for i in range(LEVELS)} if distinct else set()
     found = {tuple(_below(model, size, limit)) for limit in limits}
     return sorted(found, key=lambda paths: (len(paths), paths))
 
 
-def _below(model: Surrogate, size: Mapping[str, int], limit: int) -> list[str]:
+def _below(model: MemoryModel, size: Mapping[str, int], limit: int) -> list[str]:
     """The outermost modules that save no more than the limit; those that have no such modules in them as well."""
     chosen: list[str] = []
-    units = sorted(model.units.values(), key=lambda u: (-u.calls.start, len(u.calls)))  # inner ones first
-    for unit in units:
-        inner = [p for p in chosen if model.units[p].calls.start in unit.calls]
-        if size[unit.path] <= limit or not inner:
-            chosen = [p for p in chosen if p not in inner] + [unit.path]
-    return sorted(chosen, key=lambda p: model.units[p].begin)
+    candidates = sorted(model.candidates.values(), key=lambda u: (-u.calls.start, len(u.calls)))  # inner ones first
+    for candidate in candidates:
+        inner = [p for p in chosen if model.candidates[p].calls.start in candidate.calls]
+        if size[candidate.path] <= limit or not inner:
+            chosen = [p for p in chosen if p not in inner] + [candidate.path]
+    return sorted(chosen, key=lambda p: model.candidates[p].begin)
 
 
-def lean(model: Surrogate, modules: Sequence[str]) -> dict[str, frozenset[int]]:
+def lean(model: MemoryModel, modules: Sequence[str]) -> dict[str, frozenset[int]]:
     """Nothing kept but what has to be."""
-    return {path: model.units[path].forced for path in modules}
+    return {path: model.candidates[path].forced for path in modules}
 
 
-def exchanges(model: Surrogate, modules: Sequence[str], sets: Sequence[Sequence[str]]) -> list[Exchange]:
+def exchanges(model: MemoryModel, modules: Sequence[str], sets: Sequence[Sequence[str]]) -> list[Exchange]:
     """What could be done instead of checkpointing each of the modules, the most seconds per byte first.
 
     Args:
-        model: the surrogate.
+        model: the memory model.
         modules: what is checkpointed.
         sets: of modules, to choose those in each of them from.
     """
@@ -133,8 +132,8 @@ def exchanges(model: Surrogate, modules: Sequence[str], sets: Sequence[Sequence[
     turn = next((i for i, op in enumerate(model.trace.ops) if op.phase != "forward"), 0)
     found = []
     for path in modules:
-        calls = model.units[path].calls
-        inner = {tuple(p for p in other if p != path and model.units[p].calls.start in calls) for other in sets}
+        calls = model.candidates[path].calls
+        inner = {tuple(p for p in other if p != path and model.candidates[p].calls.start in calls) for other in sets}
         for instead in {(), *inner}:
             others = {p: kept for p, kept in state.items() if p != path}
             gain = model.seconds_of(path, state[path]) - model.seconds(lean(model, instead))
@@ -144,7 +143,7 @@ def exchanges(model: Surrogate, modules: Sequence[str], sets: Sequence[Sequence[
     return sorted(found, key=lambda e: (-e.rate, e.path, e.modules))
 
 
-def fill(model: Surrogate, entry: Entry, offers: Sequence[Exchange]) -> State | None:
+def fill(model: MemoryModel, entry: Entry, offers: Sequence[Exchange]) -> State | None:
     """Begin with the leanest state and spend what the target leaves; None where not even that is within it."""
     state = lean(model, entry.modules)
     held, _ = model.timeline(state)
@@ -169,7 +168,7 @@ def fill(model: Surrogate, entry: Entry, offers: Sequence[Exchange]) -> State | 
     return state
 
 
-def trim(model: Surrogate, modules: Sequence[str], offers: Sequence[Exchange]) -> State:
+def trim(model: MemoryModel, modules: Sequence[str], offers: Sequence[Exchange]) -> State:
     """The leanest state, with smaller modules, or none, in the place of those where that lowers the peak."""
     state = lean(model, modules)
     held, _ = model.timeline(state)
@@ -181,7 +180,7 @@ def trim(model: Surrogate, modules: Sequence[str], offers: Sequence[Exchange]) -
     return state
 
 
-def _leave_alone(model: Surrogate, state: dict[str, frozenset[int]], target: int) -> None:
+def _leave_alone(model: MemoryModel, state: dict[str, frozenset[int]], target: int) -> None:
     """Take whole modules out, those first that run again for longest."""
     for path in sorted(state, key=lambda p: -model.seconds_of(p, state[p])):
         kept = state.pop(path)
@@ -190,7 +189,7 @@ def _leave_alone(model: Surrogate, state: dict[str, frozenset[int]], target: int
 
 
 def _keep(
-    model: Surrogate,
+    model: MemoryModel,
     state: dict[str, frozenset[int]],
     target: int,
     preferred: frozenset[int],
@@ -201,16 +200,16 @@ def _keep(
     held, dropped = model.timeline(state)
     items = []
     for path in state:
-        unit = model.units[path]
-        for group in unit.optional:
+        candidate = model.candidates[path]
+        for group in candidate.optional:
             freed = {s: dropped.get(s, model.trace.died[s]) for i in group for s in model.trace.ops[i].writes}
-            more = {s: at for s, at in freed.items() if at < unit.starts}
+            more = {s: at for s, at in freed.items() if at < candidate.starts}
             seconds = sum(model.costs[i].seconds for i in group)
             nbytes = sum(model.sizes[s] for s in more)
             rate = seconds / max(nbytes, 1) * exp(noise * random.standard_normal())
             items.append((preferred.isdisjoint(group), -rate, path, group, more))
     for _, _, path, group, more in sorted(items, key=lambda item: item[:2]):
-        starts = model.units[path].starts
+        starts = model.candidates[path].starts
         nbytes = sum(model.sizes[s] for s in more)
         if more and held[min(more.values()) : starts].max(initial=0) + nbytes > target:
             continue
@@ -220,19 +219,19 @@ def _keep(
 
 
 def search(
-    model: Surrogate,
-    check: Callable[[State], Step | None],
-    baseline: Step,
+    model: MemoryModel,
+    check: Callable[[State], Trial | None],
+    baseline: Trial,
     budget: int,
     preferred: frozenset[int] = frozenset(),
-) -> tuple[Step | None, Step]:
+) -> tuple[Trial | None, Trial]:
     """The fastest choice that is within the budget, as far as is found; and the one of the lowest peak of all checked.
 
-    Ways to choose are tried in the order of the seconds that the surrogate gives them; each is corrected by what
+    Ways to choose are tried in the order of the seconds that the memory model gives them; each is corrected by what
     tracing its choice shows, and tried again. Where none fits, the leanest choices are traced.
 
     Args:
-        model: the surrogate.
+        model: the memory model.
         check: traces a choice; None where that fails.
         baseline: the step without checkpoints.
         budget: bytes.
@@ -241,7 +240,7 @@ def search(
     if baseline.peak <= budget:
         return baseline, baseline
     queue: list[tuple[float, int, Entry, State]] = []
-    best: Step | None = None
+    best: Trial | None = None
     leanest = baseline
     seen: set[frozenset[tuple[str, frozenset[int]]]] = set()
 
@@ -252,11 +251,11 @@ def search(
             seen.add(key)
             heappush(queue, (baseline.seconds + model.seconds(state), next(order), entry, state))
 
-    def checked(state: State) -> Step | None:
+    def checked(state: State) -> Trial | None:
         nonlocal best, leanest
         found = check(state)
         if found is not None:
-            leanest = min(leanest, found, key=lambda step: step.peak)
+            leanest = min(leanest, found, key=lambda trial: trial.peak)
             if found.peak <= budget and (best is None or found.seconds < best.seconds):
                 best = found
         return found
@@ -268,7 +267,7 @@ def search(
             push(Entry(modules, share, frozenset(), budget, seed=seed))
         if preferred:
             push(Entry(modules, 0.0, preferred, budget))
-    error: dict[tuple[str, ...], int] = {}  # what the surrogate's peak lacks, by what is checkpointed at first
+    error: dict[tuple[str, ...], int] = {}  # what the model's peak lacks, by what is checkpointed at first
     checks = 0
     while queue and checks < CHECKS and (best is None or queue[0][0] < (1 - WORTH) * best.seconds):
         _, _, entry, state = heappop(queue)

@@ -34,7 +34,8 @@ def add_margin(step: Step, request: Request, schedule: Schedule | None = None, g
     schedule = schedule or every_op_once(problem)
     if expandable():
         peak = simulate(problem, schedule).peak
-        margin = EXPANDABLE * min(peak, request.budget_bytes / (1 + EXPANDABLE))
+        most = peak if problem.budget is None else problem.budget / (1 + EXPANDABLE)
+        margin = EXPANDABLE * min(peak, most)
     else:
         timeline = simulate(own, schedule)
         need = smallest_limit(allocator_events(step, request, schedule, timeline)) + step.account[CONTEXT]

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils import _pytree as pytree
 
+from planner.compat import pytree
 from planner.compat.distributed import (
     FSDPParam,
     FSDPParamGroup,

@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 from planner.core.plan import Decision
-from planner.core.step import Replay, Step, backward_reads, live_before
+from planner.core.step import Replay, Runs, Step, live_before, needed_in_backward
 
 REPLAYED = "drawn again under the saved state of the generator"
 
 
-def decisions(step: Step, planned: Replay) -> tuple[Decision, ...]:
+def decisions(step: Step, runs: Runs) -> tuple[Decision, ...]:
     """One decision per forward value that the backward pass needs, in their order. O(steps + reads)."""
-    problem, times = step.problem, Counter(planned.schedule.steps)
-    found = []
+    problem, found = step.problem, list[Decision]()
     for i, (op, origin) in enumerate(zip(problem.ops[: problem.boundary], step.origins, strict=False)):
-        needed = [v for v in op.writes if step.names[v] and backward_reads(step, v)]
-        again = [v for v in needed if v not in planned.saved_for_backward]  # one run makes them: they share its time
-        if not again and times[i] > 1:  # dropped and made again within the forward pass
-            again = needed
+        needed = [v for v in op.writes if step.names[v] and needed_in_backward(step, v)]
+        again = [v for v in needed if v not in runs.saved_for_backward]  # one run makes them: they share its time
+        if not again and runs.times[i] > 1:  # dropped and made again within the forward pass
+            again = [v for v in needed if v not in runs.copied]
         for v in needed:
             found.append(
                 Decision(
                     name=step.names[v],
                     action="recompute" if v in again else "keep",
                     nbytes=problem.sizes[v],
-                    recompute_seconds=op.cost * (times[i] - 1) / len(again) if v in again else 0.0,
+                    recompute_seconds=op.cost * (runs.times[i] - 1) / len(again) if v in again else 0.0,
                     module=origin.module,
                     source=origin.source,
-                    reason=origin.keep_because or (REPLAYED if v in again and origin.random else ""),
+                    reason=origin.keep_because if v not in again else REPLAYED if origin.random else "",
                     op=origin.kind,
                 )
             )
@@ -45,7 +42,8 @@ def peak_account(step: Step, planned: Replay) -> dict[str, int]:
     i = schedule.steps[at]
     op, waiting = problem.ops[i], problem.waiting
     gathered = live & step.gathered
-    activations = {v for v in live if problem.producer[v] < problem.boundary} - gathered
+    makers = {v: step.origins[problem.producer[v]] for v in live}
+    activations = {v for v, at in makers.items() if at.phase == "forward" or at.again} - gathered
     in_flight = waiting is not None and any(number for number, _ in (*waiting.forward, *waiting.backward))
     others = "microbatches in flight" if in_flight else "gradients of the step before"
     return {

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from types import MappingProxyType
 
 import torch
 from torch import fx
@@ -16,14 +15,12 @@ from planner.capture.trace.dynamo import Partition
 from planner.capture.trace.state_guard import random_kept
 from planner.capture.trace.step import TrainingGraph, capture
 from planner.codegen.emit import emit, keep_everything
-from planner.core.identity import identity
-from planner.core.plan import GraphModules, PlanRecord
+from planner.core.plan import GraphModules
 from planner.core.recipe import PlannedRegion, Recipe
 from planner.core.step import Pass, Step, replay, run_passes
-from planner.costs.account import account_of, planned_step
+from planner.costs.account import account_of
 from planner.costs.measured_ops import measure
 from planner.costs.ops import estimate
-from planner.eager.pipeline import make_eager_plan
 from planner.errors import CaptureError, InfeasibleBudgetError, RankError
 from planner.lowering.build import BuildSettings, build, split_by_region
 from planner.lowering.collectives import insert_collectives
@@ -32,12 +29,13 @@ from planner.lowering.microbatches import add_microbatches, in_words
 from planner.parallel.fsdp import groups_of
 from planner.parallel.group import other_world
 from planner.planning.adopt_schedule import adopt_known, adopt_schedule, same_structure
-from planner.planning.decisions import decisions, peak_account
+from planner.planning.decisions import peak_account
+from planner.planning.eager import make_eager_plan
 from planner.planning.fragmentation import solve_with_margin
-from planner.planning.timelines import baseline_timeline, planned_timeline
+from planner.planning.record import record_of
 from planner.requests.planned import Filed, Known, Planned, source_of
 from planner.requests.request import Request
-from solvers import InfeasibleError, Solution, cost_bound, every_op_once, solve
+from solvers import InfeasibleError, Solution, cost_bound, solve
 from solvers.progress import bar, clock
 
 # from torch 2.13 on, a compiled region may free a gradient that enters its backward pass while that runs
@@ -190,7 +188,6 @@ def write(request: Request, graph: TrainingGraph, step: Step, solution: Solution
     """The plan that a solution of the step is."""
     problem = step.problem
     planned = replay(problem, solution.schedule, solution.timeline)
-    baseline = replay(problem, every_op_once(problem))
     passes = split_by_region(step, solution.schedule, len(graph.regions))
 
     @cache
@@ -198,30 +195,8 @@ def write(request: Request, graph: TrainingGraph, step: Step, solution: Solution
         pairs = zip(graph.regions, passes, strict=True)
         return tuple(GraphModules(*emit(region, *each)) for region, each in pairs if region.fingerprint)
 
-    record = PlanRecord(
-        budget_bytes=request.budget_bytes,
-        peak_bytes=solution.timeline.peak,
-        baseline_peak_bytes=baseline.timeline.peak,
-        resident_bytes=problem.resident,
-        overhead=solution.timeline.cost / problem.total_cost - 1,
-        bound=solution.bound,
-        gap=solution.gap,
-        solver=solution.solver,
-        solve_seconds=solution.seconds,
-        timeline=planned_timeline(step, planned),
-        baseline_timeline=baseline_timeline(step, planned, baseline),
-        decisions=decisions(step, planned),
-        step_seconds=solution.timeline.cost,
-        account=MappingProxyType({**step.account, **peak_account(step, planned)}),
-        note=" ".join(filter(None, [solution.note, in_words(problem, planned), graph.note, *_notes(request, graph)])),
-        device=request.device.name,
-        recipe=_recipe(graph, passes),
-        problem=problem,
-        schedule=solution.schedule,
-        options=request.options,
-        step=planned_step(request, step.account["optimizer state"], step.optimizer_step),
-        identity=identity(request.model),
-    )
+    note = " ".join(filter(None, [solution.note, in_words(problem, planned), graph.note, *_notes(request, graph)]))
+    record = record_of(request, step, planned, replace(solution, note=note), _recipe(graph, passes))
     return Planned(record, request, graphs)
 
 

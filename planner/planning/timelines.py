@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 from planner.core.account import BACKWARD, GRADIENTS, KEPT, PARAMETERS, PASSING, RECOMPUTED, resident
 from planner.core.plan import Action, BaselineMoment, Held, Moment
-from planner.core.step import Replay, Step, backward_reads
+from planner.core.step import Replay, Runs, Step, needed_in_backward
 from solvers import Problem
 
 
@@ -18,20 +16,20 @@ def planned_timeline(step: Step, planned: Replay) -> tuple[Moment, ...]:
         at = step.origins[i]
         # an early free may make an op run again in the forward pass, and the forward ops of one graph after another's
         phase = "backward" if i in seen and problem.boundary in seen else at.phase
-        timeline.append(Moment(at.kind, phase, i in seen, held, problem.ops[i].cost, at.module, at.source))
+        timeline.append(Moment(at.kind, phase, i in seen or at.again, held, problem.ops[i].cost, at.module, at.source))
         seen.add(i)
     return tuple(timeline)
 
 
-def baseline_timeline(step: Step, planned: Replay, baseline: Replay) -> tuple[BaselineMoment, ...]:
+def baseline_timeline(step: Step, runs: Runs, baseline: Replay) -> tuple[BaselineMoment, ...]:
     """The timeline of every op once, with what the plan does with each op. O(ops + reads).
 
     Args:
         step: the training step.
-        planned: the plan's schedule.
+        runs: what the plan makes of it.
         baseline: every op once.
     """
-    problem, times = step.problem, Counter(planned.schedule.steps)
+    problem = step.problem
     return tuple(
         BaselineMoment(
             at.kind,
@@ -40,23 +38,23 @@ def baseline_timeline(step: Step, planned: Replay, baseline: Replay) -> tuple[Ba
             op.cost,
             at.module,
             at.source,
-            nbytes=sum(problem.sizes[v] for v in op.writes),
-            runs=times[i],
-            action=_action(step, planned, i, times[i]),
-            reads=tuple(dict.fromkeys(problem.producer[v] for v in op.reads)),
+            nbytes=sum(problem.sizes[v] for v in op.writes if (i, v) not in step.holds),
+            runs=runs.times[i],
+            action=_action(step, runs, i),
+            reads=tuple(dict.fromkeys(problem.producer[v] for v in op.reads if (i, v) not in step.holds)),
         )
         for i, (op, at, held_bytes) in enumerate(zip(problem.ops, step.origins, baseline.timeline.held, strict=True))
     )
 
 
-def _action(step: Step, planned: Replay, i: int, times: int) -> Action | None:
-    """The plan's decision on the values of op number `i`, which runs so many times."""
+def _action(step: Step, runs: Runs, i: int) -> Action | None:
+    """What becomes of the values of op number `i`."""
     if i >= step.problem.boundary:
         return None
-    if times > 1:
+    if runs.times[i] > 1:
         return "recompute"
-    saved = (v for v in step.problem.ops[i].writes if v in planned.saved_for_backward)
-    return "keep" if any(backward_reads(step, v) for v in saved) else None
+    saved = (v for v in step.problem.ops[i].writes if v in runs.saved_for_backward)
+    return "keep" if any(needed_in_backward(step, v) for v in saved) else None
 
 
 def by_kind(step: Step, planned: Replay) -> list[Held]:
@@ -73,7 +71,7 @@ def by_kind(step: Step, planned: Replay) -> list[Held]:
         for v in op.writes:
             if v in kind_of:
                 replaced.append((v, kind_of[v]))
-            kind_of[v] = kind = _kind(step, i, v, i in seen, transient)
+            kind_of[v] = kind = _kind(step, i, v, i in seen or step.origins[i].again, transient)
             live[kind] += problem.sizes[v]
         found.append(Held._make([*live[:-2], others, op.workspace]))
         for v, kind in replaced:

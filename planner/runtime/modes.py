@@ -44,9 +44,7 @@ def refuse_compiled(model: nn.Module, own: Any, modules: Sequence[nn.Module] | N
     """
     first, *others = replaced_calls(modules_in(model) if modules is None else modules)
     if first is not own:
-        raise ApplyError(
-            f"this {type(model).__name__} is already compiled with model.compile(); plan it uncompiled"
-        )
+        raise ApplyError(f"this {type(model).__name__} is already compiled with model.compile(); plan it uncompiled")
     if others.count(None) == len(others):
         return
     name = next(name for name, module in model.named_modules() if name and replaced_call(module) is not None)

@@ -1,0 +1,42 @@
+"""From a checked request to a plan that runs without torch.compile."""
+
+from __future__ import annotations
+
+import time
+
+from planner.eager.pipeline import choose
+from planner.errors import InfeasibleBudgetError
+from planner.planning.decisions import peak_account
+from planner.planning.record import Unplanned, record_of
+from planner.requests.planned import Known, Planned
+from planner.requests.request import Request
+from solvers import Solution
+from solvers.progress import bar, clock
+
+
+def make_eager_plan(
+    request: Request, like: Planned | None = None, *, known: Known | None = None, must_match: bool = False
+) -> Planned:
+    """Plan a checked request that has a batch, to run without torch.compile; raises as `plan()` does.
+
+    Args:
+        request: what to plan.
+        like: a plan whose choice is taken where it fits.
+        known: as for `make_plan()`.
+        must_match: as for `make_plan()`.
+    """
+    began = time.perf_counter()
+    with (
+        bar("planning", request.options.progress, bar_format="{desc}: {n} steps traced, {elapsed}") as shown,
+        clock(shown),
+    ):
+        found = choose(request, None if like is None else like.record, known, must_match, lambda: shown.update())
+    trial = found.trial
+    if trial.peak > request.budget_bytes:
+        takes = {**trial.step.account, **peak_account(trial.step, trial.replay)}
+        takes = dict(sorted(takes.items(), key=lambda line: -line[1]))
+        raise InfeasibleBudgetError(request.budget_gb, trial.peak, takes)
+    seconds, bound = time.perf_counter() - began, found.step.problem.total_cost
+    solution = Solution(trial.replay.schedule, trial.replay.timeline, "eager", seconds, bound, found.note)
+    unplanned = Unplanned(found.step, found.runs)
+    return Planned(record_of(request, trial.step, trial.replay, solution, trial.choice, unplanned), request)
