@@ -16,13 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from .problems import shorten
-
 # ranks are forked from a process that has imported this and run nothing: it is imported once for all of them
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
-    ["planner", "torch.distributed", "functorch.compile", "torch.profiler", "tqdm", "hypothesis", "pytest"]
-)
+_CONTEXT.set_forkserver_preload(["planner", "torch.distributed", "functorch.compile", "torch.profiler", "tqdm"])
 
 
 @dataclass(frozen=True)
@@ -111,7 +107,6 @@ def ends_of(
 def _rank(rank: int, ranks: int, folder: str, work: bytes, options: dict[str, Any], pipe: Any) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    shorten(pytest.MonkeyPatch())  # no test on ranks is of how good the schedules are
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
     options = {"timeout": timedelta(seconds=60), **options}
     failed = None

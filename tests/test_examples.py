@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-pytestmark = pytest.mark.usefixtures("short_searches")
-
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 

@@ -29,8 +29,6 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, Dataset
 
-pytestmark = pytest.mark.usefixtures("short_searches")
-
 
 class Points(Dataset):
     def __init__(self, n, width):
