@@ -23,7 +23,7 @@ test: env
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/mypy
-	$(BIN)/python -m pytest --numprocesses auto
+	$(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
 bench: env
 	$(BIN)/python -m benchmarks.planning

@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from solvers import SOLVERS, InfeasibleError, SolverError, from_json, solve
 from solvers.__main__ import seconds
-from solvers.problem import read
+from solvers.instances import read
 from solvers.schedule import to_steps
 
 INSTANCES = Path(__file__).parents[2] / "shared" / "instances"

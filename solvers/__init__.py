@@ -1,20 +1,25 @@
 """Solvers for rematerialization problems. Knows no torch: `Problem` in, `Schedule` out.
 
-`solve` looks a solver up by name; `simulate` is the one judge of every answer.
+`solve` looks a solver up by name; `simulate` is the one judge of every answer; `register_solver` adds a solver.
 """
 
-from solvers.auto import Minimum, auto, minimum_peak
-from solvers.bounds import cost_bound, minimum_peak_bound, relaxation_bound
-from solvers.chen import chen
-from solvers.errors import InfeasibleError, ProblemError, SolverError, UnknownSolverError
-from solvers.ilp import ilp
-from solvers.pareto import pareto
-from solvers.problem import Op, Problem, Waiting, from_json, load, to_json
-from solvers.schedule import Schedule, Timeline, every_op_once, simulate, validate
-from solvers.solve import SOLVERS, Solution, solve
+from solvers.auto import auto
+from solvers.bounds.cost import cost_bound, relaxation_bound
+from solvers.bounds.peak import minimum_peak_bound
+from solvers.errors import ProblemError, SolverError, UnknownSolverError
+from solvers.exact.checkmate import ilp
+from solvers.instances import from_json, load, to_json
+from solvers.problem import Op, Problem, Waiting
+from solvers.protocol import Answer, Solution, Solver
+from solvers.schedule import InfeasibleError, Schedule, Timeline, every_op_once, simulate, validate
+from solvers.search.chen import chen
+from solvers.search.curve import pareto
+from solvers.search.leanest import Minimum, minimum_peak
+from solvers.solve import SOLVERS, register_solver, solve
 
 __all__ = [
     "SOLVERS",
+    "Answer",
     "InfeasibleError",
     "Minimum",
     "Op",
@@ -22,6 +27,7 @@ __all__ = [
     "ProblemError",
     "Schedule",
     "Solution",
+    "Solver",
     "SolverError",
     "Timeline",
     "UnknownSolverError",
@@ -36,6 +42,7 @@ __all__ = [
     "minimum_peak",
     "minimum_peak_bound",
     "pareto",
+    "register_solver",
     "relaxation_bound",
     "simulate",
     "solve",

@@ -2,8 +2,8 @@
 
 SCHEDULE.json is `{"steps": [["compute", op], ["free", value], ...]}`. A published instance has one value per op with
 the op's own number, so that both are op numbers. In the project's own format an op may write several values or none:
-"compute" then names an op and makes all that it writes, "free" names one value. What is made again while it is held is
-freed first.
+"compute" then names an op and writes all of its values, "free" names one value. Where an op writes a value of which a
+copy is still live, the old copy is freed first.
 
 Exit status: 0 solved, 1 no schedule within the budget, 2 bad input, 130 interrupted.
 """
@@ -21,10 +21,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from solvers.errors import InfeasibleError, ProblemError, SolverError
-from solvers.problem import Problem, from_json, read
-from solvers.schedule import to_steps
-from solvers.solve import SOLVERS, Solution, solve
+from solvers.errors import ProblemError, SolverError
+from solvers.instances import from_json, read
+from solvers.problem import Problem
+from solvers.protocol import Solution
+from solvers.schedule import InfeasibleError, to_steps
+from solvers.solve import SOLVERS, solve
 
 UNITS = {"": 1, "B": 1, "KB": 2**10, "MB": 2**20, "GB": 2**30, "TB": 2**40}
 
@@ -95,18 +97,18 @@ def seconds(text: str) -> float:
 
 def size(text: str) -> int:
     """Bytes from `5053251584`, `5GB`, `4.7 gib`; units are powers of 1024, as everywhere in this project."""
-    found = re.fullmatch(r"(\d+|\d*\.\d+|\d+\.)\s*([KMGT]?I?B|)", text.strip().upper(), re.ASCII)
-    if not found or len(text) > 100:
+    match = re.fullmatch(r"(\d+|\d*\.\d+|\d+\.)\s*([KMGT]?I?B|)", text.strip().upper(), re.ASCII)
+    if not match or len(text) > 100:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size: give bytes, or a number with KB, MB, GB or TB")
-    number, unit = found[1], UNITS[found[2].replace("I", "")]
+    number, unit = match[1], UNITS[match[2].replace("I", "")]
     return int(number) * unit if number.isdigit() else int(float(number) * unit)
 
 
 def report(problem: Problem, solution: Solution, name: str, published: dict[str, Any]) -> str:
-    """What was found, as text.
+    """The report on a solution, as text.
 
     Args:
-        problem: with the budget that was solved for.
+        problem: with the budget that it was solved for.
         solution: its answer.
         name: what to call a problem that has no name.
         published: `overhead_percent` and `proven_bound_percent` of an answer to compare with, where there is one.

@@ -1,8 +1,8 @@
-"""Schedules and the one judge of every solver's answer.
+"""Schedules, and `simulate`, the one judge of every solver's answer.
 
-A schedule is the sequence of ops to run; when values are freed follows from it. A value is held from the op that
-writes it to the last op that reads it before it is written again (pinned values: to the end); what nothing reads is
-freed as soon as its op ends. No later free could help, so the sequence says everything.
+A schedule is a sequence of ops; it determines when each value is freed. A copy of a value is live from the op that
+writes it to the last op that reads it before the value is written again; a pinned value is live to the end, and a copy
+that no op reads is freed as soon as its op ends. Freeing later never lowers a peak, so the sequence says everything.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from solvers.errors import ProblemError
+from solvers.errors import ProblemError, SolverError
 from solvers.problem import Problem
 
 
@@ -23,11 +23,12 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """What a schedule holds and costs.
+    """Memory and cost of a schedule, step by step.
 
     Attributes:
-        held: for each step, bytes held while it runs: resident, values, outputs, workspace, and what waits.
-        after: for each step, bytes held once it has ended and what nothing reads again is freed.
+        held: for each step, bytes allocated while it runs: resident bytes, live values, its outputs and workspace, and
+            the bytes of waiting microbatches.
+        after: for each step, bytes allocated once it has ended and its frees are done.
         frees: for each step, the values freed when it ends.
         peak: the largest of `held` (of `resident`, where there are no steps).
         cost: summed cost of all steps.
@@ -40,19 +41,26 @@ class Timeline:
     cost: float
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What a solver returns before it is judged.
+class InfeasibleError(SolverError):
+    """The solver knows no schedule within the budget.
 
     Attributes:
-        schedule: the best it found.
-        bound: the best lower bound on the cost that it proved; 0 where it proved none.
-        note: what the user should know: what was coarsened, that time ran out.
+        budget: the budget that was asked for, in bytes.
+        minimum: the peak of the leanest schedule that the solver reached, in bytes; solving again with this budget
+            succeeds.
+        bound: a proven lower bound on the peak of any schedule, in bytes.
+        schedule: that leanest schedule.
     """
 
-    schedule: Schedule
-    bound: float = 0.0
-    note: str = ""
+    def __init__(self, budget: int, minimum: int, bound: int, schedule: Schedule) -> None:
+        super().__init__(
+            f"budget of {budget} bytes: the leanest schedule found peaks at {minimum} bytes "
+            f"(proven: none peaks under {bound}); raise the budget to {minimum} bytes or more"
+        )
+        self.budget = budget
+        self.minimum = minimum
+        self.bound = bound
+        self.schedule = schedule
 
 
 def every_op_once(problem: Problem) -> Schedule:
@@ -63,11 +71,11 @@ def every_op_once(problem: Problem) -> Schedule:
 def simulate(problem: Problem, schedule: Schedule) -> Timeline:
     """Replay a schedule. O(steps + reads) time.
 
-    The answer is exact under the model of `Problem`: while an op runs, what it reads, all that it writes and its
-    workspace are held; a second copy of a value that is still held counts until the op that wrote it ends.
+    The answer is exact under the model of `Problem`: while an op runs, its reads, its writes and its workspace are
+    allocated; where an op writes a value of which a copy is still live, both copies count until the op ends.
 
     Raises:
-        ProblemError: a step reads what is not held, or names an op that does not exist.
+        ProblemError: a step reads a value that is not live, or names an op that does not exist.
     """
     ops, sizes, steps = problem.ops, problem.sizes, schedule.steps
     frees = _frees(problem, steps)
@@ -99,18 +107,18 @@ def simulate(problem: Problem, schedule: Schedule) -> Timeline:
 
 
 def kept_bytes(problem: Problem, steps: tuple[int, ...]) -> int:
-    """Bytes that a schedule holds of its values when the first backward op starts."""
+    """Bytes of the values that are live when the first backward op of a schedule starts."""
     start = steps.index(problem.boundary)
     frees = _frees(problem, steps)
-    held: set[int] = set()
+    live: set[int] = set()
     for i, gone in zip(steps[:start], frees, strict=False):
-        held.update(problem.ops[i].writes)
-        held.difference_update(gone)
-    return sum(problem.sizes[v] for v in held)
+        live.update(problem.ops[i].writes)
+        live.difference_update(gone)
+    return sum(problem.sizes[v] for v in live)
 
 
 def waiting_bytes(problem: Problem, steps: tuple[int, ...]) -> list[int]:
-    """For each step, the bytes of other microbatches. O(steps + reads)."""
+    """For each step, the bytes of the microbatches that wait. O(steps + reads)."""
     waiting = problem.waiting
     if waiting is None or problem.boundary not in steps:
         return [0] * len(steps)
@@ -122,7 +130,7 @@ def waiting_bytes(problem: Problem, steps: tuple[int, ...]) -> list[int]:
 
 
 def _frees(problem: Problem, steps: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Walk the steps backwards: a value not read before its next writing (or the end) is freed here."""
+    """For each step, the values that it frees: no step reads them again before their next write or the end."""
     ops = problem.ops
     wanted = bytearray(len(problem.sizes))  # read later, before it is written again
     for v in problem.pinned:
@@ -147,11 +155,12 @@ def _frees(problem: Problem, steps: tuple[int, ...]) -> tuple[tuple[int, ...], .
 
 
 def validate(problem: Problem, schedule: Schedule) -> Timeline:
-    """Replay a schedule and check everything a schedule must keep to; returns its timeline.
+    """Replay a schedule, check every rule that a schedule must keep to, and return its timeline.
 
     Raises:
-        ProblemError: naming the first step that is wrong: an op missing or out of order, one that must run once
-            running again, a re-run outside its region, a read of what is not held, or a peak above the budget.
+        ProblemError: the message names the first step that breaks a rule: an op is missing or out of order, an op that
+            must run once runs again, a re-run is outside its region, a read value is not live, or the peak is above the
+            budget.
     """
     timeline = simulate(problem, schedule)
     first = 0
@@ -173,17 +182,17 @@ def validate(problem: Problem, schedule: Schedule) -> Timeline:
 
 
 def to_steps(problem: Problem, schedule: Schedule) -> list[list[object]]:
-    """The schedule as `["compute", op]` and `["free", value]` pairs; in published instances these are one number.
+    """The schedule as `["compute", op]` and `["free", value]` pairs; published instances number both alike.
 
-    A value that is made again while it is still held has its old copy freed first.
+    Where an op writes a value of which a copy is still live, the old copy is freed first.
     """
     steps: list[list[object]] = []
-    held: set[int] = set()
+    live: set[int] = set()
     for i, gone in zip(schedule.steps, simulate(problem, schedule).frees, strict=True):
         writes = problem.ops[i].writes
-        steps += [["free", v] for v in writes if v in held]
+        steps += [["free", v] for v in writes if v in live]
         steps.append(["compute", i])
         steps += [["free", v] for v in gone]
-        held.update(writes)
-        held.difference_update(gone)
+        live.update(writes)
+        live.difference_update(gone)
     return steps

@@ -1,52 +1,52 @@
-"""One call for every solver: look it up, run it, judge its answer, say how good it is."""
+"""One call for every solver: look it up in the registry, run it, and judge its answer."""
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 
 from solvers.auto import auto
-from solvers.bounds import cost_bound
-from solvers.chen import chen
-from solvers.errors import ProblemError, UnknownSolverError
-from solvers.ilp import ilp
+from solvers.bounds.cost import cost_bound
+from solvers.errors import SolverError, UnknownSolverError
+from solvers.exact.checkmate import ilp
 from solvers.problem import Problem
-from solvers.schedule import Answer, Schedule, Timeline, validate
+from solvers.protocol import Answer, Solution, Solver, check_time_limit
+from solvers.schedule import validate
+from solvers.search.chen import chen
 
 
-@dataclass(frozen=True, slots=True)
-class Solution:
-    """A schedule, judged.
+def _chen(problem: Problem, *, time_limit: float | None = None, progress: bool | None = None) -> Answer:
+    return Answer(chen(problem))
 
-    Attributes:
-        schedule: what to run.
-        timeline: its replay by `simulate`.
-        solver: the solver's name.
-        seconds: how long it took.
-        bound: proven lower bound on the cost of any schedule within the budget.
-        note: what the solver wants known (what it coarsened, that it ran out of time).
+
+SOLVERS: dict[str, Solver] = {"auto": auto, "chen": _chen, "ilp": ilp}  # the registry: the names that `solve` knows
+
+
+def register_solver(name: str, solver: Solver) -> None:
+    """Give a solver a name, by which `solve`, `planner.plan` and the command lines know it from then on.
+
+    Args:
+        name: not the name of another solver.
+        solver: see `Solver`.
+
+    Raises:
+        SolverError: the name is empty or another solver has it, or `solver` cannot be called.
+
+    Examples:
+        >>> from solvers.schedule import every_op_once
+        >>> register_solver("once", lambda problem, *, time_limit=None, progress=None: Answer(every_op_once(problem)))
+        >>> sorted(SOLVERS)
+        ['auto', 'chen', 'ilp', 'once']
+        >>> del SOLVERS["once"]
     """
-
-    schedule: Schedule
-    timeline: Timeline
-    solver: str
-    seconds: float
-    bound: float
-    note: str = ""
-
-    @property
-    def gap(self) -> float:
-        """Cost over bound, less one: 0.02 means at most 2 % above the best possible."""
-        return self.timeline.cost / self.bound - 1 if self.bound else 0.0
-
-
-SOLVERS: dict[str, Callable[[Problem, float | None, bool | None], Answer]] = {
-    "auto": lambda problem, time_limit, progress: auto(problem, time_limit=time_limit, progress=progress),
-    "chen": lambda problem, time_limit, progress: Answer(chen(problem)),
-    "ilp": lambda problem, time_limit, progress: ilp(problem, time_limit=time_limit, progress=progress),
-}
+    if not (isinstance(name, str) and name):
+        raise SolverError(f"{name!r} is no name of a solver; give a string that is not empty")
+    if not callable(solver):
+        raise SolverError(
+            f"solver {name!r} is {solver!r:.60}, which cannot be called; give a function, see solvers.Solver"
+        )
+    if SOLVERS.get(name, solver) is not solver:
+        raise SolverError(f"another solver has the name {name!r}; give a name that is none of {', '.join(SOLVERS)}")
+    SOLVERS[name] = solver
 
 
 def solve(
@@ -56,26 +56,23 @@ def solve(
 
     Args:
         problem: what to schedule.
-        solver: one of `SOLVERS`.
+        solver: the name of a registered solver: a key of `SOLVERS`.
         time_limit: seconds that a solver which searches by the clock may take; None for its default.
         progress: show a progress bar; None for only where a terminal is watching.
 
     Raises:
-        UnknownSolverError: `solver` is not one of `SOLVERS`.
-        ProblemError: the time limit is not a positive number.
-        InfeasibleError: no schedule within the budget was found.
+        UnknownSolverError: no solver of this name is registered.
+        ProblemError: the time limit is not a positive number, or the solver's schedule breaks a rule.
+        SolverError: the solver returned something else than an `Answer`.
+        InfeasibleError: the solver knows no schedule within the budget.
     """
     if solver not in SOLVERS:
         raise UnknownSolverError(f"solver {solver!r} is not known; the known ones are {', '.join(SOLVERS)}")
     check_time_limit(time_limit)
     start = time.perf_counter()
-    answer = SOLVERS[solver](problem, time_limit, progress)
+    answer = SOLVERS[solver](problem, time_limit=time_limit, progress=progress)
+    if not isinstance(answer, Answer):
+        raise SolverError(f"solver {solver!r} returned {answer!r:.60}; a solver returns solvers.Answer(schedule)")
     timeline = validate(problem, answer.schedule)
     bound = min(timeline.cost, max(answer.bound, cost_bound(problem)))
     return Solution(answer.schedule, timeline, solver, time.perf_counter() - start, bound, answer.note)
-
-
-def check_time_limit(seconds: float | None) -> None:
-    """Raise ProblemError where a time limit is neither None nor a positive number of seconds."""
-    if seconds is not None and not (math.isfinite(seconds) and seconds > 0):
-        raise ProblemError(f"time limit {seconds!r} is not a positive number of seconds")

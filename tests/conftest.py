@@ -6,16 +6,32 @@ import tempfile
 
 import pytest
 import torch
+import torch._dynamo.guards
+
+from .problems import shorten
 
 os.environ["CHECKPOINT_PLANNER_CACHE"] = tempfile.mkdtemp(prefix="checkpoint-planner-")  # not the user's
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler of torch 2.13 otherwise announces itself on stderr
 
+# torch.compile times each graph's guards, after it has emptied the processor's caches, for a log: up to 50 ms a graph
+torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
+
 
 def pytest_collection_finish() -> None:
-    """Keep garbage collections, one of which precedes every measured step, from traversing all imported modules.
+    _freeze()
 
-    Each would take 0.3 s. The planner clears `functools.lru_cache`s, for which it asks the collector, so these stay
-    tracked.
+
+@pytest.fixture(scope="module", autouse=True)
+def _frozen_after_each_module():
+    yield
+    _freeze()
+
+
+def _freeze() -> None:
+    """Keep garbage collections, one of which precedes every measured step, from traversing what stays anyway.
+
+    Imported modules make one take 0.3 s, and each compiled graph, of which torch keeps guards for good, adds to it.
+    The planner clears `functools.lru_cache`s, for which it asks the collector, so these stay tracked.
     """
     gc.collect()
     caches = [ctypes.py_object(c) for c in gc.get_objects() if type(c) is functools._lru_cache_wrapper]
@@ -29,3 +45,11 @@ def pytest_collection_finish() -> None:
 def _one_thread_one_seed():
     torch.set_num_threads(1)
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module")
+def short_searches():
+    """For tests of what holds for every schedule, the best or not: each search does a small part of its work."""
+    with pytest.MonkeyPatch.context() as patch:
+        shorten(patch)
+        yield

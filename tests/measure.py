@@ -34,6 +34,11 @@ def peak_of(run: Callable[[], object], folder: Path) -> int:
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()
+    return peak_in(profiler, folder)
+
+
+def peak_in(profiler: profile, folder: Path) -> int:
+    """The same for what ran while a profiler was on."""
     trace = folder / "trace.json"
     profiler.export_chrome_trace(str(trace))
     events = [e for e in json.loads(trace.read_text())["traceEvents"] if e["name"] == "[memory]"]

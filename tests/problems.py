@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import random
 from dataclasses import replace
 from typing import Any
@@ -174,6 +173,5 @@ def transformer(layers: int) -> Problem:
 
 def shorten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give every search a small part of its work: by count, so that it stays repeatable."""
-    module = importlib.import_module("solvers.auto")  # `solvers.auto` is the function
-    monkeypatch.setattr(module, "STEPS", 2e6)
-    monkeypatch.setattr(module, "STEPS_PER_OP", 0.0)
+    monkeypatch.setattr("solvers.search.effort.STEPS", 2e6)
+    monkeypatch.setattr("solvers.search.effort.STEPS_PER_OP", 0.0)

@@ -39,8 +39,9 @@ def llama(batch: int = 4, layers: int = 4) -> Case:
     return Case(transformers.LlamaForCausalLM(config).train(), tokens(500, batch, 128))
 
 
-def resnet50(batch: int = 4) -> Case:
-    model = transformers.ResNetForImageClassification(transformers.ResNetConfig(num_labels=10))
+def resnet50(batch: int = 4, depths: tuple[int, ...] = (3, 4, 6, 3)) -> Case:
+    config = transformers.ResNetConfig(num_labels=10, depths=list(depths))
+    model = transformers.ResNetForImageClassification(config)
     generator = torch.Generator().manual_seed(0)
     pixels = torch.randn(batch, 3, 96, 96, generator=generator)
     return Case(model.train(), {"pixel_values": pixels, "labels": torch.arange(batch) % 10})
@@ -63,9 +64,9 @@ def unet(batch: int = 2) -> Case:
 
 
 CASES: dict[str, Callable[[], Case]] = {
-    "gpt2": gpt2,
     "gpt2_dropout": lambda: gpt2(dropout=0.1),
+    "unet": unet,
+    "gpt2": gpt2,
     "llama": llama,
     "resnet50": resnet50,
-    "unet": unet,
 }

@@ -15,6 +15,8 @@ from planner import pareto
 from .measure import held_before, peak_of
 from .real_models import CASES, Case, gpt2, llama
 
+pytestmark = pytest.mark.usefixtures("short_searches")
+
 MiB = 2**20
 
 

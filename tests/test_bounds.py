@@ -9,10 +9,11 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from solvers import load, simulate
-from solvers.bounds import _knapsack, cost_bound, minimum_peak_bound, points, relax, relaxation_bound
-from solvers.guides import guides
-from solvers.relaxation import build, solve
+from solvers.bounds.cost import cost_bound, knapsack, points, relax, relaxation_bound
+from solvers.bounds.peak import minimum_peak_bound
+from solvers.bounds.relaxation import build, solve
 from solvers.schedule import every_op_once
+from solvers.search.lp_starts import lp_starts
 
 from .brute_force import cheapest, lowest_peak
 from .problems import random_training_graph, reused_problems, small_problems, transformer
@@ -35,7 +36,7 @@ def test_cost_bounds_are_below_the_optimum_and_above_the_simple_bound(problem, s
     problem = problem.with_budget(lowest_peak(problem) + spare)
     best = cheapest(problem)
     assert best is not None
-    simple, fast, strong = _knapsack(problem), cost_bound(problem), relaxation_bound(problem)
+    simple, fast, strong = knapsack(problem), cost_bound(problem), relaxation_bound(problem)
     assert simple <= fast <= strong <= best * (1 + 1e-9) + 1e-9
 
 
@@ -78,7 +79,7 @@ def test_bounds_of_larger_graphs(seed):
     for problem, quickly in zip(found, fast, strict=True):
         relaxed = relax(problem)
         assert relaxed == relax(problem)  # no clock: the same answer every time
-        assert _knapsack(problem) <= quickly <= relaxation_bound(problem, relaxed)
+        assert knapsack(problem) <= quickly <= relaxation_bound(problem, relaxed)
 
 
 def test_one_point_is_enough_for_a_transformer():
@@ -86,8 +87,8 @@ def test_one_point_is_enough_for_a_transformer():
     problem = transformer(3)
     problem = problem.with_budget(round(0.6 * simulate(problem, every_op_once(problem)).peak))
     relaxed = relax(problem)
-    assert relaxed.bound > 1.05 * (_knapsack(problem) - problem.total_cost)
-    kept = next(guides(problem, relaxed))
+    assert relaxed.bound > 1.05 * (knapsack(problem) - problem.total_cost)
+    kept = next(lp_starts(problem, relaxed))
     assert kept == relaxed.kept(problem, 0.5)
     again = {problem.producer[v] for v in range(len(problem.sizes)) if v not in kept}
     assert sum(problem.ops[i].cost for i in again) == pytest.approx(relaxed.bound, rel=1e-3)
@@ -100,7 +101,7 @@ def test_without_a_limit_nothing_runs_again():
         free = problem.with_budget(budget)
         assert cost_bound(free) == relaxation_bound(free) == problem.total_cost
         assert not relax(free).points
-        assert not list(guides(free, relax(free)))
+        assert not list(lp_starts(free, relax(free)))
     assert points(problem.with_budget(most - 1))
 
 
@@ -109,7 +110,7 @@ def test_without_a_limit_nothing_runs_again():
 def test_published_schedules_cost_no_less_than_the_bounds(path):
     problem, answer = load(path), json.loads(path.read_text())["published"]
     achieved = problem.total_cost * (1 + (answer["overhead_percent"] + 6e-4) / 100)  # it is rounded
-    simple, fast, strong = _knapsack(problem), cost_bound(problem), relaxation_bound(problem)
+    simple, fast, strong = knapsack(problem), cost_bound(problem), relaxation_bound(problem)
     assert simple <= fast <= strong <= achieved
     # what is left of the published overhead is proven, but for the tightest budgets
     assert strong - problem.total_cost >= 0.6 * (achieved - problem.total_cost)

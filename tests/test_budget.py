@@ -23,6 +23,8 @@ from solvers import simulate
 from .measure import held_before, peak_of, results, step_peak
 from .real_models import Case, gpt2, tokens, unet
 
+pytestmark = pytest.mark.usefixtures("short_searches")
+
 RAM = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

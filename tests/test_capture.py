@@ -14,6 +14,8 @@ from planner import CaptureError, InfeasibleBudgetError, ModelError, Plan, plan
 from .measure import held_before, peak_of, results, step_peak
 from .real_models import Case
 
+pytestmark = pytest.mark.usefixtures("short_searches")
+
 
 class Block(nn.Module):
     def __init__(self, width: int = 64):

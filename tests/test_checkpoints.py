@@ -14,6 +14,8 @@ from planner import InfeasibleBudgetError, OptionError, plan
 from .measure import held_before, results, step_peak
 from .real_models import Case, gpt2
 
+pytestmark = pytest.mark.usefixtures("short_searches")
+
 
 class Block(nn.Module):
     def __init__(self, norm: bool):

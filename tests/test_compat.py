@@ -32,7 +32,7 @@ ROOT = Path(planner.__file__).parent
 NAMED_TUPLE = {"_asdict", "_field_defaults", "_fields", "_make", "_replace"}  # public, by collections' documentation
 OPERATORS = ("torch.ops.", "_ATEN")  # names of operators below these may begin with an underscore
 
-ELSEWHERE = ("compat", "parallel", "session")  # not read here
+ELSEWHERE = ("compat",)
 
 
 def is_private(name: str) -> bool:

@@ -11,6 +11,10 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from planner.__main__ import main
+
+from .problems import shorten
+
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -121,8 +125,25 @@ def test_the_demo_holds():
         assert re.search(f"^{line}", result.stdout, flags=re.MULTILINE), line
 
 
-def test_the_demo_says_when_nothing_fits():
-    result = command_line("demo", "--budget", "0.01", "--quiet")
-    assert result.returncode == 1
-    assert re.search(r"^InfeasibleBudgetError: budget_gb=.*minimum_gb=", result.stderr, flags=re.MULTILINE)
-    assert "Traceback" not in result.stderr
+def test_the_demo_says_when_nothing_fits(monkeypatch, capsys):
+    shorten(monkeypatch)
+    assert main(["demo", "--budget", "0.01", "--quiet"]) == 1
+    said = capsys.readouterr().err
+    assert re.search(r"^InfeasibleBudgetError: budget_gb=.*minimum_gb=", said, flags=re.MULTILINE)
+    assert "Traceback" not in said
+
+
+def test_the_page_on_architecture_names_what_is_there():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    packages = {f"planner.{p.parent.name}" for p in (ROOT / "planner").glob("*/__init__.py")} | {"planner.errors"}
+    table = "\n".join(line for line in page.splitlines() if line.startswith("| `planner"))
+    assert set(re.findall(r"`(planner\.\w+)`", table)) == packages
+    files = re.findall(r"`((?:\w+/)+\w+\.py)(?:: ([\w.]+))?", page)
+    assert len(files) > 20
+    for file, name in files:
+        found = [root / file for root in (ROOT, ROOT / "planner") if (root / file).is_file()]
+        assert found, file
+        if name:
+            assert re.search(
+                rf"^ *(class|def) {name.split('.')[-1]}\b|^{name}\b", found[0].read_text(), re.MULTILINE
+            ), name

@@ -12,6 +12,8 @@ from planner import plan
 from .measure import held_before
 from .real_models import gpt2
 
+pytestmark = pytest.mark.usefixtures("short_searches")
+
 
 def small():
     return nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4)), torch.randn(8, 16)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import threading
 from collections.abc import Iterator
 
@@ -11,12 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from solvers import milp, minimum_peak, mip
-from solvers.bounds import minimum_peak_bound
-from solvers.chen import chen
-from solvers.coarsen import coarsen, expand, prune, trim
-from solvers.errors import InfeasibleError
-from solvers.ilp import ilp
+from solvers import InfeasibleError, chen, ilp, minimum_peak, minimum_peak_bound
+from solvers.exact import checkmate_model, highs
+from solvers.exact.coarsen import coarsen, expand, prune, trim
 from solvers.problem import Op, Problem
 from solvers.schedule import Schedule, every_op_once, simulate, validate
 from tests.brute_force import cheapest, lowest_peak
@@ -37,8 +33,7 @@ def _short() -> Iterator[None]:
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing to start from: what the models do not find, nothing does."""
-    module = importlib.import_module("solvers.ilp")
-    monkeypatch.setattr(module, "_start", lambda problem, _: (None, every_op_once(problem)))
+    monkeypatch.setattr("solvers.exact.checkmate._start", lambda problem, _: (None, every_op_once(problem)))
 
 
 def reproducible(examples: int) -> settings:
@@ -177,8 +172,8 @@ def test_an_infeasible_model_is_called_infeasible(name: str, monkeypatch: pytest
     problem = between(random_training_graph(1, 4), 0.5)
     problem = problem.with_budget(minimum_peak_bound(problem) - 1)
     assert problem.budget is not None
-    model = milp.build(problem, milp.positions(problem, 1), problem.budget)
-    assert mip.solve(problem, model, 10.0).status == "infeasible"
+    model = checkmate_model.build(problem, checkmate_model.positions(problem, 1), problem.budget)
+    assert highs.solve(problem, model, 10.0).status == "infeasible"
 
 
 def test_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
@@ -249,12 +244,12 @@ def test_prune_leaves_out_what_nothing_reads() -> None:
 
 def test_interrupting_stops_the_search() -> None:
     problem = between(random_training_graph(1, 14), 0.2)
-    model = milp.build(problem, milp.positions(problem, 1), problem.budget)
+    model = checkmate_model.build(problem, checkmate_model.positions(problem, 1), problem.budget)
 
     def interrupt(best: float, bound: float) -> None:
         raise KeyboardInterrupt
 
     before = threading.active_count()
     with pytest.raises(KeyboardInterrupt):
-        mip.solve(problem, model, 20.0, None, interrupt)
+        highs.solve(problem, model, 20.0, None, interrupt)
     assert threading.active_count() == before

@@ -419,7 +419,7 @@ def test_gradients_that_are_cleared_before_the_backward_pass_are_no_earlier_micr
 
 def searched(wanted=None):
     found = []
-    return found, Search(wanted, lambda model, optimizers: found.append((model, optimizers)))
+    return found, Search(wanted, lambda _, model, optimizers: found.append((model, optimizers)))
 
 
 class Pair(nn.Module):

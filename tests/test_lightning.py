@@ -212,7 +212,7 @@ def test_two_processes_train_by_a_plan(tmp_path):
 
 def test_the_launcher_finds_what_is_called_through_ddp():
     found, net = [], Net("self")
-    with Search(None, lambda model, *_: found.append(model)).watching():
+    with Search(None, lambda _, model, *__: found.append(model)).watching():
         optimizer = net.configure_optimizers()
         _ForwardRedirection()(nn.DataParallel(net), net, "training_step", [torch.ones(2, 64)], 0)
     assert optimizer.param_groups

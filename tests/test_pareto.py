@@ -13,11 +13,11 @@ from torch import nn
 from planner import BatchError, ModelError, OptionError, pareto
 from solvers import InfeasibleError, ProblemError, SolverError, chen, every_op_once, minimum_peak, simulate, validate
 from solvers import pareto as solve_all
-from solvers.pareto import curve
+from solvers.search.curve import curve
 
 from .brute_force import cheapest
 from .measure import held_before, results, step_peak
-from .problems import random_training_graph, reused_problems, small_problems
+from .problems import random_training_graph, reused_problems, shorten, small_problems
 from .real_models import CASES
 
 quick = settings(max_examples=25, deadline=None, derandomize=True)
@@ -105,7 +105,8 @@ def test_a_problem_gives_its_solutions():
     assert [s.schedule for s in ours] == [s.schedule for s in theirs]
 
 
-def test_the_plans_of_a_real_model_hold(tmp_path):
+def test_the_plans_of_a_real_model_hold(tmp_path, monkeypatch):
+    shorten(monkeypatch)
     case = CASES["llama"]()
     eager = results(case)
     plans = pareto(case.model, case.batch, points=4, progress=False)

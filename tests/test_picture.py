@@ -22,7 +22,8 @@ from planner.planning.curve import blocks_of
 from planner.report.graph_layout import WIDEST, layout
 from planner.report.svg import ACTIONS, BUDGET, KINDS
 from solvers import every_op_once, simulate, validate
-from solvers.sketch import checkpointed, sketch
+from solvers.search.blocks import checkpointed
+from solvers.search.quick_curve import quick_curve
 from tests.plans import changed
 
 from .pictures import HOSTILE, pictures, square, without_graphviz
@@ -230,7 +231,7 @@ def test_a_sketch_is_within_its_bounds(seed):
     from solvers import solve
 
     problem = random_training_graph(seed, 4)
-    rough = sketch(problem, points=3)
+    rough = quick_curve(problem, points=3)
     assert [peak for peak, _ in rough.points] == sorted({peak for peak, _ in rough.points})
     assert all(a[1] > b[1] for a, b in pairwise(rough.points))
     assert rough.points[-1][1] == pytest.approx(problem.total_cost)

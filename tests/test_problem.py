@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from solvers.errors import ProblemError
-from solvers.problem import MOST_BYTES, Op, Problem, from_json, load, to_json
+from solvers.instances import from_json, load, to_json
+from solvers.problem import MOST_BYTES, Op, Problem
 
 from .problems import random_training_graph, reused_problems, small_problems
 

@@ -4,7 +4,9 @@ import copy
 import random
 
 import numpy as np
+import planner.codegen.emitted
 import pytest
+import solvers.anneal
 import torch
 from torch import nn
 
@@ -12,7 +14,7 @@ import planner.api.front
 import planner.eager.pipeline
 import planner.planning.pipeline
 import planner.planning.record
-import solvers.anneal
+import solvers.search.annealing
 from planner import Plan, applied_plan, max_batch, pareto, plan
 from planner.runtime import compiled as run
 
@@ -112,7 +114,7 @@ PLACES = [
     (planner.planning.pipeline, "estimate", {}),
     (planner.planning.pipeline, "split_by_region", {}),
     (planner.planning.record, "planned_timeline", {}),
-    (solvers.anneal, "anneal", {"solver": "auto"}),
+    (solvers.search.annealing, "anneal", {"solver": "auto"}),
     (planner.eager.pipeline, "trace_step", {"mode": "eager", "budget_gb": 0.002}),
     (planner.eager.pipeline, "search", {"mode": "eager", "budget_gb": 0.002}),
 ]
@@ -131,6 +133,21 @@ def test_an_interruption_while_planning_leaves_everything_as_it_was(module, name
     assert torch._dynamo.config.recompile_limit == settings
     assert not torch.is_inference_mode_enabled()
     assert torch.is_grad_enabled()
+
+
+def test_graphs_are_emitted_when_asked_for_and_may_be_interrupted(step, monkeypatch):
+    model, x = step
+    before = state(model)
+    monkeypatch.setattr(planner.codegen.emitted, "emit", interrupted)
+    p = plan(model, x, **TIGHT)
+    assert len(p.graph_modules) == 1
+    with pytest.raises(KeyboardInterrupt):
+        p.graph_modules[0]
+    monkeypatch.undo()
+    unchanged(model, before)
+    (emitted,) = p.graph_modules
+    assert p.graph_modules[0] is emitted
+    assert emitted.backward.graph.output_node()
 
 
 @pytest.mark.parametrize("from_file", [False, True])

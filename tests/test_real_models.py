@@ -2,101 +2,123 @@
 
 import functools
 import re
+from dataclasses import dataclass
 
 import pytest
 import torch
 
-from planner import InfeasibleBudgetError, plan
+from planner import InfeasibleBudgetError, Plan, plan
 
 from .measure import held_before, results, step_peak
-from .real_models import CASES, Case
+from .real_models import CASES
 
-ROOM_TO_SPARE = "100%"
-
-
-@functools.cache
-def baseline(name: str) -> int:
-    """Predicted peak with everything kept, in bytes."""
-    case = CASES[name]()
-    return plan(case.model, case.batch, budget_gb=ROOM_TO_SPARE, loss_fn=case.loss_fn).baseline_peak_bytes
+pytestmark = pytest.mark.usefixtures("short_searches")
+ROOM_TO_SPARE = float("inf")  # as a fraction of the peak
+# tests of one model follow one another and share its plans
+every_model = pytest.mark.parametrize("name", CASES, scope="module")
+two_models = pytest.mark.parametrize("name", ["gpt2_dropout", "unet"], scope="module")
 
 
-def plan_at(case: Case, name: str, fraction: float, **options):
-    """A plan at a fraction of the baseline peak, or at the smallest budget that is feasible."""
-    budget = fraction * baseline(name) / 2**30
-    try:
-        return plan(case.model, case.batch, budget_gb=budget, loss_fn=case.loss_fn, **options)
-    except InfeasibleBudgetError as e:
-        return plan(case.model, case.batch, budget_gb=e.minimum_gb, loss_fn=case.loss_fn, **options)
+@dataclass(frozen=True)
+class Trained:
+    """What steps by a plan take at their peak, in bytes, and loss, outputs, gradients and buffers of one."""
+
+    plan: Plan
+    measured: int
+    results: dict[str, torch.Tensor]
+
+
+class Real:
+    """A model, its plans, and real steps by them, each made once."""
+
+    def __init__(self, name, folder):
+        self.case = CASES[name]()
+        self.folder = folder
+        self.eager = results(self.case)
+        self.plan = functools.cache(self._plan)
+        self.trained = functools.cache(self._trained)
+
+    def at(self, budget, **options):
+        return plan(self.case.model, self.case.batch, budget_gb=budget, loss_fn=self.case.loss_fn, **options)
+
+    def _plan(self, fraction, *solver):
+        """A plan at a fraction of the baseline peak, or at the smallest budget that is feasible."""
+        if fraction == ROOM_TO_SPARE:
+            return self.at("100%")
+        options = {"solver": solver[0], "time_limit": 10} if solver else {}
+        try:
+            return self.at(fraction * self.plan(ROOM_TO_SPARE).baseline_peak_bytes / 2**30, **options)
+        except InfeasibleBudgetError as e:
+            return self.at(e.minimum_gb, **options)
+
+    def _trained(self, fraction, *solver):
+        p = self.plan(fraction, *solver)
+        p.apply()
+        found = results(self.case)
+        before = {name: b.clone() for name, b in self.case.model.named_buffers()}
+        measured = held_before(self.case) + step_peak(self.case, self.folder)
+        p.remove()
+        self.case.model.load_state_dict(before, strict=False)  # running statistics: every plan begins with the same
+        return Trained(p, measured, found)
+
+
+@pytest.fixture(scope="module")
+def real(name, tmp_path_factory):
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    return Real(name, tmp_path_factory.mktemp(name))
 
 
 @pytest.mark.parametrize("fraction", [0.80, 0.60, 0.45])
-@pytest.mark.parametrize("name", CASES)
-def test_the_budget_holds_and_the_peak_is_as_predicted(name, fraction, tmp_path):
-    case = CASES[name]()
-    p = plan_at(case, name, fraction)
-    p.apply()
-    measured = held_before(case) + step_peak(case, tmp_path)
-    assert measured <= p.budget_bytes
-    assert measured == pytest.approx(p.peak_bytes, rel=0.02)
+@every_model
+def test_the_budget_holds_and_the_peak_is_as_predicted(real, fraction):
+    t = real.trained(fraction)
+    assert t.measured <= t.plan.budget_bytes
+    assert t.measured == pytest.approx(t.plan.peak_bytes, rel=0.02)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_baseline_is_as_predicted(name, tmp_path):
-    case = CASES[name]()
-    p = plan(case.model, case.batch, budget_gb=ROOM_TO_SPARE, loss_fn=case.loss_fn)
-    assert p.overhead == 0
-    assert not [d for d in p.decisions if d.action != "keep"]
-    p.apply()
-    assert held_before(case) + step_peak(case, tmp_path) == pytest.approx(p.baseline_peak_bytes, rel=0.02)
+@every_model
+def test_the_baseline_is_as_predicted(real):
+    t = real.trained(ROOM_TO_SPARE)
+    assert t.plan.overhead == 0
+    assert not [d for d in t.plan.decisions if d.action != "keep"]
+    assert t.measured == pytest.approx(t.plan.baseline_peak_bytes, rel=0.02)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_gradients_loss_outputs_and_buffers_are_equal(name):
-    case = CASES[name]()
-    eager = results(case)
-    keeps = plan_at(case, name, 2.0)
-    keeps.apply()
-    same_graph = results(case)
-    keeps.remove()
+@every_model
+def test_gradients_loss_outputs_and_buffers_are_equal(real):
+    same_graph = real.trained(ROOM_TO_SPARE).results
     for fraction in (0.6, 0.2):
-        recomputes = plan_at(case, name, fraction)
-        assert recomputes.overhead > 0
-        recomputes.apply()
-        ours = results(case)
-        recomputes.remove()
-        assert ours.keys() == same_graph.keys() == eager.keys()
+        t = real.trained(fraction)
+        assert t.plan.overhead > 0
+        assert t.results.keys() == same_graph.keys() == real.eager.keys()
         for key, theirs in same_graph.items():
-            assert torch.equal(ours[key], theirs), f"{key} differs from the same graph without recomputation"
-    for key, theirs in eager.items():
-        torch.testing.assert_close(ours[key], theirs, msg=lambda m, key=key: f"{key}: {m}")
+            assert torch.equal(t.results[key], theirs), f"{key} differs from the same graph without recomputation"
+        for key, theirs in real.eager.items():
+            torch.testing.assert_close(t.results[key], theirs, msg=lambda m, key=key: f"{key}: {m}")
 
 
 @pytest.mark.parametrize("solver", ["chen", "ilp"])
-@pytest.mark.parametrize("name", ["gpt2_dropout", "unet"])
-def test_every_solver_holds_its_budget(name, solver, tmp_path):
-    case = CASES[name]()
-    p = plan_at(case, name, 0.6, solver=solver, time_limit=10)
-    assert p.solver == solver
-    p.apply()
-    measured = held_before(case) + step_peak(case, tmp_path)
-    assert measured <= p.budget_bytes
-    assert measured == pytest.approx(p.peak_bytes, rel=0.02)
+@two_models
+def test_every_solver_holds_its_budget(real, solver):
+    t = real.trained(0.6, solver)
+    assert t.plan.solver == solver
+    assert t.measured <= t.plan.budget_bytes
+    assert t.measured == pytest.approx(t.plan.peak_bytes, rel=0.02)
 
 
-@pytest.mark.parametrize("name", ["gpt2_dropout", "unet"])
-def test_auto_is_no_worse_than_chen(name):
-    case = CASES[name]()
-    chen = plan_at(case, name, 0.6, solver="chen")
-    auto = plan(case.model, case.batch, budget_gb=chen.budget_bytes / 2**30, loss_fn=case.loss_fn)
+@two_models
+def test_auto_is_no_worse_than_chen(real):
+    chen, auto = real.plan(0.6, "chen"), real.plan(0.6)
+    if auto.budget_bytes != chen.budget_bytes:
+        auto = real.at(chen.budget_bytes / 2**30)
     assert auto.overhead <= chen.overhead
     assert auto.bound <= auto.step_seconds
 
 
-@pytest.mark.parametrize("name", ["gpt2_dropout", "unet"])
-def test_emitted_graphs_are_clean_and_name_what_runs_again(name):
-    case = CASES[name]()
-    p = plan_at(case, name, 0.5)
+@two_models
+def test_emitted_graphs_are_clean_and_name_what_runs_again(real):
+    p = real.plan(0.45)
     (region,) = p.graph_modules
     for module in (region.forward, region.backward):
         assert isinstance(module, torch.fx.GraphModule)
@@ -106,5 +128,5 @@ def test_emitted_graphs_are_clean_and_name_what_runs_again(name):
     nodes = (*region.forward.graph.nodes, *region.backward.graph.nodes)  # what is dropped early runs again early
     again = [n for n in nodes if n.meta.get("runs_again")]
     assert len(again) == sum(m.recomputed for m in p.timeline) > 0
-    assert {d.module for d in p.decisions} <= {name for name, _ in case.model.named_modules()}
+    assert {d.module for d in p.decisions} <= {name for name, _ in real.case.model.named_modules()}
     assert all(re.match(r".+\.py:\d+: ", d.source) for d in p.decisions)

@@ -10,6 +10,8 @@ from planner import CaptureError, InfeasibleBudgetError, plan
 from .measure import held_before, results, step_peak
 from .real_models import Case
 
+pytestmark = pytest.mark.usefixtures("short_searches")
+
 STEPS = 4
 
 

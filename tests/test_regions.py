@@ -20,6 +20,8 @@ from solvers import InfeasibleError, Problem, Schedule, every_op_once, simulate,
 from .real_models import gpt2
 from .test_capture import Base, Block, make, trains_as_before
 
+pytestmark = pytest.mark.usefixtures("short_searches")
+
 
 class TwoRegions(Base):
     def middle(self, x):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import math
 import random
 import signal
@@ -17,10 +16,23 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from solvers import InfeasibleError, Problem, ProblemError, Schedule, chen, every_op_once, simulate, validate
-from solvers.anneal import PAUSES
-from solvers.compiled import Journal, Policy, Scratch, Tables, link_all, move, peak_of, put, take_back, unroll
-from solvers.policy import choices, copy, keep_only, realize, scratch, tables
+from solvers import (
+    InfeasibleError,
+    Problem,
+    ProblemError,
+    Schedule,
+    auto,
+    chen,
+    every_op_once,
+    minimum_peak,
+    simulate,
+    validate,
+)
+from solvers.search import effort, rounds
+from solvers.search.annealing import PAUSES
+from solvers.search.arrays import Journal, Policy, Scratch, Tables
+from solvers.search.kernels import link_all, move, peak_of, put, take_back, unroll
+from solvers.search.policy import choices, copy, keep_only, realize, scratch, tables
 
 from .naive import replay
 from .problems import (
@@ -33,7 +45,6 @@ from .problems import (
     with_side_outputs,
 )
 
-auto = importlib.import_module("solvers.auto")  # the module: `solvers.auto` is the function
 quick = settings(max_examples=250, deadline=None, derandomize=True, suppress_health_check=tuple(HealthCheck))
 randoms = st.randoms(use_true_random=False)
 medium = st.builds(random_training_graph, st.integers(0, 99), st.integers(4, 14), st.booleans())
@@ -177,7 +188,7 @@ def short(monkeypatch):
 def test_larger_graphs(seed, share):
     plain = random_training_graph(seed, 40, seed % 2 == 0)
     problem = between(in_regions(plain) if seed > 1 else plain, share)
-    answer = auto.auto(problem, progress=False)
+    answer = auto(problem, progress=False)
     timeline = validate(problem, answer.schedule)  # within the budget, too
     assert problem.total_cost < answer.bound <= timeline.cost * (1 + 1e-9)
     assert timeline.cost <= simulate(problem, chen(problem)).cost * (1 + 1e-9)
@@ -190,34 +201,34 @@ def test_what_does_not_fit_names_a_budget_that_does(seed):
     plain = random_training_graph(seed, 30, seed % 2 == 0)
     problem = in_regions(plain) if seed > 1 else plain
     with pytest.raises(InfeasibleError) as caught:
-        auto.auto(problem.with_budget(problem.resident), progress=False)
+        auto(problem.with_budget(problem.resident), progress=False)
     e = caught.value
     assert problem.resident < e.bound <= e.minimum <= simulate(problem, chen(problem)).peak
     assert validate(problem, e.schedule).peak == e.minimum
     enough = problem.with_budget(e.minimum)
-    validate(enough, auto.auto(enough, progress=False).schedule)
+    validate(enough, auto(enough, progress=False).schedule)
 
 
 @pytest.mark.usefixtures("short")
 def test_the_answer_depends_on_the_problem_alone():
     problem = between(random_training_graph(7, 40), 0.2)
-    first = auto.auto(problem, progress=False)
+    first = auto(problem, progress=False)
     beside: list[object] = []
-    thread = threading.Thread(target=lambda: beside.append(auto.minimum_peak(problem, progress=False)))
+    thread = threading.Thread(target=lambda: beside.append(minimum_peak(problem, progress=False)))
     thread.start()
-    second = auto.auto(problem, progress=False)
+    second = auto(problem, progress=False)
     thread.join()
     assert first == second
-    assert beside == [auto.minimum_peak(problem, progress=False)]
+    assert beside == [minimum_peak(problem, progress=False)]
 
 
 def test_out_of_time_there_is_an_answer_still():
     problem = between(random_training_graph(7, 40), 0.2)
-    answer = auto.auto(problem, time_limit=1e-3, progress=False)
+    answer = auto(problem, time_limit=1e-3, progress=False)
     assert validate(problem, answer.schedule).cost <= simulate(problem, chen(problem)).cost * (1 + 1e-9)
     assert "time ran out" in answer.note
     with pytest.raises(InfeasibleError) as caught:
-        auto.auto(problem.with_budget(problem.resident), time_limit=1e-3, progress=False)
+        auto(problem.with_budget(problem.resident), time_limit=1e-3, progress=False)
     segments = simulate(problem, chen(problem.with_budget(None))).peak
     assert problem.resident < caught.value.bound <= caught.value.minimum <= segments
 
@@ -237,12 +248,12 @@ def test_interrupting_stops_every_walk(by_signal, monkeypatch):
         if ticks == 1:
             signal.pthread_kill(main, signal.SIGINT)
 
-    monkeypatch.setattr(auto, "bar_of", lambda *_: nullcontext(SimpleNamespace(update=tick)))
-    monkeypatch.setattr(auto, "CHANGES", 10 * auto.CHANGES)
+    monkeypatch.setattr(rounds, "bar_of", lambda *_: nullcontext(SimpleNamespace(update=tick)))
+    monkeypatch.setattr(effort, "CHANGES", 10 * effort.CHANGES)
     before = set(threading.enumerate())
     gc.collect()  # what is raised while Python frees what other tests left is dropped
     with pytest.raises(KeyboardInterrupt):
-        auto.auto(problem, time_limit=300.0)
+        auto(problem, time_limit=300.0)
     assert set(threading.enumerate()) == before
     assert ticks < PAUSES  # the first round alone has eight times as many
 
@@ -253,5 +264,5 @@ def test_where_the_loss_leaves_no_room_the_lowest_peak_is_the_proven_one():
     ops = list(problem.ops)
     first = ops[problem.boundary]
     ops[problem.boundary] = replace(first, workspace=90 << 20)
-    least = auto.minimum_peak(replace(problem, ops=tuple(ops)))
+    least = minimum_peak(replace(problem, ops=tuple(ops)))
     assert least.peak == least.bound

@@ -19,6 +19,8 @@ from planner.capture.shapes import grows
 from .measure import held_before, results, step_peak
 from .real_models import Case, gpt2
 
+pytestmark = pytest.mark.usefixtures("short_searches")
+
 BASELINES: dict[str, int] = {}  # peaks with everything kept, by model and batch
 
 

@@ -1,7 +1,6 @@
 """Solvers that know no torch: on random graphs, and on published instances where they are to be had."""
 
 import contextlib
-import importlib
 import json
 import math
 import subprocess
@@ -33,6 +32,7 @@ from solvers import (
     validate,
 )
 from solvers.schedule import to_steps
+from solvers.search.rounds import search
 
 from .brute_force import cheapest, lowest_peak
 from .problems import random_training_graph, reused_problems, shorten, small_problems
@@ -41,7 +41,6 @@ INSTANCES = Path(__file__).parents[2] / "shared" / "instances"
 published = pytest.mark.skipif(not INSTANCES.is_dir(), reason=f"the published instances are not at {INSTANCES}")
 quick = settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=tuple(HealthCheck))
 any_small = st.one_of(small_problems(), reused_problems())
-search = importlib.import_module("solvers.auto").search  # `solvers.auto` is the function
 
 
 @pytest.fixture

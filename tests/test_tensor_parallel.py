@@ -27,6 +27,8 @@ from planner.errors import BatchError, CaptureError, InfeasibleBudgetError, Opti
 from .measure import peak_of
 from .processes import on_ranks
 
+pytestmark = pytest.mark.usefixtures("short_searches")
+
 SHARE = 0.65  # of what a step takes: the budget
 WIDTH, ROWS = 64, (4, 64, 64)
 

@@ -18,6 +18,8 @@ from planner.planning.decisions import REPLAYED
 from .measure import held_before, results, step_peak
 from .real_models import Case
 
+pytestmark = pytest.mark.usefixtures("short_searches")
+
 
 class Layer(nn.Module):
     def __init__(self):

@@ -24,10 +24,10 @@ from solvers import (
     to_json,
     validate,
 )
-from solvers.anneal import Search
-from solvers.auto import search
-from solvers.ilp import ilp
+from solvers.exact.checkmate import ilp
 from solvers.schedule import Schedule, kept_bytes
+from solvers.search.annealing import Search
+from solvers.search.rounds import search
 
 from .brute_force import cheapest, lowest_peak
 from .problems import small_problems, transformer

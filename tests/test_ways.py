@@ -11,6 +11,8 @@ from planner import PlanWarning, applied_plan, plan
 
 from .measure import peak_of
 
+pytestmark = pytest.mark.usefixtures("short_searches")
+
 
 class Block(nn.Module):
     def __init__(self, width=32):

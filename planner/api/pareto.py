@@ -17,8 +17,8 @@ from planner.planning.pipeline import graph_of, lower, write
 from planner.requests.check import check
 from solvers import Problem, ProblemError, Solution
 from solvers import pareto as solve
-from solvers.pareto import check_points, curve
 from solvers.progress import bar
+from solvers.search.curve import check_points, curve
 
 
 @overload

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import CodeType
 from typing import Any
 
@@ -18,11 +19,18 @@ from torch._guards import TracingContext
 __all__ = ["aot_autograd", "compile_call", "dynamo_config", "forget_compiled", "inner_module", "is_tracing"]
 
 
-def compile_call(model: nn.Module, backend: Callable[..., Any]) -> Callable[..., Any]:
+def compile_call(
+    model: nn.Module, backend: Callable[..., Any], settings: Callable[[], AbstractContextManager[object]] = nullcontext
+) -> Callable[..., Any]:
     """A module's call with its hooks (`Module._call_impl`), compiled with static shapes (torch 2.11 to 2.13).
 
     Dynamo keeps what it compiled as long as the code object that it belongs to. The call has a code object of its own,
     so that guards of other models are not in its way, and all that was compiled goes with it.
+
+    Args:
+        model: whose call it is.
+        backend: as for `torch.compile`.
+        settings: gives a context in which frames are compiled, and no graph runs.
     """
 
     # a frame of ours on top also lets Dynamo see modules that are torch's own (nn.Sequential)
@@ -30,9 +38,18 @@ def compile_call(model: nn.Module, backend: Callable[..., Any]) -> Callable[...,
         return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     call.__code__ = call.__code__.replace(co_varnames=call.__code__.co_varnames)
-    compiled: Callable[..., Any] = torch.compile(call, backend=backend, dynamic=False)
-    for key in [k for k, b in cached_backends.items() if getattr(b, "compiler_fn", None) is backend]:
-        del cached_backends[key]  # kept for torch._dynamo.reset(), which has nothing to do for ours
+    optimize = torch._dynamo.optimize(backend, dynamic=False)  # torch.compile without a name for the backend
+    compile_frame = getattr(optimize, "callback", None)  # none where torch.compile is disabled
+
+    def compile_under_settings(*frame: Any) -> Any:
+        with settings():
+            return compile_frame(*frame)
+
+    if compile_frame is not None:
+        compile_under_settings._torchdynamo_orig_backend = compile_frame  # type: ignore[attr-defined]
+        optimize.callback = compile_under_settings
+    compiled: Callable[..., Any] = optimize(call)
+    cached_backends.pop(id(backend), None)  # kept for torch._dynamo.reset(), which has nothing to do for ours
     weakref.finalize(call, reset_code, call.__code__)  # the code is held by what was compiled for it
     return compiled
 

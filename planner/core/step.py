@@ -51,6 +51,9 @@ Row = tuple[Op, OpOrigin]  # an op of a problem, with its row of the provenance 
 class Step:
     """One training step: the problem that solvers see, and the provenance of its ops and values.
 
+    Ops of the phases "forward" and "loss" come first, and `problem.boundary` is at, or just after, the last op of the
+    loss: the values held there are saved for the backward pass.
+
     Attributes:
         problem: ops, values and what is resident.
         account: lines of the budget that are resident: name -> bytes; they add up to `problem.resident`.
@@ -62,8 +65,8 @@ class Step:
         gathered: values that are parameters, or buffers of them, which devices share and gather for use.
         optimizer_step: bytes of the temporaries of the optimizer's step; None where no optimizer is counted.
         groups: sets of ops that are kept or recomputed together; none where each op is decided alone.
-        holds: reads and writes, as pairs (op, value), that only say how long autograd or a variable of Python holds the
-            value: the op does not use or make it.
+        holds: reads and writes, as pairs (op, value), that only say from when on, or until when, autograd or a name in
+            Python holds the value: the op does not use or make it.
     """
 
     problem: Problem

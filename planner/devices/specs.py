@@ -133,11 +133,12 @@ def find_device(device: str | torch.device | None, model_device: torch.device) -
     except (RuntimeError, TypeError) as e:
         known = ", ".join(DEVICES)
         raise OptionError(f"device={device!r} is not known; give one of {known}, or a torch device") from e
-    if place.type not in ("cpu", "cuda"):
-        raise OptionError(
-            f"device={str(place)!r} is not supported; give one of {', '.join(DEVICES)}, or a torch device"
-        )
-    return _card(place) if place.type == "cuda" else DEVICES["cpu"]
+    if place.type == "cuda":
+        return _card(place)
+    for profile in DEVICES.values():
+        if profile.type == place.type:
+            return profile
+    raise OptionError(f"device={str(place)!r} is not supported; give one of {', '.join(DEVICES)}, or a torch device")
 
 
 def _card(place: torch.device) -> Device:

@@ -25,7 +25,7 @@ DOES_NOT_FIT, BAD_INPUT = 1, 2  # exit statuses
 _Module: Any = nn.Module  # whose call, and
 _Optimizer: Any = optim.Optimizer  # whose constructor is watched
 
-Found = Callable[[nn.Module, list[optim.Optimizer]], None]
+Found = Callable[["Search", nn.Module, list[optim.Optimizer]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Search:
 
     Args:
         wanted: the variable or the class of the only one to find; None for all that are trained one after another.
-        found: called with a model, its optimizers, and the arguments of its call, before that runs. A PlannerError
+        found: called with this object, a model and its optimizers, before the call of the model runs. A PlannerError
             of it ends the script, with its message.
     """
 
@@ -107,7 +107,7 @@ class Search:
                 return
             _Module.__call__ = self.call  # what plans calls modules, and makes optimizers
             with self.paused():
-                self.found(model, [o for o in optimizers if parameters([o]) & own])
+                self.found(self, model, [o for o in optimizers if parameters([o]) & own])
             self.over = self.wanted is not None
         _Module.__call__ = self.call
         self.optimizers.clear()

@@ -19,8 +19,8 @@ from planner.core.options import GB
 from planner.costs.static_memory import storage_bytes
 from planner.errors import ApplyError, OptionError
 from planner.integrations.discovery import Trained, apart, ids, parameters, unwrapped, watched
-from planner.integrations.launch import counted
 from planner.integrations.trainer import COMPILES, ENGINE, LEAVE, plan_in
+from planner.integrations.watching import counted
 from planner.requests.batch import LATER
 from planner.runtime.interception import attached, detach
 from planner.runtime.modes import LIGHTNING

@@ -7,7 +7,7 @@ keep; outputs of the last stage, until they are merged.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -53,32 +53,9 @@ def plan_schedule(schedule: Any, *, budget_gb: float | str | None = None, **opti
         BudgetError: the stages' parameters and gradients alone take more.
         PlannerError: of `plan()`, for other arguments; and in the first step, where no plan fits.
     """
-    from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
-
     name = type(schedule).__name__
-    if isinstance(schedule, PipelineScheduleSingle):
-        stages = stages_of(schedule)
-        order = (getattr(schedule, "pipeline_order", None) or {}).get(stages[0].stage_index)
-    elif isinstance(schedule, PipelineScheduleMulti):
-        stages = stages_of(schedule)
-        order = schedule.pipeline_order.get(schedule.rank)
-    else:
-        raise OptionError(f"plan_schedule() needs a schedule of torch.distributed.pipelining; it was given a {name}")
-    if loss_of(schedule) is None:
-        raise OptionError(f"{name} has no loss_fn, so that it runs no backward pass: there is nothing to plan")
-    if not order:
-        raise OptionError(f"{name} does not say in which order it runs its microbatches; plan its stages with plan()")
-    for given in ("loss_fn", "in_flight"):
-        if given in options:
-            raise OptionError(f"{given} is the schedule's own; leave it out")
-    if options.get("mode", "compiled") != "compiled":
-        raise OptionError(f"mode={options['mode']!r} does not count microbatches in flight; leave it out")
-    for stage in stages:
-        if stage.dw_builder is not None:
-            raise OptionError(
-                f"stage {stage.stage_index} has a dw_builder, which splits its backward pass; leave it out"
-            )
-
+    stages, order = _stages(schedule, name)
+    _check(schedule, name, stages, order, options)
     loss = _Loss(schedule, stages)
     flights = [_flight(schedule, stage, _actions(order, name), stages) for stage in stages]
     most = [1 + max(others for others, _ in flight.backward) for flight in flights]
@@ -100,6 +77,37 @@ def plan_schedule(schedule: Any, *, budget_gb: float | str | None = None, **opti
             raise
     replace_step(schedule, loss.watched)
     return tuple(made)
+
+
+def _stages(schedule: Any, name: str) -> tuple[list[Any], Any]:
+    """The stages of this rank, and its actions in order; OptionError where it is no schedule."""
+    # torch.distributed.pipelining takes a second to import
+    from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+
+    if isinstance(schedule, PipelineScheduleSingle):
+        stages = stages_of(schedule)
+        return stages, (getattr(schedule, "pipeline_order", None) or {}).get(stages[0].stage_index)
+    if isinstance(schedule, PipelineScheduleMulti):
+        return stages_of(schedule), schedule.pipeline_order.get(schedule.rank)
+    raise OptionError(f"plan_schedule() needs a schedule of torch.distributed.pipelining; it was given a {name}")
+
+
+def _check(schedule: Any, name: str, stages: list[Any], order: Any, options: Mapping[str, Any]) -> None:
+    """Raise OptionError where a schedule runs no whole backward passes, or an option is the schedule's own."""
+    if loss_of(schedule) is None:
+        raise OptionError(f"{name} has no loss_fn, so that it runs no backward pass: there is nothing to plan")
+    if not order:
+        raise OptionError(f"{name} does not say in which order it runs its microbatches; plan its stages with plan()")
+    for given in ("loss_fn", "in_flight"):
+        if given in options:
+            raise OptionError(f"{given} is the schedule's own; leave it out")
+    if options.get("mode", "compiled") != "compiled":
+        raise OptionError(f"mode={options['mode']!r} does not count microbatches in flight; leave it out")
+    for stage in stages:
+        if stage.dw_builder is not None:
+            raise OptionError(
+                f"stage {stage.stage_index} has a dw_builder, which splits its backward pass; leave it out"
+            )
 
 
 def _actions(order: Iterable[Any], name: str) -> list[tuple[int, str]]:

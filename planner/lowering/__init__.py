@@ -1,1 +1,1 @@
-"""The bridge from captured graphs to solvers: a `Problem`, built pass by pass, and the way back."""
+"""Captured graphs to a `Problem`: `build`, then passes for collectives, microbatches in flight and fragmentation."""

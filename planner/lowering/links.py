@@ -1,4 +1,4 @@
-"""What the links between regions mean for a problem's values: which are one, which are added up, and when."""
+"""Resolves the links between regions: which of their values are one, and when autograd adds gradients up."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class LinkedValues:
         same: for each gradient that comes into a region, the value that it is.
         unused: of these, those that the loss does not make.
         gradients: for each region, the gradients that stay once its backward pass has ended.
-        sums: for each region, what autograd adds up once its backward pass has ended.
+        sums: for each region, the additions of autograd once its backward pass has ended.
         parts: gradients of parameters and inputs that are added up.
     """
 
@@ -56,15 +56,15 @@ class LinkedValues:
         return value
 
 
-def resolve_links(regions: Sequence[Region], links: Sequence[Link], offset: Sequence[int]) -> LinkedValues:
-    """Follow every link, in the order in which autograd runs the backward passes: the last region's first.
+Arrival = tuple[int, int]  # a region, and the gradient that its backward pass adds
 
-    A gradient that arrives second is added to the first, as `torch/csrc/autograd/input_buffer.cpp` does: in place where
-    nothing else can see the first.
+
+def resolve_links(regions: Sequence[Region], links: Sequence[Link], offset: Sequence[int]) -> LinkedValues:
+    """Follow every link, in the order in which autograd runs the backward passes: the last region's first. O(uses).
 
     Args:
         regions: in the order of their forward passes.
-        links: what they make for each other and share.
+        links: the tensors that they make for each other and share.
         offset: for each region, the number of its first value; one more for the first number that is free.
     """
     taken: dict[tuple[int, int], tuple[int, ...]] = {}
@@ -79,49 +79,88 @@ def resolve_links(regions: Sequence[Region], links: Sequence[Link], offset: Sequ
     for link in links:
         uses = [(r, regions[r].input_at(argument)) for r, argument in link.uses]
         places = [(r, primal) for r, primal in uses if primal is not None]
-        if len(places) < len(uses):
+        produced = _produced(regions, offset, link, taken)
+        if len(places) < len(uses) or produced is None:
             continue
-        incoming: tuple[int, ...] = ()
+        values, incoming = produced
         if link.producer is not None:
-            maker, result = link.producer
-            node = regions[maker].output_at(result)
-            values = _values(regions, offset, maker, node)
-            incoming = _values(regions, offset, maker, regions[maker].tangent_at(result))
-            view_of = [v for p in regions[maker].primal_of.get(node, ()) for v in taken.get((maker, p), ())]
-            if len(values or view_of) != 1 or len(incoming) > 1:
-                continue
-            taken.update(dict.fromkeys(places, values or tuple(view_of)))
+            taken.update(dict.fromkeys(places, values))
             if not link.held:
-                freed.update(values)
-        arrivals = [(r, p, _values(regions, offset, r, regions[r].grads[p])) for r, p in reversed(places)]
-        arrivals = [a for a in arrivals if a[2]]
-        if not arrivals or any(len(a[2]) > 1 for a in arrivals) or (link.producer is not None and not incoming):
+                freed.update(v for v in values if offset[link.producer[0]] <= v < offset[link.producer[0] + 1])
+        found = [(r, p, _values(regions, offset, r, regions[r].grads[p])) for r, p in reversed(places)]
+        found = [arrival for arrival in found if arrival[2]]
+        if not found or any(len(g) > 1 for _, _, g in found) or (link.producer is not None and not incoming):
             continue
-        linked.update((r, p) for r, p, _ in arrivals)
-        total = incoming[0] if link.held and incoming else None
-        owned = False
-        for r, _, (gradient,) in arrivals:
-            if total is None:
-                total, owned = gradient, _owned(regions[r], gradient - offset[r])
-            elif owned:
-                sums[r].append(Sum((total, gradient)))
-            else:
-                size = regions[r].values[gradient - offset[r]].nbytes
-                sums[r].append(Sum((total, gradient), free, size))
-                total, owned, free = free, True, free + 1
-        assert total is not None
+        linked.update((r, p) for r, p, _ in found)
+        arrivals = [(r, gradient) for r, _, (gradient,) in found]
+        total, added = _add_up(regions, offset, arrivals, incoming[0] if link.held and incoming else None, free)
+        free += sum(each.writes is not None for _, each in added)
+        for r, each in added:
+            sums[r].append(each)
         if incoming:
             same[incoming[0]] = total
             if not link.held:
                 unused.add(incoming[0])
         else:
             final[arrivals[-1][0]].append(total)
-            parts.update(gradient for _, _, (gradient,) in arrivals)
+            parts.update(gradient for _, gradient in arrivals)
     gradients = []
     for r, region in enumerate(regions):
         own = region.values_in(g for p, g in enumerate(region.grads) if (r, p) not in linked)
         gradients.append(tuple(dict.fromkeys([*(offset[r] + v for v in own), *final[r]])))
     return LinkedValues(taken, frozenset(freed), same, frozenset(unused), tuple(gradients), sums, frozenset(parts))
+
+
+def _produced(
+    regions: Sequence[Region],
+    offset: Sequence[int],
+    link: Link,
+    taken: Mapping[tuple[int, int], tuple[int, ...]],
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """The value of a link's tensor and that of the gradient that comes in for it, where there is one.
+
+    Both are empty for a parameter or an input of the model; None for a tensor of several values.
+    """
+    if link.producer is None:
+        return (), ()
+    maker, result = link.producer
+    node = regions[maker].output_at(result)
+    incoming = _values(regions, offset, maker, regions[maker].tangent_at(result))
+    values = _values(regions, offset, maker, node)
+    if not values:  # a view of what the region took itself
+        values = tuple(v for p in regions[maker].primal_of.get(node, ()) for v in taken.get((maker, p), ()))
+    return None if len(values) != 1 or len(incoming) > 1 else (values, incoming)
+
+
+def _add_up(
+    regions: Sequence[Region], offset: Sequence[int], arrivals: Sequence[Arrival], total: int | None, free: int
+) -> tuple[int, list[tuple[int, Sum]]]:
+    """Add up the gradients of one tensor, as `torch/csrc/autograd/input_buffer.cpp` does.
+
+    A gradient that arrives second is added to the first: in place where nothing else can see the first.
+
+    Args:
+        regions: as for `resolve_links`.
+        offset: the same.
+        arrivals: in the order of the backward passes.
+        total: the gradient that is there before; None for none.
+        free: the first number that no value has.
+
+    Returns:
+        The value that is the sum, and the additions, each with the region after which it runs.
+    """
+    owned, added = False, []
+    for r, gradient in arrivals:
+        if total is None:
+            total, owned = gradient, _owned(regions[r], gradient - offset[r])
+        elif owned:
+            added.append((r, Sum((total, gradient))))
+        else:
+            size = regions[r].values[gradient - offset[r]].nbytes
+            added.append((r, Sum((total, gradient), free, size)))
+            total, owned, free = free, True, free + 1
+    assert total is not None
+    return total, added
 
 
 def _values(regions: Sequence[Region], offset: Sequence[int], r: int, node: object) -> tuple[int, ...]:

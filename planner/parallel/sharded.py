@@ -8,15 +8,15 @@ graphs at the same places, with the same nodes of autograd and the same casts, b
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils import _pytree as pytree
 
+from planner.compat import pytree
 from planner.compat.distributed import (
     FSDPParam,
     FSDPParamGroup,
@@ -27,12 +27,23 @@ from planner.compat.distributed import (
     param_groups,
     state_of,
 )
+from planner.compat.modules import modules_in, parameters_in
 
 
 def parameters_of(model: nn.Module) -> list[nn.Parameter]:
     """The parameters of a model; the shard of each that is gathered at the moment, as after an evaluation."""
-    shards = {id(whole): p.sharded_param for _, p in _managed(model) if (whole := gathered_parameter(p)) is not None}
-    return [shards.get(id(p), p) for p in model.parameters()]
+    return _sharded_again(model.parameters(), modules_in(model))
+
+
+def parameters_among(modules: Sequence[nn.Module]) -> list[nn.Parameter]:
+    """`parameters_of` the model that has these modules and no `parameters()` of its own."""
+    return _sharded_again(parameters_in(modules), modules)
+
+
+def _sharded_again(parameters: Iterable[nn.Parameter], modules: Iterable[nn.Module]) -> list[nn.Parameter]:
+    managed = _managed(modules)
+    shards = {id(whole): p.sharded_param for _, p in managed if (whole := gathered_parameter(p)) is not None}
+    return [shards.get(id(p), p) for p in parameters] if shards else list(parameters)
 
 
 def unreduced_bytes(model: nn.Module) -> int:
@@ -40,7 +51,7 @@ def unreduced_bytes(model: nn.Module) -> int:
 
     They wait with `set_requires_gradient_sync(False)`, from the first backward pass to the end of the next one without.
     """
-    managed = list(_managed(model))
+    managed = list(_managed(modules_in(model)))
     waits = any(
         not group.reduce_grads
         or p.unsharded_accumulated_grad is not None
@@ -53,13 +64,17 @@ def unreduced_bytes(model: nn.Module) -> int:
     return sum(p.numel() * compute_dtype(p, m.reduce_dtype or m.param_dtype).itemsize for p, m in policies)
 
 
-def _managed(model: nn.Module) -> Iterator[tuple[FSDPParamGroup, FSDPParam]]:
-    return ((group, p) for s in states_of(model) for group in param_groups(s) for p in group.fsdp_params)
+def _managed(modules: Iterable[nn.Module]) -> Iterator[tuple[FSDPParamGroup, FSDPParam]]:
+    return ((group, p) for s in _states(modules) for group in param_groups(s) for p in group.fsdp_params)
 
 
 def states_of(model: nn.Module) -> list[FSDPState]:
     """The state of each call of `fully_shard` on modules of a model, the outer before the inner."""
-    states = (state_of(m) for m in model.modules() if isinstance(m, FSDPModule))
+    return _states(modules_in(model))
+
+
+def _states(modules: Iterable[nn.Module]) -> list[FSDPState]:
+    states = (state_of(m) for m in modules if isinstance(m, FSDPModule))
     return list({id(s): s for s in states if s is not None}.values())  # a copy for planning has none
 
 

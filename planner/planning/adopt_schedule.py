@@ -1,11 +1,10 @@
-"""A schedule that is known already: of the same step, or of other sizes, where it fits: nothing is solved."""
+"""Adopts a schedule that is known already, of the same step or of other sizes, where it fits: nothing is solved."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from solvers import Problem, Schedule, Solution, every_op_once, validate
-from solvers.bounds import cost_bound
+from solvers import Problem, Schedule, Solution, cost_bound, every_op_once, validate
 
 NOTE = "The schedule is that of another size, which fits this one."
 
@@ -17,7 +16,7 @@ def adopt_schedule(problem: Problem, known: Iterable[tuple[Problem, Schedule]]) 
     and is replayed on this one.
 
     Args:
-        problem: what to schedule.
+        problem: the step to schedule.
         known: problems, each with a schedule of it.
     """
     schedules = [s for other, s in known if same_structure(problem, other)]
@@ -36,8 +35,8 @@ def adopt_known(problem: Problem, known: Problem, schedule: Schedule, bound: flo
     """A known schedule as that of a problem that is the same but for the costs of its ops; else what differs, in words.
 
     Args:
-        problem: what to schedule.
-        known: what was scheduled; of what it had resident, what fragmentation takes does not count.
+        problem: the step to schedule.
+        known: the problem that was scheduled; its resident bytes may differ, as the margin for fragmentation does.
         schedule: of `known`.
         bound: proven for `known`.
     """
@@ -71,6 +70,6 @@ def same_structure(one: Problem, other: Problem) -> bool:
 
 
 def _numbers(problem: Problem) -> list[int]:
-    """Of the other microbatches that are in flight."""
+    """The numbers of other microbatches that are in flight."""
     waiting = problem.waiting
     return [number for number, _ in (*waiting.forward, *waiting.backward)] if waiting else []

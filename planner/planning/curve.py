@@ -1,18 +1,15 @@
-"""What memory costs in time around a plan: other plans, found with little search, a proven bound, and simpler ways."""
+"""The trade-off of memory for time around a plan: other plans, a proven bound, and simpler placements."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from planner.core.plan import BaselineMoment, Curve, Point
+from planner.core.plan import BaselineMoment, Curve, PlanRecord, Point
 from solvers import Problem, ProblemError, Solution, validate
-from solvers.sketch import checkpointed, sketch
-
-if TYPE_CHECKING:
-    from planner.core.plan import PlanRecord
+from solvers.search.blocks import checkpointed
+from solvers.search.quick_curve import quick_curve
 
 LEAST = 3  # ops of a block, on average
 KEPT, SEGMENTS, BLOCKS = "everything kept", "√L segments", "each block checkpointed"
@@ -28,7 +25,7 @@ def curve_of(plan: PlanRecord) -> Curve:
     if plan.problem is None:
         return Curve((), peers=(everything,), about="what is between is not known in eager mode")
     problem = plan.problem.with_budget(None)
-    rough = sketch(problem)
+    rough = quick_curve(problem)
     peers = [everything]
     if rough.segments is not None:
         peers.append(Point(rough.segments[0], _over(problem, rough.segments[1]), SEGMENTS))

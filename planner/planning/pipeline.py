@@ -35,8 +35,7 @@ from planner.planning.fragmentation import solve_with_margin
 from planner.planning.record import record_of
 from planner.requests.planned import Filed, Known, Planned, source_of
 from planner.requests.request import Request
-from solvers import InfeasibleError, Solution, solve
-from solvers.bounds import cost_bound
+from solvers import InfeasibleError, Solution, cost_bound, solve
 from solvers.progress import bar, clock
 
 # from torch 2.13 on, a compiled region may free a gradient that enters its backward pass while that runs

@@ -84,12 +84,11 @@ def by_kind(step: Step, planned: Replay) -> list[Held]:
 
 def _kind(step: Step, i: int, value: int, again: bool, transient: set[int]) -> int:
     """Which of the bytes in `Held` a value is that op number `i` makes."""
-    boundary = step.problem.boundary
     if value in step.gathered:
         return PARAMETERS
     if again:
         return RECOMPUTED
-    if i < boundary:
+    if i < step.problem.boundary:
         return PASSING if value in transient else KEPT
     if step.origins[i].phase == "loss" and value == step.problem.ops[i].writes[-1]:
         return KEPT  # saved by the loss itself

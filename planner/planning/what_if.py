@@ -1,4 +1,4 @@
-"""What another decision would have held and cost: a plan's schedule, changed for some values and simulated."""
+"""The bytes and the time of another decision: a plan's schedule, changed for some values and simulated."""
 
 from __future__ import annotations
 

@@ -19,10 +19,10 @@ from planner.core.account import resident
 from planner.core.files import path_of, write_atomically
 from planner.core.options import PLANNED_LINES
 from planner.core.plan import Held, Moment, PlanRecord
+from planner.core.step import replay
 from planner.devices.caching_allocator import FREE, Event, Placed, place
 from planner.report.names import title
-from solvers import Problem, Schedule, simulate
-from solvers.schedule import waiting_bytes
+from solvers import Problem, Schedule
 
 BASE = 0x7F0000000000  # where addresses begin, as on a GPU
 PROTOCOL = 4  # the viewer's own reader of pickles knows no later one
@@ -80,13 +80,13 @@ def _tensors(problem: Problem, schedule: Schedule) -> Iterator[Change]:
     """The allocations and frees of each step of a schedule; a tag is a value and the step that wrote the copy."""
     copies: dict[int, int] = {}  # live values -> the step that wrote them
     seen: set[int] = set()
-    others = waiting_bytes(problem, schedule.steps)
-    for at, (i, gone) in enumerate(zip(schedule.steps, simulate(problem, schedule).frees, strict=True)):
+    replayed = replay(problem, schedule)
+    for at, (i, gone) in enumerate(zip(schedule.steps, replayed.timeline.frees, strict=True)):
         op = problem.ops[i]
         category = "recomputed" if i in seen else "activations" if i < problem.boundary else "gradients"
         seen.add(i)
         made: list[tuple[Any, int, str]] = [((v, at), problem.sizes[v], category) for v in op.writes]
-        made += [((None, at), op.workspace, "workspace"), (("others", at), others[at], "other microbatches")]
+        made += [((None, at), op.workspace, "workspace"), (("others", at), replayed.others[at], "other microbatches")]
         freed: list[Any] = [(None, at), ("others", at)]
         freed += [(v, at) for v in op.writes if v in copies]  # the older copy stays
         for v in op.writes:

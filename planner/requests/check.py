@@ -18,6 +18,7 @@ from planner.compat.pytree import tree_leaves
 from planner.core.call import storages
 from planner.core.maxima import Maxima
 from planner.core.options import GB, Options, check_values, is_positive
+from planner.devices.accelerator import accelerator_of
 from planner.devices.specs import Device, find_device
 from planner.errors import BatchError, BudgetError, ModelError, OptionError, PlanWarning, gb
 from planner.parallel.meshes import on_mesh
@@ -155,7 +156,7 @@ def find_target(model: nn.Module, device: Any) -> tuple[torch.device, Device]:
 
 def _resolved(where: torch.device, target: Device, costs: Any) -> dict[str, Any]:
     """Where ops can be run for measurements, and where times come from; raises OptionError."""
-    here = where.type in ("cpu", "cuda") and target == find_device(None, where)
+    here = (where.type == "cpu" or accelerator_of(where) is not None) and target == find_device(None, where)
     if costs not in (None, "roofline", "measured") or (costs == "measured" and not here):
         raise OptionError(
             f"costs={costs!r} must be 'roofline', or 'measured' with the model on the device that is planned for "
@@ -165,7 +166,7 @@ def _resolved(where: torch.device, target: Device, costs: Any) -> dict[str, Any]
         "device": target,
         "model_device": where,
         "measure_on": where if here else None,
-        "costs": costs or ("measured" if here and where.type == "cuda" else "roofline"),
+        "costs": costs or ("measured" if here and where.type != "cpu" else "roofline"),
     }
 
 
@@ -190,23 +191,23 @@ def refuse_wrapped(model: Any) -> None:
         )
 
 
-def _free_bytes(where: torch.device, own: list[Any]) -> int:
-    """What nobody holds on a GPU, what this process's allocator has cached, and what the plan's own tensors have."""
-    cached = torch.cuda.memory_reserved(where) - torch.cuda.memory_allocated(where)
-    counted = storages([t for t in tree_leaves(own) if isinstance(t, torch.Tensor) and t.is_cuda])
-    return torch.cuda.mem_get_info(where)[0] + cached + sum(counted.values())
+def _own_bytes(where: torch.device, own: list[Any]) -> int:
+    """The bytes that the plan's own tensors have on a kind of device."""
+    tensors = [t for t in tree_leaves(own) if isinstance(t, torch.Tensor) and t.device.type == where.type]
+    return sum(storages(tensors).values())
 
 
 def _budget(request: Request) -> float:
     """A budget in GB, from a number, a share of the device's memory as "80%", or None: what is free, or all of it."""
     given, device = request.options.budget_gb, request.device
-    if given is None and request.model_device.type == "cuda":
+    where = request.model_device
+    if given is None and (accelerator := accelerator_of(where)) is not None:
         model, optimizer = request.model, request.optimizer
         gradients = [p.grad for p in model.parameters() if request.options.accumulate]
         state = list(optimizer.state.values()) if isinstance(optimizer, torch.optim.Optimizer) else []
         own = [*model.parameters(), *model.buffers(), *gradients, request.args, request.kwargs, state]
-        return (_free_bytes(request.model_device, own) + device.context) / GB
-    if given is None and device.type == "cuda":
+        return (accelerator.available(where) + _own_bytes(where, own) + device.context) / GB
+    if given is None and device.type != "cpu":
         return device.memory / GB
     share = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", given) if isinstance(given, str) else None
     if share is not None and 0 < float(share[1]) <= 100:

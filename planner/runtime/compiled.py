@@ -17,6 +17,7 @@ from planner.capture.regions.fingerprint import fingerprint
 from planner.capture.regions.region import Region
 from planner.capture.shapes import enlarged
 from planner.capture.trace.dynamo import CompileRegion, detach_outputs, dynamo_settings, make_backend
+from planner.capture.trace.layers import capturable_layers
 from planner.capture.trace.state_guard import undone_on, untouched
 from planner.codegen.emit import emit, runnable
 from planner.compat.dynamo import compile_call
@@ -29,8 +30,9 @@ from planner.errors import ApplyError, BatchError, CaptureError, PlanWarning
 from planner.requests.planned import Planned
 from planner.runtime.events import PlanProvider
 from planner.runtime.families import Family, GraphChanged, Shapes, recipe_of
-from planner.runtime.interception import Applied, Signature, call_signature
+from planner.runtime.interception import Applied
 from planner.runtime.modes import backward_node, unguarded, waits
+from planner.runtime.signature import Signature, call_signature
 from solvers.progress import bar, clock
 
 WARN_WAYS, MOST_WAYS = 8, 32  # through a model's code: when to warn, and how many plans to keep
@@ -108,7 +110,8 @@ class Runtime(Applied):
 
     def _compiled(self, recipe: Callable[[], Recipe]) -> Callable[..., Any]:
         own = cast(Runtime, weakref.proxy(self))  # torch holds what it compiled
-        return compile_call(self.model, make_backend(partial(Runtime._serve, own, recipe), self.checkpoints))
+        backend = make_backend(partial(Runtime._serve, own, recipe), self.checkpoints)
+        return compile_call(self.model, backend, dynamo_settings)
 
     def like(self, model: nn.Module) -> Runtime:
         copied = Runtime(model, self.provider, self.shapes.without_families(), self.checkpoints)
@@ -177,8 +180,9 @@ class Runtime(Applied):
             super().find(signature, args, kwargs)
 
     def run(self, signature: Signature, args: Any, kwargs: Any) -> Any:
-        if (state := unguarded(self.model)) != self.unguarded:
-            self.unguarded = state
+        assert self.state is not None
+        if (found := unguarded(self.state.classes)) != self.unguarded:
+            self.unguarded = found
             self._compile_anew()
         try:
             return self._run(signature, args, kwargs)
@@ -242,7 +246,7 @@ class Runtime(Applied):
                     if any(self.cuts.get(key, cut) != cut for key, cut in self.current.detached.items()):
                         self._compile_anew()
                     undone = undone_on(GraphChanged, self.model) if self.current.asks else nullcontext()
-                    with dynamo_settings(), undone:
+                    with capturable_layers(), undone:
                         result = self.compiled(*args, **kwargs)
         except BaseException as e:  # an interruption, too
             if self.serves or not isinstance(e, GraphChanged):

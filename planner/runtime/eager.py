@@ -6,7 +6,8 @@ from typing import Any
 
 from planner.core.recipe import Choice
 from planner.eager.checkpointing import checkpointed
-from planner.runtime.interception import Applied, Signature
+from planner.runtime.interception import Applied
+from planner.runtime.signature import Signature
 
 
 class EagerRuntime(Applied):

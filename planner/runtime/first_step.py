@@ -16,6 +16,7 @@ from planner.compat.autograd import when_backward_ends
 from planner.core.call import tensors_in
 from planner.core.plan import PlanRecord
 from planner.core.verification import FOUND
+from planner.devices.accelerator import Accelerator, accelerator_of
 from planner.errors import PlanWarning, gb
 
 OFF = 0.03  # of the prediction: when to warn
@@ -25,8 +26,9 @@ log = logging.getLogger("planner")
 
 @dataclass(frozen=True, slots=True)
 class Before:
-    """What torch's CUDA allocator had when a step began, in bytes: handed out, and the most ever since a reset."""
+    """What the device's allocator had when a step began, in bytes: of all tensors, and the most since a reset."""
 
+    accelerator: Accelerator
     device: torch.device
     held: int
     most: int
@@ -35,11 +37,11 @@ class Before:
 def begin(model: nn.Module) -> Before | None:
     """What to compare with after the step; None where there is nothing to measure."""
     device = next(model.parameters()).device
-    if device.type != "cuda":
+    accelerator = accelerator_of(device)
+    if accelerator is None:
         return None
-    # with its workspace, which the plan counts as held all the time
-    torch.cuda.current_blas_handle()  # type: ignore[no-untyped-call]
-    return Before(device, torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device))
+    accelerator.prepare(device)  # the plan counts the workspaces of libraries as resident
+    return Before(accelerator, device, accelerator.allocated(device), accelerator.peak(device))
 
 
 def report_after(result: Any, plan: PlanRecord, before: Before | None) -> None:
@@ -72,7 +74,7 @@ def measured(plan: PlanRecord, before: Before | None) -> int | None:
     if before is None or plan.options.in_flight > 1 or plan.step.occupancy is not None:
         return None
 
-    most = torch.cuda.max_memory_allocated(before.device)
+    most = before.accelerator.peak(before.device)
     resident = int(plan.resident_bytes) - plan.account.get(FOUND, 0)
     return resident + most - before.held if most > before.most else None
 

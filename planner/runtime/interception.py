@@ -11,53 +11,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from planner.compat import pytree
-from planner.compat.modules import call_of, replace_call, replaced_call
-from planner.compat.tensors import is_traceable_wrapper_subclass
-from planner.core.maxima import Maxima, layout
+from planner.compat.modules import call_of, modules_in, replace_call, replaced_call
+from planner.core.maxima import Maxima
 from planner.core.plan import PlanRecord
 from planner.errors import ApplyError
 from planner.parallel.group import together
-from planner.parallel.sharded import parameters_of
+from planner.parallel.sharded import parameters_among
 from planner.requests.planned import Planned
 from planner.runtime.events import Call, PlanProvider
 from planner.runtime.first_step import begin, report_after, when_begun
 from planner.runtime.modes import redirected, refuse_compiled, trains
+from planner.runtime.signature import ModelState, Signature, call_signature, model_state
 
 # Where a model keeps its runtime beside `_compiled_call_impl`, which its copies lose. Python calls an object by its
 # class's `__call__`; torch.compile, around a planned model, goes past the plan unless the object has one as well.
 CARRIER = "__call__"
-
-Signature = tuple[object, ...]
-
-
-def call_signature(model: nn.Module, args: Any, kwargs: Any, maxima: Maxima | None = None) -> Signature:
-    """Equal for calls that one plan serves: same shapes, dtypes, devices, other arguments, modes, frozen parts.
-
-    Where sizes may be smaller than maxima, these do not count. A tensor that is passed twice is one input of a graph.
-    """
-
-    def describe(path: Any, x: Any) -> Any:
-        if isinstance(x, torch.Tensor):
-            free = maxima.of(pytree.keystr(path)) if maxima else {}
-            shape = tuple(None if d in free else n for d, n in enumerate(x.shape))
-            same = first.setdefault(id(x), len(first))
-            kind = (
-                str(x.__tensor_flatten__()[1]) if is_traceable_wrapper_subclass(x) else ""
-            )  # how a DTensor is sharded
-            return (shape, layout(x) if free else x.stride(), x.dtype, x.device, x.requires_grad, same, kind)
-        return x if isinstance(x, (int, float, str, bool, type(None))) else type(x)
-
-    first: dict[int, int] = {}
-    leaves, spec = pytree.tree_flatten_with_path((tuple(args), dict(kwargs)))
-    kinds = {p.device.type for p in model.parameters()} - {"meta"}
-    return (
-        tuple(describe(*leaf) for leaf in leaves),
-        str(spec),
-        tuple((type(m), m.training) for m in model.modules()),
-        tuple((tuple(p.shape), p.requires_grad, p.device, p.dtype) for p in parameters_of(model)),
-        tuple((torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in sorted(kinds)),
-    )
 
 
 class Applied:
@@ -71,6 +39,7 @@ class Applied:
     Attributes:
         plans: for each kind of call, by signature, its plan.
         newest: the plan made last, with the request and the batch that it was made for.
+        state: that of the model in its latest training call.
     """
 
     def __init__(self, model: nn.Module, provider: PlanProvider, *, alone: bool = False) -> None:
@@ -78,6 +47,7 @@ class Applied:
         self.provider = provider
         self.plans: dict[Signature, PlanRecord] = {}
         self.newest: Planned | None = None
+        self.state: ModelState | None = None
         self.agrees = False  # whether the plan of the next call is still to be agreed on with other processes
         self._started = alone
         self._listened = False  # whether the provider wants to hear of no more steps
@@ -128,13 +98,16 @@ class Applied:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if redirected(self.model) or not trains(self.model, args, kwargs):
             return self.call_eagerly(*args, **kwargs)
-        refuse_compiled(self.model, self)
         with self.lock:
+            modules = modules_in(self.model)
+            refuse_compiled(self.model, self, modules)
             if not self._started:
                 self._started, self.agrees = True, together(self.model)
                 if self.agrees:
                     self.forget()
-            signature = call_signature(self.model, args, kwargs)
+            parameters = parameters_among(modules)
+            self.state = model_state(modules, parameters, self.state)
+            signature = call_signature(self.model, args, kwargs, state=self.state)
             if signature not in self.plans:
                 self.find(signature, args, kwargs)
             if not self._listened:
@@ -145,7 +118,7 @@ class Applied:
             self._reported |= reports
             before = begin(self.model) if reports else None
             result = self.run(signature, args, kwargs)
-            if not self._listened and any(p.grad is not None for p in self.model.parameters()):
+            if not self._listened and any(p.grad is not None for p in parameters):
                 when_begun(result, partial(self._backward_begins, signature))
             if reports and (record := self.plans.get(signature)) is not None:
                 report_after(result, record, before)

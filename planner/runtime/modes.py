@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from planner.compat.autograd import holds_saved, is_custom, is_jit_tracing
-from planner.compat.modules import GLOBAL_HOOKS, replaced_call
+from planner.compat.modules import GLOBAL_HOOKS, modules_in, replaced_call, replaced_calls
 from planner.core.call import tensors_in
 from planner.errors import ApplyError
 
@@ -31,25 +31,27 @@ def redirected(model: nn.Module) -> bool:
     return getattr(forward, "__name__", "") == "wrapped_forward" and of in LIGHTNING
 
 
-def unguarded(model: nn.Module) -> tuple[object, ...]:
+def unguarded(classes: Iterable[type[nn.Module]]) -> tuple[object, ...]:
     """What torch.compile writes into a graph and does not look at again: hooks on every module, classes' `forward`."""
-    classes: list[Any] = list(dict.fromkeys(map(type, model.modules())))
     return (*map(tuple, GLOBAL_HOOKS), *(c.forward for c in classes))
 
 
-def refuse_compiled(model: nn.Module, own: Any) -> None:
-    """Raise ApplyError where a model, or a module in it, has a call of its own (`compile()`, a plan) beside `own`."""
-    for name, module in model.named_modules():
-        if replaced_call(module) is (own if module is model else None):
-            continue
-        if module is model:
-            raise ApplyError(
-                f"this {type(model).__name__} is already compiled with model.compile(); plan it uncompiled"
-            )
-        raise ApplyError(
-            f"{name} of this {type(model).__name__} runs under a plan of its own, or is compiled; one plan serves the "
-            f"whole: remove() the plan of {name}, or plan only the parts"
-        )
+def refuse_compiled(model: nn.Module, own: Any, modules: Sequence[nn.Module] | None = None) -> None:
+    """Raise ApplyError where a model, or a module in it, has a call of its own (`compile()`, a plan) beside `own`.
+
+    Args:
+        modules: those of the model, where they are known.
+    """
+    first, *others = replaced_calls(modules_in(model) if modules is None else modules)
+    if first is not own:
+        raise ApplyError(f"this {type(model).__name__} is already compiled with model.compile(); plan it uncompiled")
+    if others.count(None) == len(others):
+        return
+    name = next(name for name, module in model.named_modules() if name and replaced_call(module) is not None)
+    raise ApplyError(
+        f"{name} of this {type(model).__name__} runs under a plan of its own, or is compiled; one plan serves the "
+        f"whole: remove() the plan of {name}, or plan only the parts"
+    )
 
 
 def backward_node(results: Iterable[Any]) -> weakref.ref[Any] | None:

@@ -20,7 +20,7 @@ from planner.planning.pipeline import make_plan
 from planner.requests.check import check
 from planner.requests.planned import Filed, Planned
 from planner.requests.request import Request
-from planner.runtime.interception import Signature, call_signature
+from planner.runtime.signature import Signature, call_signature
 
 
 def bound(filed: Filed, model: Any) -> Planned:

@@ -1,6 +1,6 @@
 """Objects that the ranks of one training job tell each other; where a rank has ended, the others learn which.
 
-Collectives of torch on objects do not say that (torch 2.11 to 2.13): where a process has ended, `all_gather_object`,
+Collectives of torch on objects do not say that (tried: torch 2.13): where a process has ended, `all_gather_object`,
 `gather_object` and `broadcast_object_list` raise an error with a port in the place of the rank, on its neighbours; the
 others wait until the timeout of the group. `monitored_barrier` names the rank on the first rank alone. So `gather`
 sends objects between the first rank and each of the others, with torch's functions for that, over gloo.

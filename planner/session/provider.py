@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from torch import nn
 
+from planner.compat.modules import modules_in, parameters_in
 from planner.core.account import UNREDUCED
 from planner.core.occupancy import CLEARED_LATE
 from planner.core.options import GB
@@ -22,7 +23,7 @@ from planner.requests.check import with_batch
 from planner.requests.planned import Known, Planned
 from planner.requests.request import Request
 from planner.runtime.events import Call, Caller
-from planner.runtime.interception import Signature, call_signature
+from planner.runtime.signature import Signature, call_signature
 from planner.session.agreement import agreed
 from planner.session.binding import Awaited
 from planner.session.counted import counted
@@ -119,7 +120,7 @@ def _gradients_warned(model: nn.Module, record: PlanRecord, begun: bool) -> bool
 
 def _unreduced_warned(model: nn.Module, record: PlanRecord) -> bool:
     late = unreduced_bytes(model) - record.account.get(UNREDUCED, 0)
-    if late <= record.budget_bytes - record.peak_bytes:
+    if not late or late <= record.budget_bytes - record.peak_bytes:
         return False
     warnings.warn(
         f"fully_shard keeps {gb(late)} of gradients whole until a later microbatch reduces them "
@@ -159,8 +160,8 @@ def uncounted(model: nn.Module, record: PlanRecord, begun: bool) -> int:
     """
     if record.step.gradients_copied or (not begun and record.step.occupancy == CLEARED_LATE):
         return 0
-    held = storage_bytes(p.grad for p in model.parameters() if p.grad is not None)
-    return held if held > record.budget_bytes - most_held(record, begun) else 0
+    held = storage_bytes(p.grad for p in parameters_in(modules_in(model)) if p.grad is not None)
+    return held if held and held > record.budget_bytes - most_held(record, begun) else 0
 
 
 def most_held(record: PlanRecord, begun: bool) -> int:

@@ -16,11 +16,13 @@ from planner.capture.trace.state_guard import ModelSnapshot
 from planner.compat.autograd import post_accumulate_hooks
 from planner.core.call import here
 from planner.core.verification import FOUND, Verification
+from planner.devices.accelerator import accelerator_of
 from planner.devices.meter import record_allocations
 from planner.errors import BatchError
 from planner.requests.batch import arguments
 from planner.requests.planned import Pending, Planned
-from planner.runtime.interception import attached, call_signature, detach, taken_off
+from planner.runtime.interception import attached, detach, taken_off
+from planner.runtime.signature import call_signature
 from planner.session.attach import put_on
 
 
@@ -97,19 +99,20 @@ def _measure(model: nn.Module, step: Callable[[], None], again: Callable[[], Non
     step()  # compiles, and warms caches
     again()
     device = next(model.parameters()).device
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    accelerator = accelerator_of(device)
+    if accelerator is not None:
+        accelerator.synchronize(device)
     start = time.perf_counter()
     step()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if accelerator is not None:
+        accelerator.synchronize(device)
     seconds = time.perf_counter() - start
     again()
-    if device.type == "cuda":
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
+    if accelerator is not None:
+        before = accelerator.allocated(device)
+        accelerator.reset_peak(device)
         step()
-        peak = torch.cuda.max_memory_allocated(device) - before
+        peak = accelerator.peak(device) - before
     else:
         peak = record_allocations(step).peak()
     # off the GPU: the next step has to fit beside them

@@ -1,4 +1,4 @@
-"""Capture through `torch.compile`: a dry pass under fake tensors, and the backend that a planned model runs on.
+"""Capture through `torch.compile`: a copy of the model on fake tensors, and the backend that a planned model runs on.
 
 No memory and no compute is spent: the model is copied onto fake tensors, called once, and every joint graph that
 AOTAutograd makes on the way is read. Guards, graph breaks, buffer mutation and autocast are torch's own.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import os
 import re
 import sys
 import traceback
@@ -22,7 +23,7 @@ from planner.parallel.meshes import on_mesh
 
 Frame = tuple[str, int, Any]  # file, line, the object whose method runs there
 _TORCH = str(Path(torch.__file__).parent)
-_OURS = str(Path(__file__).parents[2])
+_OURS = f"{Path(__file__).parents[2]}{os.sep}"
 _OUTSIDE = {str(Path(p).resolve()) for p in sys.path if p.endswith("-packages")}
 LIMITS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)  # of fake tensors
 _VALUE = (  # what a line that asks for a tensor's value looks like

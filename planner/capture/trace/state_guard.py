@@ -17,6 +17,7 @@ from planner.compat import pytree
 from planner.compat.fake import FakeTensor
 from planner.compat.modules import buffers_of
 from planner.core.call import inside, tensors_in
+from planner.devices.accelerator import accelerator_of
 
 _LRU_CACHE = type(functools.cache(lambda: None))
 
@@ -36,7 +37,9 @@ class ModelSnapshot:
         self._plain = [(module, _plain(module)) for module in model.modules()]
         buffers = [inner for b in model.buffers() if not b.is_meta for inner in inside(b)]
         self._contents = [(b, _bytes_of(b)) for b in buffers]
-        self._cuda = {t.device: torch.cuda.get_rng_state(t.device) for t in (*model.parameters(), *others) if t.is_cuda}
+        devices = dict.fromkeys(t.device for t in (*model.parameters(), *others))
+        here = [(accelerator, d) for d in devices if (accelerator := accelerator_of(d)) is not None]
+        self._generators = [(accelerator, d, accelerator.random_state(d)) for accelerator, d in here]
         self._random, self._undraw = _bytes_of(torch.get_rng_state()), _python_random()
 
     def restore(self) -> None:
@@ -53,8 +56,8 @@ class ModelSnapshot:
                     buffer.copy_(torch.from_numpy(saved).view(buffer.dtype).view(buffer.shape))
         torch.set_rng_state(torch.from_numpy(self._random))
         self._undraw()
-        for device, state in self._cuda.items():
-            torch.cuda.set_rng_state(state, device)
+        for accelerator, device, state in self._generators:
+            accelerator.set_random_state(device, state)
 
 
 def _plain(module: nn.Module) -> dict[str, Any]:

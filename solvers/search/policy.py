@@ -1,9 +1,9 @@
-"""Policies: what to do with each value between its uses, and the schedule that follows by lazy recomputation.
+"""Policies: a decision for each gap between two uses of a value, and the schedule that follows by lazy recomputation.
 
-A gap is what lies between two uses of a value, or between its last use and the end. In it the value is kept, or dropped
-and made again: when it is next needed, or ahead of its need, while what that takes is still held; once made again it is
-held or dropped again. With all values kept that is every op once; kept at cuts only, it is checkpointing in segments;
-held inside segments or not, nested recomputation.
+In a gap the value is kept, or it is dropped and recomputed: when a reader needs it, or earlier, while the inputs of its
+producer are still live. A recomputed value is kept for later readers, or dropped again. The policy that keeps all
+values runs every op once; one that keeps only the values that cross some cuts checkpoints in segments; one that also
+drops recomputed values inside the segments nests recomputation.
 """
 
 from __future__ import annotations
@@ -13,19 +13,23 @@ from itertools import accumulate, chain
 
 import numpy as np
 
-from solvers.arrays import Ints, Longs
-from solvers.compiled import Choices, Policy, Scratch, Tables, link_all, unroll
 from solvers.problem import Pairs, Problem
 from solvers.schedule import Schedule
+from solvers.search.arrays import Choices, Ints, Longs, Odds, Policy, Scratch, Tables
+from solvers.search.kernels import link_all, unroll
 
-HOPS = 4  # how far two gaps must look alike to be the same gap of two repeated blocks
+HOPS = 4  # ops that look alike to so many hops away are the same op of two repeated blocks
 STRETCH = 16  # a schedule longer than this many times the ops is given up
+BY_SIZE = (
+    0.5  # share of moves that choose a gap by size, as large values decide the peak; the others: small ones add up
+)
+ODDS = Odds(block=0.2, spread=0.2, pair=0.3, drop=0.15, make=0.3, hold=0.25)
 
 
 def droppable(problem: Problem) -> list[int]:
-    """Forward values that a schedule may drop and make again, in order of production.
+    """Forward values that a schedule may drop and recompute, in order of production.
 
-    Also those that no backward op reads: kept, they are where a recomputation can start.
+    Values that no backward op reads are among them: where they are kept, a recomputation can start from them.
     """
     return [
         v
@@ -39,8 +43,8 @@ def tables(problem: Problem) -> Tables:
     """A problem as arrays; the last gap of a forward value reaches to the end: a re-run may read it. O(ops + reads)."""
     end = len(problem.ops)
     uses = [
-        (*found, end) if made < problem.boundary else found
-        for made, found in zip(problem.producer, problem.readers, strict=True)
+        (*readers, end) if producer < problem.boundary else readers
+        for producer, readers in zip(problem.producer, problem.readers, strict=True)
     ]
     use_at, flat_uses = _flat(uses)
     read_at, reads = _flat([op.reads for op in problem.ops])
@@ -59,8 +63,8 @@ def tables(problem: Problem) -> Tables:
         np.array([op.workspace for op in problem.ops], np.int64),
         _ints(problem.producer),
         pinned,
-        _ints(v for v, found in enumerate(uses) for _ in found),
-        _ints(i for v, found in enumerate(uses) for i in (problem.producer[v], *found)[:-1][: len(found)]),
+        _ints(v for v, ends in enumerate(uses) for _ in ends),
+        _ints(i for v, ends in enumerate(uses) for i in (problem.producer[v], *ends)[:-1][: len(ends)]),
         _ints(op.region for op in problem.ops),
         _pairs(problem.waiting.forward if problem.waiting else ()),
         _pairs(problem.waiting.backward if problem.waiting else ()),
@@ -82,7 +86,7 @@ def _flat(lists: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
 
 
 def scratch(t: Tables) -> Scratch:
-    """Room for `unroll` and `peak_of` to work in."""
+    """Working memory for `unroll` and `peak_of`."""
     ops, values, gaps = len(t.cost), len(t.size), len(t.value)
     ints = [np.full(n, -1, np.int32) for n in (ops, gaps, ops, gaps)]
     return Scratch(
@@ -103,9 +107,9 @@ def keep_only(
     Args:
         problem: what to schedule.
         t: its tables.
-        keep: forward values held from the forward pass on; None for all, so that every op runs once. The others are
+        keep: forward values kept from the forward pass on; None for all, so that every op runs once. The others are
             dropped at the end of the forward pass, or after the first backward op if that reads them.
-        hold: values held, once recomputed, for their later uses; None for all.
+        hold: values that, once recomputed, are kept for their later uses; None for all.
     """
     gaps = len(t.value)
     policy = Policy(
@@ -125,26 +129,26 @@ def keep_only(
 
 
 def nest(problem: Problem, t: Tables, keep: Collection[int], hold: Collection[int], at: Sequence[int]) -> Policy:
-    """The policy of segments inside segments: what is neither kept nor held is made segment by segment.
+    """The policy of segments inside segments: values outside both sets are recomputed segment by segment.
 
     Args:
         problem: what to schedule.
         t: its tables.
-        keep: forward values held from the forward pass on.
-        hold: values held, once recomputed, for their later uses.
-        at: forward ops after which an inner segment ends. Its values are made, and from there on held, when the first
-            of them is needed in the backward pass; a re-run that only passes through holds none of them.
+        keep: forward values kept from the forward pass on.
+        hold: values that, once recomputed, are kept for their later uses.
+        at: forward ops after which an inner segment ends. All its values are recomputed, and kept from there on, when
+            the backward pass needs the first of them; a re-run that only passes through the segment keeps none.
     """
     policy = keep_only(problem, t, keep, hold)
-    made = np.array(problem.producer, np.int64)[t.value]
-    dropped = (policy.keep == 0) & (policy.hold == 0) & (made < problem.boundary)
+    producer = np.array(problem.producer, np.int64)[t.value]
+    dropped = (policy.keep == 0) & (policy.hold == 0) & (producer < problem.boundary)
     policy.keep[dropped & (t.start > problem.boundary)] = 1
     passing = np.flatnonzero(dropped & (t.start <= problem.boundary) & (t.uses < len(problem.ops)))
-    segment = np.searchsorted(np.array(at, np.int64), made[passing])
+    segment = np.searchsorted(np.array(at, np.int64), producer[passing])
     first = np.full(len(at) + 1, len(problem.ops))
     np.minimum.at(first, segment, t.uses[passing])
     early = (first[segment] > t.start[passing]) & (first[segment] < t.uses[passing])
-    early &= t.region[first[segment]] == t.region[made[passing]]
+    early &= t.region[first[segment]] == t.region[producer[passing]]
     policy.make[passing[early]] = first[segment][early]
     return policy
 
@@ -155,15 +159,15 @@ def copy(policy: Policy) -> Policy:
 
 
 def realize(t: Tables, policy: Policy, s: Scratch) -> Schedule | None:
-    """The schedule of a policy; None where it would be far longer than any that is worth it. O(steps * reads)."""
+    """The schedule of a policy; None where it has more than `STRETCH` steps for each op. O(steps * reads)."""
     link_all(policy, s)
     steps, _ = unroll(t, policy, s, np.inf)
-    found = s.steps[:steps]
-    return Schedule(tuple(np.where(found < 0, -1 - found, found).tolist())) if steps >= 0 else None
+    order = s.steps[:steps]
+    return Schedule(tuple(np.where(order < 0, -1 - order, order).tolist())) if steps >= 0 else None
 
 
 def choices(problem: Problem, t: Tables) -> Choices:
-    """The gaps that a search decides on: those of droppable values in which something else happens. O(HOPS * reads)."""
+    """The gaps that a search decides on: gaps of droppable values, longer than one op. O(HOPS * reads)."""
     free = np.zeros(len(t.size), bool)
     free[droppable(problem)] = True
     gaps = np.flatnonzero(free[t.value] & (t.uses > t.start + 1)).astype(np.int32)
@@ -173,10 +177,10 @@ def choices(problem: Problem, t: Tables) -> Choices:
     class_of = np.full(len(t.value), -1, np.int32)
     for g in gaps.tolist():
         v, end = int(t.value[g]), int(t.uses[g])
-        made = problem.producer[v]
+        producer = problem.producer[v]
         key = (
-            looks[made],
-            problem.ops[made].writes.index(v),
+            looks[producer],
+            problem.ops[producer].writes.index(v),
             g - int(t.use_at[v]),
             looks[end] if end < len(looks) else -1,
         )
@@ -185,14 +189,13 @@ def choices(problem: Problem, t: Tables) -> Choices:
     class_at = np.searchsorted(class_of[members], np.arange(len(number) + 1)).astype(np.int32)
     place = np.zeros(len(t.value), np.int32)
     place[members] = np.arange(len(members), dtype=np.int32) - class_at[class_of[members]]
-    # by size: what is large decides; half of all choices by number: small values add up
     size = t.size[t.value[gaps]] / max(1, int(t.size[t.value[gaps]].sum()))
-    weight = np.cumsum(0.5 * size + 0.5 / max(1, len(gaps)))
-    return Choices(gaps, class_at, members, class_of, place, weight)
+    weight = np.cumsum(BY_SIZE * size + (1 - BY_SIZE) / max(1, len(gaps)))
+    return Choices(gaps, class_at, members, class_of, place, weight, ODDS)
 
 
 def _looks(problem: Problem) -> list[int]:
-    """For each op, a number that ops share which look alike to HOPS hops away: Weisfeiler and Leman's refinement."""
+    """For each op, its class: ops of a class look alike to HOPS hops away (Weisfeiler-Leman refinement)."""
     looks = _number((op.cost, op.workspace, tuple(problem.sizes[v] for v in op.writes)) for op in problem.ops)
     for _ in range(HOPS):
         looks = _number(

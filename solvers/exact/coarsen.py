@@ -1,9 +1,9 @@
 """Contract a large problem into a small one of the same shape, and bring a schedule of the small one back.
 
-Contiguous ops become one super-op, cut where little crosses. What crosses a cut is a coarse value; values with the
-same producer and the same readers are one. A super-op's workspace is what its inside holds beyond what it reads and
-writes. The coarse problem overestimates memory and cost (a super-op runs again as a whole, holding all it reads to its
-end), so that what is brought back is then trimmed: the exact simulator says how many re-runs can be left out.
+Contiguous ops become one super-op, cut where few bytes cross. Values that cross a cut with the same producer and the
+same readers become one coarse value. A super-op's workspace is the peak of its inner values. The coarse problem
+overestimates memory and cost (a super-op runs again as a whole, and all its reads stay live to its end), so that the
+expanded schedule is then trimmed: the exact simulator says which re-runs can be left out.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from solvers.schedule import Schedule, simulate
 
 @dataclass(frozen=True, slots=True)
 class Coarse:
-    """A coarse problem and what its ops stand for: op g is `fine.ops[starts[g]:starts[g + 1]]`."""
+    """A coarse problem over a fine one: coarse op g stands for `fine.ops[starts[g]:starts[g + 1]]`."""
 
     fine: Problem
     problem: Problem
@@ -33,8 +33,8 @@ def coarsen(problem: Problem, forward: int, backward: int) -> Coarse:
     merged: dict[tuple[int, tuple[int, ...], bool], int] = {}
     coarse_of: dict[int, int] = {}
     sizes: list[int] = []
-    for v, made in enumerate(problem.producer):
-        g = group_of[made]
+    for v, producer in enumerate(problem.producer):
+        g = group_of[producer]
         outside = tuple(sorted({group_of[r] for r in problem.readers[v]} - {g}))
         if outside or v in problem.pinned:
             key = (g, outside, v in problem.pinned)
@@ -74,7 +74,7 @@ def coarsen(problem: Problem, forward: int, backward: int) -> Coarse:
 
 
 def _inner_peak(problem: Problem, a: int, b: int, crossing: dict[int, int]) -> int:
-    """The most bytes that ops a to b hold of what they write themselves, workspaces included."""
+    """The peak of the values that ops a to b write themselves, workspaces included."""
     last = {v: max((r for r in problem.readers[v]), default=-1) for op in problem.ops[a:b] for v in op.writes}
     live = peak = 0
     for i in range(a, b):
@@ -101,7 +101,7 @@ def _starts(problem: Problem, forward: int, backward: int) -> tuple[int, ...]:
 
 
 def _narrow(problem: Problem, groups: int) -> set[int]:
-    """Forward cuts, as the index of the op after them: near even shares of bytes and cost, where least crosses."""
+    """Forward cuts, as the index of the op after them: near even shares of bytes and cost, where few bytes cross."""
     boundary = problem.boundary
     change = [0] * (boundary + 1)
     weight = []
@@ -109,10 +109,10 @@ def _narrow(problem: Problem, groups: int) -> set[int]:
     time_of_all = problem.total_cost or 1.0
     for op in problem.ops[:boundary]:
         weight.append(sum(problem.sizes[v] for v in op.writes) / whole + op.cost / time_of_all + 1e-6)
-    for v, made in enumerate(problem.producer):
-        last = max((r for r in problem.readers[v] if r < boundary), default=made)
-        if made < boundary:
-            change[made] += problem.sizes[v]
+    for v, producer in enumerate(problem.producer):
+        last = max((r for r in problem.readers[v] if r < boundary), default=producer)
+        if producer < boundary:
+            change[producer] += problem.sizes[v]
             change[last] -= problem.sizes[v]
     crossing = list(accumulate(change[:boundary]))
     upto = list(accumulate(weight))
@@ -128,7 +128,7 @@ def _narrow(problem: Problem, groups: int) -> set[int]:
 
 
 def _mirror(problem: Problem, cut: int) -> int:
-    """The backward cut that belongs to a forward one: the fewest bytes made on either side are read on the other."""
+    """The backward cut that belongs to a forward one: the fewest bytes written on one side are read on the other."""
     boundary, n = problem.boundary, len(problem.ops)
     balance = [0] * (n - boundary + 1)  # by how much each next op prefers to be on the near side
     for b in range(boundary, n):
@@ -141,7 +141,7 @@ def _mirror(problem: Problem, cut: int) -> int:
 
 
 def expand(coarse: Coarse, schedule: Schedule) -> Schedule:
-    """The fine schedule of a coarse one, without the re-runs whose outputs nothing reads. Always a possible one."""
+    """The fine schedule of a coarse one, without the re-runs whose outputs no op reads. It always obeys the rules."""
     steps: list[int] = []
     ran = 0
     for g in schedule.steps:
@@ -171,17 +171,17 @@ def prune(problem: Problem, schedule: Schedule) -> Schedule:
 def _first_runs(steps: tuple[int, ...]) -> list[bool]:
     """For each step, whether it is its op's first run."""
     seen = -1
-    found = []
+    first = []
     for i in steps:
-        found.append(i > seen)
+        first.append(i > seen)
         seen = max(seen, i)
-    return found
+    return first
 
 
 def trim(problem: Problem, schedule: Schedule, deadline: float) -> Schedule:
-    """Leave out re-runs while the peak stays within the budget: dearest per byte held first, in ever smaller groups.
+    """Leave out re-runs while the peak stays within the budget: dearest per byte first, in ever smaller groups.
 
-    A schedule stays a possible one when a re-run is left out: its outputs are then held from the run before it.
+    A schedule without one of its re-runs still obeys the rules: the outputs then stay live from the run before it.
 
     Args:
         problem: with a budget.
@@ -213,7 +213,7 @@ def trim(problem: Problem, schedule: Schedule, deadline: float) -> Schedule:
 
 
 def _dearest(problem: Problem, schedule: Schedule) -> list[int]:
-    """The re-run steps, by cost per byte-step that their outputs would have to be held longer."""
+    """The re-run steps, by cost per byte and step that their outputs would have to stay live longer."""
     latest: dict[int, int] = {}
     price: list[tuple[float, int]] = []
     for at, i in enumerate(schedule.steps):

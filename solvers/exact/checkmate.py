@@ -1,8 +1,8 @@
 """The mixed-integer program of rematerialization: Jain et al., "Checkmate" (MLSys 2020), generalised.
 
-First runs keep the order of the ops; stage t ends with the first run of op t and begins with whatever runs again
-before it. Values held, what runs again, and when values are freed are decided together, exactly, as long as the
-problem is small; a large one is coarsened first, and the answer is trimmed under the exact simulator.
+First runs keep the order of the ops; stage t ends with the first run of op t and begins with the re-runs before it. The
+model decides together, exactly, which ops run again and when each value is freed, as long as the problem is small; a
+large one is coarsened first, and the answer is trimmed under the exact simulator.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from solvers.bounds import minimum_peak_bound
-from solvers.chen import chen
-from solvers.coarsen import Coarse, coarsen, expand, prune, trim
-from solvers.errors import InfeasibleError
-from solvers.milp import Position, build, nonzeros, positions
-from solvers.mip import Result, Tick, solve
+from solvers.bounds.peak import minimum_peak_bound
+from solvers.exact.checkmate_model import Position, build, nonzeros, positions
+from solvers.exact.coarsen import Coarse, coarsen, expand, prune, trim
+from solvers.exact.highs import Result, Tick, solve
 from solvers.problem import Problem
 from solvers.progress import bar
-from solvers.schedule import Answer, Schedule, every_op_once, simulate
+from solvers.protocol import Answer
+from solvers.schedule import InfeasibleError, Schedule, every_op_once, simulate
+from solvers.search.chen import chen
+from solvers.search.leanest import minimum_peak
+from solvers.search.rounds import search
 
 TIME_LIMIT = 30.0  # seconds
 # Rounds a stage: with one, an op runs at most once a stage and in index order (Checkmate's own model). That misses
@@ -53,8 +55,8 @@ def ilp(problem: Problem, *, time_limit: float | None = None, progress: bool | N
         the model too, so that it is low where the model has few rounds; it is 0 where the problem was coarsened.
 
     Raises:
-        InfeasibleError: no schedule within the budget exists, or none was found; its `minimum` is a budget that
-            succeeds.
+        InfeasibleError: no schedule within the budget exists, or the search reached none; its `minimum` is a budget
+            that succeeds.
 
     References:
         P. Jain et al., "Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization", MLSys 2020.
@@ -82,28 +84,26 @@ def _rounds(problem: Problem) -> int:
 
 
 def _start(problem: Problem, seconds: float) -> tuple[Schedule | None, Schedule]:
-    """The cheapest schedule that fits without a search of models, and the leanest of all found in so many seconds."""
-    from solvers.auto import minimum_peak, search  # here, so that either module may use the other
-
+    """The cheapest schedule that heuristics reach within the budget in so many seconds, and the leanest of all."""
     assert problem.budget is not None
     unlimited = problem.with_budget(None)
-    found = [
+    schedules = [
         every_op_once(problem),
         minimum_peak(problem, time_limit=seconds / 3, progress=False).schedule,
         chen(unlimited),
     ]
     for solver in (lambda p: search(p, time_limit=seconds / 3, progress=False).schedule, chen):
         with suppress(InfeasibleError):
-            found.append(solver(problem))
-    peaks = [simulate(unlimited, schedule).peak for schedule in found]
-    fitting = [schedule for schedule, peak in zip(found, peaks, strict=True) if peak <= problem.budget]
+            schedules.append(solver(problem))
+    peaks = [simulate(unlimited, schedule).peak for schedule in schedules]
+    fitting = [schedule for schedule, peak in zip(schedules, peaks, strict=True) if peak <= problem.budget]
     cheapest = min(fitting, key=lambda schedule: simulate(unlimited, schedule).cost, default=None)
-    return cheapest, found[peaks.index(min(peaks))]
+    return cheapest, schedules[peaks.index(min(peaks))]
 
 
 def _infeasible(problem: Problem, *leanest: Schedule) -> InfeasibleError:
     assert problem.budget is not None
-    peak, schedule = min(((simulate(problem, s).peak, s) for s in leanest), key=lambda found: found[0])
+    peak, schedule = min(((simulate(problem, s).peak, s) for s in leanest), key=lambda pair: pair[0])
     return InfeasibleError(problem.budget, peak, minimum_peak_bound(problem), schedule)
 
 
@@ -140,16 +140,16 @@ def _within(
         result = solve(problem, model, deadline - time.monotonic(), start, tick)
         if result.steps is None:
             return result, start
-        found = Schedule(result.steps)
-        timeline = simulate(problem, found)
+        schedule = Schedule(result.steps)
+        timeline = simulate(problem, schedule)
         if timeline.peak <= problem.budget:
             break
         if time.monotonic() > deadline:
             return result, start
         capacity -= max(1, timeline.peak - problem.budget)
     if start is not None and simulate(problem, start).cost < timeline.cost:
-        found = start
-    return result, found
+        schedule = start
+    return result, schedule
 
 
 def _outside(problem: Problem) -> float:
@@ -172,7 +172,7 @@ def _leanest(problem: Problem, laid: tuple[Position, ...], deadline: float, tick
 def _coarse(problem: Problem, start: Schedule | None, leanest: Schedule, deadline: float, tick: Tick) -> Answer:
     """Contract, solve, expand and trim, under ever larger coarse budgets while time allows; keep the cheapest."""
     assert problem.budget is not None
-    found = [] if start is None else [start, trim(problem, start, time.monotonic() + 0.1 * _left(deadline))]
+    schedules = [] if start is None else [start, trim(problem, start, time.monotonic() + 0.1 * _left(deadline))]
     coarse = _fitting(problem, _left(deadline))
     room = problem.budget - problem.resident
     finished = True
@@ -193,25 +193,27 @@ def _coarse(problem: Problem, start: Schedule | None, leanest: Schedule, deadlin
         if best is not None:
             fine = expand(coarse, best)
             fits = simulate(problem, fine).peak <= problem.budget
-            found.append(trim(problem, fine, time.monotonic() + 0.5 * _left(deadline)))
+            schedules.append(trim(problem, fine, time.monotonic() + 0.5 * _left(deadline)))
         share *= 1.06 if fits else 0.93
         if len(coarse.problem.ops) == len(problem.ops) or _left(deadline) < 5.0:
             break
-    costs = [(t.cost, n) for n, s in enumerate(found) if (t := simulate(problem, s)).peak <= problem.budget]
+    costs = [(t.cost, n) for n, s in enumerate(schedules) if (t := simulate(problem, s)).peak <= problem.budget]
     if not costs:
         raise _infeasible(problem, leanest)
     if len(coarse.problem.ops) < len(problem.ops):
         note = f"coarsened {len(problem.ops)} ops to {len(coarse.problem.ops)}"
     else:
         note = "backward ops run once"
-    return Answer(found[min(costs)[1]], 0.0, note if finished else f"{note}; time ran out before the end of the search")
+    return Answer(
+        schedules[min(costs)[1]], 0.0, note if finished else f"{note}; time ran out before the end of the search"
+    )
 
 
 def _fitting(problem: Problem, seconds: float) -> Coarse:
     """The finest coarse problem whose model is small enough for the time."""
     backward = min(len(problem.ops) - problem.boundary, 150)
     while True:
-        # Which value to keep is decided by the forward groups: they stay finer than the backward ones.
+        # The forward groups decide which values are kept: they stay finer than the backward ones.
         coarse = coarsen(problem, 2 * backward, backward)
         laid = positions(coarse.problem, 1, coarse.problem.boundary)
         if backward <= 6 or nonzeros(coarse.problem, laid) <= _capacity(seconds):
@@ -233,9 +235,9 @@ def _neighbourhoods(
         steps = solve(problem, model, min(left, 2.0), best, tick, free).steps
         if steps is None:
             break
-        timeline = simulate(problem, found := prune(problem, Schedule(steps)))
+        timeline = simulate(problem, pruned := prune(problem, Schedule(steps)))
         if timeline.peak <= problem.budget and timeline.cost < cost:
-            best, cost = found, timeline.cost
+            best, cost = pruned, timeline.cost
     return best
 
 

@@ -1,4 +1,4 @@
-"""The only place that talks to the MILP solvers: HiGHS through PuLP, or CBC where HiGHS is not installed."""
+"""The only module that talks to MILP solvers: HiGHS through PuLP, or CBC where HiGHS is not installed."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import math
 import threading
 import time
 from collections.abc import Callable, Container
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import pulp
 
-from solvers.milp import Model, values_of
+from solvers.exact.checkmate_model import Model, values_of
 from solvers.problem import Problem
 from solvers.schedule import Schedule
 
@@ -21,7 +21,7 @@ Tick = Callable[[float, float], None]  # best objective and its bound so far, in
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What the solver said: its status in our own words, the steps it found, a proven bound on the objective."""
+    """The solver's status in our own words, the steps of its solution, and a proven bound on the objective."""
 
     status: Status
     steps: tuple[int, ...] | None
@@ -39,7 +39,7 @@ def solve(
     """Run HiGHS, or CBC where HiGHS is not installed. Interrupting it stops the solver too.
 
     Where `free` is given, re-runs of all other ops stay as they are in `start`: a neighbourhood of it is searched, and
-    what the result says of optimality, infeasibility and bound is about that neighbourhood.
+    the result's status and bound are about that neighbourhood.
     """
     if not model.lp.variables():
         return Result("optimal", tuple(i for _, i in model.positions), model.offset)
@@ -63,29 +63,30 @@ def solve(
     return Result(status, steps, max(0.0, bound) * model.unit + model.offset)
 
 
-def _highs(model: Model, time_limit: float, start: dict[str, float] | None, tick: Tick | None) -> tuple[Status, float]:
-    import highspy
+@dataclass
+class _Watch:
+    """HiGHS calls it while it searches: it notes the best objective and its bound, and stops the search where asked."""
 
-    stop, done = threading.Event(), threading.Event()
-    best = [math.inf, 0.0]
+    best: float = math.inf
+    bound: float = 0.0
+    stop: threading.Event = field(default_factory=threading.Event)
 
-    def watch(kind: Any, message: str, out: Any, answer: Any, user: Any) -> None:
-        best[:] = out.mip_primal_bound, out.mip_dual_bound
-        if stop.is_set():
+    def __call__(self, kind: Any, message: str, out: Any, answer: Any, user: Any) -> None:
+        self.best, self.bound = out.mip_primal_bound, out.mip_dual_bound
+        if self.stop.is_set():
             answer.user_interrupt = True
 
-    class Solver(pulp.HiGHS):  # type: ignore[misc]  # PuLP is untyped
-        def callSolver(self, lp: Any) -> None:
-            highs = lp.solverModel
-            if start is not None:
-                solution = highspy.HighsSolution()
-                solution.col_value = [start.get(v.name, 0.0) for v in lp.variables()]
-                highs.setSolution(solution)
-            highs.run()
 
-    # One thread: on these models more gain little, and the answer then does not hang on the machine's core count.
-    # The gaps: by default HiGHS calls 1e-4 of the objective optimal.
-    solver = Solver(
+def _highs(model: Model, time_limit: float, start: dict[str, float] | None, tick: Tick | None) -> tuple[Status, float]:
+    """Run HiGHS through PuLP's solver object; `pulp.HiGHS` takes no start, so that it goes to the solver model itself.
+
+    One thread: on these models more threads gain little, and the answer then does not depend on the number of cores.
+    The gaps: by default HiGHS calls 1e-4 of the objective optimal.
+    """
+    import highspy  # here, as CBC does without it
+
+    watch, lp = _Watch(), model.lp
+    solver = pulp.HiGHS(
         msg=False,
         threads=1,
         timeLimit=max(0.1, time_limit),
@@ -95,44 +96,62 @@ def _highs(model: Model, time_limit: float, start: dict[str, float] | None, tick
         callbackTuple=(watch, None),
         callbacksToActivate=[highspy.cb.HighsCallbackType.kCallbackMipInterrupt],
     )
-    failure: list[Exception] = []
+    solver.createAndConfigureSolver(lp)
+    solver.buildSolverModel(lp)
+    highs = lp.solverModel
+    if start is not None:
+        solution = highspy.HighsSolution()
+        solution.col_value = [start.get(v.name, 0.0) for v in lp.variables()]
+        highs.setSolution(solution)
 
-    def work() -> None:
+    def poll() -> None:
+        if tick is not None:
+            tick(watch.best * model.unit + model.offset, watch.bound * model.unit + model.offset)
+
+    _in_thread(lambda: solver.callSolver(lp), poll, watch.stop)
+    status, info = highs.getModelStatus(), highs.getInfo()
+    if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
+        return "infeasible", 0.0
+    bound = info.mip_dual_bound if math.isfinite(info.mip_dual_bound) else 0.0
+    if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
+        return "unknown", bound
+    try:
+        solver.findSolutionValues(lp)
+    except KeyError:  # PuLP has no word for this status, as for a search that ran out of memory
+        return "unknown", bound
+    optimal = status == highspy.HighsModelStatus.kOptimal
+    return ("optimal", highs.getObjectiveValue()) if optimal else ("feasible", bound)
+
+
+def _in_thread(work: Callable[[], object], poll: Callable[[], object], stop: threading.Event) -> None:
+    """Do some work in a thread of its own while this one polls; sets `stop` where polling raises, as Ctrl-C does.
+
+    An event says when the work ends: a `join` that is interrupted takes the thread for ended (Python 3.11).
+    """
+    done = threading.Event()
+    failures: list[Exception] = []
+
+    def run() -> None:
         try:
-            solver.actualSolve(model.lp)
+            work()
         except Exception as e:
-            failure.append(e)
+            failures.append(e)
         finally:
             done.set()
 
-    # In a thread of its own, so that an interrupt is seen at once and reaches HiGHS through its callback. An event says
-    # when it ends: a `join` that is interrupted takes the thread for ended (Python 3.11).
-    thread = threading.Thread(target=work, daemon=True)
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     try:
         while not done.wait(0.05):
-            if tick is not None:
-                tick(best[0] * model.unit + model.offset, best[1] * model.unit + model.offset)
+            poll()
     except BaseException:
         stop.set()
         done.wait()
         raise
     finally:
         thread.join()
-    if failure and not isinstance(
-        failure[0], (KeyError, IndexError)
-    ):  # what PuLP raises for a status it has no word for
-        raise failure[0]
-    status = model.lp.solverModel.getModelStatus()
-    info = model.lp.solverModel.getInfo()
-    bound = info.mip_dual_bound if math.isfinite(info.mip_dual_bound) else 0.0
-    if status == highspy.HighsModelStatus.kOptimal and not failure:
-        return "optimal", model.lp.solverModel.getObjectiveValue()
-    if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
-        return "infeasible", 0.0
-    if info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible and not failure:
-        return "feasible", bound
-    return "unknown", bound
+    if failures:
+        raise failures[0]
 
 
 def _cbc(model: Model, time_limit: float) -> tuple[Status, float]:

@@ -1,10 +1,10 @@
-"""The cheapest re-runs, relaxed: what a schedule must hold or run again is counted only at a few points in time.
+"""The relaxation of the cheapest re-runs: memory is constrained only at a few points in time.
 
 The points are first runs of some ops. They cut every schedule into stages, whatever it re-runs and when: a stage ends
-with the first run of its op. What happens inside a stage is not looked at, only which ops run again in it at all, and
-which values are held at its end. That is a few 0/1 variables an op and stage, where Checkmate's model has some for
-every op of every stage; a point well chosen loses little (of the published instances, two or three points prove
-what 24 hours of Gurobi prove on the full model).
+with the first run of its op. The order inside a stage is ignored; the program only knows which ops run again in it at
+all, and which values are live at its end. It has a few 0/1 variables an op and stage, where Checkmate's model has some
+for every op of every stage. A well-chosen point loses little: on the published instances, two or three points prove the
+bounds that 24 hours of Gurobi prove on the full model.
 """
 
 from __future__ import annotations
@@ -25,17 +25,24 @@ ITERATIONS = 200_000  # of the simplex method, at most: a limit that is no clock
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What is known between two points: the columns of values held at its begin and of ops that run again in it."""
+    """The variables of the time between two points.
 
-    begin: int  # the last op whose first run lies before the stage; -1 for none
-    held: dict[int, int]
+    Attributes:
+        begin: the last op whose first run lies before the stage; -1 for none.
+        live: the columns of the values that may be live when it begins.
+        again: the columns of the ops that may run again in it.
+        needed: values from before the stage that its first runs read.
+    """
+
+    begin: int
+    live: dict[int, int]
     again: dict[int, int]
-    needed: set[int]  # values from before the stage that its first runs read
+    needed: set[int]
 
-    def available(self, v: int, maker: int, again: dict[int, int] | None = None) -> list[tuple[int, float]]:
-        """The terms that say that v is to be had: held from the begin on, or its op runs again."""
+    def available(self, v: int, producer: int, again: dict[int, int] | None = None) -> list[tuple[int, float]]:
+        """The terms of which one must be 1 for v to be available: live from the begin on, or recomputed."""
         runs = self.again if again is None else again
-        return [(d[key], 1.0) for d, key in ((self.held, v), (runs, maker)) if key in d]
+        return [(d[key], 1.0) for d, key in ((self.live, v), (runs, producer)) if key in d]
 
 
 @dataclass
@@ -68,8 +75,8 @@ class Relaxed:
     """A solved relaxation.
 
     Attributes:
-        bound: no schedule's re-runs cost less.
-        again: for the ops that may run again, how much of one run; in whole numbers after a search.
+        bound: a lower bound on the cost of any schedule's re-runs.
+        again: for each op that may run again, its largest fraction of a run in a stage; 0 or 1 after a search.
         points: the ops whose first runs are its points in time, ascending.
     """
 
@@ -88,24 +95,25 @@ def build(problem: Problem, at: Sequence[int]) -> Program:
     Every valid schedule is a 0/1 solution of no higher cost, so that its optimum, and that of its linear relaxation,
     are lower bounds on what the schedule's re-runs cost:
 
-    - What a first run or a re-run reads is held since the stage began, or its op runs again within the stage.
-    - What is held at a stage's end is held at its begin, or its op runs again within it, or runs there first.
+    - Each value that a first run or a re-run reads is live since the stage began, or its producer runs in the stage.
+    - Each value that is live at a stage's end is live at its begin, or its producer runs in the stage.
     - While the op of a point runs for the first time, its reads, writes and workspace, the pinned values so far and
-      what is held afterwards fit the budget together, with what microbatches that wait hold of the same kind: what is
-      held at the first backward op, where that is the point or an earlier one; else what every schedule holds there.
-    - From any point to the end of the schedule the first rule holds for all stages in one. To 0/1 solutions that adds
-      nothing; a fractional one could otherwise run half an op in either of two stages from half of its reads.
+      the values that are live afterwards fit the budget together, beside the waiting microbatches. Each of those holds
+      the values that are live at the first backward op, where that is the point or an earlier one; else it holds the
+      values that are live there in every schedule.
+    - From any point to the end of the schedule the first rule applies to all stages in one. It adds nothing to 0/1
+      solutions, but a fractional one could otherwise run half an op in either of two stages from half of its reads.
     """
     assert problem.budget is not None
-    ops, sizes, made, pinned = problem.ops, problem.sizes, problem.producer, problem.pinned
+    ops, sizes, producer, pinned = problem.ops, problem.sizes, problem.producer, problem.pinned
     unit = max(1.0, sum(sizes) / UNITS)
     cost_unit = _cost_unit(problem)
     matters = _matters(problem)
-    # the last first run by which somebody may still want the value
+    # the last first run that may still need the value
     wanted = [max((matters[r] for r in problem.readers[v]), default=-1) for v in range(len(sizes))]
     program = Program()
     stages = program.stages
-    held: dict[int, int] = {}
+    live: dict[int, int] = {}
     waiting = problem.waiting
     kept, least = list[tuple[int, float]](), problem.least_kept if waiting else 0
     for begin, end in pairwise((-1, *at, len(ops) - 1)):
@@ -116,25 +124,25 @@ def build(problem: Problem, at: Sequence[int]) -> Program:
             if op.recomputable and op.writes and op.region in regions and matters[i] > begin
         }
         reads = {v for op in ops[begin + 1 : end + 1] for v in op.reads}
-        stage = Stage(begin, held, again, {v for v in reads if made[v] <= begin and v not in pinned})
+        stage = Stage(begin, live, again, {v for v in reads if producer[v] <= begin and v not in pinned})
         stages.append(stage)
         _closed(problem, program, stage, stage.needed, again)
         if len(stages) > len(at):
             break
         op = ops[end]
-        now = set(op.reads) | set(op.writes) | {v for v in pinned if made[v] < end}
+        now = set(op.reads) | set(op.writes) | {v for v in pinned if producer[v] < end}
         room = problem.budget - problem.resident - op.workspace - sum(sizes[v] for v in now)
-        held = {v: program.column() for v, i in enumerate(made) if i <= end < wanted[v] and v not in pinned}
-        for v, column in held.items():
-            if made[v] <= begin:
-                program.row([*stage.available(v, made[v]), (column, -1.0)], 0.0)
-        terms = [(column, (sizes[v] // unit) / 1e3) for v, column in held.items() if v not in now and sizes[v] >= unit]
+        live = {v: program.column() for v, i in enumerate(producer) if i <= end < wanted[v] and v not in pinned}
+        for v, column in live.items():
+            if producer[v] <= begin:
+                program.row([*stage.available(v, producer[v]), (column, -1.0)], 0.0)
+        terms = [(column, (sizes[v] // unit) / 1e3) for v, column in live.items() if v not in now and sizes[v] >= unit]
         pairs: Pairs = ((0, 0),)
         if waiting is not None and end < waiting.until:
             pairs = waiting.forward if end < problem.boundary else waiting.backward
             if end == problem.boundary:
                 kept = [(column, factor) for column, factor in terms]
-                least = sum(sizes[v] for v in now if made[v] < end)
+                least = sum(sizes[v] for v in now if producer[v] < end)
         for number, beside in pairs:
             factors = dict(terms)
             for column, factor in kept if number else ():
@@ -146,25 +154,25 @@ def build(problem: Problem, at: Sequence[int]) -> Program:
 
 def _matters(problem: Problem) -> list[int]:
     """For each op the last first run that a run of it can matter to, through ops that may run again."""
-    found = list(range(len(problem.ops)))
-    for i in range(len(found) - 1, -1, -1):
+    matters = list(range(len(problem.ops)))
+    for i in range(len(matters) - 1, -1, -1):
         for v in problem.ops[i].writes:
             for r in problem.readers[v]:
-                found[i] = max(found[i], found[r])
+                matters[i] = max(matters[i], matters[r])
         if not problem.ops[i].recomputable:
-            found[i] = i
-    return found
+            matters[i] = i
+    return matters
 
 
 def _closed(problem: Problem, program: Program, stage: Stage, needed: Iterable[int], again: dict[int, int]) -> None:
-    """What is needed, or read by an op that runs again, is held when the stage begins or runs again itself."""
-    made, pinned = problem.producer, problem.pinned
+    """Each value that is needed, or that a re-run reads, is live when the stage begins, or its producer runs again."""
+    producer, pinned = problem.producer, problem.pinned
     for v in sorted(needed):
-        program.row(stage.available(v, made[v], again), 1.0)
+        program.row(stage.available(v, producer[v], again), 1.0)
     for i, column in again.items():
         for v in problem.ops[i].reads:
             if v not in pinned:
-                program.row([*stage.available(v, made[v], again), (column, -1.0)], 0.0)
+                program.row([*stage.available(v, producer[v], again), (column, -1.0)], 0.0)
 
 
 def _suffixes(problem: Problem, program: Program) -> None:
@@ -189,8 +197,8 @@ def _suffixes(problem: Problem, program: Program) -> None:
 def solve(problem: Problem, program: Program, nodes: int = 0) -> Relaxed:
     """A lower bound on the program's optimum, and its solution; 0 and nothing where HiGHS finds none or is missing.
 
-    The linear relaxation, or with `nodes` at least 1 the 0/1 program, searched for so many nodes. What a linear
-    relaxation gives is computed from the solver's row prices alone, whichever they are (weak duality; Neumaier and
+    The linear relaxation, or with `nodes` at least 1 the 0/1 program, searched for so many nodes. The bound of a linear
+    relaxation is computed from the solver's row prices alone, whichever they are (weak duality; Neumaier and
     Shcherbina, "Safe bounds in linear and mixed-integer linear programming", 2004), so that no tolerance or early end
     of the solver can make it wrong. The bound of the search is HiGHS's own, less 1e-6 of it.
     """
@@ -219,16 +227,16 @@ def solve(problem: Problem, program: Program, nodes: int = 0) -> Relaxed:
     highs.passModel(lp)
     highs.run()
     unit = _cost_unit(problem)
-    found = highs.getSolution()
+    solution = highs.getSolution()
     again: dict[int, float] = {}
-    if found.value_valid:
+    if solution.value_valid:
         for stage in program.stages:
             for i, column in stage.again.items():
-                again[i] = max(again.get(i, 0.0), found.col_value[column])
+                again[i] = max(again.get(i, 0.0), solution.col_value[column])
     if nodes:
         best = highs.getInfo().mip_dual_bound
         return Relaxed(max(0.0, best - 1e-6 * (1 + best)) * unit if math.isfinite(best) else 0.0, again, at)
-    prices = np.array(found.row_dual)
+    prices = np.array(solution.row_dual)
     if len(prices) != len(low) or not np.isfinite(prices).all():
         return Relaxed(0.0, again, at)
     prices = np.where(np.isfinite(low), np.maximum(prices, 0.0), np.minimum(prices, 0.0))
@@ -238,7 +246,7 @@ def solve(problem: Problem, program: Program, nodes: int = 0) -> Relaxed:
 
 
 def _cost_unit(problem: Problem) -> float:
-    """What 1 of a program's cost is: the dearest op has 1,000, far from what solvers take for zero."""
+    """The problem's cost for 1 of a program's: the dearest op has 1,000, far above solvers' tolerances."""
     return max(op.cost for op in problem.ops) / COST or 1.0
 
 

@@ -1,7 +1,7 @@
 """Segments at the narrowest cuts: Chen et al., "Training deep nets with sublinear memory cost" (2016).
 
-The forward pass is cut into k segments; what crosses a cut is kept, the rest is recomputed a segment at a time. The
-last segment is kept whole: its backward pass comes at once.
+The forward pass is cut into k segments; values that cross a cut are kept, all others are recomputed a segment at a
+time. The last segment is kept whole: its backward pass comes at once.
 """
 
 from __future__ import annotations
@@ -11,34 +11,33 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from solvers.bounds import minimum_peak_bound
-from solvers.errors import InfeasibleError
-from solvers.policy import keep_only, realize, scratch, tables
+from solvers.bounds.peak import minimum_peak_bound
 from solvers.problem import Problem
-from solvers.schedule import Schedule, every_op_once, simulate
+from solvers.schedule import InfeasibleError, Schedule, every_op_once, simulate
+from solvers.search.policy import keep_only, realize, scratch, tables
 
 Integers = NDArray[np.int64]
 
 
 def crossing_bytes(problem: Problem) -> Integers:
     """For each forward op, bytes of the values that later forward ops read once it has run (pinned ones aside)."""
-    values, made, last = _lifetimes(problem)
+    values, producers, last = _lifetimes(problem)
     sizes = np.array([0 if v in problem.pinned else problem.sizes[v] for v in values], dtype=np.int64)
     change = np.zeros(problem.boundary + 1, dtype=np.int64)
-    np.add.at(change, made, sizes)
+    np.add.at(change, producers, sizes)
     np.subtract.at(change, last, sizes)
     return np.cumsum(change[:-1])
 
 
 def _lifetimes(problem: Problem) -> tuple[list[int], Integers, Integers]:
-    """The forward values; for each the op that makes it, and the last forward op that reads it."""
+    """The forward values; for each its producer, and the last forward op that reads it."""
     values = [v for v, i in enumerate(problem.producer) if i < problem.boundary]
-    made = [problem.producer[v] for v in values]
+    producers = [problem.producer[v] for v in values]
     last = [
         max((r for r in problem.readers[v] if r < problem.boundary), default=i)
-        for v, i in zip(values, made, strict=True)
+        for v, i in zip(values, producers, strict=True)
     ]
-    return values, np.array(made, dtype=np.int64), np.array(last, dtype=np.int64)
+    return values, np.array(producers, dtype=np.int64), np.array(last, dtype=np.int64)
 
 
 def cuts(problem: Problem, segments: int) -> list[int]:
@@ -52,25 +51,25 @@ def cuts(problem: Problem, segments: int) -> list[int]:
         return []
     crossing = crossing_bytes(problem)
     reach = total[-1] / segments / 3
-    found: set[int] = set()
+    places: set[int] = set()
     for target in total[-1] * np.arange(1, segments) / segments:
         low, high = np.searchsorted(total, (target - reach, np.nextafter(target + reach, np.inf)))
         if low < high:
             near = slice(low, high)
-            found.add(int(low + np.lexsort((abs(total[near] - target), crossing[near]))[0]))
-    return sorted(found)
+            places.add(int(low + np.lexsort((abs(total[near] - target), crossing[near]))[0]))
+    return sorted(places)
 
 
 def keep_across(problem: Problem, at: list[int], *, last: bool = True) -> list[int]:
     """The values that cross a cut, and with `last` all of the last segment, whose backward pass comes at once."""
-    values, made, until = _lifetimes(problem)
-    following = np.searchsorted(at, made)  # the first cut at or after the op that makes a value
+    values, producers, until = _lifetimes(problem)
+    following = np.searchsorted(at, producers)  # the first cut at or after a value's producer
     crosses = np.append(np.array(at, dtype=np.int64), len(problem.ops))[following] < until
-    whole = made > (at[-1] if at else -1) if last else np.zeros(len(values), dtype=bool)
+    whole = producers > (at[-1] if at else -1) if last else np.zeros(len(values), dtype=bool)
     return [v for v, kept in zip(values, crosses | whole, strict=True) if kept]
 
 
-def candidates(problem: Problem) -> list[int]:
+def segment_counts(problem: Problem) -> list[int]:
     """Numbers of segments worth trying: all small ones, then ever sparser up to 4 sqrt(L)."""
     most = max(2, 4 * math.isqrt(problem.boundary))
     counts, k = [], 2
@@ -91,7 +90,7 @@ def chen(problem: Problem) -> Schedule:
     best, lowest = every_op_once(problem), simulate(problem, every_op_once(problem)).peak
     t = tables(problem)
     room = scratch(t)
-    for k in candidates(problem):
+    for k in segment_counts(problem):
         if problem.budget is not None and lowest <= problem.budget:
             return best
         schedule = realize(t, keep_only(problem, t, keep_across(problem, cuts(problem, k))), room)

@@ -1,110 +1,33 @@
-"""What a search runs millions of times, compiled by numba: unroll a policy, measure its peak, anneal.
+"""The inner loop of the search, compiled by numba: unroll a policy, measure its peak, anneal.
 
-One module, for numba's cache on disk looks at a function's own file only, not at those that it calls into.
+One module, because numba's cache on disk looks at a function's own file only, not at the functions that it calls.
 
 Why numba: on a published graph of 405 ops one evaluation (schedule, peak and cost) takes about 10 us here and 500 us in
-pure Python; numpy has nothing to vectorize, since what is recomputed depends on what was recomputed before. The first
-use compiles for some seconds; numba caches the result on disk.
-
-All arrays are indexed by op, value or gap. A gap is what lies between two uses of a value, `start[g]` (its producer or
-a reader) and `uses[g]` (the next reader, or the number of ops for the end); gaps are numbered as `uses` is.
+pure Python; numpy has nothing to vectorize, since each recomputation depends on the ones before it. The first use
+compiles for some seconds; numba caches the result on disk. `arrays` says what the arrays are.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from solvers.arrays import Bytes, Floats, Ints, Longs, compiled
-
-
-class Tables(NamedTuple):
-    """A problem as arrays; lists of lists are flat, those of i at `[at[i]:at[i + 1]]`.
-
-    `forward` and `backward` are rows (number, bytes beside) of microbatches that wait, the backward pass is from op
-    `boundary` on, and none waits from op `until` on; both are -1 where none ever waits.
-    """
-
-    read_at: Ints
-    reads: Ints
-    write_at: Ints
-    writes: Ints
-    use_at: Ints
-    uses: Ints
-    size: Longs
-    cost: Floats
-    workspace: Longs
-    producer: Ints
-    pinned: Bytes
-    value: Ints
-    start: Ints
-    region: Ints
-    forward: Longs
-    backward: Longs
-    boundary: int
-    until: int
-
-
-class Policy(NamedTuple):
-    """What happens to a value in each of its gaps.
-
-    Attributes:
-        keep: 1 to hold it from the gap's start on; 0 to drop it there.
-        hold: 1 to hold it to the gap's end once it was recomputed for something else; 0 to drop it again.
-        drop: op after whose first run it is dropped all the same; -1 for none.
-        make: op before whose first run it is recomputed and from there on held; -1 for when it is needed.
-    """
-
-    keep: Bytes
-    hold: Bytes
-    drop: Ints
-    make: Ints
-
-
-class Scratch(NamedTuple):
-    """Room to work in, allocated once. `drop_*` and `make_*` are linked lists of the gaps with an event at an op."""
-
-    steps: Ints
-    held: Bytes
-    next_use: Ints
-    in_burst: Bytes
-    wanted: Bytes
-    drop_first: Ints
-    drop_next: Ints
-    make_first: Ints
-    make_next: Ints
-
-
-class Choices(NamedTuple):
-    """The gaps a search may decide on.
-
-    Attributes:
-        gaps: those gaps, ascending by their start.
-        class_at, members: the gaps of each class, in order: `members[class_at[c]:class_at[c + 1]]`.
-        class_of: for each gap, its class; -1 where the gap is not among `gaps`.
-        place: for each gap, where it stands in its class.
-        weight: how often each of `gaps` is chosen, summed up to it; the last is 1.
-    """
-
-    gaps: Ints
-    class_at: Ints
-    members: Ints
-    class_of: Ints
-    place: Ints
-    weight: Floats
-
-
-class Goal(NamedTuple):
-    """Energy = price * cost of re-runs + penalty * bytes above `budget`; the best is among peaks up to `ceiling`."""
-
-    price: float
-    penalty: float
-    budget: float
-    ceiling: float
-    resident: int
+from solvers.search.arrays import (
+    Chain,
+    Choices,
+    Cooling,
+    Goal,
+    Ints,
+    Journal,
+    Longs,
+    Odds,
+    Policy,
+    Random,
+    Scratch,
+    Tables,
+    compiled,
+)
 
 
 @compiled
@@ -131,7 +54,7 @@ def unlink(first: Ints, following: Ints, at: int, g: int) -> None:
 
 @compiled
 def link_all(policy: Policy, s: Scratch) -> None:
-    """Make the lists of a policy's events."""
+    """Build the event lists of a policy."""
     s.drop_first[:] = -1
     s.make_first[:] = -1
     for g in range(policy.keep.shape[0]):
@@ -143,55 +66,43 @@ def link_all(policy: Policy, s: Scratch) -> None:
 def unroll(t: Tables, p: Policy, s: Scratch, most: float) -> tuple[int, float]:
     """Write a policy's schedule into `s.steps`: first runs as their op i, re-runs as -1 - i.
 
-    Every op once, in order; before each, the ops that its reads need again, in order (lazy recomputation).
+    Every op runs once, in order; before each, the ops that its reads need again run in order (lazy recomputation).
 
     Returns:
-        The number of steps, and what the re-runs cost; -1 steps where that is more than `most`.
+        The number of steps, and the cost of the re-runs; -1 steps where that cost is more than `most`.
     """
-    # Local names, and no calls in the loops: what numba does to pass arrays takes longer than all the rest.
+    # Local names, and no calls in the loops: numba counts references wherever an array is passed on or taken from a
+    # record, even into an inlined function, and here that would take longer than all the rest.
     read_at, reads, write_at, writes, use_at = t.read_at, t.reads, t.write_at, t.writes, t.use_at
-    cost, producer = t.cost, t.producer
-    value, keep, hold, make = t.value, p.keep, p.hold, p.make
-    steps, held, next_use, in_burst = s.steps, s.held, s.next_use, s.in_burst
+    cost, producer, value, keep, hold, make = t.cost, t.producer, t.value, p.keep, p.hold, p.make
+    steps, live, next_use, in_burst = s.steps, s.live, s.next_use, s.in_burst
     drop_first, drop_next, make_first, make_next = s.drop_first, s.drop_next, s.make_first, s.make_next
-    held[:] = 0
-    in_burst[:] = 0
-    next_use[:] = use_at[:-1]
-    ops = cost.shape[0]
-    last = steps.shape[0] - ops
+    _clear(t, s)
+    last = steps.shape[0] - cost.shape[0]
     k, extra = 0, 0.0
-    for b in range(ops):
+    for b in range(cost.shape[0]):
         begin = k
-        for j in range(read_at[b], read_at[b + 1]):
-            v = reads[j]
-            o = producer[v]
-            if not held[v] and not in_burst[o] and k < last:
-                in_burst[o] = 1
-                steps[k] = o
-                k += 1
         g = make_first[b]
         while g >= 0:
             v = value[g]
             o = producer[v]
-            if not held[v] and not in_burst[o] and k < last:
+            if not live[v] and not in_burst[o] and k < last:
                 in_burst[o] = 1
                 steps[k] = o
                 k += 1
             g = make_next[g]
+        reader, at = b, begin
+        while reader >= 0:  # op b, then each re-run: its reads are live, or their producers run again too
+            for j in range(read_at[reader], read_at[reader + 1]):
+                v = reads[j]
+                o = producer[v]
+                if not live[v] and not in_burst[o] and k < last:
+                    in_burst[o] = 1
+                    steps[k] = o
+                    k += 1
+            reader = steps[at] if at < k else -1
+            at += 1
         if k > begin:
-            at = begin
-            while at < k:  # each needs what it reads
-                o = steps[at]
-                at += 1
-                for j in range(read_at[o], read_at[o + 1]):
-                    v = reads[j]
-                    other = producer[v]
-                    if not held[v] and not in_burst[other] and k < last:
-                        in_burst[other] = 1
-                        steps[k] = other
-                        k += 1
-            if k >= last:
-                return -1, extra
             _sort(steps, begin, k)
             for at in range(begin, k):
                 o = steps[at]
@@ -202,29 +113,36 @@ def unroll(t: Tables, p: Policy, s: Scratch, most: float) -> tuple[int, float]:
                     v = writes[j]
                     g = next_use[v]
                     if g < use_at[v + 1] and (hold[g] or make[g] == b):
-                        held[v] = 1
-            if extra > most:
+                        live[v] = 1
+            if k >= last or extra > most:
                 return -1, extra
         steps[k] = b
         k += 1
         for j in range(write_at[b], write_at[b + 1]):
             v = writes[j]
-            if next_use[v] < use_at[v + 1]:
-                held[v] = keep[next_use[v]]
+            live[v] = keep[next_use[v]] if next_use[v] < use_at[v + 1] else 0
         for j in range(read_at[b], read_at[b + 1]):
             v = reads[j]
             next_use[v] += 1
-            held[v] = keep[next_use[v]] if next_use[v] < use_at[v + 1] else 0
+            live[v] = keep[next_use[v]] if next_use[v] < use_at[v + 1] else 0
         g = drop_first[b]
         while g >= 0:
-            held[value[g]] = 0
+            live[value[g]] = 0
             g = drop_next[g]
     return k, extra
 
 
 @compiled
+def _clear(t: Tables, s: Scratch) -> None:
+    """Before the first op no value is live, and the first gap of each value comes next."""
+    s.live[:] = 0
+    s.in_burst[:] = 0
+    s.next_use[:] = t.use_at[:-1]
+
+
+@compiled
 def _sort(a: Ints, low: int, high: int) -> None:
-    """Ascending, in place. What comes is nearly descending: reversed, then by insertion."""
+    """Sort ascending, in place. A burst is nearly descending: reverse it, then sort by insertion."""
     i, j = low, high - 1
     while i < j:
         a[i], a[j] = a[j], a[i]
@@ -241,7 +159,7 @@ def _sort(a: Ints, low: int, high: int) -> None:
 
 @compiled
 def beside(pairs: Longs, kept: int) -> int:
-    """Bytes of the microbatches that wait, where each keeps `kept` bytes."""
+    """Bytes of the microbatches that wait, where each keeps `kept` bytes; the largest of the pairs."""
     most = 0
     for n in range(pairs.shape[0]):
         most = max(most, pairs[n, 0] * kept + pairs[n, 1])
@@ -252,8 +170,8 @@ def beside(pairs: Longs, kept: int) -> int:
 def peak_of(t: Tables, s: Scratch, steps: int, resident: int, most: float) -> int:
     """The peak of the schedule in `s.steps`, as `simulate` counts it; -1 where it is above `most`.
 
-    One walk backwards: what is read later is held, from its writing on. How much waits beside it is known once the walk
-    comes to the first backward op.
+    One walk backwards: a value is live from the write before a read on. The bytes of waiting microbatches are known
+    once the walk comes to the first backward op, where `live` says how much the schedule keeps.
     """
     read_at, reads, write_at, writes = t.read_at, t.reads, t.write_at, t.writes
     size, workspace, pinned, order, wanted = t.size, t.workspace, t.pinned, s.steps, s.wanted
@@ -276,7 +194,7 @@ def peak_of(t: Tables, s: Scratch, steps: int, resident: int, most: float) -> in
         for j in range(write_at[i], write_at[i + 1]):
             v = writes[j]
             own += size[v]
-            if wanted[v] and not (again and pinned[v]):  # a pinned value's first copy is the one held
+            if wanted[v] and not (again and pinned[v]):  # a pinned value's first copy is the one that stays
                 wanted[v] = 0
                 live -= size[v]
         for j in range(read_at[i], read_at[i + 1]):
@@ -303,7 +221,7 @@ def peak_of(t: Tables, s: Scratch, steps: int, resident: int, most: float) -> in
 
 
 @compiled
-def random(state: NDArray[np.uint64]) -> float:
+def random(state: Random) -> float:
     """Uniform in [0, 1); xorshift64*, so that a search can be stopped and go on, and threads do not meet."""
     x = state[0]
     x ^= x >> np.uint64(12)
@@ -314,22 +232,14 @@ def random(state: NDArray[np.uint64]) -> float:
 
 
 @compiled
-def below(state: NDArray[np.uint64], n: int) -> int:
+def below(state: Random, n: int) -> int:
     """Uniform in 0..n-1."""
     return int(random(state) * n)
 
 
-class Journal(NamedTuple):
-    """The gaps that a move changed, with what they were before."""
-
-    gap: Ints
-    before: NDArray[np.int32]
-    used: Ints
-
-
 @compiled
 def put(t: Tables, p: Policy, s: Scratch, journal: Journal, g: int, keep: int, hold: int, drop: int, make: int) -> None:
-    """Decide on a gap, noting what it was."""
+    """Decide on a gap, noting the decision before in the journal; does nothing where the journal is full."""
     n = journal.used[0]
     if n >= journal.gap.shape[0]:
         return
@@ -369,11 +279,11 @@ def take_back(p: Policy, s: Scratch, journal: Journal) -> None:
 
 
 @compiled
-def _change(t: Tables, p: Policy, s: Scratch, journal: Journal, rng: NDArray[np.uint64], g: int) -> None:
+def _change(t: Tables, p: Policy, s: Scratch, odds: Odds, journal: Journal, rng: Random, g: int) -> None:
     """Decide anew on one gap."""
     keep, hold, drop, make = p.keep[g], p.hold[g], p.drop[g], p.make[g]
     what = random(rng)
-    if what < 0.15:
+    if what < odds.drop:
         later = t.start[g] + 1 + below(rng, t.uses[g] - t.start[g])
         drop = -1 if drop >= 0 and random(rng) < 0.5 else later
     elif keep:
@@ -381,9 +291,9 @@ def _change(t: Tables, p: Policy, s: Scratch, journal: Journal, rng: NDArray[np.
         hold = 1 if random(rng) < 0.7 else 0
         if random(rng) < 0.5:
             drop = -1
-    elif what < 0.45:
+    elif what < odds.drop + odds.make:
         make = -1 if make >= 0 and random(rng) < 0.5 else _early(t, rng, g)
-    elif what < 0.7:
+    elif what < odds.drop + odds.make + odds.hold:
         hold = 1 - hold
     else:
         keep = 1
@@ -391,8 +301,8 @@ def _change(t: Tables, p: Policy, s: Scratch, journal: Journal, rng: NDArray[np.
 
 
 @compiled
-def _early(t: Tables, rng: NDArray[np.uint64], g: int) -> int:
-    """An op before which to recompute a gap's value ahead of its need: mostly one that reads what that takes."""
+def _early(t: Tables, rng: Random, g: int) -> int:
+    """An op before which to recompute a gap's value early: mostly one that reads an input of the value's producer."""
     o = t.producer[t.value[g]]
     n = t.read_at[o + 1] - t.read_at[o]
     if n and random(rng) < 0.7:
@@ -411,7 +321,7 @@ def _copy(t: Tables, p: Policy, s: Scratch, journal: Journal, g: int, to: int) -
 
 
 @compiled
-def move(t: Tables, p: Policy, s: Scratch, c: Choices, journal: Journal, rng: NDArray[np.uint64]) -> None:
+def move(t: Tables, p: Policy, s: Scratch, c: Choices, journal: Journal, rng: Random) -> None:
     """Change the policy at random."""
     journal.used[0] = 0
     n = c.gaps.shape[0]
@@ -420,7 +330,7 @@ def move(t: Tables, p: Policy, s: Scratch, c: Choices, journal: Journal, rng: ND
     k = c.class_of[g]
     members = c.class_at[k + 1] - c.class_at[k]
     what = random(rng)
-    if members > 1 and what < 0.2:  # a stretch of decisions, copied to or from the next block
+    if members > 1 and what < c.odds.block:  # copy a stretch of decisions to or from the next block
         step = 1 if random(rng) < 0.5 else -1
         width = 1 << below(rng, 8)
         for i in range(at, min(n, at + width)):
@@ -429,51 +339,37 @@ def move(t: Tables, p: Policy, s: Scratch, c: Choices, journal: Journal, rng: ND
             if 0 <= place < c.class_at[k + 1] - c.class_at[k]:
                 _copy(t, p, s, journal, h, c.members[c.class_at[k] + place])
         return
-    _change(t, p, s, journal, rng, g)
-    if members > 1 and what < 0.4:  # the same in blocks before and after this one
+    _change(t, p, s, c.odds, journal, rng, g)
+    if members > 1 and what < c.odds.block + c.odds.spread:  # change the blocks before and after in the same way
         reach = 1 << below(rng, 8)
         low, high = max(0, c.place[g] - below(rng, reach)), min(members, c.place[g] + 1 + below(rng, reach))
         for place in range(low, high):
             h = c.members[c.class_at[k] + place]
             if h != g:
                 _copy(t, p, s, journal, g, h)
-    elif what > 0.7:  # the opposite of a second one, mostly nearby
+    elif what > 1.0 - c.odds.pair:  # the opposite `keep` for a second gap, mostly nearby
         other = c.gaps[below(rng, n)] if random(rng) < 0.3 else c.gaps[min(n - 1, max(0, at + below(rng, 17) - 8))]
         if other != g:
             put(t, p, s, journal, other, 1 - p.keep[g], p.hold[other], -1, p.make[other])
 
 
 @compiled
-def anneal(
-    t: Tables,
-    p: Policy,
-    best: Policy,
-    s: Scratch,
-    c: Choices,
-    journal: Journal,
-    rng: NDArray[np.uint64],
-    goal: Goal,
-    now: NDArray[np.float64],
-    hot: float,
-    cold: float,
-    begin: float,
-    end: float,
-    work: float,
-) -> float:
-    """Walk from policy `p`, at temperatures from hot (at progress 0) to cold (at 1), while progress is begin to end.
+def anneal(t: Tables, c: Choices, chain: Chain, goal: Goal, cooling: Cooling, begin: float, end: float) -> float:
+    """Walk on, at temperatures from hot (at progress 0) to cold (at progress 1), while progress is begin to end.
 
-    Progress is `steps simulated / work`. `now` is the energy here, and the best so far; both, the policies and the
-    random state are left where a next call goes on.
+    Progress is the number of simulated steps over `cooling.work`. A move is taken by the rule of Metropolis et al.
+    (1953). The threshold is drawn first: no schedule is evaluated beyond the point where it exceeds the threshold.
 
     Returns:
         Progress at the end.
     """
-    done = begin
+    p, best, s, journal, rng, now = chain.here, chain.best, chain.room, chain.journal, chain.rng, chain.energy
+    progress = begin
     ops = t.cost.shape[0]
-    while done < end:
-        temperature = hot * (cold / hot) ** done
+    while progress < end:
+        temperature = cooling.hot * (cooling.cold / cooling.hot) ** progress
         move(t, p, s, c, journal, rng)
-        most = now[0] - temperature * math.log(1.0 - random(rng))  # what Metropolis would still take
+        most = now[0] - temperature * math.log(1.0 - random(rng))  # the highest energy that Metropolis' rule accepts
         steps, extra = unroll(t, p, s, most / goal.price)
         walked = ops
         peak = -1
@@ -482,7 +378,7 @@ def anneal(
             left = most - goal.price * extra
             highest = goal.budget + left / goal.penalty
             peak = peak_of(t, s, steps, goal.resident, highest)
-        done += walked / work
+        progress += walked / cooling.work
         if peak < 0:
             take_back(p, s, journal)
             continue
@@ -493,4 +389,4 @@ def anneal(
             best.hold[:] = p.hold
             best.drop[:] = p.drop
             best.make[:] = p.make
-    return done
+    return progress
