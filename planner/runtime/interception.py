@@ -27,6 +27,7 @@ from planner.runtime.signature import ModelState, Signature, call_signature, mod
 # class's `__call__`; torch.compile, around a planned model, goes past the plan unless the object has one as well.
 CARRIER = "__call__"
 
+
 class Applied:
     """Stands in for the model's call while plans are applied.
 
