@@ -288,10 +288,39 @@ def test_a_compiled_call_runs_hooks_and_is_forgotten():
     for _ in range(2):
         torch.testing.assert_close(call(x), model(x))
     assert len(graphs) == 1
-    assert not any(getattr(b, "compiler_fn", None) is backend for b in dynamo.cached_backends.values())
+    assert not any(getattr(b, "compiler_fn", b) is backend for b in dynamo.cached_backends.values())
     dynamo.forget_compiled(call)
     call(x)
     assert len(graphs) == 2
+
+
+def test_settings_of_a_compiled_call_are_on_while_it_compiles_and_not_while_it_runs():
+    config, seen = dynamo.dynamo_config, []
+    before = config.recompile_limit
+
+    def backend(graph, inputs):
+        seen.append(("compiled", config.recompile_limit))
+
+        def run(*inputs):
+            seen.append(("run", config.recompile_limit))
+            return graph(*inputs)
+
+        return run
+
+    class Breaks(nn.Linear):
+        def forward(self, x):
+            x = super().forward(x)
+            torch._dynamo.graph_break()
+            return x.sin()
+
+    def settings():
+        return config.patch(recompile_limit=before + 1)
+
+    call = dynamo.compile_call(Breaks(2, 2), backend, settings)
+    for size in (1, 1, 3):
+        call(torch.ones(size, 2))
+    compiled, run = [("compiled", before + 1), ("run", before)], [("run", before)]
+    assert seen == 2 * compiled + 2 * run + 2 * compiled
 
 
 def test_a_backend_by_aot_autograd_traces_under_a_context():
@@ -353,6 +382,20 @@ def test_a_call_is_replaced_and_put_back():
     assert isinstance(model(torch.ones(2)), torch.Tensor)
     model.compile()
     assert modules.replaced_call(model) is not None
+
+
+def test_modules_and_parameters_are_listed_in_torchs_order():
+    shared = nn.Linear(2, 2)
+    model = nn.Sequential(nn.Sequential(shared, nn.BatchNorm1d(2)), shared, nn.ModuleDict({"a": nn.Linear(2, 2)}))
+    model[2]["a"].weight = shared.weight
+    model.register_module("none", None)
+    model[0].register_parameter("none", None)
+    listed = modules.modules_in(model)
+    assert [id(m) for m in listed] == [id(m) for m in model.modules()]
+    assert [id(p) for p in modules.parameters_in(listed)] == [id(p) for p in model.parameters()]
+    modules.replace_call(shared, print)
+    assert modules.replaced_calls(listed) == [modules.replaced_call(m) for m in model.modules()]
+    assert modules.replaced_calls(listed).count(print) == 1
 
 
 def test_hooks_are_seen():

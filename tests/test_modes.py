@@ -433,6 +433,11 @@ def test_a_planned_part_of_a_planned_model_is_refused(x):
         model(x)
     inner.remove()
     step(model, x)
+    model.head.compile(backend="eager")
+    with pytest.raises(ApplyError, match="head of this Layers"):
+        model(x)
+    model.head._compiled_call_impl = None
+    step(model, x)
 
 
 # changes after the first step
@@ -457,17 +462,79 @@ def _seeded(make):
     return make()
 
 
+TENSORS_CHANGED = {
+    "one part in another mode": lambda m: m.body[2].eval(),
+    "a frozen weight": lambda m: m.head.weight.requires_grad_(False),
+    "a weight that is trained again": lambda m: m.head.weight.requires_grad_(True),
+    "another parameter": lambda m: setattr(m.head, "bias", nn.Parameter(torch.arange(8.0))),
+    "data of another size": lambda m: [setattr(p, "data", p.data[:5].clone()) for p in m.head.parameters()],
+    "no bias": lambda m: setattr(m.head, "bias", None),
+    "a weight of two layers": lambda m: setattr(m.body[4], "weight", m.body[0].weight),
+    "another buffer": lambda m: setattr(m.body[3], "running_mean", torch.full((WIDTH,), 3.0)),
+    "statistics in use": lambda m: m.body[3].eval(),
+    "other statistics": lambda m: setattr(m.body[3], "running_var", torch.full((WIDTH,), 2.0)),
+    "a module less": lambda m: m.body.__delitem__(5),
+}
+
+
 @pytest.mark.filterwarnings("ignore:Full backward hook")
-def test_a_model_changed_after_its_first_step(x):
-    model = Layers(depth=2)
+@pytest.mark.parametrize("changes", [CHANGES, TENSORS_CHANGED], ids=["modules", "tensors"])
+def test_a_model_changed_after_its_first_step(x, changes):
+    model = Layers(depth=2, norm=changes is TENSORS_CHANGED)
     twin = copy.deepcopy(model)
     plan(model, x, budget_gb=1, loss_fn=square, solver="chen").apply()
     before = assert_same(model, twin, lambda m: step(m, x))
-    for what, how in CHANGES.items():
+    for what, how in changes.items():
         change(model, twin, how)
         after = assert_same(model, twin, lambda m: step(m, x))
         assert before.keys() != after.keys() or any(not torch.equal(before[n], after[n]) for n in after), what
         before = after
+
+
+def test_a_class_changed_after_the_first_step(x, monkeypatch):
+    class Slope(nn.Module):
+        def forward(self, x):
+            return 2 * x
+
+    class Scaled(Layers):
+        def __init__(self):
+            super().__init__(depth=2)
+            self.slope = Slope()
+
+        def forward(self, x):
+            return super().forward(self.slope(x))
+
+    model = Scaled()
+    _, twin = applied(model, x)
+    before = assert_same(model, twin, lambda m: step(m, x))
+    monkeypatch.setattr(Slope, "forward", lambda self, x: 3 * x)
+    after = assert_same(model, twin, lambda m: step(m, x))
+    assert any(not torch.equal(before[n], after[n]) for n in after)
+    change(model, twin, lambda m: setattr(m.slope, "__class__", nn.Identity))
+    change(model, twin, lambda m: setattr(m, "training", False))  # of this module alone
+    last = assert_same(model, twin, lambda m: step(m, x))
+    assert any(not torch.equal(after[n], last[n]) for n in after)
+
+
+def test_a_model_that_is_as_before_has_its_plan_again(x):
+    model = Layers()
+    _, twin = applied(model, x)
+    runtime = model._compiled_call_impl
+    assert_same(model, twin, lambda m: step(m, x))
+    state = runtime.state
+    change(model, twin, lambda m: m.head.requires_grad_(False))
+    assert_same(model, twin, lambda m: step(m, x))
+    assert runtime.state != state
+    assert len(runtime.plans) == 2
+    change(model, twin, lambda m: m.head.requires_grad_(True))
+    assert_same(model, twin, lambda m: step(m, x))
+    assert runtime.state == state
+    assert len(runtime.plans) == 2
+    again = runtime.state
+    change(model, twin, lambda m: m.load_state_dict(Layers().state_dict()) and None)
+    twin.load_state_dict(model.state_dict())
+    assert_same(model, twin, lambda m: step(m, x))
+    assert runtime.state is again
 
 
 def test_a_hook_on_every_module_after_the_first_step(x):

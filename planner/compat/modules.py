@@ -38,7 +38,7 @@ _replaced = attrgetter(_REPLACED)
 
 
 def modules_in(model: nn.Module) -> list[nn.Module]:
-    """The modules of a model, as `Module.modules` gives them, in a fourth of its time (`_modules`, torch 2.11 to 2.13)."""
+    """The modules of a model, as `Module.modules` gives them, in a fourth of its time (`_modules`, 2.11 to 2.13)."""
     seen: dict[nn.Module, None] = {}
     ahead: list[nn.Module | None] = [model]
     while ahead:
@@ -51,7 +51,7 @@ def modules_in(model: nn.Module) -> list[nn.Module]:
 
 
 def parameters_in(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
-    """Their own parameters, each once, in the order of `Module.parameters` (`_parameters`, torch 2.11 to 2.13)."""
+    """The own parameters of some modules, each once, in their order (`_parameters`, torch 2.11 to 2.13)."""
     return list({id(p): p for module in modules for p in module._parameters.values() if p is not None}.values())
 
 

@@ -39,8 +39,7 @@ def unguarded(classes: Iterable[type[nn.Module]]) -> tuple[object, ...]:
 def refuse_compiled(model: nn.Module, own: Any, modules: Sequence[nn.Module] | None = None) -> None:
     """Raise ApplyError where a model, or a module in it, has a call of its own (`compile()`, a plan) beside `own`.
 
-    Args:
-        modules: those of the model, where they are known.
+    `modules` are those of the model, where the caller has them.
     """
     first, *others = replaced_calls(modules_in(model) if modules is None else modules)
     if first is not own:
