@@ -39,7 +39,7 @@ def data_of(record: PlanRecord) -> dict[str, Any]:
         "format": FORMAT,
         "version": VERSION,
         "planner": _own_version(),
-        "plan": encode(record, _record_with(type(record.options))),
+        "plan": encode(record, _record_with(type(record.options))),  # type: ignore[arg-type]  # classes are hashable
     }
 
 
@@ -90,7 +90,7 @@ def plan_of(
     try:
         if "plan" not in data:
             raise Unexpected("", "'plan' in it", f"none among {', '.join(data)}")
-        record: PlanRecord = decode(data["plan"], _record_with(kind), "plan")
+        record: PlanRecord = decode(data["plan"], _record_with(kind), "plan")  # type: ignore[arg-type]
         check(record)
     except Unexpected as e:
         wrong(e)

@@ -136,8 +136,10 @@ def _form(kind: Any) -> Any:
     forms = tuple(map(_form, inner))
     if origin in (Union, UnionType):
         return reduce(operator.or_, forms)
-    if origin is tuple or (origin is Mapping and inner[0] is str):
+    if origin is tuple:
         return origin[forms]
+    if origin is Mapping and inner[0] is str:
+        return Annotated[origin[forms], WrapSerializer(lambda values, write: write(dict(values)))]
     if origin is Mapping:
         pairs = WrapSerializer(lambda values, write: write(tuple(values.items())))
         return Annotated[_list(tuple.__class_getitem__(forms)), AfterValidator(dict), pairs]
