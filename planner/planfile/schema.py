@@ -96,7 +96,9 @@ def decode(data: Any, kind: Any, at: str = "") -> Any:
     for key in wrong["loc"]:
         if isinstance(key, int):
             at += f"[{key}]"
-        elif "[" not in key:  # the member of a union, as "function-after[dict(), tuple[...]]", is no place
+        elif not re.fullmatch(
+            r"[\w-]+\[.*\]", key
+        ):  # the member of a union, as "function-after[dict(), tuple[...]]", is no place
             at += f".{printable(key):.40}"
     cause = wrong.get("ctx", {}).get("error")
     if isinstance(cause, Unexpected):
