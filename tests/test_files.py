@@ -1,6 +1,7 @@
 """Plan files: what is saved is what is loaded and what trains; what is damaged or hostile is told in words."""
 
 import copy
+import dataclasses
 import errno
 import gzip
 import json
@@ -11,6 +12,7 @@ import sys
 import textwrap
 import warnings
 from contextlib import contextmanager
+from typing import Literal
 
 import jsonschema
 import pytest
@@ -24,8 +26,11 @@ import planner.planning.pipeline
 import planner.report.html
 import planner.report.text  # reading a file must import nothing: what draws it is here already
 from planner import ApplyError, OptionError, Plan, PlanFileError, PlanWarning, applied_plan, plan
-from planner.core.plan import PlanRecord
+from planner.core.options import About, Options, option
+from planner.core.plan import PlanRecord, Point
+from planner.planfile import files
 from planner.planfile.files import VERSION, plan_file_schema
+from planner.planfile.jsonfile import KEYS
 from planner.planfile.schema import LARGEST
 
 from .measure import held_before, results, step_peak
@@ -366,6 +371,7 @@ def test_what_is_no_plan_file_is_told_in_words(saved, tmp_path):
         (b'{"a": NaN}', "found NaN"),
         (b'{"a": -Infinity}', "found -Infinity"),
         (b'{"a": 1, "a": 2}', "'a' comes twice"),
+        (json.dumps(dict.fromkeys(map(str, range(KEYS + 1)))).encode(), f"at most {KEYS} keys"),
         (gzip.compress(b" " * 2**27, 1), "at most"),
     ):
         bad.write_bytes(content)
@@ -405,18 +411,22 @@ def setter(*keys, value):
         (("version",), 1, "older version.*format 1, here 2.*plan again"),
         (("version",), "1", "version: expected a whole number"),
         (("plan",), None, "'plan' in it"),
-        (("plan", "peak_bytes"), None, "plan: expected 'peak_bytes' in it"),
-        (("plan", "peak_bytes"), 1.5, r"plan\.peak_bytes: expected a whole number, found 1\.5"),
-        (("plan", "peak_bytes"), True, r"plan\.peak_bytes: expected a whole number, found True"),
-        (("plan", "peak_bytes"), 10**19, r"plan\.peak_bytes: expected a whole number"),
+        (("plan", "peak_bytes"), None, r"plan\.peak_bytes: expected a value, found none"),
+        (("plan", "peak_bytes"), 1.5, r"plan\.peak_bytes: expected a valid integer, found 1\.5"),
+        (("plan", "peak_bytes"), True, r"plan\.peak_bytes: expected a valid integer, found True"),
+        (
+            ("plan", "peak_bytes"),
+            10**19,
+            rf"plan\.peak_bytes: expected less than or equal to {LARGEST}, found 10{{19}}",
+        ),
         (("plan", "peak_bytes"), 1, r"plan\.peak_bytes: expected \d+, its timeline's peak, found 1"),
         (("plan", "baseline_peak_bytes"), 1, r"plan\.baseline_peak_bytes: expected \d+, as the problem"),
         (("plan", "account", "parameters"), 1, r"plan\.account: expected lines of"),
         (("plan", "budget_bytes"), -1, r"plan\.budget_bytes"),
-        (("plan", "overhead"), "a", r"plan\.overhead: expected a finite number, found a"),
+        (("plan", "overhead"), "a", r"plan\.overhead: expected a valid number, found a"),
         (("plan", "timeline", "phase"), ["forward"], r"plan\.timeline\.\w+: expected \d+ rows"),
         (("plan", "timeline", "phase", "rows", 3), 99, r"plan\.timeline\.phase\.rows\[3\]: expected a number below"),
-        (("plan", "timeline", "phase", "values", 0), "sideways", r"phase\.values\[0\]: expected one of 'forward'"),
+        (("plan", "timeline", "phase", "values", 0), "sideways", r"phase\[0\]: expected 'forward', .*, found sideways"),
         (("plan", "schedule", "steps", 0), 7, r"plan\.schedule: expected one of the problem"),
         (("plan", "schedule"), {"steps": []}, r"plan\.schedule"),
         (("plan", "problem", "sizes", 0), 1, r"plan\.(timeline|baseline)"),
@@ -433,16 +443,20 @@ def setter(*keys, value):
         (("plan", "overhead"), 1e12, r"plan\.overhead: expected a share of the time"),
         (("plan", "gap"), -0.5, r"plan\.gap: expected a share of the time"),
         (("plan", "known_curve"), {"points": curve([-1]), "about": ""}, r"plan\.known_curve: expected bytes"),
-        (("plan", "note"), "x" * 10_001, r"plan\.note: expected text of at most 10000 characters"),
+        (("plan", "note"), "x" * 10_001, r"plan\.note: expected at most 10000 characters, found x+"),
         (
             ("plan", "decisions", "module", "values", 0),
             "9" * 1001,
             r"decisions\[\d+\]: expected names of at most",
         ),
         (("plan", "step", "where"), "moon", r"step\.where: expected a torch device"),
-        (("plan", "options", "mode"), "magic", r"options\.mode: expected one of 'compiled'"),
+        (("plan", "options", "mode"), "magic", r"options\.mode: expected 'compiled' or 'eager', found magic"),
         (("plan", "identity", "modules", "name"), 3, r"identity\.modules\.name: expected a list"),
-        (("plan", "step", "card", "flops", 0, 0), "os", r"step\.card\.flops\[0\]: expected the name of a dtype"),
+        (
+            ("plan", "step", "card", "flops", 0, 0),
+            "os",
+            r"step\.card\.flops\[0\]\[0\]: expected .*'bfloat16'.*, found os",
+        ),
     ],
 )
 def test_what_is_wrong_in_a_file_is_named_with_its_place(keys, value, words, saved, tmp_path):
@@ -540,6 +554,30 @@ def test_plans_without_columns_of_later_versions_load(saved, tmp_path):
     """A field that has a default may be missing: so files stay readable when plans get new ones."""
     path = changed(saved["compiled"][2], tmp_path / "old.json", setter("plan", "timeline", "source", value=None))
     assert {m.source for m in Plan.load(path).timeline} == {""}
+
+
+@dataclasses.dataclass(frozen=True)
+class MoreOptions(Options):
+    """The options of another package: one that is a record, one that is not."""
+
+    limits: tuple[Point, ...] = option((), About())
+    tier: Literal["fused", "plain"] = option("plain", About())
+
+
+def test_options_of_another_package_are_saved_and_loaded(saved, tmp_path):
+    _, made, path = saved["compiled"]
+    given = dataclasses.asdict(made.options) | {"limits": (Point(1, 0.5), Point(2, 0.25, "b")), "tier": "fused"}
+    files.save(dataclasses.replace(made.record, options=MoreOptions(**given)), tmp_path / "more.json")
+    loaded = files.load(tmp_path / "more.json", kind=MoreOptions)
+    assert loaded.record.options == MoreOptions(**given)
+    files.save(loaded.record, tmp_path / "again.json")
+    assert (tmp_path / "again.json").read_bytes() == (tmp_path / "more.json").read_bytes()
+    assert files.load(path, kind=MoreOptions).record.options.tier == "plain"
+    with pytest.raises(PlanFileError, match=r"plan\.options\.(limits|tier): expected no field of this name"):
+        Plan.load(tmp_path / "more.json")
+    changed(tmp_path / "more.json", tmp_path / "bad.json", setter("plan", "options", "tier", value="os"))
+    with pytest.raises(PlanFileError, match=r"plan\.options\.tier: expected 'fused' or 'plain', found os"):
+        files.load(tmp_path / "bad.json", kind=MoreOptions)
 
 
 # Writing

@@ -1,4 +1,4 @@
-"""Whether what a plan file says holds together, so that it can be shown and applied like a plan made here."""
+"""Whether the figures of a plan file agree, so that its plan can be shown and applied like one computed here."""
 
 from __future__ import annotations
 
@@ -7,42 +7,26 @@ import torch
 from planner.core.plan import PlanRecord
 from planner.core.recipe import Choice
 from planner.planfile.schema import LARGEST, Unexpected
-from solvers import ProblemError, every_op_once, simulate, validate
+from solvers import Problem, ProblemError, Schedule, every_op_once, simulate, validate
 
 LONGEST_NAME = 1000  # characters of a path or an op
-MOST_SECONDS = 1e12  # or times the step
-ROUNDING = 1e-6
+MOST_SECONDS = 1e12  # also the largest share of the step's time
+ROUNDING = 1e-6  # of a share that is 0
 
 
 def check(plan: PlanRecord) -> None:
-    """Raise Unexpected where the figures contradict each other: no file may promise what its schedule does not hold."""
-    held = [m.held_bytes for m in plan.timeline]
+    """Raise Unexpected where figures contradict each other, so that no file promises a peak that its schedule exceeds.
+
+    The schedule is replayed: the complexity is linear in its steps and in the ops that they read.
+    """
     if plan.problem is not None and plan.schedule is not None:
-        try:
-            replayed = validate(plan.problem.with_budget(None), plan.schedule)
-        except ProblemError as e:
-            raise Unexpected("plan.schedule", "one of the problem", str(e)) from e
-        for i, (told, found) in enumerate(zip(held, replayed.held, strict=False)):
-            if told != found:
-                raise Unexpected(f"plan.timeline.held_bytes[{i}]", f"{found}, as the schedule holds", told)
-        once = simulate(plan.problem, every_op_once(plan.problem))
-        if plan.baseline_peak_bytes != once.peak:
-            raise Unexpected(
-                "plan.baseline_peak_bytes", f"{once.peak}, as the problem has it", plan.baseline_peak_bytes
-            )
-        if len(held) != len(replayed.held):
-            raise Unexpected("plan.timeline", f"{len(replayed.held)} moments, as the schedule has", len(held))
+        _check_schedule(plan, plan.problem, plan.schedule)
     elif (plan.problem is None) != (plan.schedule is None) or not isinstance(plan.recipe, Choice):
         raise Unexpected("plan", "a problem and its schedule", "not both")
     for i, moment in enumerate(plan.baseline_timeline):
         if not all(0 <= at < len(plan.baseline_timeline) for at in moment.reads):
             raise Unexpected(f"plan.baseline_timeline.reads[{i}]", "positions in it", moment.reads)
-    if not held or plan.peak_bytes != max(held):
-        raise Unexpected("plan.peak_bytes", f"{max(held, default='a timeline')}, its timeline's peak", plan.peak_bytes)
-    if sum(plan.account.values()) != plan.peak_bytes:
-        raise Unexpected("plan.account", f"lines of {plan.peak_bytes} bytes, the peak", sum(plan.account.values()))
-    if plan.budget_bytes <= 0 or min(held) < 0:
-        raise Unexpected("plan.budget_bytes", "a budget and a timeline of bytes", plan.budget_bytes)
+    _check_bytes(plan)
     try:
         torch.device(plan.step.where)
     except RuntimeError:
@@ -56,7 +40,38 @@ def check(plan: PlanRecord) -> None:
                     raise Unexpected(at, f"names of at most {LONGEST_NAME} characters", f"{len(name)} of them")
 
 
+def _check_schedule(plan: PlanRecord, problem: Problem, schedule: Schedule) -> None:
+    """The timeline and the baseline's peak are those of the problem and its schedule."""
+    try:
+        replayed = validate(problem.with_budget(None), schedule)
+    except ProblemError as e:
+        raise Unexpected("plan.schedule", "one of the problem", str(e)) from e
+    for i, (moment, expected) in enumerate(zip(plan.timeline, replayed.held, strict=False)):
+        if moment.held_bytes != expected:
+            raise Unexpected(f"plan.timeline.held_bytes[{i}]", f"{expected}, as the schedule holds", moment.held_bytes)
+    baseline_peak = simulate(problem, every_op_once(problem)).peak
+    if plan.baseline_peak_bytes != baseline_peak:
+        raise Unexpected(
+            "plan.baseline_peak_bytes", f"{baseline_peak}, as the problem has it", plan.baseline_peak_bytes
+        )
+    if len(plan.timeline) != len(replayed.held):
+        raise Unexpected("plan.timeline", f"{len(replayed.held)} moments, as the schedule has", len(plan.timeline))
+
+
+def _check_bytes(plan: PlanRecord) -> None:
+    """The timeline, the peak, the account and the budget agree."""
+    allocated = [m.held_bytes for m in plan.timeline]
+    if not allocated or plan.peak_bytes != max(allocated):
+        peak = max(allocated, default="a timeline")
+        raise Unexpected("plan.peak_bytes", f"{peak}, its timeline's peak", plan.peak_bytes)
+    if sum(plan.account.values()) != plan.peak_bytes:
+        raise Unexpected("plan.account", f"lines of {plan.peak_bytes} bytes, the peak", sum(plan.account.values()))
+    if plan.budget_bytes <= 0 or min(allocated) < 0:
+        raise Unexpected("plan.budget_bytes", "a budget and a timeline of bytes", plan.budget_bytes)
+
+
 def _check_times(plan: PlanRecord) -> None:
+    """Times are nonnegative and finite, and so are shares of the step's time."""
     for name in ("step_seconds", "bound", "solve_seconds"):
         _within(getattr(plan, name), f"plan.{name}", "seconds")
     for name in ("overhead", "gap"):

@@ -1,25 +1,27 @@
-"""Plans as files: versioned JSON, without code or pickles; `docs/plan-2.schema.json` describes it.
+"""Plans as files: versioned JSON, without code or pickles; `docs/plan-2.schema.json` describes them.
 
-A file has every field of a `PlanRecord`. The emitted graphs are not in it: they are written anew for the model that the
-plan is applied to.
+A file has every field of a `PlanRecord`. It has no emitted graphs: the runtime emits them for the model to which the
+plan is applied.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import field, make_dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, NoReturn, get_type_hints
+from typing import Any, NoReturn
 
 import torch
 
 from planner.core.files import path_of
+from planner.core.options import Options
 from planner.core.plan import PlanRecord
 from planner.errors import PlanFileError
 from planner.planfile.consistency import check
 from planner.planfile.jsonfile import read, write
-from planner.planfile.schema import Unexpected, decode_members, encode, required, schema
+from planner.planfile.schema import Unexpected, decode, encode, schema
 from planner.requests.check import check_loss_fn
 from planner.requests.planned import Filed
 
@@ -28,8 +30,7 @@ FORMAT, VERSION = "checkpoint-planner plan", 2
 
 def save(record: PlanRecord, path: str | os.PathLike[str]) -> None:
     """Write a plan; see `Plan.save`."""
-    target = path_of(path)
-    write(target, data_of(record))
+    write(path_of(path), data_of(record))
 
 
 def data_of(record: PlanRecord) -> dict[str, Any]:
@@ -38,19 +39,38 @@ def data_of(record: PlanRecord) -> dict[str, Any]:
         "format": FORMAT,
         "version": VERSION,
         "planner": _own_version(),
-        "plan": {name: encode(getattr(record, name), kind) for name, kind in _kinds().items()},
+        "plan": encode(record, _record_with(type(record.options))),  # type: ignore[arg-type]  # classes are hashable
     }
 
 
-def load(path: str | os.PathLike[str], loss_fn: Callable[[Any], torch.Tensor] | None = None) -> Filed:
-    """Read a plan; see `Plan.load`."""
+def load(
+    path: str | os.PathLike[str],
+    loss_fn: Callable[[Any], torch.Tensor] | None = None,
+    kind: type[Options] = Options,
+) -> Filed:
+    """Read a plan with its options as a record of this kind; see `Plan.load`."""
     check_loss_fn(loss_fn)
     source = path_of(path)
-    return plan_of(read(source), str(source), loss_fn)
+    return plan_of(read(source), str(source), loss_fn, kind)
 
 
-def plan_of(data: Any, source: str, loss_fn: Callable[[Any], torch.Tensor] | None = None) -> Filed:
-    """The plan that JSON data stands for; raises PlanFileError, which names where it is from."""
+def plan_of(
+    data: Any,
+    source: str,
+    loss_fn: Callable[[Any], torch.Tensor] | None = None,
+    kind: type[Options] = Options,
+) -> Filed:
+    """The plan that JSON data stand for.
+
+    Args:
+        data: as `data_of` returns them.
+        source: the place that they are from, for messages.
+        loss_fn: as for `Plan.load`.
+        kind: the record of options.
+
+    Raises:
+        PlanFileError: the data are no plan, are of another format, or contradict each other.
+    """
 
     def wrong(why: object) -> NoReturn:
         raise PlanFileError(f"{source}: {why}") from (why if isinstance(why, Exception) else None)
@@ -70,7 +90,7 @@ def plan_of(data: Any, source: str, loss_fn: Callable[[Any], torch.Tensor] | Non
     try:
         if "plan" not in data:
             raise Unexpected("", "'plan' in it", f"none among {', '.join(data)}")
-        record = PlanRecord(**decode_members(data["plan"], _kinds(), required(PlanRecord), "plan"))
+        record: PlanRecord = decode(data["plan"], _record_with(kind), "plan")  # type: ignore[arg-type]
         check(record)
     except Unexpected as e:
         wrong(e)
@@ -79,29 +99,30 @@ def plan_of(data: Any, source: str, loss_fn: Callable[[Any], torch.Tensor] | Non
 
 def plan_file_schema() -> dict[str, Any]:
     """The JSON Schema (2020-12) of plan files."""
-    known: dict[str, Any] = {}
-    members = {name: schema(kind, known) for name, kind in _kinds().items()}
-    plan = {"type": "object", "properties": members, "required": required(PlanRecord), "additionalProperties": False}
-    sections: dict[str, Any] = {
+    plan = schema(PlanRecord)
+    sections = {
         "format": {"const": FORMAT},
         "version": {"const": VERSION},
         "planner": {"type": "string"},
-        "plan": plan,
     }
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": f"{FORMAT}, version {VERSION}; bytes and seconds",
         "type": "object",
-        "properties": sections,
+        "$defs": plan.pop("$defs"),
+        "properties": sections | {"plan": plan},
         "required": ["format", "version", "plan"],
-        "$defs": known,
     }
 
 
 @cache
-def _kinds() -> dict[str, Any]:
-    """The fields of a plan, with their types."""
-    return get_type_hints(PlanRecord)
+def _record_with(kind: type[Options]) -> type[PlanRecord]:
+    """The record of plans whose options are of a subclass of `Options`."""
+    if kind is Options:
+        return PlanRecord
+    return make_dataclass(
+        "PlanRecord", [("options", kind, field(repr=False))], bases=(PlanRecord,), frozen=True, eq=False
+    )
 
 
 def _own_version() -> str:

@@ -1,4 +1,4 @@
-"""JSON files that anyone may have made, read with care; written so that an interruption leaves the old file."""
+"""JSON files: hostile and damaged ones are refused in words; an interrupted write leaves the old file as it was."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ import json
 import os
 import stat
 import zlib
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
 from planner.core.files import write_atomically
 from planner.errors import PlanFileError, gb
 
-MOST = 2**26  # bytes of JSON; some twenty times what a model of 80 layers needs
-DIGITS = 20  # of a whole number
+MOST = 2**26  # bytes of JSON, unpacked; the plan of a model of 80 layers takes about a twentieth of it
+DIGITS = 20  # of an integer
+KEYS = 100_000  # of an object, each of which may be an error to describe
 GZIP = b"\x1f\x8b"
 
 
 def read(path: Path) -> Any:
-    """The data in a JSON file, as it is or compressed by gzip.
+    """The data of a JSON file, which may be compressed by gzip.
 
     Raises:
-        PlanFileError: no file that can be read, more than `MOST` bytes, or not JSON (RFC 8259: so no NaN, and no key
-            twice; numbers of at most `DIGITS` digits).
+        PlanFileError: the file cannot be read, has more than `MOST` bytes, or is not JSON (RFC 8259, without NaN and
+            duplicate keys; numbers of at most `DIGITS` digits, objects of at most `KEYS` keys).
     """
     try:
         content = _content(path)
         return json.loads(
             content.decode("utf-8-sig"),
             object_pairs_hook=_object,
-            parse_int=_whole,
+            parse_int=_integer,
             parse_constant=_constant,
         )
     except PlanFileError:
@@ -53,10 +53,10 @@ def read(path: Path) -> Any:
 
 
 def write(path: Path, data: Any) -> None:
-    """Write a JSON file, compressed where its name ends in ".gz"; the old file is there until the new one is whole.
+    """Write a JSON file, compressed where its name ends in ".gz"; it replaces the old file once it is complete.
 
     Raises:
-        PlanFileError: it cannot be written there, or would be too large to be read again.
+        PlanFileError: the file cannot be written, or would be too large for `read`.
     """
     content = json.dumps(data, separators=(",", ":"), allow_nan=False).encode()
     if len(content) > MOST:
@@ -77,16 +77,18 @@ def _content(path: Path) -> bytes:
     return content
 
 
-def _object(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(pairs) > KEYS:
+        raise ValueError(f"expected at most {KEYS} keys in an object, found {len(pairs)}")
+    members: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:
+        if key in members:
             raise ValueError(f"expected each key once; {key[:40]!r} comes twice in an object")
-        found[key] = value
-    return found
+        members[key] = value
+    return members
 
 
-def _whole(digits: str) -> int:
+def _integer(digits: str) -> int:
     if len(digits) > DIGITS:
         raise ValueError(f"expected numbers of at most {DIGITS} digits, found {digits[:DIGITS]}...")
     return int(digits)

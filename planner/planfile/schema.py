@@ -1,312 +1,258 @@
-"""Records as JSON: what their annotations say is written, checked when it is read, and described as JSON Schema.
+"""Records as JSON: written as their annotations say, checked when they are read, and described as JSON Schema.
 
-Records are dataclasses and named tuples. Which of them is made of what is read is said by the annotations alone, never
-by the data. A tuple of records becomes a table, column by column; a column of few distinct values is written as these
-and the row numbers among them.
+Records are dataclasses and named tuples. The annotations alone say which records a file is read into; the data never
+do. `_form` turns an annotation into a type that pydantic reads, writes and describes: an object for a record, a table
+(an object of columns) for a tuple of records. A column of few distinct values is written as these values and, for each
+row, the number of its value.
 """
 
 from __future__ import annotations
 
-import math
-import numbers
 import operator
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
-from functools import cache
+from functools import cache, partial, reduce
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NotRequired, Union, cast, get_args, get_origin, get_type_hints
 
 import torch
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    PlainSerializer,
+    Strict,
+    TypeAdapter,
+    ValidationError,
+    WithJsonSchema,
+    WrapSerializer,
+    with_config,
+)
+from pydantic.json_schema import GenerateJsonSchema
+from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
 
-LARGEST = 2**62  # whole numbers; sums of a few stay within 64 bits
-LONGEST = 10_000  # characters of a text; what is written is cut there
+LARGEST = 2**62  # integers; sums of a few stay within 64 bits
+LONGEST = 10_000  # characters of a text; longer ones are cut when they are written
 DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 # control characters, which a terminal obeys; marks that turn the direction of writing; halves of characters
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-_SCALARS = {
-    int: "a whole number",
-    float: "a finite number",
-    str: f"text of at most {LONGEST} characters",
-    bool: "true or false",
-    NoneType: "null",
+_EXPECTED = {  # by pydantic's error type, where its message speaks of Python
+    "missing": "a value",
+    "extra_forbidden": "no field of this name",
+    "dict_type": "an object",
+    "tuple_type": "a list",
+    "frozen_set_type": "a list",
 }
 
 
 class Unexpected(ValueError):
-    """Data that is not what a type says, with its place."""
+    """A value in a file that does not have the expected type or size, with its place."""
 
     def __init__(self, at: str, expected: str, found: Any) -> None:
         super().__init__(f"{at or 'the file'}: expected {expected}, found {_shown(found)}")
+        self.at, self.expected, self.found = at, expected, found
+
+
+def printable(value: Any) -> Any:
+    """Text with a replacement character for each character that a terminal would obey; other values as they are."""
+    return _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", value) if isinstance(value, str) else value
+
+
+_SCALARS: dict[Any, Any] = {
+    NoneType: NoneType,
+    bool: Annotated[bool, Strict()],
+    int: Annotated[int, Strict(), Field(ge=-LARGEST, le=LARGEST), PlainSerializer(operator.index)],
+    float: Annotated[float, Strict(), Field(ge=-1e300, le=1e300, allow_inf_nan=False), PlainSerializer(float)],
+    str: Annotated[str, Field(max_length=LONGEST), BeforeValidator(printable), PlainSerializer(lambda s: s[:LONGEST])],
+    torch.dtype: Annotated[
+        Literal[tuple(DTYPES)],
+        AfterValidator(DTYPES.__getitem__),
+        PlainSerializer(lambda dtype: str(dtype).removeprefix("torch.")),
+    ],
+}
 
 
 def encode(value: Any, kind: Any) -> Any:
-    """A value of a type, as JSON data."""
-    origin, inner = get_origin(kind), get_args(kind)
-    if _is_union(kind):
-        return encode(value, next(k for k in inner if _is(value, k)))
-    if _is_record(kind):
-        return {name: encode(getattr(value, name), k) for name, k in fields_of(kind).items()}
-    if origin is tuple and inner[-1] is ...:
-        return _column(value, inner[0]) if _is_record(inner[0]) else [encode(v, inner[0]) for v in value]
-    if origin is tuple:
-        return [encode(v, k) for v, k in zip(value, inner, strict=True)]
-    if origin is frozenset:
-        return sorted(encode(v, inner[0]) for v in value)
-    if origin is Mapping:
-        pairs = [(encode(k, inner[0]), encode(v, inner[1])) for k, v in value.items()]
-        return dict(pairs) if inner[0] is str else [[k, v] for k, v in pairs]
-    if kind is torch.dtype:
-        return str(value).removeprefix("torch.")
-    if kind is int:
-        return operator.index(value)
-    if kind is str:
-        return value[:LONGEST]
-    return float(value) if kind is float else value
+    """A value of an annotated type as JSON data."""
+    return _adapter(kind).dump_python(value)
 
 
 def decode(data: Any, kind: Any, at: str = "") -> Any:
-    """The value that JSON data stands for; raises Unexpected where it is none of the type.
+    """The value of an annotated type that JSON data stand for.
 
     Args:
-        data: what `json.loads` returns.
-        kind: a scalar, a Literal, a dataclass, or a tuple, frozenset, Mapping or Union of such.
-        at: the place of the data in its file, for messages.
+        data: as returned by `json.loads`.
+        kind: a scalar, a Literal, a record, or a tuple, frozenset, Mapping or Union of such.
+        at: the place of the data in the file, for messages.
+
+    Raises:
+        Unexpected: the data do not have this type; of several errors, the one that lies deepest.
     """
-    origin, inner = get_origin(kind), get_args(kind)
-    if _is_union(kind):
-        return _one_of(data, inner, at)
-    if kind in _SCALARS:
-        return _scalar(data, kind, at)
-    if kind is torch.dtype:
-        if not isinstance(data, str) or data not in DTYPES:
-            raise Unexpected(at, "the name of a dtype", data)
-        return DTYPES[data]
-    if origin is Literal:
-        if not isinstance(data, str) or data not in inner:
-            raise Unexpected(at, f"one of {', '.join(map(repr, inner))}", data)
-        return data
+    try:
+        return _adapter(kind).validate_python(data)
+    except ValidationError as e:
+        wrong = max(e.errors(include_url=False), key=lambda error: len(error["loc"]))
+    for key in wrong["loc"]:
+        if isinstance(key, int):
+            at += f"[{key}]"
+        elif not re.fullmatch(
+            r"[\w-]+\[.*\]", key
+        ):  # the member of a union, as "function-after[dict(), tuple[...]]", is no place
+            at += f".{printable(key):.40}"
+    cause = wrong.get("ctx", {}).get("error")
+    if isinstance(cause, Unexpected):
+        raise Unexpected(at + cause.at, cause.expected, cause.found)
+    if cause is not None:  # the record checks itself
+        raise Unexpected(at, "fields that agree", str(cause))
+    expected = _EXPECTED.get(wrong["type"]) or re.sub("^.* should (be|have) ", "", wrong["msg"])
+    raise Unexpected(at, expected, "none" if wrong["type"] == "missing" else wrong["input"])
+
+
+def schema(kind: Any) -> dict[str, Any]:
+    """The JSON Schema (2020-12) of an annotated type."""
+    return _adapter(kind).json_schema(schema_generator=_Untitled)
+
+
+class _Untitled(GenerateJsonSchema):
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(_form(kind))
+
+
+@cache
+def _form(kind: Any) -> Any:
+    """The type by which pydantic reads and writes values of an annotated type."""
+    origin: Any = get_origin(kind)
+    inner = get_args(kind)
+    if origin is Literal or kind in _SCALARS:
+        return _SCALARS.get(kind, kind)
     if _is_record(kind):
-        return _made(kind, decode_members(data, fields_of(kind), required(kind), at), at)
+        return _object(kind, kind.__name__, _form, getattr, lambda members: kind(**members))
     if origin is tuple and inner[-1] is ...:
-        if _is_record(inner[0]):
-            return tuple(_read_column(data, inner[0], at))
-        return tuple(_each(data, inner[0], at))
+        return _table(inner[0]) if _is_record(inner[0]) else _list(_form(inner[0]))
+    forms = tuple(map(_form, inner))
+    if origin in (Union, UnionType):
+        return reduce(operator.or_, forms)
     if origin is tuple:
-        return tuple(
-            decode(v, k, f"{at}[{i}]") for i, (v, k) in enumerate(zip(_list(data, at, len(inner)), inner, strict=True))
-        )
-    if origin is frozenset:
-        return frozenset(_each(data, inner[0], at))
-    assert origin is Mapping, kind
-    if inner[0] is str:
-        return {_scalar(k, str, at): decode(v, inner[1], f"{at}.{k:.40}") for k, v in _object(data, at).items()}
-    return dict(_pair(pair, inner, f"{at}[{i}]") for i, pair in enumerate(_list(data, at)))
-
-
-def _pair(data: Any, kinds: tuple[Any, ...], at: str) -> tuple[Any, Any]:
-    key, value = _list(data, at, 2)
-    return decode(key, kinds[0], at), decode(value, kinds[1], at)
-
-
-def decode_members(
-    data: Any,
-    kinds: Mapping[str, Any],
-    needed: Collection[str],
-    at: str,
-    read: Callable[[Any, Any, str], Any] = decode,
-) -> dict[str, Any]:
-    """What an object has, each member read by its type; raises Unexpected for one too many, or one that is missing."""
-    for name in _object(data, at):
-        if name not in kinds:
-            raise Unexpected(at, f"only {', '.join(kinds)}", name)
-    for name in needed:
-        if name not in data:
-            raise Unexpected(at, f"{name!r} in it", f"only {', '.join(data)}")
-    return {name: read(data[name], kind, f"{at}.{name}") for name, kind in kinds.items() if name in data}
-
-
-def printable(text: str) -> str:
-    """Text without what a terminal would obey, a question mark in its place."""
-    return _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", text)
-
-
-def schema(kind: Any, known: dict[str, Any]) -> dict[str, Any]:
-    """A type in JSON Schema; dataclasses are put into `known`, by name."""
-    origin, inner = get_origin(kind), get_args(kind)
-    if _is_union(kind):
-        return {"anyOf": [schema(k, known) for k in inner]}
-    if _is_record(kind):
-        if kind.__name__ not in known:
-            members = {name: schema(k, known) for name, k in fields_of(kind).items()}
-            known[kind.__name__] = _object_schema(members, kind)
-        return {"$ref": f"#/$defs/{kind.__name__}"}
-    if origin is tuple and inner[-1] is ...:
-        return _column_schema(inner[0], known)
-    if origin is tuple:
-        items = [schema(k, known) for k in inner]
-        return {"type": "array", "prefixItems": items, "minItems": len(items), "maxItems": len(items)}
-    if origin is frozenset:
-        return {"type": "array", "items": schema(inner[0], known)}
+        return origin[forms]
     if origin is Mapping and inner[0] is str:
-        return {"type": "object", "additionalProperties": schema(inner[1], known)}
+        return Annotated[origin[forms], WrapSerializer(lambda values, write: write(dict(values)))]
     if origin is Mapping:
-        pair = {"type": "array", "prefixItems": [schema(k, known) for k in inner], "minItems": 2, "maxItems": 2}
-        return {"type": "array", "items": pair}
-    if origin is Literal:
-        return {"enum": list(inner)}
-    if kind is torch.dtype:
-        return {"enum": sorted(DTYPES)}
-    if kind is int:
-        return {"type": "integer", "minimum": -LARGEST, "maximum": LARGEST}
-    if kind is str:
-        return {"type": "string", "maxLength": LONGEST}
-    return {"type": {float: "number", bool: "boolean", NoneType: "null"}[kind]}
+        pairs = WrapSerializer(lambda values, write: write(tuple(values.items())))
+        return Annotated[_list(tuple.__class_getitem__(forms)), AfterValidator(dict), pairs]
+    assert origin is frozenset, kind
+    return Annotated[origin[forms], WrapSerializer(lambda values, write: sorted(write(values)))]
 
 
 @cache
-def fields_of(kind: Any) -> dict[str, Any]:
-    """The fields of a record with their types."""
+def _table(kind: Any) -> Any:
+    """The type of a tuple of records, as an object of columns."""
+    return _object(kind, f"Table of {kind.__name__}", _column, _values, partial(_rows, kind))
+
+
+@cache
+def _column(kind: Any) -> Any:
+    """The type of one field of the records of a table."""
+    if _is_record(kind):
+        return _table(kind)
+    column = _list(_form(kind))
+    if not _is_plain(kind):
+        return column
+    values = TypeAdapter(column).json_schema()
+    few = {"values": values, "rows": {"type": "array", "items": {"type": "integer", "minimum": 0}}}
+    either = {
+        "anyOf": [values, {"type": "object", "properties": few, "required": [*few], "additionalProperties": False}]
+    }
+    return Annotated[
+        column,
+        BeforeValidator(_spread),
+        WithJsonSchema(either, mode="validation"),
+        WrapSerializer(lambda values, write: _few(write(values))),
+    ]
+
+
+def _list(kind: Any) -> Any:
+    return Annotated[tuple[kind, ...], Field(fail_fast=True)]
+
+
+def _object(
+    kind: Any,
+    name: str,
+    form: Callable[[Any], Any],
+    read: Callable[[Any, str], Any],
+    make: Callable[[dict[str, Any]], Any],
+) -> Any:
+    """An object with a member for each field of a record.
+
+    Args:
+        kind: the record. Fields with a default may be missing, so that files stay readable when records get new ones.
+        name: of the object, in the JSON Schema.
+        form: the type of a member, from that of the field.
+        read: the member of a value, by its name.
+        make: the value, from its members.
+    """
     hints = get_type_hints(kind)
-    return {name: hints[name] for name in (kind._fields if issubclass(kind, tuple) else [f.name for f in fields(kind)])}
-
-
-@cache
-def required(kind: Any) -> list[str]:
-    """The fields that have no default: those with one may be missing, as in files of older versions."""
     if issubclass(kind, tuple):
-        return [name for name in fields_of(kind) if name not in kind._field_defaults]
-    return [f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING]
+        optional = {name: name in kind._field_defaults for name in kind._fields}
+    else:
+        optional = {f.name: (f.default, f.default_factory) != (MISSING, MISSING) for f in fields(kind)}
+    members = {name: NotRequired[form(hints[name])] if may else form(hints[name]) for name, may in optional.items()}
+    write = WrapSerializer(lambda value, write: write({name: read(value, name) for name in members}))
+    return Annotated[with_config(extra="forbid")(cast(Any, TypedDict)(name, members)), AfterValidator(make), write]
+
+
+def _values(rows: tuple[Any, ...], name: str) -> tuple[Any, ...]:
+    return tuple(getattr(row, name) for row in rows)
+
+
+def _rows(kind: Any, columns: dict[str, Any]) -> tuple[Any, ...]:
+    length = max(map(len, columns.values()), default=0)
+    for name, column in columns.items():
+        if len(column) != length:
+            raise Unexpected(f".{name}", f"{length} rows, as in other columns", f"{len(column)} rows")
+    return tuple(kind(**dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True))
+
+
+def _few(column: tuple[Any, ...]) -> Any:
+    """A column as its distinct values and their numbers, where that is shorter."""
+    numbers = {value: i for i, value in enumerate(dict.fromkeys(column))}
+    if 2 * len(numbers) > len(column):
+        return column
+    return {"values": list(numbers), "rows": [numbers[value] for value in column]}
+
+
+def _spread(data: Any) -> Any:
+    """A column of which a file may have the distinct values and, for each row, the number of its value."""
+    if not isinstance(data, dict):
+        return data
+    values, rows = data.get("values"), data.get("rows")
+    if len(data) != 2 or not isinstance(values, list) or not isinstance(rows, list):
+        raise Unexpected("", "a list, or values and rows", data)
+    for i, row in enumerate(rows):
+        if type(row) is not int or not 0 <= row < len(values):
+            raise Unexpected(f".rows[{i}]", f"a number below {len(values)}", row)
+    return [values[row] for row in rows]
 
 
 def _is_record(kind: Any) -> bool:
     return isinstance(kind, type) and (is_dataclass(kind) or hasattr(kind, "_fields"))
 
 
-def _is_union(kind: Any) -> bool:
-    return get_origin(kind) in (Union, UnionType)
-
-
 def _is_plain(kind: Any) -> bool:
-    """Whether values of a type are numbers, text or null: few of them may then be written once for many rows."""
-    if _is_union(kind):
+    """Whether values of a type are scalars, so that a few of them may stand for many rows."""
+    if get_origin(kind) in (Union, UnionType):
         return all(map(_is_plain, get_args(kind)))
-    return kind in _SCALARS or kind is torch.dtype or get_origin(kind) is Literal
-
-
-def _is(value: Any, kind: Any) -> bool:
-    """Whether a value is meant by one of several types."""
-    kind = get_origin(kind) or kind
-    if kind is Literal:
-        return isinstance(value, str)
-    if kind is bool or isinstance(value, bool):
-        return kind is bool and isinstance(value, bool)
-    return isinstance(value, numbers.Real if kind is float else kind)
-
-
-def _one_of(data: Any, kinds: tuple[Any, ...], at: str) -> Any:
-    if data is None and NoneType in kinds:
-        return None
-    rest = [k for k in kinds if k is not NoneType]
-    if isinstance(data, dict) and len(rest) > 1:
-        named = [k for k in rest if _is_record(k) and data.keys() <= fields_of(k).keys()]
-        rest = named or rest
-    if len(rest) == 1:
-        return decode(data, rest[0], at)
-    for kind in rest:
-        try:
-            return decode(data, kind, at)
-        except Unexpected:
-            continue
-    raise Unexpected(at, " or ".join(_SCALARS.get(k, "a list or an object") for k in rest), data)
-
-
-def _scalar(data: Any, kind: Any, at: str) -> Any:
-    if kind is float:
-        right = type(data) in (int, float) and math.isfinite(data) and abs(data) <= 1e300
-    else:
-        most = {int: LARGEST, str: LONGEST}.get(kind)
-        right = type(data) is kind and (most is None or (abs(data) if kind is int else len(data)) <= most)
-    if not right:
-        raise Unexpected(at, _SCALARS[kind], data)
-    return printable(data) if kind is str else kind(data) if kind is float else data
-
-
-def _column(values: Sequence[Any], kind: Any) -> Any:
-    if _is_record(kind):
-        return {name: _column([getattr(row, name) for row in values], k) for name, k in fields_of(kind).items()}
-    column = [encode(v, kind) for v in values]
-    if not _is_plain(kind):
-        return column
-    numbers = {v: i for i, v in enumerate(dict.fromkeys(column))}
-    if 2 * len(numbers) > len(column):
-        return column
-    return {"values": list(numbers), "rows": [numbers[v] for v in column]}
-
-
-def _read_column(data: Any, kind: Any, at: str) -> list[Any]:
-    if _is_record(kind):
-        columns = decode_members(data, fields_of(kind), required(kind), at, _read_column)
-        length = max(map(len, columns.values()), default=0)
-        for name, column in columns.items():
-            if len(column) != length:
-                raise Unexpected(f"{at}.{name}", f"{length} rows, as in other columns", f"{len(column)} rows")
-        rows = zip(*columns.values(), strict=True)
-        return [_made(kind, dict(zip(columns, row, strict=True)), at) for row in rows]
-    if not (_is_plain(kind) and isinstance(data, dict)):
-        return _each(data, kind, at)
-    if data.keys() != {"values", "rows"}:
-        raise Unexpected(at, "a list, or values and rows", data)
-    values, at_rows = _each(data["values"], kind, f"{at}.values"), _each(data["rows"], int, f"{at}.rows")
-    for i, row in enumerate(at_rows):
-        if not 0 <= row < len(values):
-            raise Unexpected(f"{at}.rows[{i}]", f"a number below {len(values)}", row)
-    return [values[row] for row in at_rows]
-
-
-def _each(data: Any, kind: Any, at: str) -> list[Any]:
-    return [decode(v, kind, f"{at}[{i}]") for i, v in enumerate(_list(data, at))]
-
-
-def _made(kind: Any, members: dict[str, Any], at: str) -> Any:
-    try:
-        return kind(**members)
-    except ValueError as e:  # it checks itself
-        raise Unexpected(at, "what holds together", str(e)) from e
-
-
-def _object(data: Any, at: str) -> dict[str, Any]:
-    if not isinstance(data, dict):
-        raise Unexpected(at, "an object", data)
-    return data
-
-
-def _list(data: Any, at: str, length: int | None = None) -> list[Any]:
-    if not isinstance(data, list) or length not in (None, len(data)):
-        raise Unexpected(at, "a list" if length is None else f"a list of {length}", data)
-    return data
-
-
-def _object_schema(members: dict[str, Any], kind: Any) -> dict[str, Any]:
-    return {"type": "object", "properties": members, "required": required(kind), "additionalProperties": False}
-
-
-def _column_schema(kind: Any, known: dict[str, Any], inside: bool = False) -> dict[str, Any]:
-    """A tuple; of records, a table, whose columns may be written as values and rows."""
-    if _is_record(kind):
-        columns = {name: _column_schema(k, known, True) for name, k in fields_of(kind).items()}
-        return _object_schema(columns, kind) | {"description": f"a table of {kind.__name__}"}
-    plain = {"type": "array", "items": schema(kind, known)}
-    if not (inside and _is_plain(kind)):
-        return plain
-    rows = {"type": "array", "items": {"type": "integer", "minimum": 0}}
-    few = {"properties": {"values": plain, "rows": rows}, "required": ["values", "rows"]}
-    return {"anyOf": [plain, {"type": "object", **few, "additionalProperties": False}]}
+    return kind in _SCALARS or get_origin(kind) is Literal
 
 
 def _shown(found: Any) -> str:
-    """What was found, in a few words."""
+    """A value in a few words."""
     if isinstance(found, (dict, list)):
         return f"{'an object' if isinstance(found, dict) else 'a list'} of {len(found)}"
     text = found if isinstance(found, str) else repr(found)
-    return printable(text if len(text) <= 200 else f"{text[:200]}...")
+    return str(printable(text if len(text) <= 200 else f"{text[:200]}..."))

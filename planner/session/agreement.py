@@ -69,7 +69,8 @@ def agreed(request: Request, plan_here: Callable[[Request], Planned], mine: Plan
         text = _heard(request, group, text, *PLAN)[first]
         with _failing_together(request, group, *TAKE_OVER):
             if here != first:
-                plan = _taken_over(plan_of(json.loads(text), f"rank {first}"), request, plan_here, mine)
+                sent = plan_of(json.loads(text), f"rank {first}", kind=type(request.options))
+                plan = _taken_over(sent, request, plan_here, mine)
         _heard(request, group, None, *TAKE_OVER)
     assert plan is not None
     return plan
