@@ -4,9 +4,7 @@ import copy
 import random
 
 import numpy as np
-import planner.codegen.emitted
 import pytest
-import solvers.anneal
 import torch
 from torch import nn
 
@@ -16,7 +14,7 @@ import planner.planning.pipeline
 import planner.planning.record
 import solvers.search.annealing
 from planner import Plan, applied_plan, max_batch, pareto, plan
-from planner.runtime import compiled as run
+from planner.runtime import regions as run
 
 
 class Net(nn.Module):
@@ -138,11 +136,10 @@ def test_an_interruption_while_planning_leaves_everything_as_it_was(module, name
 def test_graphs_are_emitted_when_asked_for_and_may_be_interrupted(step, monkeypatch):
     model, x = step
     before = state(model)
-    monkeypatch.setattr(planner.codegen.emitted, "emit", interrupted)
+    monkeypatch.setattr(planner.planning.pipeline, "emit", interrupted)
     p = plan(model, x, **TIGHT)
-    assert len(p.graph_modules) == 1
     with pytest.raises(KeyboardInterrupt):
-        p.graph_modules[0]
+        p.graph_modules  # noqa: B018
     monkeypatch.undo()
     unchanged(model, before)
     (emitted,) = p.graph_modules

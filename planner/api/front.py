@@ -130,7 +130,7 @@ def known_plan(given: Any) -> Known | None:
 def applied_plan(model: nn.Module) -> Plan | None:
     """The plan that a model runs under, the newest where it has several; None where there is none (yet)."""
     planned = applied(model)
-    return None if planned is None else Plan(planned)
+    return None if planned is None else Plan.of(planned)
 
 
 _OPTIONS = frozenset(f.name for f in fields(Options))

@@ -7,6 +7,7 @@ from dataclasses import fields
 from html import escape
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -42,6 +43,7 @@ from planner.session.verify import verify
 from solvers import Problem, Schedule
 
 _DATA = frozenset(f.name for f in fields(PlanRecord))
+_HANDLES: WeakValueDictionary[int, Plan] = WeakValueDictionary()  # by the id of the source, which the handle holds
 
 
 class Plan:
@@ -102,8 +104,17 @@ class Plan:
     verification: Verification | None
 
     def __init__(self, source: Planned | Filed | Pending) -> None:
-        self._source = source
+        self._take(source)
         self._drawn: tuple[PlanRecord, Curve] | None = None
+
+    @classmethod
+    def of(cls, planned: Planned) -> Plan:
+        """The handle over a plan: the one that there is already, or a new one."""
+        return _HANDLES.get(id(planned)) or cls(planned)
+
+    def _take(self, source: Planned | Filed | Pending) -> None:
+        self._source = source
+        _HANDLES[id(source)] = self
 
     if not TYPE_CHECKING:  # type checkers read the annotations above, and find misspelt names
 
@@ -116,8 +127,8 @@ class Plan:
 
     @property
     def source(self) -> Planned | Filed | Pending:
-        """The record with the request that it answers, or the file that it is from; or the request alone."""
-        return self._source if (made := self._known()) is None else made
+        """The record with the request that it answers, the file that it is from, or the request alone."""
+        return self._source
 
     @property
     def record(self) -> PlanRecord:
@@ -127,10 +138,7 @@ class Plan:
     @property
     def request(self) -> Request:
         """The request with the model and the batch; raises ApplyError for a plan from a file, which has none."""
-        source = self.source
-        if isinstance(source, Filed):
-            raise no_model(source)
-        return source.request
+        return self._here().request
 
     @property
     def pending(self) -> bool:
@@ -153,7 +161,7 @@ class Plan:
 
     def _here(self) -> Planned | Pending:
         """The plan with its model; ApplyError for one from a file."""
-        source = self.source
+        source = self._known() or self._source
         if isinstance(source, Filed):
             raise no_model(source)
         return source
@@ -231,7 +239,8 @@ class Plan:
         seen = verify(source, batch, kwargs)
         if batch is None and kwargs is None and isinstance(source, Planned):
             noted = note_verification(source, seen)  # for reports
-            self._source = noted if isinstance(self._source, Planned) else self._source
+            if isinstance(self._source, Planned):
+                self._take(noted)
         return seen
 
     def repair(self, batch: Any = None, kwargs: Mapping[str, Any] | None = None, *, attempts: int = 3) -> Plan:
@@ -336,7 +345,7 @@ class Plan:
 
     def without_batch(self) -> Plan:
         """The same plan, without the tensors of the batch that it was made for."""
-        source = self.source
+        source = self._known()
         return Plan(source.without_batch()) if isinstance(source, Planned) else self
 
     def __str__(self) -> str:

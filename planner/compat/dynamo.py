@@ -13,7 +13,7 @@ import torch._dynamo.config as dynamo_config
 from torch import nn
 from torch._C._dynamo.eval_frame import reset_code
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.eval_frame import cached_backends
+from torch._dynamo.eval_frame import OptimizeContext, cached_backends
 from torch._guards import TracingContext
 
 __all__ = ["aot_autograd", "compile_call", "dynamo_config", "forget_compiled", "inner_module", "is_tracing"]
@@ -39,15 +39,15 @@ def compile_call(
 
     call.__code__ = call.__code__.replace(co_varnames=call.__code__.co_varnames)
     optimize = torch._dynamo.optimize(backend, dynamic=False)  # torch.compile without a name for the backend
-    compile_frame = getattr(optimize, "callback", None)  # none where torch.compile is disabled
+    if isinstance(optimize, OptimizeContext):  # it is another object where torch.compile is disabled
+        compile_frame: Any = optimize.callback
 
-    def compile_under_settings(*frame: Any) -> Any:
-        with settings():
-            return compile_frame(*frame)
+        def compile_under_settings(*frame: Any) -> Any:
+            with settings():
+                return compile_frame(*frame)
 
-    if compile_frame is not None:
         compile_under_settings._torchdynamo_orig_backend = compile_frame  # type: ignore[attr-defined]
-        optimize.callback = compile_under_settings
+        optimize.callback = compile_under_settings  # type: ignore[assignment]
     compiled: Callable[..., Any] = optimize(call)
     cached_backends.pop(id(backend), None)  # kept for torch._dynamo.reset(), which has nothing to do for ours
     weakref.finalize(call, reset_code, call.__code__)  # the code is held by what was compiled for it

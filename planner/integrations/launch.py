@@ -18,7 +18,7 @@ from typing import Any
 from planner.integrations.discovery import BAD_INPUT, Search
 from planner.integrations.watching import Launched
 
-_OURS = (os.path.dirname(__file__) + os.sep, "<frozen runpy>")  # whose frames are not the script's
+_OURS = (f"{Path(__file__).parents[1]}{os.sep}", "<frozen runpy>")  # whose frames are not the script's
 
 
 def launch(
