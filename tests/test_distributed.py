@@ -24,7 +24,7 @@ from planner import ApplyError, InfeasibleBudgetError, OptionError, Plan, applie
 from planner.parallel.buckets import LINE, Buckets
 from planner.planfile.consistency import check
 from planner.planning.pipeline import make_plan
-from planner.session.counted import counted
+from planner.session.counted import counted, with_buckets
 from planner.session.messages import connected, gather
 
 from .processes import ends_of, on_ranks
@@ -321,7 +321,7 @@ def test_buckets_are_counted_in_a_plan_that_is_there(mode):
     model = network()
     p = planned(model, 0.001, torch.ones(ROWS, WIDTH), mode)
     buckets = Buckets(83200, views=False)
-    request = replace(p.request, buckets=buckets)
+    request = with_buckets(p.request, buckets)
     planned_before = p.source
     fits = counted(planned_before, request).record
     anew = make_plan(request).record

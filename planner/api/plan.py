@@ -110,7 +110,8 @@ class Plan:
     @classmethod
     def of(cls, planned: Planned) -> Plan:
         """The handle over a plan: the one that there is already, or a new one."""
-        return _HANDLES.get(id(planned)) or cls(planned)
+        handle = _HANDLES.get(id(planned))
+        return handle if handle is not None and handle.source is planned else cls(planned)
 
     def _take(self, source: Planned | Filed | Pending) -> None:
         self._source = source

@@ -16,7 +16,6 @@ from planner.core.options import GB
 from planner.core.plan import PlannedStep
 from planner.costs.optimizer import optimizer_memory
 from planner.costs.static_memory import account, batch_tensors
-from planner.parallel.buckets import LINE as BUCKETS
 from planner.parallel.group import world_size
 from planner.parallel.sharded import parameters_of
 from planner.requests.request import Request
@@ -28,20 +27,19 @@ def account_of(request: Request) -> tuple[dict[str, int], int | None]:
     """The lines, fragmentation apart: name -> bytes; bytes of the optimizer's step, None where it is not counted."""
     given = {name: round(size * GB) for name, size in request.options.account_gb.items()}
     optimizer = optimizer_memory(parameters_of(request.model), request.optimizer, cuda=request.device.type == "cuda")
-    args, kwargs, buckets = *batch_of(request), request.buckets
+    args, kwargs = batch_of(request)
     lines = account(
         request.model,
         args,
         kwargs,
         request.device,
         optimizer_state=-(-optimizer.state // request.options.shard),
-        accumulate=request.options.accumulate and not (buckets and buckets.views),
+        accumulate=request.options.accumulate and not request.gradients_viewed,
         shard=request.options.shard,
     )
     if request.occupancy is None and request.options.in_flight > 1:
         lines["batch"] = _batches(args, kwargs, request)
-    if buckets is not None:
-        lines[BUCKETS] = buckets.nbytes
+    lines |= request.beside
     counted = request.optimizer is not None or OPTIMIZER_STEP in given
     step = given.pop(OPTIMIZER_STEP, -(-optimizer.step // request.options.shard))
     return {**lines, **given}, step if counted else None

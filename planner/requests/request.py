@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from planner.core.occupancy import Occupancy
 from planner.core.options import GB, Costs, Options
 from planner.devices.specs import Device
 from planner.errors import ModelError
-from planner.parallel.buckets import Buckets
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +38,8 @@ class Request:
         assume_median_branch: where the model's code decides by a random number, whether to plan for the branch that it
             takes most often, or for that of this call.
         kinds: the tensors of the batch, where the batch itself is not kept.
-        buckets: of the DistributedDataParallel around the model, which holds them beside it.
+        beside: lines of the account that are allocated beside the model, as DDP's buckets are: name -> bytes.
+        gradients_viewed: whether gradients are views of these, so that a backward pass copies and frees each of them.
     """
 
     options: Options
@@ -57,12 +57,13 @@ class Request:
     occupancy: Occupancy | None = None
     assume_median_branch: bool = True
     kinds: tuple[TensorKind, ...] | None = None
-    buckets: Buckets | None = None
+    beside: Mapping[str, int] = field(default_factory=dict)
+    gradients_viewed: bool = False
 
     @property
     def gradients_copied(self) -> bool:
         """Whether gradients go where others are there already, and are freed."""
-        return self.options.accumulate or (self.buckets is not None and self.buckets.views)
+        return self.options.accumulate or self.gradients_viewed
 
     @property
     def batch_kinds(self) -> tuple[TensorKind, ...] | None:

@@ -8,10 +8,17 @@ from types import MappingProxyType
 from planner.core.plan import PlanRecord
 from planner.errors import gb
 from planner.lowering.build import COPIED
-from planner.parallel.buckets import LINE
+from planner.parallel.buckets import LINE, Buckets
 from planner.planning.pipeline import make_plan
 from planner.requests.planned import Planned
 from planner.requests.request import Request
+
+
+def with_buckets(request: Request, buckets: Buckets | None) -> Request:
+    """The request for a model that has these buckets beside it."""
+    if buckets is None:
+        return replace(request, beside={}, gradients_viewed=False)
+    return replace(request, beside={LINE: buckets.nbytes}, gradients_viewed=buckets.views)
 
 
 def counted(planned: Planned, request: Request) -> Planned:
@@ -25,7 +32,7 @@ def counted(planned: Planned, request: Request) -> Planned:
     if fits is not None:
         return fits
     anew = make_plan(request, [planned])
-    buckets = request.buckets.nbytes if request.buckets else 0
+    buckets = request.beside.get(LINE, 0)
     told = f"Planned anew within {gb(request.budget_bytes)}, with {gb(buckets)} of {LINE} counted."
     return replace(anew, record=replace(anew.record, note=f"{anew.record.note} {told}".strip()))
 
@@ -33,7 +40,7 @@ def counted(planned: Planned, request: Request) -> Planned:
 def fitting(planned: Planned, request: Request) -> Planned | None:
     """The same without planning anew; None where it does not fit."""
     record = planned.record
-    more = (request.buckets.nbytes if request.buckets else 0) - record.account.get(LINE, 0)
+    more = request.beside.get(LINE, 0) - record.account.get(LINE, 0)
     alike = request.options.accumulate or _copies(record) == request.gradients_copied
     if not more and alike and record.budget_bytes == request.budget_bytes:
         return planned

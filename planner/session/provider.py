@@ -26,7 +26,7 @@ from planner.runtime.events import Call, Caller
 from planner.runtime.signature import Signature, call_signature
 from planner.session.agreement import agreed
 from planner.session.binding import Awaited
-from planner.session.counted import counted
+from planner.session.counted import counted, with_buckets
 
 Judge = Callable[[Planned], Planned]
 
@@ -69,7 +69,8 @@ class Provider:
         """See `PlanProvider`; waits for the other processes where they agree on it."""
         model = caller.model
         request = with_batch(self.request, model, call.args, call.kwargs, call.maxima)
-        request = replace(request, assume_median_branch=call.assume_median_branch, buckets=buckets_of(model))
+        request = replace(request, assume_median_branch=call.assume_median_branch)
+        request = with_buckets(request, buckets_of(model))
         if self.judge is not None:
             refuse_verification(model)
         if caller.agrees:
