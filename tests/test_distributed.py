@@ -172,7 +172,7 @@ def fails(what, where):
     if here and what == "is killed":
         planner.eager.pipeline.account_of = lambda request: os.kill(os.getpid(), signal.SIGKILL)
     if here and what == "is killed late":
-        planner.session.agreement.plan_of = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+        planner.session.agreement.plan_of = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
     if here and what == "does not come":
         time.sleep(5)
     loss_fn(ddp(torch.ones(8, WIDTH)))
