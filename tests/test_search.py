@@ -250,10 +250,14 @@ def test_interrupting_stops_every_walk(by_signal, monkeypatch):
 
     monkeypatch.setattr(rounds, "bar_of", lambda *_: nullcontext(SimpleNamespace(update=tick)))
     monkeypatch.setattr(effort, "CHANGES", 10 * effort.CHANGES)
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background ignores it
     before = set(threading.enumerate())
     gc.collect()  # what is raised while Python frees what other tests left is dropped
-    with pytest.raises(KeyboardInterrupt):
-        auto(problem, time_limit=300.0)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            auto(problem, time_limit=300.0)
+    finally:
+        signal.signal(signal.SIGINT, usual)
     assert set(threading.enumerate()) == before
     assert ticks < PAUSES  # the first round alone has eight times as many
 
