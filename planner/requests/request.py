@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from planner.core.identity import TensorKind, batch_kinds
+from planner.core.loop import Loop
 from planner.core.maxima import Maxima
 from planner.core.occupancy import Occupancy
 from planner.core.options import GB, Costs, Options
@@ -40,6 +41,7 @@ class Request:
         kinds: the tensors of the batch, where the batch itself is not kept.
         beside: lines of the account that are allocated beside the model, as DDP's buckets are: name -> bytes.
         gradients_viewed: whether gradients are views of these, so that a backward pass copies and frees each of them.
+        loop: what the training loop was seen to do around the planned graphs.
     """
 
     options: Options
@@ -59,6 +61,7 @@ class Request:
     kinds: tuple[TensorKind, ...] | None = None
     beside: Mapping[str, int] = field(default_factory=dict)
     gradients_viewed: bool = False
+    loop: Loop = Loop()
 
     @property
     def gradients_copied(self) -> bool:
