@@ -112,7 +112,7 @@ def plan(
             # transformers gives every model, of vision too, token ids for its dummy inputs
             if batch is not None or kwargs:
                 raise
-    return Plan(Pending(replace(request, args=None, kwargs={}, maxima=None), earlier))
+    return Plan(Pending(replace(request, batch=None, maxima=None), earlier))
 
 
 def known_plan(given: Any) -> Known | None:

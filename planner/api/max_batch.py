@@ -12,7 +12,7 @@ from planner.api.plan import Plan
 from planner.core.options import GB, OptionArguments
 from planner.errors import BatchError, CaptureError, InfeasibleBudgetError, OptionError, gb
 from planner.planning.pipeline import make_plan
-from planner.requests.batch import arguments, maxima_of
+from planner.requests.batch import Batch, arguments, maxima_of
 from planner.requests.check import check
 from planner.requests.request import Request
 from solvers.progress import bar, clock
@@ -171,7 +171,7 @@ def _planned(request: Request, make_batch: Callable[[int], Any], n: int) -> tupl
     try:
         args, kwargs = arguments(request.model, batch, None)
         maxima = maxima_of(request.options.dynamic, args or (), kwargs)
-        made = Plan(make_plan(replace(request, args=args, kwargs=kwargs, maxima=maxima)))
+        made = Plan(make_plan(replace(request, batch=Batch(args or (), kwargs), maxima=maxima)))
     except InfeasibleBudgetError as e:
         if n == 1:
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import fx
@@ -12,8 +13,12 @@ from torch.fx.graph import _BoxedCodeGen
 __all__ = ["PlainAOTInput", "PlainAOTOutput", "TangentAOTInput", "boxed", "root_of"]
 
 
-def boxed(graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
+def boxed(
+    graph: fx.GraphModule, around: Callable[[], AbstractContextManager[None]] = nullcontext
+) -> Callable[[list[Any]], Any]:
     """A graph as a callable that takes one list and empties it, so that an input is freed after its last use.
+
+    Each call runs inside a context of `around`.
 
     AOTAutograd calls a compiled graph so where it has the mark `_boxed_call` (torch 2.11 to 2.13). The graph's own
     code is changed.
@@ -22,7 +27,8 @@ def boxed(graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
     graph.recompile()
 
     def call(arguments: list[Any]) -> Any:
-        return graph.forward(arguments)
+        with around():
+            return graph.forward(arguments)
 
     call._boxed_call = True  # type: ignore[attr-defined]
     return call

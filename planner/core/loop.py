@@ -1,17 +1,76 @@
-"""What a training loop was seen to do around the planned graphs: a record that a plan is made anew for."""
+"""What a training loop does around the planned graphs, as its first step showed it: plans are made for that."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
+from typing import Literal
+
+Gradients = Literal["cleared", "cleared late", "accumulated"]
+
+
+@dataclass(frozen=True, slots=True)
+class LossSeen:
+    """The tensors that a loop made between the forward and the backward pass of a planned model; sizes in bytes.
+
+    Attributes:
+        output_bytes: of the model's outputs in that step: another step takes as much more or less as its outputs are.
+        forward: the most that they held at once while outputs were alive that the loop lets go of before the backward
+            pass; the gradients of the outputs are among them.
+        backward: the most from then on.
+        left: of those that were alive when the planned backward pass began, beside the gradients of the outputs.
+        read: of other tensors on the device that they were computed from, such as targets; neither the model's own,
+            nor of its batch, nor parameters.
+        stays: of the model's outputs that the loop still holds while the next forward pass runs.
+    """
+
+    output_bytes: int
+    forward: int
+    backward: int
+    left: int
+    read: int = 0
+    stays: int = 0
+
+    def of(self, output_bytes: int) -> LossSeen:
+        """The same for a step with other outputs."""
+        if output_bytes == self.output_bytes or not self.output_bytes:
+            return self
+        sizes = (self.forward, self.backward, self.left, self.read, self.stays)
+        return LossSeen(output_bytes, *(-(-size * output_bytes // self.output_bytes) for size in sizes))
 
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """What a training loop was seen to do around the planned graphs, in its first step; the defaults: nothing was seen.
+    """What a training loop was seen to do around the planned graphs; the defaults: nothing was seen.
 
     Attributes:
+        outputs_held: of the leaves of the model's output, the positions of those that the loop still held when the
+            backward pass began; None: all of them.
+        loss: the loss, as far as it was computed outside the model; None: not seen.
+        beside: bytes of what else the loop used on the device: parameters of other models, tensors that it wrote into.
+        gradients: what becomes of gradients that an optimizer has used: cleared before the next forward pass, cleared
+            after it, or added to by the next backward pass, as those of microbatches are.
+        in_flight: how many calls of the model waited for their backward pass at once.
         graph_retained: whether a backward pass ran with `retain_graph=True`, so that saved tensors stay to the end of
             the step.
     """
 
+    outputs_held: tuple[int, ...] | None = None
+    loss: LossSeen | None = None
+    beside: int = 0
+    gradients: Gradients = "cleared"
+    in_flight: int = 1
     graph_retained: bool = False
+
+
+def alike(one: Loop, other: Loop, tolerance: int) -> bool:
+    """Whether a plan for one loop is good for the other: only sizes differ, by so many bytes at most."""
+
+    def sizes(loop: Loop) -> list[int]:
+        return [loop.beside, *(astuple(loop.loss)[1:] if loop.loss is not None else [])]
+
+    def facts(loop: Loop) -> Loop:
+        return replace(loop, loss=None, beside=0)
+
+    there = (one.loss is None) == (other.loss is None)
+    near = there and all(abs(a - b) <= tolerance for a, b in zip(sizes(one), sizes(other), strict=True))
+    return near and facts(one) == facts(other)

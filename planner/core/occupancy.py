@@ -32,3 +32,4 @@ class Occupancy:
 
 # gradients of the step before are there in the forward pass, and cleared before the backward pass
 CLEARED_LATE = Occupancy(forward=((0, 1),), backward=((0, 0),))
+ALONE = Occupancy(forward=((0, 0),), backward=((0, 0),))  # one microbatch, and no gradients of others

@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 from torch import fx
 
 from planner.core.identity import Identity, TensorKind
+from planner.core.loop import Loop
 from planner.core.maxima import Maxima
 from planner.core.occupancy import Occupancy
 from planner.core.options import Costs, Options
@@ -177,6 +178,7 @@ class PlannedStep:
         has_loss_fn: whether there was a loss function.
         ranks: how many processes there were.
         torch_version: of the torch that the step was captured with.
+        loop: what the training loop was seen to do.
     """
 
     card: Device
@@ -191,6 +193,7 @@ class PlannedStep:
     has_loss_fn: bool
     ranks: int
     torch_version: str
+    loop: Loop = Loop()
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,19 +14,20 @@ from planner.compat.tensors import storage_key
 from planner.core.call import storages
 from planner.core.options import GB
 from planner.core.plan import PlannedStep
-from planner.costs.optimizer import optimizer_memory
+from planner.costs.optimizer import OptimizerMemory, optimizer_memory
 from planner.costs.static_memory import account, batch_tensors
 from planner.parallel.group import world_size
 from planner.parallel.sharded import parameters_of
 from planner.requests.request import Request
 
 OPTIMIZER_STEP = "optimizer step"  # a line that can be set, and is not held all the time
+OTHERS = "other tensors of the training loop"
 
 
 def account_of(request: Request) -> tuple[dict[str, int], int | None]:
     """The lines, fragmentation apart: name -> bytes; bytes of the optimizer's step, None where it is not counted."""
     given = {name: round(size * GB) for name, size in request.options.account_gb.items()}
-    optimizer = optimizer_memory(parameters_of(request.model), request.optimizer, cuda=request.device.type == "cuda")
+    optimizer = _optimizers(request)
     args, kwargs = batch_of(request)
     lines = account(
         request.model,
@@ -34,15 +35,24 @@ def account_of(request: Request) -> tuple[dict[str, int], int | None]:
         kwargs,
         request.device,
         optimizer_state=-(-optimizer.state // request.options.shard),
-        accumulate=request.options.accumulate and not request.gradients_viewed,
+        accumulate=request.accumulates and not request.gradients_viewed,
         shard=request.options.shard,
     )
-    if request.occupancy is None and request.options.in_flight > 1:
+    if request.occupancy is None and request.in_flight > 1:
         lines["batch"] = _batches(args, kwargs, request)
     lines |= request.beside
-    counted = request.optimizer is not None or OPTIMIZER_STEP in given
+    if request.loop.beside:
+        lines[OTHERS] = request.loop.beside
+    counted = bool(request.optimizers) or OPTIMIZER_STEP in given
     step = given.pop(OPTIMIZER_STEP, -(-optimizer.step // request.options.shard))
     return {**lines, **given}, step if counted else None
+
+
+def _optimizers(request: Request) -> OptimizerMemory:
+    """The memory of all optimizers of the model, which step one after another."""
+    cuda = request.device.type == "cuda"
+    takes = [optimizer_memory(parameters_of(request.model), each, cuda=cuda) for each in request.optimizers]
+    return OptimizerMemory(sum(each.state for each in takes), max((each.step for each in takes), default=0))
 
 
 def planned_step(request: Request, optimizer_state: int, optimizer_step: int | None) -> PlannedStep:
@@ -60,6 +70,7 @@ def planned_step(request: Request, optimizer_state: int, optimizer_step: int | N
         has_loss_fn=request.loss_fn is not None,
         ranks=world_size(),
         torch_version=torch.__version__,
+        loop=request.loop,
     )
 
 
@@ -77,4 +88,4 @@ def _batches(args: Sequence[Any], kwargs: Mapping[str, Any], request: Request) -
     used: Counter[int] = Counter()
     for t in tensors:
         used[storage_key(t)] += t.nbytes
-    return sum(max(whole, request.options.in_flight * used[key]) for key, whole in storages(tensors).items())
+    return sum(max(whole, request.in_flight * used[key]) for key, whole in storages(tensors).items())

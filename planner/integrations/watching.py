@@ -14,6 +14,7 @@ from torch import nn, optim
 from planner.api.front import plan
 from planner.api.plan import Plan
 from planner.compat.tensors import version_of
+from planner.core.loop import Loop
 from planner.core.occupancy import CLEARED_LATE
 from planner.core.options import GB
 from planner.core.plan import PlanRecord
@@ -120,6 +121,18 @@ class Watching:
         self.own, self.launched, self.search = own, launched, search
         self.optimizers, self.gradients, self.anew = optimizers, gradients, anew
         self.told = False
+
+    @property
+    def loop(self) -> Loop:
+        """See `PlanProvider`."""
+        return self.own.loop
+
+    def on_loop_seen(self, caller: Caller, seen: Loop, stepped: Sequence[optim.Optimizer]) -> bool:
+        """See `PlanProvider`; the plan that is made anew is told of."""
+        learnt = self.own.on_loop_seen(caller, seen, stepped)
+        if learnt:
+            self.told, self.anew = False, True
+        return learnt
 
     def on_missing_plan(self, caller: Caller, call: Call) -> Planned:
         """See `PlanProvider`; where there is no first plan, the script ends."""

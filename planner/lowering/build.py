@@ -34,6 +34,9 @@ class BuildSettings:
         account: resident lines: name -> bytes.
         modules: the model's paths, as in `named_modules()`.
         loss_workspace: held only while the loss outside the model is computed, beside the gradients it makes.
+        loss_forward: where the loop lets go of outputs on the way, held at most until it has; the gradients that the
+            loss makes are among it.
+        let_go: these outputs: regions and numbers of their results.
         loss_bytes: held by that loss until the end of the backward pass.
         tangents_pinned: whether the gradients that the loss makes are held to the end of the backward pass.
         tangents_held: whether the gradients that enter a region's backward pass are held until that has ended.
@@ -48,6 +51,8 @@ class BuildSettings:
     account: Mapping[str, int]
     modules: Collection[str] = ()
     loss_workspace: int = 0
+    loss_forward: int = 0
+    let_go: frozenset[tuple[int, int]] = frozenset()
     loss_bytes: int = 0
     tangents_pinned: bool = True
     tangents_held: bool = False
@@ -71,6 +76,7 @@ class _Parts:
         sharded_away: for each of these, the bytes that other devices take of it once it is made.
         places: for each region, the module and the user's line of each op.
         outputs: values that the loss reads.
+        let_go: of these, the ones that the loop lets go of before the backward pass.
         incoming: values that the loss makes: the gradients that come into regions.
     """
 
@@ -83,6 +89,7 @@ class _Parts:
     sharded_away: list[int]
     places: list[list[tuple[str, str]]]
     outputs: list[int]
+    let_go: frozenset[int]
     incoming: list[int]
 
 
@@ -103,8 +110,11 @@ def build(
     parts = _parts(regions, estimates, links, settings)
     loss_saves, sizes = len(parts.sizes), [*parts.sizes, round_up(settings.loss_bytes, settings.granularity)]
     rows = [row for r, region in enumerate(regions) for row in _region_rows(parts, r, range(region.boundary))]
+    if parts.let_go:
+        rows.append(own_row(LOSS, "loss, with all outputs", "loss", parts.outputs, (), settings.loss_forward))
     boundary = len(rows)
-    rows.append(own_row(LOSS, "loss", "loss", parts.outputs, [*parts.incoming, loss_saves], settings.loss_workspace))
+    held = [v for v in parts.outputs if v not in parts.let_go]
+    rows.append(own_row(LOSS, "loss", "loss", held, [*parts.incoming, loss_saves], settings.loss_workspace))
     for r, region in reversed(list(enumerate(regions))):
         rows += _region_rows(parts, r, range(region.boundary, len(region.ops)))
         rows += _sum_rows(parts, r)
@@ -145,9 +155,20 @@ def _parts(
         returned = {start + v for v in region.values_in(region.fwd_outputs)}
         outputs.extend(returned if region.fingerprint else returned - linked.freed)
         incoming.extend(start + v for v in region.values_in(region.tangents))
+    let_go = _let_go(regions, offset, settings.let_go)
     found = origins(((op.node, region.module) for region in regions for op in region.ops), settings.modules)
     places = [[next(found) for _ in region.ops] for region in regions]
-    return _Parts(regions, estimates, settings, offset, linked, sizes, sharded_away, places, outputs, incoming)
+    return _Parts(regions, estimates, settings, offset, linked, sizes, sharded_away, places, outputs, let_go, incoming)
+
+
+def _let_go(regions: Sequence[Region], offset: Sequence[int], results: Collection[tuple[int, int]]) -> frozenset[int]:
+    """The values of results that are let go of, as far as no other result has them."""
+    gone: set[int] = set()
+    for r, region in enumerate(regions):
+        nodes = [region.output_at(at) for of, at in results if of == r]
+        others = region.values_in(n for n in region.returned if n not in nodes)
+        gone.update(offset[r] + v for v in set(region.values_in(nodes)).difference(others))
+    return frozenset(gone)
 
 
 def round_up(nbytes: int, granularity: int) -> int:
@@ -233,7 +254,7 @@ def _pinned(parts: _Parts) -> frozenset[int]:
         pinned.update(parts.offset[r] + v for v in region.values_in(region.returned))
         if not settings.accumulate and not settings.reduced:
             pinned.update(linked.gradients[r])
-    pinned.difference_update(linked.freed)
+    pinned -= linked.freed | parts.let_go
     if settings.tangents_pinned:
         pinned.update(set(parts.incoming).difference(linked.same))
     return frozenset(pinned)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from planner.core.occupancy import CLEARED_LATE, Occupancy
+from planner.core.occupancy import ALONE, CLEARED_LATE, Occupancy
 from planner.core.step import Replay, Step, with_line
 from planner.costs.account import batch_of
 from planner.costs.static_memory import batch_tensors, storage_bytes
@@ -31,12 +31,14 @@ def occupancy_of(request: Request) -> Occupancy:
     """
     if request.occupancy is not None:
         return request.occupancy
-    others = request.options.in_flight - 1
-    again = () if request.options.accumulate or not others else ((others - 1, 1),)
+    if request.loop.gradients == "cleared late" and request.in_flight == 1 and not request.gradients_copied:
+        return CLEARED_LATE
+    others = request.in_flight - 1
+    again = () if request.accumulates or not others else ((others - 1, 1),)
     return Occupancy(((others, 0),), ((others, 0), *again))
 
 
-def add_microbatches(step: Step, request: Request, *, loss_bytes: int, loss_left: int) -> Step:
+def add_microbatches(step: Step, request: Request, *, loss_bytes: int, loss_left: int, stays: int = 0) -> Step:
     """Put the problem of one microbatch beside others that are in flight. O(ops).
 
     Args:
@@ -44,10 +46,12 @@ def add_microbatches(step: Step, request: Request, *, loss_bytes: int, loss_left
         request: what was asked for.
         loss_bytes: held by a loss outside the model while it waits for its backward pass.
         loss_left: held by it once that has run.
+        stays: held in the forward pass by outputs of the step before.
     """
-    if request.options.in_flight == 1 and request.occupancy is None:
+    occupancy = occupancy_of(request)
+    if occupancy == ALONE and not stays:
         return step
-    occupancy, incoming = occupancy_of(request), step.problem.ops[step.problem.boundary].writes[:-1]
+    incoming = step.problem.ops[step.problem.boundary].writes[:-1]
     outputs = sum(step.problem.sizes[v] for v in incoming)
     args, kwargs = batch_of(request)
     inputs = batch_tensors(args, kwargs, request.model_device)
@@ -70,7 +74,8 @@ def add_microbatches(step: Step, request: Request, *, loss_bytes: int, loss_left
 
     problem = step.problem
     until = next((i for i, o in enumerate(step.origins) if o.phase == "optimizer"), len(problem.ops))
-    waiting = Waiting(beside(occupancy.forward), beside(occupancy.backward), until)
+    forward = tuple((number, nbytes + stays) for number, nbytes in beside(occupancy.forward))
+    waiting = Waiting(forward, beside(occupancy.backward), until)
     sizes = tuple(0 if occupancy.received and v in incoming else size for v, size in enumerate(problem.sizes))
     problem = replace(problem, sizes=sizes, waiting=waiting)
     if occupancy == CLEARED_LATE:

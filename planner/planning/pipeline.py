@@ -15,23 +15,24 @@ from planner.capture.trace.dynamo import Partition
 from planner.capture.trace.state_guard import random_kept
 from planner.capture.trace.step import TrainingGraph, capture
 from planner.codegen.emit import emit, keep_everything
+from planner.compat.dispatch import lasting_modes_off
 from planner.core.plan import GraphModules
 from planner.core.recipe import PlannedRegion, Recipe
 from planner.core.step import Pass, Step, replay, run_passes
 from planner.costs.account import account_of
-from planner.costs.measured_ops import measure
 from planner.costs.ops import estimate
 from planner.errors import CaptureError, InfeasibleBudgetError, RankError
 from planner.lowering.build import BuildSettings, build, split_by_region
 from planner.lowering.collectives import insert_collectives
 from planner.lowering.margin import MARGIN
-from planner.lowering.microbatches import add_microbatches, in_words
+from planner.lowering.microbatches import TARGETS, add_microbatches, in_words
 from planner.parallel.fsdp import groups_of
 from planner.parallel.group import other_world
 from planner.planning.adopt_schedule import adopt_known, adopt_schedule, same_structure
 from planner.planning.decisions import peak_account
 from planner.planning.eager import make_eager_plan
 from planner.planning.fragmentation import solve_with_margin
+from planner.planning.outside import outside_loss
 from planner.planning.record import record_of
 from planner.requests.planned import Filed, Known, Planned, source_of
 from planner.requests.request import Request
@@ -43,7 +44,12 @@ TANGENTS_FREED = hasattr(torch.autograd.Function, "boxed_grads_call")
 
 
 def make_plan(
-    request: Request, others: Sequence[Planned] = (), *, known: Known | None = None, must_match: bool = False
+    request: Request,
+    others: Sequence[Planned] = (),
+    *,
+    known: Known | None = None,
+    must_match: bool = False,
+    captured: TrainingGraph | None = None,
 ) -> Planned:
     """Plan a checked request that has a batch: capture, estimate, solve, rewrite. Raises as `plan()` does.
 
@@ -52,11 +58,12 @@ def make_plan(
         others: plans of the same model: a schedule of theirs is taken where it fits this step, instead of solving anew.
         known: a plan whose schedule is taken where the step turns out to be the one that it was made for.
         must_match: whether to raise RankError, and solve nothing, where the known plan is not for this step.
+        captured: the step, where it has been captured before.
     """
-    with random_kept():
+    with random_kept(), lasting_modes_off():
         if request.options.mode == "eager":
             return make_eager_plan(request, others[-1] if others else None, known=known, must_match=must_match)
-        graph = graph_of(request)
+        graph = captured or graph_of(request)
     solve_here = partial(_solve, request=request, others=others, known=known, must_match=must_match)
     step, solution = solve_with_margin(lower(request, graph), request, solve_here)
     return write(request, graph, step, solution)
@@ -100,16 +107,19 @@ def _graph_of(request: Request, split: Partition) -> TrainingGraph:
 def lower(request: Request, graph: TrainingGraph) -> Step:
     """The training step as a problem, without a margin for fragmentation."""
     device, here = request.device, request.measure_on
-    outside = measure(graph.loss.calls, here, progress=request.options.progress) if here is not None else {}
-    excess = sum(a.excess for a in outside.values())
+    loss = outside_loss(request, graph)
     account, optimizer_step = account_of(request)
+    if loss.read:
+        account |= {TARGETS: loss.read}
     groups = groups_of(request.model)
     options = request.options
     settings = BuildSettings(
         account=account,
         modules={name for name, _ in request.model.named_modules()},
-        loss_workspace=graph.loss.workspace,
-        loss_bytes=graph.loss.held + excess,
+        loss_workspace=loss.workspace,
+        loss_forward=loss.forward,
+        let_go=loss.let_go,
+        loss_bytes=loss.left,
         # loss.backward() holds the loss's own gradient
         tangents_pinned=graph.loss.source in ("model", "received") or not TANGENTS_FREED,
         tangents_held=not TANGENTS_FREED,
@@ -123,8 +133,8 @@ def lower(request: Request, graph: TrainingGraph) -> Step:
     timed = request.costs == "measured"
     estimates = estimate(graph.regions, device, measure_on=here, timed=timed, progress=options.progress)
     passes: list[Pass] = [
-        partial(insert_collectives, groups=groups, accumulate=options.accumulate, granularity=settings.granularity),
-        partial(add_microbatches, request=request, loss_bytes=graph.loss.waiting + excess, loss_left=excess),
+        partial(insert_collectives, groups=groups, accumulate=request.accumulates, granularity=settings.granularity),
+        partial(add_microbatches, request=request, loss_bytes=loss.waiting, loss_left=loss.excess, stays=loss.stays),
     ]
     return run_passes(build(graph.regions, estimates, graph.links, settings), passes)
 
@@ -197,7 +207,7 @@ def write(request: Request, graph: TrainingGraph, step: Step, solution: Solution
 
     note = " ".join(filter(None, [solution.note, in_words(problem, planned), graph.note, *_notes(request, graph)]))
     record = record_of(request, step, planned, replace(solution, note=note), _recipe(graph, passes))
-    return Planned(record, request, graphs)
+    return Planned(record, request, graphs, captured=graph)
 
 
 def _recipe(graph: TrainingGraph, passes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> Recipe:

@@ -2,17 +2,53 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from planner.compat import pytree
+from planner.core.identity import TensorKind, batch_kinds
 from planner.core.maxima import Maxima, sizes_in, tensors_of
 from planner.core.options import Dynamic
 from planner.errors import BatchError, OptionError
 
 LATER: Any = object()  # for a batch: that of the first training step, whatever a model has for an example
+
+
+class Batch:
+    """What a model is called with; once it is released, its tensors live no longer than their owner wants them."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self._held: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, dict(kwargs))
+        self._leaves: list[Any] = []
+        self._spec: Any = None
+        self._kinds: tuple[TensorKind, ...] = ()
+
+    def release(self) -> None:
+        """Hold the tensors no more, after the first training step with them."""
+        if self._held is None:
+            return
+        self._kinds = batch_kinds(*self._held, None)
+        leaves, self._spec = pytree.tree_flatten(self._held)
+        self._leaves = [weakref.ref(x) if isinstance(x, torch.Tensor) else x for x in leaves]
+        self._held = None
+
+    @property
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Positional and keyword arguments; None where a tensor of them is gone."""
+        if self._held is not None:
+            return self._held
+        leaves = [x() if isinstance(x, weakref.ref) else x for x in self._leaves]
+        gone = any(isinstance(x, weakref.ref) and found is None for x, found in zip(self._leaves, leaves, strict=True))
+        return None if gone else pytree.tree_unflatten(leaves, self._spec)
+
+    def kinds(self, maxima: Maxima | None) -> tuple[TensorKind, ...]:
+        """Its tensors, at the largest sizes."""
+        found = self.arguments
+        return self._kinds if found is None else batch_kinds(*found, maxima)
 
 
 def named_maxima(dynamic: Dynamic) -> Maxima:

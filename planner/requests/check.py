@@ -22,7 +22,8 @@ from planner.devices.accelerator import accelerator_of
 from planner.devices.specs import Device, find_device
 from planner.errors import BatchError, BudgetError, ModelError, OptionError, PlanWarning, gb
 from planner.parallel.meshes import on_mesh
-from planner.requests.batch import arguments, maxima_of
+from planner.requests.batch import Batch, arguments, maxima_of
+from planner.requests.optimizers import check_optimizer, optimizers_of, weakly
 from planner.requests.request import Request
 
 
@@ -47,6 +48,7 @@ def check(
     options = options_of(kind, given)
     check_values(options)
     check_together(options, model)
+    check_optimizer(given.get("optimizer"), model)
     check_loss_fn(loss_fn)
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise BatchError(f"kwargs={kwargs!r} must be a mapping of keyword arguments, or None")
@@ -54,12 +56,12 @@ def check(
     request = Request(
         options=options,
         model_ref=weakref.ref(model),
-        args=args,
-        kwargs=extra,
+        batch=None if args is None else Batch(args, extra),
         optimizer=given.get("optimizer"),
         loss_fn=loss_fn,
         budget_gb=0.0,
         maxima=None if args is None else maxima_of(options.dynamic, args, extra),
+        found=() if given.get("optimizer") is not None else weakly(optimizers_of(model)),
         **_resolved(*target, options.costs),
     )
     return replace(request, budget_gb=_budget(request))
@@ -133,7 +135,7 @@ def with_batch(
         ModelError, OptionError, BudgetError: the model has moved to where the request cannot be met.
     """
     refuse_wrapped(model)
-    moved = replace(request, model_ref=weakref.ref(model), args=args, kwargs=dict(kwargs), maxima=maxima)
+    moved = replace(request, model_ref=weakref.ref(model), batch=Batch(args, kwargs), maxima=maxima)
     target = find_target(model, request.options.device)
     if target[0] == request.model_device:
         return moved
@@ -202,9 +204,9 @@ def _budget(request: Request) -> float:
     given, device = request.options.budget_gb, request.device
     where = request.model_device
     if given is None and (accelerator := accelerator_of(where)) is not None:
-        model, optimizer = request.model, request.optimizer
-        gradients = [p.grad for p in model.parameters() if request.options.accumulate]
-        state = list(optimizer.state.values()) if isinstance(optimizer, torch.optim.Optimizer) else []
+        model = request.model
+        gradients = [p.grad for p in model.parameters() if request.accumulates]
+        state = [list(o.state.values()) for o in request.optimizers if isinstance(o, torch.optim.Optimizer)]
         own = [*model.parameters(), *model.buffers(), *gradients, request.args, request.kwargs, state]
         return (accelerator.available(where) + _own_bytes(where, own) + device.context) / GB
     if given is None and device.type != "cpu":

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from planner.capture.trace.step import TrainingGraph
 from planner.core.plan import GraphModules, PlanRecord
 from planner.requests.request import Request
 
@@ -30,16 +31,18 @@ class Planned:
         request: what it was decided for.
         graphs: emits the graphs of each region.
         known: the plan that was given as known, for other kinds of steps.
+        captured: the step that was captured; None in eager mode, and for a plan from a file.
     """
 
     record: PlanRecord
     request: Request
     graphs: Graphs = no_graphs
     known: Planned | Filed | None = None
+    captured: TrainingGraph | None = None
 
     def without_batch(self) -> Planned:
         """The same without the tensors of the batch that it was made for."""
-        request = replace(self.request, args=None, kwargs={}, kinds=self.request.batch_kinds)
+        request = replace(self.request, batch=None, kinds=self.request.batch_kinds)
         return replace(self, request=request)
 
     def of(self, model: nn.Module) -> Planned:

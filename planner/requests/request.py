@@ -10,13 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from planner.core.identity import TensorKind, batch_kinds
+from planner.core.identity import TensorKind
 from planner.core.loop import Loop
 from planner.core.maxima import Maxima
 from planner.core.occupancy import Occupancy
 from planner.core.options import GB, Costs, Options
 from planner.devices.specs import Device
 from planner.errors import ModelError
+from planner.requests.batch import Batch
+from planner.requests.optimizers import Found
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,8 +28,9 @@ class Request:
     Attributes:
         options: the options that were asked for, as data.
         model_ref: the model.
-        args, kwargs: the batch; `args` is None where none is known.
+        batch: what the model is called with; None where it is not known.
         optimizer: the optimizer, or its name, or None.
+        found: where none was named, the optimizers of the model that were found.
         loss_fn: model output -> scalar loss.
         budget_gb: the budget in GB, where `options` may have a share of the device or None.
         device: the device that is planned for.
@@ -46,8 +49,7 @@ class Request:
 
     options: Options
     model_ref: weakref.ref[nn.Module]
-    args: tuple[Any, ...] | None
-    kwargs: Mapping[str, Any]
+    batch: Batch | None
     optimizer: torch.optim.Optimizer | str | None
     loss_fn: Callable[[Any], torch.Tensor] | None
     budget_gb: float
@@ -62,16 +64,46 @@ class Request:
     beside: Mapping[str, int] = field(default_factory=dict)
     gradients_viewed: bool = False
     loop: Loop = Loop()
+    found: Found = ()
+
+    @property
+    def args(self) -> tuple[Any, ...] | None:
+        """The positional arguments of the batch; None where no batch is known, or its tensors are gone."""
+        found = self.batch and self.batch.arguments
+        return found[0] if found else None
+
+    @property
+    def kwargs(self) -> Mapping[str, Any]:
+        """The keyword arguments of the batch."""
+        found = self.batch and self.batch.arguments
+        return found[1] if found else {}
 
     @property
     def gradients_copied(self) -> bool:
         """Whether gradients go where others are there already, and are freed."""
-        return self.options.accumulate or self.gradients_viewed
+        return self.accumulates or self.gradients_viewed
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients of earlier microbatches are there when the step begins."""
+        return self.options.accumulate or self.loop.gradients == "accumulated"
+
+    @property
+    def in_flight(self) -> int:
+        """How many forward passes wait for their backward pass at once, the one that runs counted."""
+        return max(self.options.in_flight, self.loop.in_flight)
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer | str]:
+        """The optimizer that was named, or those that were found and still exist."""
+        if self.optimizer is not None:
+            return [self.optimizer]
+        return [optimizer for ref in self.found if (optimizer := ref()) is not None]
 
     @property
     def batch_kinds(self) -> tuple[TensorKind, ...] | None:
         """The tensors of the batch, at the largest sizes; None where no batch is known."""
-        return self.kinds if self.args is None else batch_kinds(self.args, self.kwargs, self.maxima)
+        return self.kinds if self.batch is None else self.batch.kinds(self.maxima)
 
     @property
     def budget_bytes(self) -> int:

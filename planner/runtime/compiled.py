@@ -117,8 +117,8 @@ class Runtime(Applied):
         self.shapes = self.shapes.without_families()
         self.shapes.apart.clear()
 
-    def waits(self) -> bool:
-        return self.regions.waits()
+    def waiting(self) -> int:
+        return self.regions.waiting()
 
     def _kind(self, args: Any, kwargs: Any) -> Signature:
         return call_signature(self.model, args, kwargs, self.shapes.sizes(args, kwargs))
@@ -204,7 +204,7 @@ class Runtime(Applied):
         return ways
 
     def _run(self, signature: Signature, args: Any, kwargs: Any) -> Any:
-        self.regions.calls.clear()
+        self.regions.call_begins()
         family = self.serving.get(signature)
         try:
             with self.regions.progress(self.plans[signature]):

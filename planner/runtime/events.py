@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch import nn
+from torch import nn, optim
 
+from planner.core.loop import Loop
 from planner.core.maxima import Maxima
 from planner.core.plan import PlanRecord
 from planner.requests.planned import Planned
@@ -44,11 +45,21 @@ class Caller(Protocol):
 class PlanProvider(Protocol):
     """Provides plans, and hears what happens to them."""
 
+    @property
+    def loop(self) -> Loop:
+        """What the training loop does, as far as plans are made for it."""
+
     def on_missing_plan(self, caller: Caller, call: Call) -> Planned:
         """A plan for a kind of call that comes for the first time. Raises PlannerError where there is none."""
 
+    def on_loop_seen(self, caller: Caller, seen: Loop, stepped: Sequence[optim.Optimizer]) -> bool:
+        """A training call is about to run, and this is what the loop was seen to do; `stepped` are its optimizers.
+
+        True where plans are to be made anew.
+        """
+
     def on_step_begin(self, model: nn.Module, record: PlanRecord, waits: bool) -> bool:
-        """A training call is about to run by a plan; `waits`: an earlier one waits for its backward pass.
+        """The same where several processes train the model; `waits`: an earlier call waits for its backward pass.
 
         True ends these calls and those of `on_backward_begin`. Another plan may be put on the model before.
         """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from planner.compat.dispatch import lasting_modes_off
 from planner.compat.modules import call_of, modules_in, replace_call, replaced_call
 from planner.core.maxima import Maxima
 from planner.core.plan import PlanRecord
@@ -22,6 +23,7 @@ from planner.runtime.events import Call, PlanProvider
 from planner.runtime.first_step import begin, report_after, when_begun
 from planner.runtime.modes import redirected, refuse_compiled, trains
 from planner.runtime.signature import ModelState, Signature, call_signature, model_state
+from planner.runtime.watch import Watch
 
 # Where a model keeps its runtime beside `_compiled_call_impl`, which its copies lose. Python calls an object by its
 # class's `__call__`; torch.compile, around a planned model, goes past the plan unless the object has one as well.
@@ -50,7 +52,8 @@ class Applied:
         self.state: ModelState | None = None
         self.agrees = False  # whether the plan of the next call is still to be agreed on with other processes
         self._started = alone
-        self._listened = False  # whether the provider wants to hear of no more steps
+        self.watch: Watch | None = None  # what it sees of the loop, plans are made for
+        self._listened = alone  # whether the provider wants to hear of no more steps of several processes
         self._reported = False  # whether the first step was reported
         self.lock = threading.RLock()  # threads take turns in the forward pass
         self.call_eagerly = call_of(model)
@@ -90,7 +93,7 @@ class Applied:
         self.plans[call_signature(self.model, args, kwargs)] = planned.record
 
     def forget(self) -> None:
-        """Forget the plans that were made before the first training call: other ranks may have others."""
+        """Forget the plans that were made so far: other ranks may have others, or the loop is not as they count it."""
         self.plans.clear()
 
     # a compiled model around this one would have it in its own graph, without the plan
@@ -98,35 +101,59 @@ class Applied:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if redirected(self.model) or not trains(self.model, args, kwargs):
             return self.call_eagerly(*args, **kwargs)
-        with self.lock:
+        result = self._train(args, kwargs)
+        if self.watch is not None:
+            self.watch.call_ended(args, kwargs, result)
+        return result
+
+    def _train(self, args: Any, kwargs: Any) -> Any:
+        """A training call."""
+        with self.lock, lasting_modes_off():
             modules = modules_in(self.model)
             refuse_compiled(self.model, self, modules)
             if not self._started:
                 self._started, self.agrees = True, together(self.model)
                 if self.agrees:
                     self.forget()
+                else:
+                    self.watch = Watch(self.model, self.provider.loop)
             parameters = parameters_among(modules)
             self.state = model_state(modules, parameters, self.state)
             signature = call_signature(self.model, args, kwargs, state=self.state)
+            if self.watch is not None and self._learns(self.watch, parameters):
+                self.forget()
             if signature not in self.plans:
                 self.find(signature, args, kwargs)
-            if not self._listened:
-                self._listened = self.provider.on_step_begin(self.model, self.plans[signature], self.waits())
+            if self.watch is None and not self._listened:
+                self._listened = self.provider.on_step_begin(self.model, self.plans[signature], self.waiting() > 0)
                 if self._listened and attached(self.model) is not self:  # it was planned anew
                     return self.model(*args, **kwargs)
             reports = not self._reported and not self.awaits_gradients(signature)
             self._reported |= reports
             before = begin(self.model) if reports else None
             result = self.run(signature, args, kwargs)
-            if not self._listened and any(p.grad is not None for p in parameters):
+            if self.newest is not None and self.newest.request.batch is not None:
+                self.newest.request.batch.release()
+            if any(p.grad is not None for p in parameters):
                 when_begun(result, partial(self._backward_begins, signature))
             if reports and (record := self.plans.get(signature)) is not None:
                 report_after(result, record, before)
             return result
 
+    def _learns(self, watch: Watch, parameters: Sequence[nn.Parameter]) -> bool:
+        """Whether plans have to be made anew, for what the loop was seen to do."""
+        seen = watch.call_begins(parameters, self.waiting())
+        if not watch.settled:
+            return False
+        stepped = [optimizer for ref in watch.stepped if (optimizer := ref()) is not None]
+        return self.provider.on_loop_seen(self, seen, stepped)
+
     def _backward_begins(self, signature: Signature) -> None:
-        """Look whether the gradients that were there in the forward pass still are."""
-        if not self._listened and signature in self.plans:
+        """Gradients that were there in the forward pass are there still, if they are."""
+        still = any(p.grad is not None for p in self.model.parameters())
+        if self.watch is not None and still:
+            self.watch.backward_begins()
+        elif self.watch is None and not self._listened and signature in self.plans:
             self._listened = self.provider.on_backward_begin(self.model, self.plans[signature])
 
     def awaits_gradients(self, signature: Signature) -> bool:
@@ -138,9 +165,9 @@ class Applied:
         """Find a plan for a kind of call that comes for the first time, or make one."""
         self.add(args, kwargs, self.provide(args, kwargs))
 
-    def waits(self) -> bool:
-        """Whether an earlier call still waits for its backward pass."""
-        return False
+    def waiting(self) -> int:
+        """How many earlier calls still wait for their backward pass, as far as that is known."""
+        return 0
 
     def run(self, signature: Signature, args: Any, kwargs: Any) -> Any:
         """Call the model under its plan."""
@@ -186,6 +213,9 @@ def taken_off(model: nn.Module) -> Iterator[None]:
 
 def put(model: nn.Module, runtime: Applied | None) -> None:
     """Have a model be called through a runtime, or as it is."""
+    before = attached(model)
+    if before is not None and before is not runtime and before.watch is not None:
+        before.watch.stop()
     replace_call(model, runtime)
     if runtime is None:
         vars(model).pop(CARRIER, None)

@@ -56,7 +56,8 @@ class Regions:
         self.compiling = False
         self.ran = 0
         self.anchor = torch.zeros((), requires_grad=True)
-        self.nodes: list[weakref.ref[Any]] = []  # of regions whose backward pass has not run
+        self.call = 0
+        self.nodes: list[tuple[int, weakref.ref[Any]]] = []  # of regions whose backward pass has not run, by the call
         self.begun: list[Recipe] = []  # whose graphs are compiled, or were begun to be
         self.shown: Any = None  # the progress of that
 
@@ -66,10 +67,15 @@ class Regions:
         self.cuts.clear()
         self.compiling = False
 
-    def waits(self) -> bool:
-        """Whether a region's activations are held for its backward pass."""
-        self.nodes = [node for node in self.nodes if waits(node)]
-        return bool(self.nodes)
+    def waiting(self) -> int:
+        """How many calls of the model wait for their backward pass: a region of theirs holds its activations."""
+        self.nodes = [(call, node) for call, node in self.nodes if waits(node)]
+        return len({call for call, _ in self.nodes})
+
+    def call_begins(self) -> None:
+        """The model is called."""
+        self.calls.clear()
+        self.call += 1
 
     def serving(self, recipe: Callable[[], Recipe]) -> Serve:
         """The function that gives torch.compile a callable for each graph, by the recipe of the call that runs."""
@@ -163,7 +169,7 @@ class _Graph:
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
             results = run(*inputs)
         if (node := backward_node(results)) is not None:
-            self.regions.nodes.append(node)
+            self.regions.nodes.append((self.regions.call, node))
         if not self.cut:
             return results
         return tuple(

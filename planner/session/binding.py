@@ -61,7 +61,9 @@ def bound(filed: Filed, model: Any) -> Planned:
             PlanWarning,
             stacklevel=4,
         )
-    request = replace(request, args=None, maxima=step.maxima, kinds=step.batch, occupancy=step.occupancy)
+    request = replace(
+        request, batch=None, maxima=step.maxima, kinds=step.batch, occupancy=step.occupancy, loop=step.loop
+    )
     return Planned(record, request, known=filed)
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from torch import nn
+from torch import nn, optim
 
+from planner.capture.trace.step import TrainingGraph
 from planner.compat.modules import modules_in, parameters_in
 from planner.core.account import UNREDUCED
+from planner.core.loop import Loop, alike
 from planner.core.occupancy import CLEARED_LATE
 from planner.core.options import GB
 from planner.core.plan import PlanRecord
@@ -20,6 +23,7 @@ from planner.parallel.group import refuse_verification
 from planner.parallel.sharded import unreduced_bytes
 from planner.planning.pipeline import make_plan
 from planner.requests.check import with_batch
+from planner.requests.optimizers import Found, optimizers_of, weakly
 from planner.requests.planned import Known, Planned
 from planner.requests.request import Request
 from planner.runtime.events import Call, Caller
@@ -27,6 +31,8 @@ from planner.runtime.signature import Signature, call_signature
 from planner.session.agreement import agreed
 from planner.session.binding import Awaited
 from planner.session.counted import counted, with_buckets
+
+TOLERANCE = 1000  # plans are made anew for what is more than this part of the budget
 
 Judge = Callable[[Planned], Planned]
 
@@ -41,6 +47,9 @@ class Provider:
         ready: a plan for the model that has its batch, for the first call of that kind.
         awaited: a plan for the model whose batch is known by its shapes alone.
         judge: sees each plan before it is used, and may give another one.
+
+    Attributes:
+        loop: what the training loop does, as far as plans are made for it.
     """
 
     def __init__(
@@ -55,12 +64,17 @@ class Provider:
     ) -> None:
         self.model, self.request = model, request
         self.known, self.awaited, self.judge = known, awaited, judge
+        self.loop = request.loop
+        self.stepped: list[weakref.ref[optim.Optimizer]] = []  # that were seen to step the model's parameters
+        self.counted: Found = request.found  # the optimizers in the plans
+        self.captured: tuple[Signature, TrainingGraph] | None = None  # the latest step that was
         self.own: list[Planned] = []  # whose schedules may serve other sizes
         self.early: dict[Signature, Planned] = {}  # for the ranks to agree on
         if ready is not None:
             self.own.append(ready.without_batch())
             asked = ready.request
-            self.early[call_signature(model, asked.args or (), asked.kwargs, asked.maxima)] = ready
+            self.early[_kind(asked)] = ready
+            self._keep(ready)
         if awaited is not None:
             self.own.append(awaited.planned)
         self.ready = dict(self.early) if judge else {}  # else they serve without being asked for
@@ -70,30 +84,58 @@ class Provider:
         model = caller.model
         request = with_batch(self.request, model, call.args, call.kwargs, call.maxima)
         request = replace(request, assume_median_branch=call.assume_median_branch)
-        request = with_buckets(request, buckets_of(model))
+        request = with_buckets(self._with_loop(request), buckets_of(model))
         if self.judge is not None:
             refuse_verification(model)
         if caller.agrees:
-            signature = call_signature(model, call.args, call.kwargs, call.maxima)
             self.ready.update(self.early)
-            mine = self.early.get(signature) if model is self.model else None
+            mine = self.early.get(_kind(request)) if model is self.model else None
             planned = agreed(request, self._plan, mine)
             self.ready.clear()
         else:
             planned = self._plan(request)
         self.own.append(planned.without_batch())
+        self._keep(planned)
         return planned
+
+    def _with_loop(self, request: Request) -> Request:
+        """The request for what is known of the loop, and with the optimizers that there are now."""
+        request = replace(request, loop=self.loop)
+        if request.optimizer is None:
+            stepped = [optimizer for ref in self.stepped if (optimizer := ref()) is not None]
+            self.counted = weakly(optimizers_of(request.model, stepped))
+        return replace(request, found=self.counted)
+
+    def _keep(self, planned: Planned) -> None:
+        if planned.captured is not None and planned.request.model is self.model:
+            self.captured = _kind(planned.request), planned.captured
 
     def _plan(self, request: Request) -> Planned:
         """The plan for a request, without other processes."""
         own, planned = request.model is self.model, None
         if own and request.maxima == self.request.maxima:
-            signature = call_signature(request.model, request.args or (), request.kwargs, request.maxima)
-            planned = self.ready.pop(signature, None)
+            planned = self.ready.pop(_kind(request), None)
         if own and self.awaited is not None:
             planned = self.awaited.take(request)
-        planned = counted(planned or make_plan(request, self.own, known=self.known), request)
-        return planned if self.judge is None else self.judge(planned)
+        if planned is None:
+            same = own and self.captured is not None and self.captured[0] == _kind(request)
+            captured = self.captured[1] if same and self.captured is not None else None
+            planned = make_plan(request, self.own, known=self.known, captured=captured)
+        planned = counted(planned, request)
+        return planned if self.judge is None or self.loop != self.request.loop else self.judge(planned)
+
+    def on_loop_seen(self, caller: Caller, seen: Loop, stepped: Sequence[optim.Optimizer]) -> bool:
+        """See `PlanProvider`."""
+        others = (
+            [] if self.request.optimizer is not None else [o for o in stepped if weakref.ref(o) not in self.counted]
+        )
+        if not others and alike(seen, self.loop, self.request.budget_bytes // TOLERANCE):
+            return False
+        self.loop, self.stepped = seen, [weakref.ref(o) for o in stepped]
+        # a schedule that recomputes nothing stays the best where it fits; another one may recompute too much now
+        self.own = [planned for planned in self.own if not planned.record.overhead]
+        self.awaited, self.early = None, {}
+        return True
 
     def on_step_begin(self, model: nn.Module, record: PlanRecord, waits: bool) -> bool:
         """Warn where tensors that a plan does not count leave too little room: gradients, and an earlier forward pass
@@ -104,6 +146,16 @@ class Provider:
     def on_backward_begin(self, model: nn.Module, record: PlanRecord) -> bool:
         """Warn of gradients that are there and not counted."""
         return _gradients_warned(model, record, True)
+
+
+def _kind(request: Request) -> Signature:
+    """The kind of call that a request is for."""
+    signature = call_signature(request.model, request.args or (), request.kwargs, request.maxima)
+    return (*signature, request.assume_median_branch)
+
+
+def _cleared_late(record: PlanRecord) -> bool:
+    return record.step.occupancy == CLEARED_LATE or record.step.loop.gradients == "cleared late"
 
 
 def _gradients_warned(model: nn.Module, record: PlanRecord, begun: bool) -> bool:
@@ -159,7 +211,7 @@ def uncounted(model: nn.Module, record: PlanRecord, begun: bool) -> int:
         record: the plan.
         begun: whether to look for room in the backward pass, which begins, or before it, as in `most_held`.
     """
-    if record.step.gradients_copied or (not begun and record.step.occupancy == CLEARED_LATE):
+    if record.step.gradients_copied or (not begun and _cleared_late(record)):
         return 0
     held = storage_bytes(p.grad for p in parameters_in(modules_in(model)) if p.grad is not None)
     return held if held and held > record.budget_bytes - most_held(record, begun) else 0

@@ -99,6 +99,14 @@ def order_of(calls: Sequence[RegionCall]) -> dict[str, tuple[int | None, ...]]:
     return order
 
 
+def outputs_of(calls: Sequence[RegionCall], output: Sequence[Any]) -> tuple[tuple[int, int] | None, ...]:
+    """For each leaf of the model's output, the region and result that it is; None for another object."""
+    found: dict[int, tuple[int, int]] = {}
+    for r, call in enumerate(call for call in calls if call.region is not None):
+        found |= {id(t): (r, at) for at, t in enumerate(call.results) if isinstance(t, torch.Tensor)}
+    return tuple(found.get(id(leaf)) for leaf in output)
+
+
 def links_of(calls: Sequence[RegionCall], output: Sequence[Any]) -> tuple[Link, ...]:
     """The tensors that regions pass to each other and share.
 

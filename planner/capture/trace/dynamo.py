@@ -23,6 +23,7 @@ from planner.capture.trace.data_dependent import Answers
 from planner.capture.trace.layers import capturable_layers
 from planner.capture.trace.recording import Recording
 from planner.compat import pytree
+from planner.compat.dispatch import lasting_modes_off
 from planner.compat.dynamo import aot_autograd, dynamo_config
 from planner.compat.fake import FakeCopyMode, FakeTensorMode
 from planner.compat.fx import boxed
@@ -83,6 +84,9 @@ def make_backend(serve: Serve, checkpoints: Checkpoints = "replace") -> Callable
     def compiler(graph: fx.GraphModule, _inputs: Any) -> Callable[[list[Any]], Any]:
         return boxed(graph)
 
+    def backward_compiler(graph: fx.GraphModule, _inputs: Any) -> Callable[[list[Any]], Any]:
+        return boxed(graph, lasting_modes_off)  # what records the loop does not see the planned graphs
+
     def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         # the tensors are the user's: their batch and results of earlier regions
         sizes = [None if isinstance(x, torch.Tensor) else x for x in inputs]
@@ -96,7 +100,7 @@ def make_backend(serve: Serve, checkpoints: Checkpoints = "replace") -> Callable
                 forward, backward = partition(analyse(joint, num_fwd_outputs, order))
                 return (symbolic_again(forward), symbolic_again(backward)) if symbolic else (forward, backward)
 
-            aot = aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=split)
+            aot = aot_autograd(fw_compiler=compiler, bw_compiler=backward_compiler, partition_fn=split)
             examples = [x if kept is None else kept for x, kept in zip(given, sizes, strict=True)]
             compiled: Callable[..., Any] = aot(graph, examples)
             return compiled

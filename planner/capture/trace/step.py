@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from planner.capture.regions.calls import Link, links_of, order_of, regions_of
+from planner.capture.regions.calls import Link, links_of, order_of, outputs_of, regions_of
 from planner.capture.regions.region import Region
 from planner.capture.shapes import enlarged, is_size
 from planner.capture.trace.data_dependent import Answers
@@ -21,7 +21,7 @@ from planner.capture.trace.quiet import quietly
 from planner.capture.trace.refusals import LIMITS, refusal
 from planner.capture.trace.state_guard import forget_fakes, untouched
 from planner.compat.fake import DataDependentOutputException, FakeTensorMode
-from planner.core.call import tensors_in
+from planner.core.call import storages, tensors_in
 from planner.core.maxima import Maxima
 from planner.core.options import Checkpoints
 from planner.errors import BatchError, CaptureError, ModelError
@@ -38,6 +38,8 @@ class TrainingGraph:
         detached: for each Dynamo graph, by its key, the outputs that get no gradient and are cut off before capture.
         loss: the loss, as far as it is computed outside the model.
         links: the tensors that regions pass to each other and share.
+        outputs: for each leaf of the model's output, the region and the result that it is; None for another object.
+        output_bytes: of the storages of all of them.
         maxima: where sizes are symbols in the graphs, the largest, for which the step is read.
         asked: lines of Python that asked for values of tensors outside the graphs; other values may have other graphs.
         note: a remark for the user; empty for none.
@@ -48,6 +50,8 @@ class TrainingGraph:
     detached: Mapping[str, tuple[int, ...]] = field(repr=False)
     loss: OutsideLoss
     links: tuple[Link, ...] = ()
+    outputs: tuple[tuple[int, int] | None, ...] = ()
+    output_bytes: int = 0
     maxima: Maxima | None = None
     asked: tuple[str, ...] = ()
     note: str = ""
@@ -112,9 +116,18 @@ def capture(
             asked = answers.lines()
             cut, loss = step.gradients(output, loss_fn)
             if cut == step.cut:
-                regions, links = regions_of(step.calls), links_of(step.calls, leaves(output))
-                sizes = maxima if any(is_size(n) for region in regions for n in region.primals) else None
-                return TrainingGraph(regions, order_of(step.calls), cut, loss, links, sizes, asked)
+                regions, ends = regions_of(step.calls), leaves(output)
+                return TrainingGraph(
+                    regions=regions,
+                    order=order_of(step.calls),
+                    detached=cut,
+                    loss=loss,
+                    links=links_of(step.calls, ends),
+                    outputs=outputs_of(step.calls, ends),
+                    output_bytes=sum(storages(ends).values()),
+                    maxima=maxima if any(is_size(n) for region in regions for n in region.primals) else None,
+                    asked=asked,
+                )
         raise CaptureError(f"{type(model).__name__}: which outputs get a gradient changes from one pass to the next")
 
 

@@ -1,0 +1,58 @@
+"""The loss outside the model as a plan counts it: as the loop's first step showed it, else as it was captured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from planner.capture.regions.region import Region
+from planner.capture.trace.step import TrainingGraph
+from planner.costs.measured_ops import measure
+from planner.requests.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class CountedLoss:
+    """What a loop holds between the passes of the planned graphs; sizes in bytes.
+
+    Attributes:
+        workspace: at most while the loss and its gradients are computed, beside the gradients of the model's outputs.
+        left: from the loss to the end of the backward pass.
+        waiting: what a microbatch that waits for its backward pass holds.
+        excess: what is left of a microbatch whose backward pass has run.
+        forward: at most until the loop has let go of the outputs that it does let go of, gradients among it.
+        let_go: these outputs, as (region, result).
+        read: other tensors that the loss is computed from.
+        stays: outputs of the step before, which are still there in the forward pass.
+    """
+
+    workspace: int
+    left: int
+    waiting: int
+    excess: int = 0
+    forward: int = 0
+    let_go: frozenset[tuple[int, int]] = frozenset()
+    read: int = 0
+    stays: int = 0
+
+
+def outside_loss(request: Request, graph: TrainingGraph) -> CountedLoss:
+    """The loss of a captured step, by what was seen of the loop; ops that were not seen are measured where they run."""
+    loop, captured = request.loop, graph.loss
+    held = range(len(graph.outputs)) if loop.outputs_held is None else loop.outputs_held
+    let_go = frozenset(graph.outputs) - {graph.outputs[at] for at in held if at < len(graph.outputs)} - {None}
+    gone = frozenset(result for result in let_go if result is not None)
+    if loop.loss is None:
+        here, progress = request.measure_on, request.options.progress
+        outside = measure(captured.calls, here, progress=progress) if here is not None else {}
+        excess = sum(a.excess for a in outside.values())
+        return CountedLoss(captured.workspace, captured.held + excess, captured.waiting + excess, excess, let_go=gone)
+    seen = loop.loss.of(graph.output_bytes)
+    results = {result for result in graph.outputs if result is not None}
+    tangents = [(r, v) for r, at in results for v in _values(graph.regions[r], graph.regions[r].tangent_at(at))]
+    arriving = sum(graph.regions[r].values[v].nbytes for r, v in set(tangents))
+    workspace = max(0, seen.backward - seen.left - arriving)
+    return CountedLoss(workspace, seen.left, seen.forward or seen.left, 0, seen.forward, gone, seen.read, seen.stays)
+
+
+def _values(region: Region, node: object) -> tuple[int, ...]:
+    return region.values_in([node]) if node is not None else ()

@@ -1,0 +1,251 @@
+"""Records the tensors that a training loop makes and uses outside the planned graphs, from one call to the next.
+
+The recorder is a dispatch mode that stays on from the end of a forward pass to the next training call of the model. The
+planned graphs themselves run without it. It keeps no tensor alive: it knows storages by identity and a finalizer.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from planner.compat.autograd import when_backward_ends
+from planner.compat.dispatch import LastingMode, written
+from planner.compat.ops import OpOverload
+from planner.compat.tensors import is_traceable_wrapper_subclass, storage_key
+from planner.core.call import Call, describe_call, storages, tensors_in
+from planner.core.loop import LossSeen
+
+MOST_OPS = 200_000  # between two calls of the model: no more are recorded
+
+log = logging.getLogger("planner")
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """An op outside the planned graphs.
+
+    Attributes:
+        live: bytes of the recorded tensors once it has run.
+        call: its key among the recorder's calls.
+    """
+
+    live: int
+    call: str
+
+
+@dataclass(frozen=True)
+class LossEvents:
+    """What was recorded between a forward pass and its backward pass; sizes in bytes, storages by identity.
+
+    Attributes:
+        let_go: how many of the events ran before the loop had let go of the last output that it did let go of.
+        held: positions of the outputs that it still held.
+        left: the tensors that were made and still alive.
+        read: others that existed before and were read.
+    """
+
+    events: tuple[Event, ...]
+    let_go: int
+    held: tuple[int, ...]
+    left: Mapping[int, int]
+    read: Mapping[int, int]
+
+
+@dataclass(slots=True)
+class _Used:
+    """A storage that an op outside the planned graphs has used, and that existed before."""
+
+    nbytes: int
+    read: bool = False  # between a forward and a backward pass
+    stays: bool = False  # it is a parameter, or it was written into
+
+
+@dataclass
+class _Made:
+    """The storages that were made while the recorder was on, and are alive: identity -> bytes."""
+
+    live: int = 0
+    sizes: dict[int, int] = field(default_factory=dict)
+
+    def add(self, storage: torch.UntypedStorage, key: int) -> None:
+        self.sizes[key] = storage.nbytes()
+        self.live += self.sizes[key]
+        weakref.finalize(storage, self._freed, key).atexit = False
+
+    def _freed(self, key: int) -> None:
+        self.live -= self.sizes.pop(key)
+
+
+class Recorder(LastingMode):
+    """The dispatch mode.
+
+    Args:
+        model: the planned model, of whose parameters, buffers and gradients the account has lines.
+        device: tensors elsewhere are not counted.
+        batch: what the model was called with.
+        outputs: the leaves of what it returned.
+
+    Attributes:
+        losses: what was recorded before each backward pass of the planned graphs.
+        calls: the distinct ops that ran.
+        output_bytes: of the storages of the outputs.
+        outputs: those of the outputs that are tensors, held weakly, by position.
+        made: the tensors that were made and are alive.
+        tangents: storages of gradients of outputs.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device, batch: Any, outputs: Sequence[Any]) -> None:
+        super().__init__()
+        self.device, self.process = device, os.getpid()
+        self.phase: Literal["loss", "backward"] = "loss"
+        own = (*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None))
+        self.known = {*storages(list(own)), *storages(batch), *storages(list(outputs))}
+        self.output_bytes = sum(storages(list(outputs)).values())
+        self.made, self.used = _Made(), dict[int, _Used]()
+        self.events: list[Event] = []
+        self.calls: dict[str, Call] = {}
+        self.losses: list[LossEvents] = []
+        self.tangents: set[int] = set()
+        self.outputs: dict[int, weakref.ref[torch.Tensor]] = {}
+        self.let_go: dict[int, int] = {}  # position of an output -> how many events came before its end
+        self._hooks: list[Any] = []
+        for at, t in enumerate(outputs):
+            if isinstance(t, torch.Tensor):
+                self._watch(at, t)
+        self._hook(outputs)
+
+    def _watch(self, at: int, output: torch.Tensor) -> None:
+        let_go, events = self.let_go, self.events
+        self.outputs[at] = weakref.ref(output, lambda _: let_go.setdefault(at, len(events)))
+
+    def _hook(self, outputs: Sequence[Any]) -> None:
+        trained = [t for t in outputs if isinstance(t, torch.Tensor) and t.requires_grad]
+        self._hooks += [t.register_hook(self._gradient_arrives) for t in trained]  # type: ignore[no-untyped-call]
+
+    def expect(self, outputs: Sequence[Any]) -> None:
+        """Another call of the model has returned these before the backward pass of the first."""
+        self.known |= storages(list(outputs)).keys()
+        self._hook(outputs)
+
+    def end(self) -> None:
+        """Record no more."""
+        self.over = True
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _gradient_arrives(self, gradient: torch.Tensor) -> None:
+        """A gradient of an output is there: the planned backward pass begins, if it has not begun."""
+        if self.over:
+            return
+        self.tangents.update(storages(gradient))
+        if self.phase == "loss":
+            self.phase = "backward"
+            self.losses.append(self._loss_events())
+            self.events.clear()
+            when_backward_ends(self._backward_ended)
+
+    def _backward_ended(self) -> None:
+        self.phase = "loss"
+
+    def _loss_events(self) -> LossEvents:
+        held = tuple(at for at, ref in self.outputs.items() if ref() is not None)
+        let_go = max((n for at, n in self.let_go.items() if at not in held), default=0)
+        read = {key: used.nbytes for key, used in self.used.items() if used.read and not used.stays}
+        return LossEvents(tuple(self.events), let_go, held, dict(self.made.sizes), read)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.over or self.phase == "backward" or os.getpid() != self.process:
+            return func(*args, **kwargs)
+        if any(map(is_traceable_wrapper_subclass, tensors_in((args, kwargs)))):
+            return NotImplemented  # the wrapper's own ops on the tensors inside it come here
+        result = func(*args, **kwargs)
+        try:
+            self._note(func, args, kwargs, result)
+        except Exception as e:  # whatever an op of the loop's own returns, the loop goes on
+            log.debug("the ops between two calls of the model were not recorded: %s: %s", type(e).__name__, e)
+            self.over = True
+        return result
+
+    def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        inputs = self._note_inputs(func, args, kwargs)
+        for t in tensors_in(result):
+            if t.device == self.device and (key := storage_key(t)) not in inputs and key not in self.made.sizes:
+                self.known.discard(key)  # of a storage that is gone
+                self.used.pop(key, None)
+                self.made.add(t.untyped_storage(), key)
+        if isinstance(func, OpOverload):
+            call = describe_call(func, args, kwargs, result)
+            self.calls.setdefault(call.key, call)
+            self.events.append(Event(self.made.live, call.key))
+        self.over |= len(self.events) > MOST_OPS
+
+    def _note_inputs(self, func: Any, args: Any, kwargs: Any) -> set[int]:
+        """Enter the tensors that existed before and that an op uses; returns the storages of all that it is given."""
+        given = [t for t in tensors_in((args, kwargs)) if t.device == self.device]
+        into = {storage_key(t) for t in tensors_in(written(func, args, kwargs))}
+        inputs = set()
+        for t in given:
+            key = storage_key(t)
+            inputs.add(key)
+            if key in self.known or key in self.made.sizes:
+                continue
+            used = self.used.get(key)
+            if used is None:
+                storage = t.untyped_storage()
+                used = self.used[key] = _Used(storage.nbytes())
+                weakref.finalize(storage, self.used.pop, key, None).atexit = False
+            used.read = True
+            used.stays |= isinstance(t, nn.Parameter) or key in into
+        return inputs
+
+
+def loss_seen(recorder: Recorder, workspaces: Mapping[str, int], left: int) -> LossSeen | None:
+    """The loss that was recorded, the most of each where there were several backward passes; None where there was none.
+
+    Args:
+        recorder: of a step that has ended.
+        workspaces: of ops, by key, in bytes: what each holds while it runs, beside what it makes.
+        left: as of `stays_beside`.
+    """
+    if not recorder.losses:
+        return None
+    forward = max(_most(loss.events[: loss.let_go], workspaces) for loss in recorder.losses)
+    backward = max(_most(loss.events[loss.let_go :], workspaces) for loss in recorder.losses)
+    read = max(sum(loss.read.values()) for loss in recorder.losses)
+    stays = sum(storages([t for ref in recorder.outputs.values() if (t := ref()) is not None]).values())
+    return LossSeen(recorder.output_bytes, forward, backward, left, read, stays)
+
+
+def _most(events: Iterable[Event], workspaces: Mapping[str, int]) -> int:
+    return max((event.live + workspaces.get(event.call, 0) for event in events), default=0)
+
+
+def stays_beside(recorder: Recorder, counted: Any) -> tuple[int, int]:
+    """Bytes of the tensors that stay from step to step, and of those that stay to the end of the backward pass.
+
+    The first are parameters of other modules and tensors that were written into, as far as the loop used them outside
+    the planned graphs, and what was made before the backward pass and is still there. Call it when a step begins.
+
+    Args:
+        recorder: of the step before.
+        counted: a tree of tensors that the account has lines for.
+    """
+    own = {*storages(counted), *recorder.tangents}
+    stay = {key: used.nbytes for key, used in recorder.used.items() if used.stays}
+    left = 0
+    for loss in recorder.losses:
+        made = {key: nbytes for key, nbytes in loss.left.items() if key not in own}
+        kept = {key: nbytes for key, nbytes in made.items() if recorder.made.sizes.get(key) == nbytes}
+        left = max(left, sum(made.values()) - sum(kept.values()))
+        stay |= kept
+    return sum(nbytes for key, nbytes in stay.items() if key not in own), left

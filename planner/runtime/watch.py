@@ -1,0 +1,157 @@
+"""Watches what a training loop does around a planned model in its first steps, until a plan can be made for that."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn, optim
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from planner.capture.trace.loss_trace import leaves
+from planner.compat.dispatch import lasting_modes_off, modes_here, switch_off, switch_on
+from planner.compat.profiler import is_profiling
+from planner.compat.tensors import version_of
+from planner.core.loop import Gradients, Loop
+from planner.costs.measured_ops import measure
+from planner.requests.optimizers import trained_by
+from planner.runtime.recorder import Recorder, loss_seen, stays_beside
+
+TRIES = 3  # steps in which nothing could be recorded, before no more are tried
+
+_watches: weakref.WeakSet[Watch] = weakref.WeakSet()
+_handles: list[Any] = []
+
+
+class Watch:
+    """What the loop around one model was seen to do.
+
+    Attributes:
+        loop: so far.
+        stepped: the optimizers that stepped parameters of the model.
+        settled: whether nothing more is to be learnt but what each call tells by itself.
+    """
+
+    def __init__(self, model: nn.Module, loop: Loop) -> None:
+        self._model = weakref.ref(model)
+        self.loop = loop
+        self.stepped: list[weakref.ref[optim.Optimizer]] = []
+        self.settled = False
+        self._recorder: Recorder | None = None
+        self._workspaces: dict[str, int] = {}
+        self._tries = 0
+        self._used: dict[torch.Tensor, int] = {}  # parameter -> version of its gradient when an optimizer had used it
+        _watches.add(self)
+        if not _handles:
+            _handles.append(register_optimizer_step_post_hook(_stepped))
+
+    def call_begins(self, parameters: Sequence[nn.Parameter], waiting: int) -> Loop:
+        """What was seen of the loop when another training call begins.
+
+        Args:
+            parameters: of the model.
+            waiting: earlier calls that wait for their backward pass.
+        """
+        loop = replace(self.loop, in_flight=max(self.loop.in_flight, waiting + 1))
+        if self.loop.gradients != "accumulated" and (gradients := self._gradients(parameters)) is not None:
+            loop = replace(loop, gradients=gradients)
+        recorder = self._recorder
+        if recorder is not None and (recorder.losses or recorder.over):
+            loop = self._finished(recorder, loop)
+        elif recorder is None and not self.settled:
+            self._missed()
+        self.loop = loop
+        return loop
+
+    def _finished(self, recorder: Recorder, loop: Loop) -> Loop:
+        """The loop with what a step's recording has shown."""
+        self._measure()
+        counted = [ref().state for ref in self.stepped if ref() is not None]  # type: ignore[union-attr]
+        beside, left = stays_beside(recorder, [list(state.values()) for state in counted])
+        seen = loss_seen(recorder, self._workspaces, left)
+        self.stop()
+        if seen is None:
+            self._missed()
+            return loop
+        self.settled = True
+        held = {at for loss in recorder.losses for at in loss.held}
+        everything = len(held) == len(recorder.outputs)
+        return replace(loop, outputs_held=None if everything else tuple(sorted(held)), loss=seen, beside=beside)
+
+    def _missed(self) -> None:
+        """A step came of which nothing was recorded."""
+        self._tries += 1
+        self.settled = self._tries > TRIES
+
+    def call_ended(self, args: Any, kwargs: Any, result: Any) -> None:
+        """A training call has returned: record what comes until the next one, where that is not known yet."""
+        model = self._model()
+        if model is None or self.settled:
+            return
+        outputs = leaves(result)
+        if self._recorder is not None:
+            self._recorder.expect(outputs)
+        elif not modes_here():  # a mode of the loop's own would end in the place of this one
+            device = next(model.parameters()).device
+            self._recorder = Recorder(model, device, (args, kwargs), outputs)
+            switch_on(self._recorder)
+
+    def stop(self) -> None:
+        """Record no more."""
+        recorder, self._recorder = self._recorder, None
+        if recorder is not None:
+            recorder.end()
+            switch_off(recorder)
+
+    def _gradients(self, parameters: Sequence[nn.Parameter]) -> Gradients | None:
+        """What becomes of gradients, where some are there as a forward pass begins; None where there are none.
+
+        Those that an optimizer has used, and that nothing has changed since, are expected to be cleared before the
+        backward pass.
+        """
+        there = [(p, p.grad) for p in parameters if p.grad is not None]
+        if not there:
+            self._used.clear()
+            return None
+        used = all(self._used.get(p) == version_of(gradient) for p, gradient in there)
+        return "cleared late" if used else "accumulated"
+
+    def backward_begins(self) -> None:
+        """Gradients that were there in the forward pass are still there."""
+        self.loop = replace(self.loop, gradients="accumulated")
+
+    def _measure(self) -> None:
+        """Measure the workspaces of the ops that were recorded, but under a profiler, which would see that."""
+        recorder, model = self._recorder, self._model()
+        if recorder is None or model is None or is_profiling():
+            return
+        ran = {event.call for loss in recorder.losses for event in loss.events}
+        todo = [recorder.calls[key] for key in ran - self._workspaces.keys()]
+        with lasting_modes_off():
+            found = measure(todo, next(model.parameters()).device, progress=False)
+        self._workspaces |= dict.fromkeys((call.key for call in todo), 0)
+        self._workspaces |= {key: allocated.workspace for key, allocated in found.items()}
+
+    def optimizer_stepped(self, optimizer: optim.Optimizer) -> None:
+        """An optimizer has stepped: whose parameters, and which gradients it has used."""
+        model = self._model()
+        if model is None:
+            return
+        own = {id(p): p for p in model.parameters()}
+        trained = [own[at] for at in trained_by(optimizer) & own.keys()]
+        if not trained:
+            return
+        if all(ref() is not optimizer for ref in self.stepped):
+            self.stepped.append(weakref.ref(optimizer))
+        self._used |= {p: version_of(p.grad) for p in trained if p.grad is not None}
+        self._measure()
+
+
+def _stepped(optimizer: optim.Optimizer, *_: Any) -> None:
+    """The hook after every optimizer's step."""
+    for watch in list(_watches):
+        if not watch.settled or watch.loop.gradients != "accumulated":
+            watch.optimizer_stepped(optimizer)
