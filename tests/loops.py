@@ -535,7 +535,6 @@ def _gpt2():
         n_positions=64,
         bos_token_id=0,
         eos_token_id=0,
-        loss_type="ForCausalLMLoss",
     )
     return transformers.GPT2LMHeadModel(config)
 
@@ -674,6 +673,7 @@ def main(names: list[str]) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    transformers.logging.set_verbosity_error()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     head = f"{'loop':26} {'unplanned':>9} {'budget':>7}  {'predicted':>9}  {'measured, steps 2 to 6':34}"
     print(f"{head}  {'within':>7} {'off by':>8} plans  losses and state equal", flush=True)
