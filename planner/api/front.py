@@ -52,7 +52,7 @@ def plan(
     Args:
         model: the module to train, in the mode (`train()` or `eval()`) in which it will run. It is not changed.
         batch: a tensor (`model(batch)`), a tuple or list (`model(*batch)`) or a mapping (`model(**batch)`). Without
-            one, the model's `dummy_inputs` or `example_input_array`; without those, or where they do not suit the
+            one, the `example_input_array` of a Lightning model; without that, or where it does not suit the
             model, the plan is made at the first training step after `apply()`.
         kwargs: further keyword arguments for the model.
         budget_gb: memory that parameters, buffers, batch, optimizer state and everything the step allocates may take

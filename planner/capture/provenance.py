@@ -13,6 +13,8 @@ from types import FrameType
 import torch
 from torch import fx
 
+from planner.core.frames import variable_of
+
 # torch, this package and generated code are not the user's; "<stdin>" and the like may be
 _FOLDERS = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}")
 NOT_THE_USERS = (*_FOLDERS, "<frozen", "<eval")
@@ -59,7 +61,7 @@ def origins(nodes: Iterable[tuple[fx.Node, str]], names: Iterable[str]) -> Itera
 def running_module(frame: FrameType | None, paths: Mapping[int, str]) -> str:
     """Path of the innermost module whose method runs in a frame or one that called it, by the modules' identities."""
     while frame is not None:
-        if (path := paths.get(id(frame.f_locals.get("self")))) is not None:
+        if (path := paths.get(id(variable_of(frame, "self")))) is not None:
             return path
         frame = frame.f_back
     return ""

@@ -16,6 +16,7 @@ from planner.core.options import GB
 from planner.core.plan import PlannedStep
 from planner.costs.optimizer import OptimizerMemory, optimizer_memory
 from planner.costs.static_memory import account, batch_tensors
+from planner.errors import OptionError
 from planner.parallel.group import world_size
 from planner.parallel.sharded import parameters_of
 from planner.requests.request import Request
@@ -51,7 +52,13 @@ def account_of(request: Request) -> tuple[dict[str, int], int | None]:
 def _optimizers(request: Request) -> OptimizerMemory:
     """The memory of all optimizers of the model, which step one after another."""
     cuda = request.device.type == "cuda"
-    takes = [optimizer_memory(parameters_of(request.model), each, cuda=cuda) for each in request.optimizers]
+    takes = []
+    for each in request.optimizers:
+        try:
+            takes.append(optimizer_memory(parameters_of(request.model), each, cuda=cuda))
+        except OptionError:
+            if request.optimizer is not None:
+                raise  # one that was found is counted from the step on in which it has a state
     return OptimizerMemory(sum(each.state for each in takes), max((each.step for each in takes), default=0))
 
 

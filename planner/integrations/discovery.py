@@ -16,6 +16,7 @@ import torch
 from torch import nn, optim
 
 from planner.compat.dynamo import inner_module
+from planner.core.frames import variables_of
 from planner.errors import InfeasibleBudgetError, OptionError, PlannerError
 from planner.runtime.interception import attached
 from planner.runtime.modes import redirected
@@ -210,7 +211,7 @@ def _variable(module: nn.Module) -> str:
     scopes = [vars(sys.modules["__main__"])]
     while frame is not None:
         if frame.f_globals["__name__"] not in (__name__, "torch.nn.modules.module"):
-            scopes.insert(1, frame.f_locals)  # the outermost first
+            scopes.insert(1, variables_of(frame))  # the outermost first
         frame = frame.f_back
     held = [(name, value) for scope in scopes for name, value in list(scope.items())]
     attributes = [(f"{name}.{at}", v) for name, value in held for at, v in getattr(value, "__dict__", {}).items()]

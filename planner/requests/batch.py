@@ -97,11 +97,8 @@ def arguments(
     if batch is LATER:
         return None, extra
     if batch is None and not extra:
-        for convention in ("dummy_inputs", "example_input_array"):
-            batch = getattr(model, convention, None)
-            if batch is not None:
-                break
-        else:
+        batch = getattr(model, "example_input_array", None)  # Lightning's
+        if batch is None:
             return None, extra
     if batch is None:
         return (), extra

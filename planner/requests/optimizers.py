@@ -22,6 +22,9 @@ def optimizers_of(model: nn.Module, stepped: Iterable[optim.Optimizer] = ()) -> 
     own = {id(p) for p in model.parameters() if p.requires_grad}
     # isinstance() asks objects for their class, and some raise
     there = [o for o in gc.get_objects() if issubclass(type(o), optim.Optimizer)]
+    there = [
+        o for o in there if not any(issubclass(type(v), optim.Optimizer) for v in vars(o).values())
+    ]  # around others
     found: list[optim.Optimizer] = []
     taken: set[int] = set()
     for optimizer in [*stepped, *reversed(there)]:

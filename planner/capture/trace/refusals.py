@@ -19,6 +19,7 @@ from planner.compat.fake import (
     DynamicOutputShapeException,
     UnsupportedOperatorException,
 )
+from planner.core.frames import variable_of
 from planner.parallel.meshes import on_mesh
 
 Frame = tuple[str, int, Any]  # file, line, the object whose method runs there
@@ -54,7 +55,7 @@ def refusal(model: nn.Module, error: BaseException, *, eagerly: bool) -> str:
     """
     ran = traceback.walk_tb(error.__traceback__)
     traced: list[Frame] = [(f.filename, f.lineno or 0, None) for f in getattr(error, "real_stack", None) or ()]
-    frames: list[Frame] = [(f.f_code.co_filename, line, f.f_locals.get("self")) for f, line in ran]
+    frames: list[Frame] = [(f.f_code.co_filename, line, variable_of(f, "self")) for f, line in ran]
     frames = [f for f in (*frames, *traced) if not f[0].startswith(_OURS)]
     at, asking = _user_frame(frames), _asking_frame(frames)
     path = _module(model, frames, traced)
