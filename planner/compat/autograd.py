@@ -36,6 +36,11 @@ def when_backward_ends(then: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(then)
 
 
+def in_backward() -> bool:
+    """Whether a backward pass runs in this thread (`torch._C._current_graph_task_id`, 2.11 to 2.13)."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def is_jit_tracing() -> bool:
     """Whether `torch.jit.trace` runs (`torch._C._get_tracing_state`, torch 2.11 to 2.13)."""
     return torch._C._get_tracing_state() is not None

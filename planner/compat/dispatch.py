@@ -25,6 +25,9 @@ class LastingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
 
+    def planned_results(self, results: Any) -> None:
+        """A backward graph that ran without the mode has returned these."""
+
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """torch.compile compiles under it, and what it compiles runs past it."""
@@ -51,14 +54,17 @@ def switch_off(mode: LastingMode) -> bool:
 
 
 @contextmanager
-def lasting_modes_off() -> Iterator[None]:
-    """Without the lasting modes that are innermost on this thread's stack, for what torch.compile has to see whole."""
+def lasting_modes_off() -> Iterator[list[LastingMode]]:
+    """Without the lasting modes that are innermost on this thread's stack, for what torch.compile has to see whole.
+
+    Gives these modes.
+    """
     off: list[LastingMode] = []
     if is_in_torch_dispatch_mode():
         while (here := modes_here()) and isinstance(here[-1], LastingMode) and switch_off(here[-1]):
             off.append(here[-1])
     try:
-        yield
+        yield off
     finally:
         for mode in reversed(off):
             if not mode.over:

@@ -17,6 +17,7 @@ class LossSeen:
         forward: the most that they held at once while outputs were alive that the loop lets go of before the backward
             pass; the gradients of the outputs are among them.
         backward: the most from then on.
+        computed: the most before the backward pass of the loss itself began.
         left: of those that were alive when the planned backward pass began, beside the gradients of the outputs.
         read: of other tensors on the device that they were computed from, such as targets; neither the model's own,
             nor of its batch, nor parameters.
@@ -26,6 +27,7 @@ class LossSeen:
     output_bytes: int
     forward: int
     backward: int
+    computed: int
     left: int
     read: int = 0
     stays: int = 0
@@ -34,7 +36,7 @@ class LossSeen:
         """The same for a step with other outputs."""
         if output_bytes == self.output_bytes or not self.output_bytes:
             return self
-        sizes = (self.forward, self.backward, self.left, self.read, self.stays)
+        sizes = (self.forward, self.backward, self.computed, self.left, self.read, self.stays)
         return LossSeen(output_bytes, *(-(-size * output_bytes // self.output_bytes) for size in sizes))
 
 

@@ -254,6 +254,16 @@ class PlanRecord:
     verification: Verification | None = field(default=None, repr=False)
 
     @property
+    def kept_bytes(self) -> int:
+        """What waits for the backward pass when the forward pass has ended, beside what stays allocated."""
+        return [m.held_bytes for m in self.timeline if m.phase == "forward"][-1] - self.resident_bytes
+
+    @property
+    def step_bytes(self) -> int:
+        """The most that the step takes beside what stays allocated, up to the end of its backward pass."""
+        return max(m.held_bytes for m in self.timeline if m.phase != "optimizer") - self.resident_bytes
+
+    @property
     def phase_peaks(self) -> dict[str, int]:
         """The most bytes allocated in each phase of the step: forward, loss, backward, optimizer (where counted)."""
         peaks: dict[str, int] = {}

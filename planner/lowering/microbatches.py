@@ -78,7 +78,7 @@ def add_microbatches(step: Step, request: Request, *, loss_bytes: int, loss_left
     waiting = Waiting(forward, beside(occupancy.backward), until)
     sizes = tuple(0 if occupancy.received and v in incoming else size for v, size in enumerate(problem.sizes))
     problem = replace(problem, sizes=sizes, waiting=waiting)
-    if occupancy == CLEARED_LATE:
+    if occupancy == CLEARED_LATE and request.loop.loss is None:
         problem = _with_used_gradients(problem, max(0, gradients - outputs))
     step = replace(step, problem=problem)
     return _merging(step, occupancy.merged, outputs) if occupancy.merged else step

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from planner.capture.regions.region import Region
 from planner.capture.trace.step import TrainingGraph
 from planner.costs.measured_ops import measure
+from planner.costs.static_memory import storage_bytes
+from planner.parallel.sharded import parameters_of
 from planner.requests.request import Request
 
 
@@ -50,8 +52,13 @@ def outside_loss(request: Request, graph: TrainingGraph) -> CountedLoss:
     results = {result for result in graph.outputs if result is not None}
     tangents = [(r, v) for r, at in results for v in _values(graph.regions[r], graph.regions[r].tangent_at(at))]
     arriving = sum(graph.regions[r].values[v].nbytes for r, v in set(tangents))
-    workspace = max(0, seen.backward - seen.left - arriving)
-    return CountedLoss(workspace, seen.left, seen.forward or seen.left, 0, seen.forward, gone, seen.read, seen.stays)
+    forward, backward = seen.forward, seen.backward
+    if loop.gradients == "cleared late":  # until the backward pass of the loss begins, the last step's gradients stay
+        used = storage_bytes(p for p in parameters_of(request.model) if p.requires_grad)
+        forward, backward = max(seen.computed, forward - used), max(seen.computed + used, backward)
+        backward = seen.backward if gone else backward
+    workspace = max(0, backward - seen.left - arriving)
+    return CountedLoss(workspace, seen.left, 0, 0, forward, gone, seen.read, seen.stays)
 
 
 def _values(region: Region, node: object) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from planner.compat.dispatch import lasting_modes_off
 from planner.compat.modules import call_of, modules_in, replace_call, replaced_call
 from planner.core.maxima import Maxima
 from planner.core.plan import PlanRecord
+from planner.costs.static_memory import storage_bytes
 from planner.errors import ApplyError
 from planner.parallel.group import together
 from planner.parallel.sharded import parameters_among
@@ -22,6 +23,7 @@ from planner.requests.planned import Planned
 from planner.runtime.events import Call, PlanProvider
 from planner.runtime.first_step import begin, report_after, when_begun
 from planner.runtime.modes import redirected, refuse_compiled, trains
+from planner.runtime.recorder import Recorder
 from planner.runtime.signature import ModelState, Signature, call_signature, model_state
 from planner.runtime.watch import Watch
 
@@ -108,7 +110,7 @@ class Applied:
 
     def _train(self, args: Any, kwargs: Any) -> Any:
         """A training call."""
-        with self.lock, lasting_modes_off():
+        with self.lock, lasting_modes_off() as others:
             modules = modules_in(self.model)
             refuse_compiled(self.model, self, modules)
             if not self._started:
@@ -120,10 +122,13 @@ class Applied:
             parameters = parameters_among(modules)
             self.state = model_state(modules, parameters, self.state)
             signature = call_signature(self.model, args, kwargs, state=self.state)
-            if self.watch is not None and self._learns(self.watch, parameters):
+            if self.watch is not None and self._learns(self.watch, parameters, (args, kwargs)):
                 self.forget()
             if signature not in self.plans:
                 self.find(signature, args, kwargs)
+            for recorder in others:
+                if isinstance(recorder, Recorder) and not (self.watch and self.watch.recorder is recorder):
+                    recorder.runs_planned(self, self.plans[signature].step_bytes)
             if self.watch is None and not self._listened:
                 self._listened = self.provider.on_step_begin(self.model, self.plans[signature], self.waiting() > 0)
                 if self._listened and attached(self.model) is not self:  # it was planned anew
@@ -140,9 +145,9 @@ class Applied:
                 report_after(result, record, before)
             return result
 
-    def _learns(self, watch: Watch, parameters: Sequence[nn.Parameter]) -> bool:
+    def _learns(self, watch: Watch, parameters: Sequence[nn.Parameter], batch: Any) -> bool:
         """Whether plans have to be made anew, for what the loop was seen to do."""
-        seen = watch.call_begins(parameters, self.waiting())
+        seen = watch.call_begins(parameters, batch, self.waiting())
         if not watch.settled:
             return False
         stepped = [optimizer for ref in watch.stepped if (optimizer := ref()) is not None]
@@ -155,6 +160,20 @@ class Applied:
             self.watch.backward_begins()
         elif self.watch is None and not self._listened and signature in self.plans:
             self._listened = self.provider.on_backward_begin(self.model, self.plans[signature])
+
+    def tensors(self) -> Any:
+        """The model's parameters, buffers, gradients, and the state of its optimizers."""
+        stepped = [] if self.watch is None else [o for ref in self.watch.stepped if (o := ref()) is not None]
+        own = [*self.model.parameters(), *self.model.buffers(), *(p.grad for p in self.model.parameters())]
+        return [own, [list(optimizer.state.values()) for optimizer in stepped]]
+
+    def stays(self) -> int:
+        """Bytes of all of these, as the newest plan counts them, and of what waits for its backward pass."""
+        if self.newest is None:
+            return 0
+        record, gradients = self.newest.record, [p for p in self.model.parameters() if p.requires_grad]
+        lines = sum(record.account.get(name, 0) for name in ("parameters", "buffers", "optimizer state"))
+        return lines + storage_bytes(gradients) + self.waiting() * record.kept_bytes
 
     def awaits_gradients(self, signature: Signature) -> bool:
         """Whether the plan counts gradients of earlier microbatches, and there are none yet."""

@@ -11,12 +11,12 @@ import os
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
 
-from planner.compat.autograd import when_backward_ends
+from planner.compat.autograd import in_backward, when_backward_ends
 from planner.compat.dispatch import LastingMode, written
 from planner.compat.ops import OpOverload
 from planner.compat.tensors import is_traceable_wrapper_subclass, storage_key
@@ -34,11 +34,13 @@ class Event:
 
     Attributes:
         live: bytes of the recorded tensors once it has run.
-        call: its key among the recorder's calls.
+        call: its key among the recorder's calls; "" for a call of another planned model.
+        backward: whether it ran in a backward pass.
     """
 
     live: int
     call: str
+    backward: bool
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class LossEvents:
     events: tuple[Event, ...]
     let_go: int
     held: tuple[int, ...]
-    left: Mapping[int, int]
+    left: Mapping[int, Made]
     read: Mapping[int, int]
 
 
@@ -68,20 +70,38 @@ class _Used:
     stays: bool = False  # it is a parameter, or it was written into
 
 
+class PlannedModel(Protocol):
+    """Another model that is trained by a plan."""
+
+    def tensors(self) -> Any:
+        """Its parameters, buffers, gradients, and the state of its optimizers."""
+
+    def stays(self) -> int:
+        """Bytes of all of these, as its plan counts them, and of what waits for its backward pass."""
+
+
+Made = tuple[int, int]  # a storage that was made: a number that no other one has, and its bytes
+
+
 @dataclass
 class _Made:
-    """The storages that were made while the recorder was on, and are alive: identity -> bytes."""
+    """The storages that were made while the recorder was on, and are alive, by identity."""
 
     live: int = 0
-    sizes: dict[int, int] = field(default_factory=dict)
+    made: dict[int, Made] = field(default_factory=dict)
+    number: int = 0
 
     def add(self, storage: torch.UntypedStorage, key: int) -> None:
-        self.sizes[key] = storage.nbytes()
-        self.live += self.sizes[key]
-        weakref.finalize(storage, self._freed, key).atexit = False
+        if key not in self.made:
+            self.number += 1
+            self.made[key] = self.number, storage.nbytes()
+            self.live += storage.nbytes()
+            weakref.finalize(storage, self.drop, key, self.number).atexit = False
 
-    def _freed(self, key: int) -> None:
-        self.live -= self.sizes.pop(key)
+    def drop(self, key: int, number: int | None = None) -> None:
+        """Count a storage no more; with a number, only if it is still that one."""
+        if key in self.made and number in (None, self.made[key][0]):
+            self.live -= self.made.pop(key)[1]
 
 
 class Recorder(LastingMode):
@@ -100,6 +120,7 @@ class Recorder(LastingMode):
         outputs: those of the outputs that are tensors, held weakly, by position.
         made: the tensors that were made and are alive.
         tangents: storages of gradients of outputs.
+        others: other planned models that trained meanwhile.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, batch: Any, outputs: Sequence[Any]) -> None:
@@ -116,6 +137,8 @@ class Recorder(LastingMode):
         self.tangents: set[int] = set()
         self.outputs: dict[int, weakref.ref[torch.Tensor]] = {}
         self.let_go: dict[int, int] = {}  # position of an output -> how many events came before its end
+        self.others: weakref.WeakSet[PlannedModel] = weakref.WeakSet()
+        self.gradients = _Made()  # by the planned graphs
         self._hooks: list[Any] = []
         for at, t in enumerate(outputs):
             if isinstance(t, torch.Tensor):
@@ -130,10 +153,23 @@ class Recorder(LastingMode):
         trained = [t for t in outputs if isinstance(t, torch.Tensor) and t.requires_grad]
         self._hooks += [t.register_hook(self._gradient_arrives) for t in trained]  # type: ignore[no-untyped-call]
 
-    def expect(self, outputs: Sequence[Any]) -> None:
-        """Another call of the model has returned these before the backward pass of the first."""
-        self.known |= storages(list(outputs)).keys()
+    def expect(self, batch: Any, outputs: Sequence[Any]) -> None:
+        """Another call of the model, with this batch, has returned these before the backward pass of the first."""
+        for key in storages([batch, list(outputs)]):
+            self.known.add(key)
+            self.made.drop(key)
         self._hook(outputs)
+
+    def runs_planned(self, other: PlannedModel, taken: int) -> None:
+        """Another planned model runs a training step, which takes so many bytes beside what stays allocated."""
+        self.others.add(other)
+        self.events.append(Event(self.made.live + taken, "", False))
+
+    def planned_results(self, results: Any) -> None:
+        """The planned graphs have made these gradients."""
+        for t in tensors_in(results):
+            if t.device == self.device:
+                self.gradients.add(t.untyped_storage(), storage_key(t))
 
     def end(self) -> None:
         """Record no more."""
@@ -160,7 +196,7 @@ class Recorder(LastingMode):
         held = tuple(at for at, ref in self.outputs.items() if ref() is not None)
         let_go = max((n for at, n in self.let_go.items() if at not in held), default=0)
         read = {key: used.nbytes for key, used in self.used.items() if used.read and not used.stays}
-        return LossEvents(tuple(self.events), let_go, held, dict(self.made.sizes), read)
+        return LossEvents(tuple(self.events), let_go, held, dict(self.made.made), read)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -179,14 +215,14 @@ class Recorder(LastingMode):
     def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         inputs = self._note_inputs(func, args, kwargs)
         for t in tensors_in(result):
-            if t.device == self.device and (key := storage_key(t)) not in inputs and key not in self.made.sizes:
+            if t.device == self.device and (key := storage_key(t)) not in inputs and key not in self.made.made:
                 self.known.discard(key)  # of a storage that is gone
                 self.used.pop(key, None)
                 self.made.add(t.untyped_storage(), key)
         if isinstance(func, OpOverload):
             call = describe_call(func, args, kwargs, result)
             self.calls.setdefault(call.key, call)
-            self.events.append(Event(self.made.live, call.key))
+            self.events.append(Event(self.made.live, call.key, in_backward()))
         self.over |= len(self.events) > MOST_OPS
 
     def _note_inputs(self, func: Any, args: Any, kwargs: Any) -> set[int]:
@@ -197,7 +233,7 @@ class Recorder(LastingMode):
         for t in given:
             key = storage_key(t)
             inputs.add(key)
-            if key in self.known or key in self.made.sizes:
+            if key in self.known or key in self.made.made:
                 continue
             used = self.used.get(key)
             if used is None:
@@ -209,43 +245,63 @@ class Recorder(LastingMode):
         return inputs
 
 
-def loss_seen(recorder: Recorder, workspaces: Mapping[str, int], left: int) -> LossSeen | None:
+def loss_seen(recorder: Recorder, workspaces: Mapping[str, int], left: int, read: int) -> LossSeen | None:
     """The loss that was recorded, the most of each where there were several backward passes; None where there was none.
 
     Args:
         recorder: of a step that has ended.
         workspaces: of ops, by key, in bytes: what each holds while it runs, beside what it makes.
-        left: as of `stays_beside`.
+        left: as of `Stays`.
+        read: the same.
     """
     if not recorder.losses:
         return None
+    events = [loss.events for loss in recorder.losses]
     forward = max(_most(loss.events[: loss.let_go], workspaces) for loss in recorder.losses)
     backward = max(_most(loss.events[loss.let_go :], workspaces) for loss in recorder.losses)
-    read = max(sum(loss.read.values()) for loss in recorder.losses)
+    computed = max(_most([event for event in each if not event.backward], workspaces) for each in events)
     stays = sum(storages([t for ref in recorder.outputs.values() if (t := ref()) is not None]).values())
-    return LossSeen(recorder.output_bytes, forward, backward, left, read, stays)
+    return LossSeen(recorder.output_bytes, forward, backward, computed, left, read, stays)
 
 
 def _most(events: Iterable[Event], workspaces: Mapping[str, int]) -> int:
     return max((event.live + workspaces.get(event.call, 0) for event in events), default=0)
 
 
-def stays_beside(recorder: Recorder, counted: Any) -> tuple[int, int]:
-    """Bytes of the tensors that stay from step to step, and of those that stay to the end of the backward pass.
+@dataclass(frozen=True, slots=True)
+class Stays:
+    """Bytes of the tensors that a loop holds beside the planned step.
 
-    The first are parameters of other modules and tensors that were written into, as far as the loop used them outside
-    the planned graphs, and what was made before the backward pass and is still there. Call it when a step begins.
+    Attributes:
+        beside: from step to step: parameters of other modules and tensors that were written into, as far as the loop
+            used them, what was made before the backward pass and is still there, gradients that are no `.grad`.
+        read: what the loss is computed from, and what else was made for the next step.
+        left: from the loss to the end of the backward pass.
+    """
+
+    beside: int
+    read: int
+    left: int
+
+
+def stays(recorder: Recorder, counted: Any) -> Stays:
+    """What a loop holds, when the next step begins.
 
     Args:
         recorder: of the step before.
-        counted: a tree of tensors that the account has lines for.
+        counted: a tree of tensors that the account has lines for, the batch of the next step among them.
     """
-    own = {*storages(counted), *recorder.tangents}
+    own, alive = storages([counted, [other.tensors() for other in recorder.others]]).keys(), recorder.made.made
     stay = {key: used.nbytes for key, used in recorder.used.items() if used.stays}
-    left = 0
+    stay |= {key: nbytes for key, (_, nbytes) in recorder.gradients.made.items()}
+    left, before = 0, set[Made]()
     for loss in recorder.losses:
-        made = {key: nbytes for key, nbytes in loss.left.items() if key not in own}
-        kept = {key: nbytes for key, nbytes in made.items() if recorder.made.sizes.get(key) == nbytes}
-        left = max(left, sum(made.values()) - sum(kept.values()))
+        made = {key: each for key, each in loss.left.items() if key not in recorder.tangents}
+        kept = {key: each[1] for key, each in made.items() if alive.get(key) == each}
+        left = max(left, sum(nbytes for _, nbytes in made.values()) - sum(kept.values()))
         stay |= kept
-    return sum(nbytes for key, nbytes in stay.items() if key not in own), left
+        before.update(loss.left.values())
+    new = sum(n for key, (at, n) in alive.items() if key not in own and key not in stay and (at, n) not in before)
+    read = max((sum(loss.read.values()) for loss in recorder.losses), default=0)
+    beside = sum(nbytes for key, nbytes in stay.items() if key not in own)
+    return Stays(beside + sum(other.stays() for other in recorder.others), max(read, new), left)

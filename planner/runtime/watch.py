@@ -12,13 +12,13 @@ from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from planner.capture.trace.loss_trace import leaves
-from planner.compat.dispatch import lasting_modes_off, modes_here, switch_off, switch_on
+from planner.compat.dispatch import LastingMode, lasting_modes_off, modes_here, switch_off, switch_on
 from planner.compat.profiler import is_profiling
 from planner.compat.tensors import version_of
 from planner.core.loop import Gradients, Loop
 from planner.costs.measured_ops import measure
 from planner.requests.optimizers import trained_by
-from planner.runtime.recorder import Recorder, loss_seen, stays_beside
+from planner.runtime.recorder import Recorder, loss_seen, stays
 
 TRIES = 3  # steps in which nothing could be recorded, before no more are tried
 
@@ -32,6 +32,7 @@ class Watch:
     Attributes:
         loop: so far.
         stepped: the optimizers that stepped parameters of the model.
+        recorder: of what runs between two calls of the model, while it is on.
         settled: whether nothing more is to be learnt but what each call tells by itself.
     """
 
@@ -40,7 +41,7 @@ class Watch:
         self.loop = loop
         self.stepped: list[weakref.ref[optim.Optimizer]] = []
         self.settled = False
-        self._recorder: Recorder | None = None
+        self.recorder: Recorder | None = None
         self._workspaces: dict[str, int] = {}
         self._tries = 0
         self._used: dict[torch.Tensor, int] = {}  # parameter -> version of its gradient when an optimizer had used it
@@ -48,30 +49,31 @@ class Watch:
         if not _handles:
             _handles.append(register_optimizer_step_post_hook(_stepped))
 
-    def call_begins(self, parameters: Sequence[nn.Parameter], waiting: int) -> Loop:
+    def call_begins(self, parameters: Sequence[nn.Parameter], batch: Any, waiting: int) -> Loop:
         """What was seen of the loop when another training call begins.
 
         Args:
             parameters: of the model.
+            batch: that it is called with.
             waiting: earlier calls that wait for their backward pass.
         """
         loop = replace(self.loop, in_flight=max(self.loop.in_flight, waiting + 1))
         if self.loop.gradients != "accumulated" and (gradients := self._gradients(parameters)) is not None:
             loop = replace(loop, gradients=gradients)
-        recorder = self._recorder
+        recorder = self.recorder
         if recorder is not None and (recorder.losses or recorder.over):
-            loop = self._finished(recorder, loop)
+            loop = self._finished(recorder, loop, [batch, [p.grad for p in parameters]])
         elif recorder is None and not self.settled:
             self._missed()
         self.loop = loop
         return loop
 
-    def _finished(self, recorder: Recorder, loop: Loop) -> Loop:
-        """The loop with what a step's recording has shown."""
+    def _finished(self, recorder: Recorder, loop: Loop, counted: Any) -> Loop:
+        """The loop with what a step's recording has shown; the account has lines for `counted`."""
         self._measure()
-        counted = [ref().state for ref in self.stepped if ref() is not None]  # type: ignore[union-attr]
-        beside, left = stays_beside(recorder, [list(state.values()) for state in counted])
-        seen = loss_seen(recorder, self._workspaces, left)
+        stepped = [optimizer for ref in self.stepped if (optimizer := ref()) is not None]
+        found = stays(recorder, [counted, *(list(o.state.values()) for o in stepped)])
+        seen = loss_seen(recorder, self._workspaces, found.left, found.read)
         self.stop()
         if seen is None:
             self._missed()
@@ -79,7 +81,7 @@ class Watch:
         self.settled = True
         held = {at for loss in recorder.losses for at in loss.held}
         everything = len(held) == len(recorder.outputs)
-        return replace(loop, outputs_held=None if everything else tuple(sorted(held)), loss=seen, beside=beside)
+        return replace(loop, outputs_held=None if everything else tuple(sorted(held)), loss=seen, beside=found.beside)
 
     def _missed(self) -> None:
         """A step came of which nothing was recorded."""
@@ -92,16 +94,16 @@ class Watch:
         if model is None or self.settled:
             return
         outputs = leaves(result)
-        if self._recorder is not None:
-            self._recorder.expect(outputs)
-        elif not modes_here():  # a mode of the loop's own would end in the place of this one
+        if self.recorder is not None:
+            self.recorder.expect((args, kwargs), outputs)
+        elif all(isinstance(mode, LastingMode) for mode in modes_here()):  # others would end in the place of this one
             device = next(model.parameters()).device
-            self._recorder = Recorder(model, device, (args, kwargs), outputs)
-            switch_on(self._recorder)
+            self.recorder = Recorder(model, device, (args, kwargs), outputs)
+            switch_on(self.recorder)
 
     def stop(self) -> None:
         """Record no more."""
-        recorder, self._recorder = self._recorder, None
+        recorder, self.recorder = self.recorder, None
         if recorder is not None:
             recorder.end()
             switch_off(recorder)
@@ -125,10 +127,10 @@ class Watch:
 
     def _measure(self) -> None:
         """Measure the workspaces of the ops that were recorded, but under a profiler, which would see that."""
-        recorder, model = self._recorder, self._model()
+        recorder, model = self.recorder, self._model()
         if recorder is None or model is None or is_profiling():
             return
-        ran = {event.call for loss in recorder.losses for event in loss.events}
+        ran = {event.call for loss in recorder.losses for event in loss.events} - {""}
         todo = [recorder.calls[key] for key in ran - self._workspaces.keys()]
         with lasting_modes_off():
             found = measure(todo, next(model.parameters()).device, progress=False)

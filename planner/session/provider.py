@@ -189,7 +189,7 @@ def _unreduced_warned(model: nn.Module, record: PlanRecord) -> bool:
 def _waiting(record: PlanRecord, waits: bool) -> bool:
     if not waits or record.options.in_flight > 1:
         return False
-    kept = [m.held_bytes for m in record.timeline if m.phase == "forward"][-1] - record.resident_bytes
+    kept = record.kept_bytes
     if kept <= record.budget_bytes - record.peak_bytes:
         return False
     warnings.warn(

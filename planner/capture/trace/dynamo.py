@@ -26,7 +26,7 @@ from planner.compat import pytree
 from planner.compat.dispatch import lasting_modes_off
 from planner.compat.dynamo import aot_autograd, dynamo_config
 from planner.compat.fake import FakeCopyMode, FakeTensorMode
-from planner.compat.fx import boxed
+from planner.compat.fx import boxed, marked_boxed
 from planner.compat.modules import buffers_of, parameters_of, replace_call
 from planner.compat.tensors import is_traceable_wrapper_subclass
 from planner.core.options import Checkpoints
@@ -85,7 +85,7 @@ def make_backend(serve: Serve, checkpoints: Checkpoints = "replace") -> Callable
         return boxed(graph)
 
     def backward_compiler(graph: fx.GraphModule, _inputs: Any) -> Callable[[list[Any]], Any]:
-        return boxed(graph, lasting_modes_off)  # what records the loop does not see the planned graphs
+        return out_of_sight(boxed(graph))
 
     def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         # the tensors are the user's: their batch and results of earlier regions
@@ -108,6 +108,19 @@ def make_backend(serve: Serve, checkpoints: Checkpoints = "replace") -> Callable
         return serve(graph, compile_region, inputs)
 
     return backend
+
+
+def out_of_sight(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """A backward graph's callable that modes which record the training loop do not see: they are told its results."""
+
+    def call(arguments: list[Any]) -> Any:
+        with lasting_modes_off() as recording:
+            results = run(arguments)
+            for mode in recording:
+                mode.planned_results(results)
+            return results
+
+    return marked_boxed(call)
 
 
 def detach_outputs(graph: fx.GraphModule, positions: Collection[int]) -> None:
