@@ -190,6 +190,8 @@ def _notes(request: Request, graph: TrainingGraph) -> Iterator[str]:
         yield f'{calls} of the model recomputed as the model asks; that is part of "everything kept" here.'
     elif found:
         yield f"{calls} of the model planned like the rest (checkpoints='keep' leaves them as they are)."
+    if graph.loss.name:
+        yield f"The loss was taken to be {graph.loss.name}."
     if graph.asked:
         yield told(graph.asked, "is planned when it comes")
 

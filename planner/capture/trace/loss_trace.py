@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, Literal
 
 import torch
@@ -15,6 +16,8 @@ from planner.core.call import Call, describe_call, here, storages, tensors_in
 from planner.errors import BatchError
 
 LossFn = Callable[[Any], torch.Tensor]
+DEEPEST = 8  # containers in containers
+FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, ModuleType)
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,7 @@ class OutsideLoss:
     """The loss of a step, as far as it is computed outside the model.
 
     Attributes:
+        name: of the output that it was taken to be; empty for none.
         source: "model" (its own output), "loss_fn", "received" (there is none here), or "unknown".
         workspace: bytes held at most while the loss and its gradients are computed, beside the gradients of the model's
             outputs.
@@ -35,18 +39,29 @@ class OutsideLoss:
     held: int = 0
     calls: tuple[Call, ...] = ()
     waiting: int = 0
+    name: str = ""
 
 
 def find_loss(output: Any) -> torch.Tensor | None:
-    """The loss among a model's outputs: `output.loss`, `output["loss"]`, the output itself, or its first element."""
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if loss is None and isinstance(output, (tuple, list)) and output:
-        loss = output[0]
-    if loss is None:
-        loss = output
-    if isinstance(loss, torch.Tensor) and loss.dim() == 0 and loss.requires_grad:
-        return loss
-    return None
+    """The loss of a model's output where there is no doubt: `output.loss`, `output["loss"]`, itself, or the first element."""
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if found is None and isinstance(output, (tuple, list)) and output:
+        found = output[0]
+    if found is None:
+        found = output
+    return found if _may_be_loss(found) else None
+
+
+def probable_loss(output: Any) -> str:
+    """What is taken for the loss in a model's output, in words: as `find_loss`, or the only scalar; "" for nothing."""
+    scalars = [(name, t) for name, t in named_leaves(output) if _may_be_loss(t)]
+    certain = find_loss(output)
+    names = [name for name, t in scalars if t is certain] if certain is not None else [name for name, _ in scalars]
+    return f"output{names[0]}" if len(names) == 1 else ""
+
+
+def _may_be_loss(t: Any) -> bool:
+    return isinstance(t, torch.Tensor) and t.dim() == 0 and t.requires_grad
 
 
 def checked_loss(loss_fn: LossFn, output: Any) -> torch.Tensor:
@@ -71,10 +86,28 @@ def gradients_received(output: Any) -> torch.Tensor:
 
 
 def leaves(output: Any) -> list[Any]:
-    """The leaves of a model's output; dataclass-like outputs are read through their fields."""
-    if hasattr(output, "to_tuple"):
-        output = output.to_tuple()
-    return list(pytree.tree_leaves(output))
+    """The leaves of a model's output; dataclasses and other objects are read through their attributes."""
+    return [leaf for _, leaf in named_leaves(output)]
+
+
+def named_leaves(output: Any, path: str = "", within: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """The leaves of a model's output, each with its path, as in ".loss"; `within` are the containers around it."""
+    inner: list[tuple[str, Any]] | None = None
+    if len(within) > DEEPEST or id(output) in within or isinstance(output, (torch.Tensor, torch.nn.Module, type)):
+        inner = None
+    elif isinstance(output, Mapping):
+        attributes = hasattr(output, "to_tuple")  # transformers' and diffusers' outputs
+        inner = [(f".{key}" if attributes else f"[{key!r}]", value) for key, value in output.items()]
+    elif isinstance(output, (tuple, list)):
+        names = [f".{name}" for name in getattr(output, "_fields", ())]
+        inner = list(zip(names or [f"[{at}]" for at in range(len(output))], output, strict=True))
+    elif not isinstance(output, FUNCTIONS) and isinstance(getattr(output, "__dict__", None), dict):
+        inner = [(f".{name}", value) for name, value in vars(output).items()]
+    if inner is None:
+        yield path, output
+        return
+    for name, value in inner:
+        yield from named_leaves(value, path + name, (*within, id(output)))
 
 
 def differentiable(t: Any) -> bool:
@@ -97,9 +130,11 @@ def trace_loss(
     """
     loss = find_loss(output)
     if loss_fn is None and loss is not None:
-        return OutsideLoss("model"), loss
+        return OutsideLoss("model", name=probable_loss(output)), loss
     if loss_fn is gradients_received:
         return OutsideLoss("received"), None
+    if loss_fn is None and (name := probable_loss(output)):
+        return OutsideLoss("model", name=name), None  # other outputs may get a gradient as well
     if loss_fn is None:
         # every output may get a gradient; a loss may hold as much, and need as much again for a moment
         size = sum(storages([t for t in leaves(output) if differentiable(t)]).values())
