@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 from torch import nn
@@ -44,6 +44,7 @@ class Runtime(Applied):
         serving: which of them serves a kind of call, by signature.
         ways: for a kind of call whose graphs depend on values, the plans of all that came, the latest first.
         regions: runs the model's graphs.
+        traced: whether torch.compile has taken the model's call since it was compiled anew.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Runtime(Applied):
         self.serving: dict[Signature, Family] = {}
         self.ways: dict[Signature, list[PlanRecord]] = {}
         self.regions = Regions(model)
-        self.settled = False
+        self.settled = self.traced = False
         self.unguarded: object = None
         self.current = Recipe({}, {})
         self._compile_anew()
@@ -75,13 +76,20 @@ class Runtime(Applied):
         """Forget what was compiled."""
         own = weakref.proxy(self)  # torch holds what it compiled until the model is gone
         self.regions.forget()
+        self.traced = False
         self.compiled = self._compiled(lambda: own.current)
         for families in self.shapes.families.values():
             for family in families:
                 family.compiled = self._compiled(_always(recipe_of(family.plan)))
 
     def _compiled(self, recipe: Callable[[], Recipe]) -> Callable[..., Any]:
-        return compile_call(self.model, make_backend(self.regions.serving(recipe), self.checkpoints), dynamo_settings)
+        own = weakref.proxy(self)
+
+        def settings() -> AbstractContextManager[None]:
+            own.traced = True
+            return dynamo_settings()
+
+        return compile_call(self.model, make_backend(self.regions.serving(recipe), self.checkpoints), settings)
 
     def like(self, model: nn.Module) -> Runtime:
         copied = Runtime(model, self.provider, self.shapes.without_families(), self.checkpoints)
@@ -221,7 +229,7 @@ class Runtime(Applied):
             if self.regions.compiling or not isinstance(e, GraphChanged):
                 self._compile_anew()  # torch.compile runs code that it failed to compile without its plan from then on
             raise
-        may_drop_all = self.regions.ran and recipe_of(self.plans[signature]).asks
+        may_drop_all = self.traced and recipe_of(self.plans[signature]).asks
         if not self.regions.calls and not may_drop_all:
             raise ApplyError(
                 "torch.compile ran the model without its plan (TORCH_COMPILE_DISABLE, a stance, or a dispatch mode "
