@@ -12,7 +12,7 @@ from torch import fx
 from planner.capture.regions.region import Region
 from planner.capture.trace.data_dependent import told
 from planner.capture.trace.dynamo import Partition
-from planner.capture.trace.state_guard import random_kept
+from planner.capture.trace.random_state import random_kept
 from planner.capture.trace.step import TrainingGraph, capture
 from planner.codegen.emit import emit, keep_everything
 from planner.core.plan import GraphModules

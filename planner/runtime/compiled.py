@@ -6,7 +6,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -83,7 +83,7 @@ class Runtime(Applied):
                 family.compiled = self._compiled(_always(recipe_of(family.plan)))
 
     def _compiled(self, recipe: Callable[[], Recipe]) -> Callable[..., Any]:
-        own = weakref.proxy(self)
+        own = cast(Runtime, weakref.proxy(self))
 
         def settings() -> AbstractContextManager[None]:
             own.traced = True
@@ -182,7 +182,8 @@ class Runtime(Applied):
             with suppress(GraphChanged):
                 return self._run(signature, args, kwargs)
         self.add(args, kwargs, self.provide(args, kwargs, median=False))
-        self._compile_anew()
+        if not recipe_of(tried).asks:
+            self._compile_anew()
         try:
             return self._run(signature, args, kwargs)
         except GraphChanged:
@@ -203,7 +204,7 @@ class Runtime(Applied):
         self.ways[signature] = [tried, *ways]
         if len(ways) == WARN_WAYS:
             warnings.warn(
-                f"the model took {WARN_WAYS + 1} ways through its code, by what its Python code asks of tensors "
+                f"the model took {WARN_WAYS + 1} ways through its code, by values that each step has anew "
                 f"({'; '.join(recipe_of(tried).asks)}): each is planned and compiled for itself. Where they do not "
                 "end, take the question out of forward(), or plan a submodule without it",
                 PlanWarning,

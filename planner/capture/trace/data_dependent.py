@@ -1,4 +1,4 @@
-"""Values of tensors that Python code asks for, learnt from a real call of the model: fake tensors have none."""
+"""Values that Python code decides by: of tensors, learnt from a real call of the model, and of random numbers."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from planner.core.call import tensors_in
 
 Place = tuple[str, int]  # file and line
 DRAWN = "random numbers of Python's random, or of NumPy"
-# what a random number between 0 and 1 is taken for: its median says what a model does most often (a layer that is dropped
-# now and then is not); one that drops most of its layers keeps them by a high number, or by a low one
+# what a random number between 0 and 1 is taken for: its median says what a model does most often (a layer that is
+# dropped now and then is not); one that drops most of its layers keeps them by a high number, or by a low one
 CHANCES = (0.5, 1 - 2**-24, 0.0)
 
 

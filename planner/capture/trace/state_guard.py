@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
-import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from planner.capture.trace.random_state import undrawing
 from planner.compat import pytree
 from planner.compat.fake import FakeTensor
 from planner.compat.modules import buffers_of
@@ -20,7 +20,6 @@ from planner.core.call import inside, tensors_in
 from planner.devices.accelerator import accelerator_of
 
 _LRU_CACHE = type(functools.cache(lambda: None))
-_GENERATORS = (random.Random, np.random.RandomState, np.random.Generator)
 
 
 class ModelSnapshot:
@@ -41,7 +40,7 @@ class ModelSnapshot:
         devices = dict.fromkeys(t.device for t in (*model.parameters(), *others))
         here = [(accelerator, d) for d in devices if (accelerator := accelerator_of(d)) is not None]
         self._generators = [(accelerator, d, accelerator.random_state(d)) for accelerator, d in here]
-        self._random, self._undraw = _bytes_of(torch.get_rng_state()), _undrawing(model)
+        self._random, self._undraw = _bytes_of(torch.get_rng_state()), undrawing(model)
 
     def restore(self) -> None:
         """Put the state back; buffers that have not changed are not written into."""
@@ -63,62 +62,6 @@ class ModelSnapshot:
 
 def _plain(module: nn.Module) -> dict[str, Any]:
     return {k: v for k, v in vars(module).items() if v is None or isinstance(v, (bool, int, float, str))}
-
-
-def _generators(model: nn.Module | None) -> list[Any]:
-    """The generators of Python's and NumPy's random numbers, with those that modules of a model hold."""
-    held = [g for module in (model.modules() if model is not None else ()) for g in vars(module).values()]
-    return [random, np.random, *(g for g in held if isinstance(g, _GENERATORS))]
-
-
-def _state_of(generator: Any) -> Any:
-    if generator is random or isinstance(generator, random.Random):
-        return generator.getstate()
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    return generator.get_state(legacy=False)
-
-
-def _set_state(generator: Any, state: Any) -> None:
-    if generator is random or isinstance(generator, random.Random):
-        generator.setstate(state)
-    elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    else:
-        generator.set_state(state)
-
-
-def _comparable(state: Any) -> Any:
-    if isinstance(state, dict):
-        return {key: _comparable(value) for key, value in state.items()}
-    return state.tobytes() if isinstance(state, np.ndarray) else state
-
-
-def _twister_word(chance: float) -> int:
-    """A word of a Mersenne Twister's state for an output of about `chance * 2**32`, never 0."""
-    word = max(int(chance * 2**32), 1)
-    word ^= word >> 18  # the steps of tempering undone, the last one first
-    word ^= word << 15 & 0xEFC60000
-    undone = word
-    for _ in range(4):
-        undone = word ^ (undone << 7 & 0x9D2C5680)
-    word = undone
-    for _ in range(2):
-        undone = word ^ undone >> 11
-    return undone
-
-
-def _undrawing(model: nn.Module | None) -> Callable[[], bool]:
-    """A function that puts the state of those generators back to the present one; says whether it had changed."""
-    before = [(generator, _state_of(generator)) for generator in _generators(model)]
-
-    def restore() -> bool:
-        drawn = [(g, state) for g, state in before if _comparable(_state_of(g)) != _comparable(state)]
-        for generator, state in drawn:
-            _set_state(generator, state)
-        return bool(drawn)
-
-    return restore
 
 
 def _bytes_of(t: torch.Tensor) -> Any:
@@ -147,30 +90,6 @@ def undone_on(error: type[Exception], model: nn.Module) -> Iterator[None]:
     except error:
         state.restore()
         raise
-
-
-@contextmanager
-def random_kept(model: nn.Module | None = None, chance: float | None = None) -> Iterator[Callable[[], bool]]:
-    """Puts the random state of Python and NumPy back: a model may draw from them while it is planned.
-
-    Args:
-        model: whose own generators are put back as well.
-        chance: about what numbers between 0 and 1 are to be that are drawn meanwhile; None for those that come next.
-
-    Yields:
-        A function that puts the state back before the end, and says whether anything was drawn.
-    """
-    undraw = _undrawing(model)
-    if chance is not None:
-        words = (_twister_word(chance),) * 624  # its state is its next outputs, tempered
-        random.setstate((3, (*words, 0), None))
-        if np.random.get_state(legacy=False)["bit_generator"] == "MT19937":
-            np.random.set_state(("MT19937", words, 0))
-    drawn = _undrawing(model)
-    try:
-        yield drawn
-    finally:
-        undraw()
 
 
 def forget_fakes() -> None:

@@ -18,8 +18,9 @@ from planner.capture.trace.dynamo import Partition, lone_loss, to_fake
 from planner.capture.trace.fake_step import FakeStep, NothingCapturedError
 from planner.capture.trace.loss_trace import LossFn, OutsideLoss, checked_loss, differentiable, leaves
 from planner.capture.trace.quiet import quietly
+from planner.capture.trace.random_state import random_kept
 from planner.capture.trace.refusals import LIMITS, refusal
-from planner.capture.trace.state_guard import forget_fakes, random_kept, untouched
+from planner.capture.trace.state_guard import forget_fakes, untouched
 from planner.compat.fake import DataDependentOutputException, FakeTensorMode
 from planner.core.call import tensors_in
 from planner.core.maxima import Maxima
