@@ -93,6 +93,8 @@ def _graph_of(request: Request, split: Partition) -> TrainingGraph:
             return graph
     except CaptureError as e:
         why = str(e)
+    if request.options.dynamic is None:
+        raise CaptureError(f"no graph serves every size: {why}")
     note = f"No graph serves every size ({why}): each new one is compiled, and runs by this schedule where that fits."
     return replace(step(request.maxima, symbolic=False), note=note)
 

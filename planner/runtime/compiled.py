@@ -16,11 +16,11 @@ from planner.capture.trace.layers import capturable_layers
 from planner.capture.trace.state_guard import undone_on, untouched
 from planner.compat.dynamo import compile_call
 from planner.compat.fake import FakeTensorMode
-from planner.core.maxima import Maxima
+from planner.core.maxima import Maxima, sizes_in
 from planner.core.options import Checkpoints
 from planner.core.plan import PlanRecord
 from planner.core.recipe import Recipe
-from planner.errors import ApplyError, BatchError, CaptureError, PlanWarning
+from planner.errors import ApplyError, BatchError, CaptureError, InfeasibleBudgetError, PlanWarning
 from planner.requests.planned import Planned
 from planner.runtime.events import PlanProvider
 from planner.runtime.families import Family, GraphChanged, Shapes, recipe_of
@@ -108,6 +108,7 @@ class Runtime(Applied):
 
     def add(self, args: Any, kwargs: Any, planned: Planned, maxima: Maxima | None = None) -> None:
         self.newest = planned
+        self._came(args, kwargs)
         if maxima is not None:
             self.shapes.limit(maxima)
         largest = recipe_of(planned.record).maxima
@@ -131,30 +132,34 @@ class Runtime(Applied):
     def _kind(self, args: Any, kwargs: Any) -> Signature:
         return call_signature(self.model, args, kwargs, self.shapes.sizes(args, kwargs))
 
+    def _came(self, args: Any, kwargs: Any) -> None:
+        sizes = sizes_in(args, kwargs)
+        self.shapes.note(call_signature(self.model, args, kwargs, sizes), sizes)
+
     def find(self, signature: Signature, args: Any, kwargs: Any) -> None:
+        self._came(args, kwargs)
         sizes, kind = self.shapes.sizes(args, kwargs), self._kind(args, kwargs)
         if sizes.sizes and kind not in self.shapes.apart:
-            family = self.shapes.find(kind, sizes)
-            if family is None:
-                maxima = self.shapes.wanted(sizes)
-                try:
-                    self.add(args, kwargs, self.provide(args, kwargs, maxima), maxima)
-                    family = self.shapes.find(kind, sizes)
-                except (BatchError, CaptureError):
-                    if not self.shapes.warned:
-                        self.shapes.warned = True
-                        warnings.warn(
-                            "a batch with the largest sizes does not go together with what else this call is given: "
-                            "it is planned for itself. dynamic={...} has to name every tensor that shares a size",
-                            PlanWarning,
-                            stacklevel=4,
-                        )
-                    self.shapes.apart.add(kind)
+            family = self.shapes.find(kind, sizes) or self._new_family(kind, sizes, args, kwargs)
             if family is not None:
                 self.serving[signature] = family
                 self.plans[signature] = family.plan
         if signature not in self.plans:
             super().find(signature, args, kwargs)
+
+    def _new_family(self, kind: Signature, sizes: Maxima, args: Any, kwargs: Any) -> Family | None:
+        """A family for such calls; None where they are planned apart."""
+        wanted = self.shapes.wanted(kind, sizes)
+        for maxima in wanted:
+            try:
+                planned = self.provide(args, kwargs, maxima)
+            except (BatchError, CaptureError, InfeasibleBudgetError) as e:
+                self.shapes.refused(kind, maxima, e, last=maxima is wanted[-1])
+            else:
+                self.add(args, kwargs, planned, maxima)
+                self.shapes.planned(maxima)
+                return self.shapes.find(kind, sizes)
+        return None
 
     def run(self, signature: Signature, args: Any, kwargs: Any) -> Any:
         assert self.state is not None
