@@ -18,6 +18,7 @@ from planner.errors import ApplyError
 from planner.parallel.group import together
 from planner.parallel.sharded import parameters_among
 from planner.requests.planned import Planned
+from planner.runtime.bypassed import Handle, watch
 from planner.runtime.events import Call, PlanProvider
 from planner.runtime.first_step import begin, report_after, when_begun
 from planner.runtime.modes import redirected, refuse_compiled, trains
@@ -26,6 +27,7 @@ from planner.runtime.signature import ModelState, Signature, call_signature, mod
 # Where a model keeps its runtime beside `_compiled_call_impl`, which its copies lose. Python calls an object by its
 # class's `__call__`; torch.compile, around a planned model, goes past the plan unless the object has one as well.
 CARRIER = "__call__"
+COMPILE = "compile"
 
 
 class Applied:
@@ -52,6 +54,7 @@ class Applied:
         self._started = alone
         self._listened = False  # whether the provider wants to hear of no more steps
         self._reported = False  # whether the first step was reported
+        self.watched: Handle | None = None  # warns where the model trains and is not called
         self.lock = threading.RLock()  # threads take turns in the forward pass
         self.call_eagerly = call_of(model)
 
@@ -98,6 +101,7 @@ class Applied:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if redirected(self.model) or not trains(self.model, args, kwargs):
             return self.call_eagerly(*args, **kwargs)
+        self.unwatch()
         with self.lock:
             modules = modules_in(self.model)
             refuse_compiled(self.model, self, modules)
@@ -129,6 +133,12 @@ class Applied:
         if not self._listened and signature in self.plans:
             self._listened = self.provider.on_backward_begin(self.model, self.plans[signature])
 
+    def unwatch(self) -> None:
+        """The model is called, or goes without its plan: warn no more."""
+        if self.watched is not None:
+            self.watched.remove()
+            self.watched = None
+
     def awaits_gradients(self, signature: Signature) -> bool:
         """Whether the plan counts gradients of earlier microbatches, and there are none yet."""
         accumulate = self.plans[signature].options.accumulate
@@ -157,6 +167,7 @@ def attach(model: nn.Module, runtime: Applied) -> None:
         raise ApplyError(f"a plan is already applied to this {type(model).__name__}; remove() it first")
     refuse_compiled(model, None)
     put(model, runtime)
+    runtime.watched = watch(model)
 
 
 def attached(model: nn.Module) -> Applied | None:
@@ -167,8 +178,10 @@ def attached(model: nn.Module) -> Applied | None:
 
 def detach(model: nn.Module) -> None:
     """Take the plan off; raises ApplyError where there is none."""
-    if attached(model) is None:
+    runtime = vars(model).get(CARRIER)
+    if not isinstance(runtime, Applied):
         raise ApplyError(f"no plan is applied to this {type(model).__name__}")
+    runtime.unwatch()
     put(model, None)
 
 
@@ -186,8 +199,38 @@ def taken_off(model: nn.Module) -> Iterator[None]:
 
 def put(model: nn.Module, runtime: Applied | None) -> None:
     """Have a model be called through a runtime, or as it is."""
-    replace_call(model, runtime)
-    if runtime is None:
-        vars(model).pop(CARRIER, None)
-    else:
-        vars(model)[CARRIER] = runtime
+    own = vars(model)
+    if runtime is not None:
+        replace_call(model, runtime)
+        own[CARRIER] = runtime
+        if type(model).compile is nn.Module.compile:
+            own[COMPILE] = _CompileRefused(runtime)
+        return
+    if attached(model) is not None:
+        replace_call(model, None)
+    own.pop(CARRIER, None)
+    if isinstance(own.get(COMPILE), _CompileRefused):
+        del own[COMPILE]
+
+
+class _CompileRefused:
+    """Stands in for a planned model's `compile()`, which would take the plan's place."""
+
+    def __init__(self, runtime: Applied) -> None:
+        self.runtime = runtime
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        raise ApplyError(
+            f"this {type(self.runtime.model).__name__} runs under a plan, which compiles it: compile() would take its "
+            "place. Leave compile() out, or remove() the plan first"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _CompileRefused:
+        model = memo.get(id(self.runtime.model))
+        runtime = None if model is None else attached(model)
+        return self if runtime is None else _CompileRefused(runtime)
+
+    def __reduce__(self) -> Any:
+        """In a pickle, the model's own method."""
+        reduced = self.runtime.__reduce__()
+        return (getattr, (self.runtime.model, COMPILE)) if reduced[0] is getattr else reduced
