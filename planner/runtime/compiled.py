@@ -19,8 +19,8 @@ from planner.compat.fake import FakeTensorMode
 from planner.core.maxima import Maxima, sizes_in
 from planner.core.options import Checkpoints
 from planner.core.plan import PlanRecord
-from planner.core.recipe import Recipe
-from planner.errors import ApplyError, BatchError, CaptureError, InfeasibleBudgetError, PlanWarning
+from planner.core.recipe import Choice, Recipe
+from planner.errors import ApplyError, BatchError, CaptureError, InfeasibleBudgetError, PlannerError, PlanWarning
 from planner.requests.planned import Planned
 from planner.runtime.events import PlanProvider
 from planner.runtime.families import Family, GraphChanged, Shapes, recipe_of
@@ -144,8 +144,30 @@ class Runtime(Applied):
             if family is not None:
                 self.serving[signature] = family
                 self.plans[signature] = family.plan
-        if signature not in self.plans:
+        if signature not in self.plans and not self._runs_as_it_is(signature, args, kwargs):
             super().find(signature, args, kwargs)
+
+    def _runs_as_it_is(self, signature: Signature, args: Any, kwargs: Any) -> bool:
+        """Whether a smaller batch, as the last of an epoch, runs uncompiled: where nothing has to be recomputed."""
+        sizes, most = sizes_in(args, kwargs), self.newest
+        if (
+            most is None
+            or self.agrees
+            or not self.shapes.shrunk(call_signature(self.model, args, kwargs, sizes), sizes)
+        ):
+            return False
+        record = most.record
+        if record.overhead or record.options.in_flight > 1 or record.step.occupancy is not None:
+            return False
+        try:
+            planned = self.provide(args, kwargs, compiled=False)
+        except PlannerError:
+            return False
+        choice = planned.record.recipe
+        if not isinstance(choice, Choice) or choice.kept:
+            return False
+        self.plans[signature] = planned.record
+        return True
 
     def _new_family(self, kind: Signature, sizes: Maxima, args: Any, kwargs: Any) -> Family | None:
         """A family for such calls; None where they are planned apart."""
@@ -163,6 +185,8 @@ class Runtime(Applied):
 
     def run(self, signature: Signature, args: Any, kwargs: Any) -> Any:
         assert self.state is not None
+        if isinstance(self.plans[signature].recipe, Choice):
+            return self.call_eagerly(*args, **kwargs)
         if (found := unguarded(self.state.classes)) != self.unguarded:
             self.unguarded = found
             self._compile_anew()

@@ -102,6 +102,10 @@ class Shapes:
     def note(self, kind: tuple[object, ...], sizes: Maxima) -> None:
         """A call came whose shape is new, with all of its sizes; `kind` is equal for calls that differ in these."""
 
+    def shrunk(self, kind: tuple[object, ...], sizes: Maxima) -> bool:
+        """Whether a call is a smaller one of some that came, and may run without being compiled."""
+        return False
+
     def sizes(self, args: Any, kwargs: Any) -> Maxima:
         """The sizes of a call that may change; those of one element (or none) make other graphs, and stay."""
         return sizes_in(args, kwargs, self.free)

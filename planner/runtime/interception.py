@@ -81,9 +81,11 @@ class Applied:
         copied.newest = self.newest and self.newest.of(model)
         return copied
 
-    def provide(self, args: Any, kwargs: Any, maxima: Maxima | None = None, *, median: bool = True) -> Planned:
+    def provide(
+        self, args: Any, kwargs: Any, maxima: Maxima | None = None, *, median: bool = True, compiled: bool = True
+    ) -> Planned:
         """A plan of the provider for such a call."""
-        planned = self.provider.on_missing_plan(self, Call(args, kwargs, maxima, median))
+        planned = self.provider.on_missing_plan(self, Call(args, kwargs, maxima, median, compiled))
         self.agrees = False
         return planned
 

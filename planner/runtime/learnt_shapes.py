@@ -64,6 +64,9 @@ class LearntShapes(Shapes):
                 if len(seen) > 2:
                     self.growing.add((path, d))
 
+    def shrunk(self, kind: Kind, sizes: Maxima) -> bool:
+        return any(shape.cover(sizes) and shape != sizes for shape in self.came.get(kind, ()))
+
     def limit(self, maxima: Maxima) -> None:
         for path, at in maxima.sizes.items():
             for d, n in at.items():

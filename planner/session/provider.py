@@ -73,6 +73,9 @@ class Provider:
         request = with_buckets(request, buckets_of(model))
         if self.judge is not None:
             refuse_verification(model)
+        if not call.compiled:
+            planned = make_plan(replace(request, options=replace(request.options, mode="eager")))
+            return planned if self.judge is None else self.judge(planned)
         if caller.agrees:
             signature = call_signature(model, call.args, call.kwargs, call.maxima)
             self.ready.update(self.early)
