@@ -111,27 +111,3 @@ def test_compile_after_apply_is_refused_and_the_plan_stays():
     model(x).backward()
     with pytest.raises(ApplyError, match="no plan"):
         p.remove()
-
-
-def test_a_compiled_wrapper_around_a_planned_model_runs_the_plan():
-    model, x = AutoEncoder(), torch.randn(4, 8)
-    twin = copy.deepcopy(model)
-    plan(model, x, budget_gb=1).apply()
-    compiled = torch.compile(model, backend="eager")
-    for step in range(2):
-        compiled(x).backward()
-        assert model._compiled_call_impl.regions_run == step + 1
-    for _ in range(2):
-        twin(x).backward()
-    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
-
-
-def test_a_compiled_part_of_a_planned_model_is_refused_at_the_next_call():
-    model, x = AutoEncoder(), torch.randn(4, 8)
-    p = plan(model, x, budget_gb=1)
-    p.apply()
-    model.encoder.compile(backend="eager")
-    with pytest.raises(ApplyError, match="encoder of this AutoEncoder"):
-        model(x)
-    p.remove()
-    model(x).backward()
