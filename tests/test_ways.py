@@ -1,8 +1,10 @@
 """Models whose Python code decides by values of tensors: planned for one way, and for others when these come."""
 
+import copy
 import random
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -59,14 +61,19 @@ class Dropping(nn.Module):
         return self.last(x).square().mean()
 
 
+def drawn():
+    return torch.tensor([random.random(), np.random.rand()], dtype=torch.float64)
+
+
 def step(model, x, seed):
     torch.manual_seed(seed)
     random.seed(seed)
+    np.random.seed(seed)
     loss = model(x)
     loss.backward()
     grads = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
     model.zero_grad(set_to_none=True)
-    return [loss.detach(), *grads, *(b.clone() for b in model.buffers()), torch.rand(2), torch.tensor(random.random())]
+    return [loss.detach(), *grads, *(b.clone() for b in model.buffers()), torch.rand(2), *drawn()]
 
 
 def compare(model, batches, tmp_path, mode="compiled"):
@@ -146,6 +153,53 @@ def test_without_a_compiler(model, tmp_path):
     torch.manual_seed(0)
     p = compare(model, [torch.randn(256, 32)] * 4, tmp_path, mode="eager")
     assert "test_ways.py" in p.note  # the line that asks
+
+
+class Drawing(Dropping):
+    """Drops nine layers of ten by a generator of its own, often all of them."""
+
+    def __init__(self, generator):
+        super().__init__(generator.random)
+        self.generator, self.last = generator, nn.Identity()
+
+    def forward(self, x):
+        for block in self.blocks:
+            if self.generator.random() < 0.9:
+                continue
+            x = block(x)
+        return self.last(x).square().mean()
+
+
+DRAWS = {"random": lambda: random.random(), "numpy": lambda: np.random.uniform()}
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["planned before", "at the first step"])
+@pytest.mark.parametrize("draws", DRAWS)
+def test_every_way_trains_the_first_one_without_any_layer(draws, early):
+    model, x = Dropping(DRAWS[draws]), torch.randn(32, 32)
+    empty = next(seed for seed in range(10_000) if not ran(model, x, seed))
+    check(model, x, [empty, *range(5)], early)
+
+
+def ran(model, x, seed):
+    """The layers that a step runs."""
+    return [g for g in step(model, x, seed)[1 : 1 + 6 * len(model.blocks)] if g is not None]
+
+
+def test_nine_layers_of_ten_are_dropped_by_a_generator_of_the_model():
+    model = Drawing(random.Random(1))
+    x = torch.randn(32, 32, requires_grad=True)
+    check(model, x, range(6), True)
+
+
+def check(model, x, seeds, early):
+    """Each step under a plan is as without one: loss, gradients, statistics, random state."""
+    twin = copy.deepcopy(model)
+    plan(model, x if early else None, budget_gb=1, progress=False).apply()
+    for seed in seeds:
+        for ours, theirs in zip(step(model, x, seed), step(twin, x, seed), strict=True):
+            assert (ours is None) == (theirs is None)
+            assert ours is None or torch.equal(ours, theirs)
 
 
 def test_a_single_random_number_draws_as_without_a_plan(tmp_path):

@@ -38,7 +38,7 @@ def plan(
     account_gb: Mapping[str, float] | None = None,
     time_limit: float | None = None,
     progress: bool | None = None,
-    dynamic: Dynamic = False,
+    dynamic: Dynamic = None,
     mode: Mode = "compiled",
     in_flight: int = 1,
     known: Plan | str | os.PathLike[str] | None = None,
@@ -76,6 +76,8 @@ def plan(
         dynamic: True where any size in the batch may be smaller at another step; or the largest sizes, by argument and
             dimension, as in `{"input_ids": {0: 8, 1: 2048}}` (by position, as in `{0: {0: 8}}`, for a positional
             batch): these may then be more than those of the batch. The plan is made for the largest, and holds for all.
+            None: the third shape that comes tells which sizes change; from then on, one plan and one compiled graph
+            serve all of them. False: each shape is planned and compiled for itself.
         mode: "compiled" (torch.compile's graphs, rewritten), or "eager": whole modules checkpointed, with some of
             their results kept, for code that cannot or shall not be compiled. It has a search of its own: `solver` and
             `time_limit` do not count.

@@ -20,7 +20,7 @@ from solvers import SOLVERS
 
 Checkpoints = Literal["replace", "keep"]
 Costs = Literal["roofline", "measured"]
-Dynamic = bool | Mapping[str | int, Mapping[int, int]]
+Dynamic = bool | Mapping[str | int, Mapping[int, int]] | None
 Mode = Literal["compiled", "eager"]
 MODES = get_args(Mode)
 
@@ -128,10 +128,14 @@ def _is_account(given: Any) -> bool:
 
 
 def _is_dynamic(given: Any) -> bool:
-    return isinstance(given, bool) or (
-        isinstance(given, Mapping)
-        and all(isinstance(name, (str, int)) and isinstance(at, Mapping) for name, at in given.items())
-        and all(is_whole(n) for at in given.values() for size in at.items() for n in size)
+    return (
+        given is None
+        or isinstance(given, bool)
+        or (
+            isinstance(given, Mapping)
+            and all(isinstance(name, (str, int)) and isinstance(at, Mapping) for name, at in given.items())
+            and all(is_whole(n) for at in given.values() for size in at.items() for n in size)
+        )
     )
 
 
@@ -219,12 +223,13 @@ class Options:
     )
     progress: bool | None = option(None, About())
     dynamic: Dynamic = option(
-        False,
+        None,
         About(
             _unless(
                 _is_dynamic,
-                "must be True (any size may be smaller than in the batch), False, or largest sizes by argument and "
-                "dimension, as in {'input_ids': {0: 8, 1: 2048}}, with positions for names in a positional batch",
+                "must be True (any size may be smaller than in the batch), None (sizes that turn out to change may), "
+                "False, or largest sizes by argument and dimension, as in {'input_ids': {0: 8, 1: 2048}}, with "
+                "positions for names in a positional batch",
             ),
             Flag("smaller batches come too", kind=bool),
             "smaller batches too",

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from planner.capture.recomputability import draws
-from planner.capture.trace.state_guard import random_kept
+from planner.capture.trace.random_state import random_kept
 from planner.compat.modules import NormBase, buffers_of
 from planner.core.recipe import Choice, Kept
 from planner.errors import ApplyError, PlanWarning

@@ -12,7 +12,7 @@ from torch import fx
 from planner.capture.regions.region import Region
 from planner.capture.trace.data_dependent import told
 from planner.capture.trace.dynamo import Partition
-from planner.capture.trace.state_guard import random_kept
+from planner.capture.trace.random_state import random_kept
 from planner.capture.trace.step import TrainingGraph, capture
 from planner.codegen.emit import emit, keep_everything
 from planner.compat.dispatch import lasting_modes_off
@@ -100,6 +100,8 @@ def _graph_of(request: Request, split: Partition) -> TrainingGraph:
             return graph
     except CaptureError as e:
         why = str(e)
+    if request.options.dynamic is None:
+        raise CaptureError(f"no graph serves every size: {why}")
     note = f"No graph serves every size ({why}): each new one is compiled, and runs by this schedule where that fits."
     return replace(step(request.maxima, symbolic=False), note=note)
 

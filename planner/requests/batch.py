@@ -53,7 +53,7 @@ class Batch:
 
 def named_maxima(dynamic: Dynamic) -> Maxima:
     """The largest sizes that `dynamic` names, whatever the batch is."""
-    named = {} if isinstance(dynamic, bool) else dynamic
+    named = {} if dynamic is None or isinstance(dynamic, bool) else dynamic
     return Maxima({path_of(name): {d: n for d, n in at.items() if n > 1} for name, at in named.items()})
 
 
@@ -63,7 +63,7 @@ def maxima_of(dynamic: Dynamic, args: Any, kwargs: Mapping[str, Any]) -> Maxima 
     Raises:
         OptionError: it names what the batch does not have, or a size below that of the batch.
     """
-    if isinstance(dynamic, bool):
+    if dynamic is None or isinstance(dynamic, bool):
         return sizes_in(args, kwargs) if dynamic else None
     shapes = {path: tuple(t.shape) for path, t in tensors_of(args, kwargs)}
     for name, at in dynamic.items():

@@ -5,8 +5,8 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any, cast
 
 from torch import nn
 
@@ -16,11 +16,11 @@ from planner.capture.trace.layers import capturable_layers
 from planner.capture.trace.state_guard import undone_on, untouched
 from planner.compat.dynamo import compile_call
 from planner.compat.fake import FakeTensorMode
-from planner.core.maxima import Maxima
+from planner.core.maxima import Maxima, sizes_in
 from planner.core.options import Checkpoints
 from planner.core.plan import PlanRecord
-from planner.core.recipe import Recipe
-from planner.errors import ApplyError, BatchError, CaptureError, PlanWarning
+from planner.core.recipe import Choice, Recipe
+from planner.errors import ApplyError, BatchError, CaptureError, InfeasibleBudgetError, PlannerError, PlanWarning
 from planner.requests.planned import Planned
 from planner.runtime.events import PlanProvider
 from planner.runtime.families import Family, GraphChanged, Shapes, recipe_of
@@ -44,6 +44,7 @@ class Runtime(Applied):
         serving: which of them serves a kind of call, by signature.
         ways: for a kind of call whose graphs depend on values, the plans of all that came, the latest first.
         regions: runs the model's graphs.
+        traced: whether torch.compile has taken the model's call since it was compiled anew.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Runtime(Applied):
         self.serving: dict[Signature, Family] = {}
         self.ways: dict[Signature, list[PlanRecord]] = {}
         self.regions = Regions(model)
-        self.settled = False
+        self.settled = self.traced = False
         self.unguarded: object = None
         self.current = Recipe({}, {})
         self._compile_anew()
@@ -75,13 +76,20 @@ class Runtime(Applied):
         """Forget what was compiled."""
         own = weakref.proxy(self)  # torch holds what it compiled until the model is gone
         self.regions.forget()
+        self.traced = False
         self.compiled = self._compiled(lambda: own.current)
         for families in self.shapes.families.values():
             for family in families:
                 family.compiled = self._compiled(_always(recipe_of(family.plan)))
 
     def _compiled(self, recipe: Callable[[], Recipe]) -> Callable[..., Any]:
-        return compile_call(self.model, make_backend(self.regions.serving(recipe), self.checkpoints), dynamo_settings)
+        own = cast(Runtime, weakref.proxy(self))
+
+        def settings() -> AbstractContextManager[None]:
+            own.traced = True
+            return dynamo_settings()
+
+        return compile_call(self.model, make_backend(self.regions.serving(recipe), self.checkpoints), settings)
 
     def like(self, model: nn.Module) -> Runtime:
         copied = Runtime(model, self.provider, self.shapes.without_families(), self.checkpoints)
@@ -100,6 +108,7 @@ class Runtime(Applied):
 
     def add(self, args: Any, kwargs: Any, planned: Planned, maxima: Maxima | None = None) -> None:
         self.newest = planned
+        self._came(args, kwargs)
         if maxima is not None:
             self.shapes.limit(maxima)
         largest = recipe_of(planned.record).maxima
@@ -123,33 +132,61 @@ class Runtime(Applied):
     def _kind(self, args: Any, kwargs: Any) -> Signature:
         return call_signature(self.model, args, kwargs, self.shapes.sizes(args, kwargs))
 
+    def _came(self, args: Any, kwargs: Any) -> None:
+        sizes = sizes_in(args, kwargs)
+        self.shapes.note(call_signature(self.model, args, kwargs, sizes), sizes)
+
     def find(self, signature: Signature, args: Any, kwargs: Any) -> None:
+        self._came(args, kwargs)
         sizes, kind = self.shapes.sizes(args, kwargs), self._kind(args, kwargs)
         if sizes.sizes and kind not in self.shapes.apart:
-            family = self.shapes.find(kind, sizes)
-            if family is None:
-                maxima = self.shapes.wanted(sizes)
-                try:
-                    self.add(args, kwargs, self.provide(args, kwargs, maxima), maxima)
-                    family = self.shapes.find(kind, sizes)
-                except (BatchError, CaptureError):
-                    if not self.shapes.warned:
-                        self.shapes.warned = True
-                        warnings.warn(
-                            "a batch with the largest sizes does not go together with what else this call is given: "
-                            "it is planned for itself. dynamic={...} has to name every tensor that shares a size",
-                            PlanWarning,
-                            stacklevel=4,
-                        )
-                    self.shapes.apart.add(kind)
+            family = self.shapes.find(kind, sizes) or self._new_family(kind, sizes, args, kwargs)
             if family is not None:
                 self.serving[signature] = family
                 self.plans[signature] = family.plan
-        if signature not in self.plans:
+        if signature not in self.plans and not self._runs_as_it_is(signature, args, kwargs):
             super().find(signature, args, kwargs)
+
+    def _runs_as_it_is(self, signature: Signature, args: Any, kwargs: Any) -> bool:
+        """Whether a smaller batch, as the last of an epoch, runs uncompiled: where nothing has to be recomputed."""
+        sizes, most = sizes_in(args, kwargs), self.newest
+        if (
+            most is None
+            or self.agrees
+            or not self.shapes.shrunk(call_signature(self.model, args, kwargs, sizes), sizes)
+        ):
+            return False
+        record = most.record
+        if record.overhead or record.options.in_flight > 1 or record.step.occupancy is not None:
+            return False
+        try:
+            planned = self.provide(args, kwargs, compiled=False)
+        except PlannerError:
+            return False
+        choice = planned.record.recipe
+        if not isinstance(choice, Choice) or choice.kept:
+            return False
+        self.plans[signature] = planned.record
+        return True
+
+    def _new_family(self, kind: Signature, sizes: Maxima, args: Any, kwargs: Any) -> Family | None:
+        """A family for such calls; None where they are planned apart."""
+        wanted = self.shapes.wanted(kind, sizes)
+        for maxima in wanted:
+            try:
+                planned = self.provide(args, kwargs, maxima)
+            except (BatchError, CaptureError, InfeasibleBudgetError) as e:
+                self.shapes.refused(kind, maxima, e, last=maxima is wanted[-1])
+            else:
+                self.add(args, kwargs, planned, maxima)
+                self.shapes.planned(maxima)
+                return self.shapes.find(kind, sizes)
+        return None
 
     def run(self, signature: Signature, args: Any, kwargs: Any) -> Any:
         assert self.state is not None
+        if isinstance(self.plans[signature].recipe, Choice):
+            return self.call_eagerly(*args, **kwargs)
         if (found := unguarded(self.state.classes)) != self.unguarded:
             self.unguarded = found
             self._compile_anew()
@@ -174,7 +211,8 @@ class Runtime(Applied):
             with suppress(GraphChanged):
                 return self._run(signature, args, kwargs)
         self.add(args, kwargs, self.provide(args, kwargs, median=False))
-        self._compile_anew()
+        if not recipe_of(tried).asks:
+            self._compile_anew()
         try:
             return self._run(signature, args, kwargs)
         except GraphChanged:
@@ -195,7 +233,7 @@ class Runtime(Applied):
         self.ways[signature] = [tried, *ways]
         if len(ways) == WARN_WAYS:
             warnings.warn(
-                f"the model took {WARN_WAYS + 1} ways through its code, by what its Python code asks of tensors "
+                f"the model took {WARN_WAYS + 1} ways through its code, by values that each step has anew "
                 f"({'; '.join(recipe_of(tried).asks)}): each is planned and compiled for itself. Where they do not "
                 "end, take the question out of forward(), or plan a submodule without it",
                 PlanWarning,
@@ -221,7 +259,7 @@ class Runtime(Applied):
             if self.regions.compiling or not isinstance(e, GraphChanged):
                 self._compile_anew()  # torch.compile runs code that it failed to compile without its plan from then on
             raise
-        may_drop_all = self.regions.ran and recipe_of(self.plans[signature]).asks
+        may_drop_all = self.traced and recipe_of(self.plans[signature]).asks
         if not self.regions.calls and not may_drop_all:
             raise ApplyError(
                 "torch.compile ran the model without its plan (TORCH_COMPILE_DISABLE, a stance, or a dispatch mode "

@@ -22,12 +22,14 @@ class Call:
         args, kwargs: the batch.
         maxima: the largest sizes to plan for; None for those of the batch.
         assume_median_branch: as in `Request`.
+        compiled: whether the call is to be compiled; if not, the plan is one of eager mode.
     """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     maxima: Maxima | None = None
     assume_median_branch: bool = True
+    compiled: bool = True
 
 
 class Caller(Protocol):

@@ -18,7 +18,7 @@ from planner.compat.tensors import version_of
 from planner.core.maxima import Maxima, sizes_in
 from planner.core.plan import PlanRecord
 from planner.core.recipe import Recipe
-from planner.errors import ApplyError, PlanWarning
+from planner.errors import ApplyError, InfeasibleBudgetError, PlanWarning
 
 TRIES = 3  # shapes that turn out to have graphs of their own, before no more is expected of a kind of calls
 
@@ -99,26 +99,55 @@ class Shapes:
         new.apart, new.differed = set(self.apart), dict(self.differed)
         return new
 
+    def note(self, kind: tuple[object, ...], sizes: Maxima) -> None:
+        """A call came whose shape is new, with all of its sizes; `kind` is equal for calls that differ in these."""
+
+    def shrunk(self, kind: tuple[object, ...], sizes: Maxima) -> bool:
+        """Whether a call is a smaller one of some that came, and may run without being compiled."""
+        return False
+
     def sizes(self, args: Any, kwargs: Any) -> Maxima:
         """The sizes of a call that may change; those of one element (or none) make other graphs, and stay."""
         return sizes_in(args, kwargs, self.free)
 
-    def wanted(self, own: Maxima) -> Maxima:
-        """The sizes to plan for, that a call of such sizes may be served: the largest, or its own if one is above."""
+    def wanted(self, kind: tuple[object, ...], own: Maxima) -> list[Maxima]:
+        """The sizes to plan for, that a call of such sizes may be served, to be tried one after the other.
+
+        The largest, or its own if one is above.
+        """
         limits = Maxima(
             {path: {d: self.limits.get((path, d), n) for d, n in at.items()} for path, at in own.sizes.items()}
         )
         if limits.cover(own):
-            return limits
+            return [limits]
         if not self.warned:
             self.warned = True
             warnings.warn(
                 f"a batch is larger than what was planned for ({_in_words(own, limits)}): it is planned for itself. "
                 "Give plan() the largest batch, or the largest sizes by dynamic={...}, to have one plan for all",
                 PlanWarning,
-                stacklevel=5,
+                stacklevel=6,
             )
-        return own
+        return [own]
+
+    def refused(self, kind: tuple[object, ...], maxima: Maxima, why: Exception, *, last: bool) -> None:
+        """Note that no plan for such sizes can be made; `last`: of those that were wanted, so that each shape is
+        planned apart. Raises what says enough.
+        """
+        if isinstance(why, InfeasibleBudgetError):
+            raise why
+        if not self.warned:
+            self.warned = True
+            warnings.warn(
+                "a batch with the largest sizes does not go together with what else this call is given: "
+                "it is planned for itself. dynamic={...} has to name every tensor that shares a size",
+                PlanWarning,
+                stacklevel=6,
+            )
+        self.apart.add(kind)
+
+    def planned(self, maxima: Maxima) -> None:
+        """A plan was made for such sizes, that calls may be served together."""
 
     def differs(self, kind: tuple[object, ...]) -> None:
         """Note that a call had another graph than that of the largest: after `TRIES`, such calls are planned apart."""

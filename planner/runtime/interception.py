@@ -20,6 +20,7 @@ from planner.errors import ApplyError
 from planner.parallel.group import together
 from planner.parallel.sharded import parameters_among
 from planner.requests.planned import Planned
+from planner.runtime.bypassed import Handle, watch
 from planner.runtime.events import Call, PlanProvider
 from planner.runtime.first_step import begin, report_after, when_begun
 from planner.runtime.modes import redirected, refuse_compiled, trains
@@ -30,6 +31,7 @@ from planner.runtime.watch import Watch
 # Where a model keeps its runtime beside `_compiled_call_impl`, which its copies lose. Python calls an object by its
 # class's `__call__`; torch.compile, around a planned model, goes past the plan unless the object has one as well.
 CARRIER = "__call__"
+COMPILE = "compile"
 
 
 class Applied:
@@ -57,6 +59,7 @@ class Applied:
         self.watch: Watch | None = None  # what it sees of the loop, plans are made for
         self._listened = alone  # whether the provider wants to hear of no more steps of several processes
         self._reported = False  # whether the first step was reported
+        self.watched: Handle | None = None  # warns where the model trains and is not called
         self.lock = threading.RLock()  # threads take turns in the forward pass
         self.call_eagerly = call_of(model)
 
@@ -83,9 +86,11 @@ class Applied:
         copied.newest = self.newest and self.newest.of(model)
         return copied
 
-    def provide(self, args: Any, kwargs: Any, maxima: Maxima | None = None, *, median: bool = True) -> Planned:
+    def provide(
+        self, args: Any, kwargs: Any, maxima: Maxima | None = None, *, median: bool = True, compiled: bool = True
+    ) -> Planned:
         """A plan of the provider for such a call."""
-        planned = self.provider.on_missing_plan(self, Call(args, kwargs, maxima, median))
+        planned = self.provider.on_missing_plan(self, Call(args, kwargs, maxima, median, compiled))
         self.agrees = False
         return planned
 
@@ -103,6 +108,7 @@ class Applied:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if redirected(self.model) or not trains(self.model, args, kwargs):
             return self.call_eagerly(*args, **kwargs)
+        self.unwatch()
         result = self._train(args, kwargs)
         if self.watch is not None:
             self.watch.call_ended(args, kwargs, result)
@@ -175,6 +181,12 @@ class Applied:
         lines = sum(record.account.get(name, 0) for name in ("parameters", "buffers", "optimizer state"))
         return lines + storage_bytes(gradients) + self.waiting() * record.kept_bytes
 
+    def unwatch(self) -> None:
+        """The model is called, or goes without its plan: warn no more."""
+        if self.watched is not None:
+            self.watched.remove()
+            self.watched = None
+
     def awaits_gradients(self, signature: Signature) -> bool:
         """Whether the plan counts gradients of earlier microbatches, and there are none yet."""
         accumulate = self.plans[signature].options.accumulate
@@ -203,6 +215,7 @@ def attach(model: nn.Module, runtime: Applied) -> None:
         raise ApplyError(f"a plan is already applied to this {type(model).__name__}; remove() it first")
     refuse_compiled(model, None)
     put(model, runtime)
+    runtime.watched = watch(model)
 
 
 def attached(model: nn.Module) -> Applied | None:
@@ -213,8 +226,10 @@ def attached(model: nn.Module) -> Applied | None:
 
 def detach(model: nn.Module) -> None:
     """Take the plan off; raises ApplyError where there is none."""
-    if attached(model) is None:
+    runtime = vars(model).get(CARRIER)
+    if not isinstance(runtime, Applied):
         raise ApplyError(f"no plan is applied to this {type(model).__name__}")
+    runtime.unwatch()
     put(model, None)
 
 
@@ -235,8 +250,38 @@ def put(model: nn.Module, runtime: Applied | None) -> None:
     before = attached(model)
     if before is not None and before is not runtime and before.watch is not None:
         before.watch.stop()
-    replace_call(model, runtime)
-    if runtime is None:
-        vars(model).pop(CARRIER, None)
-    else:
-        vars(model)[CARRIER] = runtime
+    own = vars(model)
+    if runtime is not None:
+        replace_call(model, runtime)
+        own[CARRIER] = runtime
+        if type(model).compile is nn.Module.compile:
+            own[COMPILE] = _CompileRefused(runtime)
+        return
+    if attached(model) is not None:
+        replace_call(model, None)
+    own.pop(CARRIER, None)
+    if isinstance(own.get(COMPILE), _CompileRefused):
+        del own[COMPILE]
+
+
+class _CompileRefused:
+    """Stands in for a planned model's `compile()`, which would take the plan's place."""
+
+    def __init__(self, runtime: Applied) -> None:
+        self.runtime = runtime
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        raise ApplyError(
+            f"this {type(self.runtime.model).__name__} runs under a plan, which compiles it: compile() would take its "
+            "place. Leave compile() out, or remove() the plan first"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _CompileRefused:
+        model = memo.get(id(self.runtime.model))
+        runtime = None if model is None else attached(model)
+        return self if runtime is None else _CompileRefused(runtime)
+
+    def __reduce__(self) -> Any:
+        """In a pickle, the model's own method."""
+        reduced = self.runtime.__reduce__()
+        return (getattr, (self.runtime.model, COMPILE)) if reduced[0] is getattr else reduced

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from torch import nn
 
+from planner.core.maxima import Maxima
 from planner.core.verification import Verification
 from planner.requests.batch import named_maxima
 from planner.requests.check import with_batch
@@ -17,6 +18,7 @@ from planner.runtime.eager import EagerRuntime
 from planner.runtime.events import PlanProvider
 from planner.runtime.families import Shapes
 from planner.runtime.interception import Applied, attach, attached
+from planner.runtime.learnt_shapes import LearntShapes
 from planner.session.binding import Awaited
 from planner.session.provider import Judge, Provider
 
@@ -70,9 +72,11 @@ def _runtime(target: nn.Module, request: Request, provider: PlanProvider, alone:
     options = request.options
     if options.mode == "eager":
         return EagerRuntime(target, provider, alone=alone)
-    shapes = Shapes(options.dynamic is True, named_maxima(options.dynamic))
-    if request.maxima is not None:
-        shapes.limit(request.maxima)
+    if options.dynamic is None:
+        shapes: Shapes = LearntShapes(request.maxima or Maxima({}), tells=options.progress is not False)
+    else:
+        shapes = Shapes(options.dynamic is True, named_maxima(options.dynamic))
+        shapes.limit(request.maxima or Maxima({}))
     return Runtime(target, provider, shapes, options.checkpoints, alone=alone)
 
 

@@ -87,6 +87,9 @@ class Provider:
         request = with_buckets(self._with_loop(request), buckets_of(model))
         if self.judge is not None:
             refuse_verification(model)
+        if not call.compiled:
+            planned = make_plan(replace(request, options=replace(request.options, mode="eager")))
+            return planned if self.judge is None else self.judge(planned)
         if caller.agrees:
             self.ready.update(self.early)
             mine = self.early.get(_kind(request)) if model is self.model else None

@@ -73,8 +73,8 @@ class ConstantPropagation:
             return self._unknowing(known, func, types, args, kwargs)
         if len(known) < len(inputs) or not _repeatable(func):
             result = self._dispatch(func, types, args, kwargs)
-            if func is _ATEN.rand.default and result.numel() == 1 and self.answers.likely:
-                self._learn([result], [torch.full(result.shape, 0.5, dtype=result.dtype)])
+            if func is _ATEN.rand.default and result.numel() == 1 and self.answers.chance is not None:
+                self._learn([result], [torch.full(result.shape, self.answers.chance, dtype=result.dtype)])
             elif func is _ATEN.rand.default:
                 result.planner_drawn = True
             elif func is _ATEN.lt.Scalar and getattr(args[0], "planner_drawn", False) and args[1] <= 0:

@@ -1,4 +1,4 @@
-"""Values of tensors that Python code asks for, learnt from a real call of the model: fake tensors have none."""
+"""Values that Python code decides by: of tensors, learnt from a real call of the model, and of random numbers."""
 
 from __future__ import annotations
 
@@ -17,20 +17,25 @@ from planner.compat.tensors import TorchDispatchMode
 from planner.core.call import tensors_in
 
 Place = tuple[str, int]  # file and line
+DRAWN = "random numbers of Python's random, or of NumPy"
+# what a random number between 0 and 1 is taken for: its median says what a model does most often (a layer that is
+# dropped now and then is not); one that drops most of its layers keeps them by a high number, or by a low one
+CHANCES = (0.5, 1 - 2**-24, 0.0)
 
 
 class Answers:
     """The values that one call of the model asked for, by the line that did, in order.
 
     Attributes:
-        likely: whether a single random number is taken for its median, which says what the model does most often (a
-            layer that is dropped now and then is not); else it is drawn as the real call does.
+        chance: what a single random number between 0 and 1 is taken for; None for what the real call draws.
         asked: the lines that asked outside every compiled graph since `begin()`, and how often.
+        drew: whether Python code between the graphs drew random numbers of Python's or NumPy's since then.
     """
 
-    def __init__(self, likely: bool = True) -> None:
-        self.likely = likely
+    def __init__(self, chance: float | None = CHANCES[0]) -> None:
+        self.chance = chance
         self.asked: Counter[Place] = Counter()
+        self.drew = False
         self._given: dict[Place, list[Any]] = {}
 
     def learn(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -47,6 +52,7 @@ class Answers:
     def begin(self) -> None:
         """A call of the model begins."""
         self.asked.clear()
+        self.drew = False
 
     def answer(self) -> Any:
         """The real call's next value at the line that asks now, then the last one again; None where it had none."""
@@ -56,8 +62,8 @@ class Answers:
         return given[min(self.asked[place], len(given)) - 1] if given else None
 
     def lines(self) -> tuple[str, ...]:
-        """The lines that asked: "file:line: code"."""
-        return tuple(line_at(*place) for place in self.asked)
+        """What asked: lines as "file:line: code", and generators of random numbers."""
+        return (*(line_at(*place) for place in self.asked), *([DRAWN] if self.drew else []))
 
 
 class _Listener(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -77,7 +83,7 @@ class _Listener(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def told(asked: Sequence[str], otherwise: str) -> str:
     """A note about the lines that asked, and about a step in which they are answered otherwise."""
     return (
-        "The model's Python code decides by values of tensors, and this plan is for what they are here "
+        "The model's Python code decides by values that each step has anew, and this plan is for what they are here "
         f"({'; '.join(asked)}): a step that goes another way {otherwise}."
     )
 

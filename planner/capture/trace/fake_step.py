@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -35,6 +36,10 @@ from planner.errors import CaptureError, PlannerError
 Detach = Callable[[fx.GraphModule], Collection[int]] | Mapping[str, tuple[int, ...]]
 
 
+class NothingCapturedError(CaptureError):
+    """No graph of the step needs a gradient, on the way that it went through the model's Python code."""
+
+
 class FakeStep:
     """One call of the fake model through `torch.compile`, then its backward pass.
 
@@ -42,6 +47,7 @@ class FakeStep:
         calls: of compiled graphs, in order; one graph may serve several. After `gradients()`, calls for the ops that
             ran between them are among these.
         cut: for each Dynamo graph, by its key, the outputs that were cut off.
+        frames: how many frames torch.compile took; with more than one, Python runs between the graphs.
     """
 
     def __init__(
@@ -53,12 +59,13 @@ class FakeStep:
         self.checkpoints = checkpoints
         self.calls: list[RegionCall] = []
         self.cut: dict[str, tuple[int, ...]] = {}
+        self.frames = 0
         self._between: list[tuple[EagerCall, ...]] = []  # before each call that has a gradient, and after the last
 
     def run(self, model: nn.Module, args: Any, kwargs: Any, maxima: Maxima | None = None) -> Any:
         """Call the model, with symbols for the sizes that may be smaller; returns its output. Raises CaptureError."""
         name = type(model).__name__
-        compiled = compile_call(model, make_backend(self._serve, self.checkpoints))
+        compiled = compile_call(model, make_backend(self._serve, self.checkpoints), self._frame_begins)
         try:
             with self.recording.mode, dynamo_settings(), torch.enable_grad(), marked(args, kwargs, maxima):
                 self.recording.resume()
@@ -73,11 +80,15 @@ class FakeStep:
             raise CaptureError(refusal(model, e, eagerly=False)) from e
         self._between.append(self.recording.taken())
         if all(call.region is None for call in self.calls):
-            raise CaptureError(
+            raise NothingCapturedError(
                 f"{name}: torch.compile captured nothing of its forward pass that needs a gradient (it leaves "
                 "alone what is under torch.compiler.disable). Plan with mode='eager', or a submodule it can capture"
             )
         return output
+
+    def _frame_begins(self) -> AbstractContextManager[object]:
+        self.frames += 1
+        return nullcontext()
 
     def _serve(
         self, graph: fx.GraphModule, compile_region: CompileRegion, examples: Sequence[Any]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
-import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from planner.capture.trace.random_state import undrawing
 from planner.compat import pytree
 from planner.compat.fake import FakeTensor
 from planner.compat.modules import buffers_of
@@ -40,7 +40,7 @@ class ModelSnapshot:
         devices = dict.fromkeys(t.device for t in (*model.parameters(), *others))
         here = [(accelerator, d) for d in devices if (accelerator := accelerator_of(d)) is not None]
         self._generators = [(accelerator, d, accelerator.random_state(d)) for accelerator, d in here]
-        self._random, self._undraw = _bytes_of(torch.get_rng_state()), _python_random()
+        self._random, self._undraw = _bytes_of(torch.get_rng_state()), undrawing(model)
 
     def restore(self) -> None:
         """Put the state back; buffers that have not changed are not written into."""
@@ -62,17 +62,6 @@ class ModelSnapshot:
 
 def _plain(module: nn.Module) -> dict[str, Any]:
     return {k: v for k, v in vars(module).items() if v is None or isinstance(v, (bool, int, float, str))}
-
-
-def _python_random() -> Callable[[], None]:
-    """A function that puts the random state of Python and NumPy back to the present one."""
-    python, numpy = random.getstate(), np.random.get_state()
-
-    def restore() -> None:
-        random.setstate(python)
-        np.random.set_state(numpy)
-
-    return restore
 
 
 def _bytes_of(t: torch.Tensor) -> Any:
@@ -101,16 +90,6 @@ def undone_on(error: type[Exception], model: nn.Module) -> Iterator[None]:
     except error:
         state.restore()
         raise
-
-
-@contextmanager
-def random_kept() -> Iterator[None]:
-    """Puts the random state of Python and NumPy back: a model may draw from them while it is planned."""
-    undraw = _python_random()
-    try:
-        yield
-    finally:
-        undraw()
 
 
 def forget_fakes() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,11 +13,12 @@ from torch import nn
 from planner.capture.regions.calls import Link, links_of, order_of, outputs_of, regions_of
 from planner.capture.regions.region import Region
 from planner.capture.shapes import enlarged, is_size
-from planner.capture.trace.data_dependent import Answers
+from planner.capture.trace.data_dependent import CHANCES, Answers
 from planner.capture.trace.dynamo import Partition, lone_loss, to_fake
-from planner.capture.trace.fake_step import FakeStep
+from planner.capture.trace.fake_step import FakeStep, NothingCapturedError
 from planner.capture.trace.loss_trace import LossFn, OutsideLoss, checked_loss, differentiable, leaves
 from planner.capture.trace.quiet import quietly
+from planner.capture.trace.random_state import random_kept
 from planner.capture.trace.refusals import LIMITS, refusal
 from planner.capture.trace.state_guard import forget_fakes, untouched
 from planner.compat.fake import DataDependentOutputException, FakeTensorMode
@@ -88,47 +89,84 @@ def capture(
         BatchError: the model does not accept the arguments, or the loss is not a differentiable scalar.
         CaptureError: the step cannot be written as graphs.
     """
+    chances = CHANCES if likely else (None,)
     with _surroundings():
-        answers = Answers(likely)
-        recording, fake_model, fake_args, fake_kwargs = to_fake(model, args, kwargs, answers)
-        if maxima is not None and symbolic and on_mesh(fake_model, fake_args, fake_kwargs):
-            raise CaptureError("torch.compile has no symbols for sizes of DTensors")
-        if maxima is not None:
-            fake_args, fake_kwargs = enlarged(fake_args, fake_kwargs, maxima, recording.mode)
-        trial = recording.mode, fake_model, fake_args, fake_kwargs, loss_fn, answers
-        unsure = _try_eagerly(*trial)
-        if isinstance(unsure, DataDependentOutputException) and learnt(answers, model, args, kwargs):
-            unsure = _try_eagerly(*trial)
-        cut: dict[str, tuple[int, ...]] | None = None
-        for _ in range(2):
-            detach = lone_loss if cut is None and loss_fn is None else (cut or {})
-            step = FakeStep(recording, split, detach, checkpoints)
-            answers.begin()
+        for chance in chances:
+            answers = Answers(chance)
             try:
+                return _captured(model, args, kwargs, split, loss_fn, checkpoints, maxima, symbolic, answers)
+            except (NothingCapturedError, ModelError):
+                if chance == chances[-1] or not answers.lines():
+                    raise
+    raise AssertionError
+
+
+def _captured(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    split: Partition,
+    loss_fn: LossFn | None,
+    checkpoints: Checkpoints,
+    maxima: Maxima | None,
+    symbolic: bool,
+    answers: Answers,
+) -> TrainingGraph:
+    """As `capture()`, for one way through the model's Python code."""
+    recording, fake_model, fake_args, fake_kwargs = to_fake(model, args, kwargs, answers)
+    if maxima is not None and symbolic and on_mesh(fake_model, fake_args, fake_kwargs):
+        raise CaptureError("torch.compile has no symbols for sizes of DTensors")
+    if maxima is not None:
+        fake_args, fake_kwargs = enlarged(fake_args, fake_kwargs, maxima, recording.mode)
+    trial = recording.mode, fake_model, fake_args, fake_kwargs, loss_fn, answers
+    with _drawing(fake_model, answers) as undraw:
+        unsure = _try_eagerly(*trial)
+        if isinstance(unsure, DataDependentOutputException):
+            undraw()
+            if learnt(answers, model, args, kwargs):
+                unsure = _try_eagerly(*trial)
+    cut: dict[str, tuple[int, ...]] | None = None
+    for _ in range(2):
+        detach = lone_loss if cut is None and loss_fn is None else (cut or {})
+        step = FakeStep(recording, split, detach, checkpoints)
+        answers.begin()
+        try:
+            with _drawing(fake_model, answers):
                 output = step.run(fake_model, fake_args, fake_kwargs, maxima if symbolic else None)
-            except CaptureError as e:
-                if unsure is None:
-                    raise
-                blame(model, args, kwargs, unsure)
-                if e.__cause__ is None:
-                    raise
-                raise CaptureError(refusal(fake_model, unsure, eagerly=True)) from unsure
-            asked = answers.lines()
-            cut, loss = step.gradients(output, loss_fn)
-            if cut == step.cut:
-                regions, ends = regions_of(step.calls), leaves(output)
-                return TrainingGraph(
-                    regions=regions,
-                    order=order_of(step.calls),
-                    detached=cut,
-                    loss=loss,
-                    links=links_of(step.calls, ends),
-                    outputs=outputs_of(step.calls, ends),
-                    output_bytes=sum(storages(ends).values()),
-                    maxima=maxima if any(is_size(n) for region in regions for n in region.primals) else None,
-                    asked=asked,
-                )
-        raise CaptureError(f"{type(model).__name__}: which outputs get a gradient changes from one pass to the next")
+        except CaptureError as e:
+            if unsure is None:
+                raise
+            blame(model, args, kwargs, unsure)
+            if e.__cause__ is None:
+                raise
+            raise CaptureError(refusal(fake_model, unsure, eagerly=True)) from unsure
+        answers.drew &= step.frames > 1  # a single graph takes the numbers for inputs
+        asked = answers.lines()
+        cut, loss = step.gradients(output, loss_fn)
+        if cut == step.cut:
+            regions, ends = regions_of(step.calls), leaves(output)
+            return TrainingGraph(
+                regions=regions,
+                order=order_of(step.calls),
+                detached=cut,
+                loss=loss,
+                links=links_of(step.calls, ends),
+                outputs=outputs_of(step.calls, ends),
+                output_bytes=sum(storages(ends).values()),
+                maxima=maxima if any(is_size(n) for region in regions for n in region.primals) else None,
+                asked=asked,
+            )
+    raise CaptureError(f"{type(model).__name__}: which outputs get a gradient changes from one pass to the next")
+
+
+@contextmanager
+def _drawing(model: nn.Module, answers: Answers) -> Iterator[Callable[[], bool]]:
+    """Has every pass draw the same random numbers of Python's and NumPy's, and notes whether it did."""
+    with random_kept(model, answers.chance) as undraw:
+        try:
+            yield undraw
+        finally:
+            answers.drew = undraw()
 
 
 @contextmanager

@@ -1,0 +1,71 @@
+"""Warns where a loop trains a planned model without calling it: by other methods, or by modules inside it."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Collection, Iterator
+from typing import Any, Protocol
+
+from torch import nn, optim
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from planner.compat.tensors import version_of
+from planner.errors import PlanWarning
+
+
+class Handle(Protocol):
+    """What ends the watch."""
+
+    def remove(self) -> None: ...
+
+
+def watch(model: nn.Module) -> Handle:
+    """Warn, once, at the step of an optimizer for which gradients came to a model; until `remove()`.
+
+    Args:
+        model: its call is planned, and has not run yet; it is held weakly.
+    """
+    there = {id(p): (id(p.grad), version_of(p.grad)) for p in model.parameters() if p.grad is not None}
+    watched: list[weakref.ref[nn.Module]] = [weakref.ref(model)]
+
+    def stepping(optimizer: optim.Optimizer, *_: Any) -> None:
+        planned = watched[0]() if watched else None
+        if planned is None:
+            return
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        trained = {
+            name
+            for name, p in planned.named_parameters()
+            if id(p) in stepped and p.grad is not None and there.get(id(p)) != (id(p.grad), version_of(p.grad))
+        }
+        if trained:
+            watched.clear()  # the hooks are being called: none can be removed now
+            _warn(planned, trained)
+
+    handle: Handle = register_optimizer_step_pre_hook(stepping)
+    return handle
+
+
+def _warn(model: nn.Module, trained: Collection[str]) -> None:
+    calls = ", ".join(f"plan(model.{path}, ...)" for path in list(_parts(model, trained, ""))[:3])
+    parts = f", or plan the modules that it calls, such as {calls}, each within a share of the budget" if calls else ""
+    warnings.warn(
+        f"{type(model).__name__} trains without its plan: an optimizer steps it, and it was not called since apply(). "
+        "A plan runs where the model is called, as model(batch): not in its other methods, in model.forward(batch), "
+        f"or where a loop calls the modules in it. Let forward() do what the loop does{parts}",
+        PlanWarning,
+        stacklevel=4,
+    )
+
+
+def _parts(module: nn.Module, trained: Collection[str], path: str) -> Iterator[str]:
+    """The outermost modules that can be called, and have some of the parameters."""
+    for name, child in module.named_children():
+        inner = f"{path}{name}"
+        if not any(parameter.startswith(f"{inner}.") for parameter in trained):
+            continue
+        if type(child).forward is not nn.Module.forward:
+            yield inner
+        else:  # a ModuleList or ModuleDict
+            yield from _parts(child, trained, f"{inner}.")

@@ -1,0 +1,113 @@
+"""Loops that go past a planned model's call, and what else may stand in the place of that call."""
+
+import copy
+import gc
+import pickle
+import warnings
+import weakref
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.optim import optimizer as torch_optimizer
+
+from planner import ApplyError, PlanWarning, applied_plan, plan
+
+pytestmark = pytest.mark.usefixtures("short_searches")
+
+
+class AutoEncoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(8, 16), nn.Tanh())
+        self.layers = nn.ModuleList([nn.Linear(16, 16)])
+        self.decoder = nn.Linear(16, 8)
+
+    def encode(self, x):
+        return self.encoder(x)
+
+    def decode(self, z):
+        return self.decoder(self.layers[0](z))
+
+    def forward(self, x):
+        return self.decode(self.encode(x)).square().mean()
+
+
+LOOPS = {
+    "methods": lambda model, x: model.decode(model.encode(x)).square().mean(),
+    "modules": lambda model, x: model.decoder(model.layers[0](model.encoder(x))).square().mean(),
+    "forward": lambda model, x: model.forward(x),
+}
+
+
+def train(model, loss_of, steps=3):
+    optimizer = optim.AdamW(model.parameters())
+    for _ in range(steps):
+        loss_of(model, torch.randn(4, 8)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["planned before", "at the first step"])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_loop_that_goes_past_the_plan_is_told_so_once(loop, early):
+    model = AutoEncoder()
+    hooks = len(torch_optimizer._global_optimizer_pre_hooks)
+    p = plan(model, torch.randn(4, 8) if early else None, budget_gb=1)
+    p.apply()
+    with torch.no_grad():
+        model(torch.randn(4, 8))
+    with pytest.warns(PlanWarning, match="trains without its plan") as said:
+        train(model, LOOPS[loop])
+    (warning,) = said
+    assert "plan(model.encoder, ...), plan(model.layers.0, ...), plan(model.decoder, ...)" in str(warning.message)
+    assert warning.filename == __file__
+    p.remove()
+    assert len(torch_optimizer._global_optimizer_pre_hooks) == hooks
+
+
+def test_a_loop_that_calls_the_model_hears_nothing_and_pays_nothing():
+    model, other, x = AutoEncoder(), AutoEncoder(), torch.randn(4, 8)
+    LOOPS["methods"](model, x).backward()  # these gradients were there before the plan
+    hooks = len(torch_optimizer._global_optimizer_pre_hooks)
+    plan(model, x, budget_gb=1).apply()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PlanWarning)
+        optim.SGD(model.parameters()).step()
+        model.zero_grad()
+        train(other, LOOPS["methods"])
+        train(model, lambda m, x: m(x))
+        train(model, LOOPS["methods"])
+    assert len(torch_optimizer._global_optimizer_pre_hooks) == hooks
+
+
+def test_a_model_that_waits_for_its_first_call_can_be_freed():
+    model = AutoEncoder()
+    gone = weakref.ref(model)
+    plan(model, budget_gb=1).apply()
+    del model
+    gc.collect()
+    assert gone() is None
+    train(AutoEncoder(), LOOPS["methods"])
+
+
+def test_compile_after_apply_is_refused_and_the_plan_stays():
+    model, x = AutoEncoder(), torch.randn(4, 8)
+    p = plan(model, x, budget_gb=1)
+    p.apply()
+    for planned in (model, copy.deepcopy(model)):
+        with pytest.raises(ApplyError, match="runs under a plan"):
+            planned.compile()
+        planned(x).backward()
+        assert planned._compiled_call_impl.regions_run == 1
+    loaded = pickle.loads(pickle.dumps(model))
+    loaded.compile(backend="eager")
+    loaded(x).backward()
+    nn.Module.compile(model, backend="eager")  # past the refusal
+    p.remove()
+    assert applied_plan(model) is None
+    del model._compiled_call_impl
+    model.compile(backend="eager")
+    model(x).backward()
+    with pytest.raises(ApplyError, match="no plan"):
+        p.remove()

@@ -1,0 +1,139 @@
+"""Sizes that turn out to change: few plans and few compiled graphs, within the budget, gradients as eager's."""
+
+import copy
+import logging
+import random
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+import planner.planning.pipeline
+from planner import PlanWarning, plan
+from planner.core.maxima import Maxima
+from planner.runtime.learnt_shapes import LearntShapes
+
+from .measure import held_before, results, step_peak
+from .real_models import Case
+from .test_shapes import Loop, Net
+
+pytestmark = pytest.mark.usefixtures("short_searches")
+
+
+@pytest.fixture
+def captured(monkeypatch):
+    """The steps that were captured: one for each plan that is tried."""
+    seen, capture = [], planner.planning.pipeline.capture
+
+    def noted(*args, **kwargs):
+        seen.append(args[1:3])
+        return capture(*args, **kwargs)
+
+    monkeypatch.setattr(planner.planning.pipeline, "capture", noted)
+    return seen
+
+
+def loop(model, batches, tmp_path=None, *, share=1.0, largest=None, **options):
+    """Steps on batches, each as eager's, and measured within the budget where a folder is given for that."""
+    twin = copy.deepcopy(model)
+    largest = batches[-1] if largest is None else largest
+    budget = share * plan(twin, largest, budget_gb=1).baseline_peak_bytes
+    plan(model, batches[0], budget_gb=budget / 2**30, **options).apply()
+    for batch in batches:
+        twin.load_state_dict(model.state_dict())
+        ours, theirs = (results(Case(m, batch, lambda output: output)) for m in (model, twin))
+        assert ours.keys() == theirs.keys()
+        assert all(map(torch.equal, ours.values(), theirs.values()))
+        if tmp_path is not None:
+            case = Case(model, batch, lambda output: output)
+            assert held_before(case) + step_peak(case, tmp_path) <= budget
+    return twin
+
+
+def test_random_lengths_take_few_plans_and_few_graphs(captured, tmp_path, caplog):
+    draw = random.Random(0)
+    lengths = [draw.randint(9, 33) for _ in range(12)]
+    batches = [{"x": torch.randn(8, n, 8)} for n in lengths]
+    largest = {"x": torch.randn(8, max(lengths), 8)}
+    with caplog.at_level(logging.INFO, "planner"):
+        captured.clear()
+        counters.clear()
+        loop(Net(), batches, tmp_path, share=0.9, largest=largest)
+    assert len(captured) <= 6  # two of them for the budget and the first batch
+    assert counters["stats"]["unique_graphs"] <= 11  # each is captured, and compiled
+    assert any("one plan and one compiled graph" in m and "of batch['x']" in m for m in caplog.messages)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.8], ids=["nothing recomputed", "recomputed"])
+def test_a_smaller_last_batch_in_each_epoch_is_one_shape(share, captured, tmp_path, caplog):
+    full, last = torch.randn(8, 16, 8), torch.randn(5, 16, 8)
+    counters.clear()
+    with caplog.at_level(logging.INFO, "planner"):
+        loop(Net(), [{"x": x} for x in (full, full, last) * 3], tmp_path, share=share, largest={"x": full})
+    anew = int(share < 1)  # else it runs as it is
+    assert len(captured) == 2 + anew  # one for the budget
+    assert counters["stats"]["unique_graphs"] == 3 + 2 * anew
+    assert not any("shapes change" in m for m in caplog.messages)
+
+
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 64), nn.Linear(64, 8)
+
+    def forward(self, x):
+        return self.down(torch.tanh(self.up(x))).square().mean()
+
+
+class Shifted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x, target):
+        return (self.layer(x)[:, 1:] - target).square().mean()
+
+
+def test_sizes_that_belong_together_are_not_rounded_apart(captured):
+    lengths = (20, 27, 25, 22, 21, 18)
+    batches = [{"x": torch.randn(4, n, 8), "target": torch.randn(4, n - 1, 8)} for n in lengths]
+    loop(Shifted(), batches, largest=batches[1])
+    assert len(captured) == 5  # for the budget, for two shapes, rounded up, for the largest
+
+
+def test_shapes_that_no_plan_holds_together_have_plans_of_their_own(captured, tmp_path):
+    shapes = ((8, 8), (4, 16), (2, 32), (4, 14), (2, 30))
+    batches = [{"x": torch.randn(*shape, 8)} for shape in shapes]
+    loop(Layers(), batches, tmp_path, largest=batches[1])
+    assert len(captured) == 6  # for the budget, for each of four, and for the one that exceeds it
+
+
+def test_where_every_length_is_a_graph_one_warning_says_what_helps():
+    batches = [{"x": torch.randn(8, n, 16)} for n in (3, 5, 4, 6)]
+    with pytest.warns(PlanWarning, match=r"no graph serves every size.*Pad batches to a few sizes") as said:
+        loop(Loop(), batches)
+    assert len(said) == 1
+
+
+def test_without_symbols_each_shape_is_planned_as_it_is_asked_for(captured):
+    batches = [{"x": torch.randn(4, n, 8)} for n in (12, 16, 14, 13)]
+    loop(Layers(), batches, largest=batches[1], dynamic=False)
+    assert len(captured) == 5
+
+
+def test_growing_sizes_are_given_ever_more_room():
+    shapes, plans = LearntShapes(Maxima({}), tells=False), []
+    for n in (40, *range(32, 1000, 7)):
+        own = Maxima({"x": {0: 8, 1: n}})
+        shapes.note((), own)
+        free = Maxima({path: {d: own.of(path)[d] for d in at} for path, at in (shapes.free or {}).items()})
+        if free.sizes and shapes.find((), free) is None:
+            first, *others = shapes.wanted((), free)
+            assert first.cover(free)
+            assert others[-1:] in ([free], [])
+            shapes.families.setdefault((), []).append(type("F", (), {"maxima": first}))
+            shapes.limit(first)
+            plans.append(first.of("x")[1])
+    assert plans == [40, 48, 64, 128, 256, 512, 1024]
+    assert shapes.free == {"x": {1}}
