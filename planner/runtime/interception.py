@@ -20,7 +20,7 @@ from planner.parallel.sharded import parameters_among
 from planner.requests.planned import Planned
 from planner.runtime.events import Call, PlanProvider
 from planner.runtime.first_step import begin, report_after, when_begun
-from planner.runtime.modes import redirected, refuse_compiled, trains
+from planner.runtime.modes import redirected, refuse_compiled, refuse_transformed, trains
 from planner.runtime.signature import ModelState, Signature, call_signature, model_state
 
 # Where a model keeps its runtime beside `_compiled_call_impl`, which its copies lose. Python calls an object by its
@@ -106,6 +106,7 @@ class Applied:
                 if self.agrees:
                     self.forget()
             parameters = parameters_among(modules)
+            refuse_transformed(self.model, parameters, args, kwargs)
             self.state = model_state(modules, parameters, self.state)
             signature = call_signature(self.model, args, kwargs, state=self.state)
             if signature not in self.plans:

@@ -18,11 +18,13 @@ from torch import fx, nn
 from planner.capture.passes.rewrite import rewrite
 from planner.capture.regions.region import Region, analyse
 from planner.capture.shapes import at_hints, symbolic_again
+from planner.capture.trace.arrival import by_arrival, refuse_second_order
 from planner.capture.trace.constant_propagation import ConstantPropagation
 from planner.capture.trace.data_dependent import Answers
 from planner.capture.trace.layers import capturable_layers
 from planner.capture.trace.recording import Recording
 from planner.compat import pytree
+from planner.compat.autograd import like_eager
 from planner.compat.dynamo import aot_autograd, dynamo_config
 from planner.compat.fake import FakeCopyMode, FakeTensorMode
 from planner.compat.fx import boxed
@@ -83,6 +85,9 @@ def make_backend(serve: Serve, checkpoints: Checkpoints = "replace") -> Callable
     def compiler(graph: fx.GraphModule, _inputs: Any) -> Callable[[list[Any]], Any]:
         return boxed(graph)
 
+    def backward_compiler(graph: fx.GraphModule, _inputs: Any) -> Callable[[list[Any]], Any]:
+        return by_arrival(graph)
+
     def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         # the tensors are the user's: their batch and results of earlier regions
         sizes = [None if isinstance(x, torch.Tensor) else x for x in inputs]
@@ -96,10 +101,16 @@ def make_backend(serve: Serve, checkpoints: Checkpoints = "replace") -> Callable
                 forward, backward = partition(analyse(joint, num_fwd_outputs, order))
                 return (symbolic_again(forward), symbolic_again(backward)) if symbolic else (forward, backward)
 
-            aot = aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=split)
+            aot = aot_autograd(fw_compiler=compiler, bw_compiler=backward_compiler, partition_fn=split)
             examples = [x if kept is None else kept for x, kept in zip(given, sizes, strict=True)]
-            compiled: Callable[..., Any] = aot(graph, examples)
-            return compiled
+            compiled = aot(graph, examples)
+
+            def run(*inputs: Any) -> Any:
+                results = compiled(*inputs)
+                like_eager(results, refuse_second_order)
+                return results
+
+            return run
 
         return serve(graph, compile_region, inputs)
 
