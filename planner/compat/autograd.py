@@ -83,14 +83,51 @@ def graph_is_kept() -> bool:
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
-def leaves_after_this_node() -> list[torch.Tensor]:
-    """In a backward pass: the leaves whose gradients the node that runs gives (`_current_autograd_node`; 2.11 to 2.13).
+def running_node() -> Any:
+    """In a backward pass: the node that runs (`_current_autograd_node`, 2.11 to 2.13)."""
+    return torch._C._current_autograd_node()
 
-    Each once.
-    """
-    node: Any = torch._C._current_autograd_node()
-    following = {n for n, _ in node.next_functions if n is not None}
+
+def leaves_of(node: Node) -> list[torch.Tensor]:
+    """The leaves whose gradients a node gives, each once."""
+    following: set[Any] = {n for n, _ in node.next_functions if n is not None}
     return [n.variable for n in following if "AccumulateGrad" in n.name()]
+
+
+def running_pass() -> int:
+    """In a backward pass: its number (`_current_graph_task_id`, 2.11 to 2.13)."""
+    return torch._C._current_graph_task_id()
+
+
+def runs_in_this_pass(node: Node) -> bool:
+    """In a backward pass: whether it comes to a node (`_will_engine_execute_node`, 2.11 to 2.13).
+
+    It comes to a leaf's node in `backward()`, and in `torch.autograd.grad` only where the leaf is asked for.
+    """
+    return torch._C._will_engine_execute_node(node)
+
+
+def compiled_node(t: Any) -> Any:
+    """Autograd's node of a compiled graph that a tensor comes right out of; None for another tensor, and for a view."""
+    if not isinstance(t, torch.Tensor) or t.grad_fn is None or t._is_view():
+        return None
+    return t.grad_fn if "CompiledFunction" in t.grad_fn.name() else None
+
+
+def saved_in_order(node: Any) -> list[Any]:
+    """What a compiled graph's node saved, in the order of its backward graph's inputs (2.11 to 2.13).
+
+    Raises:
+        RuntimeError: the backward pass has freed it.
+    """
+    unchecked, others = getattr(node, "_tensors_no_vc_check", ()), getattr(node, "opaque_objects", ())
+    return [*node.symints, *node.saved_tensors, *unchecked, *others]
+
+
+def hooks_of(t: torch.Tensor) -> dict[int, Any]:
+    """The table of a tensor's hooks (`_backward_hooks`, 2.11 to 2.13), in which later ones appear; made by the first."""
+    hooks: dict[int, Any] | None = t._backward_hooks
+    return {} if hooks is None else hooks
 
 
 def skip_undefined(leaf: torch.Tensor) -> None:
