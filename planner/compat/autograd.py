@@ -125,7 +125,7 @@ def saved_in_order(node: Any) -> list[Any]:
 
 
 def hooks_of(t: torch.Tensor) -> dict[int, Any]:
-    """The table of a tensor's hooks (`_backward_hooks`, 2.11 to 2.13), in which later ones appear; made by the first."""
+    """The table of a tensor's hooks (`_backward_hooks`, 2.11 to 2.13): one and the same from its first hook on."""
     hooks: dict[int, Any] | None = t._backward_hooks
     return {} if hooks is None else hooks
 
@@ -179,8 +179,10 @@ def is_transformed(tensors: Iterable[torch.Tensor]) -> str:
     """
     if peek_interpreter_stack() is not None:
         return "a transform of torch.func (grad, vmap, jvp, ...)"
-    dual = forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)
-    return "forward-mode AD" if dual else ""
+    if forward_ad._current_level < 0:
+        return ""
+    duals = [forward_ad.unpack_dual(t) for t in tensors]  # type: ignore[no-untyped-call]
+    return "forward-mode AD" if any(dual.tangent is not None for dual in duals) else ""
 
 
 def when_backward_ends(then: Callable[[], None]) -> None:

@@ -42,14 +42,15 @@ def refuse_transformed(model: nn.Module, parameters: Iterable[torch.Tensor], arg
     Args:
         model: whose call it is.
         parameters: those of the model.
-        args, kwargs: of the call.
+        args: positional arguments of the call.
+        kwargs: its keyword arguments.
     """
     if what := is_transformed([*parameters, *tensors_in((args, kwargs))]):
         name = type(model).__name__
         raise ApplyError(
-            f"{name} was called inside {what}, and its plan is for loss.backward(). Call it under torch.no_grad() where "
-            "no gradient is taken, remove() the plan for what is not training, or give the transform a copy without it "
-            f"(copy.deepcopy({name} before apply()))"
+            f"{name} was called inside {what}, and its plan is for loss.backward(). Call it under torch.no_grad() "
+            "where no gradient is taken, or remove() the plan around the call and apply() it again. The next step "
+            "trains by the plan as before"
         )
 
 

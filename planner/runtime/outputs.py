@@ -3,7 +3,7 @@
 A compiled graph is one node: hooks of an output that no gradient reaches would run, and those of an output that another
 one is computed from would see the gradient from outside alone. Here each output has a node, with an edge to the outputs
 that it is computed from. Where somebody asks for the whole gradient of such an output (a hook, `retain_grad()`,
-`torch.autograd.grad`), it is computed when autograd comes to its node, and the graph's own backward pass goes on from it.
+`torch.autograd.grad`), it is computed when autograd comes to its node, and the graph's backward pass goes on from it.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class _Call:
         """The gradient of an output is known, after its hooks. Returns the gradients of those that it is computed from.
 
         Where a hook asks, these are zeros, as a hook must not make a gradient out of None: the whole gradient, with its
-        terms added up in autograd's order, takes their place there. What `torch.autograd.grad` returns has seen no hook.
+        terms added up in autograd's order, takes their place there. `torch.autograd.grad` returns what no hook saw.
         """
         self._begin()
         node = self.node()

@@ -69,7 +69,9 @@ def ilp(problem: Problem, *, time_limit: float | None = None, progress: bool | N
     limit = TIME_LIMIT if time_limit is None else time_limit
     if problem.waiting is not None and problem.waiting.again is not None:
         answer = search(problem, time_limit=time_limit, progress=progress)
-        return replace(answer, note=f"{answer.note} Searched: the program does not model a second backward pass.".strip())
+        return replace(
+            answer, note=f"{answer.note} Searched: the program does not model a second backward pass.".strip()
+        )
     deadline = time.monotonic() + limit
     start, leanest = _start(problem, 0.3 * limit)
     laid = positions(problem, _rounds(problem))

@@ -96,7 +96,10 @@ def scratch(t: Tables) -> Scratch:
         np.zeros(values, np.int32),
         np.zeros(ops, np.uint8),
         np.zeros(values, np.uint8),
-        *ints,
+        ints[0],
+        ints[1],
+        ints[2],
+        ints[3],
         np.full(values, -1, np.int32),
     )
 

@@ -53,7 +53,7 @@ def _whole(at: int, gradient: torch.Tensor) -> torch.Tensor:
 
 
 def read_marks(graph: fx.Graph) -> None:
-    """Write the marks of a joint graph where rewrites keep them; drop those of gradients that come from outside alone."""
+    """Write the marks of a joint graph where rewrites keep them; drop those of gradients from outside alone."""
     for node in list(graph.nodes):
         at = (node.meta.get("custom") or {}).get(_WHOLE)
         if at is not None and node.target is _ATEN.alias.default:
@@ -134,7 +134,7 @@ def leave_out(graph: fx.Graph, undefined: Collection[fx.Node]) -> None:
                     node.replace_all_uses_with(there[0])
                 else:
                     for n in filter(gone.__contains__, inputs):
-                        node.replace_input_with(n, _zeros(graph, n, node))
+                        node.replace_input_with(n, _zeros(graph, n, node, gone))
     _drop_unused(graph, gone)
 
 
@@ -142,39 +142,35 @@ def _is_sum(node: fx.Node) -> bool:
     """Whether a node is autograd's sum of two gradients of one tensor."""
     if node.target is not _ATEN.add.Tensor or node.kwargs or len(node.args) != 2:
         return False
-    kinds = [(v.shape, v.dtype) for n in node.args if isinstance(n, fx.Node) and _is_tensor(v := n.meta.get("val"))]
+    values = [n.meta.get("val") for n in node.args if isinstance(n, fx.Node)]
+    kinds = [(v.shape, v.dtype) for v in values if isinstance(v, torch.Tensor)]
     return len(kinds) == 2 and kinds[0] == kinds[1]
 
 
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
-
-
-def _zeros(graph: fx.Graph, like: fx.Node, before: fx.Node) -> fx.Node:
+def _zeros(graph: fx.Graph, like: fx.Node, before: fx.Node, gone: Collection[fx.Node]) -> fx.Node:
     value = like.meta["val"]
     with graph.inserting_before(before):
-        shape = [_size(graph, n, before) if isinstance(n, torch.SymInt) else n for n in value.shape]
+        shape = [_size(graph, n, before, gone) if isinstance(n, torch.SymInt) else n for n in value.shape]
         zeros = graph.call_function(_ATEN.zeros.default, (shape,), {"dtype": value.dtype, "device": value.device})
     zeros.meta["val"] = value
     return zeros
 
 
-def _size(graph: fx.Graph, size: torch.SymInt, before: fx.Node) -> fx.Node:
+def _size(graph: fx.Graph, size: torch.SymInt, before: fx.Node, gone: Collection[fx.Node]) -> fx.Node:
     """A node for a size that is a symbol, read off an earlier tensor."""
     for node in graph.nodes:
         value = node.meta.get("val")
         if node is before:
             break
         if isinstance(value, torch.SymInt) and str(value) == str(size):
-            return node
-        if isinstance(value, torch.Tensor):
-            for d, n in enumerate(value.shape):
-                if str(n) == str(size):
-                    found = graph.call_function(_ATEN.sym_size.int, (node, d))
-                    found.meta["val"] = n
-                    return found
+            return node  # type: ignore[no-any-return]
+        shape = list(map(str, value.shape)) if isinstance(value, torch.Tensor) and node not in gone else []
+        if str(size) in shape:
+            found: fx.Node = graph.call_function(_ATEN.sym_size.int, (node, shape.index(str(size))))
+            found.meta["val"] = size
+            return found
     raise ApplyError(
-        f"a backward pass that only some of the model's outputs get a gradient in needs zeros of {size} elements, which "
+        f"a backward pass in which only some of the model's outputs get a gradient needs zeros of size {size}, which "
         "none of its tensors has. Plan without dynamic=, or give every output that the model returns a gradient"
     )
 
