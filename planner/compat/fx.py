@@ -9,7 +9,7 @@ from torch import fx
 from torch._functorch._aot_autograd.descriptors import PlainAOTInput, PlainAOTOutput, TangentAOTInput
 from torch.fx.graph import _BoxedCodeGen
 
-__all__ = ["PlainAOTInput", "PlainAOTOutput", "TangentAOTInput", "boxed", "root_of"]
+__all__ = ["PlainAOTInput", "PlainAOTOutput", "TangentAOTInput", "boxed", "root_of", "takes_a_list"]
 
 
 def boxed(graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
@@ -24,6 +24,11 @@ def boxed(graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
     def call(arguments: list[Any]) -> Any:
         return graph.forward(arguments)
 
+    return takes_a_list(call)
+
+
+def takes_a_list(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """Mark a callable in the place of a compiled graph as one that takes a list and empties it (2.11 to 2.13)."""
     call._boxed_call = True  # type: ignore[attr-defined]
     return call
 

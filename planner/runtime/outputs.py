@@ -25,6 +25,7 @@ from planner.compat.autograd import (
     runs_in_this_pass,
     saved_in_order,
 )
+from planner.compat.tensors import viewed
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +43,7 @@ def with_nodes(results: Sequence[Any], arrivals: Arrivals) -> Sequence[Any]:
 
     Views of each other stay as they are.
     """
-    bases = {id(t._base) for t in results if isinstance(t, torch.Tensor) and t._is_view()}
+    bases = {id(viewed(t)) for t in results if isinstance(t, torch.Tensor)}
     own = [at for at, t in enumerate(results) if compiled_node(t) is not None and id(t) not in bases]
     if len(own) < 2:
         return results

@@ -21,7 +21,7 @@ from planner.capture.passes.tangents import (
     whole_gradients,
 )
 from planner.compat.autograd import leaves_of, running_node, skip_undefined
-from planner.compat.fx import boxed
+from planner.compat.fx import boxed, takes_a_list
 from planner.errors import ApplyError
 
 Boxed = Callable[[list[Any]], Any]
@@ -105,8 +105,7 @@ class Arrivals:
                 skip_undefined(leaf)
             return self._by(way)(arguments)
 
-        call._boxed_call = True  # type: ignore[attr-defined]
-        return call
+        return takes_a_list(call)
 
     def whole(
         self, saved: Sequence[Any], gradients: Mapping[int, torch.Tensor], whole: Collection[int], at: int
