@@ -126,8 +126,14 @@ class _Call:
     def _asked(self, at: int) -> bool:
         """Whether a hook or `retain_grad()` asks for the gradient of an output."""
         output = self.outputs[at]()
-        asks = any(not isinstance(hook, Unasking) for hook in self.hooks[at].values())
+        asks = any(map(_has_use, self.hooks[at].values()))
         return asks or (output is not None and output.retains_grad)
+
+
+def _has_use(hook: Any) -> bool:
+    """Whether a hook may read or change the gradient: FSDP's only say that the backward pass begins."""
+    module = str(getattr(getattr(hook, "func", hook), "__module__", ""))
+    return not isinstance(hook, Unasking) and not module.startswith("torch.distributed.")
 
 
 class _Output(torch.autograd.Function):
