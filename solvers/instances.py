@@ -92,7 +92,7 @@ def _waiting(data: Any) -> Waiting | None:
     pairs = [
         tuple(tuple(map(_bytes, pair)) if isinstance(pair, (list, tuple)) else pair for pair in each) for each in lists
     ]
-    return Waiting(pairs[0], pairs[1], _get(data, "until"))
+    return Waiting(pairs[0], pairs[1], _get(data, "until"), _bytes(data.get("again")))
 
 
 def _get(data: Any, key: str, kind: type | tuple[type, ...] = object, op: int | None = None) -> Any:

@@ -51,15 +51,20 @@ class Waiting:
     backward op starts. A pair (number, beside) says that `number` microbatches wait, with `beside` further bytes. The
     schedule must fit beside the largest of its pairs.
 
+    The backward pass may also run twice over the same saved tensors (`retain_graph=True`): the first time none of these
+    is freed, and the second time the results of the first are there.
+
     Attributes:
         forward: the pairs that occur while the forward pass runs.
         backward: the pairs that occur while the backward pass runs.
-        until: no microbatch waits while `ops[until:]` run.
+        until: no microbatch waits, and nothing is saved any more, while `ops[until:]` run.
+        again: bytes of the results of a first backward pass, where there is a second; None where there is none.
     """
 
     forward: Pairs
     backward: Pairs
     until: int
+    again: int | None = None
 
     def bytes_in(self, pairs: Pairs, kept: int) -> int:
         """Bytes of the microbatches that wait, each of which keeps `kept` bytes; the largest of the pairs."""
@@ -206,13 +211,15 @@ def _check_order(p: Problem) -> None:
 def _check_waiting(p: Problem, waiting: Waiting) -> None:
     if not (isinstance(waiting, Waiting) and _whole(waiting.until) and p.boundary < waiting.until <= len(p.ops)):
         raise ProblemError(f"waiting {waiting!r:.60} does not end after the first backward op, number {p.boundary}")
+    if not (waiting.again is None or _whole(waiting.again)):
+        raise ProblemError(f"waiting has {waiting.again!r:.60} for again, not a whole number of bytes >= 0, or None")
     for pairs in (waiting.forward, waiting.backward):
         if not (isinstance(pairs, tuple) and pairs):
             raise ProblemError(f"waiting has {pairs!r:.60}, not pairs of a number and bytes")
         for pair in pairs:
             if not (isinstance(pair, tuple) and len(pair) == 2 and all(map(_whole, pair))):
                 raise ProblemError(f"waiting has {pair!r:.60}, not a number of microbatches and bytes beside them")
-            if p.resident + (pair[0] + 1) * sum(p.sizes) + pair[1] > MOST_BYTES:
+            if p.resident + (pair[0] + 2) * sum(p.sizes) + pair[1] + (waiting.again or 0) > MOST_BYTES:
                 raise ProblemError(f"the microbatches that wait add up to more than {MOST_BYTES} bytes")
 
 

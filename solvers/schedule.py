@@ -106,19 +106,43 @@ def simulate(problem: Problem, schedule: Schedule) -> Timeline:
     return Timeline(tuple(held), tuple(after), frees, peak, math.fsum(ops[i].cost for i in steps))
 
 
-def kept_bytes(problem: Problem, steps: tuple[int, ...]) -> int:
-    """Bytes of the values that are live when the first backward op of a schedule starts."""
+def _kept(problem: Problem, steps: tuple[int, ...]) -> set[int]:
+    """The values that are live when the first backward op of a schedule starts."""
     start = steps.index(problem.boundary)
     frees = _frees(problem, steps)
     live: set[int] = set()
     for i, gone in zip(steps[:start], frees, strict=False):
         live.update(problem.ops[i].writes)
         live.difference_update(gone)
-    return sum(problem.sizes[v] for v in live)
+    return live
+
+
+def kept_bytes(problem: Problem, steps: tuple[int, ...]) -> int:
+    """Bytes of the values that are live when the first backward op of a schedule starts."""
+    return sum(problem.sizes[v] for v in _kept(problem, steps))
+
+
+def _beside_again(problem: Problem, steps: tuple[int, ...], again: int) -> list[int]:
+    """For each step, the bytes beside the schedule where its backward pass runs twice.
+
+    Either pass may be the higher one at a step: the first, where all that the schedule has freed of the saved values is
+    still held, or the second, where the results of the first are.
+    """
+    start, saved = steps.index(problem.boundary), _kept(problem, steps)
+    held = 0
+    beside = [0] * start
+    for gone in _frees(problem, steps)[start:]:
+        beside.append(max(again, held))
+        held += sum(problem.sizes[v] for v in saved.intersection(gone))
+        saved.difference_update(gone)
+    return beside
 
 
 def waiting_bytes(problem: Problem, steps: tuple[int, ...]) -> list[int]:
-    """For each step, the bytes of the microbatches that wait. O(steps + reads)."""
+    """For each step, the bytes of the microbatches that wait, and those that a second backward pass takes.
+
+    O(steps + reads).
+    """
     waiting = problem.waiting
     if waiting is None or problem.boundary not in steps:
         return [0] * len(steps)
@@ -126,7 +150,11 @@ def waiting_bytes(problem: Problem, steps: tuple[int, ...]) -> list[int]:
     end = steps.index(waiting.until) if waiting.until in steps else len(steps)
     kept = kept_bytes(problem, steps)
     forward, backward = waiting.bytes_in(waiting.forward, kept), waiting.bytes_in(waiting.backward, kept)
-    return [forward] * start + [backward] * (end - start) + [0] * (len(steps) - end)
+    found = [forward] * start + [backward] * (end - start) + [0] * (len(steps) - end)
+    if waiting.again is not None:
+        beside = _beside_again(problem, steps, waiting.again)
+        found = [a + b if at < end else a for at, (a, b) in enumerate(zip(found, beside, strict=True))]
+    return found
 
 
 def _frees(problem: Problem, steps: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:

@@ -120,6 +120,12 @@ def test_views_share_a_storage_key_and_a_version():
     assert tensors.storage_key(a) != tensors.storage_key(b)
 
 
+def test_a_view_knows_what_it_is_of():
+    x = torch.zeros(4, requires_grad=True) * 2
+    assert tensors.viewed(x[1:]) is x
+    assert tensors.viewed(x) is tensors.viewed(x.detach()) is None
+
+
 class Listening(tensors.TorchDispatchMode):
     def __init__(self):
         super().__init__()
@@ -450,6 +456,110 @@ def test_saved_tensors_are_there_until_the_backward_pass():
     assert not autograd.holds_saved(y.grad_fn)
     with pytest.raises(RuntimeError):
         autograd.saved_by(z.grad_fn)
+
+
+def test_the_node_of_a_compiled_graph_passes_undefined_gradients_on_and_runs_again():
+    came, kept = [], []
+
+    class TwiceError(Exception):
+        pass
+
+    def twice():
+        raise TwiceError
+
+    def compiler(graph, _):
+        run = compat_fx.boxed(graph)
+
+        def call(arguments):
+            node = autograd.running_node()
+            if node is not None:
+                came.append([t is None for t in arguments[-2:]])
+                kept.append((autograd.graph_is_kept(), [t is x for t in autograd.leaves_of(node)]))
+                if None in arguments:
+                    arguments[-1] = torch.zeros(2)
+            return run(arguments)
+
+        return compat_fx.takes_a_list(call)
+
+    backend = dynamo.aot_autograd(fw_compiler=compiler, bw_compiler=compiler)
+    x = torch.ones(2, requires_grad=True)
+    one, two = results = torch.compile(lambda x: (x.sin().sin(), x.cos().cos()), backend=backend)(x)
+    autograd.like_eager([*results, None, torch.ones(1)], twice)
+    node = autograd.compiled_node(one)
+    assert node is autograd.compiled_node(two) is one.grad_fn
+    assert autograd.compiled_node(one.view(2)) is autograd.compiled_node(x) is None
+    (one.sum() + two.sum()).backward(retain_graph=True)
+    one.sum().backward(retain_graph=True)
+    saved = autograd.saved_in_order(node)
+    assert saved
+    assert all(isinstance(t, torch.Tensor) for t in saved)
+    assert came == [[False, False], [False, True]]
+    assert kept == [(True, [True])] * 2
+    (slope,) = torch.autograd.grad(one.sum() + two.sum(), x, create_graph=True)
+    with pytest.raises(TwiceError):
+        slope.sum().backward()
+    one.sum().backward()
+    assert kept[-1] == (False, [True])
+    with pytest.raises(RuntimeError, match="second time"):
+        autograd.saved_in_order(node)
+
+
+def test_a_backward_pass_has_a_number_and_comes_to_leaves_that_are_not_asked_for_only_by_backward():
+    x, other = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
+    leaf = torch.autograd.graph.get_gradient_edge(other).node
+    y = x * other
+    seen = []
+    y.register_hook(lambda _: seen.append((autograd.running_pass(), autograd.runs_in_this_pass(leaf))))
+    y.backward(retain_graph=True)
+    torch.autograd.grad(y, x)
+    (first, reached), (second, asked) = seen
+    assert first != second
+    assert (reached, asked) == (True, False)
+    assert len(autograd.hooks_of(y)) == 1
+    assert autograd.hooks_of(x) == {}
+
+
+@pytest.mark.parametrize("defined", [True, False])
+def test_hooks_of_a_leaf_do_not_run_where_no_gradient_arrives(defined):
+    ran = []
+
+    class Half(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x + 0
+
+        @staticmethod
+        def backward(ctx, gradient):
+            autograd.skip_undefined(x)
+            autograd.skip_undefined(x)
+            return gradient if defined else None
+
+    x = torch.ones(1, requires_grad=True)
+    x.register_hook(lambda g: ran.append("hook") or 2 * g)
+    x.register_post_accumulate_grad_hook(lambda _: ran.append("after"))
+    Half.apply(x).backward()
+    assert ran == (["hook", "after"] if defined else [])
+    assert (x.grad is not None) == defined
+    x.sum().backward()
+    assert ran[-2:] == ["hook", "after"]
+    assert (len(x._backward_hooks), len(autograd.post_accumulate_hooks(x))) == (1, 1)
+
+
+def test_transforms_of_torch_are_seen():
+    seen = []
+
+    def look(t):
+        seen.append(autograd.is_transformed([t]))
+        return t.sum()
+
+    x = torch.ones(2)
+    look(x)
+    torch.func.grad(look)(x)
+    torch.func.vmap(look)(x)
+    with torch.autograd.forward_ad.dual_level():
+        look(x)
+        look(torch.autograd.forward_ad.make_dual(x, x))
+    assert [bool(what) for what in seen] == [False, True, True, False, True]
 
 
 def test_hooks_after_accumulation_are_in_a_table():

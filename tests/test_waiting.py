@@ -87,6 +87,30 @@ def test_what_waits_is_what_is_kept_and_none_of_it_where_the_optimizer_steps():
     assert simulate(problem, again).held == (110, 112, 118, 124, 125, 105)
 
 
+def test_a_second_backward_pass_finds_the_gradients_of_the_first_and_the_first_one_frees_nothing_saved():
+    forward = Op("f", (), (0,), 1.0), Op("g", (0,), (1,), 1.0)
+    backward = Op("dg", (1,), (2,), 1.0), Op("df", (0, 2), (3,), 1.0), Op("step", (), (), 0.0, 4, False, 1)
+    waiting = Waiting(((0, 0),), ((0, 0),), until=4, again=1)
+    problem = Problem((*forward, *backward), (8, 2, 1, 1), 2, frozenset({3}), 100, waiting=waiting)
+    assert simulate(problem, every_op_once(problem)).held == (108, 110, 112, 112, 105)
+    again = Schedule((0, 1, 2, 0, 3, 4))  # the first copy of value 0 is not saved
+    assert simulate(problem, again).held == (108, 110, 104, 111, 112, 105)
+    with pytest.raises(InfeasibleError):
+        ilp(problem.with_budget(111), time_limit=1)
+
+
+@pytest.mark.parametrize("again", [0, 10**9, 3 * 10**9])
+def test_a_search_counts_a_second_backward_pass_as_the_simulator_does(again):
+    problem = transformer(4)
+    for until in (len(problem.ops), len(problem.ops) - 3):
+        counted = replace(problem, waiting=Waiting(((1, 7),), ((0, 0),), until, again))
+        made = Search(counted, lambda _: None)
+        for keep in (None, (), range(0, len(problem.sizes), 3)):
+            found = made.keep_only(keep)
+            assert found is not None
+            assert found.peak == simulate(counted, made.schedule(found.policy)).peak
+
+
 def test_a_schedule_gives_up_more_where_more_of_it_waits():
     problem = transformer(4)
     alone = simulate(problem, every_op_once(problem)).peak
@@ -104,12 +128,15 @@ def test_a_problem_with_what_waits_is_read_as_it_was_written():
     problem = transformer(1)
     problem = replace(problem, waiting=Waiting(((3, 7),), ((3, 7), (2, 9)), len(problem.ops)))
     assert from_json(json.loads(json.dumps(to_json(problem)))) == problem
+    problem = replace(problem, waiting=replace(problem.waiting, again=5))
+    assert from_json(json.loads(json.dumps(to_json(problem)))) == problem
 
 
 @pytest.mark.parametrize(
     "waiting",
     [
         Waiting((), ((1, 0),), 4),
+        Waiting(((1, 0),), ((1, 0),), 4, -1),
         Waiting(((1,),), ((1, 0),), 4),
         Waiting(((-1, 0),), ((1, 0),), 4),
         Waiting(((1, 0),), ((1, 0),), 2),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._C._functorch import peek_interpreter_stack
+from torch.autograd import forward_ad
 from torch.autograd.graph import Node
 
 
@@ -29,6 +32,157 @@ def holds_saved(node: Any) -> bool:
         return len(node._raw_saved_tensors) > 0
     except RuntimeError:  # freed by the backward pass
         return False
+
+
+def like_eager(results: Iterable[Any], differentiated_twice: Callable[[], None]) -> None:
+    """Give the backward pass of a compiled graph what autograd's own nodes have.
+
+    It gets None where no gradient arrives, which AOTAutograd hands on as what is no tensor; it runs again on a kept
+    graph, which AOTAutograd refuses where a compiler may write into saved tensors (`bw_donated_idxs`: not for one that
+    does); and a function of ours, which is to raise, is called where its gradients are differentiated
+    (`_double_backward`). All in 2.11 to 2.13.
+
+    Args:
+        results: of the compiled graph.
+        differentiated_twice: that function.
+    """
+    for t in results:
+        node: Any = t.grad_fn if isinstance(t, torch.Tensor) else None
+        while node is not None and not is_custom(node):  # a view on top of it
+            node = node.next_functions[0][0] if node.next_functions else None
+        if node is not None and "CompiledFunction" in node.name():  # else it is the user's, and what it got is returned
+            node.set_materialize_grads(False)
+            function = node._forward_cls
+            function.metadata.bw_donated_idxs = []
+            function._double_backward = staticmethod(_double_backward(differentiated_twice))
+
+
+def _double_backward(then: Callable[[], None]) -> Callable[..., Any]:
+    class Gradients(torch.autograd.Function):
+        """The gradients of a compiled graph, in a backward pass that makes a graph of its own."""
+
+        @staticmethod
+        def forward(ctx: Any, run: Callable[[], Any], *_: Any) -> Any:
+            return run()
+
+        @staticmethod
+        def backward(ctx: Any, *_: Any) -> None:
+            then()
+
+    def differentiable(ctx: Any, run: Callable[[], Any], arguments: list[Any]) -> Any:
+        return Gradients.apply(run, torch.empty(0, requires_grad=True), *arguments)  # type: ignore[no-untyped-call]
+
+    return differentiable
+
+
+def graph_is_kept() -> bool:
+    """In a backward pass: whether it was asked to keep its graph (`_get_current_graph_task_keep_graph`; 2.11 to 2.13).
+
+    True for `retain_graph=True`, and for `create_graph=True`.
+    """
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def running_node() -> Any:
+    """In a backward pass: the node that runs (`_current_autograd_node`, 2.11 to 2.13)."""
+    return torch._C._current_autograd_node()
+
+
+def leaves_of(node: Node) -> list[torch.Tensor]:
+    """The leaves whose gradients a node gives, each once."""
+    following: set[Any] = {n for n, _ in node.next_functions if n is not None}
+    return [n.variable for n in following if "AccumulateGrad" in n.name()]
+
+
+def running_pass() -> int:
+    """In a backward pass: its number (`_current_graph_task_id`, 2.11 to 2.13)."""
+    return torch._C._current_graph_task_id()
+
+
+def runs_in_this_pass(node: Node) -> bool:
+    """In a backward pass: whether it comes to a node (`_will_engine_execute_node`, 2.11 to 2.13).
+
+    It comes to a leaf's node in `backward()`, and in `torch.autograd.grad` only where the leaf is asked for.
+    """
+    return torch._C._will_engine_execute_node(node)
+
+
+def compiled_node(t: Any) -> Any:
+    """Autograd's node of a compiled graph that a tensor comes right out of; None for another tensor, and for a view."""
+    if not isinstance(t, torch.Tensor) or t.grad_fn is None or t._is_view():
+        return None
+    return t.grad_fn if "CompiledFunction" in t.grad_fn.name() else None
+
+
+def saved_in_order(node: Any) -> list[Any]:
+    """What a compiled graph's node saved, in the order of its backward graph's inputs (2.11 to 2.13).
+
+    Raises:
+        RuntimeError: the backward pass has freed it.
+    """
+    unchecked, others = getattr(node, "_tensors_no_vc_check", ()), getattr(node, "opaque_objects", ())
+    return [*node.symints, *node.saved_tensors, *unchecked, *others]
+
+
+def hooks_of(t: torch.Tensor) -> dict[int, Any]:
+    """The table of a tensor's hooks (`_backward_hooks`, 2.11 to 2.13): one and the same from its first hook on."""
+    hooks: dict[int, Any] | None = t._backward_hooks
+    return {} if hooks is None else hooks
+
+
+def skip_undefined(leaf: torch.Tensor) -> None:
+    """From a node of a backward pass: keep a leaf's hooks from running, in this pass, unless a gradient arrives there.
+
+    Autograd runs them, with None, once any node gives None for the leaf's gradient (2.11 to 2.13).
+    """
+    before, after = leaf._backward_hooks or {}, post_accumulate_hooks(leaf) or {}
+    own = [hook for hook in (*before.values(), *after.values()) if not isinstance(hook, _Skipping)]
+    if not own:
+        return
+    arrived = [False]
+
+    def look(gradient: torch.Tensor | None) -> None:
+        arrived[0] = gradient is not None
+
+    guards = []
+    for table, runs in ((before, lambda given: given is not None), (after, lambda _: arrived[0])):
+        for key, hook in table.items():
+            table[key] = guard = _Skipping(hook, runs)
+            guards.append((table, key, guard))
+    handle = leaf.register_hook(_Skipping(look, lambda _: True))  # type: ignore[no-untyped-call]
+
+    def put_back() -> None:
+        handle.remove()
+        for table, key, guard in guards:
+            if table.get(key) is guard:
+                table[key] = guard.hook
+
+    when_backward_ends(put_back)
+
+
+@dataclass(frozen=True)
+class _Skipping:
+    """A hook that runs only where a condition on what it is given holds."""
+
+    hook: Callable[[Any], Any]
+    runs: Callable[[Any], bool]
+
+    def __call__(self, given: Any) -> Any:
+        return self.hook(given) if self.runs(given) else None
+
+
+def is_transformed(tensors: Iterable[torch.Tensor]) -> str:
+    """What torch.func or forward-mode AD does around this call, in words; empty for nothing (2.11 to 2.13).
+
+    Args:
+        tensors: of the call, which may have tangents.
+    """
+    if peek_interpreter_stack() is not None:
+        return "a transform of torch.func (grad, vmap, jvp, ...)"
+    if forward_ad._current_level < 0:
+        return ""
+    duals = [forward_ad.unpack_dual(t) for t in tensors]  # type: ignore[no-untyped-call]
+    return "forward-mode AD" if any(dual.tangent is not None for dual in duals) else ""
 
 
 def when_backward_ends(then: Callable[[], None]) -> None:

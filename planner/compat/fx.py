@@ -9,7 +9,7 @@ from torch import fx
 from torch._functorch._aot_autograd.descriptors import PlainAOTInput, PlainAOTOutput, TangentAOTInput
 from torch.fx.graph import _BoxedCodeGen
 
-__all__ = ["PlainAOTInput", "PlainAOTOutput", "TangentAOTInput", "boxed", "marked_boxed", "root_of"]
+__all__ = ["PlainAOTInput", "PlainAOTOutput", "TangentAOTInput", "boxed", "root_of", "takes_a_list"]
 
 
 def boxed(graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
@@ -23,11 +23,11 @@ def boxed(graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
     def call(arguments: list[Any]) -> Any:
         return graph.forward(arguments)
 
-    return marked_boxed(call)
+    return takes_a_list(call)
 
 
-def marked_boxed(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """A callable with the mark by which AOTAutograd knows that it empties its list (`_boxed_call`, 2.11 to 2.13)."""
+def takes_a_list(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """Mark a callable in the place of a compiled graph as one that takes a list and empties it (2.11 to 2.13)."""
     call._boxed_call = True  # type: ignore[attr-defined]
     return call
 

@@ -6,7 +6,7 @@ import torch
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-__all__ = ["TorchDispatchMode", "is_traceable_wrapper_subclass", "no_dispatch", "storage_key", "version_of"]
+__all__ = ["TorchDispatchMode", "is_traceable_wrapper_subclass", "no_dispatch", "storage_key", "version_of", "viewed"]
 
 
 def storage_key(t: torch.Tensor) -> int:
@@ -16,6 +16,11 @@ def storage_key(t: torch.Tensor) -> int:
     """
     key: int = t.untyped_storage()._cdata
     return key
+
+
+def viewed(t: torch.Tensor) -> torch.Tensor | None:
+    """The tensor that a differentiable view is of (`Tensor._base`, torch 2.11 to 2.13); None for what is no view."""
+    return t._base
 
 
 def version_of(t: torch.Tensor) -> int:

@@ -73,15 +73,41 @@ def add_microbatches(step: Step, request: Request, *, loss_bytes: int, loss_left
         return _highest(most.items())
 
     problem = step.problem
-    until = next((i for i, o in enumerate(step.origins) if o.phase == "optimizer"), len(problem.ops))
     forward = tuple((number, nbytes + stays) for number, nbytes in beside(occupancy.forward))
-    waiting = Waiting(forward, beside(occupancy.backward), until)
+    waiting = Waiting(forward, beside(occupancy.backward), _optimizer_at(step))
     sizes = tuple(0 if occupancy.received and v in incoming else size for v, size in enumerate(problem.sizes))
     problem = replace(problem, sizes=sizes, waiting=waiting)
     if occupancy == CLEARED_LATE and request.loop.loss is None:
         problem = _with_used_gradients(problem, max(0, gradients - outputs))
     step = replace(step, problem=problem)
     return _merging(step, occupancy.merged, outputs) if occupancy.merged else step
+
+
+def add_second_backward(step: Step, loss_bytes: int) -> Step:
+    """Count a backward pass that keeps its graph (`retain_graph=True`), and the one after it, which frees that. O(ops).
+
+    Args:
+        step: with one backward pass.
+        loss_bytes: saved by a loss outside the model, which its graph keeps as well.
+    """
+    problem, at = step.problem, step.problem.boundary
+    until = _optimizer_at(step)
+    waiting = problem.waiting or Waiting(((0, 0),), ((0, 0),), until)
+    gradients = sum(problem.sizes[v] for v in step.final)
+    kept = len(problem.sizes)
+    reader = max(i for i in range(until) if step.origins[i].phase == "backward")
+    ops = list(problem.ops)
+    made = (*ops[at].writes[:-1], kept, ops[at].writes[-1])
+    ops[at] = replace(ops[at], writes=made, workspace=max(0, ops[at].workspace - loss_bytes))
+    ops[reader] = replace(ops[reader], reads=(*ops[reader].reads, kept))
+    problem = replace(
+        problem, ops=tuple(ops), sizes=(*problem.sizes, loss_bytes), waiting=replace(waiting, again=gradients)
+    )
+    return replace(step, problem=problem, names=(*step.names, ""))
+
+
+def _optimizer_at(step: Step) -> int:
+    return next((i for i, o in enumerate(step.origins) if o.phase == "optimizer"), len(step.problem.ops))
 
 
 def _gradients(request: Request) -> int:

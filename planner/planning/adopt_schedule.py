@@ -72,4 +72,6 @@ def same_structure(one: Problem, other: Problem) -> bool:
 def _numbers(problem: Problem) -> list[int]:
     """The numbers of other microbatches that are in flight."""
     waiting = problem.waiting
-    return [number for number, _ in (*waiting.forward, *waiting.backward)] if waiting else []
+    if waiting is None:
+        return []
+    return [*(number for number, _ in (*waiting.forward, *waiting.backward)), int(waiting.again is not None)]

@@ -46,6 +46,8 @@ def peak_account(step: Step, planned: Replay) -> dict[str, int]:
     activations = {v for v, at in makers.items() if at.phase == "forward" or at.again} - gathered
     in_flight = waiting is not None and any(number for number, _ in (*waiting.forward, *waiting.backward))
     others = "microbatches in flight" if in_flight else "gradients of the step before"
+    if waiting is not None and waiting.again is not None and not in_flight:
+        others = "a graph that is kept (retain_graph=True), or the gradients of its first backward pass"
     return {
         **({"parameters gathered for use": sum(problem.sizes[v] for v in gathered)} if step.gathered else {}),
         "activations": sum(problem.sizes[v] for v in activations),

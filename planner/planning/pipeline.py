@@ -25,7 +25,7 @@ from planner.errors import CaptureError, InfeasibleBudgetError, RankError
 from planner.lowering.build import BuildSettings, build, split_by_region
 from planner.lowering.collectives import insert_collectives
 from planner.lowering.margin import MARGIN
-from planner.lowering.microbatches import TARGETS, add_microbatches, in_words
+from planner.lowering.microbatches import TARGETS, add_microbatches, add_second_backward, in_words
 from planner.parallel.fsdp import groups_of
 from planner.parallel.group import other_world
 from planner.planning.adopt_schedule import adopt_known, adopt_schedule, same_structure
@@ -138,6 +138,8 @@ def lower(request: Request, graph: TrainingGraph) -> Step:
         partial(insert_collectives, groups=groups, accumulate=request.accumulates, granularity=settings.granularity),
         partial(add_microbatches, request=request, loss_bytes=loss.waiting, loss_left=loss.excess, stays=loss.stays),
     ]
+    if request.loop.graph_retained:
+        passes.append(partial(add_second_backward, loss_bytes=loss.waiting))
     return run_passes(build(graph.regions, estimates, graph.links, settings), passes)
 
 

@@ -250,8 +250,6 @@ class Runtime(Applied):
                     result = family.run(self.model, signature, args, kwargs)
                 else:
                     self.current = recipe_of(self.plans[signature])
-                    if any(self.regions.cuts.get(key, cut) != cut for key, cut in self.current.detached.items()):
-                        self._compile_anew()
                     undone = undone_on(GraphChanged, self.model) if self.current.asks else nullcontext()
                     with capturable_layers(), undone:
                         result = self.compiled(*args, **kwargs)

@@ -18,6 +18,7 @@ from planner.core.plan import PlanRecord
 from planner.core.verification import FOUND
 from planner.devices.accelerator import Accelerator, accelerator_of
 from planner.errors import PlanWarning, gb
+from planner.runtime.outputs import Unasking
 
 OFF = 0.03  # of the prediction: when to warn
 
@@ -65,7 +66,7 @@ def when_begun(result: Any, then: Callable[[], object]) -> None:
             handles.clear()
             then()
 
-    handles += [t.register_hook(began) for t in outputs]  # type: ignore[no-untyped-call]
+    handles += [t.register_hook(Unasking(began)) for t in outputs]  # type: ignore[no-untyped-call]
 
 
 def measured(plan: PlanRecord, before: Before | None) -> int | None:

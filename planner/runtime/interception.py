@@ -23,7 +23,7 @@ from planner.requests.planned import Planned
 from planner.runtime.bypassed import Handle, watch
 from planner.runtime.events import Call, PlanProvider
 from planner.runtime.first_step import begin, report_after, when_begun
-from planner.runtime.modes import redirected, refuse_compiled, trains
+from planner.runtime.modes import redirected, refuse_compiled, refuse_transformed, trains
 from planner.runtime.recorder import Recorder
 from planner.runtime.signature import ModelState, Signature, call_signature, model_state
 from planner.runtime.watch import Watch
@@ -126,6 +126,7 @@ class Applied:
                 else:
                     self.watch = Watch(self.model, self.provider.loop)
             parameters = parameters_among(modules)
+            refuse_transformed(self.model, parameters, args, kwargs)
             self.state = model_state(modules, parameters, self.state)
             signature = call_signature(self.model, args, kwargs, state=self.state)
             if self.watch is not None and self._learns(self.watch, parameters, (args, kwargs)):

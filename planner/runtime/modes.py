@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from planner.compat.autograd import holds_saved, is_custom, is_jit_tracing
+from planner.compat.autograd import holds_saved, is_custom, is_jit_tracing, is_transformed
 from planner.compat.modules import GLOBAL_HOOKS, modules_in, replaced_call, replaced_calls
 from planner.core.call import tensors_in
 from planner.errors import ApplyError
@@ -34,6 +34,24 @@ def redirected(model: nn.Module) -> bool:
 def unguarded(classes: Iterable[type[nn.Module]]) -> tuple[object, ...]:
     """What torch.compile writes into a graph and does not look at again: hooks on every module, classes' `forward`."""
     return (*map(tuple, GLOBAL_HOOKS), *(c.forward for c in classes))
+
+
+def refuse_transformed(model: nn.Module, parameters: Iterable[torch.Tensor], args: Any, kwargs: Any) -> None:
+    """Raise ApplyError where torch.func or forward-mode AD goes through a call, whose graphs are for backward passes.
+
+    Args:
+        model: whose call it is.
+        parameters: those of the model.
+        args: positional arguments of the call.
+        kwargs: its keyword arguments.
+    """
+    if what := is_transformed([*parameters, *tensors_in((args, kwargs))]):
+        name = type(model).__name__
+        raise ApplyError(
+            f"{name} was called inside {what}, and its plan is for loss.backward(). Call it under torch.no_grad() "
+            "where no gradient is taken, or remove() the plan around the call and apply() it again. The next step "
+            "trains by the plan as before"
+        )
 
 
 def refuse_compiled(model: nn.Module, own: Any, modules: Sequence[nn.Module] | None = None) -> None:

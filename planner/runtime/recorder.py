@@ -16,12 +16,13 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import nn
 
-from planner.compat.autograd import in_backward, when_backward_ends
+from planner.compat.autograd import graph_is_kept, in_backward, when_backward_ends
 from planner.compat.dispatch import LastingMode, written
 from planner.compat.ops import OpOverload
 from planner.compat.tensors import is_traceable_wrapper_subclass, storage_key
 from planner.core.call import Call, describe_call, storages, tensors_in
 from planner.core.loop import LossSeen
+from planner.runtime.outputs import Unasking
 
 MOST_OPS = 200_000  # between two calls of the model: no more are recorded
 
@@ -121,6 +122,7 @@ class Recorder(LastingMode):
         made: the tensors that were made and are alive.
         tangents: storages of gradients of outputs.
         others: other planned models that trained meanwhile.
+        graph_retained: whether a backward pass was asked to keep its graph.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, batch: Any, outputs: Sequence[Any]) -> None:
@@ -135,6 +137,7 @@ class Recorder(LastingMode):
         self.calls: dict[str, Call] = {}
         self.losses: list[LossEvents] = []
         self.tangents: set[int] = set()
+        self.graph_retained = False
         self.outputs: dict[int, weakref.ref[torch.Tensor]] = {}
         self.let_go: dict[int, int] = {}  # position of an output -> how many events came before its end
         self.others: weakref.WeakSet[PlannedModel] = weakref.WeakSet()
@@ -151,7 +154,7 @@ class Recorder(LastingMode):
 
     def _hook(self, outputs: Sequence[Any]) -> None:
         trained = [t for t in outputs if isinstance(t, torch.Tensor) and t.requires_grad]
-        self._hooks += [t.register_hook(self._gradient_arrives) for t in trained]  # type: ignore[no-untyped-call]
+        self._hooks += [t.register_hook(Unasking(self._gradient_arrives)) for t in trained]  # type: ignore[no-untyped-call]
 
     def expect(self, batch: Any, outputs: Sequence[Any]) -> None:
         """Another call of the model, with this batch, has returned these before the backward pass of the first."""
@@ -183,6 +186,7 @@ class Recorder(LastingMode):
         if self.over:
             return
         self.tangents.update(storages(gradient))
+        self.graph_retained |= graph_is_kept()
         if self.phase == "loss":
             self.phase = "backward"
             self.losses.append(self._loss_events())

@@ -14,29 +14,23 @@ from torch import fx, nn
 
 from planner.capture.regions.fingerprint import fingerprint
 from planner.capture.regions.region import Region
-from planner.capture.trace.dynamo import CompileRegion, Serve, detach_outputs
+from planner.capture.trace.arrival import Arrivals
+from planner.capture.trace.dynamo import CompileRegion, Serve
 from planner.codegen.emit import emit, runnable
 from planner.core.plan import PlanRecord
 from planner.core.recipe import PlannedRegion, Recipe
 from planner.errors import ApplyError
 from planner.runtime.families import GraphChanged, recipe_of
 from planner.runtime.modes import backward_node, waits
+from planner.runtime.outputs import with_nodes
 from solvers.progress import bar, clock
 
 
-class _NoGradient(torch.autograd.Function):
-    """Stands for an output that was planned to get no gradient: says so, should one arrive."""
-
-    @staticmethod
-    def forward(ctx: Any, output: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        raise ApplyError(
-            "a gradient reached a model output that the plan was told gets none: the loss was taken from the model's "
-            "own `loss`. Plan with loss_fn=lambda output: ... for a loss computed from other outputs"
-        )
+def _unplanned() -> None:
+    raise ApplyError(
+        "a gradient reached a model output that the plan was told gets none: the loss was taken from the model's "
+        "own `loss`. Plan with loss_fn=lambda output: ... for a loss computed from other outputs"
+    )
 
 
 class Regions:
@@ -44,7 +38,6 @@ class Regions:
 
     Attributes:
         calls: how often each graph ran in this call of the model, by the graph's fingerprint.
-        cuts: the positions of the outputs that are cut off in each compiled graph, by its fingerprint.
         compiling: whether torch.compile waits for one of these graphs to be compiled.
         ran: how often a region ran, in all calls of the model.
     """
@@ -52,10 +45,8 @@ class Regions:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.calls: Counter[str] = Counter()
-        self.cuts: dict[str, tuple[int, ...]] = {}
         self.compiling = False
         self.ran = 0
-        self.anchor = torch.zeros((), requires_grad=True)
         self.call = 0
         self.nodes: list[tuple[int, weakref.ref[Any]]] = []  # of regions whose backward pass has not run, by the call
         self.begun: list[Recipe] = []  # whose graphs are compiled, or were begun to be
@@ -64,7 +55,6 @@ class Regions:
     def forget(self) -> None:
         """Forget all that is compiled."""
         self.begun = []
-        self.cuts.clear()
         self.compiling = False
 
     def waiting(self) -> int:
@@ -122,8 +112,7 @@ class _Graph:
         self.regions, self.recipe, self.graph, self.compile_region = regions, recipe, graph, compile_region
         self.key = fingerprint(graph.graph)
         self.device = next(regions.model.parameters()).device
-        self.compiled: dict[PlannedRegion | None, Callable[..., Any]] = {}
-        self.cut: tuple[int, ...] | None = None  # positions of outputs that get no gradient, once it is known
+        self.compiled: dict[object, tuple[Callable[..., Any], Arrivals]] = {}  # by region, and outputs without gradient
 
     def planned_now(self) -> PlannedRegion | None:
         """The region of the present call of this graph."""
@@ -133,8 +122,8 @@ class _Graph:
             raise GraphChanged
         return calls[at]
 
-    def compiled_for(self, planned: PlannedRegion | None, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """This graph as it was planned; compiled on such inputs if it has not been."""
+    def compiled_for(self, planned: PlannedRegion | None, inputs: Sequence[Any]) -> tuple[Callable[..., Any], Arrivals]:
+        """This graph as it was planned, and its backward pass; compiled on such inputs if it has not been."""
 
         def partition(region: Region) -> tuple[fx.GraphModule, fx.GraphModule]:
             if planned is None or region.fingerprint != planned.fingerprint:
@@ -143,26 +132,17 @@ class _Graph:
                 raise GraphChanged
             return emit(region, planned.forward, planned.backward)
 
-        if self.cut is None:
-            self.cut = self._cut_off()
-        if planned not in self.compiled:
-            self.compiled[planned] = self.compile_region(partition, inputs)
+        cut = self.recipe().detached.get(self.key, ())
+        if (planned, cut) not in self.compiled:
+            arrivals = Arrivals(cut, _unplanned)
+            self.compiled[planned, cut] = self.compile_region(partition, inputs, arrivals), arrivals
             if self.regions.shown is not None:
                 self.regions.shown.update()
-        return self.compiled[planned]
-
-    def _cut_off(self) -> tuple[int, ...]:
-        """Cut the outputs off that are planned to get no gradient; returns their positions."""
-        wanted = self.recipe().detached.get(self.key, ())
-        if not all(0 <= at < len(self.graph.graph.output_node().args[0]) for at in wanted):  # type: ignore[arg-type]
-            raise GraphChanged
-        self.regions.cuts[self.key] = wanted
-        detach_outputs(self.graph, wanted)
-        return wanted
+        return self.compiled[planned, cut]
 
     def run(self, *inputs: Any) -> Any:
         """The graph's outputs, by the region that is planned for this call."""
-        run = self.compiled_for(self.planned_now(), inputs)
+        run, arrivals = self.compiled_for(self.planned_now(), inputs)
         self.regions.calls[self.key] += 1
         self.regions.ran += 1
         # a random op's state is that of the current device's generator
@@ -170,9 +150,4 @@ class _Graph:
             results = run(*inputs)
         if (node := backward_node(results)) is not None:
             self.regions.nodes.append((self.regions.call, node))
-        if not self.cut:
-            return results
-        return tuple(
-            _NoGradient.apply(r, self.regions.anchor) if i in self.cut else r  # type: ignore[no-untyped-call]
-            for i, r in enumerate(results)
-        )
+        return with_nodes(results, arrivals)

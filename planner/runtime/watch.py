@@ -79,6 +79,7 @@ class Watch:
             self._missed()
             return loop
         self.settled = True
+        loop = replace(loop, graph_retained=loop.graph_retained or recorder.graph_retained)
         held = {at for loss in recorder.losses for at in loss.held}
         everything = len(held) == len(recorder.outputs)
         return replace(loop, outputs_held=None if everything else tuple(sorted(held)), loss=seen, beside=found.beside)

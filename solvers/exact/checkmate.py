@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 
 from solvers.bounds.peak import minimum_peak_bound
 from solvers.exact.checkmate_model import Position, build, nonzeros, positions
@@ -43,6 +44,7 @@ def ilp(problem: Problem, *, time_limit: float | None = None, progress: bool | N
     in it backward ops run once, and nothing is re-run in the forward pass. No answer is costlier than `chen`'s.
 
     The model of n ops has O(n^2) 0/1 variables and up to O(n^3) nonzeros; solving it is exponential in the worst case.
+    Where the backward pass runs twice, the search answers instead.
     With a time limit that cuts the search short, the answer depends on the speed of the machine.
 
     Args:
@@ -65,6 +67,11 @@ def ilp(problem: Problem, *, time_limit: float | None = None, progress: bool | N
     if problem.budget is None or simulate(problem, once).peak <= problem.budget:
         return Answer(once, problem.total_cost)
     limit = TIME_LIMIT if time_limit is None else time_limit
+    if problem.waiting is not None and problem.waiting.again is not None:
+        answer = search(problem, time_limit=time_limit, progress=progress)
+        return replace(
+            answer, note=f"{answer.note} Searched: the program does not model a second backward pass.".strip()
+        )
     deadline = time.monotonic() + limit
     start, leanest = _start(problem, 0.3 * limit)
     laid = positions(problem, _rounds(problem))

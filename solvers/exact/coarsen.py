@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-from solvers.problem import Op, Problem, Waiting
+from solvers.problem import Op, Problem
 from solvers.schedule import Schedule, simulate
 
 
@@ -65,7 +65,7 @@ def coarsen(problem: Problem, forward: int, backward: int) -> Coarse:
     pinned = frozenset(c for (_, _, kept), c in merged.items() if kept)
     boundary, waiting = bisect_left(starts, problem.boundary), problem.waiting
     if waiting is not None:
-        waiting = Waiting(waiting.forward, waiting.backward, bisect_left(starts, waiting.until))
+        waiting = replace(waiting, until=bisect_left(starts, waiting.until))
     return Coarse(
         problem,
         Problem(tuple(ops), tuple(sizes), boundary, pinned, problem.resident, problem.budget, problem.name, waiting),

@@ -46,6 +46,7 @@ class Tables(NamedTuple):
         forward, backward: rows (number, bytes beside) of waiting microbatches in each pass.
         boundary, until: the backward pass starts at op `boundary`, and no microbatch waits from op `until` on; both are
             -1 where no microbatch ever waits.
+        again: bytes of the results of a first backward pass, where there is a second; -1 where there is none.
     """
 
     read_at: Ints
@@ -66,6 +67,7 @@ class Tables(NamedTuple):
     backward: Longs
     boundary: int
     until: int
+    again: int
 
 
 class Policy(NamedTuple):
@@ -96,6 +98,7 @@ class Scratch(NamedTuple):
         wanted: for each value, 1 where a later step reads it.
         drop_first, drop_next: for each op a linked list of the gaps that drop their value after it.
         make_first, make_next: for each op a linked list of the gaps that recompute their value before it.
+        saved_until: for each value that is saved for the backward pass, the last step that reads that copy; else -1.
     """
 
     steps: Ints
@@ -107,6 +110,7 @@ class Scratch(NamedTuple):
     drop_next: Ints
     make_first: Ints
     make_next: Ints
+    saved_until: Ints
 
 
 class Odds(NamedTuple):

@@ -167,6 +167,33 @@ def beside(pairs: Longs, kept: int) -> int:
 
 
 @compiled
+def find_saved(t: Tables, s: Scratch, steps: int) -> int:
+    """Find the values that the backward pass finds, and until when it reads these copies; the bytes that it frees."""
+    read_at, reads, write_at, writes = t.read_at, t.reads, t.write_at, t.writes
+    pinned, order, wanted, until = t.pinned, s.steps, s.wanted, s.saved_until
+    for v in range(wanted.shape[0]):
+        wanted[v], until[v] = pinned[v], -1
+    for at in range(steps - 1, -1, -1):
+        again = order[at] < 0
+        i = -1 - order[at] if again else order[at]
+        for j in range(write_at[i], write_at[i + 1]):
+            v = writes[j]
+            if not pinned[v]:
+                wanted[v], until[v] = 0, -1
+        for j in range(read_at[i], read_at[i + 1]):
+            v = reads[j]
+            if not wanted[v]:
+                wanted[v], until[v] = 1, at
+        if i == t.boundary and not again:
+            break
+    freed = 0
+    for v in range(wanted.shape[0]):
+        if until[v] >= 0:
+            freed += t.size[v]
+    return freed
+
+
+@compiled
 def peak_of(t: Tables, s: Scratch, steps: int, resident: int, most: float) -> int:
     """The peak of the schedule in `s.steps`, as `simulate` counts it; -1 where it is above `most`.
 
@@ -178,6 +205,10 @@ def peak_of(t: Tables, s: Scratch, steps: int, resident: int, most: float) -> in
     live = resident
     mark = t.until if t.until < t.cost.shape[0] else t.boundary
     highest, ahead = 0, 0
+    inside, freed = t.again >= 0 and mark == t.boundary, 0  # the backward pass, and the saved bytes freed in it so far
+    if t.again >= 0:
+        freed = find_saved(t, s, steps)
+    saved_until = s.saved_until
     for v in range(size.shape[0]):
         wanted[v] = pinned[v]
         if pinned[v]:
@@ -202,6 +233,10 @@ def peak_of(t: Tables, s: Scratch, steps: int, resident: int, most: float) -> in
             if not wanted[v]:
                 wanted[v] = 1
                 live += size[v]
+            if inside and saved_until[v] == at:
+                freed -= size[v]
+        if inside:
+            own += max(t.again, freed)
         if live + own > peak:
             peak = live + own
             if peak + ahead > most:
@@ -211,11 +246,11 @@ def peak_of(t: Tables, s: Scratch, steps: int, resident: int, most: float) -> in
                 kept = live - resident
                 highest = max(highest, peak + beside(t.backward, kept))
                 ahead = beside(t.forward, kept)
-                mark = -1
+                mark, inside = -1, False
                 if highest > most:
                     return -1
             else:
-                highest, mark = peak, t.boundary
+                highest, mark, inside = peak, t.boundary, t.again >= 0
             peak = 0
     return max(highest, peak + ahead)
 

@@ -70,6 +70,7 @@ def tables(problem: Problem) -> Tables:
         _pairs(problem.waiting.backward if problem.waiting else ()),
         problem.boundary if problem.waiting else -1,
         problem.waiting.until if problem.waiting else -1,
+        problem.waiting.again if problem.waiting and problem.waiting.again is not None else -1,
     )
 
 
@@ -95,7 +96,11 @@ def scratch(t: Tables) -> Scratch:
         np.zeros(values, np.int32),
         np.zeros(ops, np.uint8),
         np.zeros(values, np.uint8),
-        *ints,
+        ints[0],
+        ints[1],
+        ints[2],
+        ints[3],
+        np.full(values, -1, np.int32),
     )
 
 

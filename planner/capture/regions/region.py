@@ -204,7 +204,7 @@ class _ValueTable:
         self._produced: dict[int, int] = {}  # storage -> value
         self._on_gpu = any(t.is_cuda for _, t in given)
         for node in signature.tangents:
-            for t in tensors(node):
+            for t in tensors(node) if node.users else ():  # one that is not read does not arrive
                 self._produced[storage_key(t)] = value = self.add(node, self._nbytes(t))
                 self.value_of[node] = (value,)
 

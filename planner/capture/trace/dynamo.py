@@ -9,24 +9,27 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from planner.capture.passes.rewrite import rewrite
+from planner.capture.passes.tangents import mark_whole
 from planner.capture.regions.region import Region, analyse
 from planner.capture.shapes import at_hints, symbolic_again
+from planner.capture.trace.arrival import Arrivals, refuse_second_order
 from planner.capture.trace.constant_propagation import ConstantPropagation
 from planner.capture.trace.data_dependent import Answers
 from planner.capture.trace.layers import capturable_layers
 from planner.capture.trace.recording import Recording
 from planner.compat import pytree
+from planner.compat.autograd import like_eager
 from planner.compat.dispatch import lasting_modes_off
 from planner.compat.dynamo import aot_autograd, dynamo_config
 from planner.compat.fake import FakeCopyMode, FakeTensorMode
-from planner.compat.fx import boxed, marked_boxed
+from planner.compat.fx import boxed, takes_a_list
 from planner.compat.modules import buffers_of, parameters_of, replace_call
 from planner.compat.tensors import is_traceable_wrapper_subclass
 from planner.core.options import Checkpoints
@@ -35,7 +38,7 @@ from planner.parallel.meshes import refuse_swapped
 from planner.parallel.sharded import as_defined
 
 Partition = Callable[[Region], tuple[fx.GraphModule, fx.GraphModule]]
-CompileRegion = Callable[[Partition, Sequence[Any]], Callable[..., Any]]
+CompileRegion = Callable[[Partition, Sequence[Any], Arrivals], Callable[..., Any]]
 Serve = Callable[[fx.GraphModule, CompileRegion, Sequence[Any]], Callable[..., Any]]
 
 
@@ -77,33 +80,51 @@ def make_backend(serve: Serve, checkpoints: Checkpoints = "replace") -> Callable
 
     Args:
         serve: a Dynamo graph, a function that compiles it, and its first inputs -> the callable that Dynamo calls
-            in its place. The function takes inputs and a partition: region -> its forward and backward graphs.
+            in its place. The function takes a partition: region -> its forward and backward graphs; inputs; and
+            what is to become of gradients that arrive, or do not.
         checkpoints: whether calls that the model itself checkpoints stay as they are.
     """
 
     def compiler(graph: fx.GraphModule, _inputs: Any) -> Callable[[list[Any]], Any]:
         return boxed(graph)
 
-    def backward_compiler(graph: fx.GraphModule, _inputs: Any) -> Callable[[list[Any]], Any]:
-        return out_of_sight(boxed(graph))
-
     def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         # the tensors are the user's: their batch and results of earlier regions
         sizes = [None if isinstance(x, torch.Tensor) else x for x in inputs]
 
-        def compile_region(partition: Partition, given: Sequence[Any]) -> Callable[..., Any]:
+        marked = False
+
+        def compile_region(partition: Partition, given: Sequence[Any], arrivals: Arrivals) -> Callable[..., Any]:
+            nonlocal marked
+            if not marked:
+                mark_whole(graph)
+                marked = True
+
             def split(
                 joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any
             ) -> tuple[fx.GraphModule, fx.GraphModule]:
                 symbolic = at_hints(joint)
+                arrivals.read(joint.graph)
                 order = rewrite(joint, num_fwd_outputs, checkpoints)
                 forward, backward = partition(analyse(joint, num_fwd_outputs, order))
-                return (symbolic_again(forward), symbolic_again(backward)) if symbolic else (forward, backward)
+                if symbolic:
+                    forward, backward = symbolic_again(forward), symbolic_again(backward)
+                arrivals.write(backward)
+                return forward, backward
+
+            def backward_compiler(backward: fx.GraphModule, _inputs: Any) -> Callable[[list[Any]], Any]:
+                return out_of_sight(arrivals.compile(backward))
 
             aot = aot_autograd(fw_compiler=compiler, bw_compiler=backward_compiler, partition_fn=split)
             examples = [x if kept is None else kept for x, kept in zip(given, sizes, strict=True)]
-            compiled: Callable[..., Any] = aot(graph, examples)
-            return compiled
+            compiled = aot(graph, examples)
+
+            def run(*inputs: Any) -> Any:
+                results = compiled(*inputs)
+                like_eager(results, refuse_second_order)
+                return results
+
+            return run
 
         return serve(graph, compile_region, inputs)
 
@@ -120,21 +141,7 @@ def out_of_sight(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
                 mode.planned_results(results)
             return results
 
-    return marked_boxed(call)
-
-
-def detach_outputs(graph: fx.GraphModule, positions: Collection[int]) -> None:
-    """Cut outputs of a Dynamo graph off, in place: no gradient is captured for them."""
-    output = graph.graph.output_node()
-    results = list(output.args[0])  # type: ignore[arg-type]
-    with graph.graph.inserting_before(output):
-        for at in positions:
-            node = results[at]
-            results[at] = graph.graph.call_method("detach", (node,))
-            results[at].meta = dict(node.meta)
-    output.args = (tuple(results),)
-    if positions:
-        graph.recompile()
+    return takes_a_list(call)
 
 
 def lone_loss(graph: fx.GraphModule) -> tuple[int, ...]:

@@ -15,11 +15,11 @@ from planner.capture.regions.calls import RegionCall, version
 from planner.capture.regions.fingerprint import fingerprint
 from planner.capture.regions.region import Region
 from planner.capture.shapes import marked
+from planner.capture.trace.arrival import Arrivals
 from planner.capture.trace.backward_trace import watch_backward
 from planner.capture.trace.dynamo import (
     CompileRegion,
     Partition,
-    detach_outputs,
     dynamo_settings,
     make_backend,
 )
@@ -96,14 +96,13 @@ class FakeStep:
         key = fingerprint(graph.graph)
         cut = self.detach.get(key, ()) if isinstance(self.detach, Mapping) else self.detach(graph)
         self.cut[key] = tuple(cut)
-        detach_outputs(graph, cut)
         captured: list[Region] = []
 
         def partition(region: Region) -> tuple[fx.GraphModule, fx.GraphModule]:
             captured.append(region)
             return self.split(region)
 
-        compiled = compile_region(partition, examples)
+        compiled = compile_region(partition, examples, Arrivals(self.cut[key], _ignored))
 
         def call(*inputs: Any) -> Any:
             region = captured[0] if captured else None
@@ -114,8 +113,6 @@ class FakeStep:
             results = tuple(compiled(*inputs))
             if region is not None:
                 self.recording.resume()
-            for at in cut:  # so that a gradient which does reach it is seen
-                results[at].requires_grad_()
             self.calls.append(RegionCall(key, region, inputs, tuple(map(version, inputs)), results, module))
             return results
 
@@ -160,3 +157,7 @@ class FakeStep:
     def _runs_outside(self) -> bool:
         """Whether ops outside the regions allocate anything."""
         return any(storages([call.result for call in calls]) for calls in self._between)
+
+
+def _ignored() -> None:
+    """Nothing: a gradient that reaches an output which gets none is seen at the output."""

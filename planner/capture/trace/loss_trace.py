@@ -43,7 +43,7 @@ class OutsideLoss:
 
 
 def find_loss(output: Any) -> torch.Tensor | None:
-    """The loss of a model's output where there is no doubt: `output.loss`, `output["loss"]`, itself, or the first element."""
+    """The loss of an output where there is no doubt: its `loss`, as attribute or key, itself, or its first element."""
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if found is None and isinstance(output, (tuple, list)) and output:
         found = output[0]

@@ -36,7 +36,7 @@ class TrainingGraph:
     Attributes:
         regions: in the order in which their forward passes run; one for each call of a compiled graph.
         order: for each Dynamo graph, by its key, the regions that its calls are; None for a call without a gradient.
-        detached: for each Dynamo graph, by its key, the outputs that get no gradient and are cut off before capture.
+        detached: for each Dynamo graph, by its key, the outputs that get no gradient.
         loss: the loss, as far as it is computed outside the model.
         links: the tensors that regions pass to each other and share.
         outputs: for each leaf of the model's output, the region and the result that it is; None for another object.

@@ -1,0 +1,159 @@
+"""The backward pass of a compiled graph, written for the gradients that arrive: those that do not are None."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from planner.capture.joint_graph import is_tangent
+from planner.capture.passes.tangents import (
+    add_entering,
+    entering,
+    feeds,
+    leave_out,
+    read_marks,
+    take_whole,
+    whole_gradients,
+)
+from planner.compat.autograd import leaves_of, running_node, skip_undefined
+from planner.compat.fx import boxed, takes_a_list
+from planner.errors import ApplyError
+
+Boxed = Callable[[list[Any]], Any]
+WHOLE = "planned_whole"  # on autograd's node of a compiled graph: outputs whose whole gradients enter its backward pass
+
+
+@dataclass(frozen=True)
+class _Way:
+    """One way through a backward pass.
+
+    Attributes:
+        missing: positions of the inputs that are gradients which did not arrive.
+        late: positions of the outputs that a gradient arrived at, though none was planned.
+        whole: positions of the outputs whose whole gradients enter.
+        result: the output whose whole gradient is all that is computed; None for all that the pass returns.
+    """
+
+    missing: frozenset[int]
+    late: frozenset[int] = frozenset()
+    whole: frozenset[int] = frozenset()
+    result: int | None = None
+
+
+@dataclass(frozen=True)
+class _Entering:
+    """A gradient that enters: its position among the graph's inputs, that of its output, and whether it is read."""
+
+    place: int
+    output: int
+    read: bool
+
+
+@dataclass(eq=False)
+class Arrivals:
+    """The backward pass of one compiled graph.
+
+    Attributes:
+        cut: positions of the outputs that are planned to get no gradient.
+        unplanned: called where one of these gets a gradient that the graph has no place for.
+        feeds: for each output whose gradient the graph adds to, the outputs whose gradients it is computed from.
+    """
+
+    cut: Collection[int]
+    unplanned: Callable[[], None]
+    feeds: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    _graph: fx.GraphModule | None = None
+    _inputs: int = 0
+    _entering: tuple[_Entering, ...] = ()
+    _written: dict[_Way, Boxed] = field(default_factory=dict)
+
+    def read(self, joint: fx.Graph) -> None:
+        """Read the joint graph, and take the gradients out that are not planned, in place."""
+        read_marks(joint)
+        self.feeds = feeds(joint)
+        tangents = entering(joint)
+        leave_out(joint, [tangents[at] for at in self.cut if at in tangents])
+
+    def write(self, backward: fx.GraphModule) -> None:
+        """Take a copy of the backward graph, to write others from."""
+        self._graph = fx.GraphModule(backward, copy.deepcopy(backward.graph))
+        inputs = backward.graph.find_nodes(op="placeholder")
+        position = {n: at for at, n in entering(backward.graph).items()}
+        self._inputs = len(inputs)
+        self._entering = tuple(
+            _Entering(place, position.get(n, -1), bool(n.users)) for place, n in enumerate(inputs) if is_tangent(n)
+        )
+
+    def compile(self, graph: fx.GraphModule, _: Any = None) -> Boxed:
+        """The backward graph as a callable for AOTAutograd, which runs by what arrives.
+
+        Where gradients do not, ops that only they would need do not run, so that it holds no more than with all.
+        """
+        planned = boxed(graph)
+
+        def call(arguments: list[Any]) -> Any:
+            node = running_node()
+            way = self._way(arguments, frozenset(getattr(node, WHOLE, ())))
+            if way == _Way(frozenset()):
+                return planned(arguments)
+            for leaf in leaves_of(node) if way.missing else ():
+                skip_undefined(leaf)
+            return self._by(way)(arguments)
+
+        return takes_a_list(call)
+
+    def whole(
+        self, saved: Sequence[Any], gradients: Mapping[int, torch.Tensor], whole: Collection[int], at: int
+    ) -> torch.Tensor | None:
+        """The whole gradient of an output.
+
+        Args:
+            saved: what the forward pass saved, in the order of the backward graph's inputs.
+            gradients: of outputs, from outside, by their position.
+            whole: of these, and of those that get none, the ones that are whole.
+            at: position of the output.
+        """
+        arguments = [*saved, *[None] * (self._inputs - len(saved))]
+        for each in self._entering:
+            arguments[each.place] = gradients.get(each.output)
+        way = self._way(arguments, frozenset(whole))
+        found: torch.Tensor | None = self._by(replace(way, result=at))(arguments)[0]
+        return found
+
+    def _way(self, arguments: Sequence[Any], whole: frozenset[int]) -> _Way:
+        read = (e for e in self._entering if e.read or e.output in whole)
+        missing = [e.place for e in read if arguments[e.place] is None]
+        there = (e.output for e in self._entering if not e.read and arguments[e.place] is not None)
+        late = frozenset(at for at in there if at in self.cut and at not in whole)
+        if not late <= self.feeds.keys():
+            self.unplanned()
+        return _Way(frozenset(missing), late.intersection(self.feeds), whole)
+
+    def _by(self, way: _Way) -> Boxed:
+        if way not in self._written:
+            assert self._graph is not None
+            graph = copy.deepcopy(self._graph.graph)
+            inputs = graph.find_nodes(op="placeholder")
+            for at in way.late:
+                add_entering(graph, at)
+            for at in way.whole:
+                take_whole(graph, at)
+            if way.result is not None:
+                graph.output_node().args = ((whole_gradients(graph)[way.result][0],),)
+            leave_out(graph, [n for at, n in enumerate(inputs) if at in way.missing])
+            self._written[way] = boxed(fx.GraphModule(self._graph, graph))
+        return self._written[way]
+
+
+def refuse_second_order() -> None:
+    """Raise ApplyError: a gradient that came out of a planned graph is itself differentiated."""
+    raise ApplyError(
+        "gradients of a planned model were differentiated again (create_graph=True: a gradient penalty, a Hessian), "
+        "and its graphs have first derivatives only. remove() the plan for it, or plan only the parts of the model "
+        "that it does not go through. The next step trains by the plan; zero_grad() first"
+    )

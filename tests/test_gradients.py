@@ -1,0 +1,298 @@
+"""Gradients of planned models as autograd gives them: which there are, what hooks see, backward passes again."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.func import functional_call, grad, jvp, vmap
+
+from planner import ApplyError, Plan, plan
+from planner.core.loop import Loop
+from planner.planning.pipeline import make_plan
+
+from .measure import peak_of
+
+pytestmark = pytest.mark.usefixtures("short_searches")
+
+
+def linear(depth=2, width=16):
+    return nn.Sequential(*(layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.Tanh())))
+
+
+class Heads(nn.Module):
+    """Two heads on a trunk; `broken` for a graph of torch.compile's for each of the three."""
+
+    def __init__(self, broken=False):
+        super().__init__()
+        self.trunk, self.one, self.two, self.broken = linear(), linear(), linear(), broken
+
+    def forward(self, x):
+        x = self.trunk(x)
+        if self.broken:
+            torch._dynamo.graph_break()
+        one = self.one(x)
+        if self.broken:
+            torch._dynamo.graph_break()
+        return one, self.two(x)
+
+
+class Chain(nn.Module):
+    """Outputs that are computed from each other, each used more than once."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        h = self.a(x).tanh()
+        k = h + self.b(h).exp()
+        return h, k, self.c(k) + k.square().mean()
+
+
+class OwnLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.aside = linear(), nn.Linear(16, 4)
+
+    def forward(self, x):
+        logits = self.body(x)
+        return {"loss": (logits.square() + logits.sigmoid()).mean(), "logits": logits, "aside": self.aside(x)}
+
+
+def everything(output):
+    return sum(t.square().sum() for t in output)
+
+
+def planned(model, loss_fn=everything):
+    """The model under a plan, and its twin without one."""
+    twin = copy.deepcopy(model)
+    plan(model, batch(), budget_gb=1, loss_fn=loss_fn).apply()
+    return model, twin
+
+
+def batch():
+    return torch.linspace(-1, 1, 8 * 16).reshape(8, 16)
+
+
+def assert_same(models, step):
+    """`step(model)` gives the same with and without a plan, to the last bit, and so do the gradients it leaves."""
+    found = []
+    for model in models:
+        model.zero_grad()
+        seen = step(model) or []
+        found.append([*seen, *(p.grad for p in model.parameters())])
+    for at, (ours, theirs) in enumerate(zip(*found, strict=True)):
+        assert (ours is None) == (theirs is None), at
+        assert ours is None or torch.equal(ours, theirs), at
+
+
+@pytest.mark.parametrize("broken", [False, True], ids=["one_graph", "graph_breaks"])
+def test_two_heads_in_turn_leave_no_gradient_where_none_comes_and_run_no_hook_there(broken):
+    models = planned(Heads(broken))
+    for model in models:
+        for p in model.parameters():
+            p.register_hook(lambda g: 2 * g)
+            p.register_post_accumulate_grad_hook(lambda p: p.grad.neg_() and None if p.grad.numel() == 1 else None)
+    for used in ((0,), (1,), (0, 1), (0,)):
+        assert_same(models, lambda m, used=used: everything([m(batch())[at] for at in used]).backward())
+    one = models[0].one[0].weight
+    assert len(one._backward_hooks) == len(one._post_accumulate_grad_hooks) == 1
+
+
+def test_a_gradient_that_does_not_come_is_no_zero_that_meets_an_infinity():
+    class Root(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Linear(16, 16)
+
+        def forward(self, x):
+            x = self.body(x)
+            one, two = x.split(8, 1)
+            return x.tanh(), (x - x).sqrt(), one.exp(), two.exp()
+
+    models = planned(Root())
+    for used in ((0,), (0, 2), (3,)):
+        assert_same(models, lambda m, used=used: everything([m(batch())[at] for at in used]).backward())
+        assert models[0].body.weight.grad.isfinite().all()
+
+
+def test_hooks_of_outputs_that_others_are_computed_from_see_the_whole_gradient():
+    models = planned(Chain())
+
+    def watched(model):
+        seen, outputs = [], model(batch())
+        for t in outputs[:2]:
+            t.retain_grad()
+            t.register_hook(lambda g: seen.append(g.clone()))
+        (everything(outputs) + outputs[2].sum()).backward()
+        return [*seen, *(t.grad for t in outputs[:2])]
+
+    def changed(model):
+        h, k, last = model(batch())
+        k.register_hook(lambda g: 2 * g)
+        h.register_hook(lambda g: g + 1)
+        last.sum().backward()
+
+    def unused(model):
+        h, k, last = model(batch())
+        seen = []
+        for t in (k, last):
+            t.register_hook(seen.append)
+        h.sum().backward()
+        assert not seen
+
+    def written(model):
+        _, k, last = model(batch())
+        k.retain_grad()
+        last.mul_(3)
+        (last.sum() + k.sum()).backward()
+        return [k.grad]
+
+    for step in (watched, changed, unused, written):
+        assert_same(models, step)
+    output = models[0](batch())
+    output[0].mul_(2)
+    with pytest.raises(RuntimeError, match="inplace operation"):
+        output[2].sum().backward()
+
+
+def test_gradients_between_outputs():
+    models = planned(Chain())
+
+    def between(model):
+        h, k, last = model(batch())
+        (one,) = torch.autograd.grad(last.sum(), k, retain_graph=True)
+        several = torch.autograd.grad(last.sum() + k.sum(), [k, h], retain_graph=True)
+        found.append(several)
+        everything((h, k, last)).backward()
+        return [one]
+
+    found = []
+    assert_same(models, between)
+    torch.testing.assert_close(*found)  # autograd adds the same terms up in another order
+
+
+def test_what_the_models_own_loss_is_computed_from_has_its_gradient_as_well():
+    models = planned(OwnLoss(), None)
+
+    def looked_at(model):
+        output = model(batch())
+        output["logits"].retain_grad()
+        output["loss"].backward()
+        return [output["logits"].grad]
+
+    def more(model):
+        output = model(batch())
+        (output["loss"] + output["logits"].square().mean()).backward()
+
+    def between(model):
+        output = model(batch())
+        return torch.autograd.grad(output["loss"], output["logits"])
+
+    for step in (looked_at, more, between):
+        assert_same(models, step)
+    with pytest.raises(ApplyError, match="loss_fn"):
+        models[0](batch())["aside"].sum().backward()
+    assert_same(models, looked_at)
+
+
+def test_a_graph_is_kept_after_passes_that_did_not_keep_theirs():
+    models = planned(linear(), lambda t: t.sum())
+
+    def twice(model):
+        loss = model(batch()).square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    assert_same(models, lambda m: m(batch()).sum().backward())
+    assert_same(models, twice)
+
+
+class OfItsOwn(nn.Module):
+    """A model that returns its loss."""
+
+    def __init__(self, body):
+        super().__init__()
+        self.body = body
+
+    def forward(self, x):
+        return self.body(x).square().mean()
+
+
+@pytest.mark.parametrize("share", [1.01, 0.75])
+@pytest.mark.parametrize("kind", ["mlp", "transformer"])
+def test_what_a_kept_graph_holds_is_counted(kind, share, tmp_path):
+    layer = nn.TransformerEncoderLayer(64, 4, 256, dropout=0, batch_first=True, norm_first=True)
+    if kind == "mlp":
+        model, x = OfItsOwn(linear(6, 64)), torch.randn(512, 64)
+    else:
+        model, x = OfItsOwn(nn.Sequential(layer, copy.deepcopy(layer))), torch.randn(8, 32, 64)
+    request = replace(plan(model, x, budget_gb=1).source.request, loop=Loop(graph_retained=True))
+    roomy = make_plan(request).record.peak_bytes
+    found = Plan(make_plan(replace(request, budget_gb=share * roomy / 2**30)))
+    found.apply()
+
+    def step():
+        loss = model(x)
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    step()
+    model.zero_grad()
+    measured = peak_of(step, tmp_path) + sum(t.nbytes for t in (*model.parameters(), x))
+    assert measured <= found.budget_bytes
+    assert measured == pytest.approx(found.peak_bytes, rel=0.01)
+
+
+def transforms(model):
+    """Ways of torch to take derivatives of a model other than by a backward pass: name -> call."""
+    x = batch()
+    values = {name: p.detach() for name, p in model.named_parameters()}
+
+    def of_values(values):
+        return functional_call(model, values, (x,)).sum()
+
+    def dual():
+        with forward_ad.dual_level():
+            return model(forward_ad.make_dual(x, torch.ones_like(x)))
+
+    return {
+        "grad": lambda: grad(of_values)(values),
+        "vmap": lambda: vmap(model)(x),
+        "jvp": lambda: jvp(model, (x,), (torch.ones_like(x),)),
+        "forward AD": dual,
+    }
+
+
+def with_other_parameters(model):
+    values = {name: (2 * p.detach()).requires_grad_() for name, p in model.named_parameters()}
+    functional_call(model, values, (batch(),)).sum().backward()
+    return [p.grad for p in values.values()]
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["first", "after_a_step"])
+def test_other_derivatives_are_refused_in_words_and_the_next_step_trains(first):
+    models = planned(linear(), lambda t: t.sum())
+    for call in transforms(models[0]).values():
+        if first:
+            assert_same(models, lambda m: m(batch()).sum().backward())
+        with pytest.raises(ApplyError, match=r"called inside .* remove"):
+            call()
+        assert_same(models, lambda m: m(batch()).sum().backward())
+    assert_same(models, with_other_parameters)
+    with torch.no_grad():
+        assert torch.equal(vmap(models[0])(batch()), vmap(models[1])(batch()))
+
+
+def test_second_derivatives_are_refused_in_words_where_they_are_taken():
+    models = planned(linear(), lambda t: t.sum())
+    assert_same(models, lambda m: m(batch()).sum().backward(create_graph=True))
+    x = batch().requires_grad_()
+    output = models[0](x)
+    (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+    with pytest.raises(ApplyError, match="create_graph"):
+        slope.square().sum().backward()
+    assert_same(models, lambda m: m(batch()).sum().backward())
