@@ -10,13 +10,22 @@ from typing import Any
 
 import torch
 import torch._dynamo.config as dynamo_config
+import torch._functorch.config as functorch_config
 from torch import nn
 from torch._C._dynamo.eval_frame import reset_code
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.eval_frame import OptimizeContext, cached_backends
 from torch._guards import TracingContext
 
-__all__ = ["aot_autograd", "compile_call", "dynamo_config", "forget_compiled", "inner_module", "is_tracing"]
+__all__ = [
+    "aot_autograd",
+    "compile_call",
+    "dynamo_config",
+    "forget_compiled",
+    "functorch_config",
+    "inner_module",
+    "is_tracing",
+]
 
 
 def compile_call(

@@ -23,7 +23,7 @@ from planner.capture.trace.data_dependent import Answers
 from planner.capture.trace.layers import capturable_layers
 from planner.capture.trace.recording import Recording
 from planner.compat import pytree
-from planner.compat.dynamo import aot_autograd, dynamo_config
+from planner.compat.dynamo import aot_autograd, dynamo_config, functorch_config
 from planner.compat.fake import FakeCopyMode, FakeTensorMode
 from planner.compat.fx import boxed
 from planner.compat.modules import buffers_of, parameters_of, replace_call
@@ -98,7 +98,9 @@ def make_backend(serve: Serve, checkpoints: Checkpoints = "replace") -> Callable
 
             aot = aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=split)
             examples = [x if kept is None else kept for x, kept in zip(given, sizes, strict=True)]
-            compiled: Callable[..., Any] = aot(graph, examples)
+            # training loops leave autocast before the backward pass; torch.compile would trace that under it, too
+            with functorch_config.patch(backward_pass_autocast="off"):
+                compiled: Callable[..., Any] = aot(graph, examples)
             return compiled
 
         return serve(graph, compile_region, inputs)
