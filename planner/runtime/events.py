@@ -10,6 +10,7 @@ from torch import nn
 
 from planner.core.maxima import Maxima
 from planner.core.plan import PlanRecord
+from planner.errors import PlannerError
 from planner.requests.planned import Planned
 
 
@@ -46,6 +47,9 @@ class PlanProvider(Protocol):
 
     def on_missing_plan(self, caller: Caller, call: Call) -> Planned:
         """A plan for a kind of call that comes for the first time. Raises PlannerError where there is none."""
+
+    def on_no_plan(self, model: nn.Module, error: PlannerError) -> bool:
+        """There is no plan for a call, and why; True: the call runs as without a plan, False: the error is raised."""
 
     def on_step_begin(self, model: nn.Module, record: PlanRecord, waits: bool) -> bool:
         """A training call is about to run by a plan; `waits`: an earlier one waits for its backward pass.

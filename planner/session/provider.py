@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +15,7 @@ from planner.core.occupancy import CLEARED_LATE
 from planner.core.options import GB
 from planner.core.plan import PlanRecord
 from planner.costs.static_memory import storage_bytes
-from planner.errors import PlanWarning, gb
+from planner.errors import PlannerError, PlanWarning, gb
 from planner.parallel.buckets import buckets_of
 from planner.parallel.group import refuse_verification
 from planner.parallel.sharded import unreduced_bytes
@@ -25,10 +26,13 @@ from planner.requests.request import Request
 from planner.runtime.events import Call, Caller
 from planner.runtime.signature import Signature, call_signature
 from planner.session.agreement import agreed
+from planner.session.announce import announce, warn_unplanned
 from planner.session.binding import Awaited
 from planner.session.counted import counted, with_buckets
 
 Judge = Callable[[Planned], Planned]
+
+_NEW_KIND = "this kind of step (its shapes, dtypes and modes) comes for the first time"
 
 
 class Provider:
@@ -55,6 +59,7 @@ class Provider:
     ) -> None:
         self.model, self.request = model, request
         self.known, self.awaited, self.judge = known, awaited, judge
+        self.warned = False  # that there is no plan
         self.own: list[Planned] = []  # whose schedules may serve other sizes
         self.early: dict[Signature, Planned] = {}  # for the ranks to agree on
         if ready is not None:
@@ -92,8 +97,21 @@ class Provider:
             planned = self.ready.pop(signature, None)
         if own and self.awaited is not None:
             planned = self.awaited.take(request)
-        planned = counted(planned or make_plan(request, self.own, known=self.known), request)
+        if planned is None:
+            start = time.perf_counter()
+            planned = make_plan(request, self.own, known=self.known)
+            announce(planned, time.perf_counter() - start, _NEW_KIND if self.own else "")
+        planned = counted(planned, request)
         return planned if self.judge is None else self.judge(planned)
+
+    def on_no_plan(self, model: nn.Module, error: PlannerError) -> bool:
+        """See `PlanProvider`; warns once where the user asked for that, whatever number of kinds of calls there is."""
+        if self.request.options.on_failure == "raise":
+            return False
+        if not self.warned:
+            self.warned = True
+            warn_unplanned(model, error)
+        return True
 
     def on_step_begin(self, model: nn.Module, record: PlanRecord, waits: bool) -> bool:
         """Warn where tensors that a plan does not count leave too little room: gradients, and an earlier forward pass
