@@ -361,6 +361,7 @@ def test_the_backward_pass_is_traced_without_autocast_where_that_is_set(setting)
             y = function(x)
         return torch.autograd.grad(y.square().mean(), x)[0]
 
+    torch.compiler.reset()
     with dynamo.functorch_config.patch(backward_pass_autocast=setting):
         compiled = gradient(torch.compile(distances, backend="aot_eager"))
     assert torch.equal(compiled, gradient(distances)) == (setting == "off")
