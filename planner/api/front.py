@@ -138,7 +138,7 @@ def _source(request: Request, known: Known | None, batch: Any, kwargs: Any) -> P
         else:
             announce(planned, time.perf_counter() - start)
             return replace(planned, known=known)
-    request = replace(request, args=None, kwargs={}, maxima=None)
+    request = replace(request, args=None, kwargs={}, maxima=None, surroundings=None)
     if batch is not LATER:
         refuse_hopeless(request)
     return Pending(request, known)

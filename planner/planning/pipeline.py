@@ -18,6 +18,7 @@ from planner.codegen.emit import emit, keep_everything
 from planner.core.plan import GraphModules
 from planner.core.recipe import PlannedRegion, Recipe
 from planner.core.step import Pass, Step, replay, run_passes
+from planner.core.surroundings import under
 from planner.costs.account import account_of
 from planner.costs.measured_ops import measure
 from planner.costs.ops import estimate
@@ -53,7 +54,7 @@ def make_plan(
         known: a plan whose schedule is taken where the step turns out to be the one that it was made for.
         must_match: whether to raise RankError, and solve nothing, where the known plan is not for this step.
     """
-    with random_kept():
+    with random_kept(), under(request.surroundings, request.model):
         if request.options.mode == "eager":
             return make_eager_plan(request, others[-1] if others else None, known=known, must_match=must_match)
         graph = graph_of(request)

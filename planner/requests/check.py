@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from planner.compat.modules import managed_by_fsdp
 from planner.core.maxima import Maxima
 from planner.core.options import Options, check_values
+from planner.core.surroundings import surroundings_of
 from planner.devices.accelerator import accelerator_of
 from planner.devices.specs import Device, find_device
 from planner.errors import BatchError, ModelError, OptionError
@@ -58,6 +59,7 @@ def check(
         loss_fn=loss_fn,
         budget_gb=0.0,
         maxima=None if args is None else maxima_of(options.dynamic, args, extra),
+        surroundings=None if args is None else surroundings_of(model),
         **_resolved(*target, options.costs),
     )
     return replace(request, budget_gb=budget_of(request))

@@ -73,7 +73,7 @@ def in_mode(source: Planned | Pending, mode: Mode) -> Planned | Pending:
         return source
     request = replace(source.request, options=options)
     if isinstance(source, Pending) or request.args is None:
-        return Pending(replace(request, args=None, kinds=None), source.known)
+        return Pending(replace(request, args=None, kinds=None, surroundings=None), source.known)
     planned = make_plan(request, [source])
     before = source.record
     other = f"The {before.options.mode} plan: peak {gb(before.peak_bytes)}, {before.overhead:.1%} more time, estimated."

@@ -14,6 +14,7 @@ from planner.core.account import UNREDUCED
 from planner.core.occupancy import CLEARED_LATE
 from planner.core.options import GB
 from planner.core.plan import PlanRecord
+from planner.core.surroundings import surroundings_of, under
 from planner.costs.static_memory import storage_bytes
 from planner.errors import PlannerError, PlanWarning, gb
 from planner.parallel.buckets import buckets_of
@@ -65,7 +66,8 @@ class Provider:
         if ready is not None:
             self.own.append(ready.without_batch())
             asked = ready.request
-            self.early[call_signature(model, asked.args or (), asked.kwargs, asked.maxima)] = ready
+            with under(asked.surroundings, model):
+                self.early[call_signature(model, asked.args or (), asked.kwargs, asked.maxima)] = ready
         if awaited is not None:
             self.own.append(awaited.planned)
         self.ready = dict(self.early) if judge else {}  # else they serve without being asked for
@@ -74,7 +76,8 @@ class Provider:
         """See `PlanProvider`; waits for the other processes where they agree on it."""
         model = caller.model
         request = with_batch(self.request, model, call.args, call.kwargs, call.maxima)
-        request = replace(request, assume_median_branch=call.assume_median_branch)
+        median, now = call.assume_median_branch, surroundings_of(model)
+        request = replace(request, assume_median_branch=median, surroundings=now)
         request = with_buckets(request, buckets_of(model))
         if self.judge is not None:
             refuse_verification(model)

@@ -22,6 +22,7 @@ from planner.capture.trace.constant_propagation import ConstantPropagation
 from planner.capture.trace.data_dependent import Answers
 from planner.capture.trace.layers import capturable_layers
 from planner.capture.trace.recording import Recording
+from planner.capture.trace.state_guard import generators_of
 from planner.compat import pytree
 from planner.compat.dynamo import aot_autograd, dynamo_config, functorch_config
 from planner.compat.fake import FakeCopyMode, FakeTensorMode
@@ -145,8 +146,11 @@ def to_fake(
             return nn.Parameter(torch.empty(shard.shape, dtype=dtype, device=shard.device), shard.requires_grad)
 
     try:
-        with as_defined(model, whole) as memo, FakeCopyMode(mode):
-            fake_model = copy.deepcopy(model, memo)
+        with as_defined(model, whole) as memo:
+            # a generator is no tensor, and cannot be unpickled in a fake mode
+            memo |= {id(g): g.clone_state() for g in generators_of(model)}
+            with FakeCopyMode(mode):
+                fake_model = copy.deepcopy(model, memo)
         for module in fake_model.modules():
             replace_call(module, None)  # a copy runs under the plan of its original
     except Exception as e:
