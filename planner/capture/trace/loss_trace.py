@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal
 
 import torch
@@ -71,10 +71,16 @@ def gradients_received(output: Any) -> torch.Tensor:
 
 
 def leaves(output: Any) -> list[Any]:
-    """The leaves of a model's output; dataclass-like outputs are read through their fields."""
+    """The leaves of a model's output; dataclasses in it, and what is like one, are read through their fields."""
     if hasattr(output, "to_tuple"):
         output = output.to_tuple()
-    return list(pytree.tree_leaves(output))
+    found: list[Any] = []
+    for leaf in pytree.tree_leaves(output):
+        if is_dataclass(leaf) and not isinstance(leaf, type):
+            found += leaves([getattr(leaf, f.name) for f in fields(leaf)])
+        else:
+            found.append(leaf)
+    return found
 
 
 def differentiable(t: Any) -> bool:
