@@ -61,8 +61,8 @@ class Recording:
             trace = f'File "{path}", line {line}, in ?\n    {linecache.getline(path, line).strip()}'
             module = running_module(frame, self.paths)
             # a graph that only stands for these ops has no way to write a generator
-            given = pytree.tree_map_only(torch.Generator, lambda g: None, (args, dict(kwargs or {})))
-            self.calls.append(EagerCall(func, *given, result, self.node, trace, module))
+            own, named = pytree.tree_map_only(torch.Generator, lambda g: None, (args, dict(kwargs or {})))
+            self.calls.append(EagerCall(func, own, named, result, self.node, trace, module))
         return result
 
     def pause(self) -> None:
