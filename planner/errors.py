@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 
 def gb(nbytes: float) -> str:
     """Bytes in words: `1 GB = 2**30 bytes`, as CUDA's own tools print it."""
@@ -28,20 +30,39 @@ class InfeasibleBudgetError(BudgetError):
 
     Attributes:
         budget_gb: what was asked for.
-        minimum_gb: the smallest budget that was found to work; planning with it succeeds.
+        minimum_gb: the smallest budget that was found to work, rounded up to four digits; planning with it succeeds,
+            whatever the time limit. Where no batch is known yet, only a lower bound, and the message says so.
+        minimum_bytes: the same in bytes, not rounded.
         takes: what takes the room at the leanest plan's peak: name -> bytes, largest first.
     """
 
-    def __init__(self, budget_gb: float, minimum_bytes: int, takes: dict[str, int]) -> None:
+    def __init__(self, budget_gb: float, minimum_bytes: int, takes: dict[str, int], *, whole: bool = True) -> None:
+        """Args other than the attributes: `whole`, whether the step is known, or only what is held beside it."""
         self.budget_gb = budget_gb
-        self.minimum_gb = minimum_bytes / 2**30
+        self.minimum_bytes = minimum_bytes
+        self.minimum_gb = _rounded_up(minimum_bytes / 2**30)
         self.takes = takes
         room = ", ".join(f"{name} {gb(size)}" for name, size in takes.items() if size)
+        asked = f"budget_gb={budget_gb!r} ({gb(budget_gb * 2**30)}) is too small: "
+        if whole:
+            needs = "the leanest plan found needs "
+            advice = "Give that much, or make the batch or the model smaller."
+        else:
+            needs = "before a batch is known, what any step holds is at least "
+            advice = (
+                "Activations come on top: plan(model, batch, ...) tells how much. Where parameters will be frozen, "
+                "converted or sharded before training, do so first, then plan."
+            )
         super().__init__(
-            f"budget_gb={budget_gb!r} ({gb(budget_gb * 2**30)}) is too small: the leanest plan found needs "
-            f"minimum_gb={self.minimum_gb!r} ({gb(minimum_bytes)}). What takes the room: {room}. "
-            "Give that much, or make the batch or the model smaller."
+            f"{asked}{needs}minimum_gb={self.minimum_gb!r} ({gb(minimum_bytes)}). What takes the room: {room}. {advice}"
         )
+
+
+def _rounded_up(x: float) -> float:
+    """The least number of four digits that is not below a positive number."""
+    digits = 3 - math.floor(math.log10(x))
+    rounded = float(f"{x:.3e}")
+    return rounded if rounded >= x else round(rounded + 10.0**-digits, digits)
 
 
 class ModelError(PlannerError, TypeError):
@@ -74,3 +95,7 @@ class VerificationError(PlannerError, RuntimeError):
 
 class OptionError(PlannerError, ValueError):
     """An option (solver, device, optimizer, time limit) that is not known; the message lists the known ones."""
+
+
+# what `plan(on_failure="warn")` warns of: nothing is wrong with the arguments, and there is no plan for this model
+UNPLANNABLE = (CaptureError, InfeasibleBudgetError, RankError)

@@ -21,7 +21,8 @@ def auto(problem: Problem, *, time_limit: float | None = None, progress: bool | 
         progress: show a bar; None for only where a terminal is watching.
 
     Raises:
-        InfeasibleError: no schedule that the search reached fits; its `minimum` is a budget that succeeds.
+        InfeasibleError: no schedule that the search reached fits; its `minimum` is a budget that succeeds under any
+            time limit: it is looked for with the default effort, whatever the limit is.
     """
     once = every_op_once(problem)
     if problem.budget is None or simulate(problem, once).peak <= problem.budget:

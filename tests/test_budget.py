@@ -68,6 +68,42 @@ def test_words_that_are_no_budget(budget):
         plan(model, x, budget_gb=budget)
 
 
+@pytest.mark.parametrize(
+    ("given", "nbytes"),
+    [("12GB", 12 * 2**30), ("12 GiB", 12 * 2**30), ("500 MiB", 500 * 2**20), ("1.5mb", 3 * 2**19), ("1.5e9 B", 1.5e9)],
+)
+def test_a_budget_may_have_a_unit(given, nbytes):
+    model, x = layers()
+    assert plan(model, x, budget_gb=given, loss_fn=torch.Tensor.mean).budget_bytes == nbytes
+
+
+@pytest.mark.parametrize("given", [12e9, 12 * 2**30, 3_000_000])
+def test_bytes_in_the_place_of_gigabytes_are_no_budget(given):
+    model, _ = layers()
+    with pytest.raises(planner.BudgetError, match=r"more than any device has. As bytes it would be .* give budget_gb="):
+        plan(model, budget_gb=given)
+
+
+def test_megabytes_in_the_place_of_gigabytes_are_warned_of():
+    model, x = layers()
+    with pytest.warns(PlanWarning, match="give '12000 MB'"):
+        plan(model, x, budget_gb=12000, loss_fn=torch.Tensor.mean)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "words"),
+    [
+        (nn.CrossEntropyLoss(), r"input, target.*lambda output: CrossEntropyLoss\(\)\(output, target\)"),
+        (nn.functional.mse_loss, r"lambda output: mse_loss\(output, target\)"),
+        (nn.MSELoss, r"is a class.*lambda output: MSELoss\(\)\(output, target\)"),
+    ],
+)
+def test_a_loss_that_takes_targets_is_explained(loss_fn, words):
+    model, _ = layers()
+    with pytest.raises(planner.OptionError, match=words):
+        plan(model, budget_gb=1, loss_fn=loss_fn)
+
+
 def test_no_budget_is_the_memory_of_the_card_that_is_planned_for():
     model, x = layers()
     p = plan(model, x, loss_fn=torch.Tensor.mean, device="t4")

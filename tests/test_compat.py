@@ -215,6 +215,11 @@ def test_constants_of_more_elements_are_known_where_that_is_allowed(elements):
     assert not mode.may_turn_const(torch.zeros(9))
 
 
+def test_real_tensors_are_made_while_a_fake_mode_is_on():
+    with fake.FakeTensorMode(), fake.unset_fake_temporarily():
+        assert torch.ones(2).sum().item() == 2
+
+
 def test_fake_tensors_refuse_what_they_cannot_know():
     with fake.FakeTensorMode(allow_non_fake_inputs=True) as mode, pytest.raises(fake.DynamicOutputShapeException):
         torch.empty(3).nonzero()
@@ -348,6 +353,24 @@ def test_settings_of_dynamo_are_patched_for_a_while():
     with dynamo.dynamo_config.patch(recompile_limit=before + 1):
         assert dynamo.dynamo_config.recompile_limit == before + 1
     assert dynamo.dynamo_config.recompile_limit == before
+
+
+@pytest.mark.parametrize("setting", ["off", "same_as_forward"])
+def test_the_backward_pass_is_traced_without_autocast_where_that_is_set(setting):
+    x, weight = torch.randn(32, 32, requires_grad=True), torch.randn(32, 32)
+
+    def distances(x):
+        return torch.cdist(x @ weight, weight)
+
+    def gradient(function):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = function(x)
+        return torch.autograd.grad(y.square().mean(), x)[0]
+
+    torch.compiler.reset()
+    with dynamo.functorch_config.patch(backward_pass_autocast=setting):
+        compiled = gradient(torch.compile(distances, backend="aot_eager"))
+    assert torch.equal(compiled, gradient(distances)) == (setting == "off")
 
 
 def test_a_compiled_module_has_the_module_inside():

@@ -11,9 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from solvers import InfeasibleError, chen, ilp, minimum_peak, minimum_peak_bound
+from solvers.auto import auto
 from solvers.exact import checkmate_model, highs
 from solvers.exact.coarsen import coarsen, expand, prune, trim
 from solvers.problem import Op, Problem
+from solvers.protocol import Solver
 from solvers.schedule import Schedule, every_op_once, simulate, validate
 from tests.brute_force import cheapest, lowest_peak
 from tests.problems import random_training_graph, reused_problems, shorten, small_problems, transformer
@@ -33,7 +35,8 @@ def _short() -> Iterator[None]:
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing to start from: what the models do not find, nothing does."""
-    monkeypatch.setattr("solvers.exact.checkmate._start", lambda problem, _: (None, every_op_once(problem)))
+    monkeypatch.setattr("solvers.exact.checkmate._start", lambda problem, _: None)
+    monkeypatch.setattr("solvers.exact.checkmate._lean", every_op_once)
 
 
 def reproducible(examples: int) -> settings:
@@ -65,6 +68,16 @@ def test_equals_exhaustive_search(problem: Problem) -> None:
         assert validate(problem, answer.schedule).cost == pytest.approx(truth)
         assert answer.bound <= truth + 1e-6
         assert not answer.note
+
+
+@pytest.mark.parametrize(("solver", "forward"), [(ilp, 6), (auto, 20)])
+def test_the_least_budget_that_one_time_limit_names_is_enough_for_another(solver: Solver, forward: int) -> None:
+    problem = random_training_graph(4, forward, skips=True)
+    for limit in (0.01, 0.5):
+        with pytest.raises(InfeasibleError) as refused:
+            solver(problem.with_budget(problem.resident + 1), time_limit=limit, progress=False)
+        enough = problem.with_budget(refused.value.minimum)
+        validate(enough, solver(enough, time_limit=0.01, progress=False).schedule)
 
 
 @pytest.mark.usefixtures("alone")

@@ -52,7 +52,7 @@ def test_as_planning_for_every_n_says():
             assert (t.peak_bytes, t.overhead, t.step_seconds) == (p.peak_bytes, p.overhead, p.step_seconds)
     beyond = next(t for t in found.trials if t.n == found.largest + 1)
     assert not beyond.feasible
-    assert beyond.peak_bytes == refused.value.minimum_gb * GB > BUDGET * GB
+    assert beyond.peak_bytes == refused.value.minimum_bytes > BUDGET * GB
     assert max(n for n, p in each.items() if p.overhead == 0) in [t.n for t in found.trials]
     # the best of all is one that was tried, or next to the fastest of those
     tried = [t.n for t in found.trials]

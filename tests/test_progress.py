@@ -1,7 +1,9 @@
 """Progress is shown where it is wanted, and an interruption leaves everything as it was."""
 
 import copy
+import io
 import random
+import sys
 
 import numpy as np
 import pytest
@@ -85,6 +87,19 @@ def test_nothing_is_shown_where_nobody_watches_or_it_is_not_wanted(progress, ste
     for _ in stages(*step, progress):
         pass
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_plan_of_the_first_step_shows_its_progress_in_a_terminal(step, at_once, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    model, x = step
+    monkeypatch.setattr("sys.stderr", Terminal())
+    plan(model, costs="roofline", **TIGHT).apply()
+    model(x).backward()
+    shown = sys.stderr.getvalue()
+    assert all(word in shown for word in ("capturing", "solving", "compiling"))
 
 
 def interrupted(*_, **__):

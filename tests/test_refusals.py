@@ -1,12 +1,14 @@
 """What cannot be captured: the construct in words, the module and the line, what to try; and what can be, after all."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 import torch
 import transformers
 from torch import nn
 
-from planner import CaptureError, plan
+from planner import CaptureError, InfeasibleBudgetError, plan
 
 from .measure import peak_of
 
@@ -273,3 +275,126 @@ def test_the_size_of_ctc_loss_is_known_by_its_targets(tmp_path):
     assert all(map(torch.equal, gradients(), eager))
     model.zero_grad(set_to_none=True)
     assert p.resident_bytes + peak_of(lambda: model(*batch).backward(), tmp_path) <= p.peak_bytes
+
+
+class Layers(nn.Module):
+    """Layers of torch.nn, in a loop with something between them."""
+
+    def __init__(self, between):
+        super().__init__()
+        self.layers, self.between = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)]), between
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+            self.between(x)
+        return x.square().mean()
+
+
+def printed(x):
+    print(end="")
+
+
+def asked(x):
+    if x.sum().item() > 1e9:
+        raise ValueError
+
+
+@pytest.mark.parametrize(
+    ("between", "line", "why"), [(printed, 'print(end="")', "`print`"), (asked, "x.sum().item()", "`.item()`")]
+)
+def test_what_breaks_the_graph_in_a_loop_over_layers_is_named(between, line, why):
+    with pytest.raises(CaptureError) as refused:
+        plan(Layers(between), torch.randn(4, 8), budget_gb=1)
+    said = str(refused.value)
+    assert line in said
+    assert why in said
+    assert f"{__file__}:{between.__code__.co_firstlineno + 1}" in said
+    assert "torch.compiler.disable" not in said
+
+
+class Noisy(nn.Module):
+    """Draws from a generator of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.generators = [torch.Generator().manual_seed(3)]
+
+    def forward(self, x):
+        noise = torch.rand(x.shape, generator=self.generators[0])
+        return x + self.b((self.a(x) * noise).tanh()).tanh()
+
+
+@pytest.mark.parametrize("mode", ["compiled", "eager"])
+def test_a_generator_of_the_models_own_is_planned_around(mode):
+    model, x = nn.Sequential(*[Noisy() for _ in range(4)]), torch.randn(512, 64)
+
+    def step():
+        model.zero_grad()
+        for noisy in model:
+            noisy.generators[0].manual_seed(3)
+        model(x).square().mean().backward()
+        return [p.grad for p in model.parameters()] + [noisy.generators[0].get_state() for noisy in model]
+
+    expected = step()
+    options = {"loss_fn": lambda output: output.square().mean(), "mode": mode}
+    try:
+        p = plan(model, x, budget_gb=0.002, **options)
+    except InfeasibleBudgetError as e:
+        p = plan(model, x, budget_gb=e.minimum_gb, **options)
+    assert torch.equal(model[0].generators[0].get_state(), expected[-1])
+    p.apply()
+    assert all(map(torch.equal, step(), expected))
+
+
+@dataclass
+class Answer:
+    logits: torch.Tensor
+    loss: torch.Tensor
+
+
+class Answers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        logits = self.layer(x).tanh()
+        return [Answer(logits, logits.square().mean())]
+
+
+def test_a_dataclass_in_the_output_is_looked_into():
+    model, x = Answers(), torch.randn(4, 8)
+    (gradient,) = torch.autograd.grad(model(x)[0].loss, model.layer.weight)
+    plan(model, x, budget_gb=1, loss_fn=lambda output: output[0].loss).apply()
+    model(x)[0].loss.backward()
+    assert torch.equal(model.layer.weight.grad, gradient)
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize("with_batch", [True, False], ids=["batch", "first step"])
+@pytest.mark.parametrize(
+    ("x", "words"),
+    [
+        (torch.nested.nested_tensor([torch.randn(3, 8), torch.randn(5, 8)]), "nested tensor"),
+        (torch.nested.nested_tensor([torch.randn(3, 8), torch.randn(5, 8)], layout=torch.jagged), "nested tensor"),
+        (torch.randn(4, 8).as_subclass(Subclass), r"Subclass.*as_subclass\(torch.Tensor\)"),
+    ],
+    ids=["nested", "jagged", "subclass"],
+)
+def test_tensors_that_no_plan_can_be_made_for_are_named(x, words, with_batch):
+    model = nn.Linear(8, 8)
+    given = (x,) if with_batch else ()
+    with pytest.raises(CaptureError, match=rf"\[0\] of the batch.*{words}"):
+        plan(model, *given, budget_gb=1).apply()(x)
+
+
+def test_a_subclass_among_the_parameters_is_named():
+    model = nn.Linear(8, 8)
+    model.weight = nn.Parameter(torch.randn(8, 8).as_subclass(Subclass))
+    with pytest.raises(CaptureError, match=r"parameter weight.*Subclass"):
+        plan(model, torch.randn(4, 8), budget_gb=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from typing import Any
@@ -12,12 +13,16 @@ from torch import nn
 
 from planner.api.plan import Plan
 from planner.capture.passes.checkpoints import Checkpoints
-from planner.core.options import Costs, Dynamic, Mode, Options
-from planner.errors import BatchError, CaptureError, OptionError
+from planner.core.options import Costs, Dynamic, Mode, OnFailure, Options
+from planner.errors import UNPLANNABLE, BatchError, CaptureError, OptionError
 from planner.planfile import files
+from planner.planning.early import refuse_hopeless
 from planner.planning.pipeline import make_plan
+from planner.requests.batch import LATER
 from planner.requests.check import check
-from planner.requests.planned import Known, Pending, Planned
+from planner.requests.planned import Known, Pending, Planned, Unplanned
+from planner.requests.request import Request
+from planner.session.announce import announce, warn_unplanned
 from planner.session.attach import applied
 
 
@@ -41,6 +46,7 @@ def plan(
     dynamic: Dynamic = None,
     mode: Mode = "compiled",
     in_flight: int = 1,
+    on_failure: OnFailure = "raise",
     known: Plan | str | os.PathLike[str] | None = None,
 ) -> Plan:
     """Decide, for every activation of a training step, whether to keep or recompute it, within a memory budget.
@@ -56,7 +62,8 @@ def plan(
             model, the plan is made at the first training step after `apply()`.
         kwargs: further keyword arguments for the model.
         budget_gb: memory that parameters, buffers, batch, optimizer state and everything the step allocates may take
-            together, in GB of 2**30 bytes; or a share of the device's memory as "80%"; None for what the GPU has free.
+            together, in GB of 2**30 bytes; or an amount with its unit as "12 GB" or "500 MiB" (MB and MiB are alike,
+            2**20 bytes), or a share of the device's memory as "80%"; None for what the GPU has free.
         solver: "auto" (the default), "chen" (sqrt(L) segments) or "ilp" (exact on small graphs).
         optimizer: an optimizer or its name, to count its state and the temporaries of its step; None counts none.
         loss_fn: model output -> scalar loss, where the loss is not among the model's outputs.
@@ -85,6 +92,9 @@ def plan(
             of a pipeline, or of a loop that calls the model several times before `backward()`. What each of them keeps
             is counted, and part of what is decided. Without `accumulate`, so many forward passes run, then as many
             backward passes; with it, gradients are there already while as many wait.
+        on_failure: what becomes of a model that cannot be planned: "raise" ends in an error, before its first step;
+            "warn" lets it train as it is, after one PlanWarning that says why. Arguments that cannot be used are errors
+            either way.
         known: an earlier plan, or its file: where the step and the budget turn out to be those that it was made for,
             its schedule is taken and no solver runs; the note says which it was.
 
@@ -93,7 +103,8 @@ def plan(
 
     Raises:
         ModelError, BudgetError, BatchError, OptionError: an argument that cannot be used, named with its value.
-        InfeasibleBudgetError: nothing fits; it carries the smallest budget that does.
+        InfeasibleBudgetError: nothing fits; it carries the smallest budget that does. Without a batch, raised here
+            where parameters, gradients and optimizer state exceed the budget already, else at the first training step.
         CaptureError: the model cannot be captured.
         PlanFileError: the file of a known plan cannot be read.
         RankError: at the first training step, on every rank, where one of them cannot train by the plan; it says why.
@@ -107,14 +118,32 @@ def plan(
     given = {name: value for name, value in locals().items() if name in _OPTIONS}
     request = check(model, batch, kwargs, loss_fn=loss_fn, **given)
     earlier = known_plan(known)
+    try:
+        return Plan(_source(request, earlier, batch, kwargs))
+    except UNPLANNABLE as e:
+        if on_failure == "raise":
+            raise
+        warn_unplanned(model, e)
+        return Plan(Unplanned(request, str(e)))
+
+
+def _source(request: Request, known: Known | None, batch: Any, kwargs: Any) -> Planned | Pending:
+    """The plan of a request; where there is no batch that serves, what is asked for at the first training step."""
     if request.args is not None:
+        start = time.perf_counter()
         try:
-            return Plan(replace(make_plan(request, known=earlier), known=earlier))
+            planned = make_plan(request, known=known)
         except (BatchError, CaptureError):
             # transformers gives every model, of vision too, token ids for its dummy inputs
             if batch is not None or kwargs:
                 raise
-    return Plan(Pending(replace(request, batch=None, maxima=None), earlier))
+        else:
+            announce(planned, time.perf_counter() - start)
+            return replace(planned, known=known)
+    request = replace(request, batch=None, maxima=None, surroundings=None)
+    if batch is not LATER:
+        refuse_hopeless(request)
+    return Pending(request, known)
 
 
 def known_plan(given: Any) -> Known | None:

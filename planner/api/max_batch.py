@@ -9,7 +9,7 @@ from typing import Any, Unpack
 from torch import nn
 
 from planner.api.plan import Plan
-from planner.core.options import GB, OptionArguments
+from planner.core.options import OptionArguments
 from planner.errors import BatchError, CaptureError, InfeasibleBudgetError, OptionError, gb
 from planner.planning.pipeline import make_plan
 from planner.requests.batch import Batch, arguments, maxima_of
@@ -175,7 +175,7 @@ def _planned(request: Request, make_batch: Callable[[int], Any], n: int) -> tupl
     except InfeasibleBudgetError as e:
         if n == 1:
             raise
-        return Trial(n, round(e.minimum_gb * GB)), None
+        return Trial(n, e.minimum_bytes), None
     except (BatchError, CaptureError) as e:
         raise type(e)(f"with the batch of make_batch({n}): {e}") from e
     return Trial(n, made.peak_bytes, made.baseline_peak_bytes, made.overhead, made.step_seconds), made

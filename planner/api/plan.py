@@ -32,7 +32,7 @@ from planner.planning.what_if import costs_of, what_if
 from planner.report import explain, graph, html, snapshot, text
 from planner.report.explanation import Explanation
 from planner.report.terminal import style_of
-from planner.requests.planned import Filed, Known, Pending, Planned
+from planner.requests.planned import Filed, Known, Pending, Planned, Unplanned
 from planner.requests.request import Request
 from planner.runtime.interception import detach
 from planner.session.apply import apply
@@ -103,7 +103,7 @@ class Plan:
     known_curve: Curve | None
     verification: Verification | None
 
-    def __init__(self, source: Planned | Filed | Pending) -> None:
+    def __init__(self, source: Planned | Filed | Pending | Unplanned) -> None:
         self._take(source)
         self._drawn: tuple[PlanRecord, Curve] | None = None
 
@@ -113,21 +113,21 @@ class Plan:
         handle = _HANDLES.get(id(planned))
         return handle if handle is not None and handle.source is planned else cls(planned)
 
-    def _take(self, source: Planned | Filed | Pending) -> None:
+    def _take(self, source: Planned | Filed | Pending | Unplanned) -> None:
         self._source = source
         _HANDLES[id(source)] = self
 
     if not TYPE_CHECKING:  # type checkers read the annotations above, and find misspelt names
 
         def __getattr__(self, name: str) -> Any:
-            if name == "budget_bytes" and isinstance(self._source, Pending):
+            if name == "budget_bytes" and isinstance(self._source, (Pending, Unplanned)):
                 return self._source.request.budget_bytes
             if name not in _DATA:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
             return getattr(self.made(name).record, name)
 
     @property
-    def source(self) -> Planned | Filed | Pending:
+    def source(self) -> Planned | Filed | Pending | Unplanned:
         """The record with the request that it answers, the file that it is from, or the request alone."""
         return self._source
 
@@ -144,15 +144,19 @@ class Plan:
     @property
     def pending(self) -> bool:
         """Whether the plan is still to be made, at the first training step."""
-        return self._known() is None
+        return isinstance(self._source, Pending) and self._known() is None
 
     def _known(self) -> Known | None:
         source = self._source
-        return applied(source.request.model) if isinstance(source, Pending) else source
+        if isinstance(source, Pending):
+            return applied(source.request.model)
+        return None if isinstance(source, Unplanned) else source
 
     def made(self, name: str = "the plan") -> Known:
         """The plan, once there is one; raises ApplyError before, which says what is not known yet."""
         made = self._known()
+        if isinstance(self._source, Unplanned):
+            raise _without(self._source)
         if made is None:
             raise ApplyError(
                 f"{name} is not known yet: no batch was given, so the plan is made at the first training step. "
@@ -165,6 +169,8 @@ class Plan:
         source = self._known() or self._source
         if isinstance(source, Filed):
             raise no_model(source)
+        if isinstance(source, Unplanned):
+            raise _without(source)
         return source
 
     @property
@@ -223,6 +229,8 @@ class Plan:
 
     def remove(self, model: nn.Module | None = None) -> nn.Module:
         """Take the plan off the planned model, or the one it was applied to; ApplyError where none is on."""
+        if isinstance(self._source, Unplanned):
+            return self._source.request.model if model is None else model
         target = self.request.model if model is None else model
         detach(target)
         return target
@@ -312,15 +320,17 @@ class Plan:
         Args:
             colour: None for colours where standard output is a terminal that shows them (see NO_COLOR, FORCE_COLOR).
         """
-        return repr(self) if self.pending else text.summary(self.record, style_of(colour=colour))
+        return repr(self) if self._known() is None else text.summary(self.record, style_of(colour=colour))
 
     def __repr__(self) -> str:
         if self.pending:
             return f"Plan(budget={gb(self.budget_bytes)}, made at the first training step)"
+        if isinstance(self._source, Unplanned):
+            return f"Plan(budget={gb(self.budget_bytes)}, none: the model trains as it is, because {self._source.why})"
         return repr(self.record).replace("PlanRecord", "Plan", 1)
 
     def _repr_html_(self) -> str:
-        return f"<p>{escape(repr(self))}</p>" if self.pending else html.body(self.record, self.curve)
+        return f"<p>{escape(repr(self))}</p>" if self._known() is None else html.body(self.record, self.curve)
 
     def to_html(self, path: str | PathLike[str] | None = None) -> str:
         """The plan as a page of its own: what Jupyter shows; also written to a file where one is named.
@@ -363,3 +373,8 @@ class Plan:
             "a plan cannot be pickled, as it is tied to its model: save(path) writes it to a file, and "
             "Plan.load(path) reads it in another process"
         )
+
+
+def _without(source: Unplanned) -> ApplyError:
+    """The error for what needs a plan where there is none."""
+    return ApplyError(f"there is no plan, and the model trains as it is: {source.why}")

@@ -59,6 +59,8 @@ def keep_reason(node: fx.Node, tainted: Collection[fx.Node]) -> str:
     if not isinstance(target, OpOverload):
         return f"{target} is opaque: nothing says that a second run would give the same"
     name = schema_of(target).name.split("::")[1]
+    if draws_apart(node.args, node.kwargs):
+        return f"{name} draws from a torch.Generator of the model's own, whose state a second run would not find"
     if is_collective(target):
         return f"{name} is a collective, which all processes would have to run again together"
     if target.namespace not in ("aten", "prims"):
@@ -123,6 +125,11 @@ def draws(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> boo
         return True
     at = names.index("dropout_p")
     return bool(kwargs.get("dropout_p", args[at] if at < len(args) else 0.0) != 0.0)
+
+
+def draws_apart(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of an op is given a generator, and so does not draw from the device's."""
+    return any(isinstance(x, torch.Generator) for x in (*args, *kwargs.values()))
 
 
 def replay_bytes(node: fx.Node) -> tuple[int, int]:

@@ -10,17 +10,32 @@ from typing import Any
 
 import torch
 import torch._dynamo.config as dynamo_config
+import torch._functorch.config as functorch_config
 from torch import nn
 from torch._C._dynamo.eval_frame import reset_code
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.eval_frame import OptimizeContext, cached_backends
+from torch._dynamo.exc import Unsupported
 from torch._guards import TracingContext
 
-__all__ = ["aot_autograd", "compile_call", "dynamo_config", "forget_compiled", "inner_module", "is_tracing"]
+__all__ = [
+    "Unsupported",
+    "aot_autograd",
+    "compile_call",
+    "dynamo_config",
+    "forget_compiled",
+    "functorch_config",
+    "inner_module",
+    "is_tracing",
+]
 
 
 def compile_call(
-    model: nn.Module, backend: Callable[..., Any], settings: Callable[[], AbstractContextManager[object]] = nullcontext
+    model: nn.Module,
+    backend: Callable[..., Any],
+    settings: Callable[[], AbstractContextManager[object]] = nullcontext,
+    *,
+    whole: bool = False,
 ) -> Callable[..., Any]:
     """A module's call with its hooks (`Module._call_impl`), compiled with static shapes (torch 2.11 to 2.13).
 
@@ -31,6 +46,7 @@ def compile_call(
         model: whose call it is.
         backend: as for `torch.compile`.
         settings: gives a context in which frames are compiled, and no graph runs.
+        whole: whether to raise what breaks the graph, as `torch.compile(fullgraph=True)` does.
     """
 
     # a frame of ours on top also lets Dynamo see modules that are torch's own (nn.Sequential)
@@ -38,7 +54,9 @@ def compile_call(
         return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     call.__code__ = call.__code__.replace(co_varnames=call.__code__.co_varnames)
-    optimize = torch._dynamo.optimize(backend, dynamic=False)  # torch.compile without a name for the backend
+    optimize = torch._dynamo.optimize(
+        backend, dynamic=False, nopython=whole
+    )  # torch.compile without a name for the backend
     if isinstance(optimize, OptimizeContext):  # it is another object where torch.compile is disabled
         compile_frame: Any = optimize.callback
 

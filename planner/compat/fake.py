@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
+    unset_fake_temporarily,
 )
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "fake_of_constant",
     "replace_dispatch",
     "set_constant",
+    "unset_fake_temporarily",
 ]
 
 

@@ -42,7 +42,7 @@ def sizes_in(args: Any, kwargs: Any, free: Mapping[str, Collection[int]] | None 
 def tensors_of(args: Any, kwargs: Any) -> list[tuple[str, torch.Tensor]]:
     """The tensors of a call, each with its path."""
     leaves, _ = pytree.tree_flatten_with_path((tuple(args), dict(kwargs)))
-    return [(pytree.keystr(path), t) for path, t in leaves if isinstance(t, torch.Tensor)]
+    return [(pytree.keystr(path), t) for path, t in leaves if isinstance(t, torch.Tensor) and not t.is_nested]
 
 
 def layout(t: torch.Tensor) -> tuple[int, ...]:

@@ -23,6 +23,7 @@ Costs = Literal["roofline", "measured"]
 Dynamic = bool | Mapping[str | int, Mapping[int, int]] | None
 Mode = Literal["compiled", "eager"]
 MODES = get_args(Mode)
+OnFailure = Literal["raise", "warn"]
 
 GB = 2**30
 PLANNED_LINES = ("activations", "gradients")  # lines of the account that the schedule decides
@@ -100,7 +101,7 @@ def count(text: str) -> int:
 
 
 def gigabytes(text: str) -> float | str:
-    """A budget of a command line: a number of GB, or text that `plan()` reads, as "80%"."""
+    """A budget of a command line: a number of GB, or text that `plan()` reads, as "80%" or "500MB"."""
     try:
         return float(text)
     except ValueError:
@@ -152,7 +153,14 @@ class Options:
 
     budget_gb: float | str | None = option(
         None,
-        About(flag=Flag('GB of 2**30 bytes, or a share of the device, "80%%"', "GB", gigabytes, group="budget")),
+        About(
+            flag=Flag(
+                'GB of 2**30 bytes, an amount as "500MB", or a share of the device, "80%%"',
+                "GB",
+                gigabytes,
+                group="budget",
+            )
+        ),
     )
     solver: str = option(
         "auto",
@@ -254,6 +262,17 @@ class Options:
             ),
             Flag("forward passes that wait for their backward pass at once", "K", count),
             "microbatches in flight",
+        ),
+    )
+    on_failure: OnFailure = option(
+        "raise",
+        About(
+            one_of(get_args(OnFailure), "must be one of {}"),
+            Flag(
+                "warn: a model that cannot be planned trains as it is",
+                choices=lambda: get_args(OnFailure),
+                group="budget",
+            ),
         ),
     )
 

@@ -22,6 +22,9 @@ class Verification:
         gradient_error: largest difference of a gradient between the two steps, relative to the largest entry of that
             gradient without the plan; None where there is nothing to compare with.
         gradients_agree: whether every difference is within float rounding of its dtype; None likewise.
+        capture_error: the same difference of a step that was captured likewise and recomputes nothing: torch.compile's
+            own; None where there was nothing to explain, or it could not be run.
+        plan_error: the difference of the planned step from that one: the plan's own; None likewise.
         planned_seconds, unplanned_seconds: time of one step each, after a warm-up.
     """
 
@@ -33,6 +36,18 @@ class Verification:
     gradients_agree: bool | None
     planned_seconds: float
     unplanned_seconds: float | None
+    capture_error: float | None = None
+    plan_error: float | None = None
+
+    @property
+    def cause(self) -> str:
+        """Where a difference of gradients is from, in words; empty where there is none, or it is not known."""
+        if self.capture_error is None or self.plan_error is None:
+            return ""
+        nothing = f"{self.capture_error:.1e} with nothing recomputed"
+        if not self.plan_error:
+            return f"torch.compile's own: {nothing}, and the plan adds none"
+        return f"{nothing}, and {self.plan_error:.1e} between that and the plan"
 
     @property
     def within_budget(self) -> bool:
@@ -60,6 +75,6 @@ class Verification:
         return (
             f"{text}without a plan {gb(self.unplanned_bytes)}; "
             f"gradients {'agree' if self.gradients_agree else 'DIFFER'} (largest relative difference "
-            f"{self.gradient_error:.1e}); "
+            f"{self.gradient_error:.1e}{f', {self.cause}' if self.cause else ''}); "
             f"step {self.planned_seconds:.3f} s, without a plan {self.unplanned_seconds:.3f} s"
         )

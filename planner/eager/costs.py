@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.capture.recomputability import is_random, keep_reason, replay_bytes
+from planner.capture.recomputability import draws_apart, is_random, keep_reason, replay_bytes
 from planner.compat import pytree
 from planner.compat.ops import schema_of
 from planner.core.call import TensorSpec
@@ -64,7 +64,8 @@ def costs_of(trace: Trace, request: Request, mode: Any, device: torch.device, kn
     )
     for key, node in nodes.items():
         found = estimates[node]
-        mutable = schema_of(new[key].target).is_mutable
+        apart = draws_apart(node.args, node.kwargs)
+        mutable = schema_of(new[key].target).is_mutable and not apart
         aten = new[key].target.namespace in ("aten", "prims")
         known[key] = OpCost(
             found.seconds,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from planner.core.occupancy import CLEARED_LATE
 from planner.core.options import GB
 from planner.core.plan import PlanRecord
 from planner.costs.optimizer import optimizer_memory
-from planner.errors import gb
+from planner.errors import PlannerError, gb
 from planner.integrations.discovery import Search, exits
 from planner.parallel.group import world_size
 from planner.planfile.files import save
@@ -139,10 +140,18 @@ class Watching:
         if self.told:
             return self.own.on_missing_plan(caller, call)
         self.told = True
-        with exits(), self.search.paused():
+        with self._ends(), self.search.paused():
             planned = self.own.on_missing_plan(caller, call)
             self.launched.tell(planned, anew=self.anew)
         return planned
+
+    def _ends(self) -> AbstractContextManager[object]:
+        """Ends the script where there is no plan, unless it is to train without one."""
+        return exits() if self.launched.options.get("on_failure", "raise") == "raise" else nullcontext()
+
+    def on_no_plan(self, model: nn.Module, error: PlannerError) -> bool:
+        """See `PlanProvider`."""
+        return self.own.on_no_plan(model, error)
 
     def on_step_begin(self, model: nn.Module, record: PlanRecord, waits: bool) -> bool:
         """See `PlanProvider`; puts another plan on the model for gradients that are there."""

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from math import ceil
 
-from planner.core.options import GB
 from planner.core.step import Step
 from planner.devices.caching_allocator import reserved, smallest_limit
 from planner.errors import InfeasibleBudgetError, PlanWarning, gb
@@ -65,6 +64,6 @@ def solve_with_margin(step: Step, request: Request, solve: Callable[[Step], Solu
 
 def _with_its_margin(e: InfeasibleBudgetError, margin: int) -> InfeasibleBudgetError:
     """The error for segments that can grow: a larger budget needs a larger margin."""
-    asked = round(e.minimum_gb * GB) - margin
+    asked = e.minimum_bytes - margin
     least = ceil(asked * (1 + EXPANDABLE)) + 1
     return InfeasibleBudgetError(e.budget_gb, least, {**e.takes, MARGIN: least - asked})

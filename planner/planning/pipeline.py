@@ -19,9 +19,10 @@ from planner.compat.dispatch import lasting_modes_off
 from planner.core.plan import GraphModules
 from planner.core.recipe import PlannedRegion, Recipe
 from planner.core.step import Pass, Step, replay, run_passes
+from planner.core.surroundings import under
 from planner.costs.account import account_of
 from planner.costs.ops import estimate
-from planner.errors import CaptureError, InfeasibleBudgetError, RankError
+from planner.errors import CaptureError, InfeasibleBudgetError, PlannerError, RankError
 from planner.lowering.build import BuildSettings, build, split_by_region
 from planner.lowering.collectives import insert_collectives
 from planner.lowering.margin import MARGIN
@@ -36,6 +37,7 @@ from planner.planning.outside import outside_loss
 from planner.planning.record import record_of
 from planner.requests.planned import Filed, Known, Planned, source_of
 from planner.requests.request import Request
+from planner.requests.tensors import refuse_tensors
 from solvers import InfeasibleError, Solution, cost_bound, solve
 from solvers.progress import bar, clock
 
@@ -60,7 +62,8 @@ def make_plan(
         must_match: whether to raise RankError, and solve nothing, where the known plan is not for this step.
         captured: the step, where it has been captured before.
     """
-    with random_kept(), lasting_modes_off():
+    refuse_tensors(request)
+    with random_kept(), lasting_modes_off(), under(request.surroundings, request.model):
         if request.options.mode == "eager":
             return make_eager_plan(request, others[-1] if others else None, known=known, must_match=must_match)
         graph = captured or graph_of(request)
@@ -77,7 +80,15 @@ def graph_of(request: Request) -> TrainingGraph:
             shown.update()
             return keep_everything(region)
 
-        return _graph_of(request, split)
+        try:
+            return _graph_of(request, split)
+        except (PlannerError, torch.OutOfMemoryError):
+            raise
+        except Exception as e:
+            raise CaptureError(
+                f"{type(request.model).__name__} cannot be captured: {type(e).__name__}: {e}. Plan with mode='eager', "
+                "or a submodule of it"
+            ) from e
 
 
 def _graph_of(request: Request, split: Partition) -> TrainingGraph:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-import warnings
+import inspect
 import weakref
 from collections.abc import Mapping
 from dataclasses import fields, replace
@@ -14,15 +13,15 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from planner.compat.modules import managed_by_fsdp
-from planner.compat.pytree import tree_leaves
-from planner.core.call import storages
 from planner.core.maxima import Maxima
-from planner.core.options import GB, Options, check_values, is_positive
+from planner.core.options import Options, check_values
+from planner.core.surroundings import surroundings_of
 from planner.devices.accelerator import accelerator_of
 from planner.devices.specs import Device, find_device
-from planner.errors import BatchError, BudgetError, ModelError, OptionError, PlanWarning, gb
+from planner.errors import BatchError, ModelError, OptionError
 from planner.parallel.meshes import on_mesh
 from planner.requests.batch import Batch, arguments, maxima_of
+from planner.requests.budget import budget_of
 from planner.requests.optimizers import check_optimizer, optimizers_of, weakly
 from planner.requests.request import Request
 
@@ -62,9 +61,10 @@ def check(
         budget_gb=0.0,
         maxima=None if args is None else maxima_of(options.dynamic, args, extra),
         found=() if given.get("optimizer") is not None else weakly(optimizers_of(model)),
+        surroundings=None if args is None else surroundings_of(model),
         **_resolved(*target, options.costs),
     )
-    return replace(request, budget_gb=_budget(request))
+    return replace(request, budget_gb=budget_of(request))
 
 
 def options_of(kind: type[Options], given: Mapping[str, Any]) -> Options:
@@ -140,7 +140,7 @@ def with_batch(
     if target[0] == request.model_device:
         return moved
     moved = replace(moved, **_resolved(*target, request.options.costs))
-    return replace(moved, budget_gb=_budget(moved))
+    return replace(moved, budget_gb=budget_of(moved))
 
 
 def find_target(model: nn.Module, device: Any) -> tuple[torch.device, Device]:
@@ -173,9 +173,28 @@ def _resolved(where: torch.device, target: Device, costs: Any) -> dict[str, Any]
 
 
 def check_loss_fn(loss_fn: Any) -> None:
-    """Raise OptionError where it is none."""
+    """Raise OptionError where it is none, or takes more than the model's output."""
     if loss_fn is not None and not callable(loss_fn):
         raise OptionError(f"loss_fn={loss_fn!r} must be callable: the model's output -> the scalar loss")
+    if isinstance(loss_fn, type):
+        raise OptionError(
+            f"loss_fn={loss_fn.__name__} is a class, and calling it makes an object of it, no loss; give a function: "
+            f"loss_fn=lambda output: {loss_fn.__name__}()(output, target)"
+        )
+    try:
+        parameters = inspect.signature(getattr(loss_fn, "forward", loss_fn)).parameters.values()
+    except (TypeError, ValueError):  # None, or written in C
+        return
+    needed = [
+        p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    if len(needed) > 1:
+        name = getattr(loss_fn, "__name__", f"{type(loss_fn).__name__}()")
+        raise OptionError(
+            f"loss_fn={name} takes {len(needed)} arguments ({', '.join(needed)}), and is called with one, the model's "
+            f"output. Give it the others yourself: loss_fn=lambda output: {name}(output, {', '.join(needed[1:])}), "
+            "with tensors of the shapes and dtypes of a training step (their values do not count)"
+        )
 
 
 def refuse_wrapped(model: Any) -> None:
@@ -191,38 +210,3 @@ def refuse_wrapped(model: Any) -> None:
             f"this {type(model).__name__} is in FullyShardedDataParallel, which plans cannot be made for, or a part of "
             "what fully_shard() was called on: plan that model. accelerate calls it with fsdp_version=2"
         )
-
-
-def _own_bytes(where: torch.device, own: list[Any]) -> int:
-    """The bytes that the plan's own tensors have on a kind of device."""
-    tensors = [t for t in tree_leaves(own) if isinstance(t, torch.Tensor) and t.device.type == where.type]
-    return sum(storages(tensors).values())
-
-
-def _budget(request: Request) -> float:
-    """A budget in GB, from a number, a share of the device's memory as "80%", or None: what is free, or all of it."""
-    given, device = request.options.budget_gb, request.device
-    where = request.model_device
-    if given is None and (accelerator := accelerator_of(where)) is not None:
-        model = request.model
-        gradients = [p.grad for p in model.parameters() if request.accumulates]
-        state = [list(o.state.values()) for o in request.optimizers if isinstance(o, torch.optim.Optimizer)]
-        own = [*model.parameters(), *model.buffers(), *gradients, request.args, request.kwargs, state]
-        return (accelerator.available(where) + _own_bytes(where, own) + device.context) / GB
-    if given is None and device.type != "cpu":
-        return device.memory / GB
-    share = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", given) if isinstance(given, str) else None
-    if share is not None and 0 < float(share[1]) <= 100:
-        return device.memory / GB * float(share[1]) / 100
-    if given is None or isinstance(given, str) or not is_positive(given):
-        raise BudgetError(
-            f"budget_gb={given!r} must be a positive, finite number of GB (1 GB = 2**30 bytes), a share of the "
-            "device's memory as '80%', or, for a GPU, None for what is free"
-        )
-    if float(given) * GB > device.memory:
-        warnings.warn(
-            f"budget_gb={given!r} is more than the {gb(device.memory)} of {device.name}; the plan may not fit there",
-            PlanWarning,
-            stacklevel=5,
-        )
-    return float(given)

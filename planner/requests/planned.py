@@ -81,6 +81,19 @@ class Pending:
     known: Planned | Filed | None = None
 
 
+@dataclass(frozen=True, eq=False)
+class Unplanned:
+    """A model that could not be planned, and trains as it is, as its user asked for with `on_failure="warn"`.
+
+    Attributes:
+        request: what was asked for.
+        why: the error, in words.
+    """
+
+    request: Request
+    why: str
+
+
 def source_of(known: Known) -> str:
     """Where a known plan is from, in words."""
     return known.source if isinstance(known, Filed) else "the known plan"

@@ -15,6 +15,7 @@ from planner.core.loop import Loop
 from planner.core.maxima import Maxima
 from planner.core.occupancy import Occupancy
 from planner.core.options import GB, Costs, Options
+from planner.core.surroundings import Surroundings
 from planner.devices.specs import Device
 from planner.errors import ModelError
 from planner.requests.batch import Batch
@@ -45,6 +46,7 @@ class Request:
         beside: lines of the account that are allocated beside the model, as DDP's buckets are: name -> bytes.
         gradients_viewed: whether gradients are views of these, so that a backward pass copies and frees each of them.
         loop: what the training loop was seen to do around the planned graphs.
+        surroundings: what was on where the step was asked for; None where that is still to come.
     """
 
     options: Options
@@ -64,6 +66,7 @@ class Request:
     beside: Mapping[str, int] = field(default_factory=dict)
     gradients_viewed: bool = False
     loop: Loop = Loop()
+    surroundings: Surroundings | None = None
     found: Found = ()
 
     @property

@@ -11,6 +11,7 @@ from torch import nn, optim
 from planner.core.loop import Loop
 from planner.core.maxima import Maxima
 from planner.core.plan import PlanRecord
+from planner.errors import PlannerError
 from planner.requests.planned import Planned
 
 
@@ -59,6 +60,9 @@ class PlanProvider(Protocol):
 
         True where plans are to be made anew.
         """
+
+    def on_no_plan(self, model: nn.Module, error: PlannerError) -> bool:
+        """There is no plan for a call, and why; True: the call runs as without a plan, False: the error is raised."""
 
     def on_step_begin(self, model: nn.Module, record: PlanRecord, waits: bool) -> bool:
         """The same where several processes train the model; `waits`: an earlier call waits for its backward pass.

@@ -16,7 +16,7 @@ from planner.compat.modules import call_of, modules_in, replace_call, replaced_c
 from planner.core.maxima import Maxima
 from planner.core.plan import PlanRecord
 from planner.costs.static_memory import storage_bytes
-from planner.errors import ApplyError
+from planner.errors import UNPLANNABLE, ApplyError
 from planner.parallel.group import together
 from planner.parallel.sharded import parameters_among
 from planner.requests.planned import Planned
@@ -44,6 +44,7 @@ class Applied:
 
     Attributes:
         plans: for each kind of call, by signature, its plan.
+        unplanned: kinds of calls that run as without a plan, as there is none for them.
         newest: the plan made last, with the request and the batch that it was made for.
         state: that of the model in its latest training call.
     """
@@ -52,6 +53,7 @@ class Applied:
         self.model = model
         self.provider = provider
         self.plans: dict[Signature, PlanRecord] = {}
+        self.unplanned: set[Signature] = set()
         self.newest: Planned | None = None
         self.state: ModelState | None = None
         self.agrees = False  # whether the plan of the next call is still to be agreed on with other processes
@@ -131,8 +133,8 @@ class Applied:
             signature = call_signature(self.model, args, kwargs, state=self.state)
             if self.watch is not None and self._learns(self.watch, parameters, (args, kwargs)):
                 self.forget()
-            if signature not in self.plans:
-                self.find(signature, args, kwargs)
+            if signature not in self.plans and not self._found(signature, args, kwargs):
+                return self.call_eagerly(*args, **kwargs)
             for recorder in others:
                 if isinstance(recorder, Recorder) and not (self.watch and self.watch.recorder is recorder):
                     recorder.runs_planned(self, self.plans[signature].step_bytes)
@@ -192,6 +194,19 @@ class Applied:
         """Whether the plan counts gradients of earlier microbatches, and there are none yet."""
         accumulate = self.plans[signature].options.accumulate
         return accumulate and all(p.grad is None for p in self.model.parameters())
+
+    def _found(self, signature: Signature, args: Any, kwargs: Any) -> bool:
+        """Whether there is a plan for a kind of call now; False where it is to run as without one."""
+        if signature in self.unplanned:
+            return False
+        try:
+            self.find(signature, args, kwargs)
+        except UNPLANNABLE as e:
+            if not self.provider.on_no_plan(self.model, e):
+                raise
+            self.unplanned.add(signature)
+            return False
+        return True
 
     def find(self, signature: Signature, args: Any, kwargs: Any) -> None:
         """Find a plan for a kind of call that comes for the first time, or make one."""

@@ -68,6 +68,8 @@ def call_signature(
 
     def describe(path: Any, x: Any) -> Any:
         if isinstance(x, torch.Tensor):
+            if x.is_nested:  # no plan serves it, and it has no strides
+                return ("nested", x.dtype)
             free = maxima.of(pytree.keystr(path)) if maxima else {}
             shape = tuple(None if d in free else n for d, n in enumerate(x.shape))
             same = first.setdefault(id(x), len(first))

@@ -12,7 +12,7 @@ from planner.core.options import Mode, check_values
 from planner.errors import ApplyError, gb
 from planner.planning.pipeline import make_plan
 from planner.requests.check import check_mode, refuse_wrapped
-from planner.requests.planned import Filed, Known, Pending, Planned
+from planner.requests.planned import Filed, Known, Pending, Planned, Unplanned
 from planner.requests.request import Request
 from planner.session.attach import Around, as_it_is, put_on
 from planner.session.binding import bound
@@ -20,7 +20,7 @@ from planner.session.repair import repaired
 
 
 def apply(
-    source: Planned | Filed | Pending,
+    source: Planned | Filed | Pending | Unplanned,
     model: Any = None,
     *,
     verify: bool = False,
@@ -39,6 +39,8 @@ def apply(
         alone: whether plans are for this process alone, whatever others train the model with it.
     """
     refuse_wrapped(model)
+    if isinstance(source, Unplanned):  # its user was warned
+        return _target(source.request, model)
     known: Known | None = source if isinstance(source, Filed) else source.known
     if isinstance(source, Filed):
         source = bound(source, model)
@@ -71,7 +73,7 @@ def in_mode(source: Planned | Pending, mode: Mode) -> Planned | Pending:
         return source
     request = replace(source.request, options=options)
     if isinstance(source, Pending) or request.args is None:
-        return Pending(replace(request, batch=None, kinds=None), source.known)
+        return Pending(replace(request, batch=None, kinds=None, surroundings=None), source.known)
     planned = make_plan(request, [source])
     before = source.record
     other = f"The {before.options.mode} plan: peak {gb(before.peak_bytes)}, {before.overhead:.1%} more time, estimated."

@@ -8,6 +8,7 @@ from dataclasses import replace
 from torch import nn
 
 from planner.core.maxima import Maxima
+from planner.core.surroundings import under
 from planner.core.verification import Verification
 from planner.requests.batch import named_maxima
 from planner.requests.check import with_batch
@@ -62,7 +63,8 @@ def put_on(
     provider = Provider(target, request, known=known, ready=ready, awaited=awaited, judge=judge)
     runtime = _runtime(target, request, around(provider), alone)
     if ready is not None and judge is None:
-        runtime.add(request.args or (), request.kwargs, ready, request.maxima)
+        with under(request.surroundings, target):
+            runtime.add(request.args or (), request.kwargs, ready, request.maxima)
     if awaited is not None:
         runtime.newest = awaited.planned
     attach(target, runtime)

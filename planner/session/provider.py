@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -16,8 +17,9 @@ from planner.core.loop import Loop, alike
 from planner.core.occupancy import CLEARED_LATE
 from planner.core.options import GB
 from planner.core.plan import PlanRecord
+from planner.core.surroundings import surroundings_of, under
 from planner.costs.static_memory import storage_bytes
-from planner.errors import PlanWarning, gb
+from planner.errors import InfeasibleBudgetError, PlannerError, PlanWarning, gb
 from planner.parallel.buckets import buckets_of
 from planner.parallel.group import refuse_verification
 from planner.parallel.sharded import unreduced_bytes
@@ -29,12 +31,16 @@ from planner.requests.request import Request
 from planner.runtime.events import Call, Caller
 from planner.runtime.signature import Signature, call_signature
 from planner.session.agreement import agreed
+from planner.session.announce import announce, warn_unplanned
 from planner.session.binding import Awaited
 from planner.session.counted import counted, with_buckets
 
 TOLERANCE = 1000  # plans are made anew for what is more than this part of the budget
 
+HARDLY = 0.01  # of the budget: how much more a plan may take that is made anew
 Judge = Callable[[Planned], Planned]
+
+_NEW_KIND = "this kind of step (its shapes, dtypes and modes) comes for the first time"
 
 
 class Provider:
@@ -65,9 +71,11 @@ class Provider:
         self.model, self.request = model, request
         self.known, self.awaited, self.judge = known, awaited, judge
         self.loop = request.loop
+        self.why = ""  # plans are made anew for the loop
         self.stepped: list[weakref.ref[optim.Optimizer]] = []  # that were seen to step the model's parameters
         self.counted: Found = request.found  # the optimizers in the plans
         self.captured: tuple[Signature, TrainingGraph] | None = None  # the latest step that was
+        self.warned = False  # that there is no plan
         self.own: list[Planned] = []  # whose schedules may serve other sizes
         self.early: dict[Signature, Planned] = {}  # for the ranks to agree on
         if ready is not None:
@@ -83,7 +91,8 @@ class Provider:
         """See `PlanProvider`; waits for the other processes where they agree on it."""
         model = caller.model
         request = with_batch(self.request, model, call.args, call.kwargs, call.maxima)
-        request = replace(request, assume_median_branch=call.assume_median_branch)
+        median, now = call.assume_median_branch, surroundings_of(model)
+        request = replace(request, assume_median_branch=median, surroundings=now)
         request = with_buckets(self._with_loop(request), buckets_of(model))
         if self.judge is not None:
             refuse_verification(model)
@@ -123,9 +132,27 @@ class Provider:
         if planned is None:
             same = own and self.captured is not None and self.captured[0] == _kind(request)
             captured = self.captured[1] if same and self.captured is not None else None
-            planned = make_plan(request, self.own, known=self.known, captured=captured)
+            start = time.perf_counter()
+            planned = self._made(request, captured)
+            announce(planned, time.perf_counter() - start, self.why or (_NEW_KIND if self.own else ""))
         planned = counted(planned, request)
         return planned if self.judge is None or self.loop != self.request.loop else self.judge(planned)
+
+    def _made(self, request: Request, captured: TrainingGraph | None) -> Planned:
+        """A new plan; where what was learnt of the loop leaves hardly too little room, the leanest, with a warning."""
+        try:
+            return make_plan(request, self.own, known=self.known, captured=captured)
+        except InfeasibleBudgetError as e:
+            least = e.minimum_bytes
+            if self.loop == self.request.loop or least > request.budget_bytes * (1 + HARDLY):
+                raise
+            warnings.warn(
+                f"the step takes {gb(least)}, with what the training loop holds beside the model: more than its budget "
+                f"of {gb(request.budget_bytes)}. Give budget_gb={e.minimum_gb!r}",
+                PlanWarning,
+                stacklevel=8,
+            )
+            return make_plan(replace(request, budget_gb=least / GB), self.own, captured=captured)
 
     def on_loop_seen(self, caller: Caller, seen: Loop, stepped: Sequence[optim.Optimizer]) -> bool:
         """See `PlanProvider`."""
@@ -134,10 +161,20 @@ class Provider:
         )
         if not others and alike(seen, self.loop, self.request.budget_bytes // TOLERANCE):
             return False
+        self.why = _learnt(self.loop, seen, others)
         self.loop, self.stepped = seen, [weakref.ref(o) for o in stepped]
         # a schedule that recomputes nothing stays the best where it fits; another one may recompute too much now
         self.own = [planned for planned in self.own if not planned.record.overhead]
         self.awaited, self.early = None, {}
+        return True
+
+    def on_no_plan(self, model: nn.Module, error: PlannerError) -> bool:
+        """See `PlanProvider`; warns once where the user asked for that, whatever number of kinds of calls there is."""
+        if self.request.options.on_failure == "raise":
+            return False
+        if not self.warned:
+            self.warned = True
+            warn_unplanned(model, error)
         return True
 
     def on_step_begin(self, model: nn.Module, record: PlanRecord, waits: bool) -> bool:
@@ -153,8 +190,23 @@ class Provider:
 
 def _kind(request: Request) -> Signature:
     """The kind of call that a request is for."""
-    signature = call_signature(request.model, request.args or (), request.kwargs, request.maxima)
+    with under(request.surroundings, request.model):
+        signature = call_signature(request.model, request.args or (), request.kwargs, request.maxima)
     return (*signature, request.assume_median_branch)
+
+
+def _learnt(before: Loop, seen: Loop, optimizers: Sequence[optim.Optimizer]) -> str:
+    """Why plans are made anew, in words that follow "because"."""
+    if seen.gradients != before.gradients:
+        there = {"accumulated": "added to", "cleared late": "cleared after the forward pass"}
+        return f"gradients are there when a step begins, and are {there.get(seen.gradients, 'cleared')}"
+    if optimizers:
+        return f"{', '.join(type(o).__name__ for o in optimizers)} steps the model's parameters"
+    if seen.in_flight > before.in_flight:
+        return f"{seen.in_flight} calls of the model wait for their backward pass at once"
+    if seen.graph_retained > before.graph_retained:
+        return "a backward pass keeps its graph (retain_graph=True)"
+    return "the first step showed what the training loop holds beside the model"
 
 
 def _cleared_late(record: PlanRecord) -> bool:

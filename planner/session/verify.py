@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,12 +15,17 @@ from planner.capture.trace.loss_trace import checked_loss, find_loss, leaves
 from planner.capture.trace.state_guard import ModelSnapshot
 from planner.compat.autograd import post_accumulate_hooks
 from planner.core.call import here
+from planner.core.options import GB
+from planner.core.plan import PlanRecord
+from planner.core.surroundings import under
 from planner.core.verification import FOUND, Verification
 from planner.devices.accelerator import accelerator_of
 from planner.devices.meter import record_allocations
 from planner.errors import BatchError
-from planner.requests.batch import arguments
+from planner.planning.pipeline import make_plan
+from planner.requests.batch import Batch, arguments
 from planner.requests.planned import Pending, Planned
+from planner.requests.request import Request
 from planner.runtime.interception import attached, detach, taken_off
 from planner.runtime.signature import call_signature
 from planner.session.attach import put_on
@@ -44,26 +49,40 @@ def verify(planned: Planned | Pending, batch: Any = None, kwargs: Mapping[str, A
     def step() -> None:
         outputs = []  # held to the end, as a training loop holds them
         losses = []
-        for _ in range(request.options.in_flight):
-            outputs.append(model(*args, **extra))
-            losses.append(_loss(request.loss_fn, outputs[-1]))
-        for loss in losses:
+        with under(request.surroundings, model):
+            for _ in range(request.in_flight):
+                output = model(*args, **extra)
+                losses.append(_loss(request.loss_fn, output))
+                held = request.loop.outputs_held
+                outputs.append([t for at, t in enumerate(leaves(output)) if held is None or at in held])
+                del output
+        for loss in losses:  # outside autocast
             loss.backward()  # type: ignore[no-untyped-call]
 
-    with taken_off(model), _untouched(model, request.gradients_copied) as again:
-        try:
-            unplanned = _measure(model, step, again)
-        except torch.OutOfMemoryError:
-            unplanned = None
-        put_on(planned, model, known=planned.known, alone=True)
+    def by(plan: Planned | Pending) -> tuple[_Measured, PlanRecord]:
+        put_on(plan, model, known=planned.known, alone=True)
         runtime = attached(model)
         assert runtime is not None
         try:
             measured = _measure(model, step, again)
-            used = runtime.plans[call_signature(model, args, extra)]
+            with under(request.surroundings, model):
+                return measured, runtime.plans[call_signature(model, args, extra)]
         finally:
             detach(model)
-    error, agree = (None, None) if unplanned is None else _compare(measured.gradients, unplanned.gradients)
+
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        taken_off(model),
+        _untouched(model, request.gradients_copied) as again,
+    ):
+        try:
+            unplanned = _measure(model, step, again)
+        except torch.OutOfMemoryError:
+            unplanned = None
+        measured, used = by(planned)
+        error, agree = (None, None) if unplanned is None else _compare(measured.gradients, unplanned.gradients)
+        captured = _captured(measured, replace(request, batch=Batch(args, extra)), used, by) if error else None
     resident = used.resident_bytes - used.account.get(FOUND, 0)
     return Verification(
         predicted_bytes=max(m.held_bytes for m in used.timeline if m.phase != "optimizer"),
@@ -74,7 +93,31 @@ def verify(planned: Planned | Pending, batch: Any = None, kwargs: Mapping[str, A
         gradients_agree=agree,
         planned_seconds=measured.seconds,
         unplanned_seconds=None if unplanned is None else unplanned.seconds,
+        capture_error=None if captured is None or unplanned is None else _compare(captured, unplanned.gradients)[0],
+        plan_error=None if captured is None else _compare(measured.gradients, captured)[0],
     )
+
+
+def _captured(
+    measured: _Measured,
+    request: Request,
+    used: PlanRecord,
+    by: Callable[[Planned], tuple[_Measured, PlanRecord]],
+) -> dict[str, torch.Tensor] | None:
+    """The gradients of a step whose graphs are captured like the planned ones, and recompute nothing.
+
+    None where there are no graphs, or such a step does not fit the device.
+    """
+    if used.options.mode == "eager":
+        return None
+    if not used.overhead:
+        return measured.gradients
+    roomy = 2 * used.baseline_peak_bytes / GB
+    try:
+        options = replace(request.options, budget_gb=roomy)
+        return by(make_plan(replace(request, options=options, budget_gb=roomy)))[0].gradients
+    except torch.OutOfMemoryError:
+        return None
 
 
 @dataclass(frozen=True, slots=True)

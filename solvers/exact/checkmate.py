@@ -58,7 +58,7 @@ def ilp(problem: Problem, *, time_limit: float | None = None, progress: bool | N
 
     Raises:
         InfeasibleError: no schedule within the budget exists, or the search reached none; its `minimum` is a budget
-            that succeeds.
+            that succeeds under any time limit: it is looked for with an effort of its own, whatever the limit is.
 
     References:
         P. Jain et al., "Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization", MLSys 2020.
@@ -73,7 +73,11 @@ def ilp(problem: Problem, *, time_limit: float | None = None, progress: bool | N
             answer, note=f"{answer.note} Searched: the program does not model a second backward pass.".strip()
         )
     deadline = time.monotonic() + limit
-    start, leanest = _start(problem, 0.3 * limit)
+    start = _start(problem, 0.3 * limit)
+    leanest = once
+    if start is None:
+        leanest = _lean(problem)
+        start = leanest if simulate(problem, leanest).peak <= problem.budget else None
     laid = positions(problem, _rounds(problem))
     with _bar(limit, progress) as tick:
         if nonzeros(problem, laid) <= _capacity(limit):
@@ -90,8 +94,8 @@ def _rounds(problem: Problem) -> int:
     return next((rounds for most, rounds in ROUNDS if len(problem.ops) <= most), 1)
 
 
-def _start(problem: Problem, seconds: float) -> tuple[Schedule | None, Schedule]:
-    """The cheapest schedule that heuristics reach within the budget in so many seconds, and the leanest of all."""
+def _start(problem: Problem, seconds: float) -> Schedule | None:
+    """The cheapest schedule that heuristics reach within the budget in so many seconds; None where none fits."""
     assert problem.budget is not None
     unlimited = problem.with_budget(None)
     schedules = [
@@ -102,16 +106,19 @@ def _start(problem: Problem, seconds: float) -> tuple[Schedule | None, Schedule]
     for solver in (lambda p: search(p, time_limit=seconds / 3, progress=False).schedule, chen):
         with suppress(InfeasibleError):
             schedules.append(solver(problem))
-    peaks = [simulate(unlimited, schedule).peak for schedule in schedules]
-    fitting = [schedule for schedule, peak in zip(schedules, peaks, strict=True) if peak <= problem.budget]
-    cheapest = min(fitting, key=lambda schedule: simulate(unlimited, schedule).cost, default=None)
-    return cheapest, schedules[peaks.index(min(peaks))]
+    fitting = [schedule for schedule in schedules if simulate(unlimited, schedule).peak <= problem.budget]
+    return min(fitting, key=lambda schedule: simulate(unlimited, schedule).cost, default=None)
 
 
-def _infeasible(problem: Problem, *leanest: Schedule) -> InfeasibleError:
+def _lean(problem: Problem) -> Schedule:
+    """The leanest schedule that heuristics reach, the same whatever the time limit."""
+    found = (minimum_peak(problem, progress=False).schedule, chen(problem.with_budget(None)))
+    return min(found, key=lambda schedule: simulate(problem, schedule).peak)
+
+
+def _infeasible(problem: Problem, leanest: Schedule) -> InfeasibleError:
     assert problem.budget is not None
-    peak, schedule = min(((simulate(problem, s).peak, s) for s in leanest), key=lambda pair: pair[0])
-    return InfeasibleError(problem.budget, peak, minimum_peak_bound(problem), schedule)
+    return InfeasibleError(problem.budget, simulate(problem, leanest).peak, minimum_peak_bound(problem), leanest)
 
 
 def _exact(
@@ -126,7 +133,9 @@ def _exact(
     assert problem.budget is not None
     result, best = _within(problem, laid, start, deadline, tick)
     if best is None:
-        raise _infeasible(problem, leanest, _leanest(problem, laid, deadline, tick))
+        best = min(leanest, _leanest(problem, laid), key=lambda schedule: simulate(problem, schedule).peak)
+        if simulate(problem, best).peak > problem.budget:
+            raise _infeasible(problem, best)
     note = "" if result.status in ("optimal", "infeasible") else "time ran out before the optimum was proven"
     bound = min(result.bound, _outside(problem)) if result.status in ("optimal", "feasible") else 0.0
     return Answer(best, bound, note)
@@ -168,12 +177,12 @@ def _outside(problem: Problem) -> float:
     return problem.total_cost + sum(again[:1]) * (_rounds(problem) + 1)
 
 
-def _leanest(problem: Problem, laid: tuple[Position, ...], deadline: float, tick: Tick) -> Schedule:
-    """The schedule of the lowest peak that the model can say, as far as time allows."""
+def _leanest(problem: Problem, laid: tuple[Position, ...]) -> Schedule:
+    """The schedule of the lowest peak that the model of a small problem can say, however long that takes."""
     if len(problem.ops) > ROUNDS[0][0]:
         return every_op_once(problem)
-    result = solve(problem, build(problem, laid, None), deadline - time.monotonic(), None, None)
-    return every_op_once(problem) if result.steps is None else Schedule(result.steps)
+    steps = solve(problem, build(problem, laid, None), TIME_LIMIT).steps
+    return every_op_once(problem) if steps is None else Schedule(steps)
 
 
 def _coarse(problem: Problem, start: Schedule | None, leanest: Schedule, deadline: float, tick: Tick) -> Answer:
@@ -187,7 +196,7 @@ def _coarse(problem: Problem, start: Schedule | None, leanest: Schedule, deadlin
     for _ in range(TRIES):
         until = time.monotonic() + 0.85 * _left(deadline)
         small = coarse.problem.with_budget(problem.resident + int(room * share))
-        best, _ = _start(small, 0.3 * _left(until) + 0.01)
+        best = _start(small, 0.3 * _left(until) + 0.01)
         if best is not None:
             best = trim(small, best, time.monotonic() + 0.1 * _left(until))
         laid = positions(small, 1, small.boundary)

@@ -51,8 +51,9 @@ def search(problem: Problem, *, time_limit: float | None = None, progress: bool 
 def _solve(search: Search, effort: Effort) -> Answer:
     problem = search.problem
     assert problem.budget is not None
+    whole = effort_of(problem, None)  # for the least budget, so that what is named is reached under any time limit
     if (least := minimum_peak_bound(problem)) > problem.budget:
-        raise _infeasible(search, leanest_of(search, effort), least)
+        raise _infeasible(search, leanest_of(search, whole), least)
     share = 1.0 if (left := effort.left()) is None else min(4.0, left / RELAXING)
     relaxed = relax(problem, share)
     bound = relaxed.bound
@@ -73,7 +74,7 @@ def _solve(search: Search, effort: Effort) -> Answer:
         # where no start fits, perhaps no schedule does: some effort is left to look for the leanest
         best = _anneal(search, goal, starts, effort.part(TIGHT if tight else 1.0), enough)
     if best is None:
-        best = leanest_of(search, effort, enough=problem.budget)
+        best = leanest_of(search, whole, enough=problem.budget)
         if best.peak > problem.budget:
             raise _infeasible(search, best, least)
     if tight and best.extra > enough:

@@ -24,10 +24,11 @@ from planner.capture.trace.constant_propagation import ConstantPropagation
 from planner.capture.trace.data_dependent import Answers
 from planner.capture.trace.layers import capturable_layers
 from planner.capture.trace.recording import Recording
+from planner.capture.trace.state_guard import generators_of
 from planner.compat import pytree
 from planner.compat.autograd import like_eager
 from planner.compat.dispatch import lasting_modes_off
-from planner.compat.dynamo import aot_autograd, dynamo_config
+from planner.compat.dynamo import aot_autograd, dynamo_config, functorch_config
 from planner.compat.fake import FakeCopyMode, FakeTensorMode
 from planner.compat.fx import boxed, takes_a_list
 from planner.compat.modules import buffers_of, parameters_of, replace_call
@@ -117,7 +118,9 @@ def make_backend(serve: Serve, checkpoints: Checkpoints = "replace") -> Callable
 
             aot = aot_autograd(fw_compiler=compiler, bw_compiler=backward_compiler, partition_fn=split)
             examples = [x if kept is None else kept for x, kept in zip(given, sizes, strict=True)]
-            compiled = aot(graph, examples)
+            # training loops leave autocast before the backward pass; torch.compile would trace that under it, too
+            with functorch_config.patch(backward_pass_autocast="off"):
+                compiled = aot(graph, examples)
 
             def run(*inputs: Any) -> Any:
                 results = compiled(*inputs)
@@ -167,8 +170,11 @@ def to_fake(
             return nn.Parameter(torch.empty(shard.shape, dtype=dtype, device=shard.device), shard.requires_grad)
 
     try:
-        with as_defined(model, whole) as memo, FakeCopyMode(mode):
-            fake_model = copy.deepcopy(model, memo)
+        with as_defined(model, whole) as memo:
+            # a generator is no tensor, and cannot be unpickled in a fake mode
+            memo |= {id(g): g.clone_state() for g in generators_of(model)}
+            with FakeCopyMode(mode):
+                fake_model = copy.deepcopy(model, memo)
         for module in fake_model.modules():
             replace_call(module, None)  # a copy runs under the plan of its original
     except Exception as e:

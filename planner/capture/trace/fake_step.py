@@ -64,27 +64,38 @@ class FakeStep:
 
     def run(self, model: nn.Module, args: Any, kwargs: Any, maxima: Maxima | None = None) -> Any:
         """Call the model, with symbols for the sizes that may be smaller; returns its output. Raises CaptureError."""
-        name = type(model).__name__
-        compiled = compile_call(model, make_backend(self._serve, self.checkpoints), self._frame_begins)
         try:
-            with self.recording.mode, dynamo_settings(), torch.enable_grad(), marked(args, kwargs, maxima):
-                self.recording.resume()
-                try:
-                    output = compiled(*args, **kwargs)
-                finally:
-                    self.recording.pause()
-                    forget_compiled(compiled)
+            output = self._call(model, args, kwargs, maxima)
         except PlannerError:
             raise
         except Exception as e:
             raise CaptureError(refusal(model, e, eagerly=False)) from e
         self._between.append(self.recording.taken())
         if all(call.region is None for call in self.calls):
-            raise NothingCapturedError(
-                f"{name}: torch.compile captured nothing of its forward pass that needs a gradient (it leaves "
-                "alone what is under torch.compiler.disable). Plan with mode='eager', or a submodule it can capture"
-            )
+            raise self._nothing_captured(model, args, kwargs, maxima)
         return output
+
+    def _call(self, model: nn.Module, args: Any, kwargs: Any, maxima: Maxima | None, *, whole: bool = False) -> Any:
+        """The output of the compiled model; with `whole`, what breaks the graph is raised."""
+        compiled = compile_call(model, make_backend(self._serve, self.checkpoints), self._frame_begins, whole=whole)
+        with self.recording.mode, dynamo_settings(), torch.enable_grad(), marked(args, kwargs, maxima):
+            self.recording.resume()
+            try:
+                return compiled(*args, **kwargs)
+            finally:
+                self.recording.pause()
+                forget_compiled(compiled)
+
+    def _nothing_captured(self, model: nn.Module, args: Any, kwargs: Any, maxima: Maxima | None) -> CaptureError:
+        """The error for a model whose graph breaks in a loop or block, so that torch.compile leaves all of it alone."""
+        try:
+            self._call(model, args, kwargs, maxima, whole=True)
+        except Exception as e:
+            return CaptureError(refusal(model, e, eagerly=False))
+        return NothingCapturedError(
+            f"{type(model).__name__}: torch.compile captured nothing of its forward pass that needs a gradient (it "
+            "leaves alone what is under torch.compiler.disable). Plan with mode='eager', or a submodule it can capture"
+        )
 
     def _frame_begins(self) -> AbstractContextManager[object]:
         self.frames += 1

@@ -8,7 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from planner.capture.provenance import running_module, user_place
+from planner.compat import pytree
 from planner.compat.dynamo import is_tracing
 from planner.compat.fake import FakeTensorMode, replace_dispatch
 from planner.compat.ops import OpOverload
@@ -57,7 +60,9 @@ class Recording:
             path, line = user_place(frame)
             trace = f'File "{path}", line {line}, in ?\n    {linecache.getline(path, line).strip()}'
             module = running_module(frame, self.paths)
-            self.calls.append(EagerCall(func, args, dict(kwargs or {}), result, self.node, trace, module))
+            # a graph that only stands for these ops has no way to write a generator
+            own, named = pytree.tree_map_only(torch.Generator, lambda g: None, (args, dict(kwargs or {})))
+            self.calls.append(EagerCall(func, own, named, result, self.node, trace, module))
         return result
 
     def pause(self) -> None:

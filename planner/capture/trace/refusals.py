@@ -6,6 +6,7 @@ import linecache
 import os
 import re
 import sys
+import sysconfig
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from planner.compat.dynamo import Unsupported
 from planner.compat.fake import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -25,7 +27,7 @@ from planner.parallel.meshes import on_mesh
 Frame = tuple[str, int, Any]  # file, line, the object whose method runs there
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = f"{Path(__file__).parents[2]}{os.sep}"
-_OUTSIDE = {str(Path(p).resolve()) for p in sys.path if p.endswith("-packages")}
+_OUTSIDE = {str(Path(p).resolve()) for p in sys.path if p.endswith("-packages")} | {sysconfig.get_path("stdlib")}
 LIMITS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)  # of fake tensors
 _VALUE = (  # what a line that asks for a tensor's value looks like
     (r"\.item\(", "`.item()`"),
@@ -73,7 +75,7 @@ def refusal(model: nn.Module, error: BaseException, *, eagerly: bool) -> str:
 def _reason(error: BaseException, code: Sequence[str]) -> tuple[str, str]:
     """The obstacle, and what to change in the model."""
     op = str(getattr(error, "func", "")).removeprefix("aten.").split(".")[0]
-    if isinstance(error, DataDependentOutputException):
+    if isinstance(error, DataDependentOutputException) or "data-dependent" in str(error).partition("\n")[0]:
         words = (word for line in reversed(code) for pattern, word in _VALUE if re.search(pattern, line))
         return (
             f"{next(words, 'Python code')} asks for a tensor's value, and a plan is made from shapes",
@@ -90,6 +92,14 @@ def _reason(error: BaseException, code: Sequence[str]) -> tuple[str, str]:
     lines = str(error).strip().splitlines() or [""]
     if "SparseTensorImpl" in lines[0]:
         return "a gradient is sparse (nn.Embedding(sparse=True)), which cannot be planned", "Make it dense,"
+    if isinstance(error, Unsupported):
+        given = re.search(r"Explanation: (.+)", str(error))
+        why = (given[1] if given else lines[0]).rstrip(".")
+        return (
+            f"torch.compile cannot go past a line ({why}), and takes no layers of torch.nn one by one where a loop or "
+            "a `with` around that line calls them",
+            "Move the line out of the loop or block, or call the layers in a module of your own,",
+        )
     inner = re.search(r"got (\w+\(.*\))", str(error))  # torch.compile's report of what a traced op raised
     return f"{type(error).__name__}: {inner[1] if inner else lines[0]}", "Move it out of forward(),"
 

@@ -40,6 +40,7 @@ class ModelSnapshot:
         devices = dict.fromkeys(t.device for t in (*model.parameters(), *others))
         here = [(accelerator, d) for d in devices if (accelerator := accelerator_of(d)) is not None]
         self._generators = [(accelerator, d, accelerator.random_state(d)) for accelerator, d in here]
+        self._own = [(g, g.get_state()) for g in generators_of(model)]
         self._random, self._undraw = _bytes_of(torch.get_rng_state()), undrawing(model)
 
     def restore(self) -> None:
@@ -55,9 +56,17 @@ class ModelSnapshot:
                 if not np.array_equal(_bytes_of(buffer), saved):
                     buffer.copy_(torch.from_numpy(saved).view(buffer.dtype).view(buffer.shape))
         torch.set_rng_state(torch.from_numpy(self._random))
+        for generator, state in self._own:
+            generator.set_state(state)
         self._undraw()
         for accelerator, device, state in self._generators:
             accelerator.set_random_state(device, state)
+
+
+def generators_of(model: nn.Module) -> list[torch.Generator]:
+    """The random number generators that a model has as attributes, in containers too."""
+    leaves = pytree.tree_leaves([vars(module) for module in model.modules()])
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
 
 
 def _plain(module: nn.Module) -> dict[str, Any]:
