@@ -21,6 +21,7 @@ from planner.core.step import Pass, Step, replay, run_passes
 from planner.costs.account import account_of
 from planner.costs.measured_ops import measure
 from planner.costs.ops import estimate
+from planner.eager.unplanned import eager_step
 from planner.errors import CaptureError, InfeasibleBudgetError, RankError
 from planner.lowering.build import BuildSettings, build, split_by_region
 from planner.lowering.collectives import insert_collectives
@@ -31,6 +32,7 @@ from planner.parallel.group import other_world
 from planner.planning.adopt_schedule import adopt_known, adopt_schedule, same_structure
 from planner.planning.decisions import peak_account
 from planner.planning.eager import make_eager_plan
+from planner.planning.eager_peak import no_higher_than_eager
 from planner.planning.fragmentation import solve_with_margin
 from planner.planning.record import record_of
 from planner.requests.planned import Filed, Known, Planned, source_of
@@ -57,7 +59,7 @@ def make_plan(
         if request.options.mode == "eager":
             return make_eager_plan(request, others[-1] if others else None, known=known, must_match=must_match)
         graph = graph_of(request)
-    solve_here = partial(_solve, request=request, others=others, known=known, must_match=must_match)
+    solve_here = partial(_solve, request=request, graph=graph, others=others, known=known, must_match=must_match)
     step, solution = solve_with_margin(lower(request, graph), request, solve_here)
     return write(request, graph, step, solution)
 
@@ -70,7 +72,7 @@ def graph_of(request: Request) -> TrainingGraph:
             shown.update()
             return keep_everything(region)
 
-        return _graph_of(request, split)
+        return replace(_graph_of(request, split), eager=eager_step(request))
 
 
 def _graph_of(request: Request, split: Partition) -> TrainingGraph:
@@ -130,7 +132,12 @@ def lower(request: Request, graph: TrainingGraph) -> Step:
 
 
 def _solve(
-    step: Step, request: Request, others: Sequence[Planned] = (), known: Known | None = None, must_match: bool = False
+    step: Step,
+    request: Request,
+    graph: TrainingGraph,
+    others: Sequence[Planned] = (),
+    known: Known | None = None,
+    must_match: bool = False,
 ) -> Solution:
     problem, options = step.problem, request.options
     same = _known(step, request, known, must_match) if known is not None else ""
@@ -142,6 +149,8 @@ def _solve(
     adopted = adopt_schedule(problem, [(r.problem, r.schedule) for r in records if r.problem and r.schedule])
     if adopted is not None:
         return adopted
+    if (lean := no_higher_than_eager(problem, request, graph)) is not None:
+        return lean
     try:
         solution = solve(problem, options.solver, time_limit=options.time_limit, progress=options.progress)
         return replace(solution, note=f"{solution.note} {same}".strip())
@@ -197,6 +206,7 @@ def write(request: Request, graph: TrainingGraph, step: Step, solution: Solution
 
     note = " ".join(filter(None, [solution.note, in_words(problem, planned), graph.note, *_notes(request, graph)]))
     record = record_of(request, step, planned, replace(solution, note=note), _recipe(graph, passes))
+    record = replace(record, eager_peak_bytes=graph.eager and graph.eager.peak_bytes)
     return Planned(record, request, graphs)
 
 

@@ -21,6 +21,7 @@ from planner.capture.trace.quiet import quietly
 from planner.capture.trace.refusals import LIMITS, refusal
 from planner.capture.trace.state_guard import forget_fakes, untouched
 from planner.compat.fake import DataDependentOutputException, FakeTensorMode
+from planner.core.account import EagerStep
 from planner.core.call import tensors_in
 from planner.core.maxima import Maxima
 from planner.core.options import Checkpoints
@@ -41,6 +42,7 @@ class TrainingGraph:
         maxima: where sizes are symbols in the graphs, the largest, for which the step is read.
         asked: lines of Python that asked for values of tensors outside the graphs; other values may have other graphs.
         note: a remark for the user; empty for none.
+        eager: the same step in eager mode; None where that is not known.
     """
 
     regions: tuple[Region, ...]
@@ -51,6 +53,7 @@ class TrainingGraph:
     maxima: Maxima | None = None
     asked: tuple[str, ...] = ()
     note: str = ""
+    eager: EagerStep | None = None
 
 
 def capture(
