@@ -40,7 +40,9 @@ def autocast(case):
 
 
 def mamba():
-    config = transformers.MambaConfig(hidden_size=32, num_hidden_layers=1, vocab_size=100, state_size=8, use_cache=False)
+    config = transformers.MambaConfig(
+        hidden_size=32, num_hidden_layers=1, vocab_size=100, state_size=8, use_cache=False
+    )
     return Case(transformers.MambaForCausalLM(config).train(), tokens(100, 2, 12))
 
 
@@ -176,7 +178,7 @@ def test_gradients_are_added_in_place(tmp_path):
 
 
 class Returned(nn.Module):
-    """The gradients of two inputs of the sum are returned, and one is read again after the sum: neither is its place."""
+    """Gradients that are added up are read again, or returned: the sum has no place in them."""
 
     def __init__(self):
         super().__init__()

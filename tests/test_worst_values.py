@@ -19,7 +19,14 @@ def norms():
     square = torch.randn(24, 6, 6)
     unit = square / torch.linalg.matrix_norm(square, 1, keepdim=True)
     powers = torch.arange(24.0)
-    scales = [torch.zeros(24), powers.new_full((24,), 0.1), powers.new_full((24,), 1e9), 10**powers, 2**powers, powers % 4]
+    scales = [
+        torch.zeros(24),
+        powers.new_full((24,), 0.1),
+        powers.new_full((24,), 1e9),
+        10**powers,
+        2**powers,
+        powers % 4,
+    ]
     return [(unit * scale.view(-1, 1, 1),) for scale in scales] + [(unit * torch.nan,)]
 
 

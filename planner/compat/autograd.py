@@ -49,4 +49,5 @@ def post_accumulate_hooks(parameter: torch.Tensor) -> dict[int, Any] | None:
 
 def references(t: torch.Tensor) -> tuple[int, int]:
     """How often a tensor and its storage are referenced (`Tensor._use_count`, `_storage_Use_Count`, 2.11 to 2.13)."""
-    return t._use_count(), torch._C._storage_Use_Count(t.untyped_storage()._cdata)
+    of_tensor: int = t._use_count()  # type: ignore[attr-defined]
+    return of_tensor, torch._C._storage_Use_Count(t.untyped_storage()._cdata)

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
+from planner.capture.joint_graph import is_dense
 from planner.capture.provenance import line_at, user_place
 from planner.capture.trace.loss_trace import differentiable, leaves
-from planner.capture.joint_graph import is_dense
 from planner.compat import pytree
 from planner.compat.autograd import references
 from planner.compat.fake import FakeTensorMode
@@ -23,7 +23,6 @@ from planner.compat.tensors import TorchDispatchMode, is_traceable_wrapper_subcl
 from planner.core.call import TensorSpec, storages
 from planner.eager.trace import DistinctOp, ModuleCall, Phase, Saved, Trace, TracedOp
 from planner.eager.values import call_op
-
 
 _ADD, _ADD_IN_PLACE = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
 
@@ -58,9 +57,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._distinct: dict[Any, DistinctOp] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _ADD and self.phase == "backward" and references(args[0]) == self._alone:
-            if _takes(args[0], args[1]):
-                func = _ADD_IN_PLACE  # as autograd's engine does without a mode
+        if func is _ADD and self.phase == "backward" and references(args[0]) == self._alone and _takes(*args[:2]):
+            func = _ADD_IN_PLACE  # as autograd's engine does where there is no mode
         kwargs = kwargs or {}
         if func in SAC_IGNORED_OPS:
             return func(*args, **kwargs)
@@ -204,7 +202,7 @@ def _last_references() -> tuple[int, int]:
         x = torch.ones(2, requires_grad=True) * 2
         y = x.exp().sum() + x.tanh().sum()
         with Watch():  # type: ignore[no-untyped-call]
-            y.backward()
+            y.backward()  # type: ignore[no-untyped-call]
     return seen[0]
 
 

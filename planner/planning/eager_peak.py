@@ -1,4 +1,4 @@
-"""Schedules that peak no higher than the step in eager mode, where keeping everything would, though the budget allows it.
+"""Schedules that peak no higher than the step in eager mode, where keeping everything would, within the budget.
 
 A captured graph may hold more than eager mode does: models take other ways through their code under torch.compile (a
 scan instead of a loop, a mask instead of `is_causal`), and what eager code writes in place has tensors of its own.

@@ -206,7 +206,7 @@ def write(request: Request, graph: TrainingGraph, step: Step, solution: Solution
 
     note = " ".join(filter(None, [solution.note, in_words(problem, planned), graph.note, *_notes(request, graph)]))
     record = record_of(request, step, planned, replace(solution, note=note), _recipe(graph, passes))
-    record = replace(record, eager_peak_bytes=graph.eager and graph.eager.peak_bytes)
+    record = replace(record, eager_peak_bytes=graph.eager.peak_bytes if graph.eager else None)
     return Planned(record, request, graphs)
 
 

@@ -30,6 +30,6 @@ def without_a_plan(plan: PlanRecord) -> str:
     """The peak of the step in eager mode, where it is known, and that of the captured step with nothing recomputed."""
     everything, eager = gb(plan.baseline_peak_bytes), plan.eager_peak_bytes
     if isinstance(plan.recipe, Choice):
-        return f"without a plan: {everything}"
+        return f"Without a plan: {everything}"
     kept = f"{everything} with everything kept"
-    return kept if eager is None else f"without a plan: {gb(eager)} (eager mode), {kept}"
+    return kept if eager is None else f"Without a plan: {gb(eager)} (eager mode), {kept}"

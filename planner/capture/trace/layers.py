@@ -28,9 +28,9 @@ _put_back: Callable[[], None] = restore_helpers
 def capturable_layers() -> Iterator[None]:
     """While it is on, in any thread, torch's layers can be captured.
 
-    Attention is not asked whether its mask is causal, which would stop compiling; taking a recurrent layer apart
-    keeps its dropout, which torch's `_rnn_helper` (2.13) leaves out, and takes an LSTM apart as well where torch would
-    call oneDNN's, which leaves nothing for a backward pass; and ops that have kernels of their own are captured as such.
+    Attention is not asked whether its mask is causal, which would stop compiling. Taking a recurrent layer apart keeps
+    its dropout, which torch's `_rnn_helper` (2.13) leaves out, and goes for every LSTM: oneDNN's, which torch would
+    call, saves nothing for a backward pass. Ops that have kernels of their own are captured as they are.
     """
     global _users, _put_back
     with _lock:
