@@ -161,7 +161,7 @@ def test_a_plan_for_a_card_fits_its_caching_allocator(monkeypatch):
 
     def solve(step):
         seen.append(step.account["fragmentation margin"])
-        return pipeline._solve(step, request)
+        return pipeline._solve(step, request, graph)
 
     step, solution = solve_with_margin(bare, request, solve)
     assert solution.timeline.peak <= request.budget_bytes

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._decomp.decompositions as decompositions
 from torch import fx, nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -650,3 +651,31 @@ def test_lightning_says_what_is_compiled_and_checkpointed():
     assert lightning.is_compiled(from_compiled(torch.compile(module)))
     assert not lightning.checkpoints_activations(FSDPStrategy())
     assert lightning.checkpoints_activations(FSDPStrategy(activation_checkpointing_policy={nn.Linear}))
+
+
+def test_references():
+    t = torch.zeros(2)
+    alone = autograd.references(t)
+    view = t[:1]
+    assert autograd.references(t)[1] == alone[1] + 1
+    del view
+    assert autograd.references(t) == alone
+
+
+def test_decompositions_of_ops_with_kernels_are_away_for_a_while():
+    op = torch.ops.aten.upsample_bicubic2d.vec
+    before = dict(op.py_kernels)
+    put_back = layers.replace_decompositions()
+    try:
+        assert before
+        assert {key.name for key in before.keys() - op.py_kernels.keys()} == {"Autograd", "CompositeImplicitAutograd"}
+    finally:
+        put_back()
+    assert op.py_kernels == before
+
+
+def test_the_lstm_of_onednn_is_told_from_the_other():
+    x, hidden = torch.zeros(2, 1, 4), (torch.zeros(1, 1, 4), torch.zeros(1, 1, 4))
+    weights = [[torch.zeros(16, 4), torch.zeros(16, 4)]]
+    assert decompositions.select_one_layer_lstm_function(x, hidden, weights) is layers.ONEDNN_LSTM
+    assert layers.ONE_LAYER_LSTM is decompositions.one_layer_lstm

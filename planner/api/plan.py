@@ -76,6 +76,7 @@ class Plan:
         identity: the model that the plan is for, as data.
         known_curve: the trade-off curve that the plan is from, where `pareto()` made it.
         verification: the last measurement of `verify()`.
+        eager_peak_bytes: predicted peak of the step in eager mode, without a plan; None where it is not known.
     """
 
     budget_bytes: int
@@ -102,6 +103,7 @@ class Plan:
     identity: Identity
     known_curve: Curve | None
     verification: Verification | None
+    eager_peak_bytes: int | None
 
     def __init__(self, source: Planned | Filed | Pending | Unplanned) -> None:
         self._take(source)

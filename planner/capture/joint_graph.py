@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import fx
 
 from planner.compat import pytree
+from planner.compat.fake import detect_fake_mode
 from planner.compat.ops import OpOverload, schema_of
 
 
@@ -93,6 +95,14 @@ def map_nodes(arguments: Any, of: Callable[[fx.Node], Any]) -> Any:
     return fx.node.map_arg(arguments, of)
 
 
+def fake_result(node: fx.Node) -> Any:
+    """The fake result of a node for its present inputs: new storages, or views of theirs."""
+    target: Any = node.target
+    args, kwargs = map_nodes((node.args, node.kwargs), lambda n: n.meta["val"])
+    with detect_fake_mode((args, kwargs)) or nullcontext():
+        return target(*args, **kwargs)
+
+
 def ancestors(roots: Iterable[fx.Node]) -> set[fx.Node]:
     """Some nodes and all that they are computed from. O(nodes + edges) time."""
     seen: set[fx.Node] = set()
@@ -110,3 +120,13 @@ def may_write(node: fx.Node) -> bool:
     if node.op != "call_function" or node.target is operator.getitem:
         return False
     return not isinstance(node.target, OpOverload) or schema_of(node.target).is_mutable
+
+
+def is_dense(t: torch.Tensor) -> bool:
+    """Whether a tensor fills its storage, each byte once."""
+    dense = 1
+    for stride, size in sorted((stride, size) for size, stride in zip(t.shape, t.stride(), strict=True) if size > 1):
+        if stride != dense:
+            return False
+        dense *= size
+    return bool(t.untyped_storage().nbytes() == t.nbytes)

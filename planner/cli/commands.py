@@ -141,8 +141,8 @@ COMMANDS: Mapping[str, Callable[[Namespace], int]] = {
 def facts(p: Plan) -> dict[str, Any]:
     """A plan's numbers as plain data; bytes and seconds, None where nothing was measured."""
     names = (
-        "budget_bytes peak_bytes baseline_peak_bytes resident_bytes overhead bound gap solver solve_seconds "
-        "step_seconds note device"
+        "budget_bytes peak_bytes baseline_peak_bytes eager_peak_bytes resident_bytes overhead bound gap solver "
+        "solve_seconds step_seconds note device"
     )
     return {
         "fits": fits(p.record),

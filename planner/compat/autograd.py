@@ -204,3 +204,9 @@ def post_accumulate_hooks(parameter: torch.Tensor) -> dict[int, Any] | None:
     """The table of hooks that run once a parameter has its gradient, or None (torch 2.11 to 2.13)."""
     hooks: dict[int, Any] | None = parameter._post_accumulate_grad_hooks
     return hooks
+
+
+def references(t: torch.Tensor) -> tuple[int, int]:
+    """How often a tensor and its storage are referenced (`Tensor._use_count`, `_storage_Use_Count`, 2.11 to 2.13)."""
+    of_tensor: int = t._use_count()  # type: ignore[attr-defined]
+    return of_tensor, torch._C._storage_Use_Count(t.untyped_storage()._cdata)

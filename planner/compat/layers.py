@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
+import torch
 import torch._decomp.decompositions as decompositions
 import torch.nn.modules.transformer as transformer
+from torch._C import DispatchKey
+from torch._ops import OpOverload
 
 RNN_HELPER: Callable[..., Any] = decompositions._rnn_helper
+ONE_LAYER_LSTM: Callable[..., Any] = decompositions.one_layer_lstm
+ONEDNN_LSTM: Callable[..., Any] = decompositions.mkldnn_one_layer_lstm
 _DETECT_IS_CAUSAL: Callable[..., Any] = transformer._detect_is_causal_mask
+
+# beside those of `interpolate`, the ops that torch 2.13 decomposes where autograd could run their kernels
+_OWN_KERNELS = ("hardshrink", "softshrink", "multi_margin_loss", "multilabel_margin_loss_forward")
 
 
 def replace_helpers(detect_is_causal: Callable[..., Any], rnn_helper: Callable[..., Any]) -> None:
@@ -27,3 +36,33 @@ def replace_helpers(detect_is_causal: Callable[..., Any], rnn_helper: Callable[.
 def restore_helpers() -> None:
     """Put torch's own helpers back (torch 2.11 to 2.13)."""
     replace_helpers(_DETECT_IS_CAUSAL, RNN_HELPER)
+
+
+def replace_decompositions() -> Callable[[], None]:
+    """Take away the Python decompositions of ops that have a kernel and a derivative of their own (torch 2.11 to 2.13).
+
+    With them, AOTAutograd writes `interpolate` as arithmetic on indices (`OpOverload.py_kernels`): other rounding and
+    several times the memory of the kernel that eager mode runs. Returns a function that puts them back.
+    """
+    taken = [
+        (op, key, op.py_kernels.pop(key))
+        for op in _own_kernels()
+        for key in (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
+        if key in op.py_kernels
+    ]
+    for op, _, _ in taken:
+        op._dispatch_cache.clear()
+
+    def put_back() -> None:
+        for op, key, kernel in taken:
+            op.py_kernels[key] = kernel
+            op._dispatch_cache.clear()
+
+    return put_back
+
+
+@cache
+def _own_kernels() -> tuple[OpOverload, ...]:
+    packets = [getattr(torch.ops.aten, name) for name in dir(torch.ops.aten) if "upsample_" in name]
+    packets += [getattr(torch.ops.aten, name) for name in _OWN_KERNELS]
+    return tuple(getattr(packet, overload) for packet in packets for overload in packet.overloads())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from planner.core.plan import Held
 
@@ -21,3 +22,16 @@ def resident(lines: Mapping[str, int]) -> Held:
     parameters = sum(lines.get(name, 0) for name in _PARAMETERS)
     gradients, state = sum(lines.get(name, 0) for name in _GRADIENTS), lines.get("optimizer state", 0)
     return Held(parameters, state, sum(lines.values()) - parameters - gradients - state, gradients)
+
+
+@dataclass(frozen=True, slots=True)
+class EagerStep:
+    """The step in eager mode, without a plan.
+
+    Attributes:
+        peak_bytes: predicted peak, everything that the budget counts.
+        seconds: estimated time of its ops.
+    """
+
+    peak_bytes: int
+    seconds: float

@@ -226,6 +226,7 @@ class PlanRecord:
         identity: the model that the plan is for.
         known_curve: the trade-off curve that the plan is from, where `pareto()` made it.
         verification: the last measurement of `verify()`.
+        eager_peak_bytes: predicted peak of the step in eager mode, without a plan; None where it is not known.
     """
 
     budget_bytes: int
@@ -252,6 +253,7 @@ class PlanRecord:
     identity: Identity = field(repr=False)
     known_curve: Curve | None = field(default=None, repr=False)
     verification: Verification | None = field(default=None, repr=False)
+    eager_peak_bytes: int | None = None
 
     @property
     def kept_bytes(self) -> int:

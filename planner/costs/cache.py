@@ -15,7 +15,7 @@ import torch
 
 from planner.costs.measure_op import Allocated
 
-_FORMAT = 1  # of the table; a new one is a new file
+_FORMAT = 2  # of the table, and of what is measured; a new one is a new file
 _TABLE = (
     "CREATE TABLE IF NOT EXISTS ops (key TEXT PRIMARY KEY, workspace INTEGER NOT NULL, excess INTEGER NOT NULL, "
     "seconds REAL) WITHOUT ROWID"

@@ -12,6 +12,7 @@ import torch
 
 from planner.compat import pytree
 from planner.core.call import Call, TensorSpec, ViewSpec, storages
+from planner.costs.worst_values import fill_valid, fill_worst
 from planner.devices.meter import marked, record_allocations
 
 _ROUNDS = 5
@@ -36,7 +37,9 @@ class Allocated:
 
 
 def run_on_cpu(calls: Sequence[Call], timed: bool) -> dict[str, Allocated]:
-    """Run each call on zeros, in one recording of the allocator's events; by `Call.key`, without those that fail."""
+    """Run each call on its worst values, in one recording of the allocator's events; by `Call.key`, without those that
+    fail.
+    """
     sizes: list[int | None] = []
 
     def run_all() -> None:
@@ -53,7 +56,7 @@ def run_on_cpu(calls: Sequence[Call], timed: bool) -> dict[str, Allocated]:
 
 
 def run_on_cuda(calls: Sequence[Call], device: torch.device, timed: bool) -> dict[str, Allocated]:
-    """Run each call on zeros; by `Call.key`, without those that fail."""
+    """Run each call on its worst values; by `Call.key`, without those that fail."""
     with torch.cuda.device(device):
         runs = ((call.key, _run_on_cuda(call, device, timed)) for call in calls)
         return {key: run for key, run in runs if run is not None}
@@ -62,10 +65,10 @@ def run_on_cuda(calls: Sequence[Call], device: torch.device, timed: bool) -> dic
 def _marked_run(call: Call, name: str) -> int | None:
     """Bytes of the storages that a call makes; None where it fails."""
     try:
-        args, kwargs = _arguments(call, torch.device("cpu"))
+        args, kwargs = _arguments(call, torch.device("cpu"), worst=True)
         with marked(name):
             size = _made(call.target(*args, **kwargs), args, kwargs)
-    except Exception:  # it refuses zeros, or there is too little memory: then it is not measured
+    except Exception:  # it refuses these values, or there is too little memory: then it is not measured
         return None
     return size
 
@@ -84,7 +87,7 @@ def _timed_on_cpu(call: Call) -> float:
 
 def _run_on_cuda(call: Call, device: torch.device, timed: bool) -> Allocated | None:
     try:
-        args, kwargs = _arguments(call, device)
+        args, kwargs = _arguments(call, device, worst=True)
         # a first run makes cuBLAS take its workspace and cuDNN choose its plan: neither is the op's own
         call.target(*args, **kwargs)
         torch.cuda.synchronize(device)
@@ -94,7 +97,7 @@ def _run_on_cuda(call: Call, device: torch.device, timed: bool) -> Allocated | N
         size = _made(call.target(*args, **kwargs), args, kwargs)
         peak = torch.cuda.memory_stats(device)["requested_bytes.all.peak"] - before
         torch.cuda.synchronize(device)
-        seconds = _timed_on_cuda(call, args, kwargs) if timed else None
+        seconds = _timed_on_cuda(call, *_arguments(call, device)) if timed else None
     except Exception:  # as on the CPU
         return None
     return _allocated(call, peak, size, seconds)
@@ -131,7 +134,9 @@ def _made(result: Any, args: Any, kwargs: Any) -> int:
     return sum(size for storage, size in storages(result).items() if storage not in given)
 
 
-def _arguments(call: Call, device: torch.device) -> tuple[Any, Any]:
+def _arguments(call: Call, device: torch.device, worst: bool = False) -> tuple[Any, Any]:
+    """Arguments of zeros; or those for which the op takes the most memory."""
+
     def real(spec: TensorSpec) -> torch.Tensor:
         if isinstance(spec, ViewSpec):
             behind = torch.zeros(spec.behind, dtype=spec.dtype, device=device)
@@ -139,4 +144,7 @@ def _arguments(call: Call, device: torch.device) -> tuple[Any, Any]:
         return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device).zero_()
 
     args, kwargs = pytree.tree_map_only(TensorSpec, real, (call.args, call.kwargs))
+    fill_valid(call.target, args)
+    if worst:
+        fill_worst(call.target, args, kwargs)
     return args, kwargs

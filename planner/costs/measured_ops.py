@@ -20,10 +20,11 @@ _STABLE = ("aten", "prims")  # other ops may change without a new torch: they ar
 def measure(
     calls: Iterable[Call], device: torch.device, *, timed: bool = False, progress: bool | None = None
 ) -> dict[str, Allocated]:
-    """Run each distinct op (target, shapes, strides, dtypes, other arguments) on zeros, unless the disk cache knows it.
+    """Run each distinct op (target, shapes, strides, dtypes, other arguments) once, unless the disk cache knows it.
 
-    An op that fails on zeros is left out, and so is a collective, which other processes would have to run as well. The
-    random generators are left as they were. Measurements before an interruption are kept.
+    Arguments are zeros, or the values for which the op takes the most memory. An op that fails on them is left out, and
+    so is a collective, which other processes would have to run as well. The random generators are left as they were.
+    Measurements before an interruption are kept.
 
     Args:
         calls: the ops to run.

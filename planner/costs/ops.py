@@ -111,7 +111,7 @@ def _measurable(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, OpOverload) or is_collective(target):
         return False
-    return bool(schema_of(target).returns) and target is not _ATEN.multinomial.default and not reads_workspace(target)
+    return bool(schema_of(target).returns) and not reads_workspace(target)
 
 
 def reads_workspace(target: OpOverload) -> bool:

@@ -65,7 +65,7 @@ def choose(
         CaptureError: the step cannot be traced.
         RankError: the known plan has to match, and does not.
     """
-    tracer = _tracer(request, traced)
+    tracer = tracer_of(request, traced)
     plain = _plain(tracer)
     asked = tracer.answers.lines()
     baseline, costs = tracer.trial(Choice(), {}, plain)
@@ -97,7 +97,7 @@ def choose(
 
 
 @dataclass(frozen=True)
-class _Tracer:
+class Tracer:
     """A model on fake tensors, whose step can be traced with any choice of checkpoints.
 
     Attributes:
@@ -158,7 +158,8 @@ class _Tracer:
         return Trial(choice, state, step, replay(step.problem, every_op_once(step.problem))), costs
 
 
-def _tracer(request: Request, traced: Callable[[], None]) -> _Tracer:
+def tracer_of(request: Request, traced: Callable[[], None]) -> Tracer:
+    """The model of a request on fake tensors. Raises CaptureError where it cannot be copied, or is on a mesh."""
     answers, args = Answers(), request.args or ()
     mode, model, fake_args, fake_kwargs = to_fake_with_integers(request.model, args, request.kwargs, answers)
     if on_mesh(model, fake_args, fake_kwargs):
@@ -167,10 +168,10 @@ def _tracer(request: Request, traced: Callable[[], None]) -> _Tracer:
             "checkpointed, they would communicate again in the backward pass. Plan with mode='compiled', which keeps "
             "what they receive"
         )
-    return _Tracer(request, mode, model, fake_args, fake_kwargs, answers, *account_of(request), {}, traced)
+    return Tracer(request, mode, model, fake_args, fake_kwargs, answers, *account_of(request), {}, traced)
 
 
-def _plain(tracer: _Tracer) -> Trace:
+def _plain(tracer: Tracer) -> Trace:
     """The step without checkpoints, in detail."""
     request = tracer.request
     try:

@@ -174,13 +174,17 @@ def _backward(step: Step, to: _Writer, chains: Sequence[tuple[int, ...] | None],
             to.send("reduce-scatter", g, reduced, share, to.groups[g].scattering)
             to.shares.add(share)
 
+    whole = {v: i for i, op in enumerate(problem.ops) for v in (*op.reads, *op.writes) if v in step.final}
+    made: dict[int, list[int]] = defaultdict(list)  # an op -> the gradients that it makes, or adds the last term to
+    for v, i in whole.items():
+        made[i].append(v)
     for i, op in enumerate(problem.ops[problem.boundary :], problem.boundary):
         if (chain := chains[i]) is not None:
             _go(entered, chain, enter, leave)
         elif step.origins[i].phase == "optimizer":
             _go(entered, (), enter, leave)
         if entered:
-            gradients[entered[-1]] += [v for v in op.writes if v in step.final]
+            gradients[entered[-1]] += made[i]
         to.rows.append((op, step.origins[i]))
     _go(entered, (), enter, leave)
 

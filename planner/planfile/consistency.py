@@ -76,6 +76,7 @@ def _check_times(plan: PlanRecord) -> None:
         _within(getattr(plan, name), f"plan.{name}", "seconds")
     for name in ("overhead", "gap"):
         _within(getattr(plan, name), f"plan.{name}", "a share of the time", -ROUNDING)
+    _within(plan.eager_peak_bytes or 0, "plan.eager_peak_bytes", "bytes")
     for i, d in enumerate(plan.decisions):
         _within(d.recompute_seconds, f"plan.decisions.recompute_seconds[{i}]", "seconds")
     for name in ("timeline", "baseline_timeline"):

@@ -22,6 +22,7 @@ from planner.core.step import Pass, Step, replay, run_passes
 from planner.core.surroundings import under
 from planner.costs.account import account_of
 from planner.costs.ops import estimate
+from planner.eager.unplanned import eager_step
 from planner.errors import CaptureError, InfeasibleBudgetError, PlannerError, RankError
 from planner.lowering.build import BuildSettings, build, split_by_region
 from planner.lowering.collectives import insert_collectives
@@ -32,6 +33,7 @@ from planner.parallel.group import other_world
 from planner.planning.adopt_schedule import adopt_known, adopt_schedule, same_structure
 from planner.planning.decisions import peak_account
 from planner.planning.eager import make_eager_plan
+from planner.planning.eager_peak import no_higher_than_eager
 from planner.planning.fragmentation import solve_with_margin
 from planner.planning.outside import outside_loss
 from planner.planning.record import record_of
@@ -67,7 +69,7 @@ def make_plan(
         if request.options.mode == "eager":
             return make_eager_plan(request, others[-1] if others else None, known=known, must_match=must_match)
         graph = captured or graph_of(request)
-    solve_here = partial(_solve, request=request, others=others, known=known, must_match=must_match)
+    solve_here = partial(_solve, request=request, graph=graph, others=others, known=known, must_match=must_match)
     step, solution = solve_with_margin(lower(request, graph), request, solve_here)
     return write(request, graph, step, solution)
 
@@ -81,7 +83,7 @@ def graph_of(request: Request) -> TrainingGraph:
             return keep_everything(region)
 
         try:
-            return _graph_of(request, split)
+            return replace(_graph_of(request, split), eager=eager_step(request))
         except (PlannerError, torch.OutOfMemoryError):
             raise
         except Exception as e:
@@ -155,7 +157,12 @@ def lower(request: Request, graph: TrainingGraph) -> Step:
 
 
 def _solve(
-    step: Step, request: Request, others: Sequence[Planned] = (), known: Known | None = None, must_match: bool = False
+    step: Step,
+    request: Request,
+    graph: TrainingGraph,
+    others: Sequence[Planned] = (),
+    known: Known | None = None,
+    must_match: bool = False,
 ) -> Solution:
     problem, options = step.problem, request.options
     same = _known(step, request, known, must_match) if known is not None else ""
@@ -167,6 +174,8 @@ def _solve(
     adopted = adopt_schedule(problem, [(r.problem, r.schedule) for r in records if r.problem and r.schedule])
     if adopted is not None:
         return adopted
+    if (lean := no_higher_than_eager(problem, request, graph)) is not None:
+        return lean
     try:
         solution = solve(problem, options.solver, time_limit=options.time_limit, progress=options.progress)
         return replace(solution, note=f"{solution.note} {same}".strip())
@@ -224,6 +233,7 @@ def write(request: Request, graph: TrainingGraph, step: Step, solution: Solution
 
     note = " ".join(filter(None, [solution.note, in_words(problem, planned), graph.note, *_notes(request, graph)]))
     record = record_of(request, step, planned, replace(solution, note=note), _recipe(graph, passes))
+    record = replace(record, eager_peak_bytes=graph.eager.peak_bytes if graph.eager else None)
     return Planned(record, request, graphs, captured=graph)
 
 

@@ -73,4 +73,5 @@ def record_of(
         options=request.options,
         step=planned_step(request, step.account["optimizer state"], step.optimizer_step),
         identity=identity(request.model),
+        eager_peak_bytes=baseline.timeline.peak if unplanned else None,
     )

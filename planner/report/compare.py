@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from math import isclose, prod
 
 from planner.core.options import labelled
@@ -21,6 +21,7 @@ def compare_records(a: PlanRecord, b: PlanRecord) -> Comparison:
         Fact("budget", a.budget_bytes, b.budget_bytes),
         Fact("peak", a.peak_bytes, b.peak_bytes),
         Fact("everything kept", a.baseline_peak_bytes, b.baseline_peak_bytes),
+        *_eager(a, b),
         Fact("step", a.step_seconds, b.step_seconds),
         Fact("least time proven", a.bound, b.bound),
         Fact("overhead", a.overhead, b.overhead),
@@ -29,6 +30,12 @@ def compare_records(a: PlanRecord, b: PlanRecord) -> Comparison:
     modules, unchanged = _changes(a.decisions, b.decisions)
     account = {name: pair for name, pair in lines.items() if pair[0] != pair[1]}
     return Comparison(differences(_circumstances(a), _circumstances(b)), facts, account, modules, unchanged)
+
+
+def _eager(a: PlanRecord, b: PlanRecord) -> Iterator[Fact]:
+    """The peaks without a plan, where both are known."""
+    if a.eager_peak_bytes is not None and b.eager_peak_bytes is not None:
+        yield Fact("eager, without a plan", a.eager_peak_bytes, b.eager_peak_bytes)
 
 
 def differences(a: Mapping[str, str], b: Mapping[str, str]) -> dict[str, tuple[str, str]]:

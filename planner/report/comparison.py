@@ -11,7 +11,7 @@ from planner.report.terminal import Style, style_of
 from planner.report.words import clip, duration, pad, wrapped
 
 MOST_ROWS = 20
-_BYTES = ("budget", "peak", "everything kept")
+_BYTES = ("budget", "peak", "everything kept", "eager, without a plan")
 _SECONDS = ("step", "least time proven")
 
 

@@ -9,7 +9,7 @@ from os import PathLike
 from planner.core.files import path_of, write_atomically
 from planner.core.plan import Curve, PlanRecord
 from planner.errors import OptionError, PlanFileError, gb
-from planner.report.answer import answer
+from planner.report.answer import answer, without_a_plan
 from planner.report.curve import curve_svg
 from planner.report.svg import ACTIONS, MICRO, escape, number
 from planner.report.table import ModuleRow, by_module, by_reason, largest, shared_path
@@ -69,7 +69,7 @@ def surety(plan: PlanRecord) -> str:
     seen = plan.verification
     timed = "measured op by op on" if plan.step.costs == "measured" else "from the roofline of"
     told = [
-        f"{gb(plan.baseline_peak_bytes)} with everything kept",
+        without_a_plan(plan),
         f"times {timed} {plan.device}",
         "sizes counted",
         f"{gb(margin)} of margin" if margin else "no margin",

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from planner.core.plan import PlanRecord
 from planner.errors import gb
-from planner.report.answer import answer, fits
+from planner.report.answer import answer, fits, without_a_plan
 from planner.report.table import ModuleRow, by_module, by_reason, largest
 from planner.report.terminal import BARS, Colour, Style
 from planner.report.words import clip, duration, pad, wrapped
@@ -64,8 +64,8 @@ def lead(plan: PlanRecord, style: Style) -> list[str]:
     seen = plan.verification
     sure = "Sizes are counted" if seen is None else f"A real step took {gb(seen.measured_bytes)}; sizes are counted"
     more = [
-        f"{gb(plan.baseline_peak_bytes)} with everything kept. {len(recomputed)} of {len(plan.decisions)} values are "
-        f"recomputed ({gb(sum(d.nbytes for d in recomputed))}). {sure}, times are estimates for "
+        f"{without_a_plan(plan)}. {len(recomputed)} of {len(plan.decisions)} values are recomputed "
+        f"({gb(sum(d.nbytes for d in recomputed))}). {sure}, times are estimates for "
         f"{style.name(plan.device)}: a step takes {duration(plan.step_seconds)}. "
         f"Solver {style.name(plan.solver)}, {plan.solve_seconds:.1f} s.",
         style.name(plan.note),

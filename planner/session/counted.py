@@ -66,6 +66,7 @@ def _moved(record: PlanRecord, request: Request, more: int) -> PlanRecord:
         budget_bytes=budget,
         peak_bytes=record.peak_bytes + more,
         baseline_peak_bytes=record.baseline_peak_bytes + more,
+        eager_peak_bytes=record.eager_peak_bytes and record.eager_peak_bytes + more,
         resident_bytes=resident,
         timeline=tuple(replace(m, held=m.held._replace(other=m.held.other + more)) for m in record.timeline),
         baseline_timeline=tuple(replace(m, held_bytes=m.held_bytes + more) for m in record.baseline_timeline),

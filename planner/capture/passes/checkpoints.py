@@ -9,16 +9,14 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from collections.abc import Collection, Mapping
-from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from planner.capture.joint_graph import map_nodes
+from planner.capture.joint_graph import fake_result, map_nodes
 from planner.capture.recomputability import keep_reason
-from planner.compat.fake import detect_fake_mode
 from planner.core.call import storages
 
 Checkpoints = Literal["replace", "keep"]
@@ -59,7 +57,7 @@ def repeat_checkpointed(graph: fx.Graph, forward: Collection[fx.Node], mutated: 
         moved = {storage for n in user.all_input_nodes if n in again or n in views for storage in held_by[n]}
         user.args, user.kwargs = map_nodes((user.args, user.kwargs), lambda n: clones.get(n, n))
         if not moved.isdisjoint(held_by[user]):  # a view, of a clone now
-            user.meta = {**user.meta, "val": _fake_result(user)}
+            user.meta = {**user.meta, "val": fake_result(user)}
             views.add(user)
 
 
@@ -107,16 +105,8 @@ def _clone_inputs(graph: fx.Graph, user: fx.Node, again: Collection[fx.Node], cl
 
 def _clone(graph: fx.Graph, node: fx.Node, clones: Mapping[fx.Node, fx.Node]) -> fx.Node:
     new = graph.node_copy(node, lambda n: clones.get(n, n))
-    new.meta = {**node.meta, "val": _fake_result(new), _CLONE_OF: node, "partitioner_tag": "is_backward"}
+    new.meta = {**node.meta, "val": fake_result(new), _CLONE_OF: node, "partitioner_tag": "is_backward"}
     return new
-
-
-def _fake_result(node: fx.Node) -> Any:
-    """The fake result of a node for its present inputs: new storages, or views of theirs."""
-    target: Any = node.target
-    args, kwargs = map_nodes((node.args, node.kwargs), lambda n: n.meta["val"])
-    with detect_fake_mode((args, kwargs)) or nullcontext():
-        return target(*args, **kwargs)
 
 
 def _call_of(node: fx.Node) -> Any:

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import fx
 
-from planner.capture.joint_graph import map_nodes, may_write
+from planner.capture.joint_graph import fake_result, map_nodes, may_write
 from planner.capture.passes.checkpoints import clone_of
 from planner.capture.recomputability import is_random
 from planner.core.call import storages
@@ -99,8 +98,5 @@ def _merge(node: fx.Node, first: fx.Node, held_by: dict[fx.Node, frozenset[int]]
     views, _ = _users(node, held_by)
     node.replace_all_uses_with(first)
     for view in views:  # of another storage now
-        target: Any = view.target
-        args, kwargs = map_nodes((view.args, view.kwargs), lambda n: n.meta["val"])
-        with first.meta["val"].fake_mode:
-            view.meta = {**view.meta, "val": target(*args, **kwargs)}
+        view.meta = {**view.meta, "val": fake_result(view)}
         held_by[view] = frozenset(storages(view.meta["val"]))

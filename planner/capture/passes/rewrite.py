@@ -9,6 +9,7 @@ from planner.capture.joint_graph import ancestors, nodes_in, signature_of
 from planner.capture.passes.checkpoints import Checkpoints, repeat_checkpointed
 from planner.capture.passes.dropout import split_dropouts
 from planner.capture.passes.duplicates import merge_duplicates
+from planner.capture.passes.in_place_sums import add_in_place
 from planner.capture.passes.order import Order, execution_order, tagged_forward
 from planner.capture.recomputability import is_random
 
@@ -43,7 +44,9 @@ def rewrite(joint: fx.GraphModule, num_fwd_outputs: int, checkpoints: Checkpoint
     if checkpoints == "keep":
         repeat_checkpointed(graph, forward, signature.mutated)
     order = execution_order(graph, forward, ancestors(nodes_in(signature.grads)))
-    return Order(merge_duplicates(graph, order.nodes), order.forward)
+    order = Order(merge_duplicates(graph, order.nodes), order.forward)
+    add_in_place(graph, order)  # the last: no value may be read later than the order says
+    return order
 
 
 def _drop_unread_statistics(graph: fx.Graph) -> None:

@@ -183,6 +183,12 @@ def _read_ops(
         ops.append(GraphOp(node, "call", reads, writes, reason, takes))
         if node in order.forward:
             boundary += len(ops) - before
+    # those that read or make a value into which another writes must not run twice
+    into = [n for node in order.nodes if may_write(node) for n in node.args[:1] if isinstance(n, fx.Node)]
+    written = {v for n in into for v in table.value_of[n]}
+    for i, op in enumerate(ops):
+        if not op.keep_because and not written.isdisjoint((*op.reads, *op.writes)):
+            ops[i] = replace(op, keep_because="another op writes into what it reads or makes")
     return tuple(ops), boundary
 
 

@@ -10,23 +10,33 @@ from typing import Any
 
 import torch
 
-from planner.compat.layers import RNN_HELPER, replace_helpers, restore_helpers
+from planner.compat.layers import (
+    ONE_LAYER_LSTM,
+    ONEDNN_LSTM,
+    RNN_HELPER,
+    replace_decompositions,
+    replace_helpers,
+    restore_helpers,
+)
 
 _lock = threading.Lock()
 _users = 0
+_put_back: Callable[[], None] = restore_helpers
 
 
 @contextmanager
 def capturable_layers() -> Iterator[None]:
     """While it is on, in any thread, torch's layers can be captured.
 
-    Attention is not asked whether its mask is causal, which would stop compiling; and taking a recurrent layer apart
-    keeps its dropout, which torch's `_rnn_helper` (2.13) leaves out.
+    Attention is not asked whether its mask is causal, which would stop compiling. Taking a recurrent layer apart keeps
+    its dropout, which torch's `_rnn_helper` (2.13) leaves out, and goes for every LSTM: oneDNN's, which torch would
+    call, saves nothing for a backward pass. Ops that have kernels of their own are captured as they are.
     """
-    global _users
+    global _users, _put_back
     with _lock:
         if not _users:
             replace_helpers(_causal_if_told, partial(_layer_by_layer, RNN_HELPER))
+            _put_back = replace_decompositions()
         _users += 1
     try:
         yield
@@ -35,6 +45,7 @@ def capturable_layers() -> Iterator[None]:
             _users -= 1
             if not _users:
                 restore_helpers()
+                _put_back()
 
 
 def _causal_if_told(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
@@ -54,6 +65,8 @@ def _layer_by_layer(
     batch_first: bool,
     layer_fn: Callable[..., Any],
 ) -> tuple[torch.Tensor, list[Any]]:
+    if layer_fn is ONEDNN_LSTM:
+        layer_fn = ONE_LAYER_LSTM
     sequence = sequence.transpose(0, 1) if batch_first else sequence
     directions = 2 if bidirectional else 1
     final = []

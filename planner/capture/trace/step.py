@@ -22,6 +22,7 @@ from planner.capture.trace.random_state import random_kept
 from planner.capture.trace.refusals import LIMITS, refusal
 from planner.capture.trace.state_guard import forget_fakes, untouched
 from planner.compat.fake import DataDependentOutputException, FakeTensorMode
+from planner.core.account import EagerStep
 from planner.core.call import storages, tensors_in
 from planner.core.maxima import Maxima
 from planner.core.options import Checkpoints
@@ -44,6 +45,7 @@ class TrainingGraph:
         maxima: where sizes are symbols in the graphs, the largest, for which the step is read.
         asked: lines of Python that asked for values of tensors outside the graphs; other values may have other graphs.
         note: a remark for the user; empty for none.
+        eager: the same step in eager mode; None where that is not known.
     """
 
     regions: tuple[Region, ...]
@@ -56,6 +58,7 @@ class TrainingGraph:
     maxima: Maxima | None = None
     asked: tuple[str, ...] = ()
     note: str = ""
+    eager: EagerStep | None = None
 
 
 def capture(

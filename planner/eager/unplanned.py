@@ -1,0 +1,28 @@
+"""What the step takes in eager mode without a plan: the trace of that step, on fake tensors."""
+
+from __future__ import annotations
+
+from planner.core.account import EagerStep
+from planner.core.recipe import Choice
+from planner.eager.pipeline import tracer_of
+from planner.eager.step import StepFailed
+from planner.errors import PlannerError
+from planner.parallel.fsdp import groups_of
+from planner.requests.request import Request
+
+
+def eager_step(request: Request) -> EagerStep | None:
+    """The peak and the time of the step as it runs without a plan, with nothing checkpointed but by the model itself.
+
+    None where such a trace is not the step of the request: it asks for values of tensors, is spread over processes, has
+    several microbatches in flight, or sizes that may be smaller than the batch's.
+    """
+    several = request.occupancy is not None or request.options.in_flight > 1
+    if several or request.maxima is not None or groups_of(request.model):
+        return None
+    try:
+        tracer = tracer_of(request, lambda: None)
+        trial, _ = tracer.trial(Choice(), {}, tracer.trace(Choice()))
+    except (StepFailed, PlannerError):
+        return None
+    return EagerStep(trial.peak, trial.replay.timeline.cost)
