@@ -47,6 +47,7 @@ class Loop:
     Attributes:
         outputs_held: of the leaves of the model's output, the positions of those that the loop still held when the
             backward pass began; None: all of them.
+        only_loss: whether the model's own loss is the only one of its outputs that got a gradient.
         loss: the loss, as far as it was computed outside the model; None: not seen.
         beside: bytes of what else the loop used on the device: parameters of other models, tensors that it wrote into.
         gradients: what becomes of gradients that an optimizer has used: cleared before the next forward pass, cleared
@@ -57,6 +58,7 @@ class Loop:
     """
 
     outputs_held: tuple[int, ...] | None = None
+    only_loss: bool = False
     loss: LossSeen | None = None
     beside: int = 0
     gradients: Gradients = "cleared"

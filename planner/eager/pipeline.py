@@ -26,6 +26,7 @@ from planner.eager.trace import Trace
 from planner.eager.values import to_fake_with_integers
 from planner.errors import CaptureError, PlannerError, RankError
 from planner.lowering.margin import add_margin
+from planner.lowering.microbatches import TARGETS
 from planner.parallel.meshes import on_mesh
 from planner.requests.planned import Known, source_of
 from planner.requests.request import Request
@@ -140,6 +141,7 @@ class Tracer:
             accumulate=self.request.gradients_copied,
             shard=self.request.options.shard,
             detailed=detailed,
+            loop=self.request.loop,
         )
 
     def trial(self, choice: Choice, state: State, trace: Trace) -> tuple[Trial, list[OpCost]]:
@@ -168,7 +170,10 @@ def tracer_of(request: Request, traced: Callable[[], None]) -> Tracer:
             "checkpointed, they would communicate again in the backward pass. Plan with mode='compiled', which keeps "
             "what they receive"
         )
-    return Tracer(request, mode, model, fake_args, fake_kwargs, answers, *account_of(request), {}, traced)
+    account, optimizer_step = account_of(request)
+    if request.loop.loss is not None and request.loop.loss.read:
+        account[TARGETS] = request.loop.loss.read
+    return Tracer(request, mode, model, fake_args, fake_kwargs, answers, account, optimizer_step, {}, traced)
 
 
 def _plain(tracer: Tracer) -> Trace:

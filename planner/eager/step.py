@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from planner.capture.provenance import NOT_THE_USERS, line_at
 from planner.capture.trace.loss_trace import LossFn, checked_loss, differentiable, find_loss, leaves
 from planner.compat.fake import FakeTensorMode
 from planner.compat.modules import buffers_of, parameters_of
 from planner.core.call import storages
+from planner.core.loop import Loop
 from planner.core.recipe import Choice
 from planner.eager.checkpointing import checkpointed
 from planner.eager.record import Recorder
@@ -47,6 +48,7 @@ def trace_step(
     accumulate: bool = False,
     shard: int = 1,
     detailed: bool = False,
+    loop: Loop = Loop(),  # noqa: B008 (it is frozen)
 ) -> Trace:
     """Run one step as a training loop does: the output is held until the backward pass has ended.
 
@@ -60,6 +62,7 @@ def trace_step(
         accumulate: whether gradients are there already.
         shard: how many devices share each gradient, once it is made.
         detailed: record what autograd saves, and source lines.
+        loop: what the training loop was seen to do with the output, and to make for the loss.
 
     Raises:
         StepFailed: the step raised.
@@ -90,9 +93,9 @@ def trace_step(
         hooks = saved_tensors_hooks(recorder.pack, recorder.unpack) if detailed else nullcontext()
         try:
             with checkpointed(model, choice or Choice()), recorder, hooks:
-                output = model(*args, **kwargs)
+                outputs = [model(*args, **kwargs)]
                 recorder.phase = "loss"
-                _differentiate(output, loss_fn, recorder)
+                _differentiate(outputs, loss_fn, recorder, loop)
         except Exception as e:
             if recorder.phase == "loss":
                 raise
@@ -104,21 +107,43 @@ def trace_step(
     return trace
 
 
-def _differentiate(output: Any, loss_fn: LossFn | None, recorder: Recorder) -> None:
-    loss = find_loss(output) if loss_fn is None else checked_loss(loss_fn, output)
-    if loss is not None:
+def _differentiate(outputs: list[Any], loss_fn: LossFn | None, recorder: Recorder, loop: Loop) -> None:
+    """The loss and the backward pass from the only one of the outputs, which goes as the loop lets go of it."""
+    ends = leaves(outputs[0])
+    size = sum(storages(ends).values())
+    seen = None if loop.loss is None else loop.loss.of(size)
+    loss = find_loss(outputs[0]) if loss_fn is None else checked_loss(loss_fn, outputs[0])
+    results = [t for t in ends if differentiable(t)]
+    if seen is not None:
+        _allocate(seen.forward)
+    if loop.outputs_held is not None:
+        outputs[:] = [t for at, t in enumerate(ends) if at in loop.outputs_held]
+    ends.clear()
+    if loss is not None and (seen is None or loss_fn is None):
+        results.clear()
+        kept = None if seen is None else _allocate(seen.left)
         recorder.phase = "backward"
         loss.backward()  # type: ignore[no-untyped-call]
+        del kept
         return
-    # every output may get a gradient; a loss may hold as much, and need as much again for a moment
-    results = [t for t in leaves(output) if differentiable(t)]
-    size = sum(storages(results).values())
-    held = torch.empty(size + 16, dtype=torch.uint8)
     gradients = [torch.empty_like(t) for t in results]
-    torch.empty(size, dtype=torch.uint8)
+    if seen is None:  # every output may get a gradient; a loss may hold as much, and need as much again for a moment
+        size = sum(storages(results).values())
+        held = _allocate(size + 16)
+        _allocate(size)
+    else:
+        held = _allocate(seen.left)
+        _allocate(seen.backward - seen.left - sum(storages(gradients).values()))
+    edges = [get_gradient_edge(t) for t in results]
+    results.clear()
+    loss = None
     recorder.phase = "backward"
-    torch.autograd.backward(results, gradients)
+    torch.autograd.backward(edges, gradients)
     del held
+
+
+def _allocate(nbytes: int) -> torch.Tensor:
+    return torch.empty(max(0, nbytes), dtype=torch.uint8)
 
 
 @contextmanager

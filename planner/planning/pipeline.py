@@ -12,6 +12,7 @@ from torch import fx
 from planner.capture.regions.region import Region
 from planner.capture.trace.data_dependent import told
 from planner.capture.trace.dynamo import Partition
+from planner.capture.trace.loss_trace import taken_loss
 from planner.capture.trace.random_state import random_kept
 from planner.capture.trace.step import TrainingGraph, capture
 from planner.codegen.emit import emit, keep_everything
@@ -68,7 +69,7 @@ def make_plan(
     with random_kept(), lasting_modes_off(), under(request.surroundings, request.model):
         if request.options.mode == "eager":
             return make_eager_plan(request, others[-1] if others else None, known=known, must_match=must_match)
-        graph = captured or graph_of(request)
+        graph = replace(captured or graph_of(request), eager=eager_step(request))
     solve_here = partial(_solve, request=request, graph=graph, others=others, known=known, must_match=must_match)
     step, solution = solve_with_margin(lower(request, graph), request, solve_here)
     return write(request, graph, step, solution)
@@ -83,7 +84,7 @@ def graph_of(request: Request) -> TrainingGraph:
             return keep_everything(region)
 
         try:
-            return replace(_graph_of(request, split), eager=eager_step(request))
+            return _graph_of(request, split)
         except (PlannerError, torch.OutOfMemoryError):
             raise
         except Exception as e:
@@ -100,7 +101,7 @@ def _graph_of(request: Request, split: Partition) -> TrainingGraph:
         request.model,
         *batch,
         split,
-        request.loss_fn,
+        taken_loss if request.loss_fn is None and request.loop.only_loss else request.loss_fn,
         request.options.checkpoints,
         likely=request.assume_median_branch,
     )

@@ -11,6 +11,7 @@ import os
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -121,6 +122,7 @@ class Recorder(LastingMode):
         outputs: those of the outputs that are tensors, held weakly, by position.
         made: the tensors that were made and are alive.
         tangents: storages of gradients of outputs.
+        reached: positions of the outputs that got one.
         others: other planned models that trained meanwhile.
         graph_retained: whether a backward pass was asked to keep its graph.
     """
@@ -137,6 +139,7 @@ class Recorder(LastingMode):
         self.calls: dict[str, Call] = {}
         self.losses: list[LossEvents] = []
         self.tangents: set[int] = set()
+        self.reached: set[int] = set()
         self.graph_retained = False
         self.outputs: dict[int, weakref.ref[torch.Tensor]] = {}
         self.let_go: dict[int, int] = {}  # position of an output -> how many events came before its end
@@ -153,8 +156,10 @@ class Recorder(LastingMode):
         self.outputs[at] = weakref.ref(output, lambda _: let_go.setdefault(at, len(events)))
 
     def _hook(self, outputs: Sequence[Any]) -> None:
-        trained = [t for t in outputs if isinstance(t, torch.Tensor) and t.requires_grad]
-        self._hooks += [t.register_hook(Unasking(self._gradient_arrives)) for t in trained]  # type: ignore[no-untyped-call]
+        for at, t in enumerate(outputs):
+            if isinstance(t, torch.Tensor) and t.requires_grad:
+                arrives = Unasking(partial(self._gradient_arrives, at))
+                self._hooks.append(t.register_hook(arrives))  # type: ignore[no-untyped-call]
 
     def expect(self, batch: Any, outputs: Sequence[Any]) -> None:
         """Another call of the model, with this batch, has returned these before the backward pass of the first."""
@@ -181,10 +186,11 @@ class Recorder(LastingMode):
             hook.remove()
         self._hooks.clear()
 
-    def _gradient_arrives(self, gradient: torch.Tensor) -> None:
+    def _gradient_arrives(self, at: int, gradient: torch.Tensor) -> None:
         """A gradient of an output is there: the planned backward pass begins, if it has not begun."""
         if self.over:
             return
+        self.reached.add(at)
         self.tangents.update(storages(gradient))
         self.graph_retained |= graph_is_kept()
         if self.phase == "loss":

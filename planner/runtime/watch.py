@@ -11,7 +11,7 @@ import torch
 from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from planner.capture.trace.loss_trace import leaves
+from planner.capture.trace.loss_trace import leaves, probable_loss
 from planner.compat.dispatch import LastingMode, lasting_modes_off, modes_here, switch_off, switch_on
 from planner.compat.profiler import is_profiling
 from planner.compat.tensors import version_of
@@ -43,6 +43,7 @@ class Watch:
         self.settled = False
         self.recorder: Recorder | None = None
         self._workspaces: dict[str, int] = {}
+        self._loss_at = -1  # the position of what may be the loss among the leaves of the output
         self._tries = 0
         self._used: dict[torch.Tensor, int] = {}  # parameter -> version of its gradient when an optimizer had used it
         _watches.add(self)
@@ -79,7 +80,8 @@ class Watch:
             self._missed()
             return loop
         self.settled = True
-        loop = replace(loop, graph_retained=loop.graph_retained or recorder.graph_retained)
+        retained, only_loss = recorder.graph_retained or loop.graph_retained, recorder.reached == {self._loss_at}
+        loop = replace(loop, graph_retained=retained, only_loss=only_loss)
         held = {at for loss in recorder.losses for at in loss.held}
         everything = len(held) == len(recorder.outputs)
         return replace(loop, outputs_held=None if everything else tuple(sorted(held)), loss=seen, beside=found.beside)
@@ -95,6 +97,8 @@ class Watch:
         if model is None or self.settled:
             return
         outputs = leaves(result)
+        loss = probable_loss(result)
+        self._loss_at = -1 if loss is None else loss[0]
         if self.recorder is not None:
             self.recorder.expect((args, kwargs), outputs)
         elif all(isinstance(mode, LastingMode) for mode in modes_here()):  # others would end in the place of this one

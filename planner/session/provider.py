@@ -192,7 +192,7 @@ def _kind(request: Request) -> Signature:
     """The kind of call that a request is for."""
     with under(request.surroundings, request.model):
         signature = call_signature(request.model, request.args or (), request.kwargs, request.maxima)
-    return (*signature, request.assume_median_branch)
+    return (*signature, request.assume_median_branch, request.loop.only_loss)
 
 
 def _learnt(before: Loop, seen: Loop, optimizers: Sequence[optim.Optimizer]) -> str:

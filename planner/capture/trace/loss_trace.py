@@ -52,12 +52,23 @@ def find_loss(output: Any) -> torch.Tensor | None:
     return found if _may_be_loss(found) else None
 
 
-def probable_loss(output: Any) -> str:
-    """What is taken for the loss in a model's output, in words: as `find_loss`, or the only scalar; "" for nothing."""
-    scalars = [(name, t) for name, t in named_leaves(output) if _may_be_loss(t)]
+def probable_loss(output: Any) -> tuple[int, str, torch.Tensor] | None:
+    """What is taken for the loss in a model's output: as `find_loss`, or the only scalar; None for nothing.
+
+    Returns:
+        Its position among the leaves, its name in words, and itself.
+    """
+    scalars = [(at, f"output{name}", t) for at, (name, t) in enumerate(named_leaves(output)) if _may_be_loss(t)]
     certain = find_loss(output)
-    names = [name for name, t in scalars if t is certain] if certain is not None else [name for name, _ in scalars]
-    return f"output{names[0]}" if len(names) == 1 else ""
+    found = scalars if certain is None else [each for each in scalars if each[2] is certain]
+    return found[0] if len(found) == 1 else None
+
+
+def taken_loss(output: Any) -> torch.Tensor:
+    """As a `loss_fn`: what is taken for the loss, where no other output gets a gradient."""
+    found = probable_loss(output)
+    assert found is not None
+    return found[2]
 
 
 def _may_be_loss(t: Any) -> bool:
@@ -128,13 +139,13 @@ def trace_loss(
     Returns:
         The allocations, and the loss with its autograd graph; None for a loss that is not known.
     """
-    loss = find_loss(output)
-    if loss_fn is None and loss is not None:
-        return OutsideLoss("model", name=probable_loss(output)), loss
+    probable = probable_loss(output)
+    if loss_fn in (None, taken_loss) and probable is not None:
+        _, name, loss = probable
+        certain = loss_fn is taken_loss or find_loss(output) is not None  # else other outputs may get a gradient, too
+        return OutsideLoss("model", name=name), loss if certain else None
     if loss_fn is gradients_received:
         return OutsideLoss("received"), None
-    if loss_fn is None and (name := probable_loss(output)):
-        return OutsideLoss("model", name=name), None  # other outputs may get a gradient as well
     if loss_fn is None:
         # every output may get a gradient; a loss may hold as much, and need as much again for a moment
         size = sum(storages([t for t in leaves(output) if differentiable(t)]).values())
