@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from planner.compat import pytree
-from planner.compat.fake import detect_fake_mode
+from planner.compat.fake import FakeTensor
 from planner.compat.ops import OpOverload, schema_of
 
 
@@ -99,7 +99,9 @@ def fake_result(node: fx.Node) -> Any:
     """The fake result of a node for its present inputs: new storages, or views of theirs."""
     target: Any = node.target
     args, kwargs = map_nodes((node.args, node.kwargs), lambda n: n.meta["val"])
-    with detect_fake_mode((args, kwargs)) or nullcontext():
+    fakes = (t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, FakeTensor))
+    mode = next((t.fake_mode for t in fakes), None)  # another one may be on, where sizes are symbols
+    with mode or nullcontext():
         return target(*args, **kwargs)
 
 

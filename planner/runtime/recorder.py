@@ -186,9 +186,9 @@ class Recorder(LastingMode):
             hook.remove()
         self._hooks.clear()
 
-    def _gradient_arrives(self, at: int, gradient: torch.Tensor) -> None:
+    def _gradient_arrives(self, at: int, gradient: torch.Tensor | None) -> None:
         """A gradient of an output is there: the planned backward pass begins, if it has not begun."""
-        if self.over:
+        if self.over or gradient is None:
             return
         self.reached.add(at)
         self.tangents.update(storages(gradient))
