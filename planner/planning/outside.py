@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.capture.regions.region import Region
 from planner.capture.trace.step import TrainingGraph
+from planner.core.loop import Loop
 from planner.costs.measured_ops import measure
 from planner.costs.static_memory import storage_bytes
 from planner.parallel.sharded import parameters_of
@@ -59,6 +60,18 @@ def outside_loss(request: Request, graph: TrainingGraph) -> CountedLoss:
         backward = seen.backward if gone else backward
     workspace = max(0, backward - seen.left - arriving)
     return CountedLoss(workspace, seen.left, 0, 0, forward, gone, seen.read, seen.stays)
+
+
+def same_loss(request: Request, seen: Loop, graph: TrainingGraph, tolerance: int) -> bool:
+    """Whether a plan for the request counts the loss as it was seen, within so many bytes."""
+    now, then = outside_loss(request, graph), outside_loss(replace(request, loop=seen), graph)
+    sizes = [(now.left, then.left), (now.read, then.read), (now.stays, then.stays)]
+    results = [(graph.regions[r], at) for r, at in now.let_go ^ then.let_go]
+    sizes.append(
+        (0, sum(region.values[v].nbytes for region, at in results for v in _values(region, region.output_at(at))))
+    )
+    sizes.append((now.workspace, max(then.workspace, then.forward if then.let_go else 0)))
+    return all(abs(a - b) <= tolerance for a, b in sizes)
 
 
 def _values(region: Region, node: object) -> tuple[int, ...]:

@@ -75,8 +75,7 @@ class _Call:
         self.end = get_gradient_edge(self.leaf).node
         self.hooks: dict[int, Mapping[int, Any]] = {}
         self.outputs: dict[int, weakref.ref[torch.Tensor]] = {}
-        self.zeros: dict[int, torch.Tensor] = {}
-        self.shapes: dict[int, torch.Size] = {}
+        self.kinds: dict[int, tuple[torch.Size, torch.dtype, torch.device]] = {}
         self.at = -1  # the backward pass of which the following are
         self.arrived: dict[int, torch.Tensor] = {}
         self.whole: set[int] = set()
@@ -85,7 +84,7 @@ class _Call:
     def watch(self, at: int, output: torch.Tensor) -> None:
         output.register_hook(Unasking(partial(self.complete, at)))  # type: ignore[no-untyped-call]
         self.hooks[at] = hooks_of(output)
-        self.zeros[at], self.shapes[at] = output.new_zeros(()), output.shape
+        self.kinds[at] = output.shape, output.dtype, output.device
         self.outputs[at] = weakref.ref(output)
 
     def arrives(self, at: int, gradient: torch.Tensor | None, into: Sequence[int]) -> list[torch.Tensor | None]:
@@ -105,7 +104,11 @@ class _Call:
         asked = [self._asked(i) for i in into]
         if any(asked):
             self.arrived[at] = gradient
-        return [self.zeros[i].expand(self.shapes[i]) if asks else None for i, asks in zip(into, asked, strict=True)]
+        return [self._zeros(i) if asks else None for i, asks in zip(into, asked, strict=True)]
+
+    def _zeros(self, at: int) -> torch.Tensor:
+        shape, dtype, device = self.kinds[at]
+        return torch.zeros((), dtype=dtype, device=device).expand(shape)
 
     def complete(self, at: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """The whole gradient of an output, from that which comes from outside; None where nobody asks."""

@@ -11,7 +11,7 @@ import torch
 from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from planner.capture.trace.loss_trace import leaves, probable_loss
+from planner.capture.trace.loss_trace import find_loss, leaves, probable_loss
 from planner.compat.dispatch import LastingMode, lasting_modes_off, modes_here, switch_off, switch_on
 from planner.compat.profiler import is_profiling
 from planner.compat.tensors import version_of
@@ -43,7 +43,7 @@ class Watch:
         self.settled = False
         self.recorder: Recorder | None = None
         self._workspaces: dict[str, int] = {}
-        self._loss_at = -1  # the position of what may be the loss among the leaves of the output
+        self._loss_at = -1  # of what may be the loss, or not, its position among the leaves of the output
         self._tries = 0
         self._used: dict[torch.Tensor, int] = {}  # parameter -> version of its gradient when an optimizer had used it
         _watches.add(self)
@@ -98,7 +98,7 @@ class Watch:
             return
         outputs = leaves(result)
         loss = probable_loss(result)
-        self._loss_at = -1 if loss is None else loss[0]
+        self._loss_at = -1 if loss is None or find_loss(result) is not None else loss[0]
         if self.recorder is not None:
             self.recorder.expect((args, kwargs), outputs)
         elif all(isinstance(mode, LastingMode) for mode in modes_here()):  # others would end in the place of this one

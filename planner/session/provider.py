@@ -13,7 +13,7 @@ from torch import nn, optim
 from planner.capture.trace.step import TrainingGraph
 from planner.compat.modules import modules_in, parameters_in
 from planner.core.account import UNREDUCED
-from planner.core.loop import Loop, alike
+from planner.core.loop import Loop, same_facts
 from planner.core.occupancy import CLEARED_LATE
 from planner.core.options import GB
 from planner.core.plan import PlanRecord
@@ -23,6 +23,7 @@ from planner.errors import InfeasibleBudgetError, PlannerError, PlanWarning, gb
 from planner.parallel.buckets import buckets_of
 from planner.parallel.group import refuse_verification
 from planner.parallel.sharded import unreduced_bytes
+from planner.planning.outside import same_loss
 from planner.planning.pipeline import make_plan
 from planner.requests.check import with_batch
 from planner.requests.optimizers import Found, optimizers_of, weakly
@@ -152,14 +153,16 @@ class Provider:
                 PlanWarning,
                 stacklevel=8,
             )
-            return make_plan(replace(request, budget_gb=least / GB), self.own, captured=captured)
+            planned = make_plan(replace(request, budget_gb=least / GB), self.own, captured=captured)
+            record = replace(planned.record, budget_bytes=request.budget_bytes)
+            return replace(planned, record=record, request=request)
 
     def on_loop_seen(self, caller: Caller, seen: Loop, stepped: Sequence[optim.Optimizer]) -> bool:
         """See `PlanProvider`."""
         others = (
             [] if self.request.optimizer is not None else [o for o in stepped if weakref.ref(o) not in self.counted]
         )
-        if not others and alike(seen, self.loop, self.request.budget_bytes // TOLERANCE):
+        if not others and self._counts(seen, self.request.budget_bytes // TOLERANCE):
             return False
         self.why = _learnt(self.loop, seen, others)
         self.loop, self.stepped = seen, [weakref.ref(o) for o in stepped]
@@ -167,6 +170,14 @@ class Provider:
         self.own = [planned for planned in self.own if not planned.record.overhead]
         self.awaited, self.early = None, {}
         return True
+
+    def _counts(self, seen: Loop, tolerance: int) -> bool:
+        """Whether the plans count what was seen of the loop, within so many bytes."""
+        if not same_facts(seen, self.loop, tolerance):
+            return False
+        if seen.loss is None or self.captured is None:
+            return (seen.outputs_held, seen.loss) == (self.loop.outputs_held, self.loop.loss)
+        return same_loss(replace(self.request, loop=self.loop), seen, self.captured[1], tolerance)
 
     def on_no_plan(self, model: nn.Module, error: PlannerError) -> bool:
         """See `PlanProvider`; warns once where the user asked for that, whatever number of kinds of calls there is."""

@@ -52,6 +52,12 @@ def add_in_place(graph: fx.Graph, order: Order) -> None:
                 break
 
 
+def add_apart(graph: fx.Graph) -> None:
+    """Let each sum that `add_in_place` has written be a tensor of its own again. In place; O(nodes)."""
+    for node in graph.find_nodes(op="call_function", target=_ADD_IN_PLACE):
+        node.target = _ADD
+
+
 def _last_reads(graph: fx.Graph, at: Mapping[fx.Node, int], held_by: Storages) -> dict[int, int]:
     """For each storage, the place of the last node that reads it; past all for one that the graph returns."""
     last: dict[int, int] = {}

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from planner.capture.joint_graph import is_tangent
+from planner.capture.passes.in_place_sums import add_apart
 from planner.capture.passes.tangents import (
     add_entering,
     entering,
@@ -82,6 +83,7 @@ class Arrivals:
     def write(self, backward: fx.GraphModule) -> None:
         """Take a copy of the backward graph, to write others from."""
         self._graph = fx.GraphModule(backward, copy.deepcopy(backward.graph))
+        add_apart(self._graph.graph)  # what enters in the place of a term must not be written into
         inputs = backward.graph.find_nodes(op="placeholder")
         position = {n: at for at, n in entering(backward.graph).items()}
         self._inputs = len(inputs)
