@@ -14,6 +14,7 @@ from planner.costs.measure_op import Allocated, run_on_cpu, run_on_cuda
 from solvers.progress import bar
 
 _BATCH = 16  # ops between two writes: an interruption loses no more
+_failed: set[tuple[str, str]] = set()  # ops that fail on zeros: device, key
 _STABLE = ("aten", "prims")  # other ops may change without a new torch: they are not kept on disk
 
 
@@ -41,6 +42,7 @@ def measure(
     kept = cache.read(digests.values())
     costs = {key: kept[digest] for key, digest in digests.items() if digest in kept}
     todo = [c for key, c in distinct.items() if key not in costs or (timed and costs[key].seconds is None)]
+    todo = [call for call in todo if (str(device), call.key) not in _failed]
     if todo:
         with (
             bar("measuring ops", progress, total=len(todo), unit=" ops") as shown,
@@ -52,6 +54,7 @@ def measure(
                 new = run_on_cuda(batch, device, timed) if device.type == "cuda" else run_on_cpu(batch, timed)
                 cache.write({digests[key]: measured for key, measured in new.items() if key in digests})
                 costs |= new
+                _failed.update((str(device), call.key) for call in batch if call.key not in new)
                 shown.update(len(batch))
         if device.type == "cuda":
             torch.cuda.empty_cache()  # blocks cut to fit these runs would fragment the training's memory

@@ -72,6 +72,7 @@ class Provider:
         self.model, self.request = model, request
         self.known, self.awaited, self.judge = known, awaited, judge
         self.loop = request.loop
+        self.accepted: Loop | None = None  # what was seen, for which the plans are good enough
         self.why = ""  # plans are made anew for the loop
         self.stepped: list[weakref.ref[optim.Optimizer]] = []  # that were seen to step the model's parameters
         self.counted: Found = request.found  # the optimizers in the plans
@@ -159,10 +160,14 @@ class Provider:
 
     def on_loop_seen(self, caller: Caller, seen: Loop, stepped: Sequence[optim.Optimizer]) -> bool:
         """See `PlanProvider`."""
-        others = (
-            [] if self.request.optimizer is not None else [o for o in stepped if weakref.ref(o) not in self.counted]
-        )
+        if self.request.options.accumulate:  # they are counted
+            seen = replace(seen, gradients=self.loop.gradients)
+        found = [] if self.request.optimizer is not None else stepped
+        others = [optimizer for optimizer in found if weakref.ref(optimizer) not in self.counted]
+        if not others and seen in (self.loop, self.accepted):
+            return False
         if not others and self._counts(seen, self.request.budget_bytes // TOLERANCE):
+            self.accepted = seen
             return False
         self.why = _learnt(self.loop, seen, others)
         self.loop, self.stepped = seen, [weakref.ref(o) for o in stepped]
