@@ -28,6 +28,8 @@ from planner.compat import (
     tensors,
 )
 from planner.compat import fx as compat_fx
+from planner.compat.autograd import in_backward
+from planner.compat.dispatch import LastingMode, lasting_modes_off, modes_here, switch_off, switch_on, written
 
 ROOT = Path(planner.__file__).parent
 NAMED_TUPLE = {"_asdict", "_field_defaults", "_fields", "_make", "_replace"}  # public, by collections' documentation
@@ -679,3 +681,70 @@ def test_the_lstm_of_onednn_is_told_from_the_other():
     weights = [[torch.zeros(16, 4), torch.zeros(16, 4)]]
     assert decompositions.select_one_layer_lstm_function(x, hidden, weights) is layers.ONEDNN_LSTM
     assert layers.ONE_LAYER_LSTM is decompositions.one_layer_lstm
+
+
+class Seeing(LastingMode):
+    """Notes the ops that run under it."""
+
+    def __init__(self):
+        super().__init__()
+        self.ops, self.results = [], []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ops.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_lasting_mode_stays_on_and_is_off_for_a_while():
+    mode = Seeing()
+    switch_on(mode)
+    try:
+        torch.ones(2).neg()
+        with lasting_modes_off() as off:
+            assert off == [mode]
+            assert modes_here() == []
+            torch.ones(2).exp()
+        assert modes_here() == [mode]
+    finally:
+        assert switch_off(mode)
+    assert not switch_off(mode)
+    assert torch.ops.aten.neg.default in mode.ops
+    assert torch.ops.aten.exp.default not in mode.ops
+
+
+def test_a_lasting_mode_that_is_over_does_not_come_back():
+    mode = Seeing()
+    switch_on(mode)
+    with lasting_modes_off():
+        mode.over = True
+    assert modes_here() == []
+
+
+def test_torch_compile_compiles_under_a_lasting_mode():
+    frames = []
+    mode = Seeing()
+    switch_on(mode)
+    try:
+        compiled = torch.compile(lambda x: x.sin(), backend=lambda graph, _: frames.append(graph) or graph.forward)
+        compiled(torch.ones(2))
+    finally:
+        switch_off(mode)
+    assert len(frames) == 1
+
+
+def test_a_schema_tells_what_a_call_writes_into():
+    a, b = torch.zeros(2), torch.ones(2)
+    assert written(torch.ops.aten.add_.Tensor, (a, b), {}) == [a]
+    assert written(torch.ops.aten.add.Tensor, (a, b), {}) == []
+    assert written(torch.ops.aten.add.out, (a, b), {"out": a})[0] is a
+    assert written(torch.ops.aten._foreach_add_.List, ([a], [b]), {}) == [[a]]
+
+
+def test_a_backward_pass_is_told_from_other_code():
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    y = (x * 2).sum()
+    y.register_hook(lambda _: seen.append(in_backward()))
+    y.backward()
+    assert seen == [True]
+    assert not in_backward()
