@@ -94,7 +94,7 @@ def test_n_may_be_a_sequence_length_with_a_limit():
 
     found = max_batch(model, make, budget_gb=1, most=4, progress=False)  # 128 positions are all that it has
     assert found.largest == max(asked) == 4
-    assert all(t.overhead == 0 for t in found.trials)
+    assert all(t.overhead <= 0.01 for t in found.trials)  # where that brings the peak down to eager mode's
     assert found.plan.request.kwargs["input_ids"].shape == (2, 128)
 
 

@@ -49,7 +49,9 @@ class Loop:
             backward pass began; None: all of them.
         only_loss: whether the model's own loss is the only one of its outputs that got a gradient.
         loss: the loss, as far as it was computed outside the model; None: not seen.
-        beside: bytes of what else the loop used on the device: parameters of other models, tensors that it wrote into.
+        beside: bytes of what else the loop used on the device for the loss: parameters of other models, tensors that it
+            wrote into.
+        around: the same of what it used between one step and the next.
         gradients: what becomes of gradients that an optimizer has used: cleared before the next forward pass, cleared
             after it, or added to by the next backward pass, as those of microbatches are.
         in_flight: how many calls of the model waited for their backward pass at once.
@@ -61,6 +63,7 @@ class Loop:
     only_loss: bool = False
     loss: LossSeen | None = None
     beside: int = 0
+    around: int = 0
     gradients: Gradients = "cleared"
     in_flight: int = 1
     graph_retained: bool = False
@@ -70,6 +73,7 @@ def same_facts(one: Loop, other: Loop, tolerance: int) -> bool:
     """Whether two loops do the same with the model, but for its loss; what is beside may differ by so many bytes."""
 
     def facts(loop: Loop) -> Loop:
-        return replace(loop, outputs_held=None, loss=None, beside=0)
+        return replace(loop, outputs_held=None, loss=None, beside=0, around=0)
 
-    return facts(one) == facts(other) and abs(one.beside - other.beside) <= tolerance
+    more = one.beside + one.around - other.beside - other.around
+    return facts(one) == facts(other) and abs(more) <= tolerance

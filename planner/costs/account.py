@@ -42,8 +42,8 @@ def account_of(request: Request) -> tuple[dict[str, int], int | None]:
     if request.occupancy is None and request.in_flight > 1:
         lines["batch"] = _batches(args, kwargs, request)
     lines |= request.beside
-    if request.loop.beside:
-        lines[OTHERS] = request.loop.beside
+    if others := request.loop.beside + request.loop.around:
+        lines[OTHERS] = others
     counted = bool(request.optimizers) or OPTIMIZER_STEP in given
     step = given.pop(OPTIMIZER_STEP, -(-optimizer.step // request.options.shard))
     return {**lines, **given}, step if counted else None

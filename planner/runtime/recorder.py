@@ -70,6 +70,7 @@ class _Used:
     nbytes: int
     read: bool = False  # between a forward and a backward pass
     stays: bool = False  # it is a parameter, or it was written into
+    in_step: bool = False  # used before the first backward pass ended
 
 
 class PlannedModel(Protocol):
@@ -77,6 +78,9 @@ class PlannedModel(Protocol):
 
     def tensors(self) -> Any:
         """Its parameters, buffers, gradients, and the state of its optimizers."""
+
+    def waiting(self) -> int:
+        """How many of its calls wait for their backward pass."""
 
     def stays(self) -> int:
         """Bytes of all of these, as its plan counts them, and of what waits for its backward pass."""
@@ -123,7 +127,8 @@ class Recorder(LastingMode):
         made: the tensors that were made and are alive.
         tangents: storages of gradients of outputs.
         reached: positions of the outputs that got one.
-        others: other planned models that trained meanwhile.
+        others: other planned models that ran before the backward pass.
+        passing: others that ran after it.
         graph_retained: whether a backward pass was asked to keep its graph.
     """
 
@@ -144,6 +149,8 @@ class Recorder(LastingMode):
         self.outputs: dict[int, weakref.ref[torch.Tensor]] = {}
         self.let_go: dict[int, int] = {}  # position of an output -> how many events came before its end
         self.others: weakref.WeakSet[PlannedModel] = weakref.WeakSet()
+        self.passing: weakref.WeakSet[PlannedModel] = weakref.WeakSet()
+        self.read_again: set[int] = set()  # numbers of tensors that were made and read later
         self.gradients = _Made()  # by the planned graphs
         self._hooks: list[Any] = []
         for at, t in enumerate(outputs):
@@ -170,7 +177,7 @@ class Recorder(LastingMode):
 
     def runs_planned(self, other: PlannedModel, taken: int) -> None:
         """Another planned model runs a training step, which takes so many bytes beside what stays allocated."""
-        self.others.add(other)
+        (self.passing if self.losses else self.others).add(other)
         self.events.append(Event(self.made.live + taken, "", False))
 
     def planned_results(self, results: Any) -> None:
@@ -243,6 +250,8 @@ class Recorder(LastingMode):
         for t in given:
             key = storage_key(t)
             inputs.add(key)
+            if key in self.made.made:
+                self.read_again.add(self.made.made[key][0])
             if key in self.known or key in self.made.made:
                 continue
             used = self.used.get(key)
@@ -251,6 +260,7 @@ class Recorder(LastingMode):
                 used = self.used[key] = _Used(storage.nbytes())
                 weakref.finalize(storage, self.used.pop, key, None).atexit = False
             used.read = True
+            used.in_step |= not self.losses
             used.stays |= isinstance(t, nn.Parameter) or key in into
         return inputs
 
@@ -283,13 +293,15 @@ class Stays:
     """Bytes of the tensors that a loop holds beside the planned step.
 
     Attributes:
-        beside: from step to step: parameters of other modules and tensors that were written into, as far as the loop
+        beside: from step to step: parameters of other modules and tensors that were written into, as far as the loss
             used them, what was made before the backward pass and is still there, gradients that are no `.grad`.
-        read: what the loss is computed from, and what else was made for the next step.
+        around: the same of what was used between one step and the next, and what was made and used there.
+        read: what the loss is computed from.
         left: from the loss to the end of the backward pass.
     """
 
     beside: int
+    around: int
     read: int
     left: int
 
@@ -301,8 +313,10 @@ def stays(recorder: Recorder, counted: Any) -> Stays:
         recorder: of the step before.
         counted: a tree of tensors that the account has lines for, the batch of the next step among them.
     """
-    own, alive = storages([counted, [other.tensors() for other in recorder.others]]).keys(), recorder.made.made
-    stay = {key: used.nbytes for key, used in recorder.used.items() if used.stays}
+    others = {*recorder.others, *(other for other in recorder.passing if other.waiting())}
+    own, alive = storages([counted, [other.tensors() for other in others]]).keys(), recorder.made.made
+    used = {key: used for key, used in recorder.used.items() if used.stays and key not in own}
+    stay = {key: each.nbytes for key, each in used.items() if each.in_step}
     stay |= {key: nbytes for key, (_, nbytes) in recorder.gradients.made.items()}
     left, before = 0, set[Made]()
     for loss in recorder.losses:
@@ -311,7 +325,9 @@ def stays(recorder: Recorder, counted: Any) -> Stays:
         left = max(left, sum(nbytes for _, nbytes in made.values()) - sum(kept.values()))
         stay |= kept
         before.update(loss.left.values())
-    new = sum(n for key, (at, n) in alive.items() if key not in own and key not in stay and (at, n) not in before)
+    fresh = {each for key, each in alive.items() if key not in own and key not in stay} - before
+    new = sum(nbytes for number, nbytes in fresh if number in recorder.read_again)
     read = max((sum(loss.read.values()) for loss in recorder.losses), default=0)
-    beside = sum(nbytes for key, nbytes in stay.items() if key not in own)
-    return Stays(beside + sum(other.stays() for other in recorder.others), max(read, new), left)
+    beside = sum(nbytes for key, nbytes in stay.items() if key not in own) + sum(other.stays() for other in others)
+    later = sum(each.nbytes for key, each in used.items() if key not in stay)
+    return Stays(beside, later + max(0, new - read), read, left)

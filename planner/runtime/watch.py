@@ -84,7 +84,13 @@ class Watch:
         loop = replace(loop, graph_retained=retained, only_loss=only_loss)
         held = {at for loss in recorder.losses for at in loss.held}
         everything = len(held) == len(recorder.outputs)
-        return replace(loop, outputs_held=None if everything else tuple(sorted(held)), loss=seen, beside=found.beside)
+        return replace(
+            loop,
+            outputs_held=None if everything else tuple(sorted(held)),
+            loss=seen,
+            beside=found.beside,
+            around=found.around,
+        )
 
     def _missed(self) -> None:
         """A step came of which nothing was recorded."""

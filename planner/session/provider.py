@@ -7,6 +7,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from torch import nn, optim
 
@@ -19,7 +20,7 @@ from planner.core.options import GB
 from planner.core.plan import PlanRecord
 from planner.core.surroundings import surroundings_of, under
 from planner.costs.static_memory import storage_bytes
-from planner.errors import InfeasibleBudgetError, PlannerError, PlanWarning, gb
+from planner.errors import CaptureError, InfeasibleBudgetError, PlannerError, PlanWarning, gb
 from planner.parallel.buckets import buckets_of
 from planner.parallel.group import refuse_verification
 from planner.parallel.sharded import unreduced_bytes
@@ -141,22 +142,29 @@ class Provider:
         return planned if self.judge is None or self.loop != self.request.loop else self.judge(planned)
 
     def _made(self, request: Request, captured: TrainingGraph | None) -> Planned:
-        """A new plan; where what was learnt of the loop leaves hardly too little room, the leanest, with a warning."""
+        """A new plan. What was learnt of the loop is no reason to end a training that only just does not fit."""
+        make = partial(make_plan, others=self.own, captured=captured)
         try:
-            return make_plan(request, self.own, known=self.known, captured=captured)
+            return make(request, known=self.known)
         except InfeasibleBudgetError as e:
-            least = e.minimum_bytes
-            if self.loop == self.request.loop or least > request.budget_bytes * (1 + HARDLY):
+            around, least, gb_needed = self.loop.around, e.minimum_bytes, e.minimum_gb
+            hardly = self.loop != self.request.loop and least <= request.budget_bytes * (1 + HARDLY)
+            if not hardly and not around:
                 raise
-            warnings.warn(
-                f"the step takes {gb(least)}, with what the training loop holds beside the model: more than its budget "
-                f"of {gb(request.budget_bytes)}. Give budget_gb={e.minimum_gb!r}",
-                PlanWarning,
-                stacklevel=8,
-            )
-            planned = make_plan(replace(request, budget_gb=least / GB), self.own, captured=captured)
+        if not hardly:  # what is used between the steps is not the model's
+            self.loop = replace(self.loop, around=0)
+            planned = self._made(replace(request, loop=self.loop), captured)
+        else:
+            planned = make(replace(request, budget_gb=least / GB))
             record = replace(planned.record, budget_bytes=request.budget_bytes)
-            return replace(planned, record=record, request=request)
+            planned = replace(planned, record=record, request=request)
+        warnings.warn(
+            f"the step takes {gb(least)}, with what the training loop holds beside the model: more than its budget of "
+            f"{gb(request.budget_bytes)}. Give budget_gb={gb_needed!r}, or free what is held",
+            PlanWarning,
+            stacklevel=8,
+        )
+        return planned
 
     def on_loop_seen(self, caller: Caller, seen: Loop, stepped: Sequence[optim.Optimizer]) -> bool:
         """See `PlanProvider`."""
@@ -166,8 +174,11 @@ class Provider:
         others = [optimizer for optimizer in found if weakref.ref(optimizer) not in self.counted]
         if not others and seen in (self.loop, self.accepted):
             return False
-        if not others and self._counts(seen, self.request.budget_bytes // TOLERANCE):
-            self.accepted = seen
+        try:
+            if not others and self._counts(seen, self.request.budget_bytes // TOLERANCE):
+                self.accepted = seen
+                return False
+        except CaptureError:  # a profiler runs, under which no op can be measured: a later step will tell
             return False
         self.why = _learnt(self.loop, seen, others)
         self.loop, self.stepped = seen, [weakref.ref(o) for o in stepped]
