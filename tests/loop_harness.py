@@ -49,12 +49,16 @@ class Loop:
         plans: how many plans may be made, at most.
         tolerance: relative difference of losses that is no error; 0 for the same bits.
         refused: what the error says, where training by a plan is refused.
+        off: how far the highest step may be below the prediction, as a part of it; above it, by a hundredth at most.
+        share: of the peak without a plan, for the budget.
     """
 
     run: Callable[[Put, Ended], Any]
     plans: int = 2
     tolerance: float = 0.0
     refused: str | None = None
+    off: float = 0.01
+    share: float = 0.75
 
 
 @dataclass
@@ -286,9 +290,9 @@ def _close(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
     return torch.allclose(a, b, rtol=tolerance, atol=tolerance * float(b.abs().max()))
 
 
-def judged(loop: Loop, share: float = 0.75) -> tuple[Seen, Seen]:
+def judged(loop: Loop) -> tuple[Seen, Seen]:
     """The loop without a plan, and under one for a share of what it then holds, or the least that is feasible."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         unplanned = run(loop)
-        return unplanned, run_within(loop, share * unplanned.peak)
+        return unplanned, run_within(loop, loop.share * unplanned.peak)

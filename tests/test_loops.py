@@ -2,13 +2,12 @@
 
 import pytest
 
-from planner import PlannerError
+from planner import PlannerError, PlanWarning, plan
 
 from .loop_harness import differences, judged
-from .loops import LOOPS
+from .loops import LOOPS, autoencoder
 
 pytestmark = [pytest.mark.usefixtures("short_searches"), pytest.mark.filterwarnings("ignore")]
-EXACT = 0.01  # of the prediction: how far the highest step may be from it
 
 
 @pytest.mark.parametrize("name", [name for name, loop in LOOPS.items() if loop.refused is None])
@@ -17,7 +16,7 @@ def test_each_step_from_the_second_stays_within_the_budget_as_predicted(name):
     unplanned, seen = judged(loop)
     assert differences(seen, unplanned, loop.tolerance) == []
     assert seen.peak <= seen.budget, f"of {seen.budget / seen.peak:.1%}, step by step: {seen.measured}"
-    assert max(seen.predicted) == pytest.approx(seen.peak, rel=EXACT)
+    assert 1 - loop.off <= seen.peak / max(seen.predicted) <= 1.01
     assert 1 <= seen.plans <= loop.plans
 
 
@@ -25,3 +24,9 @@ def test_each_step_from_the_second_stays_within_the_budget_as_predicted(name):
 def test_what_a_plan_cannot_train_is_refused_in_words(name):
     with pytest.raises(PlannerError, match=LOOPS[name].refused):
         judged(LOOPS[name])
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_loop_that_trains_past_the_plan_is_told_so():
+    with pytest.warns(PlanWarning, match="encode"):
+        autoencoder(lambda model: plan(model, budget_gb=1).apply(), lambda _: None)

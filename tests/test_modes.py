@@ -110,7 +110,7 @@ def test_a_copy_trains_by_the_plan_in_its_memory_and_apart_from_its_original(x, 
     assert p.remove(copied) is copied
     assert applied_plan(copied) is None
     assert applied_plan(copy.deepcopy(copied)) is None
-    assert applied_plan(model) is p
+    assert applied_plan(model).request.model is model
 
 
 def test_a_copy_of_what_holds_a_planned_model_or_one_not_planned_yet(x):
@@ -162,7 +162,7 @@ def test_a_saved_model_loads_where_the_planner_is_not(x, tmp_path):
 
 def test_state_dicts_go_both_ways(x):
     model = Layers(norm=True)
-    p, twin = applied(model, x)
+    _, twin = applied(model, x)
     assert_same(model, twin, lambda m: step(m, x))
     for assign in (False, True):
         other = Layers(norm=True)
@@ -171,7 +171,7 @@ def test_state_dicts_go_both_ways(x):
     fresh = Layers(norm=True)
     fresh.load_state_dict(model.state_dict())
     assert_same(model, fresh, lambda m: step(m, x))
-    assert applied_plan(model) is p
+    assert applied_plan(model).request.model is model
 
 
 # moves

@@ -139,7 +139,11 @@ class Provider:
             planned = self._made(request, captured)
             announce(planned, time.perf_counter() - start, self.why or (_NEW_KIND if self.own else ""))
         planned = counted(planned, request)
-        return planned if self.judge is None or self.loop != self.request.loop else self.judge(planned)
+        if self.judge is None or self.loop != self.request.loop:
+            return planned
+        judged = self.judge(planned)
+        self.request = replace(self.request, options=judged.request.options)  # with what a real step was found to take
+        return judged
 
     def _made(self, request: Request, captured: TrainingGraph | None) -> Planned:
         """A new plan. What was learnt of the loop is no reason to end a training that only just does not fit."""
