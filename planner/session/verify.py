@@ -71,9 +71,9 @@ def verify(planned: Planned | Pending, batch: Any = None, kwargs: Mapping[str, A
             detach(model)
 
     with (
+        taken_off(model),  # first: inference_mode() restores which dispatch modes were on
         torch.inference_mode(False),
         torch.enable_grad(),
-        taken_off(model),
         _untouched(model, request.gradients_copied) as again,
     ):
         try:
