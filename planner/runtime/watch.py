@@ -110,6 +110,7 @@ class Watch:
         elif all(isinstance(mode, LastingMode) for mode in modes_here()):  # others would end in the place of this one
             device = next(model.parameters()).device
             self.recorder = Recorder(model, device, (args, kwargs), outputs)
+            weakref.finalize(model, self.recorder.end).atexit = False
             switch_on(self.recorder)
 
     def stop(self) -> None:
