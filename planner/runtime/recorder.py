@@ -20,6 +20,7 @@ from torch import nn
 from planner.compat.autograd import graph_is_kept, in_backward, when_backward_ends
 from planner.compat.dispatch import LastingMode, written
 from planner.compat.ops import OpOverload
+from planner.compat.pytree import tree_leaves
 from planner.compat.tensors import is_traceable_wrapper_subclass, storage_key
 from planner.core.call import Call, describe_call, storages, tensors_in
 from planner.core.loop import LossSeen
@@ -36,7 +37,7 @@ class Event:
 
     Attributes:
         live: bytes of the recorded tensors once it has run.
-        call: its key among the recorder's calls; "" for a call of another planned model.
+        call: its key among the recorder's calls; "" for a call of another planned model, or of an op on storages.
         backward: whether it ran in a backward pass.
     """
 
@@ -236,10 +237,12 @@ class Recorder(LastingMode):
                 self.known.discard(key)  # of a storage that is gone
                 self.used.pop(key, None)
                 self.made.add(t.untyped_storage(), key)
-        if isinstance(func, OpOverload):
+        key = ""
+        if isinstance(func, OpOverload) and not any(map(_is_storage, tree_leaves((args, kwargs)))):
             call = describe_call(func, args, kwargs, result)
-            self.calls.setdefault(call.key, call)
-            self.events.append(Event(self.made.live, call.key, in_backward()))
+            key = call.key
+            self.calls.setdefault(key, call)
+        self.events.append(Event(self.made.live, key, in_backward()))
         self.over |= len(self.events) > MOST_OPS
 
     def _note_inputs(self, func: Any, args: Any, kwargs: Any) -> set[int]:
@@ -263,6 +266,11 @@ class Recorder(LastingMode):
             used.in_step |= not self.losses
             used.stays |= isinstance(t, nn.Parameter) or key in into
         return inputs
+
+
+def _is_storage(value: Any) -> bool:
+    """Whether an argument is a storage, which describes itself by all that is in it."""
+    return isinstance(value, (torch.UntypedStorage, torch.TypedStorage))
 
 
 def loss_seen(recorder: Recorder, workspaces: Mapping[str, int], left: int, read: int) -> LossSeen | None:
