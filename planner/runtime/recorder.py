@@ -237,12 +237,12 @@ class Recorder(LastingMode):
                 self.known.discard(key)  # of a storage that is gone
                 self.used.pop(key, None)
                 self.made.add(t.untyped_storage(), key)
-        key = ""
+        name = ""
         if isinstance(func, OpOverload) and not any(map(_is_storage, tree_leaves((args, kwargs)))):
             call = describe_call(func, args, kwargs, result)
-            key = call.key
-            self.calls.setdefault(key, call)
-        self.events.append(Event(self.made.live, key, in_backward()))
+            name = call.key
+            self.calls.setdefault(name, call)
+        self.events.append(Event(self.made.live, name, in_backward()))
         self.over |= len(self.events) > MOST_OPS
 
     def _note_inputs(self, func: Any, args: Any, kwargs: Any) -> set[int]:

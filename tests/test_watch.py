@@ -1,0 +1,61 @@
+"""What a training loop does around a planned model is seen, and leaves the loop as it is."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from planner import OptionError, applied_plan, plan
+from planner.compat.dispatch import modes_here
+
+pytestmark = pytest.mark.usefixtures("short_searches")
+
+
+def perceptron():
+    return nn.Sequential(*[layer for _ in range(3) for layer in (nn.Linear(32, 32), nn.GELU())])
+
+
+def test_a_plan_keeps_no_batch_alive():
+    model = perceptron()
+    plan(model, budget_gb=1).apply()
+    refs = []
+    for _ in range(3):
+        batch = torch.randn(16, 32)
+        refs.append(weakref.ref(batch.untyped_storage()))
+        model(batch).square().mean().backward()
+    gc.collect()
+    assert [ref() is not None for ref in refs] == [False, False, True]
+
+
+def test_a_loop_may_copy_models_and_verify_between_its_steps():
+    model, batch = perceptron(), torch.randn(16, 32)
+    p = plan(model, batch, budget_gb=1, loss_fn=torch.Tensor.mean)
+    p.apply()
+    model(batch).mean().backward()
+    ema = copy.deepcopy(model)
+    assert p.verify().gradients_agree
+    for _ in range(2):
+        model(batch).mean().backward()
+    assert modes_here() == []
+    assert torch.equal(ema[0].weight, model[0].weight)
+    p.remove()
+
+
+def test_an_optimizer_is_found_and_one_of_another_model_is_refused():
+    model, batch = perceptron(), torch.randn(16, 32)
+    optimizer = torch.optim.Adam(model.parameters())
+    p = plan(model, batch, budget_gb=1, loss_fn=torch.Tensor.mean)
+    assert p.account["optimizer state"] >= 2 * sum(w.nbytes for w in model.parameters())
+    with pytest.raises(OptionError, match="trains none"):
+        plan(perceptron(), batch, budget_gb=1, loss_fn=torch.Tensor.mean, optimizer=optimizer)
+
+
+def test_gradients_that_stay_are_planned_for_once():
+    model, batch = perceptron(), torch.randn(16, 32)
+    plan(model, budget_gb=1).apply()
+    for _ in range(4):
+        model(batch).mean().backward()
+    assert applied_plan(model).step.loop.gradients == "accumulated"
