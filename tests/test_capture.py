@@ -241,7 +241,8 @@ def test_a_dropout_runs_again_without_drawing_where_its_mask_is_kept():
     everything = plan(model, x, budget_gb=1, **options).baseline_peak_bytes
     p = plan(model, x, budget_gb=0.6 * everything / 2**30, **options)
     p.apply()
-    model(x).mean().backward()
+    for _ in range(2):  # the second finds gradients, and is planned anew
+        model(x).mean().backward()
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         model(x).mean().backward()
     called = [e.name for e in profiler.events()]
