@@ -28,8 +28,8 @@ OPTION = {
     ),
     "planner/api/front.py": ("    known: Plan | str", "    halve: bool = False,\n"),
     "planner/requests/check.py": (
-        "    return replace(request, budget_gb=_budget(request))\n\n\ndef options_of",
-        "    if options.halve:\n        return replace(request, budget_gb=_budget(request) / 2)\n",
+        "    return replace(request, budget_gb=budget_of(request))\n\n\ndef options_of",
+        "    if options.halve:\n        return replace(request, budget_gb=budget_of(request) / 2)\n",
     ),
 }
 USES_IT = """

@@ -43,6 +43,9 @@ def measure(
     costs = {key: kept[digest] for key, digest in digests.items() if digest in kept}
     todo = [c for key, c in distinct.items() if key not in costs or (timed and costs[key].seconds is None)]
     todo = [call for call in todo if (str(device), call.key) not in _failed]
+    if not timed:  # what only allocates its result has no workspace
+        costs |= {call.key: Allocated(0, 0) for call in todo if call.target is torch.ops.aten.empty.memory_format}
+        todo = [call for call in todo if call.key not in costs]
     if todo:
         with (
             bar("measuring ops", progress, total=len(todo), unit=" ops") as shown,
