@@ -1,6 +1,5 @@
-"""What a training loop does around a planned model is seen, and leaves the loop as it is."""
+"""What a plan knows of the training loop around its model, and what it holds of it."""
 
-import copy
 import gc
 import weakref
 
@@ -8,8 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from planner import OptionError, applied_plan, plan
-from planner.compat.dispatch import modes_here
+from planner import OptionError, plan
 
 pytestmark = pytest.mark.usefixtures("short_searches")
 
@@ -30,20 +28,6 @@ def test_a_plan_keeps_no_batch_alive():
     assert [ref() is not None for ref in refs] == [False, False, True]
 
 
-def test_a_loop_may_copy_models_and_verify_between_its_steps():
-    model, batch = perceptron(), torch.randn(16, 32)
-    p = plan(model, batch, budget_gb=1, loss_fn=torch.Tensor.mean)
-    p.apply()
-    model(batch).mean().backward()
-    ema = copy.deepcopy(model)
-    assert p.verify().gradients_agree
-    for _ in range(2):
-        model(batch).mean().backward()
-    assert modes_here() == []
-    assert torch.equal(ema[0].weight, model[0].weight)
-    p.remove()
-
-
 def test_an_optimizer_is_found_and_one_of_another_model_is_refused():
     model, batch = perceptron(), torch.randn(16, 32)
     optimizer = torch.optim.Adam(model.parameters())
@@ -51,11 +35,3 @@ def test_an_optimizer_is_found_and_one_of_another_model_is_refused():
     assert p.account["optimizer state"] >= 2 * sum(w.nbytes for w in model.parameters())
     with pytest.raises(OptionError, match="trains none"):
         plan(perceptron(), batch, budget_gb=1, loss_fn=torch.Tensor.mean, optimizer=optimizer)
-
-
-def test_gradients_that_stay_are_planned_for_once():
-    model, batch = perceptron(), torch.randn(16, 32)
-    plan(model, budget_gb=1).apply()
-    for _ in range(4):
-        model(batch).mean().backward()
-    assert applied_plan(model).step.loop.gradients == "accumulated"

@@ -9,7 +9,6 @@ from typing import Any
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _get_current_dispatch_mode_stack,
-    is_in_torch_dispatch_mode,
 )
 
 __all__ = ["LastingMode", "lasting_modes_off", "modes_here", "switch_off", "switch_on", "written"]
@@ -60,9 +59,8 @@ def lasting_modes_off() -> Iterator[list[LastingMode]]:
     Gives these modes.
     """
     off: list[LastingMode] = []
-    if is_in_torch_dispatch_mode():
-        while (here := modes_here()) and isinstance(here[-1], LastingMode) and switch_off(here[-1]):
-            off.append(here[-1])
+    while (here := modes_here()) and isinstance(here[-1], LastingMode) and switch_off(here[-1]):
+        off.append(here[-1])
     try:
         yield off
     finally:

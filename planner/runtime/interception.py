@@ -26,7 +26,7 @@ from planner.runtime.first_step import begin, report_after, when_begun
 from planner.runtime.modes import redirected, refuse_compiled, refuse_transformed, trains
 from planner.runtime.recorder import Recorder
 from planner.runtime.signature import ModelState, Signature, call_signature, model_state
-from planner.runtime.watch import Watch
+from planner.runtime.watch import LEARNS, Watch
 
 # Where a model keeps its runtime beside `_compiled_call_impl`, which its copies lose. Python calls an object by its
 # class's `__call__`; torch.compile, around a planned model, goes past the plan unless the object has one as well.
@@ -125,7 +125,7 @@ class Applied:
                 self._started, self.agrees = True, together(self.model)
                 if self.agrees:
                     self.forget()
-                else:
+                elif LEARNS:
                     self.watch = Watch(self.model, self.provider.loop)
             parameters = parameters_among(modules)
             refuse_transformed(self.model, parameters, args, kwargs)

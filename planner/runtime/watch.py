@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,6 +21,8 @@ from planner.costs.measured_ops import measure
 from planner.requests.optimizers import trained_by
 from planner.runtime.recorder import Recorder, loss_seen, stays
 
+# Off: a recorder that is taken off inside torch.inference_mode() leaves torch's dispatch keys set, and what runs then fails.
+LEARNS = False
 TRIES = 3  # steps in which nothing could be recorded, before no more are tried
 
 _watches: weakref.WeakSet[Watch] = weakref.WeakSet()
@@ -107,7 +110,9 @@ class Watch:
         self._loss_at = -1 if loss is None or find_loss(result) is not None else loss[0]
         if self.recorder is not None:
             self.recorder.expect((args, kwargs), outputs)
-        elif all(isinstance(mode, LastingMode) for mode in modes_here()):  # others would end in the place of this one
+        elif _may_record():
+            isinstance(mode, LastingMode) for mode in modes_here()
+        ):  # others would end in the place of this one
             device = next(model.parameters()).device
             self.recorder = Recorder(model, device, (args, kwargs), outputs)
             weakref.finalize(model, self.recorder.end).atexit = False
@@ -162,6 +167,12 @@ class Watch:
             self.stepped.append(weakref.ref(optimizer))
         self._used |= {p: version_of(p.grad) for p in trained if p.grad is not None}
         self._measure()
+
+
+def _may_record() -> bool:
+    """Whether a mode may stay on: in the main thread, and where no mode of the loop's own would end in its place."""
+    own = all(isinstance(mode, LastingMode) for mode in modes_here())
+    return own and threading.current_thread() is threading.main_thread()
 
 
 def _stepped(optimizer: optim.Optimizer, *_: Any) -> None:
