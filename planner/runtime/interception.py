@@ -123,10 +123,7 @@ class Applied:
             refuse_compiled(self.model, self, modules)
             if not self._started:
                 self._started, self.agrees = True, together(self.model)
-                if self.agrees:
-                    self.forget()
-                elif LEARNS:
-                    self.watch = Watch(self.model, self.provider.loop)
+                self._begins_training()
             parameters = parameters_among(modules)
             refuse_transformed(self.model, parameters, args, kwargs)
             self.state = model_state(modules, parameters, self.state)
@@ -153,6 +150,13 @@ class Applied:
             if reports and (record := self.plans.get(signature)) is not None:
                 report_after(result, record, before)
             return result
+
+    def _begins_training(self) -> None:
+        """The first training call: plans of before are forgotten where several processes agree on one."""
+        if self.agrees:
+            self.forget()
+        elif LEARNS:
+            self.watch = Watch(self.model, self.provider.loop)
 
     def _learns(self, watch: Watch, parameters: Sequence[nn.Parameter], batch: Any) -> bool:
         """Whether plans have to be made anew, for what the loop was seen to do."""

@@ -21,7 +21,7 @@ from planner.costs.measured_ops import measure
 from planner.requests.optimizers import trained_by
 from planner.runtime.recorder import Recorder, loss_seen, stays
 
-# Off: a recorder that is taken off inside torch.inference_mode() leaves torch's dispatch keys set, and what runs then fails.
+# Off: a recorder that is taken off inside torch.inference_mode() leaves torch's dispatch keys set, and later ops fail.
 LEARNS = False
 TRIES = 3  # steps in which nothing could be recorded, before no more are tried
 
@@ -111,8 +111,6 @@ class Watch:
         if self.recorder is not None:
             self.recorder.expect((args, kwargs), outputs)
         elif _may_record():
-            isinstance(mode, LastingMode) for mode in modes_here()
-        ):  # others would end in the place of this one
             device = next(model.parameters()).device
             self.recorder = Recorder(model, device, (args, kwargs), outputs)
             weakref.finalize(model, self.recorder.end).atexit = False
