@@ -133,7 +133,8 @@ class Provider:
         if own and self.awaited is not None:
             planned = self.awaited.take(request)
         if planned is None:
-            same = own and self.captured is not None and self.captured[0] == _kind(request)
+            learnt = self.loop != self.request.loop
+            same = learnt and own and self.captured is not None and self.captured[0] == _kind(request)
             captured = self.captured[1] if same and self.captured is not None else None
             start = time.perf_counter()
             planned = self._made(request, captured)
@@ -252,7 +253,7 @@ def _gradients_warned(model: nn.Module, record: PlanRecord, begun: bool) -> bool
             f"{gb(most_held(record, begun) + held)} of {gb(record.budget_bytes)}. Plan with accumulate=True, or clear "
             "them with zero_grad(set_to_none=True)",
             PlanWarning,
-            stacklevel=6,
+            stacklevel=7,
         )
     return bool(held)
 
@@ -267,7 +268,7 @@ def _unreduced_warned(model: nn.Module, record: PlanRecord) -> bool:
         f"{gb(record.peak_bytes + late)} of {gb(record.budget_bytes)}. Count them with "
         f"account_gb={{{UNREDUCED!r}: {late / GB:.3g}}}, or plan without a batch: then the first step shows them",
         PlanWarning,
-        stacklevel=6,
+        stacklevel=7,
     )
     return True
 
@@ -284,7 +285,7 @@ def _waiting(record: PlanRecord, waits: bool) -> bool:
         f"{gb(record.budget_bytes)}. Count them with in_flight=2, or as many as there are at once, "
         "or call backward() after each",
         PlanWarning,
-        stacklevel=6,
+        stacklevel=7,
     )
     return True
 
