@@ -325,8 +325,12 @@ class Temperature(nn.Module):
 def loss_with_parameters(put: Put, ended: Ended) -> None:
     model, criterion = put(mlp(out=16)), Temperature()
     optimizer = torch.optim.AdamW([*model.parameters(), *criterion.parameters()], lr=1e-3)
+    _classified(model, criterion, optimizer, 32, ended)
+
+
+def _classified(model, criterion, optimizer, classes, ended):
     for _ in range(STEPS):
-        x, y = torch.randn(512, 64), torch.randint(32, (512,))
+        x, y = torch.randn(512, 64), torch.randint(classes, (512,))
         loss = criterion(model(x), y)
         optimizer.zero_grad()
         loss.backward()
@@ -336,14 +340,7 @@ def loss_with_parameters(put: Put, ended: Ended) -> None:
 
 def compiled_criterion(put: Put, ended: Ended) -> None:
     model, criterion = put(mlp(out=8)), torch.compile(nn.CrossEntropyLoss(label_smoothing=0.1), backend="aot_eager")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for _ in range(STEPS):
-        x, y = torch.randn(512, 64), torch.randint(8, (512,))
-        loss = criterion(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        ended(loss)
+    _classified(model, criterion, torch.optim.AdamW(model.parameters(), lr=1e-3), 8, ended)
 
 
 def autocast_scaler(put: Put, ended: Ended) -> None:

@@ -134,7 +134,7 @@ def _source(request: Request, known: Known | None, batch: Any, kwargs: Any) -> P
         try:
             planned = make_plan(request, known=known)
         except (BatchError, CaptureError):
-            # transformers gives every model, of vision too, token ids for its dummy inputs
+            # an example that a Lightning model has may be out of date
             if batch is not None or kwargs:
                 raise
         else:

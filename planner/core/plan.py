@@ -261,9 +261,9 @@ class PlanRecord:
         return [m.held_bytes for m in self.timeline if m.phase == "forward"][-1] - self.resident_bytes
 
     @property
-    def step_bytes(self) -> int:
-        """The most that the step takes beside what stays allocated, up to the end of its backward pass."""
-        return max(m.held_bytes for m in self.timeline if m.phase != "optimizer") - self.resident_bytes
+    def passes_peak_bytes(self) -> int:
+        """The peak up to the end of the backward pass, without the optimizer's step."""
+        return max(m.held_bytes for m in self.timeline if m.phase != "optimizer")
 
     @property
     def phase_peaks(self) -> dict[str, int]:

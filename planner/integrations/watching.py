@@ -128,9 +128,9 @@ class Watching:
         """See `PlanProvider`."""
         return self.own.loop
 
-    def on_loop_seen(self, caller: Caller, seen: Loop, stepped: Sequence[optim.Optimizer]) -> bool:
+    def on_loop_seen(self, seen: Loop, stepped: Sequence[optim.Optimizer]) -> bool:
         """See `PlanProvider`; the plan that is made anew is told of."""
-        learnt = self.own.on_loop_seen(caller, seen, stepped)
+        learnt = self.own.on_loop_seen(seen, stepped)
         if learnt:
             self.told, self.anew = False, True
         return learnt

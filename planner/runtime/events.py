@@ -55,7 +55,7 @@ class PlanProvider(Protocol):
     def on_missing_plan(self, caller: Caller, call: Call) -> Planned:
         """A plan for a kind of call that comes for the first time. Raises PlannerError where there is none."""
 
-    def on_loop_seen(self, caller: Caller, seen: Loop, stepped: Sequence[optim.Optimizer]) -> bool:
+    def on_loop_seen(self, seen: Loop, stepped: Sequence[optim.Optimizer]) -> bool:
         """A training call is about to run, and this is what the loop was seen to do; `stepped` are its optimizers.
 
         True where plans are to be made anew.

@@ -87,7 +87,7 @@ def report(plan: PlanRecord, found: int | None) -> None:
         plan: what ran.
         found: the measured peak of the step up to the end of its backward pass, in bytes; None where it is not known.
     """
-    predicted = max(m.held_bytes for m in plan.timeline if m.phase != "optimizer")
+    predicted = plan.passes_peak_bytes
     of = f"of a budget of {gb(plan.budget_bytes)}, {plan.overhead:.1%} more time, estimated"
     if plan.options.progress is not False:
         seen = "not measured" if found is None else f"{gb(found)} measured ({found / predicted - 1:+.1%})"

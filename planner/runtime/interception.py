@@ -134,7 +134,8 @@ class Applied:
                 return self.call_eagerly(*args, **kwargs)
             for recorder in others:
                 if isinstance(recorder, Recorder) and not (self.watch and self.watch.recorder is recorder):
-                    recorder.runs_planned(self, self.plans[signature].step_bytes)
+                    planned = self.plans[signature]
+                    recorder.runs_planned(self, planned.passes_peak_bytes - planned.resident_bytes)
             if self.watch is None and not self._listened:
                 self._listened = self.provider.on_step_begin(self.model, self.plans[signature], self.waiting() > 0)
                 if self._listened and attached(self.model) is not self:  # it was planned anew
@@ -164,7 +165,7 @@ class Applied:
         if not watch.settled:
             return False
         stepped = [optimizer for ref in watch.stepped if (optimizer := ref()) is not None]
-        return self.provider.on_loop_seen(self, seen, stepped)
+        return self.provider.on_loop_seen(seen, stepped)
 
     def _backward_begins(self, signature: Signature) -> None:
         """Gradients that were there in the forward pass are there still, if they are."""

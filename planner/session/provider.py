@@ -171,7 +171,7 @@ class Provider:
         )
         return planned
 
-    def on_loop_seen(self, caller: Caller, seen: Loop, stepped: Sequence[optim.Optimizer]) -> bool:
+    def on_loop_seen(self, seen: Loop, stepped: Sequence[optim.Optimizer]) -> bool:
         """See `PlanProvider`."""
         if self.request.options.accumulate:  # they are counted
             seen = replace(seen, gradients=self.loop.gradients)

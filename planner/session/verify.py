@@ -85,7 +85,7 @@ def verify(planned: Planned | Pending, batch: Any = None, kwargs: Mapping[str, A
         captured = _captured(measured, replace(request, batch=Batch(args, extra)), used, by) if error else None
     resident = used.resident_bytes - used.account.get(FOUND, 0)
     return Verification(
-        predicted_bytes=max(m.held_bytes for m in used.timeline if m.phase != "optimizer"),
+        predicted_bytes=used.passes_peak_bytes,
         measured_bytes=resident + measured.peak,
         unplanned_bytes=None if unplanned is None else resident + unplanned.peak,
         budget_bytes=request.budget_bytes,
