@@ -373,7 +373,8 @@ def test_a_plan_that_is_not_made_yet():
         with pytest.raises(ApplyError, match="not known yet"):
             what()
     p.apply()
-    model(torch.zeros(2, 4)).sum().backward()
+    batch = torch.zeros(2, 4)
+    model(batch).sum().backward()
     model.zero_grad()
     assert p.verification is p.known_curve is None
     seen = p.verify()

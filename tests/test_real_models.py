@@ -79,10 +79,13 @@ def test_the_budget_holds_and_the_peak_is_as_predicted(real, fraction):
 
 @every_model
 def test_the_baseline_is_as_predicted(real):
+    """Everything is kept, but for what brings a graph that would take more than eager mode down to that."""
     t = real.trained(ROOM_TO_SPARE)
-    assert t.plan.overhead == 0
-    assert not [d for d in t.plan.decisions if d.action != "keep"]
-    assert t.measured == pytest.approx(t.plan.baseline_peak_bytes, rel=0.02)
+    keeps = not [d for d in t.plan.decisions if d.action != "keep"]
+    assert keeps == (t.plan.overhead == 0) == (t.plan.peak_bytes == t.plan.baseline_peak_bytes)
+    assert keeps or t.plan.peak_bytes <= t.plan.eager_peak_bytes < t.plan.baseline_peak_bytes
+    assert t.plan.overhead < 0.01
+    assert t.measured == pytest.approx(t.plan.peak_bytes, rel=0.02)
 
 
 @every_model

@@ -14,6 +14,7 @@ from planner.capture.trace.data_dependent import told
 from planner.capture.trace.dynamo import Partition
 from planner.capture.trace.loss_trace import taken_loss
 from planner.capture.trace.random_state import random_kept
+from planner.capture.trace.state_guard import fakes_forgotten
 from planner.capture.trace.step import TrainingGraph, capture
 from planner.codegen.emit import emit, keep_everything
 from planner.compat.dispatch import lasting_modes_off
@@ -66,7 +67,7 @@ def make_plan(
         captured: the step, where it has been captured before.
     """
     refuse_tensors(request)
-    with random_kept(), lasting_modes_off(), under(request.surroundings, request.model):
+    with fakes_forgotten(), random_kept(), lasting_modes_off(), under(request.surroundings, request.model):
         if request.options.mode == "eager":
             return make_eager_plan(request, others[-1] if others else None, known=known, must_match=must_match)
         graph = replace(captured or graph_of(request), eager=eager_step(request))

@@ -44,7 +44,9 @@ def verify(planned: Planned | Pending, batch: Any = None, kwargs: Mapping[str, A
         (request.args, request.kwargs) if batch is None and kwargs is None else arguments(model, batch, kwargs)
     )
     if args is None:
-        raise BatchError("verify() needs a batch: the plan was made without one")
+        raise BatchError(
+            "verify() needs a batch: a plan keeps none alive, and its own is gone or was never given. Pass one"
+        )
 
     def step() -> None:
         outputs = []  # held to the end, as a training loop holds them

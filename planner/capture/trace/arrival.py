@@ -127,6 +127,20 @@ class Arrivals:
         found: torch.Tensor | None = self._by(replace(way, result=at))(arguments)[0]
         return found
 
+    def watched(self, results: Sequence[Any]) -> tuple[Any, ...]:
+        """The results of a graph whose outputs were all planned to get no gradient: one that does is still seen.
+
+        AOTAutograd detaches the inputs of such a graph, so that its outputs would need no gradient.
+        """
+        cut = {at for at in self.cut if isinstance(results[at], torch.Tensor) and not results[at].requires_grad}
+        if not cut or any(isinstance(t, torch.Tensor) and t.requires_grad for t in results):
+            return tuple(results)
+        anchor = torch.empty(0, requires_grad=True)
+        return tuple(
+            _Watched.apply(t, self.unplanned, anchor) if at in cut else t  # type: ignore[no-untyped-call]
+            for at, t in enumerate(results)
+        )
+
     def _way(self, arguments: Sequence[Any], whole: frozenset[int]) -> _Way:
         read = (e for e in self._entering if e.read or e.output in whole)
         missing = [e.place for e in read if arguments[e.place] is None]
@@ -150,6 +164,20 @@ class Arrivals:
             leave_out(graph, [n for at, n in enumerate(inputs) if at in way.missing])
             self._written[way] = boxed(fx.GraphModule(self._graph, graph))
         return self._written[way]
+
+
+class _Watched(torch.autograd.Function):
+    """An output that was planned to get no gradient: calls a function, should one arrive."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, arrives: Callable[[], None], anchor: torch.Tensor) -> torch.Tensor:
+        ctx.arrives = arrives
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.arrives()
+        return None, None, None
 
 
 def refuse_second_order() -> None:

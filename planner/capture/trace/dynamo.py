@@ -123,7 +123,7 @@ def make_backend(serve: Serve, checkpoints: Checkpoints = "replace") -> Callable
                 compiled = aot(graph, examples)
 
             def run(*inputs: Any) -> Any:
-                results = compiled(*inputs)
+                results = arrivals.watched(compiled(*inputs))
                 like_eager(results, refuse_second_order)
                 return results
 

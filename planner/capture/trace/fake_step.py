@@ -91,7 +91,7 @@ class FakeStep:
         try:
             self._call(model, args, kwargs, maxima, whole=True)
         except Exception as e:
-            return CaptureError(refusal(model, e, eagerly=False))
+            return NothingCapturedError(refusal(model, e, eagerly=False))
         return NothingCapturedError(
             f"{type(model).__name__}: torch.compile captured nothing of its forward pass that needs a gradient (it "
             "leaves alone what is under torch.compiler.disable). Plan with mode='eager', or a submodule it can capture"

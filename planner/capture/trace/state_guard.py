@@ -101,8 +101,17 @@ def undone_on(error: type[Exception], model: nn.Module) -> Iterator[None]:
         raise
 
 
+@contextmanager
+def fakes_forgotten() -> Iterator[None]:
+    """Has no fake tensor of a trace stay in a `functools.lru_cache`: real calls would be given it."""
+    try:
+        yield
+    finally:
+        forget_fakes()
+
+
 def forget_fakes() -> None:
-    """Clear every `functools.lru_cache` that kept a fake tensor: real calls would be given it."""
+    """Clear every `functools.lru_cache` that kept a fake tensor."""
     caches = [c for c in gc.get_objects() if type(c) is _LRU_CACHE]
     for cache in caches:
         if any(isinstance(t, FakeTensor) for t in tensors_in(gc.get_referents(cache))):

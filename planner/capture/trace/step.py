@@ -20,7 +20,7 @@ from planner.capture.trace.loss_trace import LossFn, OutsideLoss, checked_loss, 
 from planner.capture.trace.quiet import quietly
 from planner.capture.trace.random_state import random_kept
 from planner.capture.trace.refusals import LIMITS, refusal
-from planner.capture.trace.state_guard import forget_fakes, untouched
+from planner.capture.trace.state_guard import fakes_forgotten, forget_fakes, untouched
 from planner.compat.fake import DataDependentOutputException, FakeTensorMode
 from planner.core.account import EagerStep
 from planner.core.call import storages, tensors_in
@@ -175,11 +175,8 @@ def _drawing(model: nn.Module, answers: Answers) -> Iterator[Callable[[], bool]]
 @contextmanager
 def _surroundings() -> Iterator[None]:
     """Quiet, with gradients on, whatever the caller has; no fake tensor stays in a cache."""
-    with quietly(), tracker_kept(), torch.inference_mode(False):
-        try:
-            yield
-        finally:
-            forget_fakes()
+    with fakes_forgotten(), quietly(), tracker_kept(), torch.inference_mode(False):
+        yield
 
 
 def _try_eagerly(
