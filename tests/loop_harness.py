@@ -89,10 +89,7 @@ class Seen:
 
 
 class Meter:
-    """What a loop calls at the end of each step.
-
-    The profiler rests while a plan is made, as the planner measures ops by one of its own.
-    """
+    """What a loop calls at the end of each step."""
 
     def __init__(self, models: list[nn.Module]) -> None:
         self.models = models
@@ -100,7 +97,8 @@ class Meter:
         self.losses: list[float] = []
         self.predicted: list[int] = []
         self.step = 0
-        self.spans: list[tuple[int, profile]] = []  # with the bytes that became live before, unseen by any profiler
+        self.live = 0
+        self.profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
 
     def __call__(self, loss: Any) -> None:
         losses = loss if isinstance(loss, (list, tuple)) else [loss]
@@ -108,9 +106,8 @@ class Meter:
         self.step += 1
         if self.step == 1:
             gc.collect()
-            self._begin()
-            live = _relocate({s.data_ptr() for s in self.older})
-            self.spans[0] = live, self.spans[0][1]
+            self.profiler.start()
+            self.live = _relocate({s.data_ptr() for s in self.older})
         elif self.step <= STEPS:
             self.predicted.append(max((p.peak_bytes for p in map(applied_plan, self.models) if p), default=0))
         if self.step <= STEPS:
@@ -119,44 +116,22 @@ class Meter:
         if self.step == STEPS:
             self.stop()
 
-    def _begin(self, unseen: int = 0) -> None:
-        profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-        profiler.start()
-        self.spans.append((unseen, profiler))
-
     def stop(self) -> None:
         """End the profiler, if it runs."""
-        if self.spans and self.spans[-1][1].profiler is not None and _is_profiling():
-            self.spans[-1][1].stop()
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Without a profiler for a while."""
-        if not _is_profiling():
-            yield
-            return
-        self.stop()
-        before = _bytes(_storages())
-        try:
-            yield
-        finally:
-            self._begin(_bytes(_storages()) - before)
+        if self.step and _is_profiling():
+            self.profiler.stop()
 
     def measured(self) -> list[int]:
         """The most bytes held in each step from the second."""
         assert self.step >= STEPS, f"the loop ended after {self.step} steps"
-        (level, first), *others = self.spans
-        peaks, most = [], level
-        events = _events(first)
-        events = events[events.index(None) + 1 :]  # without the relocation
-        for unseen, span in [(0, events), *((unseen, _events(profiler)) for unseen, profiler in others)]:
-            level += unseen
-            for change in span:
-                level += change or 0
-                most = max(most, level)
-                if change is None:
-                    peaks.append(most)
-                    most = level
+        peaks, most, level = [], self.live, self.live
+        events = _events(self.profiler)
+        for change in events[events.index(None) + 1 :]:  # without the relocation
+            level += change or 0
+            most = max(most, level)
+            if change is None:
+                peaks.append(most)
+                most = level
         return peaks
 
 
@@ -188,10 +163,6 @@ def _storages() -> dict[int, torch.UntypedStorage]:
     return found
 
 
-def _bytes(storages: dict[int, torch.UntypedStorage]) -> int:
-    return sum(s.nbytes() for s in storages.values())
-
-
 def _relocate(older: set[int]) -> int:
     """Allocate each live storage anew, in place, which tells the profiler of it; the bytes of all of them."""
     storages = [s for address, s in _storages().items() if address not in older]
@@ -201,14 +172,13 @@ def _relocate(older: set[int]) -> int:
 
 
 @contextmanager
-def _counted(meter: Meter) -> Iterator[list[Any]]:
+def _counted() -> Iterator[list[Any]]:
     """The plans that are made meanwhile, wherever in the planner."""
     made: list[Any] = []
     original = pipeline.make_plan
 
     def make_plan(*args: Any, **kwargs: Any) -> Any:
-        with meter.paused():
-            planned = original(*args, **kwargs)
+        planned = original(*args, **kwargs)
         made.append(planned.record)
         return planned
 
@@ -233,7 +203,7 @@ def run(loop: Loop, put: Put = lambda model: model) -> Seen:
         return put(model)
 
     meter = Meter(models)
-    with _counted(meter) as made:
+    with _counted() as made:
         try:
             more = loop.run(putting, meter)
         finally:

@@ -130,4 +130,4 @@ def test_one_line_says_that_a_plan_was_made(caplog):
     assert line.startswith("planned in ")
     model(torch.cat([x, x])).mean().backward()
     (line,) = said()
-    assert line.startswith("planned anew, because this kind of step")
+    assert line.startswith("planned anew, because gradients are there when a step begins")

@@ -1,13 +1,23 @@
-"""Training loops that a plan does not serve; `python -m tests.loops` measures all of `tests/loops.py`."""
+"""A plan holds in training loops as people write them, the planner told nothing: `tests/loops.py` has them."""
 
 import pytest
 
 from planner import PlannerError, PlanWarning, plan
 
-from .loop_harness import judged
+from .loop_harness import differences, judged
 from .loops import LOOPS, autoencoder
 
 pytestmark = [pytest.mark.usefixtures("short_searches"), pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.mark.parametrize("name", [name for name, loop in LOOPS.items() if loop.refused is None])
+def test_each_step_from_the_second_stays_within_the_budget_as_predicted(name):
+    loop = LOOPS[name]
+    unplanned, seen = judged(loop)
+    assert differences(seen, unplanned, loop.tolerance) == []
+    assert seen.peak <= seen.budget, f"of {seen.budget / seen.peak:.1%}, step by step: {seen.measured}"
+    assert 1 - loop.off <= seen.peak / max(seen.predicted) <= 1.01
+    assert 1 <= seen.plans <= loop.plans
 
 
 @pytest.mark.parametrize("name", [name for name, loop in LOOPS.items() if loop.refused is not None])

@@ -1,5 +1,6 @@
-"""What a plan knows of the training loop around its model, and what it holds of it."""
+"""What a training loop does around a planned model is seen, and leaves the loop as it is."""
 
+import copy
 import gc
 import weakref
 
@@ -7,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from planner import OptionError, plan
+from planner import OptionError, applied_plan, plan
+from planner.compat.dispatch import modes_here
 
 pytestmark = pytest.mark.usefixtures("short_searches")
 
@@ -28,6 +30,20 @@ def test_a_plan_keeps_no_batch_alive():
     assert [ref() is not None for ref in refs] == [False, False, True]
 
 
+def test_a_loop_may_copy_models_and_verify_between_its_steps():
+    model, batch = perceptron(), torch.randn(16, 32)
+    p = plan(model, batch, budget_gb=1, loss_fn=torch.Tensor.mean)
+    p.apply()
+    model(batch).mean().backward()
+    ema = copy.deepcopy(model)
+    assert p.verify().gradients_agree
+    for _ in range(2):
+        model(batch).mean().backward()
+    assert modes_here() == []
+    assert torch.equal(ema[0].weight, model[0].weight)
+    p.remove()
+
+
 def test_an_optimizer_is_found_and_one_of_another_model_is_refused():
     model, batch = perceptron(), torch.randn(16, 32)
     optimizer = torch.optim.Adam(model.parameters())
@@ -35,3 +51,30 @@ def test_an_optimizer_is_found_and_one_of_another_model_is_refused():
     assert p.account["optimizer state"] >= 2 * sum(w.nbytes for w in model.parameters())
     with pytest.raises(OptionError, match="trains none"):
         plan(perceptron(), batch, budget_gb=1, loss_fn=torch.Tensor.mean, optimizer=optimizer)
+
+
+def test_a_recording_that_ends_in_inference_mode_or_in_a_backward_pass_leaves_no_mode_and_no_key():
+    model, batch = perceptron(), torch.randn(16, 32)
+    p = plan(model, batch, budget_gb=1, loss_fn=torch.Tensor.mean)
+    for ends in range(2):
+        p.apply()
+        loss = model(batch).mean()
+        if ends:
+            with torch.inference_mode():
+                p.remove()
+        else:
+            loss.register_hook(lambda _: p.remove() and None)
+        loss.backward()
+        assert torch.ones(2).add(1).tolist() == [2, 2]  # fails where a key is left without a mode
+    p.apply()
+    for _ in range(3):
+        model(batch).mean().backward()
+    assert modes_here() == []
+
+
+def test_gradients_that_stay_are_planned_for_once():
+    model, batch = perceptron(), torch.randn(16, 32)
+    plan(model, budget_gb=1).apply()
+    for _ in range(4):
+        model(batch).mean().backward()
+    assert applied_plan(model).step.loop.gradients == "accumulated"

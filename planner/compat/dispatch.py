@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import CodeType, FrameType
 from typing import Any
 
+import torch
+from torch._C._functorch import peek_interpreter_stack
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _get_current_dispatch_mode_stack,
 )
 
-__all__ = ["LastingMode", "lasting_modes_off", "modes_here", "switch_off", "switch_on", "written"]
+from planner.compat.autograd import in_backward
+
+__all__ = ["LastingMode", "finds_ops", "lasting_modes_off", "modes_here", "switch_off", "switch_on", "written"]
 
 
 class LastingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -19,7 +25,8 @@ class LastingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     supports_higher_order_operators = True
 
-    over = False  # it is to do nothing more, and not to be put on again
+    over = False  # it is to do nothing more, and to be taken off
+    place: tuple[Any, ...] = ()  # where it was put on
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -40,33 +47,56 @@ def modes_here() -> list[Any]:
 
 def switch_on(mode: LastingMode) -> None:
     """Put a mode on this thread's stack, to stay there (`TorchDispatchMode.__enter__`, 2.11 to 2.13)."""
+    mode.place = _place()
     mode.__enter__()  # type: ignore[no-untyped-call]
 
 
-def switch_off(mode: LastingMode) -> bool:
-    """Take a mode off this thread's stack; False where it is not the innermost one there."""
-    here = modes_here()
-    if not here or here[-1] is not mode:
-        return False
-    mode.__exit__(None, None, None)
-    return True
+def switch_off(mode: LastingMode) -> None:
+    """Take a mode off this thread's stack, now if it is the innermost one there and may be, or at a later occasion."""
+    mode.over = True
+    nested = in_backward() or torch.is_inference_mode_enabled() or peek_interpreter_stack() is not None
+    if not nested and modes_here()[-1:] == [mode]:
+        mode.__exit__(None, None, None)
+
+
+def finds_ops() -> bool:
+    """Whether ops of this thread find its modes (`_dispatch_tls_is_dispatch_key_included`, 2.11 to 2.13)."""
+    return torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.Python)
 
 
 @contextmanager
 def lasting_modes_off() -> Iterator[list[LastingMode]]:
     """Without the lasting modes that are innermost on this thread's stack, for what torch.compile has to see whole.
 
-    Gives these modes.
+    Those that are over stay off if this is the place where they were put on. Elsewhere a context may be around that
+    began later, and puts back as it ends what it found, as those of inference mode, of torch.func, of code that
+    torch.compile made and of backward passes do: some put back the modes, and others only the key by which ops find
+    them. With the key and no mode, every op fails. Gives these modes.
     """
     off: list[LastingMode] = []
-    while (here := modes_here()) and isinstance(here[-1], LastingMode) and switch_off(here[-1]):
+    while (here := modes_here()) and isinstance(here[-1], LastingMode):
         off.append(here[-1])
+        if not finds_ops():  # such a context has ended, or will not find the key
+            here[-1].place = _place()
+        here[-1].__exit__(None, None, None)
     try:
         yield off
     finally:
         for mode in reversed(off):
-            if not mode.over:
-                switch_on(mode)
+            if not mode.over or mode.place != _place():
+                mode.__enter__()  # type: ignore[no-untyped-call]
+
+
+def _place() -> tuple[tuple[CodeType, int], ...]:
+    """The code that runs, without this package's, and where in it."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("planner", "contextlib"):
+        frame = frame.f_back
+    place = []
+    while frame is not None:
+        place.append((frame.f_code, frame.f_lasti))
+        frame = frame.f_back
+    return tuple(place)
 
 
 def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

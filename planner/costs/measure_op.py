@@ -46,7 +46,7 @@ def run_on_cpu(calls: Sequence[Call], timed: bool) -> dict[str, Allocated]:
         for call in calls:
             sizes.append(_marked_run(call, str(len(sizes))))
 
-    recorded = record_allocations(run_all)
+    recorded = record_allocations(run_all, anywhere=True)
     peaks = {int(name): recorded.peak(events) for name, events in recorded.marks}
     return {
         call.key: _allocated(call, peaks[n], size, _timed_on_cpu(call) if timed else None)

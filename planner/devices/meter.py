@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from planner.compat.profiler import DeviceType, events_of, is_profiling
+from planner.compat.profiler import DeviceType, events_of, is_profiling, recorded_in_thread
 from planner.errors import CaptureError
 
 _MARK = "planner::"
@@ -35,15 +35,22 @@ class Allocations:
         return max(accumulate(part, initial=0))
 
 
-def record_allocations(run: Callable[[], object]) -> Allocations:
+def record_allocations(run: Callable[[], object], *, anywhere: bool = False) -> Allocations:
     """Run something on the CPU under `torch.profiler` and return the CPU allocator's events.
 
+    Args:
+        run: what.
+        anywhere: whether it may run in a thread of its own, where a profiler is running already in this one: torch
+            crashes where another is begun inside it. Neither sees the other.
+
     Raises:
-        CaptureError: a profiler is running already; torch crashes where another is begun inside it.
+        CaptureError: a profiler is running already, and `run` has to run here.
     """
+    if is_profiling() and anywhere:
+        return _recorded(recorded_in_thread(run))
     if is_profiling():
         raise CaptureError(
-            "a profiler is running, in which ops cannot be measured: plan before it, or begin it after the first step"
+            "a profiler is running, in which a step cannot be measured: do it before, or end the profiler first"
         )
     # the profiler of torch 2.13 otherwise announces its start and stop on stderr
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
@@ -64,6 +71,22 @@ def record_allocations(run: Callable[[], object]) -> Allocations:
         (name, range(bisect_left(times, begin), bisect_left(times, end))) for begin, end, name in sorted(spans)
     )
     return Allocations(tuple(m[1] for m in memory), marks)
+
+
+def _recorded(events: Iterable[tuple[str, str, int]]) -> Allocations:
+    deltas: list[int] = []
+    marks: list[tuple[str, range]] = []
+    open_: list[tuple[str, int]] = []
+    for kind, name, nbytes in events:
+        if kind == "memory_alloc":
+            deltas.append(nbytes)
+        elif kind == "push":
+            open_.append((name, len(deltas)))
+        elif kind == "pop":
+            name, begin = open_.pop()
+            if name.startswith(_MARK):
+                marks.append((name.removeprefix(_MARK), range(begin, len(deltas))))
+    return Allocations(tuple(deltas), tuple(marks))
 
 
 @contextmanager

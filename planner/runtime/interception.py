@@ -26,7 +26,7 @@ from planner.runtime.first_step import begin, report_after, when_begun
 from planner.runtime.modes import redirected, refuse_compiled, refuse_transformed, trains
 from planner.runtime.recorder import Recorder
 from planner.runtime.signature import ModelState, Signature, call_signature, model_state
-from planner.runtime.watch import LEARNS, Watch
+from planner.runtime.watch import Watch
 
 # Where a model keeps its runtime beside `_compiled_call_impl`, which its copies lose. Python calls an object by its
 # class's `__call__`; torch.compile, around a planned model, goes past the plan unless the object has one as well.
@@ -156,7 +156,7 @@ class Applied:
         """The first training call: plans of before are forgotten where several processes agree on one."""
         if self.agrees:
             self.forget()
-        elif LEARNS:
+        else:
             self.watch = Watch(self.model, self.provider.loop)
 
     def _learns(self, watch: Watch, parameters: Sequence[nn.Parameter], batch: Any) -> bool:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from planner.compat.autograd import graph_is_kept, in_backward, when_backward_ends
-from planner.compat.dispatch import LastingMode, written
+from planner.compat.dispatch import LastingMode, finds_ops, written
 from planner.compat.ops import OpOverload
 from planner.compat.pytree import tree_leaves
 from planner.compat.tensors import is_traceable_wrapper_subclass, storage_key
@@ -197,6 +197,9 @@ class Recorder(LastingMode):
     def _gradient_arrives(self, at: int, gradient: torch.Tensor | None) -> None:
         """A gradient of an output is there: the planned backward pass begins, if it has not begun."""
         if self.over or gradient is None:
+            return
+        if not finds_ops():  # nor did it see the loss
+            self.over = True
             return
         self.reached.add(at)
         self.tangents.update(storages(gradient))

@@ -13,16 +13,14 @@ from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from planner.capture.trace.loss_trace import find_loss, leaves, probable_loss
+from planner.compat.autograd import in_backward
 from planner.compat.dispatch import LastingMode, lasting_modes_off, modes_here, switch_off, switch_on
-from planner.compat.profiler import is_profiling
 from planner.compat.tensors import version_of
 from planner.core.loop import Gradients, Loop
 from planner.costs.measured_ops import measure
 from planner.requests.optimizers import trained_by
 from planner.runtime.recorder import Recorder, loss_seen, stays
 
-# Off: a recorder that is taken off inside torch.inference_mode() leaves torch's dispatch keys set, and later ops fail.
-LEARNS = False
 TRIES = 3  # steps in which nothing could be recorded, before no more are tried
 
 _watches: weakref.WeakSet[Watch] = weakref.WeakSet()
@@ -78,7 +76,8 @@ class Watch:
         stepped = [optimizer for ref in self.stepped if (optimizer := ref()) is not None]
         found = stays(recorder, [counted, *(list(o.state.values()) for o in stepped)])
         seen = loss_seen(recorder, self._workspaces, found.left, found.read)
-        self.stop()
+        self.recorder = None
+        recorder.end()
         if seen is None:
             self._missed()
             return loop
@@ -141,9 +140,9 @@ class Watch:
         self.loop = replace(self.loop, gradients="accumulated")
 
     def _measure(self) -> None:
-        """Measure the workspaces of the ops that were recorded, but under a profiler, which would see that."""
+        """Measure the workspaces of the ops that were recorded."""
         recorder, model = self.recorder, self._model()
-        if recorder is None or model is None or is_profiling():
+        if recorder is None or model is None:
             return
         ran = {event.call for loss in recorder.losses for event in loss.events} - {""}
         todo = [recorder.calls[key] for key in ran - self._workspaces.keys()]
@@ -168,9 +167,11 @@ class Watch:
 
 
 def _may_record() -> bool:
-    """Whether a mode may stay on: in the main thread, and where no mode of the loop's own would end in its place."""
+    """Whether a mode may stay on: in the main thread, and where neither a mode of the loop's own nor a backward pass
+    would end in its place.
+    """
     own = all(isinstance(mode, LastingMode) for mode in modes_here())
-    return own and threading.current_thread() is threading.main_thread()
+    return own and not in_backward() and threading.current_thread() is threading.main_thread()
 
 
 def _stepped(optimizer: optim.Optimizer, *_: Any) -> None:

@@ -20,7 +20,7 @@ from planner.core.options import GB
 from planner.core.plan import PlanRecord
 from planner.core.surroundings import surroundings_of, under
 from planner.costs.static_memory import storage_bytes
-from planner.errors import CaptureError, InfeasibleBudgetError, PlannerError, PlanWarning, gb
+from planner.errors import InfeasibleBudgetError, PlannerError, PlanWarning, gb
 from planner.parallel.buckets import buckets_of
 from planner.parallel.group import refuse_verification
 from planner.parallel.sharded import unreduced_bytes
@@ -75,6 +75,7 @@ class Provider:
         self.loop = request.loop
         self.accepted: Loop | None = None  # what was seen, for which the plans are good enough
         self.why = ""  # plans are made anew for the loop
+        self.heard = 0  # how often the loop was looked at
         self.stepped: list[weakref.ref[optim.Optimizer]] = []  # that were seen to step the model's parameters
         self.counted: Found = request.found  # the optimizers in the plans
         self.captured: tuple[Signature, TrainingGraph] | None = None  # the latest step that was
@@ -147,13 +148,18 @@ class Provider:
         return judged
 
     def _made(self, request: Request, captured: TrainingGraph | None) -> Planned:
-        """A new plan. What was learnt of the loop is no reason to end a training that only just does not fit."""
+        """A new plan.
+
+        What the first steps show ends a training that cannot fit as it would have ended before; what shows later does
+        not, nor does what only just does not fit.
+        """
         make = partial(make_plan, others=self.own, captured=captured)
         try:
             return make(request, known=self.known)
         except InfeasibleBudgetError as e:
             around, least, gb_needed = self.loop.around, e.minimum_bytes, e.minimum_gb
-            hardly = self.loop != self.request.loop and least <= request.budget_bytes * (1 + HARDLY)
+            late = self.heard > 1 and captured is not None
+            hardly = self.loop != self.request.loop and (late or least <= request.budget_bytes * (1 + HARDLY))
             if not hardly and not around:
                 raise
         if not hardly:  # what is used between the steps is not the model's
@@ -173,17 +179,15 @@ class Provider:
 
     def on_loop_seen(self, seen: Loop, stepped: Sequence[optim.Optimizer]) -> bool:
         """See `PlanProvider`."""
+        self.heard += 1
         if self.request.options.accumulate:  # they are counted
             seen = replace(seen, gradients=self.loop.gradients)
         found = [] if self.request.optimizer is not None else stepped
         others = [optimizer for optimizer in found if weakref.ref(optimizer) not in self.counted]
         if not others and seen in (self.loop, self.accepted):
             return False
-        try:
-            if not others and self._counts(seen, self.request.budget_bytes // TOLERANCE):
-                self.accepted = seen
-                return False
-        except CaptureError:  # a profiler runs, under which no op can be measured: a later step will tell
+        if not others and self._counts(seen, self.request.budget_bytes // TOLERANCE):
+            self.accepted = seen
             return False
         self.why = _learnt(self.loop, seen, others)
         self.loop, self.stepped = seen, [weakref.ref(o) for o in stepped]
