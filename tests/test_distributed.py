@@ -188,7 +188,7 @@ def fails(what, where):
         ("another model", 2, r"as rank 2 cannot: it is at the first step of Another .*, rank 0 of Sequential"),
         ("another graph", 1, r"as rank 1 cannot: its step is not that of rank 0: its graphs differ"),
         ("no room", 0, r"InfeasibleBudgetError: budget_gb=0.0001 "),
-        ("does not come", 1, r"waited for rank . to come .* has not come within the timeout"),
+        ("does not come", 1, r"waited for rank . to come .* (has not come within the timeout|has ended)"),
     ],
 )
 def test_a_rank_that_fails_ends_all_with_its_name(what, where, told):

@@ -89,7 +89,8 @@ def test_what_the_kinds_are(name):
     assert between.gradients == between.backward == 0
     assert (p.overhead > 0) == any(m.held.recomputed for m in p.timeline)
     kept = sum(d.nbytes for d in p.decisions if d.action == "keep")
-    assert kept == pytest.approx(between.kept, rel=0.35)
+    again = sum(d.nbytes for d in p.decisions if d.action != "keep")  # of which some were made a last time before
+    assert kept * 0.65 <= between.kept <= kept * 1.35 + again
     assert not any(re.search(r"_\d+$", m.op) for m in p.timeline)
 
 

@@ -209,6 +209,10 @@ def _known(step: Step, request: Request, known: Known, must_match: bool) -> Solu
     return replace(why, solver=record.solver, note=f"Taken from {source_of(known)}: the same step and budget.")
 
 
+def _sentence(note: str) -> str:
+    return f"{note[:1].upper()}{note[1:]}{'' if note.endswith('.') else '.'}" if note else ""
+
+
 def _notes(request: Request, graph: TrainingGraph) -> Iterator[str]:
     found = sum(region.checkpointed for region in graph.regions)
     calls = "1 checkpointed call" if found == 1 else f"{found} checkpointed calls"
@@ -233,7 +237,7 @@ def write(request: Request, graph: TrainingGraph, step: Step, solution: Solution
         pairs = zip(graph.regions, passes, strict=True)
         return tuple(GraphModules(*emit(region, *each)) for region, each in pairs if region.fingerprint)
 
-    note = " ".join(filter(None, [solution.note, in_words(problem, planned), graph.note, *_notes(request, graph)]))
+    note = " ".join(filter(None, [_sentence(solution.note), in_words(problem, planned), graph.note, *_notes(request, graph)]))
     record = record_of(request, step, planned, replace(solution, note=note), _recipe(graph, passes))
     record = replace(record, eager_peak_bytes=graph.eager.peak_bytes if graph.eager else None)
     return Planned(record, request, graphs, captured=graph)

@@ -74,6 +74,7 @@ class ConstantPropagation:
         if len(known) < len(inputs) or not _repeatable(func):
             result = self._dispatch(func, types, args, kwargs)
             if func is _ATEN.rand.default and result.numel() == 1 and self.answers.chance is not None:
+                self.answers.guessed = True
                 self._learn([result], [torch.full(result.shape, self.answers.chance, dtype=result.dtype)])
             elif func is _ATEN.rand.default:
                 result.planner_drawn = True

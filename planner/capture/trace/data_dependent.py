@@ -30,12 +30,13 @@ class Answers:
         chance: what a single random number between 0 and 1 is taken for; None for what the real call draws.
         asked: the lines that asked outside every compiled graph since `begin()`, and how often.
         drew: whether Python code between the graphs drew random numbers of Python's or NumPy's since then.
+        guessed: whether a single random number of torch's was taken for `chance`.
     """
 
     def __init__(self, chance: float | None = CHANCES[0]) -> None:
         self.chance = chance
         self.asked: Counter[Place] = Counter()
-        self.drew = False
+        self.drew = self.guessed = False
         self._given: dict[Place, list[Any]] = {}
 
     def learn(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -47,6 +47,7 @@ class FakeStep:
         calls: of compiled graphs, in order; one graph may serve several. After `gradients()`, calls for the ops that
             ran between them are among these.
         cut: for each Dynamo graph, by its key, the outputs that were cut off.
+        reached: whether, by `gradients()`, a gradient reaches any of the compiled graphs.
         frames: how many frames torch.compile took; with more than one, Python runs between the graphs.
     """
 
@@ -60,6 +61,7 @@ class FakeStep:
         self.calls: list[RegionCall] = []
         self.cut: dict[str, tuple[int, ...]] = {}
         self.frames = 0
+        self.reached = False
         self._between: list[tuple[EagerCall, ...]] = []  # before each call that has a gradient, and after the last
 
     def run(self, model: nn.Module, args: Any, kwargs: Any, maxima: Maxima | None = None) -> Any:
@@ -72,7 +74,7 @@ class FakeStep:
             raise CaptureError(refusal(model, e, eagerly=False)) from e
         self._between.append(self.recording.taken())
         if all(call.region is None for call in self.calls):
-            raise self._nothing_captured(model, args, kwargs, maxima)
+            raise self.nothing_captured(model, args, kwargs, maxima)
         return output
 
     def _call(self, model: nn.Module, args: Any, kwargs: Any, maxima: Maxima | None, *, whole: bool = False) -> Any:
@@ -86,7 +88,7 @@ class FakeStep:
                 self.recording.pause()
                 forget_compiled(compiled)
 
-    def _nothing_captured(self, model: nn.Module, args: Any, kwargs: Any, maxima: Maxima | None) -> CaptureError:
+    def nothing_captured(self, model: nn.Module, args: Any, kwargs: Any, maxima: Maxima | None) -> CaptureError:
         """The error for a model whose graph breaks in a loop or block, so that torch.compile leaves all of it alone."""
         try:
             self._call(model, args, kwargs, maxima, whole=True)
@@ -158,6 +160,7 @@ class FakeStep:
             raise
         except Exception as e:
             raise CaptureError(f"the backward pass cannot be captured: {type(e).__name__}: {e}") from e
+        self.reached = loss is None or any(g is not None for g in reached)
         unused = {id(t) for t, g in zip(results, reached, strict=True) if g is None} if loss is not None else set()
         cut: dict[str, tuple[int, ...]] = {}
         for call in self.calls:

@@ -99,7 +99,7 @@ def capture(
             try:
                 return _captured(model, args, kwargs, split, loss_fn, checkpoints, maxima, symbolic, answers)
             except (NothingCapturedError, ModelError):
-                if chance == chances[-1] or not answers.lines():
+                if chance == chances[-1] or not (answers.drew or answers.guessed):
                     raise
     raise AssertionError
 
@@ -146,6 +146,8 @@ def _captured(
         answers.drew &= step.frames > 1  # a single graph takes the numbers for inputs
         asked = answers.lines()
         cut, loss = step.gradients(output, loss_fn)
+        if not step.reached:
+            raise step.nothing_captured(fake_model, fake_args, fake_kwargs, maxima)
         if cut == step.cut:
             regions, ends = regions_of(step.calls), leaves(output)
             return TrainingGraph(
