@@ -237,7 +237,9 @@ def write(request: Request, graph: TrainingGraph, step: Step, solution: Solution
         pairs = zip(graph.regions, passes, strict=True)
         return tuple(GraphModules(*emit(region, *each)) for region, each in pairs if region.fingerprint)
 
-    note = " ".join(filter(None, [_sentence(solution.note), in_words(problem, planned), graph.note, *_notes(request, graph)]))
+    note = " ".join(
+        filter(None, [_sentence(solution.note), in_words(problem, planned), graph.note, *_notes(request, graph)])
+    )
     record = record_of(request, step, planned, replace(solution, note=note), _recipe(graph, passes))
     record = replace(record, eager_peak_bytes=graph.eager.peak_bytes if graph.eager else None)
     return Planned(record, request, graphs, captured=graph)
