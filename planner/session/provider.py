@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 import warnings
 import weakref
@@ -11,6 +12,7 @@ from functools import partial
 
 from torch import nn, optim
 
+from planner.capture.provenance import user_place
 from planner.capture.trace.step import TrainingGraph
 from planner.compat.modules import modules_in, parameters_in
 from planner.core.account import UNREDUCED
@@ -76,6 +78,7 @@ class Provider:
         self.accepted: Loop | None = None  # what was seen, for which the plans are good enough
         self.why = ""  # plans are made anew for the loop
         self.heard = 0  # how often the loop was looked at
+        self.again = False  # the next plan is for a step that was captured, and another loop
         self.stepped: list[weakref.ref[optim.Optimizer]] = []  # that were seen to step the model's parameters
         self.counted: Found = request.found  # the optimizers in the plans
         self.captured: tuple[Signature, TrainingGraph] | None = None  # the latest step that was
@@ -134,9 +137,9 @@ class Provider:
         if own and self.awaited is not None:
             planned = self.awaited.take(request)
         if planned is None:
-            learnt = self.loop != self.request.loop
-            same = learnt and own and self.captured is not None and self.captured[0] == _kind(request)
+            same = self.again and own and self.captured is not None and self.captured[0] == _kind(request)
             captured = self.captured[1] if same and self.captured is not None else None
+            self.again = False
             start = time.perf_counter()
             planned = self._made(request, captured)
             announce(planned, time.perf_counter() - start, self.why or (_NEW_KIND if self.own else ""))
@@ -169,12 +172,11 @@ class Provider:
             planned = make(replace(request, budget_gb=least / GB))
             record = replace(planned.record, budget_bytes=request.budget_bytes)
             planned = replace(planned, record=record, request=request)
-        warnings.warn(
+        text = (
             f"the step takes {gb(least)}, with what the training loop holds beside the model: more than its budget of "
-            f"{gb(request.budget_bytes)}. Give budget_gb={gb_needed!r}, or free what is held",
-            PlanWarning,
-            stacklevel=8,
+            f"{gb(request.budget_bytes)}. Give budget_gb={gb_needed!r}, or free what is held"
         )
+        warnings.warn_explicit(text, PlanWarning, *user_place(inspect.currentframe()))
         return planned
 
     def on_loop_seen(self, seen: Loop, stepped: Sequence[optim.Optimizer]) -> bool:
@@ -189,7 +191,7 @@ class Provider:
         if not others and self._counts(seen, self.request.budget_bytes // TOLERANCE):
             self.accepted = seen
             return False
-        self.why = _learnt(self.loop, seen, others)
+        self.why, self.again = _learnt(self.loop, seen, others), True
         self.loop, self.stepped = seen, [weakref.ref(o) for o in stepped]
         # a schedule that recomputes nothing stays the best where it fits; another one may recompute too much now
         self.own = [planned for planned in self.own if not planned.record.overhead]
