@@ -56,7 +56,7 @@ def switch_off(mode: LastingMode) -> None:
     mode.over = True
     nested = in_backward() or torch.is_inference_mode_enabled() or peek_interpreter_stack() is not None
     if not nested and modes_here()[-1:] == [mode]:
-        mode.__exit__(None, None, None)
+        mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
 
 def finds_ops() -> bool:
@@ -78,7 +78,7 @@ def lasting_modes_off() -> Iterator[list[LastingMode]]:
         off.append(here[-1])
         if not finds_ops():  # such a context has ended, or will not find the key
             here[-1].place = _place()
-        here[-1].__exit__(None, None, None)
+        here[-1].__exit__(None, None, None)  # type: ignore[no-untyped-call]
     try:
         yield off
     finally:

