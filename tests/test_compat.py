@@ -4,6 +4,7 @@ import ast
 import copy
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,16 @@ from planner.compat import (
 )
 from planner.compat import fx as compat_fx
 from planner.compat.autograd import in_backward
-from planner.compat.dispatch import LastingMode, lasting_modes_off, modes_here, switch_off, switch_on, written
+from planner.compat.dispatch import (
+    LastingMode,
+    finds_ops,
+    lasting_modes_off,
+    modes_here,
+    switch_off,
+    switch_on,
+    written,
+)
+from planner.compat.profiler import events_of, recorded_in_thread
 
 ROOT = Path(planner.__file__).parent
 NAMED_TUPLE = {"_asdict", "_field_defaults", "_fields", "_make", "_replace"}  # public, by collections' documentation
@@ -706,18 +716,41 @@ def test_a_lasting_mode_stays_on_and_is_off_for_a_while():
             torch.ones(2).exp()
         assert modes_here() == [mode]
     finally:
-        assert switch_off(mode)
-    assert not switch_off(mode)
+        switch_off(mode)
+    assert modes_here() == []
     assert torch.ops.aten.neg.default in mode.ops
     assert torch.ops.aten.exp.default not in mode.ops
 
 
-def test_a_lasting_mode_that_is_over_does_not_come_back():
+def test_a_lasting_mode_that_is_over_leaves_where_it_came():
+    mode = Seeing()
+    ours = {"__name__": "planner.called", "switch_on": switch_on, "lasting_modes_off": lasting_modes_off, "mode": mode}
+    exec("def call(first):\n if first:\n  switch_on(mode)\n else:\n  with lasting_modes_off(): mode.over = True", ours)
+    for first in (True, False):
+        ours["call"](first)
+    assert modes_here() == []
+
+
+@pytest.mark.parametrize("enters", [torch.inference_mode, partial(torch.inference_mode, False)])
+def test_a_lasting_mode_that_is_over_stays_in_a_context_that_puts_keys_back(enters):
     mode = Seeing()
     switch_on(mode)
-    with lasting_modes_off():
+    with enters(), lasting_modes_off():
         mode.over = True
-    assert modes_here() == []
+    assert finds_ops()
+    assert modes_here() == [mode]
+    assert torch.ones(2).add(1).tolist() == [2, 2]
+    switch_off(mode)
+    assert not finds_ops()
+
+
+def test_allocations_are_recorded_in_a_thread_beside_a_profiler():
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as outer:
+        events = recorded_in_thread(lambda: torch.ones(1000) + 1)
+    sizes = [nbytes for kind, _, nbytes in events if kind == "memory_alloc"]
+    assert sizes.count(4000) == 2
+    assert sum(sizes) == 0
+    assert [e for e in events_of(outer) if e.name() == "[memory]"] == []
 
 
 def test_torch_compile_compiles_under_a_lasting_mode():
