@@ -370,9 +370,18 @@ class WritesParts(torch.nn.Module):
         return states.square().mean() + x.sum()
 
 
-def test_nothing_is_measured_inside_a_profiler():
-    with profile(activities=[ProfilerActivity.CPU]), pytest.raises(CaptureError, match="a profiler is running"):
-        record_allocations(lambda: torch.ones(3))
+def test_inside_a_profiler_ops_are_measured_as_outside_and_steps_are_not(tmp_path, monkeypatch):
+    x = torch.randn(100, 100)
+    ran = [(torch.ops.aten.linalg_matrix_exp.default, (x,)), (torch.ops.aten.mse_loss.default, (x, x))]
+    calls = [describe_call(op, args, {}, op(*args)) for op, args in ran]
+    monkeypatch.setenv("CHECKPOINT_PLANNER_CACHE", str(tmp_path / "outside"))
+    outside = measure(calls, torch.device("cpu"))
+    monkeypatch.setenv("CHECKPOINT_PLANNER_CACHE", str(tmp_path / "inside"))
+    with profile(activities=[ProfilerActivity.CPU]):
+        assert measure(calls, torch.device("cpu")) == outside
+        with pytest.raises(CaptureError, match="a profiler is running"):
+            record_allocations(lambda: torch.ones(3))
+    assert all(measured.workspace >= x.nbytes for measured in outside.values())
 
 
 def test_writing_into_a_part_copies_all_that_is_behind_it(tmp_path):
