@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 Gradients = Literal["cleared", "cleared late", "accumulated"]
@@ -22,6 +22,10 @@ class LossSeen:
         read: of other tensors on the device that they were computed from, such as targets; neither the model's own,
             nor of its batch, nor parameters.
         stays: of the model's outputs that the loop still holds while the next forward pass runs.
+        tangents: of the gradients of the model's outputs, of all calls, that were there when the planned backward pass
+            began.
+        waiting: of what the loss of a call had made, and of the outputs that were still there, while another call of
+            the model ran before the backward pass; for each call.
     """
 
     output_bytes: int
@@ -31,13 +35,15 @@ class LossSeen:
     left: int
     read: int = 0
     stays: int = 0
+    tangents: int = 0
+    waiting: int = 0
 
     def of(self, output_bytes: int) -> LossSeen:
         """The same for a step with other outputs."""
         if output_bytes == self.output_bytes or not self.output_bytes:
             return self
-        sizes = (self.forward, self.backward, self.computed, self.left, self.read, self.stays)
-        return LossSeen(output_bytes, *(-(-size * output_bytes // self.output_bytes) for size in sizes))
+        sizes = {name: -(-size * output_bytes // self.output_bytes) for name, size in asdict(self).items()}
+        return LossSeen(**sizes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,16 +35,18 @@ def occupancy_of(request: Request) -> Occupancy:
         return CLEARED_LATE
     others = request.in_flight - 1
     again = () if request.accumulates or not others else ((others - 1, 1),)
-    return Occupancy(((others, 0),), ((others, 0), *again))
+    used = int(request.loop.gradients == "cleared late")  # of the step before, until its backward pass begins
+    return Occupancy(((others, used),), ((others, 0), *again))
 
 
-def add_microbatches(step: Step, request: Request, *, loss_bytes: int, loss_left: int, stays: int = 0) -> Step:
+def add_microbatches(step: Step, request: Request, *, waits: tuple[int, int], loss_left: int, stays: int = 0) -> Step:
     """Put the problem of one microbatch beside others that are in flight. O(ops).
 
     Args:
         step: one microbatch alone.
         request: what was asked for.
-        loss_bytes: held by a loss outside the model while it waits for its backward pass.
+        waits: held by each waiting microbatch and its loss outside the model, whatever is planned, in the forward and
+            in the backward pass.
         loss_left: held by it once that has run.
         stays: held in the forward pass by outputs of the step before.
     """
@@ -63,18 +65,18 @@ def add_microbatches(step: Step, request: Request, *, loss_bytes: int, loss_left
     differentiable = sum(t.nbytes for t in inputs if t.requires_grad)
     gradients = _gradients(request)
 
-    def beside(pairs: Pairs) -> Pairs:
+    def beside(pairs: Pairs, each: int) -> Pairs:
         """For each number of waiting microbatches, the most bytes that do not depend on the plan."""
         most: dict[int, int] = {}
         for others, done in pairs:
             left = min(done, occupancy.leaves_inputs) * differentiable + min(done, occupancy.leaves_outputs) * outputs
-            held = others * loss_bytes + done * loss_left + left + (gradients if done else 0)
+            held = others * each + done * loss_left + left + (gradients if done else 0)
             most[others] = max(held, most.get(others, 0))
         return _highest(most.items())
 
     problem = step.problem
-    forward = tuple((number, nbytes + stays) for number, nbytes in beside(occupancy.forward))
-    waiting = Waiting(forward, beside(occupancy.backward), _optimizer_at(step))
+    forward = tuple((number, nbytes + stays) for number, nbytes in beside(occupancy.forward, waits[0]))
+    waiting = Waiting(forward, beside(occupancy.backward, waits[1]), _optimizer_at(step))
     sizes = tuple(0 if occupancy.received and v in incoming else size for v, size in enumerate(problem.sizes))
     problem = replace(problem, sizes=sizes, waiting=waiting)
     if occupancy == CLEARED_LATE and request.loop.loss is None:

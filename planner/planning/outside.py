@@ -20,12 +20,13 @@ class CountedLoss:
     Attributes:
         workspace: at most while the loss and its gradients are computed, beside the gradients of the model's outputs.
         left: from the loss to the end of the backward pass.
-        waiting: what a microbatch that waits for its backward pass holds.
+        waiting: what a microbatch that waits for its backward pass holds in the forward pass of another.
         excess: what is left of a microbatch whose backward pass has run.
         forward: at most until the loop has let go of the outputs that it does let go of, gradients among it.
         let_go: these outputs, as (region, result).
         read: other tensors that the loss is computed from.
         stays: outputs of the step before, which are still there in the forward pass.
+        tangents: what it holds in the backward pass of another; where one pass is that of all, its outputs' gradients.
     """
 
     workspace: int
@@ -36,6 +37,7 @@ class CountedLoss:
     let_go: frozenset[tuple[int, int]] = frozenset()
     read: int = 0
     stays: int = 0
+    tangents: int = 0
 
 
 def outside_loss(request: Request, graph: TrainingGraph) -> CountedLoss:
@@ -48,7 +50,8 @@ def outside_loss(request: Request, graph: TrainingGraph) -> CountedLoss:
         here, progress = request.measure_on, request.options.progress
         outside = measure(captured.calls, here, progress=progress) if here is not None else {}
         excess = sum(a.excess for a in outside.values())
-        return CountedLoss(captured.workspace, captured.held + excess, captured.waiting + excess, excess, let_go=gone)
+        waits = captured.waiting + excess
+        return CountedLoss(captured.workspace, captured.held + excess, waits, excess, let_go=gone, tangents=waits)
     seen = loop.loss.of(graph.output_bytes)
     results = {result for result in graph.outputs if result is not None}
     tangents = [(r, v) for r, at in results for v in _values(graph.regions[r], graph.regions[r].tangent_at(at))]
@@ -58,20 +61,27 @@ def outside_loss(request: Request, graph: TrainingGraph) -> CountedLoss:
         used = storage_bytes(p for p in parameters_of(request.model) if p.requires_grad)
         forward, backward = max(seen.computed, forward - used), max(seen.computed + used, backward)
         backward = seen.backward if gone else backward
-    workspace = max(0, backward - seen.left - arriving)
-    return CountedLoss(workspace, seen.left, 0, 0, forward, gone, seen.read, seen.stays)
+    others = max(0, seen.tangents - arriving) if loop.in_flight > 1 else 0
+    workspace = max(0, backward - seen.left - arriving - others)
+    each = -(-others // max(1, loop.in_flight - 1))
+    kept = sum(graph.regions[r].values[v].nbytes for r, at in results - gone for v in _values_out(graph, r, at))
+    waits = max(0, seen.waiting - kept)
+    return CountedLoss(workspace, seen.left, waits, 0, forward, gone, seen.read, seen.stays, each)
 
 
 def same_loss(request: Request, seen: Loop, graph: TrainingGraph, tolerance: int) -> bool:
     """Whether a plan for the request counts the loss as it was seen, within so many bytes."""
     now, then = outside_loss(request, graph), outside_loss(replace(request, loop=seen), graph)
-    sizes = [(now.left, then.left), (now.read, then.read), (now.stays, then.stays)]
-    results = [(graph.regions[r], at) for r, at in now.let_go ^ then.let_go]
-    sizes.append(
-        (0, sum(region.values[v].nbytes for region, at in results for v in _values(region, region.output_at(at))))
-    )
+    sizes = [(now.left, then.left), (now.read, then.read), (now.stays, then.stays), (now.tangents, then.tangents)]
+    others = now.let_go ^ then.let_go
+    sizes.append((0, sum(graph.regions[r].values[v].nbytes for r, at in others for v in _values_out(graph, r, at))))
+    sizes.append((now.waiting, then.waiting))
     sizes.append((now.workspace, max(then.workspace, then.forward if then.let_go else 0)))
     return all(abs(a - b) <= tolerance for a, b in sizes)
+
+
+def _values_out(graph: TrainingGraph, region: int, at: int) -> tuple[int, ...]:
+    return _values(graph.regions[region], graph.regions[region].output_at(at))
 
 
 def _values(region: Region, node: object) -> tuple[int, ...]:

@@ -151,10 +151,16 @@ def lower(request: Request, graph: TrainingGraph) -> Step:
     estimates = estimate(graph.regions, device, measure_on=here, timed=timed, progress=options.progress)
     passes: list[Pass] = [
         partial(insert_collectives, groups=groups, accumulate=request.accumulates, granularity=settings.granularity),
-        partial(add_microbatches, request=request, loss_bytes=loss.waiting, loss_left=loss.excess, stays=loss.stays),
+        partial(
+            add_microbatches,
+            request=request,
+            waits=(loss.waiting, loss.tangents),
+            loss_left=loss.excess,
+            stays=loss.stays,
+        ),
     ]
     if request.loop.graph_retained:
-        passes.append(partial(add_second_backward, loss_bytes=loss.waiting))
+        passes.append(partial(add_second_backward, loss_bytes=loss.tangents))
     return run_passes(build(graph.regions, estimates, graph.links, settings), passes)
 
 

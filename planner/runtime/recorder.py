@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, Protocol
@@ -131,6 +131,7 @@ class Recorder(LastingMode):
         others: other planned models that ran before the backward pass.
         passing: others that ran after it.
         graph_retained: whether a backward pass was asked to keep its graph.
+        waiting: bytes of the outputs of earlier calls, and of what was made of them, while the next one ran; for each.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, batch: Any, outputs: Sequence[Any]) -> None:
@@ -153,6 +154,8 @@ class Recorder(LastingMode):
         self.passing: weakref.WeakSet[PlannedModel] = weakref.WeakSet()
         self.read_again: set[int] = set()  # numbers of tensors that were made and read later
         self.gradients = _Made()  # by the planned graphs
+        self.waiting = 0
+        self._returned = [list(map(_weakly, outputs))]  # by call
         self._hooks: list[Any] = []
         for at, t in enumerate(outputs):
             if isinstance(t, torch.Tensor):
@@ -171,6 +174,9 @@ class Recorder(LastingMode):
 
     def expect(self, batch: Any, outputs: Sequence[Any]) -> None:
         """Another call of the model, with this batch, has returned these before the backward pass of the first."""
+        alive = sum(storages([t for call in self._returned for ref in call if (t := ref()) is not None]).values())
+        self.waiting = max(self.waiting, -(-(alive + self.made.live) // len(self._returned)))
+        self._returned.append(list(map(_weakly, outputs)))
         for key in storages([batch, list(outputs)]):
             self.known.add(key)
             self.made.drop(key)
@@ -271,6 +277,14 @@ class Recorder(LastingMode):
         return inputs
 
 
+def _weakly(value: Any) -> Callable[[], torch.Tensor | None]:
+    return weakref.ref(value) if isinstance(value, torch.Tensor) else _none
+
+
+def _none() -> None:
+    return None
+
+
 def _is_storage(value: Any) -> bool:
     """Whether an argument is a storage, which describes itself by all that is in it."""
     return isinstance(value, (torch.UntypedStorage, torch.TypedStorage))
@@ -292,7 +306,12 @@ def loss_seen(recorder: Recorder, workspaces: Mapping[str, int], left: int, read
     backward = max(_most(loss.events[loss.let_go :], workspaces) for loss in recorder.losses)
     computed = max(_most([event for event in each if not event.backward], workspaces) for each in events)
     stays = sum(storages([t for ref in recorder.outputs.values() if (t := ref()) is not None]).values())
-    return LossSeen(recorder.output_bytes, forward, backward, computed, left, read, stays)
+    tangents = max(_tangents(recorder, loss) for loss in recorder.losses)
+    return LossSeen(recorder.output_bytes, forward, backward, computed, left, read, stays, tangents, recorder.waiting)
+
+
+def _tangents(recorder: Recorder, loss: LossEvents) -> int:
+    return sum(nbytes for key, (_, nbytes) in loss.left.items() if key in recorder.tangents)
 
 
 def _most(events: Iterable[Event], workspaces: Mapping[str, int]) -> int:
