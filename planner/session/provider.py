@@ -78,6 +78,7 @@ class Provider:
         self.accepted: Loop | None = None  # what was seen, for which the plans are good enough
         self.why = ""  # plans are made anew for the loop
         self.heard = 0  # how often the loop was looked at
+        self.apart = False  # what is used between the steps is left out of account
         self.again = False  # the next plan is for a step that was captured, and another loop
         self.stepped: list[weakref.ref[optim.Optimizer]] = []  # that were seen to step the model's parameters
         self.counted: Found = request.found  # the optimizers in the plans
@@ -166,7 +167,7 @@ class Provider:
             if not hardly and not around:
                 raise
         if not hardly:  # what is used between the steps is not the model's
-            self.loop = replace(self.loop, around=0)
+            self.loop, self.apart = replace(self.loop, around=0), True
             planned = self._made(replace(request, loop=self.loop), captured)
         else:
             planned = make(replace(request, budget_gb=least / GB))
@@ -184,6 +185,8 @@ class Provider:
         self.heard += 1
         if self.request.options.accumulate:  # they are counted
             seen = replace(seen, gradients=self.loop.gradients)
+        if self.apart:
+            seen = replace(seen, around=0)
         found = [] if self.request.optimizer is not None else stepped
         others = [optimizer for optimizer in found if weakref.ref(optimizer) not in self.counted]
         if not others and seen in (self.loop, self.accepted):
