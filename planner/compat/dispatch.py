@@ -47,8 +47,9 @@ def modes_here() -> list[Any]:
 
 def switch_on(mode: LastingMode) -> None:
     """Put a mode on this thread's stack, to stay there (`TorchDispatchMode.__enter__`, 2.11 to 2.13)."""
-    mode.place = _place()
-    mode.__enter__()  # type: ignore[no-untyped-call]
+    with lasting_modes_off() as off:  # another may take the place of one that is over
+        mode.place = _place()
+        off.insert(0, mode)
 
 
 def switch_off(mode: LastingMode) -> None:
@@ -82,9 +83,17 @@ def lasting_modes_off() -> Iterator[list[LastingMode]]:
     try:
         yield off
     finally:
-        for mode in reversed(off):
-            if not mode.over or mode.place != _place():
-                mode.__enter__()  # type: ignore[no-untyped-call]
+        _put_back(off[::-1])
+
+
+def _put_back(modes: list[LastingMode]) -> None:
+    """Put modes on again, the outermost first, without those that are over; one of these where all are, to stay."""
+    if not modes or (all(mode.over for mode in modes) and modes[0].place == _place()):
+        return
+    back = [mode for mode in modes if not mode.over] or modes[:1]
+    back[0].place = modes[0].place
+    for mode in back:
+        mode.__enter__()  # type: ignore[no-untyped-call]
 
 
 def _place() -> tuple[tuple[CodeType, int], ...]:

@@ -63,9 +63,9 @@ def outside_loss(request: Request, graph: TrainingGraph) -> CountedLoss:
         backward = seen.backward if gone else backward
     others = max(0, seen.tangents - arriving) if loop.in_flight > 1 else 0
     workspace = max(0, backward - seen.left - arriving - others)
-    each = -(-others // max(1, loop.in_flight - 1))
     kept = sum(graph.regions[r].values[v].nbytes for r, at in results - gone for v in _values_out(graph, r, at))
     waits = max(0, seen.waiting - kept)
+    each = -(-others // (loop.in_flight - 1)) if others else waits  # else each call has a backward pass of its own
     return CountedLoss(workspace, seen.left, waits, 0, forward, gone, seen.read, seen.stays, each)
 
 

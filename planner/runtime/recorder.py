@@ -194,8 +194,11 @@ class Recorder(LastingMode):
                 self.gradients.add(t.untyped_storage(), storage_key(t))
 
     def end(self) -> None:
-        """Record no more."""
+        """Record no more, and hold nothing of what was."""
         self.over = True
+        self.events.clear()
+        self.losses.clear()
+        self.calls.clear()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

@@ -76,22 +76,21 @@ class Watch:
         stepped = [optimizer for ref in self.stepped if (optimizer := ref()) is not None]
         found = stays(recorder, [counted, *(list(o.state.values()) for o in stepped)])
         seen = loss_seen(recorder, self._workspaces, found.left, found.read)
+        held = {at for loss in recorder.losses for at in loss.held}
         self.recorder = None
         recorder.end()
         if seen is None:
             self._missed()
             return loop
         self.settled = True
-        retained, only_loss = recorder.graph_retained or loop.graph_retained, recorder.reached == {self._loss_at}
-        loop = replace(loop, graph_retained=retained, only_loss=only_loss)
-        held = {at for loss in recorder.losses for at in loss.held}
-        everything = len(held) == len(recorder.outputs)
         return replace(
             loop,
-            outputs_held=None if everything else tuple(sorted(held)),
+            outputs_held=None if len(held) == len(recorder.outputs) else tuple(sorted(held)),
+            only_loss=recorder.reached == {self._loss_at},
             loss=seen,
             beside=found.beside,
             around=found.around,
+            graph_retained=recorder.graph_retained or loop.graph_retained,
         )
 
     def _missed(self) -> None:
