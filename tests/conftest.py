@@ -47,6 +47,12 @@ def _one_thread_one_seed():
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def unwatched(monkeypatch):
+    """For tests of one plan, and of what it serves: no other is made for what a loop does outside the graphs."""
+    monkeypatch.setattr("planner.runtime.watch._may_record", lambda: False)
+
+
 @pytest.fixture(scope="module")
 def short_searches():
     """For tests of what holds for every schedule, the best or not: each search does a small part of its work."""

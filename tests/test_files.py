@@ -224,6 +224,7 @@ def test_another_model_is_refused_by_name_and_stays_as_it_is(saved):
             use()
 
 
+@pytest.mark.usefixtures("unwatched")
 def test_another_batch_is_planned_anew_and_said_so(saved, tmp_path):
     case, made, path = saved["compiled"]
     model = copy.deepcopy(case.model)

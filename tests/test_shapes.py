@@ -19,7 +19,7 @@ from planner.capture.shapes import grows
 from .measure import held_before, results, step_peak
 from .real_models import Case, gpt2
 
-pytestmark = pytest.mark.usefixtures("short_searches")
+pytestmark = pytest.mark.usefixtures("short_searches", "unwatched")
 
 BASELINES: dict[str, int] = {}  # peaks with everything kept, by model and batch
 

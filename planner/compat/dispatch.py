@@ -13,6 +13,8 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
 )
 
 from planner.compat.autograd import in_backward
@@ -46,7 +48,7 @@ def modes_here() -> list[Any]:
 
 
 def switch_on(mode: LastingMode) -> None:
-    """Put a mode on this thread's stack, to stay there (`TorchDispatchMode.__enter__`, 2.11 to 2.13)."""
+    """Put a mode on this thread's stack, to stay there (`_push_mode` and `_pop_mode`, 2.11 to 2.13)."""
     with lasting_modes_off() as off:  # another may take the place of one that is over
         mode.place = _place()
         off.insert(0, mode)
@@ -57,7 +59,7 @@ def switch_off(mode: LastingMode) -> None:
     mode.over = True
     nested = in_backward() or torch.is_inference_mode_enabled() or peek_interpreter_stack() is not None
     if not nested and modes_here()[-1:] == [mode]:
-        mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        _pop_mode()
 
 
 def finds_ops() -> bool:
@@ -79,7 +81,7 @@ def lasting_modes_off() -> Iterator[list[LastingMode]]:
         off.append(here[-1])
         if not finds_ops():  # such a context has ended, or will not find the key
             here[-1].place = _place()
-        here[-1].__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        _pop_mode()
     try:
         yield off
     finally:
@@ -93,7 +95,7 @@ def _put_back(modes: list[LastingMode]) -> None:
     back = [mode for mode in modes if not mode.over] or modes[:1]
     back[0].place = modes[0].place
     for mode in back:
-        mode.__enter__()  # type: ignore[no-untyped-call]
+        _push_mode(mode)
 
 
 def _place() -> tuple[tuple[CodeType, int], ...]:

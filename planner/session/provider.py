@@ -72,6 +72,8 @@ class Provider:
         awaited: Awaited | None = None,
         judge: Judge | None = None,
     ) -> None:
+        if known is not None:  # its schedule is for the loop that it was made for
+            request = replace(request, loop=known.record.step.loop)
         self.model, self.request = model, request
         self.known, self.awaited, self.judge = known, awaited, judge
         self.loop = request.loop
