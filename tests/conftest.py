@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch._dynamo.guards
 
+from planner.compat.dispatch import modes_here, switch_off
+
 from .problems import shorten
 
 os.environ["CHECKPOINT_PLANNER_CACHE"] = tempfile.mkdtemp(prefix="checkpoint-planner-")  # not the user's
@@ -45,6 +47,13 @@ def _freeze() -> None:
 def _one_thread_one_seed():
     torch.set_num_threads(1)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _no_mode_stays():
+    yield
+    for mode in reversed(modes_here()):
+        switch_off(mode)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 from torch._C._functorch import peek_interpreter_stack
+from torch._dynamo import eval_frame
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _get_current_dispatch_mode_stack,
@@ -18,6 +20,10 @@ from torch.utils._python_dispatch import (
 )
 
 from planner.compat.autograd import in_backward
+
+_EVAL_FRAME = eval_frame.__file__
+_ENTERED = "_inference_mode_context"  # of a `torch.inference_mode` that was entered (2.11 to 2.13)
+_QUESTIONS = 3  # each takes 0.1 s
 
 __all__ = ["LastingMode", "finds_ops", "lasting_modes_off", "modes_here", "switch_off", "switch_on", "written"]
 
@@ -29,6 +35,7 @@ class LastingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     over = False  # it is to do nothing more, and to be taken off
     place: tuple[Any, ...] = ()  # where it was put on
+    asked = 0  # how often all objects were asked whether they are in its way
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -57,8 +64,7 @@ def switch_on(mode: LastingMode) -> None:
 def switch_off(mode: LastingMode) -> None:
     """Take a mode off this thread's stack, now if it is the innermost one there and may be, or at a later occasion."""
     mode.over = True
-    nested = in_backward() or torch.is_inference_mode_enabled() or peek_interpreter_stack() is not None
-    if not nested and modes_here()[-1:] == [mode]:
+    if modes_here()[-1:] == [mode] and _may_leave(mode):
         _pop_mode()
 
 
@@ -71,10 +77,7 @@ def finds_ops() -> bool:
 def lasting_modes_off() -> Iterator[list[LastingMode]]:
     """Without the lasting modes that are innermost on this thread's stack, for what torch.compile has to see whole.
 
-    Those that are over stay off if this is the place where they were put on. Elsewhere a context may be around that
-    began later, and puts back as it ends what it found, as those of inference mode, of torch.func, of code that
-    torch.compile made and of backward passes do: some put back the modes, and others only the key by which ops find
-    them. With the key and no mode, every op fails. Gives these modes.
+    Those that are over stay off, where they may. Gives these modes.
     """
     off: list[LastingMode] = []
     while (here := modes_here()) and isinstance(here[-1], LastingMode):
@@ -89,13 +92,30 @@ def lasting_modes_off() -> Iterator[list[LastingMode]]:
 
 
 def _put_back(modes: list[LastingMode]) -> None:
-    """Put modes on again, the outermost first, without those that are over; one of these where all are, to stay."""
-    if not modes or (all(mode.over for mode in modes) and modes[0].place == _place()):
+    """Put modes on again, the outermost first, without those that are over; one of these, if it must stay."""
+    if not modes or (all(mode.over for mode in modes) and _may_leave(modes[0])):
         return
     back = [mode for mode in modes if not mode.over] or modes[:1]
     back[0].place = modes[0].place
     for mode in back:
         _push_mode(mode)
+
+
+def _may_leave(mode: LastingMode) -> bool:
+    """Whether no context is around that began after the mode was put on, and puts back as it ends what it found.
+
+    Those of inference mode, of torch.func, of code that torch.compile made and of backward passes do: some put back the
+    modes, and others only the key by which ops find them. With the key and no mode, every op fails.
+    """
+    if mode.place == _place():  # all contexts that are around were, then
+        return True
+    if in_backward() or torch.is_inference_mode_enabled() or peek_interpreter_stack() is not None:
+        return False
+    compiled = [code for code, _ in _place()[1:] if code.co_filename == _EVAL_FRAME]  # the first one calls a plan
+    if compiled or mode.asked == _QUESTIONS:
+        return False
+    mode.asked += 1
+    return not any(type(x) is torch.inference_mode and hasattr(x, _ENTERED) for x in gc.get_objects())
 
 
 def _place() -> tuple[tuple[CodeType, int], ...]:

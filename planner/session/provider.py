@@ -185,6 +185,8 @@ class Provider:
     def on_loop_seen(self, seen: Loop, stepped: Sequence[optim.Optimizer]) -> bool:
         """See `PlanProvider`."""
         self.heard += 1
+        if self.request.occupancy is not None:  # the schedule of a pipeline says it all
+            return False
         if self.request.options.accumulate:  # they are counted
             seen = replace(seen, gradients=self.loop.gradients)
         if self.apart:
