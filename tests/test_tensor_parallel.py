@@ -268,6 +268,7 @@ def test_what_an_optimizer_holds_is_that_of_a_rank(mesh: DeviceMesh, tmp_path: P
     assert beside + peak_of(optimizer.step, tmp_path) == pytest.approx(predicted, rel=0.03)
 
 
+@pytest.mark.usefixtures("unwatched")
 def test_batch_and_output_may_be_spread(mesh: DeviceMesh, tmp_path: Path) -> None:
     model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
     torch.distributed.tensor.distribute_module(model, mesh)
