@@ -343,6 +343,42 @@ def compiled_criterion(put: Put, ended: Ended) -> None:
     _classified(model, criterion, torch.optim.AdamW(model.parameters(), lr=1e-3), 8, ended)
 
 
+def triplet(put: Put, ended: Ended) -> None:
+    """Three calls, one backward pass."""
+    model, criterion = put(mlp()), nn.TripletMarginLoss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    for _ in range(STEPS):
+        anchor, near, far = (torch.randn(256, 64) for _ in range(3))
+        loss = criterion(model(anchor), model(near), model(far))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ended(loss)
+
+
+def sharpness_aware(put: Put, ended: Ended) -> None:
+    """Two passes each way per step, with a copy of the first one's gradients."""
+    model = put(mlp(out=8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for _ in range(STEPS):
+        x, y = torch.randn(512, 64), torch.randint(8, (512,))
+        F.cross_entropy(model(x), y).backward()
+        with torch.no_grad():
+            norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+            moved = [p.grad * (0.05 / norm) for p in model.parameters()]
+            for p, by in zip(model.parameters(), moved, strict=True):
+                p.add_(by)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        with torch.no_grad():
+            for p, by in zip(model.parameters(), moved, strict=True):
+                p.sub_(by)
+        optimizer.step()
+        optimizer.zero_grad()
+        ended(loss)
+
+
 def autocast_scaler(put: Put, ended: Ended) -> None:
     model = put(mlp(out=8))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
@@ -627,7 +663,7 @@ LOOPS: dict[str, Loop] = {
     # the batch of real images is read before the generator runs, and no part of its step: it is warned of
     "gan_generator": Loop(gan_generator, share=0.8),
     # each is planned beside the most that the other may take
-    "gan_both": Loop(gan_both, plans=5, off=0.1),
+    "gan_both": Loop(gan_both, plans=5, off=0.12),
     "ema": Loop(ema),
     "autocast_scaler": Loop(autocast_scaler, tolerance=1e-2),
     "trainer": Loop(trainer),
@@ -635,6 +671,8 @@ LOOPS: dict[str, Loop] = {
     "manual_sgd": Loop(manual_sgd),
     "grad_without_backward": Loop(grad_without_backward),
     "contrastive": Loop(contrastive, off=0.02),
+    "triplet": Loop(triplet),
+    "sharpness_aware": Loop(sharpness_aware),
     "distillation": Loop(distillation),
     "loss_with_parameters": Loop(loss_with_parameters),
     "zero_grad_before_backward": Loop(zero_grad_before_backward),

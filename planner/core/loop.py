@@ -24,8 +24,8 @@ class LossSeen:
         stays: of the model's outputs that the loop still holds while the next forward pass runs.
         tangents: of the gradients of the model's outputs, of all calls, that were there when the planned backward pass
             began.
-        waiting: of what the loss of a call had made, and of the outputs that were still there, while another call of
-            the model ran before the backward pass; for each call.
+        waiting: of a call's outputs that were still there while another call of the model ran before the backward pass.
+        made: of what the loop had made of them.
     """
 
     output_bytes: int
@@ -37,6 +37,7 @@ class LossSeen:
     stays: int = 0
     tangents: int = 0
     waiting: int = 0
+    made: int = 0
 
     def of(self, output_bytes: int) -> LossSeen:
         """The same for a step with other outputs."""

@@ -66,7 +66,7 @@ def outside_loss(request: Request, graph: TrainingGraph) -> CountedLoss:
     kept = sum(graph.regions[r].values[v].nbytes for r, at in results - gone for v in _values_out(graph, r, at))
     waits = max(0, seen.waiting - kept)
     each = -(-others // (loop.in_flight - 1)) if others else waits  # else each call has a backward pass of its own
-    return CountedLoss(workspace, seen.left, waits, 0, forward, gone, seen.read, seen.stays, each)
+    return CountedLoss(workspace, seen.left, waits + seen.made, 0, forward, gone, seen.read, seen.stays, each)
 
 
 def same_loss(request: Request, seen: Loop, graph: TrainingGraph, tolerance: int) -> bool:

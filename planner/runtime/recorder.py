@@ -131,7 +131,7 @@ class Recorder(LastingMode):
         others: other planned models that ran before the backward pass.
         passing: others that ran after it.
         graph_retained: whether a backward pass was asked to keep its graph.
-        waiting: bytes of the outputs of earlier calls, and of what was made of them, while the next one ran; for each.
+        waiting: bytes of the outputs of an earlier call, and of what was made of them, while the next one ran.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, batch: Any, outputs: Sequence[Any]) -> None:
@@ -154,7 +154,7 @@ class Recorder(LastingMode):
         self.passing: weakref.WeakSet[PlannedModel] = weakref.WeakSet()
         self.read_again: set[int] = set()  # numbers of tensors that were made and read later
         self.gradients = _Made()  # by the planned graphs
-        self.waiting = 0
+        self.waiting = 0, 0
         self._returned = [list(map(_weakly, outputs))]  # by call
         self._hooks: list[Any] = []
         for at, t in enumerate(outputs):
@@ -175,7 +175,8 @@ class Recorder(LastingMode):
     def expect(self, batch: Any, outputs: Sequence[Any]) -> None:
         """Another call of the model, with this batch, has returned these before the backward pass of the first."""
         alive = sum(storages([t for call in self._returned for ref in call if (t := ref()) is not None]).values())
-        self.waiting = max(self.waiting, -(-(alive + self.made.live) // len(self._returned)))
+        calls = len(self._returned)
+        self.waiting = max(self.waiting, (-(-alive // calls), -(-self.made.live // calls)))
         self._returned.append(list(map(_weakly, outputs)))
         for key in storages([batch, list(outputs)]):
             self.known.add(key)
@@ -310,7 +311,7 @@ def loss_seen(recorder: Recorder, workspaces: Mapping[str, int], left: int, read
     computed = max(_most([event for event in each if not event.backward], workspaces) for each in events)
     stays = sum(storages([t for ref in recorder.outputs.values() if (t := ref()) is not None]).values())
     tangents = max(_tangents(recorder, loss) for loss in recorder.losses)
-    return LossSeen(recorder.output_bytes, forward, backward, computed, left, read, stays, tangents, recorder.waiting)
+    return LossSeen(recorder.output_bytes, forward, backward, computed, left, read, stays, tangents, *recorder.waiting)
 
 
 def _tangents(recorder: Recorder, loss: LossEvents) -> int:
