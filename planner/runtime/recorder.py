@@ -175,8 +175,8 @@ class Recorder(LastingMode):
     def expect(self, batch: Any, outputs: Sequence[Any]) -> None:
         """Another call of the model, with this batch, has returned these before the backward pass of the first."""
         alive = sum(storages([t for call in self._returned for ref in call if (t := ref()) is not None]).values())
-        calls = len(self._returned)
-        self.waiting = max(self.waiting, (-(-alive // calls), -(-self.made.live // calls)))
+        calls, (most_alive, most_made) = len(self._returned), self.waiting
+        self.waiting = max(most_alive, -(-alive // calls)), max(most_made, -(-self.made.live // calls))
         self._returned.append(list(map(_weakly, outputs)))
         for key in storages([batch, list(outputs)]):
             self.known.add(key)
