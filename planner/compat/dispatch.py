@@ -10,7 +10,6 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
-from torch._C._functorch import peek_interpreter_stack
 from torch._dynamo import eval_frame
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
@@ -19,7 +18,7 @@ from torch.utils._python_dispatch import (
     _push_mode,
 )
 
-from planner.compat.autograd import in_backward
+from planner.compat.autograd import in_backward, is_transformed
 
 _EVAL_FRAME = eval_frame.__file__
 _ENTERED = "_inference_mode_context"  # of a `torch.inference_mode` that was entered (2.11 to 2.13)
@@ -107,11 +106,12 @@ def _may_leave(mode: LastingMode) -> bool:
     Those of inference mode, of torch.func, of code that torch.compile made and of backward passes do: some put back the
     modes, and others only the key by which ops find them. With the key and no mode, every op fails.
     """
-    if mode.place == _place():  # all contexts that are around were, then
+    place = _place()
+    if mode.place == place:  # all contexts that are around were, then
         return True
-    if in_backward() or torch.is_inference_mode_enabled() or peek_interpreter_stack() is not None:
+    if in_backward() or torch.is_inference_mode_enabled() or is_transformed(()):
         return False
-    compiled = [code for code, _ in _place()[1:] if code.co_filename == _EVAL_FRAME]  # the first one calls a plan
+    compiled = [code for code, _ in place[1:] if code.co_filename == _EVAL_FRAME]  # the first one calls a plan
     if compiled or mode.asked == _QUESTIONS:
         return False
     mode.asked += 1

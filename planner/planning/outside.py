@@ -26,7 +26,8 @@ class CountedLoss:
         let_go: these outputs, as (region, result).
         read: other tensors that the loss is computed from.
         stays: outputs of the step before, which are still there in the forward pass.
-        tangents: what it holds in the backward pass of another; where one pass is that of all, its outputs' gradients.
+        waiting_backward: what it holds in the backward pass of another: where one pass is that of all, the gradients of
+            its outputs.
     """
 
     workspace: int
@@ -37,7 +38,7 @@ class CountedLoss:
     let_go: frozenset[tuple[int, int]] = frozenset()
     read: int = 0
     stays: int = 0
-    tangents: int = 0
+    waiting_backward: int = 0
 
 
 def outside_loss(request: Request, graph: TrainingGraph) -> CountedLoss:
@@ -51,7 +52,9 @@ def outside_loss(request: Request, graph: TrainingGraph) -> CountedLoss:
         outside = measure(captured.calls, here, progress=progress) if here is not None else {}
         excess = sum(a.excess for a in outside.values())
         waits = captured.waiting + excess
-        return CountedLoss(captured.workspace, captured.held + excess, waits, excess, let_go=gone, tangents=waits)
+        return CountedLoss(
+            captured.workspace, captured.held + excess, waits, excess, let_go=gone, waiting_backward=waits
+        )
     seen = loop.loss.of(graph.output_bytes)
     results = {result for result in graph.outputs if result is not None}
     tangents = [(r, v) for r, at in results for v in _values(graph.regions[r], graph.regions[r].tangent_at(at))]
@@ -72,10 +75,10 @@ def outside_loss(request: Request, graph: TrainingGraph) -> CountedLoss:
 def same_loss(request: Request, seen: Loop, graph: TrainingGraph, tolerance: int) -> bool:
     """Whether a plan for the request counts the loss as it was seen, within so many bytes."""
     now, then = outside_loss(request, graph), outside_loss(replace(request, loop=seen), graph)
-    sizes = [(now.left, then.left), (now.read, then.read), (now.stays, then.stays), (now.tangents, then.tangents)]
+    sizes = [(now.left, then.left), (now.read, then.read), (now.stays, then.stays), (now.waiting, then.waiting)]
     others = now.let_go ^ then.let_go
     sizes.append((0, sum(graph.regions[r].values[v].nbytes for r, at in others for v in _values_out(graph, r, at))))
-    sizes.append((now.waiting, then.waiting))
+    sizes.append((now.waiting_backward, then.waiting_backward))
     sizes.append((now.workspace, max(then.workspace, then.forward if then.let_go else 0)))
     return all(abs(a - b) <= tolerance for a, b in sizes)
 

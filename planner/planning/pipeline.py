@@ -154,13 +154,13 @@ def lower(request: Request, graph: TrainingGraph) -> Step:
         partial(
             add_microbatches,
             request=request,
-            waits=(loss.waiting, loss.tangents),
+            waits=(loss.waiting, loss.waiting_backward),
             loss_left=loss.excess,
             stays=loss.stays,
         ),
     ]
     if request.loop.graph_retained:
-        passes.append(partial(add_second_backward, loss_bytes=loss.tangents))
+        passes.append(partial(add_second_backward, loss_bytes=loss.waiting_backward))
     return run_passes(build(graph.regions, estimates, graph.links, settings), passes)
 
 
