@@ -278,6 +278,51 @@ def autoencoder(put: Put, ended: Ended) -> None:
         ended(loss)
 
 
+class VariationalAutoencoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.mean, self.spread = nn.Linear(64, 128), nn.Linear(128, 16), nn.Linear(128, 16)
+        self.dropout = nn.Dropout(0.1)
+        self.up, self.out = nn.Linear(16, 128), nn.Linear(128, 64)
+
+    def encode(self, x):
+        h = self.dropout(torch.tanh(self.hidden(x)).sigmoid())
+        return self.mean(h), self.spread(h)
+
+    def decode(self, z):
+        return torch.sigmoid(self.out(torch.tanh(F.gelu(self.up(z)))))
+
+
+def variational(put: Put, ended: Ended) -> None:
+    """Methods, and what the loop computes between them."""
+    model = put(VariationalAutoencoder())
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    for _ in range(STEPS):
+        x = torch.rand(512, 64)
+        mean, log_variance = model.encode(x)
+        deviation = torch.exp(0.5 * log_variance)
+        again = model.decode(mean + torch.randn_like(deviation) * deviation)
+        divergence = -0.5 * torch.sum(1 + log_variance - mean.pow(2) - log_variance.exp())
+        loss = F.mse_loss(again, x, reduction="sum") + divergence
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ended(loss)
+
+
+def modules_by_themselves(put: Put, ended: Ended) -> None:
+    model = put(Autoencoder())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(STEPS):
+        for _ in range(2):
+            x = torch.randn(256, 64)
+            loss = F.mse_loss(model.decoder(model.encoder(x)), x)
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ended(loss)
+
+
 def contrastive(put: Put, ended: Ended) -> None:
     """Two forward passes before one backward pass."""
     model = put(mlp(out=16))
@@ -660,6 +705,9 @@ LOOPS: dict[str, Loop] = {
     "backward_twice": Loop(backward_twice),
     "varying_lengths": Loop(varying_lengths, plans=3),
     "auxiliary_loss": Loop(auxiliary_loss),
+    "autoencoder": Loop(autoencoder),
+    "variational": Loop(variational),
+    "modules_by_themselves": Loop(modules_by_themselves),
     # the batch of real images is read before the generator runs, and no part of its step: it is warned of
     "gan_generator": Loop(gan_generator, share=0.8),
     # each is planned beside the most that the other may take

@@ -1,11 +1,12 @@
 """A plan holds in training loops as people write them, the planner told nothing: `tests/loops.py` has them."""
 
 import pytest
+import torch
 
 from planner import PlannerError, PlanWarning, plan
 
 from .loop_harness import differences, judged
-from .loops import LOOPS, autoencoder
+from .loops import LOOPS
 
 pytestmark = [pytest.mark.usefixtures("short_searches"), pytest.mark.filterwarnings("ignore")]
 
@@ -28,5 +29,8 @@ def test_what_a_plan_cannot_train_is_refused_in_words(name):
 
 @pytest.mark.filterwarnings("default")
 def test_a_loop_that_trains_past_the_plan_is_told_so():
-    with pytest.warns(PlanWarning, match="encode"):
-        autoencoder(lambda model: plan(model, budget_gb=1).apply(), lambda _: None)
+    model = torch.nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW(plan(model, budget_gb=1).apply().parameters())
+    model.forward(torch.randn(8, 64)).sum().backward()
+    with pytest.warns(PlanWarning, match="trains without its plan"):
+        optimizer.step()

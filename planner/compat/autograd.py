@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.autograd.graph import Node
+
+Known = TypeVar("Known")
 
 
 def saved_by(node: Node) -> list[Any]:
@@ -210,3 +212,32 @@ def references(t: torch.Tensor) -> tuple[int, int]:
     """How often a tensor and its storage are referenced (`Tensor._use_count`, `_storage_Use_Count`, 2.11 to 2.13)."""
     of_tensor: int = t._use_count()  # type: ignore[attr-defined]
     return of_tensor, torch._C._storage_Use_Count(t.untyped_storage()._cdata)
+
+
+def sequence_number(node: Node) -> int:
+    """The number of a node, which no other one of the thread has: later ones have larger ones (2.11 to 2.13)."""
+    number: int = node._sequence_nr()
+    return number
+
+
+def origins(node: Node, known: Mapping[int, Known]) -> tuple[Known, ...]:
+    """Which of some nodes another one is computed from, without any of them between.
+
+    O(nodes between).
+
+    Args:
+        node: of autograd's graph.
+        known: these nodes, by `sequence_number`.
+    """
+    found = dict[Known, None]()
+    seen, ahead = {node}, [node]
+    while ahead:
+        for before, _ in ahead.pop().next_functions:
+            if before is None or before in seen:
+                continue
+            seen.add(before)
+            if (source := known.get(sequence_number(before))) is not None:
+                found[source] = None
+            else:
+                ahead.append(before)
+    return tuple(found)

@@ -27,6 +27,7 @@ __all__ = [
     "functorch_config",
     "inner_module",
     "is_tracing",
+    "own_frame",
 ]
 
 
@@ -36,24 +37,18 @@ def compile_call(
     settings: Callable[[], AbstractContextManager[object]] = nullcontext,
     *,
     whole: bool = False,
+    function: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
     """A module's call with its hooks (`Module._call_impl`), compiled with static shapes (torch 2.11 to 2.13).
-
-    Dynamo keeps what it compiled as long as the code object that it belongs to. The call has a code object of its own,
-    so that guards of other models are not in its way, and all that was compiled goes with it.
 
     Args:
         model: whose call it is.
         backend: as for `torch.compile`.
         settings: gives a context in which frames are compiled, and no graph runs.
         whole: whether to raise what breaks the graph, as `torch.compile(fullgraph=True)` does.
+        function: what is called with the module in the place of its call, such as a method of its class.
     """
-
-    # a frame of ours on top also lets Dynamo see modules that are torch's own (nn.Sequential)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
-
-    call.__code__ = call.__code__.replace(co_varnames=call.__code__.co_varnames)
+    call = own_frame(model, function or type(model)._call_impl)
     optimize = torch._dynamo.optimize(
         backend, dynamic=False, nopython=whole
     )  # torch.compile without a name for the backend
@@ -68,8 +63,23 @@ def compile_call(
         optimize.callback = compile_under_settings  # type: ignore[assignment]
     compiled: Callable[..., Any] = optimize(call)
     cached_backends.pop(id(backend), None)  # kept for torch._dynamo.reset(), which has nothing to do for ours
-    weakref.finalize(call, reset_code, call.__code__)  # the code is held by what was compiled for it
     return compiled
+
+
+def own_frame(module: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that calls another one with a module, in a frame whose code no other call has (torch 2.11 to 2.13).
+
+    Dynamo keeps what it compiled as long as the code object that it belongs to. With a code object of its own, guards
+    of other calls are not in its way, and all that was compiled goes with it. A frame of ours on top also lets Dynamo
+    see modules that are torch's own (nn.Sequential).
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(module, *args, **kwargs)
+
+    call.__code__ = call.__code__.replace(co_varnames=call.__code__.co_varnames)
+    weakref.finalize(call, reset_code, call.__code__)  # the code is held by what was compiled for it
+    return call
 
 
 def forget_compiled(compiled: Any) -> None:

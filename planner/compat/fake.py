@@ -27,6 +27,7 @@ __all__ = [
     "allow_constants",
     "detect_fake_mode",
     "fake_of_constant",
+    "forget_constants",
     "replace_dispatch",
     "set_constant",
     "unset_fake_temporarily",
@@ -65,3 +66,13 @@ def set_constant(t: FakeTensor, value: torch.Tensor) -> None:
     """Let a fake tensor know its values, until they are written into (`FakeTensor.constant`, torch 2.11 to 2.13)."""
     t.constant = value
     t.fake_mode.fake_tensor_converter.add_constant_storage_mapping(t)
+
+
+def forget_constants(mode: FakeTensorMode) -> None:
+    """Have no fake tensor know its values, which are real tensors (`constant_storage_mapping`, torch 2.11 to 2.13)."""
+    known = mode.fake_tensor_converter.constant_storage_mapping
+    for refs in known.values():
+        for ref in refs:
+            if (t := ref()) is not None:
+                t.constant = None
+    known.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
@@ -19,6 +20,7 @@ __all__ = [
     "GLOBAL_HOOKS",
     "NormBase",
     "buffers_of",
+    "call_function",
     "call_of",
     "has_forward_hooks",
     "managed_by_fsdp",
@@ -29,6 +31,7 @@ __all__ = [
     "replaced_call",
     "replaced_calls",
     "unsaved_buffers",
+    "with_call",
 ]
 
 # hooks on every module (torch 2.11 to 2.13)
@@ -59,6 +62,19 @@ def call_of(module: nn.Module) -> Callable[..., Any]:
     """A module's call with its hooks, whatever was put in its place (`Module._call_impl`, torch 2.11 to 2.13)."""
     call: Callable[..., Any] = module._call_impl
     return call
+
+
+def call_function(module: nn.Module) -> Callable[..., Any]:
+    """The function of a module's call with its hooks, which is given the module (`Module._call_impl`, 2.11 to 2.13)."""
+    call: Callable[..., Any] = type(module)._call_impl
+    return call
+
+
+def with_call(module: nn.Module, call: Callable[..., Any]) -> nn.Module:
+    """A module that shares its parts with another one, and is called otherwise (`Module._call_impl`, 2.11 to 2.13)."""
+    made, kind = copy.copy(module), type(module)
+    made.__class__ = type(kind.__name__, (kind,), {"_call_impl": call, "__module__": kind.__module__})
+    return made
 
 
 def replaced_call(module: nn.Module) -> Any:

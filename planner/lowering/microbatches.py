@@ -48,7 +48,7 @@ def add_microbatches(step: Step, request: Request, *, waits: tuple[int, int], lo
         waits: held by each waiting microbatch and its loss outside the model, whatever is planned, in the forward and
             in the backward pass.
         loss_left: held by it once that has run.
-        stays: held in the forward pass by outputs of the step before.
+        stays: held in the forward pass by outputs of the step before, whose names this step's outputs take over.
     """
     occupancy = occupancy_of(request)
     if occupancy == ALONE and not stays:
@@ -79,8 +79,12 @@ def add_microbatches(step: Step, request: Request, *, waits: tuple[int, int], lo
     waiting = Waiting(forward, beside(occupancy.backward, waits[1]), _optimizer_at(step))
     sizes = tuple(0 if occupancy.received and v in incoming else size for v, size in enumerate(problem.sizes))
     problem = replace(problem, sizes=sizes, waiting=waiting)
+    last = problem.boundary - 1
+    if stays and step.origins[last].phase == "loss":  # the names are taken over by then
+        problem = _with_workspace(problem, last, -stays)
     if occupancy == CLEARED_LATE and request.loop.loss is None:
-        problem = _with_used_gradients(problem, max(0, gradients - outputs))
+        # gone before the backward pass makes new ones
+        problem = _with_workspace(problem, problem.boundary, max(0, gradients - outputs))
     step = replace(step, problem=problem)
     return _merging(step, occupancy.merged, outputs) if occupancy.merged else step
 
@@ -118,11 +122,10 @@ def _gradients(request: Request) -> int:
     return 0 if request.gradients_copied else storage_bytes(trained, request.options.shard)
 
 
-def _with_used_gradients(problem: Problem, nbytes: int) -> Problem:
-    """The last step's gradients, there while the loss is computed, and gone before it makes new ones."""
-    at = problem.boundary
-    loss = replace(problem.ops[at], workspace=problem.ops[at].workspace + nbytes)
-    return replace(problem, ops=(*problem.ops[:at], loss, *problem.ops[at + 1 :]))
+def _with_workspace(problem: Problem, at: int, more: int) -> Problem:
+    """The problem with so much more workspace for an op, or less, but not less than none."""
+    op = replace(problem.ops[at], workspace=max(0, problem.ops[at].workspace + more))
+    return replace(problem, ops=(*problem.ops[:at], op, *problem.ops[at + 1 :]))
 
 
 def _highest(pairs: Iterable[tuple[int, int]]) -> Pairs:

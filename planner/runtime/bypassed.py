@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, Protocol
 
 from torch import nn, optim
@@ -20,28 +20,29 @@ class Handle(Protocol):
     def remove(self) -> None: ...
 
 
-def watch(model: nn.Module) -> Handle:
+def watch(model: nn.Module, planned: Callable[[], bool]) -> Handle:
     """Warn, once, at the step of an optimizer for which gradients came to a model; until `remove()`.
 
     Args:
         model: its call is planned, and has not run yet; it is held weakly.
+        planned: whether the calls that the loop made are planned for instead.
     """
     there = {id(p): (id(p.grad), version_of(p.grad)) for p in model.parameters() if p.grad is not None}
     watched: list[weakref.ref[nn.Module]] = [weakref.ref(model)]
 
     def stepping(optimizer: optim.Optimizer, *_: Any) -> None:
-        planned = watched[0]() if watched else None
-        if planned is None:
+        trains = watched[0]() if watched else None
+        if trains is None or planned():
             return
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         trained = {
             name
-            for name, p in planned.named_parameters()
+            for name, p in trains.named_parameters()
             if id(p) in stepped and p.grad is not None and there.get(id(p)) != (id(p.grad), version_of(p.grad))
         }
         if trained:
             watched.clear()  # the hooks are being called: none can be removed now
-            _warn(planned, trained)
+            _warn(trains, trained)
 
     handle: Handle = register_optimizer_step_pre_hook(stepping)
     return handle

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ from planner.errors import UNPLANNABLE, ApplyError
 from planner.parallel.group import together
 from planner.parallel.sharded import parameters_among
 from planner.requests.planned import Planned
-from planner.runtime.bypassed import Handle, watch
+from planner.runtime.bypassed import Handle
+from planner.runtime.entries import EntryPoint
 from planner.runtime.events import Call, PlanProvider
 from planner.runtime.first_step import begin, report_after, when_begun
 from planner.runtime.modes import redirected, refuse_compiled, refuse_transformed, trains
@@ -62,6 +64,7 @@ class Applied:
         self._listened = alone  # whether the provider wants to hear of no more steps of several processes
         self._reported = False  # whether the first step was reported
         self.watched: Handle | None = None  # warns where the model trains and is not called
+        self.points: list[EntryPoint] = []  # that see where the loop goes into the model without calling it
         self.lock = threading.RLock()  # threads take turns in the forward pass
         self.call_eagerly = call_of(model)
 
@@ -190,10 +193,22 @@ class Applied:
         return lines + storage_bytes(gradients) + self.waiting() * record.kept_bytes
 
     def unwatch(self) -> None:
-        """The model is called, or goes without its plan: warn no more."""
+        """The model is called, or goes without its plan: warn no more, nor look for other calls."""
         if self.watched is not None:
             self.watched.remove()
             self.watched = None
+            self.points_leave()
+            self.points = []
+
+    def points_leave(self) -> None:
+        """Have the loop go into the model as it is."""
+        for point in self.points:
+            point.leave()
+
+    def points_back(self) -> None:
+        """See where it goes again."""
+        for point in self.points:
+            point.put()
 
     def awaits_gradients(self, signature: Signature) -> bool:
         """Whether the plan counts gradients of earlier microbatches, and there are none yet."""
@@ -236,7 +251,6 @@ def attach(model: nn.Module, runtime: Applied) -> None:
         raise ApplyError(f"a plan is already applied to this {type(model).__name__}; remove() it first")
     refuse_compiled(model, None)
     put(model, runtime)
-    runtime.watched = watch(model)
 
 
 def attached(model: nn.Module) -> Applied | None:
@@ -271,8 +285,11 @@ def put(model: nn.Module, runtime: Applied | None) -> None:
     before = attached(model)
     if before is not None and before is not runtime and before.watch is not None:
         before.watch.stop()
+    if before is not None and before is not runtime:
+        before.points_leave()
     own = vars(model)
     if runtime is not None:
+        runtime.points_back()
         replace_call(model, runtime)
         own[CARRIER] = runtime
         if type(model).compile is nn.Module.compile:
@@ -297,10 +314,12 @@ class _CompileRefused:
             "place. Leave compile() out, or remove() the plan first"
         )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _CompileRefused:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         model = memo.get(id(self.runtime.model))
-        runtime = None if model is None else attached(model)
-        return self if runtime is None else _CompileRefused(runtime)
+        if model is None:
+            return self
+        runtime = attached(model)
+        return MethodType(type(model).compile, model) if runtime is None else _CompileRefused(runtime)
 
     def __reduce__(self) -> Any:
         """In a pickle, the model's own method."""

@@ -13,6 +13,7 @@ from planner.compat.autograd import holds_saved, is_custom, is_jit_tracing, is_t
 from planner.compat.modules import GLOBAL_HOOKS, modules_in, replaced_call, replaced_calls
 from planner.core.call import tensors_in
 from planner.errors import ApplyError
+from planner.runtime.entries import EntryPoint
 
 LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")  # its packages
 
@@ -64,7 +65,10 @@ def refuse_compiled(model: nn.Module, own: Any, modules: Sequence[nn.Module] | N
         raise ApplyError(f"this {type(model).__name__} is already compiled with model.compile(); plan it uncompiled")
     if others.count(None) == len(others):
         return
-    name = next(name for name, module in model.named_modules() if name and replaced_call(module) is not None)
+    called = ((name, replaced_call(module)) for name, module in model.named_modules() if name)
+    name = next((name for name, call in called if call is not None and not isinstance(call, EntryPoint)), "")
+    if not name:
+        return
     raise ApplyError(
         f"{name} of this {type(model).__name__} runs under a plan of its own, or is compiled; one plan serves the "
         f"whole: remove() the plan of {name}, or plan only the parts"

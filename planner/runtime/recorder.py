@@ -54,6 +54,7 @@ class LossEvents:
         let_go: how many of the events ran before the loop had let go of the last output that it did let go of.
         held: positions of the outputs that it still held.
         left: the tensors that were made and still alive.
+        parts: of these, made by the backward pass of the loss.
         read: others that existed before and were read.
     """
 
@@ -61,6 +62,7 @@ class LossEvents:
     let_go: int
     held: tuple[int, ...]
     left: Mapping[int, Made]
+    parts: frozenset[int]
     read: Mapping[int, int]
 
 
@@ -127,6 +129,7 @@ class Recorder(LastingMode):
         outputs: those of the outputs that are tensors, held weakly, by position.
         made: the tensors that were made and are alive.
         tangents: storages of gradients of outputs.
+        arrived: of the same, for each backward pass, the bytes.
         reached: positions of the outputs that got one.
         others: other planned models that ran before the backward pass.
         passing: others that ran after it.
@@ -146,12 +149,14 @@ class Recorder(LastingMode):
         self.calls: dict[str, Call] = {}
         self.losses: list[LossEvents] = []
         self.tangents: set[int] = set()
+        self.arrived: list[dict[int, int]] = []
         self.reached: set[int] = set()
         self.graph_retained = False
         self.outputs: dict[int, weakref.ref[torch.Tensor]] = {}
         self.let_go: dict[int, int] = {}  # position of an output -> how many events came before its end
         self.others: weakref.WeakSet[PlannedModel] = weakref.WeakSet()
         self.passing: weakref.WeakSet[PlannedModel] = weakref.WeakSet()
+        self.in_loss: set[int] = set()  # numbers of tensors that a backward pass made before it came to an output
         self.read_again: set[int] = set()  # numbers of tensors that were made and read later
         self.gradients = _Made()  # by the planned graphs
         self.waiting = 0, 0
@@ -212,13 +217,17 @@ class Recorder(LastingMode):
             self.over = True
             return
         self.reached.add(at)
-        self.tangents.update(storages(gradient))
+        found = storages(gradient)
+        self.tangents.update(found)
         self.graph_retained |= graph_is_kept()
         if self.phase == "loss":
             self.phase = "backward"
             self.losses.append(self._loss_events())
+            self.arrived.append({})
             self.events.clear()
+            self.in_loss.clear()
             when_backward_ends(self._backward_ended)
+        self.arrived[-1].update(found)
 
     def _backward_ended(self) -> None:
         self.phase = "loss"
@@ -227,7 +236,9 @@ class Recorder(LastingMode):
         held = tuple(at for at, ref in self.outputs.items() if ref() is not None)
         let_go = max((n for at, n in self.let_go.items() if at not in held), default=0)
         read = {key: used.nbytes for key, used in self.used.items() if used.read and not used.stays}
-        return LossEvents(tuple(self.events), let_go, held, dict(self.made.made), read)
+        made = dict(self.made.made)
+        parts = frozenset(key for key, (number, _) in made.items() if number in self.in_loss)
+        return LossEvents(tuple(self.events), let_go, held, made, parts, read)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -244,18 +255,20 @@ class Recorder(LastingMode):
         return result
 
     def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        inputs = self._note_inputs(func, args, kwargs)
+        inputs, backward = self._note_inputs(func, args, kwargs), in_backward()
         for t in tensors_in(result):
             if t.device == self.device and (key := storage_key(t)) not in inputs and key not in self.made.made:
                 self.known.discard(key)  # of a storage that is gone
                 self.used.pop(key, None)
                 self.made.add(t.untyped_storage(), key)
+                if backward:
+                    self.in_loss.add(self.made.number)
         name = ""
         if isinstance(func, OpOverload) and not any(map(_is_storage, tree_leaves((args, kwargs)))):
             call = describe_call(func, args, kwargs, result)
             name = call.key
             self.calls.setdefault(name, call)
-        self.events.append(Event(self.made.live, name, in_backward()))
+        self.events.append(Event(self.made.live, name, backward))
         self.over |= len(self.events) > MOST_OPS
 
     def _note_inputs(self, func: Any, args: Any, kwargs: Any) -> set[int]:
@@ -353,10 +366,14 @@ def stays(recorder: Recorder, counted: Any) -> Stays:
     stay = {key: each.nbytes for key, each in used.items() if each.in_step}
     stay |= {key: nbytes for key, (_, nbytes) in recorder.gradients.made.items()}
     left, before = 0, set[Made]()
-    for loss in recorder.losses:
+    for loss, arrived in zip(recorder.losses, recorder.arrived, strict=True):
         made = {key: each for key, each in loss.left.items() if key not in recorder.tangents}
         kept = {key: each[1] for key, each in made.items() if alive.get(key) == each}
-        left = max(left, sum(nbytes for _, nbytes in made.values()) - sum(kept.values()))
+        # of a gradient that came later, in another storage
+        parts = sum(each[1] for key, each in made.items() if key in loss.parts and key not in kept)
+        later = sum(nbytes for key, nbytes in arrived.items() if key not in loss.left)
+        held = sum(nbytes for _, nbytes in made.values()) - sum(kept.values())
+        left = max(left, held - min(parts, later))
         stay |= kept
         before.update(loss.left.values())
     fresh = {each for key, each in alive.items() if key not in own and key not in stay} - before

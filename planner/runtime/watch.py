@@ -16,6 +16,7 @@ from planner.capture.trace.loss_trace import find_loss, leaves, probable_loss
 from planner.compat.autograd import in_backward
 from planner.compat.dispatch import LastingMode, lasting_modes_off, modes_here, switch_off, switch_on
 from planner.compat.tensors import version_of
+from planner.core.call import storages
 from planner.core.loop import Gradients, Loop
 from planner.costs.measured_ops import measure
 from planner.requests.optimizers import trained_by
@@ -44,6 +45,7 @@ class Watch:
         self.settled = False
         self.recorder: Recorder | None = None
         self._workspaces: dict[str, int] = {}
+        self.between = 0  # bytes that the loop made between the calls of a step, and that stayed
         self._loss_at = -1  # of what may be the loss, or not, its position among the leaves of the output
         self._tries = 0
         self._used: dict[torch.Tensor, int] = {}  # parameter -> version of its gradient when an optimizer had used it
@@ -77,7 +79,7 @@ class Watch:
         found = stays(recorder, [counted, *(list(o.state.values()) for o in stepped)])
         seen = loss_seen(recorder, self._workspaces, found.left, found.read)
         held = {at for loss in recorder.losses for at in loss.held}
-        self.recorder = None
+        self.recorder, between, self.between = None, self.between, 0
         recorder.end()
         if seen is None:
             self._missed()
@@ -88,7 +90,7 @@ class Watch:
             outputs_held=None if len(held) == len(recorder.outputs) else tuple(sorted(held)),
             only_loss=recorder.reached == {self._loss_at},
             loss=seen,
-            beside=found.beside,
+            beside=found.beside + between,
             around=found.around,
             graph_retained=recorder.graph_retained or loop.graph_retained,
         )
@@ -108,9 +110,34 @@ class Watch:
         self._loss_at = -1 if loss is None or find_loss(result) is not None else loss[0]
         if self.recorder is not None:
             self.recorder.expect((args, kwargs), outputs)
-        elif _may_record():
-            device = next(model.parameters()).device
-            self.recorder = Recorder(model, device, (args, kwargs), outputs)
+        else:
+            self._record(model, (args, kwargs), outputs)
+
+    def goes_between(self, given: Any) -> None:
+        """Another of a step's calls begins: what the loop has made, beside what it gives, stays."""
+        if self.recorder is not None and not self.recorder.losses:
+            for key in storages(given):
+                self.recorder.made.drop(key)
+            self.between += self.recorder.made.live
+
+    def step_goes_on(self, batch: Any, outputs: Sequence[Any]) -> None:
+        """One of a step's calls has returned: record what comes after it, in the place of what came before.
+
+        Args:
+            batch: that the model was given.
+            outputs: of all calls so far, those that are alive; None for others.
+        """
+        model = self._model()
+        if model is None or self.settled:
+            return
+        self.stop()
+        scalars = [at for at, t in enumerate(outputs) if isinstance(t, torch.Tensor) and t.dim() == 0 and t.grad_fn]
+        self._loss_at = scalars[0] if len(scalars) == 1 else -1
+        self._record(model, batch, outputs)
+
+    def _record(self, model: nn.Module, batch: Any, outputs: Sequence[Any]) -> None:
+        if _may_record():
+            self.recorder = Recorder(model, next(model.parameters()).device, batch, outputs)
             weakref.finalize(model, self.recorder.end).atexit = False
             switch_on(self.recorder)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 
 from torch import nn
 
+from planner.core.loop import Loop
 from planner.core.maxima import Maxima
 from planner.core.surroundings import under
 from planner.core.verification import Verification
@@ -14,12 +16,14 @@ from planner.requests.batch import named_maxima
 from planner.requests.check import with_batch
 from planner.requests.planned import Filed, Known, Pending, Planned
 from planner.requests.request import Request
+from planner.runtime.bypassed import watch
 from planner.runtime.compiled import Runtime
 from planner.runtime.eager import EagerRuntime
 from planner.runtime.events import PlanProvider
 from planner.runtime.families import Shapes
 from planner.runtime.interception import Applied, attach, attached
 from planner.runtime.learnt_shapes import LearntShapes
+from planner.runtime.steps import StepRuntime
 from planner.session.binding import Awaited
 from planner.session.provider import Judge, Provider
 
@@ -68,6 +72,23 @@ def put_on(
     if awaited is not None:
         runtime.newest = awaited.planned
     attach(target, runtime)
+    if request.occupancy is None and request.options.in_flight == 1:
+        _watch_entries(target, runtime, request, judge)
+    else:
+        runtime.watched = watch(target, lambda: False)
+
+
+def _watch_entries(target: nn.Module, runtime: Applied, request: Request, judge: Judge | None) -> None:
+    """Plan for the calls of the model's methods, or of modules in it, if those are what the loop makes."""
+    asked = replace(request, batch=None, kinds=None, maxima=None, surroundings=None, loss_fn=None)
+
+    def provider_of(step: nn.Module, loop: Loop) -> PlanProvider:
+        return Provider(step, replace(asked, model_ref=weakref.ref(step), loop=loop), judge=judge)
+
+    steps = StepRuntime(target, runtime.provider, provider_of, request.options.checkpoints)
+    steps.warns = watch(target, steps.saw_calls)
+    runtime.watched, runtime.points = steps, steps.points
+    runtime.points_back()
 
 
 def _runtime(target: nn.Module, request: Request, provider: PlanProvider, alone: bool) -> Applied:

@@ -19,9 +19,10 @@ from planner.capture.trace.fake_step import FakeStep, NothingCapturedError
 from planner.capture.trace.loss_trace import LossFn, OutsideLoss, checked_loss, differentiable, leaves
 from planner.capture.trace.quiet import quietly
 from planner.capture.trace.random_state import random_kept
+from planner.capture.trace.recording import Recording
 from planner.capture.trace.refusals import LIMITS, refusal
 from planner.capture.trace.state_guard import fakes_forgotten, forget_fakes, untouched
-from planner.compat.fake import DataDependentOutputException, FakeTensorMode
+from planner.compat.fake import DataDependentOutputException, FakeTensorMode, forget_constants
 from planner.core.account import EagerStep
 from planner.core.call import storages, tensors_in
 from planner.core.maxima import Maxima
@@ -116,7 +117,27 @@ def _captured(
     answers: Answers,
 ) -> TrainingGraph:
     """As `capture()`, for one way through the model's Python code."""
-    recording, fake_model, fake_args, fake_kwargs = to_fake(model, args, kwargs, answers)
+    recording, *fakes = to_fake(model, args, kwargs, answers)
+    try:
+        return _traced(model, args, kwargs, recording, fakes, split, loss_fn, checkpoints, maxima, symbolic, answers)
+    finally:  # torch.compile keeps some of the fake tensors for as long as there is the model's code
+        forget_constants(recording.mode)
+
+
+def _traced(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    recording: Recording,
+    fakes: Sequence[Any],
+    split: Partition,
+    loss_fn: LossFn | None,
+    checkpoints: Checkpoints,
+    maxima: Maxima | None,
+    symbolic: bool,
+    answers: Answers,
+) -> TrainingGraph:
+    fake_model, fake_args, fake_kwargs = fakes
     if maxima is not None and symbolic and on_mesh(fake_model, fake_args, fake_kwargs):
         raise CaptureError("torch.compile has no symbols for sizes of DTensors")
     if maxima is not None:

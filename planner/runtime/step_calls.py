@@ -1,0 +1,273 @@
+"""The calls that a training loop makes of parts of a model in one step, and a module that makes them again."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from planner.capture.trace.loss_trace import leaves
+from planner.compat import pytree
+from planner.compat.autograd import origins, sequence_number
+from planner.compat.dynamo import own_frame
+from planner.compat.modules import with_call
+from planner.compat.tensors import is_traceable_wrapper_subclass, storage_key
+from planner.runtime.entries import Entry
+from planner.runtime.signature import Signature
+
+PLAIN = (int, float, bool, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout)
+CARRIED = {"__call__", "compile"}
+MOST_CALLS = 256  # before a backward pass: with more, the loop goes its own way
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A tensor that comes from outside the model; by its number among those of the step."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """A tensor that an earlier call of the step returned, or that without its graph."""
+
+    call: int
+    at: int
+    detached: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Derived:
+    """A tensor that the loop computed from what earlier calls returned, and that needs a gradient.
+
+    Attributes:
+        shape, dtype: its own.
+        sources: what it was computed from: results, by call and position, and other such tensors, by their number.
+        number: among such tensors of the step.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    sources: tuple[tuple[int, int] | int, ...]
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class EntryCall:
+    """One call; two are equal where one plan serves both.
+
+    Attributes:
+        entry: of the model.
+        sources: for each leaf of the arguments where it comes from, or itself where it is no tensor.
+        layout: of the arguments.
+        signature: of the call.
+    """
+
+    entry: Entry
+    sources: tuple[Any, ...]
+    layout: Any
+    signature: Signature
+
+
+@dataclass(frozen=True, slots=True)
+class GivenTensor:
+    """A tensor that a step is given, without its contents."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    def stand_in(self) -> torch.Tensor:
+        """A tensor of zeros like it."""
+        made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device).zero_()
+        return made.requires_grad_(self.requires_grad)
+
+
+@dataclass(frozen=True, slots=True)
+class StepCalls:
+    """The calls of a step, in order.
+
+    Attributes:
+        calls: what decides whether two are equal.
+        given: the tensors from outside the model.
+        outputs: of the leaves of all results, those that the loop still had when the last call had returned.
+    """
+
+    calls: tuple[EntryCall, ...]
+    given: tuple[GivenTensor, ...] = field(compare=False)
+    outputs: frozenset[int] = field(compare=False)
+
+
+class CallsSeen:
+    """The calls of a step as they come, which keep no tensor alive.
+
+    Attributes:
+        calls: so far.
+        over: whether the backward pass has begun.
+        why: what no plan can be made of, in words; empty where one can.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[EntryCall] = []
+        self.over = False
+        self.why = ""
+        self._given: list[tuple[weakref.ref[torch.Tensor], GivenTensor]] = []
+        self._nodes: dict[
+            int, tuple[int, int] | int
+        ] = {}  # of autograd, by sequence number: which tensor is its result
+        self._derived = 0
+        self._returned: list[list[tuple[weakref.ref[torch.Tensor] | None, int]]] = []  # and its storage
+        self._alive = frozenset[int]()
+
+    def end(self) -> None:
+        """The backward pass begins."""
+        self.over = True
+
+    def describe(self, entry: Entry, args: Any, kwargs: Any, signature: Signature) -> EntryCall:
+        """A call that comes; `returned()` follows."""
+        found, layout = pytree.tree_flatten((tuple(args), dict(kwargs)))
+        call = EntryCall(entry, tuple(map(self._source, found)), layout, signature)
+        self.calls.append(call)
+        if len(self.calls) > MOST_CALLS:
+            self.why = self.why or f"it makes {MOST_CALLS} calls of the model before a backward pass"
+        return call
+
+    def only_latest(self) -> None:
+        """The call that came begins a step: forget those before it."""
+        del self.calls[:-1]
+        self._returned.clear()
+
+    def returned(self, result: Any) -> None:
+        """What the latest call returned."""
+        for at, t in enumerate(leaves(result)):
+            if isinstance(t, torch.Tensor) and t.grad_fn is not None:
+                self._nodes[sequence_number(t.grad_fn)] = len(self._returned), at
+        self._returned.append(
+            [
+                (weakref.ref(t), storage_key(t))
+                if isinstance(t, torch.Tensor) and not is_traceable_wrapper_subclass(t)
+                else (None, 0)
+                for t in leaves(result)
+            ]
+        )
+
+    def steps(self) -> StepCalls:
+        """The calls of the step."""
+        return StepCalls(tuple(self.calls), tuple(given for _, given in self._given), self._alive)
+
+    def batch(self) -> list[torch.Tensor]:
+        """What the step was given, as far as it is alive."""
+        return [t for ref, _ in self._given if (t := ref()) is not None]
+
+    def outputs(self) -> list[torch.Tensor | None]:
+        """What all calls returned, by leaf: tensors that are alive; those are what the loop may compute a loss from."""
+        found = [ref() if ref is not None else None for call in self._returned for ref, _ in call]
+        self._alive = frozenset(at for at, t in enumerate(found) if t is not None)
+        return found
+
+    def _source(self, x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            if not isinstance(x, PLAIN):
+                self.why = self.why or f"it gives the model an object of type {type(x).__name__}"
+            return x if isinstance(x, PLAIN) else type(x)
+        if is_traceable_wrapper_subclass(x) or x.layout != torch.strided or isinstance(x, nn.Parameter):
+            self.why = self.why or f"it gives the model a {type(x).__name__}"
+            return type(x)
+        if (returned := self._earlier(x)) is not None:
+            return returned
+        if x.grad_fn is not None and (sources := origins(x.grad_fn, self._nodes)):
+            number, self._derived = self._derived, self._derived + 1
+            self._nodes[sequence_number(x.grad_fn)] = number
+            return Derived(tuple(x.shape), x.dtype, sources, number)
+        for number, (ref, _) in enumerate(self._given):
+            if ref() is x:
+                return Given(number)
+        kind = GivenTensor(tuple(x.shape), tuple(x.stride()), x.dtype, x.device, x.requires_grad)
+        self._given.append((weakref.ref(x), kind))
+        return Given(len(self._given) - 1)
+
+    def _earlier(self, x: torch.Tensor) -> Returned | None:
+        for call, returned in enumerate(self._returned):
+            for at, (ref, key) in enumerate(returned):
+                t = ref() if ref is not None else None
+                if t is x:
+                    return Returned(call, at, False)
+                if t is not None and not x.requires_grad and key == storage_key(x) and t.shape == x.shape:
+                    return Returned(call, at, True)
+        return None
+
+
+def step_model(model: nn.Module, step: StepCalls) -> nn.Module:
+    """A module with the parts of a model, whose call makes the calls of a step; it shares everything with the model.
+
+    It is given the tensors that the step is given, and returns what the loop has when the last call has returned.
+    """
+
+    @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
+    def call(self: nn.Module, *given: torch.Tensor) -> Any:
+        results: list[Any] = []
+        derived: list[torch.Tensor] = []
+        for each in step.calls:
+            run, args, kwargs = _prepared(each, self, given, results, derived)
+            results.append(run(*args, **kwargs))
+        return _outputs(step, results)
+
+    made = with_call(model, call)
+    for name in CARRIED & vars(made).keys():  # what stands in for its own call
+        del vars(made)[name]
+    return made
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _outputs(step: StepCalls, results: Sequence[Any]) -> Any:
+    found = [leaf for result in results for leaf in leaves(result)]
+    return tuple(leaf if at in step.outputs else None for at, leaf in enumerate(found))
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _prepared(
+    call: EntryCall,
+    model: nn.Module,
+    given: Sequence[torch.Tensor],
+    results: Sequence[Any],
+    derived: list[torch.Tensor],
+) -> Any:
+    """The function of a call, and its arguments."""
+    arguments = [_value(source, given, results, derived) for source in call.sources]
+    args, kwargs = pytree.tree_unflatten(arguments, call.layout)
+    return own_frame(*call.entry.of(model)), args, kwargs
+
+
+def _value(source: Any, given: Sequence[torch.Tensor], results: Sequence[Any], derived: list[torch.Tensor]) -> Any:
+    """An argument of a call, from its source; tensors that are derived are noted."""
+    if isinstance(source, Given):
+        return given[source.number]
+    if isinstance(source, Returned):
+        found = leaves(results[source.call])[source.at]
+        return found.detach() if source.detached else found
+    if isinstance(source, Derived):
+        sources = [
+            derived[each] if isinstance(each, int) else leaves(results[each[0]])[each[1]] for each in source.sources
+        ]
+        derived.append(_Between.apply(source, *sources))  # type: ignore[no-untyped-call]
+        return derived[-1]
+    return source
+
+
+class _Between(torch.autograd.Function):
+    """Stands in for what a loop computes from the results of some calls for the next one."""
+
+    @staticmethod
+    def forward(ctx: Any, kind: Derived, *results: torch.Tensor) -> torch.Tensor:
+        ctx.kinds = [(t.shape, t.dtype, t.device) for t in results]
+        return results[0].new_zeros(kind.shape, dtype=kind.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        return None, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.kinds)

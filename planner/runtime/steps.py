@@ -1,0 +1,280 @@
+"""Runs a model that a loop trains by its methods, or by modules in it: one plan for all of a step's calls."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from planner.capture.trace.dynamo import dynamo_settings, make_backend
+from planner.capture.trace.layers import capturable_layers
+from planner.compat.dispatch import lasting_modes_off
+from planner.compat.dynamo import compile_call
+from planner.compat.modules import modules_in
+from planner.core.loop import Loop
+from planner.core.options import Checkpoints
+from planner.core.plan import PlanRecord
+from planner.core.recipe import Choice, Recipe
+from planner.eager.checkpointing import checkpointed
+from planner.errors import UNPLANNABLE, InfeasibleBudgetError, PlanWarning
+from planner.parallel.group import together
+from planner.parallel.sharded import parameters_among
+from planner.runtime.bypassed import Handle
+from planner.runtime.entries import Entry, EntryPoint, entries_of, outermost
+from planner.runtime.events import Call, PlanProvider
+from planner.runtime.families import GraphChanged, recipe_of
+from planner.runtime.first_step import when_begun
+from planner.runtime.interception import Applied, attached, put
+from planner.runtime.modes import redirected, refuse_transformed, trains, unguarded
+from planner.runtime.regions import Regions
+from planner.runtime.signature import call_signature, model_state
+from planner.runtime.step_calls import CallsSeen, EntryCall, StepCalls, step_model
+from planner.runtime.watch import Watch
+
+ITSELF = Entry("")
+
+
+@dataclass(eq=False)
+class _Kind:
+    """A kind of step. It asks for its plan as a `Caller`.
+
+    Attributes:
+        step: its calls.
+        model: makes them in one call.
+        provider: gives its plan.
+        record: its plan; None while there is none.
+    """
+
+    step: StepCalls
+    model: nn.Module
+    provider: PlanProvider
+    record: PlanRecord | None = None
+    agrees: bool = False
+
+
+class StepRuntime(Applied):
+    """Sees which methods of a model, and which modules in it, a loop calls in its first step, and plans for them.
+
+    The first step of a kind runs as without a plan. It takes the place of the model's own runtime once there is a plan.
+
+    Args:
+        model: the model.
+        provider: that of the model's own call.
+        provider_of: gives a provider of plans for a module that makes all calls of a step, in a loop that is known.
+        checkpoints: as in `plan()`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        provider: PlanProvider,
+        provider_of: Callable[[nn.Module, Loop], PlanProvider],
+        checkpoints: Checkpoints,
+    ) -> None:
+        super().__init__(model, provider)
+        self.provider_of, self.checkpoints = provider_of, checkpoints
+        self.points = [EntryPoint(model, entry, self.call) for entry in entries_of(model)]
+        self.seen = CallsSeen()
+        self.kinds: list[_Kind] = []  # the latest last
+        self.present: _Kind | None = None  # by which the present step runs
+        self.inside = False
+        self.warns: Handle | None = None  # while it is not known whether the loop calls the model
+        self.regions = Regions(model)
+        self.compiled: dict[Entry, Callable[..., Any]] = {}
+        self.unguarded: object = None
+
+    def saw_calls(self) -> bool:
+        """Whether there were calls in the present step."""
+        return bool(self.seen.calls)
+
+    def remove(self) -> None:
+        """The loop calls the model itself: see no more calls."""
+        if self.warns is not None:
+            self.warns.remove()
+            self.warns = None
+        if self.watch is not None:
+            self.watch.stop()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copy of the model has no plan."""
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call(ITSELF, args, kwargs)
+
+    def call(self, entry: Entry, args: Any, kwargs: Any) -> Any:
+        """A call of the loop's, or one inside of these."""
+        module, function = entry.of(self.model)
+        if (
+            self.inside
+            or redirected(self.model)
+            or not trains(self.model, args, kwargs)
+            or (not self._started and together(self.model))
+        ):
+            return function(module, *args, **kwargs)
+        if self.watch is not None:
+            self.watch.goes_between((args, kwargs))
+        with self.lock, lasting_modes_off(), self._points_off():
+            try:
+                result = self._called(entry, args, kwargs)
+            except BaseException:  # the next call begins another step
+                self.seen = CallsSeen()
+                raise
+        assert self.watch is not None
+        self.watch.step_goes_on(self.seen.batch(), self.seen.outputs())
+        return result
+
+    @contextmanager
+    def _points_off(self) -> Iterator[None]:
+        """A call, in which the model is as its author wrote it."""
+        self.inside = True
+        self.points_leave()
+        try:
+            yield
+        finally:
+            self.inside = False
+            self.points_back()
+
+    def _called(self, entry: Entry, args: Any, kwargs: Any) -> Any:
+        modules = modules_in(self.model)
+        parameters = parameters_among(modules)
+        refuse_transformed(self.model, parameters, args, kwargs)
+        self.state = model_state(modules, parameters, self.state)
+        if not self._started:
+            self._started, self.watch = True, Watch(self.model, self.provider.loop)
+        if self.seen.over:
+            self._step_begins(parameters, (args, kwargs))
+        call = self.seen.describe(entry, args, kwargs, call_signature(self.model, args, kwargs, state=self.state))
+        self._follow(call)
+        result = self._run(entry, args, kwargs)
+        self.seen.returned(result)
+        when_begun(result, self.seen.end)
+        return result
+
+    def _step_begins(self, parameters: Sequence[nn.Parameter], batch: Any) -> None:
+        """Plan for the step that has ended, as the next one will be like it."""
+        assert self.watch is not None
+        seen, self.seen, self.present = self.seen, CallsSeen(), None
+        loop = self.watch.call_begins(parameters, batch, self.waiting())
+        if seen.why:
+            self._warn(seen.why)
+            return
+        step = seen.steps()
+        kind = next((kind for kind in self.kinds if kind.step == step), None)
+        if kind is None:
+            model = step_model(self.model, step)
+            kind = _Kind(step, model, self.provider_of(model, loop))
+        else:
+            self.kinds.remove(kind)
+        self.kinds.append(kind)
+        stepped = [optimizer for ref in self.watch.stepped if (optimizer := ref()) is not None]
+        if kind.record is not None and self.watch.settled and kind.provider.on_loop_seen(loop, stepped):
+            kind.record = None
+        if kind.record is None:
+            self._plan(kind)
+
+    def _plan(self, kind: _Kind) -> None:
+        try:
+            planned = kind.provider.on_missing_plan(kind, Call(tuple(t.stand_in() for t in kind.step.given), {}))
+        except InfeasibleBudgetError:
+            raise
+        except UNPLANNABLE as e:
+            self._warn(str(e))
+            return
+        if planned.request.batch is not None:
+            planned.request.batch.release()
+        self.newest, kind.record = planned.without_batch().of(self.model), planned.record
+        if attached(self.model) is not self:
+            if self.warns is not None:
+                self.warns.remove()
+            called = {call.entry for call in kind.step.calls}
+            kept = set(outermost(point.entry for point in self.points)) | called
+            self.points = [point for point in self.points if point.entry in kept]
+            put(self.model, self)
+            self.points_leave()  # until the call has returned
+
+    def _warn(self, why: str) -> None:
+        warnings.warn(
+            f"{type(self.model).__name__} trains without a plan. The loop does not call it, but methods of it, or "
+            f"modules in it, and no plan can be made of these calls: {why}. Let forward() do what the loop does",
+            PlanWarning,
+            stacklevel=6,
+        )
+
+    def _follow(self, call: EntryCall) -> None:
+        """Find the kind of step that a call belongs to."""
+        at = len(self.seen.calls) - 1
+        if self.present is not None and at and call in self.present.step.calls[at : at + 1]:
+            return
+        fits = (kind for kind in reversed(self.kinds) if kind.record is not None and kind.step.calls[0] == call)
+        first = next(fits, None) if at == 0 or self.present is not None else None
+        if first is not None:  # or a step was left without a backward pass
+            self.seen.only_latest()
+            self.present = first
+            self.regions.call_begins()
+        elif self.present is not None or (at == 0 and self.kinds):
+            self.present = None
+            warnings.warn(
+                f"the calls that this step makes of {type(self.model).__name__} are not those that were planned "
+                f"({call.entry.path}{call.entry.method} comes as call {at + 1}): the rest of it runs as without a plan",
+                PlanWarning,
+                stacklevel=6,
+            )
+
+    def waiting(self) -> int:
+        return self.regions.waiting()
+
+    def _run(self, entry: Entry, args: Any, kwargs: Any) -> Any:
+        module, function = entry.of(self.model)
+        record = self.present.record if self.present is not None else None
+        if record is None:
+            return function(module, *args, **kwargs)
+        if isinstance(record.recipe, Choice):
+            with checkpointed(self.model, record.recipe):
+                return function(module, *args, **kwargs)
+        assert self.state is not None
+        if (found := unguarded(self.state.classes)) != self.unguarded:
+            self.unguarded = found
+            self._compile_anew()
+        if entry not in self.compiled:
+            self.compiled[entry] = self._compiled(entry)
+        ran = self.regions.ran
+        try:
+            with self.regions.progress(record), capturable_layers():
+                return self.compiled[entry](*args, **kwargs)
+        except BaseException as e:  # an interruption, too
+            if self.regions.compiling or not isinstance(e, GraphChanged):
+                self._compile_anew()
+            if not isinstance(e, GraphChanged) or self.regions.ran > ran:
+                raise
+        self._changed()
+        return function(module, *args, **kwargs)
+
+    def _changed(self) -> None:
+        """A graph is not the one that was planned: this step goes on without a plan."""
+        assert self.present is not None
+        self.kinds.remove(self.present)
+        self.present = None
+        self._warn("a graph of theirs differs from the one that was planned")
+
+    def _compile_anew(self) -> None:
+        self.regions.forget()
+        self.compiled.clear()
+
+    def _compiled(self, entry: Entry) -> Callable[..., Any]:
+        own = cast(StepRuntime, weakref.proxy(self))  # torch holds what it compiled until the model is gone
+
+        def recipe() -> Recipe:
+            assert own.present is not None
+            assert own.present.record is not None
+            return recipe_of(own.present.record)
+
+        module, function = entry.of(self.model)
+        backend = make_backend(self.regions.serving(recipe), self.checkpoints)
+        return compile_call(module, backend, dynamo_settings, function=function)

@@ -1,0 +1,168 @@
+"""A model that a loop trains by its methods, or by modules in it, has one plan for all calls of a step."""
+
+import copy
+import gc
+import io
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses import FakeTensor
+from torch.nn import functional as F
+
+from planner import PlanWarning, applied_plan, plan
+
+from .loops import Autoencoder, VariationalAutoencoder
+
+pytestmark = pytest.mark.usefixtures("short_searches")
+
+
+def grads(model):
+    found = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    return found
+
+
+def same(ours, theirs):
+    return all(
+        (a is None) == (b is None) and (a is None or torch.equal(a, b)) for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+def step(model, x):
+    F.mse_loss(model.decode(model.encode(x)), x).backward()
+    return grads(model)
+
+
+@pytest.fixture
+def autoencoder():
+    torch.manual_seed(0)
+    return Autoencoder()
+
+
+@pytest.mark.parametrize("mode", ["compiled", "eager"])
+def test_both_modes_run_a_step_of_two_calls_with_the_gradients_of_eager(autoencoder, mode):
+    twin, x = copy.deepcopy(autoencoder), torch.randn(64, 64)
+    plan(autoencoder, budget_gb=1, mode=mode).apply()
+    for _ in range(3):
+        assert same(step(autoencoder, x), step(twin, x))
+    assert applied_plan(autoencoder).options.mode == mode
+
+
+def test_a_step_that_makes_other_calls_runs_without_a_plan_and_says_so(autoencoder):
+    twin, x = copy.deepcopy(autoencoder), torch.randn(64, 64)
+    plan(autoencoder, budget_gb=1).apply()
+    for _ in range(2):
+        step(autoencoder, x)
+    with pytest.warns(PlanWarning, match="decode comes as call 1"):
+        autoencoder.decode(torch.ones(4, 16)).sum().backward()
+    twin.decode(torch.ones(4, 16)).sum().backward()
+    assert same(grads(autoencoder), grads(twin))
+    assert same(step(autoencoder, x), step(twin, x))
+
+
+def test_evaluation_between_the_calls_of_a_step_is_no_part_of_it(autoencoder):
+    twin, x = copy.deepcopy(autoencoder), torch.randn(64, 64)
+    plan(autoencoder, budget_gb=1).apply()
+    for _ in range(3):
+        z = autoencoder.encode(x)
+        with torch.no_grad():
+            assert torch.equal(autoencoder(x), twin(x))
+        autoencoder.decode(z).square().mean().backward()
+        twin.decode(twin.encode(x)).square().mean().backward()
+        assert same(grads(autoencoder), grads(twin))
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_copies_and_files_of_a_model_go_without_what_sees_its_calls(autoencoder, steps):
+    x = torch.randn(64, 64)
+    plan(autoencoder, budget_gb=1).apply()
+    for _ in range(steps):
+        step(autoencoder, x)
+    file = io.BytesIO()
+    torch.save(autoencoder, file)
+    file.seek(0)
+    with torch.no_grad():
+        right = autoencoder.encode(x)
+        assert torch.equal(torch.load(file, weights_only=False).encode(x), right)
+        twin = copy.deepcopy(autoencoder)
+        next(autoencoder.encoder.parameters()).add_(1)
+        assert torch.equal(twin.encode(x), right)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_remove_leaves_the_model_as_it_was(autoencoder, steps):
+    before = [set(vars(module)) for module in autoencoder.modules()]
+    p = plan(autoencoder, budget_gb=1)
+    p.apply()
+    for _ in range(steps):
+        step(autoencoder, torch.randn(64, 64))
+    (applied_plan(autoencoder) or p).remove()
+    assert [set(vars(module)) for module in autoencoder.modules()] == before
+
+
+def test_a_model_that_is_called_is_planned_as_it_is_called(autoencoder):
+    plan(autoencoder, budget_gb=1).apply()
+    autoencoder(torch.randn(64, 64)).sum().backward()
+    assert "encode" not in vars(autoencoder)
+    assert applied_plan(autoencoder) is not None
+
+
+def test_an_interruption_in_a_step_leaves_the_next_one_as_planned(autoencoder):
+    twin, x = copy.deepcopy(autoencoder), torch.randn(64, 64)
+    plan(autoencoder, budget_gb=1).apply()
+    for _ in range(2):
+        step(autoencoder, x)
+    handle = autoencoder.decoder.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        step(autoencoder, x)
+    handle.remove()
+    autoencoder.zero_grad()
+    assert same(step(autoencoder, x), step(twin, x))
+    assert same(step(autoencoder, x), step(twin, x))
+
+
+def test_calls_that_no_plan_can_be_made_of_are_named():
+    class Setting:
+        scale = 2.0
+
+    class Scaled(Autoencoder):
+        def encode(self, x, setting):
+            return super().encode(x) * setting.scale
+
+    model = Scaled()
+    plan(model, budget_gb=1).apply()
+    model.encode(torch.randn(8, 64), Setting()).sum().backward()
+    with pytest.warns(PlanWarning, match="an object of type Setting"):
+        model.encode(torch.randn(8, 64), Setting()).sum().backward()
+
+
+def test_dropout_of_methods_draws_as_without_a_plan():
+    torch.manual_seed(0)
+    model = VariationalAutoencoder()
+    twin, x = copy.deepcopy(model), torch.randn(64, 64)
+    plan(model, budget_gb=1).apply()
+    for seed in range(3):
+        for each in (model, twin):
+            torch.manual_seed(seed)
+            each.decode(sum(each.encode(x))).sum().backward()
+        assert same(grads(model), grads(twin))
+
+
+def test_no_copy_of_the_batch_stays_where_a_graph_breaks():
+    class Broken(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x):
+            x = torch.tanh(self.first(x))
+            torch._dynamo.graph_break()
+            return self.last(x).sum()
+
+    model = Broken()
+    plan(model, budget_gb=1).apply()
+    model(torch.randn(512, 64)).backward()
+    gc.collect()
+    fakes = [t for t in gc.get_objects() if isinstance(t, FakeTensor)]
+    assert all(t.constant is None or t.constant.numel() < 512 for t in fakes)
