@@ -61,7 +61,7 @@ def refuse_compiled(model: nn.Module, own: Any, modules: Sequence[nn.Module] | N
     `modules` are those of the model, where the caller has them.
     """
     first, *others = replaced_calls(modules_in(model) if modules is None else modules)
-    if first is not own:
+    if first is not own and not isinstance(first, EntryPoint):
         raise ApplyError(f"this {type(model).__name__} is already compiled with model.compile(); plan it uncompiled")
     if others.count(None) == len(others):
         return

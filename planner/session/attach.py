@@ -86,7 +86,8 @@ def _watch_entries(target: nn.Module, runtime: Applied, request: Request, judge:
         return Provider(step, replace(asked, model_ref=weakref.ref(step), loop=loop), judge=judge)
 
     steps = StepRuntime(target, runtime.provider, provider_of, request.options.checkpoints)
-    steps.warns = watch(target, steps.saw_calls)
+    seeing = weakref.ref(steps)  # torch holds the hook of the watch
+    steps.warns = watch(target, lambda: (found := seeing()) is not None and found.saw_calls())
     runtime.watched, runtime.points = steps, steps.points
     runtime.points_back()
 
