@@ -10,7 +10,7 @@ from torch import nn
 from torch._subclasses import FakeTensor
 from torch.nn import functional as F
 
-from planner import PlanWarning, applied_plan, plan
+from planner import InfeasibleBudgetError, PlanWarning, applied_plan, plan
 
 from .loops import Autoencoder, VariationalAutoencoder
 
@@ -135,6 +135,14 @@ def test_calls_that_no_plan_can_be_made_of_are_named():
     model.encode(torch.randn(8, 64), Setting()).sum().backward()
     with pytest.warns(PlanWarning, match="an object of type Setting"):
         model.encode(torch.randn(8, 64), Setting()).sum().backward()
+
+
+def test_a_budget_that_no_plan_of_the_calls_meets_is_refused_with_their_names(autoencoder):
+    plan(autoencoder, budget_gb=0.0003).apply()
+    step(autoencoder, torch.randn(64, 64))
+    with pytest.raises(InfeasibleBudgetError) as refused:
+        step(autoencoder, torch.randn(64, 64))
+    assert "encode, decode" in refused.value.__notes__[0]
 
 
 def test_dropout_of_methods_draws_as_without_a_plan():

@@ -28,6 +28,9 @@ class Entry:
     path: str
     method: str = ""
 
+    def __str__(self) -> str:
+        return ".".join(filter(None, (self.path, self.method))) or "the model"
+
     def of(self, model: nn.Module) -> tuple[nn.Module, Callable[..., Any]]:
         """The module, and the function that is called with it."""
         module = model.get_submodule(self.path)

@@ -182,7 +182,12 @@ class StepRuntime(Applied):
     def _plan(self, kind: _Kind) -> None:
         try:
             planned = kind.provider.on_missing_plan(kind, Call(tuple(t.stand_in() for t in kind.step.given), {}))
-        except InfeasibleBudgetError:
+        except InfeasibleBudgetError as e:
+            names = ", ".join(dict.fromkeys(str(call.entry) for call in kind.step.calls))
+            e.add_note(
+                f"The loop calls {names}, and not the {type(self.model).__name__} itself: values are recomputed from "
+                "what each of these is given. A loop that calls the model, as model(batch), leaves more room"
+            )
             raise
         except UNPLANNABLE as e:
             self._warn(str(e))
@@ -222,7 +227,7 @@ class StepRuntime(Applied):
             self.present = None
             warnings.warn(
                 f"the calls that this step makes of {type(self.model).__name__} are not those that were planned "
-                f"({call.entry.path}{call.entry.method} comes as call {at + 1}): the rest of it runs as without a plan",
+                f"({call.entry} comes as call {at + 1}): the rest of it runs as without a plan",
                 PlanWarning,
                 stacklevel=6,
             )
