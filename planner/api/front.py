@@ -62,8 +62,8 @@ def plan(
             model, the plan is made at the first training step after `apply()`.
         kwargs: further keyword arguments for the model.
         budget_gb: memory that parameters, buffers, batch, optimizer state and everything the step allocates may take
-            together, in GB of 2**30 bytes; or an amount with its unit as "12 GB" or "500 MiB" (MB and MiB are alike,
-            2**20 bytes), or a share of the device's memory as "80%"; None for what the GPU has free.
+            together, in GB of `2**30` bytes; or an amount with its unit as "12 GB" or "500 MiB" (MB and MiB are alike,
+            `2**20` bytes), or a share of the device's memory as "80%"; None for what the GPU has free.
         solver: "auto" (the default), "chen" (sqrt(L) segments) or "ilp" (exact on small graphs).
         optimizer: an optimizer or its name, to count its state and the temporaries of its step; None counts none.
         loss_fn: model output -> scalar loss, where the loss is not among the model's outputs.

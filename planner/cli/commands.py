@@ -18,6 +18,7 @@ from planner.api.compare import compare
 from planner.api.front import plan
 from planner.api.pareto import pareto
 from planner.api.plan import Plan
+from planner.cli.doctor import findings, lines
 from planner.cli.target import arguments_of, batch_of
 from planner.core.options import Options, flags
 from planner.devices.specs import DEVICES, Device, find_device
@@ -105,6 +106,21 @@ def devices(options: Namespace) -> int:
     return FITS
 
 
+def doctor(options: Namespace) -> int:
+    """`doctor`."""
+    found = []
+    for finding in findings():
+        found.append(finding)
+        if not options.json:
+            print(*map(style_of().name, lines(finding)), sep="\n", flush=True)
+    works = all(finding.works is not False for finding in found)
+    if options.json:
+        _print_json({"works": works, "findings": [asdict(finding) for finding in found]})
+    else:
+        print("\nPlans can be made and run here." if works else "\nPlans cannot be made and run here, as it is.")
+    return FITS if works else DOES_NOT_FIT
+
+
 def demo(options: Namespace) -> int:
     """`demo`."""
     from planner.cli.demo import run
@@ -134,6 +150,7 @@ COMMANDS: Mapping[str, Callable[[Namespace], int]] = {
     "pareto": curve,
     "compare": difference,
     "devices": devices,
+    "doctor": doctor,
     "demo": demo,
 }
 
