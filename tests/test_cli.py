@@ -255,7 +255,7 @@ def test_a_terminal_without_bars():
     command = [sys.executable, "-m", "planner", "plan", "train:make", *TIGHT]  # the current folder is importable
     result = subprocess.run(command, env=environment, capture_output=True)
     assert result.returncode == 0, result.stderr
-    assert set(result.stdout.decode("ascii").split("in all")[1].split()[0]) <= set(ASCII_BARS)
+    assert set(result.stdout.decode("ascii").split("total ")[1].split()[0]) <= set(ASCII_BARS)
 
 
 def test_what_children_of_the_users_code_write_is_no_part_of_the_answer(capfd):

@@ -19,6 +19,7 @@ from planner.core.plan import Held
 from planner.core.verification import Verification
 from planner.errors import gb
 from planner.planning.curve import blocks_of
+from planner.report.answer import least_overhead
 from planner.report.graph_layout import WIDEST, layout
 from planner.report.svg import ACTIONS, BUDGET, KINDS
 from solvers import every_op_once, simulate, validate
@@ -133,6 +134,23 @@ def test_the_curve(name):
         x, y = map(float, re.findall(r"[\d.-]+", g.get("transform")))
         assert right(x) == pytest.approx(int(g.get("data-bytes")), abs=abs(right(1) - right(0)))
         assert up(y + 4) == pytest.approx(float(g.get("data-overhead")), abs=abs(up(1) - up(0)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_bound_is_the_same_in_words_and_in_the_drawing(name):
+    p, _ = pictures()[name]
+    words = p.summary(colour=False).partition("Without")[0]
+    own, least = f"{p.overhead:.1%}", f"{least_overhead(p.record):.1%}"
+    said = "no extra time" if own == "0.0%" else "the least possible" if own == least else f"at least {least}"
+    assert said in " ".join(words.split()) or least == "0.0%"
+    if p.problem is None:
+        return
+
+    def proven(budget):
+        return max(b.overhead for b in p.curve.bound if b.peak_bytes >= budget)
+
+    assert proven(p.budget_bytes) == pytest.approx(least_overhead(p.record), abs=1e-9)
+    assert all(q.overhead >= proven(q.peak_bytes) - 1e-9 for q in p.curve.points)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -229,7 +229,9 @@ def _options(p: argparse.ArgumentParser) -> None:
 
 def _views(p: argparse.ArgumentParser) -> None:
     p.add_argument("--html", type=Path, metavar="FILE", help="write the plan as a page")
-    p.add_argument("--explain", metavar="PATH", help="instead of the plan, say why, for a module, a pattern or a value")
+    p.add_argument(
+        "--explain", metavar="PATH", help="say why it was decided so, for a module, a pattern or an activation"
+    )
     _json(p)
 
 

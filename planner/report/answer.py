@@ -19,11 +19,24 @@ def fits(plan: PlanRecord) -> bool:
 
 
 def answer(plan: PlanRecord) -> str:
-    """One sentence: whether the plan fits, its peak, its cost in time, and how far from the best it can be."""
+    """One sentence: whether the plan fits, its peak, its extra time, and the least that any plan would take."""
     return (
-        f"{'Fits' if fits(plan) else 'Does not fit'}: peak {gb(peak(plan))} of {gb(plan.budget_bytes)}, "
-        f"{plan.overhead:.1%} more time (at most {plan.gap:.1%} above the best)."
+        f"{'Fits' if fits(plan) else 'Does not fit'}: peak {gb(peak(plan))} of {gb(plan.budget_bytes)}, {_extra(plan)}."
     )
+
+
+def least_overhead(plan: PlanRecord) -> float:
+    """The proven lower bound on the overhead of any plan within the budget, by the same estimates of times."""
+    return max(0.0, (1 + plan.overhead) / (1 + plan.gap) - 1)
+
+
+def _extra(plan: PlanRecord) -> str:
+    own, least = (f"{share:.1%}" for share in (plan.overhead, least_overhead(plan)))
+    if not float(own.rstrip("%")):
+        return "no extra time"
+    if own == least:
+        return f"{own} more time, the least possible"
+    return f"{own} more time" + (f" (any plan takes at least {least})" if float(least.rstrip("%")) else "")
 
 
 def without_a_plan(plan: PlanRecord) -> str:

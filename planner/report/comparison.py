@@ -12,7 +12,7 @@ from planner.report.words import clip, duration, pad, wrapped
 
 MOST_ROWS = 20
 _BYTES = ("budget", "peak", "everything kept", "eager, without a plan")
-_SECONDS = ("step", "least time proven")
+_SECONDS = ("step", "lower bound of the time")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Comparison:
         facts: budget, peak and so on, of both.
         account: the lines that make up the peaks, where they differ: name -> bytes in a and in b.
         modules: the modules where decisions differ, or their times, the most bytes first.
-        unchanged: how many values have the same decision in both, at the same time.
+        unchanged: how many saved activations have the same decision in both, at the same time.
     """
 
     differences: Mapping[str, tuple[str, str]]
@@ -78,7 +78,7 @@ def amount(name: str, value: float) -> str:
 
 def _change(fact: Fact) -> str:
     difference = fact.b - fact.a
-    if fact.name in ("overhead", "gap"):
+    if fact.name in ("more time", "gap to the lower bound"):
         points = f"{100 * difference:+.1f}"
         return "" if float(points) == 0 else f"{points} points"
     text = amount(fact.name, difference)
@@ -90,12 +90,16 @@ def _lead(c: Comparison) -> list[str]:
     told = [f"Other {name}: {a}; then {b}." for name, (a, b) in c.differences.items()]
     kept, recomputed = (sum(getattr(m, of) for m in c.modules) for of in ("now_kept", "now_recomputed"))
     if not c.modules:
-        return [*told, f"The plans decide the same for all {c.unchanged} values."]
+        return [*told, f"The plans decide the same for all {c.unchanged} saved activations."]
     only = sum(m.only_a + m.only_b for m in c.modules)
     changed = [f"{gb(kept)} are now kept and {gb(recomputed)} now recomputed"] if kept or recomputed else []
     changed += [f"{gb(only)} are in one of the plans only"] if only else []
     changed = changed or ["Some of what both recompute takes another time"]
-    return [*told, f"{'; '.join([*changed, f'{c.unchanged} values are treated as before'])}."]
+    return [*told, f"{'; '.join([*changed, _as_before(c.unchanged)])}."]
+
+
+def _as_before(count: int) -> str:
+    return f"{count} saved activation{' is' if count == 1 else 's are'} treated as before"
 
 
 def _moved(c: Comparison) -> list[ModuleChange]:

@@ -79,7 +79,7 @@ def curve_svg(plan: PlanRecord, curve: Curve) -> str:
     drawn = f"<path d='M-8 0H8' stroke='{OTHERS}' stroke-width='2'/>{dot}" if points else ""
     entries = [(_own(6), words_of(own)), *entries, (drawn, curve.about)]
     if curve.bound:
-        entries.append((_shade(-7, -6, 14, 12), "proven: no schedule is in here"))
+        entries.append((_shade(-7, -6, 14, 12), "impossible (proven lower bound)"))
     drawing, bottom = legend(entries, LEFT - 8, FLOOR + 46)
     return svg(bottom - 12, "more time against peak memory", [*parts, *drawing])
 
@@ -114,5 +114,5 @@ def _bound(curve: Curve, x: Callable[[float], float], y: Callable[[float], float
             at = min(p.peak_bytes, right)
     return (
         f"<path d='{path}V{FLOOR}Z' fill='currentColor' fill-opacity='0.16' data-role='bound'>"
-        f"<title>proven: no schedule of a peak up to {gb(at)} is in here</title></path>"
+        f"<title>impossible: no plan of a peak up to {gb(at)} takes less time</title></path>"
     )

@@ -93,8 +93,8 @@ def modules(rows: Sequence[ModuleRow]) -> str:
         data = f" data-module='{name}' data-kept='{row.kept}' data-recomputed='{row.recomputed}'"
         cells.append(_cells([label, layers, bar, *_sizes(row)], 3, f"{data} data-seconds='{row.seconds!r}'"))
     total = ModuleRow("", 1, *(sum(getattr(r, of) for r in rows) for of in ("kept", "recomputed", "seconds")))
-    cells.append(_cells([f"<b>{x}</b>" for x in ("together", "", "", *_sizes(total))], 3))
-    heads = [f"in {_code(common)}" if common else "module", "", "", "kept", "recomputed", "time paid"]
+    cells.append(_cells([f"<b>{x}</b>" for x in ("total", "", "", *_sizes(total))], 3))
+    heads = [f"in {_code(common)}" if common else "module", "", "", "kept", "recomputed", "extra time"]
     return _table([_cells(heads, 3, tag="th"), *cells])
 
 

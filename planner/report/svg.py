@@ -22,7 +22,7 @@ KINDS = {
     "other": ("#868e99", "batch and other"),
     "gradients": ("#1f9d76", "gradients"),
     "kept": ("#3b82f6", "kept activations"),
-    "passing": ("#0a9fb5", "passing activations"),
+    "passing": ("#0a9fb5", "temporary activations"),
     "recomputed": ("#e8710a", "recomputed activations"),
     "backward": ("#8b5cf6", "gradients of activations"),
     "waiting": ("#b8860b", "other microbatches"),
@@ -32,7 +32,7 @@ ACTIONS = {
     "keep": ("#3b82f6", "kept"),
     "recompute": ("#e8710a", "recomputed"),
     "offload": ("#1f9d76", "offloaded"),
-    "": ("#7a828e", "passing, or not needed again"),
+    "": ("#7a828e", "temporary, or not needed again"),
 }
 BUDGET = "#e5484d"
 MICRO = "µs"
