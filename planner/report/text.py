@@ -86,9 +86,8 @@ def _timeline(plan: PlanRecord, style: Style) -> list[str]:
     lines = [style.paint("Memory over the step (a full bar is the budget), and the peak of each kind:", "bold")]
     for name, colour, held in shown:
         bars = sparkline(held, LINE, plan.budget_bytes, style.bars)
-        lines.append(
-            f"{_LABELS.get(name, name):<{LABEL}}{style.paint(f'{bars:<{LINE}}', colour)} {gb(max(held, default=0)):>12}"
-        )
+        label = _LABELS.get(name, name)
+        lines.append(f"{label:<{LABEL}}{style.paint(f'{bars:<{LINE}}', colour)} {gb(max(held, default=0)):>12}")
     for facts in ("; ".join(meant), f"Peaks: {', '.join(highest)}"):
         lines += wrapped(facts) if facts else []
     return lines
