@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 
 from planner import Plan
 from planner.__main__ import main
+from planner.errors import CaptureError
 from planner.report.terminal import ASCII_BARS, shows_colours, style_of
 from planner.report.words import cells, shown
 
@@ -166,6 +168,34 @@ def test_pareto_and_devices(capsys, monkeypatch):
     assert "rtx4090" in out
     assert "cuda:0 is NVIDIA H200." in out
     assert max(map(len, out.splitlines())) <= 80
+
+
+def test_the_version(capsys):
+    with pytest.raises(SystemExit) as exit:
+        main(["--version"])
+    assert exit.value.code == 0
+    assert re.fullmatch(r"checkpoint-planner [\w.]+\n", capsys.readouterr().out)
+
+
+def test_doctor_tries_a_plan(capsys, monkeypatch, short_searches):
+    status, out, _ = run(capsys, "doctor")
+    assert status == 0
+    assert re.search(r"^ok a plan on cpu +made and run; peak .* measured", out, flags=re.MULTILINE)
+    assert re.search(rf"^   torch +{re.escape(torch.__version__)}, (not )?tested", out, flags=re.MULTILINE)
+    assert max(map(len, out.splitlines())) <= 80
+
+    def refuse(*_, **__):
+        raise CaptureError("nothing compiles here")
+
+    monkeypatch.setattr("planner.cli.doctor.plan", refuse)
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    monkeypatch.setattr("planner.cli.doctor.OPTIONAL", {"no-such-package": "the test"})
+    status, out, _ = run(capsys, "doctor", "--json")
+    assert status == 1
+    found = {f["what"]: f for f in json.loads(out)["findings"]}
+    assert found["a plan on cpu"]["found"] == "failed: CaptureError: nothing compiles here"
+    assert found["torch"]["found"].startswith("2.99.0, not tested; the tests ran with")
+    assert found["no-such-package"]["found"] == "not installed; needed by the test"
 
 
 BAD = {
