@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from planner.errors import gb
-from planner.report.svg import escape
+from planner.report.svg import MICRO, escape
+from planner.report.tables import cells, heading, table
 from planner.report.terminal import Style, style_of
 from planner.report.words import clip, duration, pad, wrapped
 
@@ -134,26 +135,24 @@ def to_html(c: Comparison) -> str:
     """The comparison as tables; no script, no style sheet."""
     lead = "".join(f"<p>{escape(text)}</p>" for text in _lead(c))
     rows = [(f.name, amount(f.name, f.a), amount(f.name, f.b), _change(f)) for f in c.facts]
-    rows += [(f"at the peak: {n}", gb(a), gb(b), gb(b - a)) for n, (a, b) in c.account.items()]
+    parts = [lead, heading("The plans"), _table(("", "first", "second", "change"), rows)]
+    if c.account:
+        lines = [(n, gb(a), gb(b), gb(b - a) if b < a else f"+{gb(b - a)}") for n, (a, b) in c.account.items()]
+        parts += [heading("At the peak"), _table(("", "first", "second", "change"), lines)]
     modules = [
         (
             f"{m.name or '(the model)'}{f' x{m.count}' if m.count > 1 else ''}",
-            gb(m.now_kept),
-            gb(m.now_recomputed),
-            duration(m.seconds),
+            gb(m.now_kept) if m.now_kept else "–",
+            gb(m.now_recomputed) if m.now_recomputed else "–",
+            duration(m.seconds, MICRO) if m.seconds <= 0 else f"+{duration(m.seconds, MICRO)}",
         )
         for m in _moved(c)[:MOST_ROWS]
     ]
-    second = _table(("module", "now kept", "now recomputed", "time"), modules) if modules else ""
-    return f"<div style='max-width:720px'>{lead}{_table(('', 'first', 'second', 'change'), rows)}{second}</div>"
+    if modules:
+        head = ("module", "now kept", "now recomputed", "extra time")
+        parts += [heading("Where the plans decide otherwise"), _table(head, modules)]
+    return f"<div style='max-width:760px'>{''.join(parts)}</div>"
 
 
-def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    def cells(tag: str, texts: Iterable[str]) -> str:
-        return "".join(
-            f"<{tag} style='text-align:{'right' if i else 'left'}'>{escape(text)}</{tag}>"
-            for i, text in enumerate(texts)
-        )
-
-    body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
-    return f"<table><thead><tr>{cells('th', head)}</tr></thead><tbody>{body}</tbody></table>"
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    return table([cells(head, 1, tag="th"), *(cells([*map(escape, row)], 1) for row in rows)])
