@@ -37,7 +37,7 @@ def titled(drawing: str, words: str) -> str:
     head, rest = drawing.split(">", 1)
     width, height = map(float, re.search(r"viewBox='0 0 (\S+) (\S+)'", head).groups())
     head = re.sub(r"viewBox='[^']*'", f"viewBox='0 {-ABOVE} {width:g} {height + ABOVE:g}'", head)
-    return f"{head}>{COLOURS}{text(LEFT, 10 - ABOVE, words, size=14)}{rest}"
+    return f"{head}>{COLOURS}{text(LEFT, 16 - ABOVE, words, size=14)}{rest}"
 
 
 if __name__ == "__main__":
