@@ -1,9 +1,9 @@
-# make demo: the main job on a real model.  make test: every check.  Both make the environment first.
+# make demo: the main job on a real model.  make test: every check.  make docs: the site.  All make the environment first.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: env demo test bench clean
+.PHONY: env demo test docs bench clean
 
 env: $(VENV)/.made
 
@@ -24,6 +24,9 @@ test: env
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal
+
+docs: env
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: env
 	$(BIN)/python -m benchmarks.planning

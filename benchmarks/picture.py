@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 
 import torch
 
 from planner import plan
 from planner.cli.demo import small_gpt2
-from planner.report.timeline import timeline_svg
+from planner.report.answer import subject
+from planner.report.svg import text
+from planner.report.timeline import LEFT, timeline_svg
 
 # an image does not take the colour of the page that it is on
 COLOURS = "<style>svg{color:#24292f}@media(prefers-color-scheme:dark){svg{color:#e6edf3}}</style>"
+ABOVE = 24  # room for a title
 
 
 def main() -> None:
@@ -25,8 +29,15 @@ def main() -> None:
     model, batch = small_gpt2()
     whole = plan(model, batch, budget_gb="100%", optimizer="adamw")
     p = plan(model, batch, budget_gb=0.5 * whole.baseline_peak_bytes / 2**30, optimizer="adamw")
-    head, rest = timeline_svg(p).split(">", 1)
-    options.output.write_text(f"{head}>{COLOURS}{rest}\n", encoding="utf-8")
+    options.output.write_text(f"{titled(timeline_svg(p.record), subject(p.record))}\n", encoding="utf-8")
+
+
+def titled(drawing: str, words: str) -> str:
+    """A drawing with its own colours, and a title above it."""
+    head, rest = drawing.split(">", 1)
+    width, height = map(float, re.search(r"viewBox='0 0 (\S+) (\S+)'", head).groups())
+    head = re.sub(r"viewBox='[^']*'", f"viewBox='0 {-ABOVE} {width:g} {height + ABOVE:g}'", head)
+    return f"{head}>{COLOURS}{text(LEFT, 16 - ABOVE, words, size=14)}{rest}"
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
 """
 
 from planner.api.compare import compare
-from planner.api.front import applied_plan, plan
+from planner.api.front import applied_plan, applied_plans, plan
 from planner.api.max_batch import MaxBatch, max_batch
 from planner.api.pareto import pareto
 from planner.api.plan import Plan
@@ -43,6 +43,7 @@ __all__ = [
     "RankError",
     "VerificationError",
     "applied_plan",
+    "applied_plans",
     "compare",
     "max_batch",
     "pareto",

@@ -37,7 +37,7 @@ def test_one_plan_twice(two):
     assert c.differences == {}
     assert c.unchanged == len(p.decisions)
     assert all(f.a == f.b for f in c.facts)
-    assert str(c).startswith(f"The plans decide the same for all {len(p.decisions)} values.")
+    assert str(c).startswith(f"The plans decide the same for all {len(p.decisions)} saved activations.")
 
 
 def test_every_number_is_of_one_of_the_plans(two):
@@ -48,8 +48,8 @@ def test_every_number_is_of_one_of_the_plans(two):
     assert facts["peak"] == (a.peak_bytes, b.peak_bytes)
     assert facts["everything kept"] == (a.baseline_peak_bytes, b.baseline_peak_bytes)
     assert facts["step"] == (a.step_seconds, b.step_seconds)
-    assert facts["least time proven"] == (a.bound, b.bound)
-    assert facts["overhead"] == (a.overhead, b.overhead)
+    assert facts["lower bound of the time"] == (a.bound, b.bound)
+    assert facts["more time"] == (a.overhead, b.overhead)
     for name, (ours, theirs) in c.account.items():
         assert (a.account.get(name, 0), b.account.get(name, 0)) == (ours, theirs)
     assert sum(theirs - ours for ours, theirs in c.account.values()) == b.peak_bytes - a.peak_bytes
@@ -85,7 +85,7 @@ def test_a_row_is_of_the_modules_that_changed(two):
     assert (row.name, row.count, row.seconds, row.now_recomputed) == ("layers.*", 2, 1.25, 0)
     c = compare(decided(1.0, 2.0), decided(1.0, 3.0))
     assert (c.modules[0].name, c.modules[0].count, c.unchanged) == ("layers.1", 1, 1)
-    assert "takes another time; 1 values" in " ".join(str(c).split())
+    assert "takes another time; 1 saved activation is" in " ".join(str(c).split())
     assert re.search(r"layers\.1 .* \+1 s", str(c))
 
 

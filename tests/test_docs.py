@@ -1,24 +1,35 @@
-"""What the documents show is what happens: notebooks, README's code, its commands, and the demo."""
+"""What the documents show is what happens: notebooks, the code and the commands on each page, the site, the demo."""
 
+import ast
+import builtins
+import importlib
+import importlib.util
+import inspect
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
+from html import unescape
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
 
 from planner.__main__ import main
+from planner.cli.arguments import parser
+from planner.cli.commands import COMMANDS
 
 from .problems import shorten
 
 ROOT = Path(__file__).parent.parent
-README = ROOT / "README.md"
+README, CHANGELOG = ROOT / "README.md", ROOT / "CHANGELOG.md"
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-BLOCKS = re.findall(r"^```python\n(.*?)^```", README.read_text(), flags=re.DOTALL | re.MULTILINE)
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+PYTHON = re.compile(r"^(?:<!-- (.*) -->\n)?```python\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)
 
 
 def command_line(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -42,7 +53,7 @@ def this_interpreter(tmp_path, monkeypatch):
 
 def test_there_is_something_to_run():
     assert [n.stem[:2] for n in NOTEBOOKS] == ["01", "02", "03", "04"]
-    assert BLOCKS
+    assert [p.stem for p in PAGES if PYTHON.search(p.read_text())][:3] == ["README", "budget", "first-plan"]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
@@ -96,21 +107,90 @@ def test_lines_of_cells_are_named_by_the_cell(tmp_path):
     assert run.stdout.splitlines() == 2 * ["{'In[1]:5: return super().forward(x).tanh()'}"], run.stderr
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
-def test_the_code_in_readme_runs(block):
-    exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
+@pytest.mark.parametrize("path", PAGES, ids=lambda p: p.stem)
+def test_the_code_on_each_page_runs(path, short_searches, tmp_path, monkeypatch):
+    """From top to bottom, as a reader runs it; what needs several processes or the reader's own is checked by name."""
+    monkeypatch.chdir(tmp_path)
+    names = {"__name__": "page"}
+    for note, block in PYTHON.findall(path.read_text()):
+        code = compile(block, str(path), "exec")
+        if "not run" not in note:
+            exec(code, names)
+        else:
+            check_names(ast.parse(block), {*names, *re.findall(r"`(\w+)`", note)})
 
 
-def test_the_commands_in_readme_exist():
+def check_names(code, known):
+    """Imports are there, names are defined, and keyword arguments are those of the planner's functions."""
+    imported = {}
+    for node in ast.walk(code):
+        if isinstance(node, ast.Import):
+            imported |= {a.asname or a.name.partition(".")[0]: importlib.import_module(a.name) for a in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            module = importlib.import_module(node.module)
+            imported |= {a.asname or a.name: getattr(module, a.name) for a in node.names}
+    names = [node for node in ast.walk(code) if isinstance(node, ast.Name)]
+    known = {*known, *imported, *dir(builtins), *(n.id for n in names if isinstance(n.ctx, ast.Store))}
+    assert not {n.id for n in names} - known
+    for call in ast.walk(code):
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in imported:
+            inspect.signature(imported[call.func.id]).bind_partial(**{k.arg: None for k in call.keywords})
+
+
+@pytest.mark.parametrize("path", [*PAGES, CHANGELOG], ids=lambda p: p.stem)
+def test_the_commands_on_each_page_exist(path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["planner"])
+    page = path.read_text()
     targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
-    named = re.findall(r"make ([a-z]+)", README.read_text())
-    assert {"demo", "test"} <= set(named) <= set(targets)
+    assert set(re.findall(r"(?:`|^)make ([a-z]+)", page, flags=re.MULTILINE)) <= set(targets)
+    for module in re.findall(r"python -m (benchmarks\.\w+|solvers)", page):
+        assert importlib.util.find_spec(module), module
+    for line in re.findall(r"-m planner ([^`\n#]+)", page):
+        words = shlex.split(line)
+        assert words[0] in {*COMMANDS, "run", "--version"}, words
+        if words[1:]:
+            parser().parse_args(words)
 
 
-def test_the_files_that_readme_links_to_exist():
-    for link in re.findall(r"\]\(([^)#]+)\)|src=\"([^\"]+)\"", README.read_text()):
-        name = next(filter(None, link))
-        assert name.startswith("https://") or (ROOT / name).exists(), name
+def test_the_files_and_places_that_pages_link_to_exist():
+    for path in [*PAGES, CHANGELOG]:
+        for link in re.findall(r"\]\(([^)]+)\)", re.sub(r"```.*?```|`[^`\n]*`", "", path.read_text(), flags=re.DOTALL)):
+            file, _, place = link.partition("#")
+            if not link.startswith("https://"):
+                target = path.parent / file if file else path
+                assert target.exists(), (path.name, link)
+                assert not place or place in places(target), (path.name, link)
+
+
+def places(path):
+    """The anchors of a page's headings."""
+    heads = re.findall(r"^#+ (.*)$", path.read_text(), flags=re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", head.lower()).strip().replace(" ", "-") for head in heads}
+
+
+def test_readme_is_short_and_pages_have_headings_where_they_are_long():
+    assert len(README.read_text().splitlines()) <= 150
+    for path in PAGES:
+        lines = path.read_text().splitlines()
+        assert len(lines) < 80 or sum(line.startswith("## ") for line in lines) > 2, path.name
+
+
+def test_the_site_builds_without_a_warning_and_has_no_dead_link(tmp_path):
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert (run.returncode, run.stdout + run.stderr) == (0, "")
+    pages = {page: page.read_text(encoding="utf-8") for page in tmp_path.rglob("*.html") if page.name != "404.html"}
+    assert len(pages) == len(list((ROOT / "docs").glob("*.md"))) + len(NOTEBOOKS)
+    ids = {page.resolve(): set(re.findall(r"\bid=\"?'?([^\"'\s>]+)", text)) for page, text in pages.items()}
+    for page, text in pages.items():
+        for link in re.findall(r"<(?:a|img|link|script)\b[^>]*?\b(?:href|src)=\"([^\"]+)\"", text):
+            address = urlsplit(unescape(link))
+            if not address.scheme and not address.netloc:
+                target = (page.parent / unquote(address.path)).resolve() if address.path else page.resolve()
+                assert target.exists(), (page.name, link)
+                place = unquote(address.fragment)
+                assert not place or target not in ids or place in ids[target], (page.name, link)
 
 
 def test_the_demo_holds():

@@ -332,7 +332,7 @@ def test_a_known_plan_of_another_step_is_said_to_be_one(tmp_path):
     for options, why in (
         ({"budget_gb": 1.02 * budget}, "its budget differs"),
         ({"solver": "ilp", "time_limit": 1}, "it is of solver='chen'"),
-        ({"budget_gb": 2 * budget, "optimizer": "sgd", "accumulate": True}, "what is held all the time differs"),
+        ({"budget_gb": 2 * budget, "optimizer": "sgd", "accumulate": True}, "fixed memory"),
         ({"loss_fn": lambda output: output.exp()}, "its sizes differ"),
     ):
         anew = plan(case.model, case.batch, known=known, **(common | options))

@@ -15,7 +15,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, TensorDataset
 
-from planner import ApplyError, BudgetError, OptionError, PlanWarning
+from planner import ApplyError, BudgetError, OptionError, PlanWarning, applied_plan
 from planner.integrations.discovery import Search
 from planner.integrations.lightning import OUTSIDE, PlanCallback
 from planner.runtime.interception import attached
@@ -139,6 +139,7 @@ def test_losses_are_those_without_a_plan(tmp_path, net, package, given, argument
     assert recomputes(planned.plan)
     assert planned.plan.options.accumulate == ("accumulate_grad_batches" in arguments)
     assert attached(module.net) is None
+    assert recomputes(applied_plan(module if given else module.net))
     assert "training_step" not in vars(module)
 
 

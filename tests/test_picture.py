@@ -1,11 +1,13 @@
 """The numbers on the picture are the numbers of the plan: read back out of the HTML and the SVG."""
 
+import math
 import re
 import shutil
 import warnings
 import xml.etree.ElementTree as ET
 from contextlib import nullcontext
 from dataclasses import replace
+from html import unescape
 from itertools import combinations, pairwise
 
 import networkx as nx
@@ -19,7 +21,10 @@ from planner.core.plan import Held
 from planner.core.verification import Verification
 from planner.errors import gb
 from planner.planning.curve import blocks_of
+from planner.report.answer import least_overhead
+from planner.report.curve import words_of
 from planner.report.graph_layout import WIDEST, layout
+from planner.report.names import line_of
 from planner.report.svg import ACTIONS, BUDGET, KINDS
 from solvers import every_op_once, simulate, validate
 from solvers.search.blocks import checkpointed
@@ -133,6 +138,40 @@ def test_the_curve(name):
         x, y = map(float, re.findall(r"[\d.-]+", g.get("transform")))
         assert right(x) == pytest.approx(int(g.get("data-bytes")), abs=abs(right(1) - right(0)))
         assert up(y + 4) == pytest.approx(float(g.get("data-overhead")), abs=abs(up(1) - up(0)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_bound_is_the_same_in_words_and_in_the_drawing(name):
+    p, _ = pictures()[name]
+    words = p.summary(colour=False).partition("Without")[0]
+    own, least = f"{p.overhead:.1%}", f"{least_overhead(p.record):.1%}"
+    said = "no extra time" if own == "0.0%" else "the least possible" if own == least else f"at least {least}"
+    assert said in " ".join(words.split()) or least == "0.0%"
+    if p.problem is None:
+        return
+
+    def proven(budget):
+        return max(b.overhead for b in p.curve.bound if b.peak_bytes >= budget)
+
+    assert proven(p.budget_bytes) == pytest.approx(least_overhead(p.record), abs=1e-9)
+    assert all(q.overhead >= proven(q.peak_bytes) - 1e-9 for q in p.curve.points)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pictures_say_of_what_they_are_and_what_a_plan_does_at_each_peers_peak(name):
+    p, model = pictures()[name]
+    html = unescape(p._repr_html_())
+    size = re.search(rf"{type(model).__name__} \(([\d.]+) (\w?) ?parameters\), batch [\dx]+ \w+", html)
+    unit = {"": 1, "k": 1e3, "M": 1e6}[size[2]]
+    assert float(size[1]) * unit == pytest.approx(sum(q.numel() for q in model.parameters()), rel=0.01)
+    assert f"{p.device}, budget {gb(p.budget_bytes)}" in html
+    plans = [(p.peak_bytes, p.overhead), *((q.peak_bytes, q.overhead) for q in p.curve.points)]
+    for peer in p.curve.peers:
+        least = min((overhead for peak, overhead in plans if peak <= peer.peak_bytes), default=math.inf)
+        if said := re.search(rf">{re.escape(words_of(peer))} \(a plan: \+([\d.]+)%\)<", html):
+            assert float(said[1]) == pytest.approx(100 * least, abs=0.05)
+        else:
+            assert not peer.overhead or f"{least:.1%}" >= f"{peer.overhead:.1%}" or least > peer.overhead
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -265,6 +304,11 @@ def test_graph_of_ops(laid_out):
     recomputed = sum(d["bytes"] for _, d in part.nodes(data=True) if d["action"] == "recompute")
     assert sum(int(g.get("data-recomputed")) for g in boxes if "dasharray" not in ET.tostring(g).decode()) == recomputed
     assert ACTIONS["recompute"][0] in ET.tostring(svg).decode()
+    whole = p.graph(f"{block}.mlp", format="networkx")
+    drawn = {t.text for t in ET.fromstring(p.graph(f"{block}.mlp")).iter(f"{SVG}text")}
+    lines = {line_of(d["source"]) for _, d in whole.nodes(data=True) if d["phase"] == "forward"} - {""}
+    assert lines
+    assert lines <= drawn
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -385,9 +429,38 @@ def test_a_plan_that_is_not_made_yet():
 
 
 def luminance(colour):
+    return sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear(colour), strict=True))
+
+
+# what the colour-blind see of linear red, green and blue: Machado, Oliveira and Fernandes 2009, of full severity
+SEEN = {
+    "all": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
+    "no red": ((0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216), (-0.003882, -0.048116, 1.051998)),
+    "no green": ((0.367322, 0.860646, -0.227968), (0.280085, 0.672501, 0.047413), (-0.01182, 0.04294, 0.968881)),
+    "no blue": ((1.255528, -0.076749, -0.178779), (-0.078411, 0.930809, 0.147602), (0.004733, 0.691367, 0.3039)),
+}
+
+
+def linear(colour):
     channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
-    return sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+    return [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+
+
+def lab(colour, sight):
+    """CIE L*a*b*, of daylight."""
+    r, g, b = (min(1.0, max(0.0, sum(w * c for w, c in zip(row, linear(colour), strict=True)))) for row in sight)
+    white = (0.4124 * r + 0.3576 * g + 0.1805 * b) / 0.9505, 0.2126 * r + 0.7152 * g + 0.0722 * b
+    x, y, z = (
+        t ** (1 / 3) if t > 0.008856 else 7.787 * t + 16 / 116
+        for t in (*white, (0.0193 * r + 0.1192 * g + 0.9505 * b) / 1.089)
+    )
+    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
+
+
+@pytest.mark.parametrize("sight", SEEN)
+def test_colours_of_areas_can_be_told_apart_by_all(sight):
+    for one, other in combinations([colour for colour, _ in KINDS.values()], 2):
+        assert math.dist(lab(one, SEEN[sight]), lab(other, SEEN[sight])) > 15, (one, other)
 
 
 @pytest.mark.parametrize("page", ["#ffffff", "#0d1117"])

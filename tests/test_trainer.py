@@ -11,7 +11,7 @@ from accelerate.state import AcceleratorState
 from peft import LoraConfig, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-from planner import BudgetError, OptionError, PlanWarning, applied_plan, plan
+from planner import BudgetError, OptionError, PlanWarning, applied_plan, applied_plans, plan
 from planner.integrations.trainer import plan_trainer
 from planner.runtime.interception import attached
 
@@ -85,7 +85,9 @@ def test_losses_checkpoints_and_evaluation_are_those_without_a_plan(tmp_path):
     assert len(watched.plans) == 1
     assert watched.plans[0].options.accumulate
     assert any(d.action == "recompute" for d in watched.plans[0].decisions)
-    assert applied_plan(t.model) is None
+    assert attached(t.model) is None
+    assert applied_plan(t.model).record is watched.plans[0]
+    assert applied_plans(t.model) == (applied_plan(t.model),)
 
     checkpoint = {name: tmp_path / name / "checkpoint-2" for name in ("usual", "ours")}
     without, _ = trained(trainer(tmp_path / "usual", **saves), checkpoint["ours"])
@@ -93,6 +95,20 @@ def test_losses_checkpoints_and_evaluation_are_those_without_a_plan(tmp_path):
     under, watched = trained(t, checkpoint["usual"])
     assert without == under == usual
     assert "plan.json" in watched.plans[0].note  # whose schedule was taken
+
+
+def test_all_plans_are_known_after_training_the_largest_first(tmp_path):
+    t = trainer(tmp_path, model(1), max_steps=4)
+    t.train_dataset = rows(12)  # batches of 8 and of 4
+    _, watched = trained(planned(t, dynamic=False))
+    plans = applied_plans(t.model)
+    assert [p.record for p in plans] == sorted(watched.plans, key=lambda p: -p.baseline_peak_bytes)
+    assert [p.step.batch[0].shape for p in plans] == [(8, 32), (4, 32)]
+    assert applied_plan(t.model) is plans[0]
+    assert plans[1].summary().startswith("Fits")
+    plan(t.model, budget_gb=1).apply()
+    assert applied_plan(t.model) is None
+    assert applied_plans(t.model) == ()
 
 
 def test_a_damaged_plan_file_is_planned_anew(tmp_path):

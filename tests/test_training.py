@@ -61,7 +61,7 @@ def test_without_a_batch_the_plan_is_made_at_the_first_step():
     assert p.apply() is model
     model(torch.randn(8, 16)).sum().backward()
     assert 0 < p.peak_bytes <= p.budget_bytes == 12 * 2**30
-    assert "values are recomputed" in p.summary()
+    assert "saved activations are recomputed" in p.summary()
     p.remove()
 
 

@@ -23,7 +23,7 @@ from planner.requests.check import check
 from planner.requests.planned import Known, Pending, Planned, Unplanned
 from planner.requests.request import Request
 from planner.session.announce import announce, warn_unplanned
-from planner.session.attach import applied
+from planner.session.attach import all_applied, applied
 
 
 def plan(
@@ -62,8 +62,8 @@ def plan(
             model, the plan is made at the first training step after `apply()`.
         kwargs: further keyword arguments for the model.
         budget_gb: memory that parameters, buffers, batch, optimizer state and everything the step allocates may take
-            together, in GB of 2**30 bytes; or an amount with its unit as "12 GB" or "500 MiB" (MB and MiB are alike,
-            2**20 bytes), or a share of the device's memory as "80%"; None for what the GPU has free.
+            together, in GB of `2**30` bytes; or an amount with its unit as "12 GB" or "500 MiB" (MB and MiB are alike,
+            `2**20` bytes), or a share of the device's memory as "80%"; None for what the GPU has free.
         solver: "auto" (the default), "chen" (sqrt(L) segments) or "ilp" (exact on small graphs).
         optimizer: an optimizer or its name, to count its state and the temporaries of its step; None counts none.
         loss_fn: model output -> scalar loss, where the loss is not among the model's outputs.
@@ -159,9 +159,21 @@ def known_plan(given: Any) -> Known | None:
 
 
 def applied_plan(model: nn.Module) -> Plan | None:
-    """The plan that a model runs under, the newest where it has several; None where there is none (yet)."""
+    """The plan that a model runs under, the newest where it has several; None where there is none (yet).
+
+    After `Trainer.train()` or Lightning's `fit()`, which take the plan off, the plan that the model was trained by.
+    """
     planned = applied(model)
     return None if planned is None else Plan.of(planned)
+
+
+def applied_plans(model: nn.Module) -> tuple[Plan, ...]:
+    """All plans that a model runs under, or was trained by: one for each kind of call, the largest step first.
+
+    Kinds of calls differ in shapes, dtypes or modes; one plan may serve several of them. Steps are compared by what
+    they would take with everything kept.
+    """
+    return tuple(map(Plan.of, all_applied(model)))
 
 
 _OPTIONS = frozenset(f.name for f in fields(Options))

@@ -53,7 +53,7 @@ class Plan:
     the first training step, they raise ApplyError until then.
 
     Attributes:
-        budget_bytes: the most that the step may take, everything counted (1 GB = 2**30 bytes).
+        budget_bytes: the most that the step may take, everything counted (1 GB = `2**30` bytes).
         peak_bytes: predicted peak of the step, everything that the budget counts.
         baseline_peak_bytes: predicted peak with nothing recomputed.
         resident_bytes: parameters, buffers, batch and optimizer state, which stay allocated during the whole step.

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal, NoReturn
 
 from planner.core.options import Options, count, flags
+from planner.planfile.files import own_version
 from planner.report.words import shown
 
 TARGET = """\
@@ -37,10 +38,12 @@ def parser() -> Parser:
   python -m planner show plan.json --explain model.layers.3.mlp
   python -m planner run --budget-gb 12 train.py --epochs 3
   python -m planner devices
+  python -m planner doctor
 
 {STATUS}""",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    top.add_argument("--version", action="version", version=f"checkpoint-planner {own_version()}")
     top.add_argument("--debug", action="store_true", help="show tracebacks of errors (also after the command)")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
 
@@ -61,6 +64,7 @@ def parser() -> Parser:
     _pareto(command)
     _compare(command)
     _devices(command)
+    _doctor(command)
     _demo(command)
     return top
 
@@ -163,6 +167,18 @@ def _devices(command: Command) -> None:
     _json(p)
 
 
+def _doctor(command: Command) -> None:
+    p = command(
+        "doctor",
+        "say what was found here (torch, device, compiler, packages), and try a small plan",
+        """The exit status is 1 where a plan cannot be made and run here.
+
+example:
+  python -m planner doctor""",
+    )
+    _json(p)
+
+
 def _demo(command: Command) -> None:
     p = command(
         "demo",
@@ -213,7 +229,9 @@ def _options(p: argparse.ArgumentParser) -> None:
 
 def _views(p: argparse.ArgumentParser) -> None:
     p.add_argument("--html", type=Path, metavar="FILE", help="write the plan as a page")
-    p.add_argument("--explain", metavar="PATH", help="instead of the plan, say why, for a module, a pattern or a value")
+    p.add_argument(
+        "--explain", metavar="PATH", help="say why it was decided so, for a module, a pattern or an activation"
+    )
     _json(p)
 
 

@@ -18,12 +18,13 @@ from planner.api.compare import compare
 from planner.api.front import plan
 from planner.api.pareto import pareto
 from planner.api.plan import Plan
+from planner.cli.doctor import findings, lines
 from planner.cli.target import arguments_of, batch_of
 from planner.core.options import Options, flags
 from planner.devices.specs import DEVICES, Device, find_device
 from planner.errors import OptionError, gb
 from planner.integrations.launch import launch
-from planner.report.answer import fits
+from planner.report.answer import fits, least_overhead
 from planner.report.comparison import to_text as comparison_text
 from planner.report.explanation import to_text as explanation_text
 from planner.report.table import by_module
@@ -64,15 +65,14 @@ def curve(options: Namespace) -> int:
     if options.json:
         return _print_json([facts(p) for p in plans])
     style = style_of()
-    print(
-        style.paint(f"{'budget':>12} {'peak':>12} {'more time':>10} {'above the best':>15} {'recomputed':>12}", "bold")
-    )
+    print(style.paint(f"{'budget':>12} {'peak':>12} {'more time':>10} {'at least':>10} {'recomputed':>12}", "bold"))
     for p in plans:
         recomputed = sum(d.nbytes for d in p.decisions if d.action == "recompute")
         print(
-            f"{gb(p.budget_bytes):>12} {gb(p.peak_bytes):>12} {p.overhead:>10.1%} {'at most':>8} {p.gap:>6.1%} "
+            f"{gb(p.budget_bytes):>12} {gb(p.peak_bytes):>12} {p.overhead:>10.1%} {least_overhead(p.record):>10.1%} "
             f"{gb(recomputed):>12}"
         )
+    print("More time is an estimate; no plan within that budget takes less than the next column, which is proven.")
     return FITS
 
 
@@ -105,6 +105,21 @@ def devices(options: Namespace) -> int:
     return FITS
 
 
+def doctor(options: Namespace) -> int:
+    """`doctor`."""
+    found = []
+    for finding in findings():
+        found.append(finding)
+        if not options.json:
+            print(*map(style_of().name, lines(finding)), sep="\n", flush=True)
+    works = all(finding.works is not False for finding in found)
+    if options.json:
+        _print_json({"works": works, "findings": [asdict(finding) for finding in found]})
+    else:
+        print("\nPlans can be made and run here." if works else "\nPlans cannot be made and run here, as it is.")
+    return FITS if works else DOES_NOT_FIT
+
+
 def demo(options: Namespace) -> int:
     """`demo`."""
     from planner.cli.demo import run
@@ -134,6 +149,7 @@ COMMANDS: Mapping[str, Callable[[Namespace], int]] = {
     "pareto": curve,
     "compare": difference,
     "devices": devices,
+    "doctor": doctor,
     "demo": demo,
 }
 

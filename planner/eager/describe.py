@@ -80,7 +80,7 @@ def note(choice: Choice, refused: Mapping[str, str], asked: Sequence[str]) -> st
     kept = sum(len(ops) for ops in choice.kept.values())
     done = (
         f"{len(choice.kept)} modules are checkpointed, {kept} results in them kept. Each runs again at once, up to the "
-        "last value that its backward pass needs; a plan that is compiled can choose each value and its time."
+        "last activation that its backward pass needs; a compiled plan can choose each activation and its time."
         if choice.kept
         else "Nothing is checkpointed."
     )

@@ -22,8 +22,9 @@ from planner.integrations.discovery import Trained, apart, ids, parameters, unwr
 from planner.integrations.trainer import COMPILES, ENGINE, LEAVE, plan_in
 from planner.integrations.watching import counted
 from planner.requests.batch import LATER
-from planner.runtime.interception import attached, detach
+from planner.runtime.interception import attached
 from planner.runtime.modes import LIGHTNING
+from planner.session.attach import take_off
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 OUTSIDE = "the rest of the LightningModule"
@@ -176,7 +177,7 @@ class PlanCallback:
         """Leave the LightningModule as it was."""
         vars(pl_module).pop("training_step", None)
         if self.planned is not None and attached(self.planned) is not None:
-            detach(self.planned)
+            take_off(self.planned)
         self.planned = None
 
     def _file(self, trainer: Any) -> Path | None:

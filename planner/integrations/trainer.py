@@ -13,6 +13,7 @@ from planner.api.plan import Plan
 from planner.errors import OptionError, PlanFileError, PlanWarning
 from planner.requests.batch import LATER
 from planner.runtime.interception import attached, detach
+from planner.session.attach import take_off
 
 LEAVE = "a plan decides itself what is recomputed; leave it out, or train without a plan"
 COMPILES = "a plan compiles the model in its own way; leave it out"
@@ -82,7 +83,7 @@ def plan_trainer(
 
         def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if attached(trainer.model) is not None:
-                detach(trainer.model)
+                take_off(trainer.model)
 
     loss: _Loss | None = None
     own = type(trainer).compute_loss is not transformers.Trainer.compute_loss

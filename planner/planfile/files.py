@@ -38,7 +38,7 @@ def data_of(record: PlanRecord) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "version": VERSION,
-        "planner": _own_version(),
+        "planner": own_version(),
         "plan": encode(record, _record_with(type(record.options))),  # type: ignore[arg-type]  # classes are hashable
     }
 
@@ -125,7 +125,7 @@ def _record_with(kind: type[Options]) -> type[PlanRecord]:
     )
 
 
-def _own_version() -> str:
+def own_version() -> str:
     try:
         return version("checkpoint-planner")
     except PackageNotFoundError:

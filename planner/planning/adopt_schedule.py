@@ -52,7 +52,7 @@ def adopt_known(problem: Problem, known: Problem, schedule: Schedule, bound: flo
         return "its budget differs"
     timeline = validate(problem.with_budget(None), schedule)
     if problem.budget is not None and timeline.peak > problem.budget:
-        return "less room is left beside what is held all the time"
+        return "fixed memory (parameters, batch, optimizer state and the like) leaves less room"
     proven = bound if problem.ops == known.ops else cost_bound(problem)
     return Solution(schedule, timeline, "known", 0.0, min(timeline.cost, proven))
 

@@ -31,14 +31,15 @@ def curve_of(plan: PlanRecord) -> Curve:
         peers.append(Point(rough.segments[0], _over(problem, rough.segments[1]), SEGMENTS))
     if (block := _per_block(problem, plan.baseline_timeline)) is not None:
         peers.append(block)
-    if plan.known_curve is not None:
-        return replace(plan.known_curve, peers=tuple(peers))
+    proven = Point(plan.budget_bytes, max(0.0, _over(problem, plan.bound)))
+    if (known := plan.known_curve) is not None:
+        return replace(known, bound=_bounds([proven, *known.bound]), peers=tuple(peers))
     found = [Point(peak, _over(problem, cost)) for peak, cost in rough.points]
     return Curve(
         _front([own, *found]),
-        tuple(Point(budget, _over(problem, cost)) for budget, cost in rough.bounds),
+        _bounds([proven, *(Point(budget, _over(problem, cost)) for budget, cost in rough.bounds)]),
         tuple(peers),
-        "plans found with little search",
+        "other plans, of a quick search",
     )
 
 
@@ -59,6 +60,15 @@ def _front(points: Sequence[Point]) -> tuple[Point, ...]:
         if not front or p.overhead < front[-1].overhead:
             front.append(p)
     return tuple(front)
+
+
+def _bounds(points: Sequence[Point]) -> tuple[Point, ...]:
+    """Lower bounds by ascending budget; what is proven for a budget holds for every smaller one."""
+    most, bounds = 0.0, []
+    for p in sorted(points, key=lambda p: -p.peak_bytes):
+        most = max(most, p.overhead)
+        bounds.append(replace(p, overhead=most))
+    return tuple(reversed(bounds))
 
 
 def _per_block(problem: Problem, ops: Sequence[BaselineMoment]) -> Point | None:

@@ -207,7 +207,7 @@ def _known(step: Step, request: Request, known: Known, must_match: bool) -> Solu
         why = f"it is of solver={record.options.solver!r}"
     # the margin for fragmentation may be that of another schedule
     elif problem.resident - step.account.get(MARGIN, 0) != record.problem.resident - record.account.get(MARGIN, 0):
-        why = "what is held all the time differs"
+        why = "fixed memory (parameters, batch, optimizer state and the like) differs"
     else:
         why = adopt_known(problem, record.problem, record.schedule, record.bound)
     if isinstance(why, str):

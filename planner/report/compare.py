@@ -23,9 +23,9 @@ def compare_records(a: PlanRecord, b: PlanRecord) -> Comparison:
         Fact("everything kept", a.baseline_peak_bytes, b.baseline_peak_bytes),
         *_eager(a, b),
         Fact("step", a.step_seconds, b.step_seconds),
-        Fact("least time proven", a.bound, b.bound),
-        Fact("overhead", a.overhead, b.overhead),
-        Fact("gap", a.gap, b.gap),
+        Fact("lower bound of the time", a.bound, b.bound),
+        Fact("more time", a.overhead, b.overhead),
+        Fact("gap to the lower bound", a.gap, b.gap),
     )
     modules, unchanged = _changes(a.decisions, b.decisions)
     account = {name: pair for name, pair in lines.items() if pair[0] != pair[1]}

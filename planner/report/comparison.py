@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from planner.errors import gb
-from planner.report.svg import escape
+from planner.report.svg import MICRO, escape
+from planner.report.tables import cells, heading, table
 from planner.report.terminal import Style, style_of
 from planner.report.words import clip, duration, pad, wrapped
 
 MOST_ROWS = 20
 _BYTES = ("budget", "peak", "everything kept", "eager, without a plan")
-_SECONDS = ("step", "least time proven")
+_SECONDS = ("step", "lower bound of the time")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ class Comparison:
         facts: budget, peak and so on, of both.
         account: the lines that make up the peaks, where they differ: name -> bytes in a and in b.
         modules: the modules where decisions differ, or their times, the most bytes first.
-        unchanged: how many values have the same decision in both, at the same time.
+        unchanged: how many saved activations have the same decision in both, at the same time.
     """
 
     differences: Mapping[str, tuple[str, str]]
@@ -78,7 +79,7 @@ def amount(name: str, value: float) -> str:
 
 def _change(fact: Fact) -> str:
     difference = fact.b - fact.a
-    if fact.name in ("overhead", "gap"):
+    if fact.name in ("more time", "gap to the lower bound"):
         points = f"{100 * difference:+.1f}"
         return "" if float(points) == 0 else f"{points} points"
     text = amount(fact.name, difference)
@@ -90,12 +91,16 @@ def _lead(c: Comparison) -> list[str]:
     told = [f"Other {name}: {a}; then {b}." for name, (a, b) in c.differences.items()]
     kept, recomputed = (sum(getattr(m, of) for m in c.modules) for of in ("now_kept", "now_recomputed"))
     if not c.modules:
-        return [*told, f"The plans decide the same for all {c.unchanged} values."]
+        return [*told, f"The plans decide the same for all {c.unchanged} saved activations."]
     only = sum(m.only_a + m.only_b for m in c.modules)
     changed = [f"{gb(kept)} are now kept and {gb(recomputed)} now recomputed"] if kept or recomputed else []
     changed += [f"{gb(only)} are in one of the plans only"] if only else []
     changed = changed or ["Some of what both recompute takes another time"]
-    return [*told, f"{'; '.join([*changed, f'{c.unchanged} values are treated as before'])}."]
+    return [*told, f"{'; '.join([*changed, _as_before(c.unchanged)])}."]
+
+
+def _as_before(count: int) -> str:
+    return f"{count} saved activation{' is' if count == 1 else 's are'} treated as before"
 
 
 def _moved(c: Comparison) -> list[ModuleChange]:
@@ -130,26 +135,24 @@ def to_html(c: Comparison) -> str:
     """The comparison as tables; no script, no style sheet."""
     lead = "".join(f"<p>{escape(text)}</p>" for text in _lead(c))
     rows = [(f.name, amount(f.name, f.a), amount(f.name, f.b), _change(f)) for f in c.facts]
-    rows += [(f"at the peak: {n}", gb(a), gb(b), gb(b - a)) for n, (a, b) in c.account.items()]
+    parts = [lead, heading("The plans"), _table(("", "first", "second", "change"), rows)]
+    if c.account:
+        lines = [(n, gb(a), gb(b), gb(b - a) if b < a else f"+{gb(b - a)}") for n, (a, b) in c.account.items()]
+        parts += [heading("At the peak"), _table(("", "first", "second", "change"), lines)]
     modules = [
         (
             f"{m.name or '(the model)'}{f' x{m.count}' if m.count > 1 else ''}",
-            gb(m.now_kept),
-            gb(m.now_recomputed),
-            duration(m.seconds),
+            gb(m.now_kept) if m.now_kept else "–",
+            gb(m.now_recomputed) if m.now_recomputed else "–",
+            duration(m.seconds, MICRO) if m.seconds <= 0 else f"+{duration(m.seconds, MICRO)}",
         )
         for m in _moved(c)[:MOST_ROWS]
     ]
-    second = _table(("module", "now kept", "now recomputed", "time"), modules) if modules else ""
-    return f"<div style='max-width:720px'>{lead}{_table(('', 'first', 'second', 'change'), rows)}{second}</div>"
+    if modules:
+        head = ("module", "now kept", "now recomputed", "extra time")
+        parts += [heading("Where the plans decide otherwise"), _table(head, modules)]
+    return f"<div style='max-width:760px'>{''.join(parts)}</div>"
 
 
-def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    def cells(tag: str, texts: Iterable[str]) -> str:
-        return "".join(
-            f"<{tag} style='text-align:{'right' if i else 'left'}'>{escape(text)}</{tag}>"
-            for i, text in enumerate(texts)
-        )
-
-    body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
-    return f"<table><thead><tr>{cells('th', head)}</tr></thead><tbody>{body}</tbody></table>"
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    return table([cells(head, 1, tag="th"), *(cells([*map(escape, row)], 1) for row in rows)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from planner.core.plan import Curve, PlanRecord, Point
 from planner.errors import gb
@@ -74,12 +74,12 @@ def curve_svg(plan: PlanRecord, curve: Curve) -> str:
     for mark, p in zip(MARKS, curve.peers, strict=False):
         shape = f"<path d='{mark}' fill='{PEER}'/>"
         parts.append(_placed(shape, p, x, y, "peer"))
-        entries.append((shape, words_of(p)))
+        entries.append((shape, f"{words_of(p)}{_beside(p, [own, *curve.points])}"))
     parts.append(_placed(_own(7), own, x, y, "chosen"))
     drawn = f"<path d='M-8 0H8' stroke='{OTHERS}' stroke-width='2'/>{dot}" if points else ""
     entries = [(_own(6), words_of(own)), *entries, (drawn, curve.about)]
     if curve.bound:
-        entries.append((_shade(-7, -6, 14, 12), "proven: no schedule is in here"))
+        entries.append((_shade(-7, -6, 14, 12), "impossible (proven lower bound)"))
     drawing, bottom = legend(entries, LEFT - 8, FLOOR + 46)
     return svg(bottom - 12, "more time against peak memory", [*parts, *drawing])
 
@@ -87,6 +87,14 @@ def curve_svg(plan: PlanRecord, curve: Curve) -> str:
 def words_of(p: Point) -> str:
     """A point in words: "each block checkpointed: 62.7 MB, +30%"."""
     return f"{p.name or 'a plan'}: {gb(p.peak_bytes)}, {f'{p.overhead:+.1%}' if p.overhead else '+0%'}"
+
+
+def _beside(peer: Point, plans: Sequence[Point]) -> str:
+    """What the cheapest plan takes that needs no more memory than a peer; empty where none does as well."""
+    least = min((p.overhead for p in plans if p.peak_bytes <= peer.peak_bytes), default=None)
+    if least is None or not peer.overhead or least > peer.overhead:
+        return ""
+    return " (as a plan does)" if f"{least:.1%}" == f"{peer.overhead:.1%}" else f" (a plan: +{least:.1%})"
 
 
 def _own(r: float) -> str:
@@ -114,5 +122,5 @@ def _bound(curve: Curve, x: Callable[[float], float], y: Callable[[float], float
             at = min(p.peak_bytes, right)
     return (
         f"<path d='{path}V{FLOOR}Z' fill='currentColor' fill-opacity='0.16' data-role='bound'>"
-        f"<title>proven: no schedule of a peak up to {gb(at)} is in here</title></path>"
+        f"<title>impossible: no plan of a peak up to {gb(at)} takes less time</title></path>"
     )

@@ -68,7 +68,7 @@ def _named(plan: PlanRecord, path: str) -> tuple[tuple[str, ...], list[int]]:
         near = get_close_matches(asked[:200], dict.fromkeys([*known, *map(folded, known), *labels]), n=3, cutoff=0.5)
         names = ", ".join(repr(shown(n)) for n in near or known[1:4])
         beside = f"{'the nearest are' if near else 'these are'}: {names}" if names else "the plan knows of no modules"
-        raise OptionError(f"{shown(path)!r:.200} is no module of the model, nor a value of the plan; {beside}")
+        raise OptionError(f"{shown(path)!r:.200} is no module of the model, nor an activation of the plan; {beside}")
     return (), values
 
 

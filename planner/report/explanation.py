@@ -85,7 +85,7 @@ def to_text(explanation: Explanation, style: Style) -> str:
         lines += ["", *(style.paint(line, "cyan" if group.action == "keep" else "yellow") for line in head)]
         lines += wrapped(style.name(group.why), indent="    ")
     if rest := explanation.groups[MOST_GROUPS:]:
-        lines += ["", f"and {sum(g.count for g in rest)} more values, {gb(sum(g.nbytes for g in rest))}"]
+        lines += ["", f"and {sum(g.count for g in rest)} more activations, {gb(sum(g.nbytes for g in rest))}"]
     if conclusions := _conclusions(explanation):
         lines += ["", *(line for text in conclusions for line in wrapped(text))]
     return "\n".join(lines)

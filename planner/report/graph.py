@@ -13,13 +13,13 @@ import networkx as nx
 from planner.core.plan import BaselineMoment, PlanRecord
 from planner.errors import OptionError, gb
 from planner.report.graph_layout import layout
-from planner.report.names import folded, modules_of, title
+from planner.report.names import folded, line_of, modules_of, title
 from planner.report.svg import ACTIONS, MICRO, escape, legend, number, svg, swatch, text, width_of
 from planner.report.words import clip, duration, shown
 
 MOST = 40  # nodes of a drawing
 TOGETHER = 10  # parts of a long list of layers
-WIDE, TALL = 156.0, 42.0  # of a node's box
+WIDE, TALL = 168.0, 58.0  # of a node's box
 FORMATS = ("svg", "dot", "networkx")
 
 
@@ -43,6 +43,7 @@ class Node:
         ops: positions in the baseline timeline.
         name: its label.
         more: its whole name and source line, for a title.
+        place: the file and line that make it; empty for several ops, and where it is not known.
         sizes: bytes of its results, by the decision for them, as in `ACTIONS`.
         seconds: of one run.
         outside: whether it belongs to another module than the drawn one.
@@ -51,6 +52,7 @@ class Node:
     ops: tuple[int, ...]
     name: str
     more: str
+    place: str
     sizes: Mapping[str, int]
     seconds: float
     outside: bool = False
@@ -179,7 +181,8 @@ def _node(ops: Sequence[BaselineMoment], members: tuple[int, ...], name: str, ou
     one = ops[members[0]]
     more = title(one.module, one.op, one.source) if len(members) == 1 else f"{name}: {len(members)} ops"
     seconds = sum(ops[i].seconds for i in members)
-    return Node(members, shown(name), more, sizes, seconds, outside)
+    place = line_of(one.source) if len(members) == 1 else ""
+    return Node(members, shown(name), more, shown(place), sizes, seconds, outside)
 
 
 def _svg(drawn: nx.DiGraph, module: str | None) -> str:
@@ -214,15 +217,15 @@ def _bezier(points: Sequence[tuple[float, float]]) -> str:
 
 
 def _box(node: Node, x: float, y: float) -> str:
-    colour = ACTIONS[node.action][0]
+    colour, place = ACTIONS[node.action][0], node.place or ("" if len(node.ops) == 1 else f"{len(node.ops)} ops")
     dashes = " stroke-dasharray='4 3'" if node.outside else ""
     bar, at = "", x + 1
     total = sum(node.sizes.values())
     for action, size in node.sizes.items():
         wide = (WIDE - 2) * size / total if total else 0.0
         if size and not node.outside:
-            place = f"x='{number(at)}' y='{number(y + TALL - 5)}' width='{number(wide)}' height='4'"
-            bar += f"<rect {place} fill='{ACTIONS[action][0]}'/>"
+            corner = f"x='{number(at)}' y='{number(y + TALL - 5)}' width='{number(wide)}' height='4'"
+            bar += f"<rect {corner} fill='{ACTIONS[action][0]}'/>"
         at += wide
     frame = f"x='{number(x)}' y='{number(y)}' width='{number(WIDE)}' height='{number(TALL)}' rx='4'"
     return (
@@ -231,7 +234,8 @@ def _box(node: Node, x: float, y: float) -> str:
         f"<rect {frame} fill='{colour}' fill-opacity='{0.05 if node.outside else 0.16}' stroke='{colour}'{dashes}/>"
         + bar
         + text(x + 9, y + 16, clip(node.name, WIDE - 18, width_of))
-        + text(x + 9, y + 32, node.facts, more=" fill-opacity='0.8'")
+        + text(x + 9, y + 31, clip(place, WIDE - 18, width_of), more=" fill-opacity='0.8'")
+        + text(x + 9, y + 46, node.facts, more=" fill-opacity='0.8'")
         + "</g>"
     )
 
@@ -241,7 +245,8 @@ def _dot(drawn: nx.DiGraph) -> str:
     lines = ["digraph {", '  node [shape=box, style=filled, fontname="sans-serif", fontcolor=white];']
     for at in drawn:
         node = drawn.nodes[at]["node"]
-        label = f"{_quoted(clip(node.name, 60))}\\n{_quoted(node.facts)}"
+        place = f"\\n{_quoted(clip(node.place, 60))}" if node.place else ""
+        label = f"{_quoted(clip(node.name, 60))}{place}\\n{_quoted(node.facts)}"
         lines.append(
             f'  n{at} [label="{label}", tooltip="{_quoted(node.more)}", fillcolor="{ACTIONS[node.action][0]}"];'
         )

@@ -9,40 +9,47 @@ from os import PathLike
 from planner.core.files import path_of, write_atomically
 from planner.core.plan import Curve, PlanRecord
 from planner.errors import OptionError, PlanFileError, gb
-from planner.report.answer import answer, without_a_plan
+from planner.report.answer import answer, subject, without_a_plan
 from planner.report.curve import curve_svg
 from planner.report.svg import ACTIONS, MICRO, escape, number
 from planner.report.table import ModuleRow, by_module, by_reason, largest, shared_path
+from planner.report.tables import SMALL, cells, heading, table
 from planner.report.timeline import peak_words, timeline_svg
 from planner.report.words import clip, duration, shown
 
 ROWS = 14  # of the table of modules
-LONGEST = 44  # characters of a name
+LONGEST = 100  # characters of a name
 BREAKABLE = re.compile(r"[^.]{0,20}\.|[^.]{1,20}")  # parts of a name, after which a line may end
 BAR = 96  # width of a bar in the table
-SMALL = "font-size:90%;opacity:.8"
 
 
 def body(plan: PlanRecord, curve: Curve) -> str:
     """A plan in Jupyter: the answer, the timeline, the trade-off curve, a table per module, the account."""
     parts = [
-        f"<p><b>{escape(answer(plan))}</b><br><span style='{SMALL}'>{escape(surety(plan))}</span></p>",
-        _heading("Memory over the step, predicted"),
-        timeline_svg(plan),
+        f"<p style='{SMALL};overflow-wrap:anywhere;margin-bottom:0'>{escape(subject(plan))}</p>",
+        f"<p style='margin-top:0'><b>{escape(answer(plan))}</b><br>"
+        f"<span style='{SMALL}'>{escape(surety(plan))}</span></p>",
+        heading("Memory over the step, predicted"),
+        _scrolled(timeline_svg(plan)),
         f"<p style='{SMALL};overflow-wrap:anywhere'>{escape(peak_words(plan))}</p>",
-        _heading("What memory costs in time, estimated"),
-        curve_svg(plan, curve),
-        _heading("Activations that the backward pass needs, by module"),
+        heading("What memory costs in time, estimated"),
+        _scrolled(curve_svg(plan, curve)),
+        heading("Activations that the backward pass needs, by module"),
         modules(by_module(plan.decisions)),
-        _heading("What makes up the peak"),
+        heading("What makes up the peak"),
         account(plan),
     ]
     if unsafe := by_reason(plan.decisions):
         items = "".join(f"<li>{escape(line)}</li>" for line in unsafe)
-        parts += [_heading("Unsafe to run again as they are, and why"), f"<ul style='margin:0'>{items}</ul>"]
+        parts += [heading("Unsafe to run again as they are, and why"), f"<ul style='margin:0'>{items}</ul>"]
     if plan.note:
         parts.append(f"<p style='{SMALL};overflow-wrap:anywhere'>{escape(plan.note)}</p>")
     return f"<div style='max-width:760px'>{''.join(parts)}</div>"
+
+
+def _scrolled(drawing: str) -> str:
+    """A drawing that keeps its words large enough to read on a narrow page, where it scrolls."""
+    return f"<div style='overflow-x:auto'><div style='min-width:560px'>{drawing}</div></div>"
 
 
 def page(content: str, path: str | PathLike[str] | None = None) -> str:
@@ -84,18 +91,19 @@ def modules(rows: Sequence[ModuleRow]) -> str:
     first, rest = largest(rows, ROWS)
     most = max((r.kept + r.recomputed for r in first), default=0) or 1
     common = shared_path([r.name for r in first])
-    cells = []
+    lines = []
     for row in (*first, *([rest] if rest else [])):
         name = escape(row.name or "(the model)")
         label = escape(row.label) if row is rest else _code(row.name or "(the model)", common)
         bar = _bar([(row.kept, "keep"), (row.recomputed, "recompute")], most)
-        layers = "" if row is rest else f"<span style='{SMALL}'>{escape(row.repeats)}</span>"
+        if row is not rest and row.repeats:
+            label += f"<br><span style='{SMALL}'>{escape(row.repeats)}</span>"
         data = f" data-module='{name}' data-kept='{row.kept}' data-recomputed='{row.recomputed}'"
-        cells.append(_cells([label, layers, bar, *_sizes(row)], 3, f"{data} data-seconds='{row.seconds!r}'"))
+        lines.append(cells([label, bar, *_sizes(row)], 2, f"{data} data-seconds='{row.seconds!r}'"))
     total = ModuleRow("", 1, *(sum(getattr(r, of) for r in rows) for of in ("kept", "recomputed", "seconds")))
-    cells.append(_cells([f"<b>{x}</b>" for x in ("together", "", "", *_sizes(total))], 3))
-    heads = [f"in {_code(common)}" if common else "module", "", "", "kept", "recomputed", "time paid"]
-    return _table([_cells(heads, 3, tag="th"), *cells])
+    lines.append(cells([f"<b>{x}</b>" for x in ("total", "", *_sizes(total))], 2))
+    heads = [f"in {_code(common)}" if common else "module", "", "kept", "recomputed", "extra time"]
+    return table([cells(heads, 2, tag="th"), *lines])
 
 
 def _sizes(row: ModuleRow) -> list[str]:
@@ -106,14 +114,19 @@ def _sizes(row: ModuleRow) -> list[str]:
 def account(plan: PlanRecord) -> str:
     """The lines that make up the peak, their sum, and the rest of the budget."""
     most = max(plan.account.values(), default=0) or 1
-    cells = []
+    lines = []
     for name, size in plan.account.items():
         if size:
             data = f" data-line='{escape(name)}' data-bytes='{size}'"
-            cells.append(_cells([escape(clip(shown(name), LONGEST)), _bar([(size, "")], most), gb(size)], 2, data))
-    cells.append(_cells(["<b>peak</b>", "", f"<b>{gb(plan.peak_bytes)}</b>"], 2))
-    cells.append(_cells(["left of the budget", "", gb(plan.budget_bytes - plan.peak_bytes)], 2))
-    return _table(cells)
+            lines.append(cells([_broken(clip(shown(name), LONGEST)), _bar([(size, "")], most), gb(size)], 2, data))
+    lines.append(cells(["<b>peak</b>", "", f"<b>{gb(plan.peak_bytes)}</b>"], 2))
+    lines.append(cells(["left of the budget", "", gb(plan.budget_bytes - plan.peak_bytes)], 2))
+    return table(lines)
+
+
+def _broken(words: str) -> str:
+    """Text that may break where it must."""
+    return f"<span style='overflow-wrap:anywhere'>{escape(words)}</span>"
 
 
 def _code(name: str, common: str = "") -> str:
@@ -133,24 +146,3 @@ def _bar(sizes: Iterable[tuple[int, str]], most: int) -> str:
             x += wide
     frame = f"width='{BAR}' height='11' viewBox='0 0 {BAR} 11' style='vertical-align:-1px'"
     return f"<svg xmlns='http://www.w3.org/2000/svg' {frame}>{bars}</svg>"
-
-
-def _heading(words: str) -> str:
-    return f"<h4 style='margin:20px 0 6px;font-size:14px;font-weight:600'>{escape(words)}</h4>"
-
-
-def _table(rows: Iterable[str]) -> str:
-    style = "border-collapse:collapse;font-size:13px;font-variant-numeric:tabular-nums;width:100%;margin:0"
-    return f"<table style='{style}'>{''.join(rows)}</table>"
-
-
-def _cells(cells: Sequence[str], left: int, more: str = "", tag: str = "td") -> str:
-    """A row; the first cells are set to the left, the others, numbers, to the right."""
-    parts = []
-    for at, cell in enumerate(cells):
-        side = "left" if at < left else "right"
-        attribute, style = (" nowrap", ";white-space:nowrap") if at else ("", "")
-        parts.append(
-            f"<{tag} align='{side}'{attribute} style='text-align:{side};padding:3px 10px 3px 0{style}'>{cell}</{tag}>"
-        )
-    return f"<tr{more} valign='top' style='border-bottom:1px solid rgba(128,128,128,.3)'>{''.join(parts)}</tr>"

@@ -15,26 +15,27 @@ from planner.report.words import clip, shown, time_unit
 WIDTH = 760
 FONT = "font-family='system-ui,-apple-system,&quot;Segoe UI&quot;,Helvetica,Arial,sans-serif' font-size='12'"
 
-# name -> colour, and its words in a legend; in the order in which they are stacked
+# name -> colour, and its words in a legend; in the order in which they are stacked. The colours differ for the
+# colour-blind, too (`tests/test_picture.py`)
 KINDS = {
-    "parameters": ("#6f7a88", "parameters"),
-    "optimizer": ("#8d7b68", "optimizer state"),
-    "other": ("#868e99", "batch and other"),
-    "gradients": ("#1f9d76", "gradients"),
-    "kept": ("#3b82f6", "kept activations"),
-    "passing": ("#0a9fb5", "passing activations"),
-    "recomputed": ("#e8710a", "recomputed activations"),
-    "backward": ("#8b5cf6", "gradients of activations"),
-    "waiting": ("#b8860b", "other microbatches"),
-    "workspace": ("#d6408f", "workspace of the op"),
+    "parameters": ("#6a6055", "parameters"),
+    "optimizer": ("#ba8498", "optimizer state"),
+    "other": ("#a386cd", "batch and other"),
+    "gradients": ("#38a562", "gradients"),
+    "kept": ("#4f86ff", "kept activations"),
+    "passing": ("#4f6286", "temporary activations"),
+    "recomputed": ("#ff5017", "recomputed activations"),
+    "backward": ("#8d26ff", "gradients of activations"),
+    "waiting": ("#77a024", "other microbatches"),
+    "workspace": ("#a80abc", "workspace of the op"),
 }
 ACTIONS = {
-    "keep": ("#3b82f6", "kept"),
-    "recompute": ("#e8710a", "recomputed"),
-    "offload": ("#1f9d76", "offloaded"),
-    "": ("#7a828e", "passing, or not needed again"),
+    "keep": ("#4f86ff", "kept"),
+    "recompute": ("#ff5017", "recomputed"),
+    "offload": ("#38a562", "offloaded"),
+    "": ("#7a828e", "temporary, or not needed again"),
 }
-BUDGET = "#e5484d"
+BUDGET = "#d62728"
 MICRO = "µs"
 
 

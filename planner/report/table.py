@@ -52,18 +52,18 @@ class ModuleRow:
 
 
 def by_reason(decisions: Iterable[Decision]) -> list[str]:
-    """Values that must not simply run again: a line for each reason, the largest first.
+    """Activations that must not simply run again: a line for each reason, the largest first.
 
     Examples:
         >>> by_reason([Decision("topk", "keep", 2048, 0.0, "router", "", reason="it chooses among equals")])
-        ['kept, as it chooses among equals: 1 value, 2.00 kB']
+        ['kept, as it chooses among equals: 1 activation, 2.00 kB']
     """
     groups: dict[str, list[int]] = defaultdict(list)
     for d in decisions:
         if d.reason:
             groups[f"kept, as {d.reason}" if d.action == "keep" else d.reason].append(d.nbytes)
     rows = sorted(groups.items(), key=lambda row: (-sum(row[1]), row[0]))
-    return [f"{text}: {len(sizes)} value{'s' * (len(sizes) > 1)}, {gb(sum(sizes))}" for text, sizes in rows]
+    return [f"{text}: {len(sizes)} activation{'s' * (len(sizes) > 1)}, {gb(sum(sizes))}" for text, sizes in rows]
 
 
 def by_module(decisions: Iterable[Decision]) -> list[ModuleRow]:

@@ -22,7 +22,8 @@ _KINDS: dict[str, Colour] = {
     "backward": "cyan",
     "workspace": "red",
 }
-_MEANT = {"passing": "freed within the forward pass", "backward": "gradients of activations"}
+_LABELS = {"passing": "temporary"}
+_MEANT = {"passing": "temporary: freed within the forward pass", "backward": "backward: gradients of activations"}
 
 
 def sparkline(values: Sequence[int], width: int = LINE, top: int | None = None, bars: str = BARS) -> str:
@@ -64,7 +65,7 @@ def lead(plan: PlanRecord, style: Style) -> list[str]:
     seen = plan.verification
     sure = "Sizes are counted" if seen is None else f"A real step took {gb(seen.measured_bytes)}; sizes are counted"
     more = [
-        f"{without_a_plan(plan)}. {len(recomputed)} of {len(plan.decisions)} values are recomputed "
+        f"{without_a_plan(plan)}. {len(recomputed)} of {len(plan.decisions)} saved activations are recomputed "
         f"({gb(sum(d.nbytes for d in recomputed))}). {sure}, times are estimates for "
         f"{style.name(plan.device)}: a step takes {duration(plan.step_seconds)}. "
         f"Solver {style.name(plan.solver)}, {plan.solve_seconds:.1f} s.",
@@ -75,18 +76,19 @@ def lead(plan: PlanRecord, style: Style) -> list[str]:
 
 
 def _timeline(plan: PlanRecord, style: Style) -> list[str]:
-    """A row for the bytes held in all, and one for each kind of memory whose bars are high enough to be seen."""
-    rows: list[tuple[str, Colour, list[int]]] = [("in all", "bold", [m.held_bytes for m in plan.timeline])]
+    """A row for the bytes of all kinds, and one for each kind of memory whose bars are high enough to be seen."""
+    rows: list[tuple[str, Colour, list[int]]] = [("total", "bold", [m.held_bytes for m in plan.timeline])]
     rows += [(kind, colour, [getattr(m.held, kind) for m in plan.timeline]) for kind, colour in _KINDS.items()]
     least = plan.budget_bytes / (2 * len(BARS))
-    shown = [row for row in rows if row[0] == "in all" or max(row[2], default=0) > least]
-    meant = [f"{name}: {_MEANT[name]}" for name, _, _ in shown if name in _MEANT]
+    shown = [row for row in rows if row[0] == "total" or max(row[2], default=0) > least]
+    meant = [_MEANT[name] for name, _, _ in shown if name in _MEANT]
     highest = [f"{phase} {gb(size)}" for phase, size in plan.phase_peaks.items()]
-    lines = [style.paint("Memory over the step (a full bar is the budget), and the most of each kind:", "bold")]
+    lines = [style.paint("Memory over the step (a full bar is the budget), and the peak of each kind:", "bold")]
     for name, colour, held in shown:
         bars = sparkline(held, LINE, plan.budget_bytes, style.bars)
-        lines.append(f"{name:<{LABEL}}{style.paint(f'{bars:<{LINE}}', colour)} {gb(max(held, default=0)):>12}")
-    for facts in ("; ".join(meant), f"Highest: {', '.join(highest)}"):
+        label = _LABELS.get(name, name)
+        lines.append(f"{label:<{LABEL}}{style.paint(f'{bars:<{LINE}}', colour)} {gb(max(held, default=0)):>12}")
+    for facts in ("; ".join(meant), f"Peaks: {', '.join(highest)}"):
         lines += wrapped(facts) if facts else []
     return lines
 

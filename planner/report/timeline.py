@@ -64,7 +64,7 @@ def timeline_svg(plan: PlanRecord) -> str:
     parts += _time_axis(moments, seconds, right, stepped)
     entries = [(_dashes(BUDGET), f"budget {gb(plan.budget_bytes)}{'' if drawn else ', far above'}")]
     if differs:
-        entries.append((_outline(), f"all kept: {gb(plan.baseline_peak_bytes)} at most"))
+        entries.append((_outline(), f"everything kept: {gb(plan.baseline_peak_bytes)}"))
     used = [kind for at, kind in enumerate(Held._fields) if any(m.held[at] for m in moments)]
     entries += [(swatch(KINDS[kind][0]), KINDS[kind][1]) for kind in reversed(used)]
     drawing, bottom = legend(entries, LEFT - 8, FLOOR + 64)
@@ -91,7 +91,7 @@ def _unplanned(plan: PlanRecord, columns: Sequence[Column], y: Callable[[float],
     return (
         f"<path d='{_area(columns, heights)}' fill='currentColor' fill-opacity='0.1' stroke='currentColor' "
         f"stroke-opacity='0.55' stroke-width='1' stroke-linejoin='round' data-kind='unplanned'>"
-        f"<title>everything kept: {plan.baseline_peak_bytes} bytes at most</title></path>"
+        f"<title>everything kept: peak of {plan.baseline_peak_bytes} bytes</title></path>"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -21,11 +22,13 @@ from planner.runtime.compiled import Runtime
 from planner.runtime.eager import EagerRuntime
 from planner.runtime.events import PlanProvider
 from planner.runtime.families import Shapes
-from planner.runtime.interception import Applied, attach, attached
+from planner.runtime.interception import Applied, attach, attached, detach
 from planner.runtime.learnt_shapes import LearntShapes
 from planner.runtime.steps import StepRuntime
 from planner.session.binding import Awaited
 from planner.session.provider import Judge, Provider
+
+_TRAINED_BY: WeakKeyDictionary[nn.Module, tuple[Planned, ...]] = WeakKeyDictionary()  # until a new plan is applied
 
 Around = Callable[[PlanProvider], PlanProvider]
 
@@ -72,6 +75,7 @@ def put_on(
     if awaited is not None:
         runtime.newest = awaited.planned
     attach(target, runtime)
+    _TRAINED_BY.pop(target, None)
     if request.occupancy is None and request.options.in_flight == 1:
         _watch_entries(target, runtime, request, judge)
     else:
@@ -105,9 +109,32 @@ def _runtime(target: nn.Module, request: Request, provider: PlanProvider, alone:
 
 
 def applied(model: nn.Module) -> Planned | None:
-    """The plan that a model runs under, the newest where it has several; None where there is none (yet)."""
+    """The plan that a model runs under, the newest where it has several, or the first that it was trained by.
+
+    None where there is none (yet).
+    """
     runtime = attached(model)
-    return runtime.newest if runtime else None
+    return runtime.newest if runtime else next(iter(_TRAINED_BY.get(model, ())), None)
+
+
+def all_applied(model: nn.Module) -> tuple[Planned, ...]:
+    """The plans that a model runs under, or was trained by: one for each kind of call, the largest step first."""
+    runtime = attached(model)
+    if runtime is None:
+        return _TRAINED_BY.get(model, ())
+    newest = runtime.newest
+    if newest is None:
+        return ()
+    records = {id(record): record for record in (newest.record, *runtime.plans.values())}.values()
+    plans = [newest if record is newest.record else Planned(record, newest.request) for record in records]
+    return tuple(sorted(plans, key=lambda p: -p.record.baseline_peak_bytes))
+
+
+def take_off(model: nn.Module) -> None:
+    """Take the plan off a model whose training ends; which plans it was trained by stays known."""
+    plans = tuple(Planned(p.record, p.without_batch().request) for p in all_applied(model))
+    detach(model)
+    _TRAINED_BY[model] = plans
 
 
 def note_verification(planned: Planned, seen: Verification) -> Planned:
