@@ -238,11 +238,11 @@ def test_verify_names_an_op_whose_second_run_is_another():
 
 
 def test_a_draw_is_repeated_from_a_state():
-    draw, x = torch.ops.aten.rand_like.default, torch.ones(3)
-    state, first = run_and_save_state("cpu", draw, x)
+    draw, x, device = torch.ops.aten.rand_like.default, torch.ones(3), torch.device("cpu")
+    state, first = run_and_save_state("cpu", draw, x, device=device)
     torch.rand(5)
     before = torch.get_rng_state()
-    assert torch.equal(run_with_state(state, "cpu", draw, x), first)
+    assert torch.equal(run_with_state(state, "cpu", draw, x, device=device), first)
     assert torch.equal(torch.get_rng_state(), before)
 
 
