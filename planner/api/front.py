@@ -87,8 +87,8 @@ def plan(
             None: the third shape that comes tells which sizes change; from then on, one plan and one compiled graph
             serve all of them. False: each shape is planned and compiled for itself.
         keep: what must not run twice, such as a custom op whose second run gives something else: names of ops
-            ("aten.bmm", "mylib::op"), paths of modules ("blocks.3.attn", with all that is in it) and patterns of either
-            ("blocks.*.attn").
+            ("aten.bmm", "mylib::op", "triton_kernel_wrapper_functional" for Triton kernels that torch.compile looks
+            into), paths of modules ("blocks.3.attn", with all that is in it) and patterns of either ("blocks.*.attn").
         mode: "compiled" (torch.compile's graphs, rewritten), or "eager": whole modules checkpointed, with some of
             their results kept, for code that cannot or shall not be compiled. It has a search of its own: `solver` and
             `time_limit` do not count.
