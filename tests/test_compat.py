@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch._decomp.decompositions as decompositions
 from torch import fx, nn
+from torch._higher_order_ops import effects
 from torch.profiler import ProfilerActivity, profile
 
 import planner
@@ -187,13 +188,36 @@ def test_a_schema_names_what_an_operator_reads_and_writes():
     assert not ops.schema_of(torch.ops.aten.add.Tensor).is_mutable
 
 
-def test_a_random_op_is_replayed_from_a_state():
-    draw, x = torch.ops.aten.rand_like.default, torch.ones(3)
-    state, first = ops.run_and_save_rng_state(draw, x)
-    torch.rand(5)
-    before = torch.get_rng_state()
-    assert torch.equal(ops.run_with_rng_state(state, draw, x), first)
-    assert torch.equal(torch.get_rng_state(), before)
+@torch.library.custom_op("planner_tests::writes", mutates_args=("x",))
+def writes(x: torch.Tensor) -> None:
+    x.add_(1)
+
+
+@torch.library.custom_op("planner_tests::makes", mutates_args=())
+def makes(x: torch.Tensor, sizes: list[int], other: torch.Tensor | None) -> list[torch.Tensor]:
+    return [x.clone()]
+
+
+def test_an_operator_says_whether_it_only_makes_results():
+    aten, profiler = torch.ops.aten, torch.ops.profiler
+    assert all(
+        map(ops.is_functional, (aten.bmm.default, aten.native_dropout.default, torch.ops.planner_tests.makes.default))
+    )
+    others = (aten.add_.Tensor, aten.view.default, aten._assert_async.msg, torch.ops.planner_tests.writes.default)
+    objects = (profiler._record_function_enter_new.default, torch.ops.c10d.allreduce_.default)
+    assert not any(map(ops.is_functional, (*others, *objects)))
+    assert [ops.name_of(op) for op in ops.FUNCTIONAL if "triton" in ops.name_of(op)] == [
+        "triton_kernel_wrapper_functional"
+    ]
+    assert ops.name_of(aten.bmm.default) == "aten.bmm.default"
+
+
+def test_an_operator_with_an_effect_does_more():
+    op = torch.ops.planner_tests.makes.default
+    assert ops.is_functional(op)
+    handle = effects._register_effectful_op(op, effects.EffectType.ORDERED)
+    assert not ops.is_functional(op)
+    handle.destroy()
 
 
 # fake tensors

@@ -138,7 +138,7 @@ def blocks(dropout, *shape):
 
 # one after the other; and words of the reasons
 CASES: dict[str, tuple[list[Callable], list[str]]] = {
-    "functions": ([lambda x: noisy(x, 0.1), lambda x: Masked.apply(x, 3), exponential], ["planner_tests::noisy"]),
+    "functions": ([lambda x: noisy(x, 0.1), lambda x: Masked.apply(x, 3), exponential], []),
     "draws": (
         [
             lambda x: x * torch.bernoulli(torch.sigmoid(x)),

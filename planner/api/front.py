@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -44,6 +44,7 @@ def plan(
     time_limit: float | None = None,
     progress: bool | None = None,
     dynamic: Dynamic = None,
+    keep: Sequence[str] = (),
     mode: Mode = "compiled",
     in_flight: int = 1,
     on_failure: OnFailure = "raise",
@@ -85,6 +86,9 @@ def plan(
             batch): these may then be more than those of the batch. The plan is made for the largest, and holds for all.
             None: the third shape that comes tells which sizes change; from then on, one plan and one compiled graph
             serve all of them. False: each shape is planned and compiled for itself.
+        keep: what must not run twice, such as a custom op whose second run gives something else: names of ops
+            ("aten.bmm", "mylib::op", "triton_kernel_wrapper_functional" for Triton kernels that torch.compile looks
+            into), paths of modules ("blocks.3.attn", with all that is in it) and patterns of either ("blocks.*.attn").
         mode: "compiled" (torch.compile's graphs, rewritten), or "eager": whole modules checkpointed, with some of
             their results kept, for code that cannot or shall not be compiled. It has a search of its own: `solver` and
             `time_limit` do not count.

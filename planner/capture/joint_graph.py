@@ -13,7 +13,7 @@ from torch import fx
 
 from planner.compat import pytree
 from planner.compat.fake import FakeTensor
-from planner.compat.ops import OpOverload, schema_of
+from planner.compat.ops import FUNCTIONAL, OpOverload, schema_of
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def ancestors(roots: Iterable[fx.Node]) -> set[fx.Node]:
 
 def may_write(node: fx.Node) -> bool:
     """Whether a node's operator writes into its inputs; so may a call of something that is no operator of torch."""
-    if node.op != "call_function" or node.target is operator.getitem:
+    if node.op != "call_function" or node.target is operator.getitem or node.target in FUNCTIONAL:
         return False
     return not isinstance(node.target, OpOverload) or schema_of(node.target).is_mutable
 

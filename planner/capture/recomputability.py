@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from planner.capture.joint_graph import tensors
-from planner.compat.ops import OpOverload, schema_of
+from planner.compat.ops import FUNCTIONAL, OpOverload, is_functional, name_of, schema_of
 
 _ATEN = torch.ops.aten
 
@@ -21,6 +21,7 @@ RUNNING_STATISTICS: dict[object, tuple[int, int]] = {
     _ATEN._batch_norm_with_update_functional.default: (3, 4),
 }
 
+OWN = ("aten", "prims")  # namespaces of torch's own ops, of which torch itself says what they do
 _COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d")
 
 # These choose among equal values, on some devices differently in each run: a second run could route data elsewhere.
@@ -57,16 +58,16 @@ def keep_reason(node: fx.Node, tainted: Collection[fx.Node]) -> str:
     """
     target = node.target
     if not isinstance(target, OpOverload):
-        return f"{target} is opaque: nothing says that a second run would give the same"
+        return _opaque_reason(node)
     name = schema_of(target).name.split("::")[1]
     if draws_apart(node.args, node.kwargs):
         return f"{name} draws from a torch.Generator of the model's own, whose state a second run would not find"
     if is_collective(target):
         return f"{name} is a collective, which all processes would have to run again together"
-    if target.namespace not in ("aten", "prims"):
-        return f"{schema_of(target).name} is a custom op: nothing says that a second run would give the same"
     if schema_of(target).is_mutable:
         return f"{name} writes into what it reads"
+    if target.namespace not in OWN and not is_functional(target):
+        return f"{schema_of(target).name} is a custom op that may do more than make new results: its schema says so"
     if target in _ROUTING:
         return f"{name} chooses among equal values, and may choose otherwise in a second run"
     if target in _UNORDERED_SUMS and any(t.is_cuda for t in tensors(node)):
@@ -78,6 +79,24 @@ def keep_reason(node: fx.Node, tainted: Collection[fx.Node]) -> str:
     if any(n in tainted for n in inputs):
         return "it reads a buffer or an input that the step overwrites"
     return ""
+
+
+def _opaque_reason(node: fx.Node) -> str:
+    """Why the results of what is no `OpOverload` must be kept; empty for a kernel or graph that only makes them."""
+    if node.target not in FUNCTIONAL:
+        return f"{name_of(node.target)} is opaque: nothing says that a second run would give the same"
+    called = [n for graph in _subgraphs(node) for n in graph.nodes if n.op == "call_function"]
+    inner = [n for n in called if n.target is not operator.getitem]
+    unsafe = next((n for n in inner if is_replayed(n) or keep_reason(n, ())), None)
+    return f"{name_of(node.target)} runs {name_of(unsafe.target)}, which it must not run twice" if unsafe else ""
+
+
+def _subgraphs(node: fx.Node) -> Iterator[fx.Graph]:
+    """The graphs among the arguments of a higher-order operator."""
+    for given in node.all_input_nodes:
+        inner = getattr(node.graph.owning_module, str(given.target), None) if given.op == "get_attr" else None
+        if isinstance(inner, fx.GraphModule):
+            yield inner.graph
 
 
 def is_collective(op: object) -> bool:
@@ -115,9 +134,26 @@ def is_random(node: fx.Node) -> bool:
     return isinstance(target, OpOverload) and draws(target, node.args, node.kwargs)
 
 
-def draws(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of an op draws from the device's random number generator."""
-    if torch.Tag.nondeterministic_seeded not in op.tags:
+def is_replayed(node: fx.Node) -> bool:
+    """Whether a second run of a node has to find the state of the generator that the first one found."""
+    return isinstance(node.target, OpOverload) and may_draw(node.target, node.args, node.kwargs)
+
+
+def may_draw(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """As `draws()`; and whether an op that is not torch's own, whose tags may be missing, could draw."""
+    return draws(op, args, kwargs, tagged=op.namespace in (*OWN, *_COLLECTIVES))
+
+
+def draws(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], *, tagged: bool = True) -> bool:
+    """Whether a call of an op draws from the device's random number generator.
+
+    Args:
+        op: an op.
+        args: what it is given.
+        kwargs: the same, by name.
+        tagged: whether only ops that are tagged as random can draw.
+    """
+    if tagged and torch.Tag.nondeterministic_seeded not in op.tags:
         return False
     # attention is tagged random for its dropout; without dropout it draws nothing
     names = [a.name for a in schema_of(op).arguments]
@@ -135,10 +171,11 @@ def draws_apart(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 def replay_bytes(node: fx.Node) -> tuple[int, int]:
     """Bytes that running a node again takes: kept from its first run, and only while it runs.
 
-    A random node needs the generator's state, and saves the present one; a normalisation needs scratch statistics.
+    A node that may draw needs the generator's state, and saves the present one; a normalisation needs scratch
+    statistics.
     """
     state = 0
-    if is_random(node):
+    if is_replayed(node):
         leaves = [t for n in (node, *node.all_input_nodes) for t in tensors(n)]
         state = 0 if any(t.is_cuda for t in leaves) else torch.get_rng_state().nbytes  # a GPU's is on the host
     statistics = [node.args[at] for at in RUNNING_STATISTICS.get(node.target, ())]

@@ -21,8 +21,8 @@ from planner.capture.passes.dropout import drawn_by
 from planner.capture.recomputability import RUNNING_STATISTICS
 from planner.capture.regions.region import GraphOp, Region
 from planner.capture.shapes import is_size
+from planner.codegen.replay import run_and_save_state, run_with_state
 from planner.compat.fx import root_of
-from planner.compat.ops import run_and_save_rng_state, run_with_rng_state
 
 
 def emit(region: Region, forward: Sequence[int], backward: Sequence[int]) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -192,16 +192,17 @@ class _Writer:
         """A random op: the first run saves the generator's state, later ones run under it."""
         target: Any = node.target
         args, kwargs = self._arguments(node.args, node.kwargs)
-        original = clone_of(node) or node
+        original, device = clone_of(node) or node, next(tensors(node)).device.type
         if not again:
-            pair = self.graph.call_function(run_and_save_rng_state, (target, *args), kwargs)
+            pair = self.graph.call_function(run_and_save_state, (device, target, *args), kwargs)
             state = self.graph.create_node("call_function", operator.getitem, (pair, 0), name=f"{node.name}_rng_state")
             with next(tensors(node)).fake_mode:  # type: ignore[attr-defined]
                 state.meta["val"] = torch.get_rng_state()
             self.states[node] = state
             new = self.graph.call_function(operator.getitem, (pair, 1))
         else:
-            new = self.graph.call_function(run_with_rng_state, (self._state(original), target, *args), kwargs)
+            given = (self._state(original), device, target, *args)
+            new = self.graph.call_function(run_with_state, given, kwargs)
         new.meta = dict(node.meta)
         return new
 

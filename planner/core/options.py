@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import numbers
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, Literal, TypedDict, get_args
 
@@ -100,6 +100,11 @@ def count(text: str) -> int:
     return int(text)
 
 
+def names(text: str) -> tuple[str, ...]:
+    """Names of a command line, with commas between."""
+    return tuple(name.strip() for name in text.split(","))
+
+
 def gigabytes(text: str) -> float | str:
     """A budget of a command line: a number of GB, or text that `plan()` reads, as "80%" or "500MB"."""
     try:
@@ -126,6 +131,10 @@ def _is_account(given: Any) -> bool:
         isinstance(name, str) and name not in PLANNED_LINES and is_real(size) and size >= 0
         for name, size in given.items()
     )
+
+
+def _are_names(given: Any) -> bool:
+    return isinstance(given, tuple) and all(isinstance(name, str) and name for name in given)
 
 
 def _is_dynamic(given: Any) -> bool:
@@ -244,6 +253,19 @@ class Options:
             _yes,
         ),
     )
+    keep: tuple[str, ...] = option(
+        (),
+        About(
+            _unless(
+                _are_names,
+                "must be a list of names of ops ('aten.bmm', 'mylib::op'), paths of modules ('blocks.3.attn') or "
+                "patterns of either ('blocks.*.attn')",
+            ),
+            Flag("ops and modules, or patterns of them, with commas between: what must not run twice", "NAMES", names),
+            "kept by name",
+            lambda given: ", ".join(given) or "nothing",
+        ),
+    )
     mode: Mode = option(
         "compiled",
         About(
@@ -291,6 +313,7 @@ class OptionArguments(TypedDict, total=False):
     time_limit: float | None
     progress: bool | None
     dynamic: Dynamic
+    keep: Sequence[str]
     in_flight: int
 
 

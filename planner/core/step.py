@@ -31,6 +31,7 @@ class OpOrigin:
         keep_because: why the op must not run twice; empty where it may.
         random: whether the op draws random numbers, so that a second run has to replay the first one's generator state.
         again: whether the op runs again what an earlier op of the problem has run, as in the trace of an eager step.
+        target: the op's own name, as "aten.gelu.default"; empty for an op that no region has.
     """
 
     kind: str
@@ -42,6 +43,7 @@ class OpOrigin:
     keep_because: str = ""
     random: bool = False
     again: bool = False
+    target: str = ""
 
 
 Row = tuple[Op, OpOrigin]  # an op of a problem, with its row of the provenance table

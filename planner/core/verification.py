@@ -25,6 +25,8 @@ class Verification:
         capture_error: the same difference of a step that was captured likewise and recomputes nothing: torch.compile's
             own; None where there was nothing to explain, or it could not be run.
         plan_error: the difference of the planned step from that one: the plan's own; None likewise.
+        unlike: names of custom ops that gave other results when they ran twice on the same inputs, looked for where the
+            gradients of a plan that runs ops again differ.
         planned_seconds, unplanned_seconds: time of one step each, after a warm-up.
     """
 
@@ -38,10 +40,14 @@ class Verification:
     unplanned_seconds: float | None
     capture_error: float | None = None
     plan_error: float | None = None
+    unlike: tuple[str, ...] = ()
 
     @property
     def cause(self) -> str:
         """Where a difference of gradients is from, in words; empty where there is none, or it is not known."""
+        if self.unlike:
+            names = ", ".join(self.unlike)
+            return f"{names} gave other results when run again on equal inputs: keep={[*self.unlike]} keeps the first"
         if self.capture_error is None or self.plan_error is None:
             return ""
         nothing = f"{self.capture_error:.1e} with nothing recomputed"

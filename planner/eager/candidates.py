@@ -139,29 +139,9 @@ def _candidate(
     if not saved:
         return None
     stop = min(call.end, max(s.packed for s in packed))
-    forced: set[int] = set()
-    optional: list[tuple[int, ...]] = []
-    random: list[tuple[int, ...]] = []
-    for i in range(call.begin, stop):
-        op, cost = trace.ops[i], costs[i]
-        if not op.writes:
-            if cost.keep_because:
-                return f"{op.target} must not run twice"
-            continue
-        group = _group(i, range(call.begin, stop), trace, written)
-        draws = any(costs[j].random for j in group or (i,))
-        if cost.keep_because:
-            if draws or not group:
-                return f"{op.target} must not run twice"
-            forced.update(group)
-        elif draws:
-            random.append(group)
-        elif group and any(costs[j].seconds for j in group):
-            optional.append(group)
-    drawn = sum(costs[i].random for i in range(call.begin, stop))
-    if random and all(random) and drawn == sum(costs[i].random for group in random for i in group):
-        # one drawn again would draw what those kept before it have drawn
-        optional.append(tuple(i for group in random for i in group))
+    sorted_out = _sort_out(range(call.begin, stop), trace, costs, written)
+    if isinstance(sorted_out, str):
+        return sorted_out
     return Candidate(
         call.path,
         range(at, call.inner),
@@ -172,9 +152,41 @@ def _candidate(
         max(*saved.values(), max(asked) + 1),
         call.inputs,
         saved,
-        frozenset(forced),
-        tuple(optional),
+        *sorted_out,
     )
+
+
+def _sort_out(
+    span: range, trace: Trace, costs: Sequence[OpCost], written: Mapping[int, Sequence[int]]
+) -> tuple[frozenset[int], tuple[tuple[int, ...], ...]] | str:
+    """Of the ops that would run again, those to keep, and those that may be kept; or why they must not run again."""
+    forced: set[int] = set()
+    optional: list[tuple[int, ...]] = []
+    random: list[tuple[int, ...]] = []
+    for i in span:
+        op, cost = trace.ops[i], costs[i]
+        if not op.writes:
+            if cost.keep_because:
+                return f"{op.target} must not run twice"
+            continue
+        group = _group(i, span, trace, written)
+        draws = any(costs[j].replayed for j in group or (i,))
+        if cost.keep_because:
+            if not group:
+                return f"{op.target} must not run twice"
+            forced.update(group)
+        elif draws:
+            random.append(group)
+        elif group and any(costs[j].seconds for j in group):
+            optional.append(group)
+    drawn = sum(costs[i].replayed for i in span)
+    kept = [i for i in forced if costs[i].replayed]
+    if kept and len(kept) < drawn:
+        return f"{trace.ops[kept[0]].target} must not run twice, and what is drawn in its module beside it would differ"
+    if random and all(random) and drawn == sum(costs[i].replayed for group in random for i in group):
+        # one drawn again would draw what those kept before it have drawn
+        optional.append(tuple(i for group in random for i in group))
+    return frozenset(forced), tuple(optional)
 
 
 def _group(i: int, within: range, trace: Trace, written: Mapping[int, Sequence[int]]) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from planner.capture.recomputability import draws
+from planner.capture.recomputability import may_draw
 from planner.capture.trace.random_state import random_kept
 from planner.compat.modules import NormBase, buffers_of
 from planner.core.recipe import Choice, Kept
@@ -88,13 +88,13 @@ class _Policy:
     def __init__(self, kept: Kept) -> None:
         self.kept = kept
         self.begun = self.found = 0
-        self.drawn: set[bool] = set()  # whether results of random ops are kept
+        self.drawn: set[bool] = set()  # whether results of ops that may draw are kept
 
     def __call__(self, _context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         keep = self.kept.get(self.begun) == str(op)
         self.begun += 1
         self.found += keep
-        if draws(op, args, kwargs):
+        if may_draw(op, args, kwargs):
             self.drawn.add(keep)
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.capture.recomputability import draws_apart, is_random, keep_reason, replay_bytes
+from planner.capture.recomputability import draws_apart, is_random, is_replayed, keep_reason, replay_bytes
 from planner.compat import pytree
 from planner.compat.ops import schema_of
 from planner.core.call import TensorSpec
@@ -27,6 +27,7 @@ class OpCost:
         workspace: bytes held only while it runs.
         excess: bytes that its results hold beyond their sizes.
         random: whether it draws random numbers.
+        replayed: whether it may, and so has to find the generator as its first run did.
         keep_because: why it must not run twice; empty where it may.
         paired: whether it reads bytes that only its forward op can make.
     """
@@ -35,6 +36,7 @@ class OpCost:
     workspace: int = 0
     excess: int = 0
     random: bool = False
+    replayed: bool = False
     keep_because: str = ""
     paired: bool = False
 
@@ -72,6 +74,7 @@ def costs_of(trace: Trace, request: Request, mode: Any, device: torch.device, kn
             found.workspace - replay_bytes(node)[1],
             found.excess,
             is_random(node),
+            is_replayed(node),
             "" if mutable and aten else keep_reason(node, ()),
             reads_workspace(new[key].target),
         )

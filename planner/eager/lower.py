@@ -128,6 +128,7 @@ def _row(trace: Trace, i: int, cost: OpCost, reads: Sequence[int], writes: Seque
             keep_because=cost.keep_because,
             random=cost.random,
             again=op.again,
+            target=op.target,
         ),
     )
 

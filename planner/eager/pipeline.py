@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -25,6 +25,7 @@ from planner.eager.step import StepFailed, trace_step
 from planner.eager.trace import Trace
 from planner.eager.values import to_fake_with_integers
 from planner.errors import CaptureError, PlannerError, RankError
+from planner.lowering.keep import places, reasons, refuse_unmatched
 from planner.lowering.margin import add_margin
 from planner.lowering.microbatches import TARGETS
 from planner.parallel.meshes import on_mesh
@@ -70,6 +71,8 @@ def choose(
     plain = _plain(tracer)
     asked = tracer.answers.lines()
     baseline, costs = tracer.trial(Choice(), {}, plain)
+    if like is None:
+        refuse_unmatched(places(baseline.step), request.options.keep, dict(tracer.model.named_modules()))
     candidates, refused = find_candidates(tracer.model, plain, costs)
     held = baseline.replay.timeline.held[: len(plain.ops)]
     model = memory_model(plain, costs, held, storage_sizes(plain, costs, tracer.granularity), candidates)
@@ -148,6 +151,8 @@ class Tracer:
         """The traced step as a problem, with its margin, replayed; and the costs of its ops."""
         request = self.request
         costs = costs_of(trace, request, self.mode, next(self.model.parameters()).device, self.known)
+        asked = reasons(((op.target if op.writes else "", op.module) for op in trace.ops), request.options.keep)
+        costs = [replace(c, keep_because=c.keep_because or why) for c, why in zip(costs, asked, strict=True)]
         step = lower(
             trace,
             costs,

@@ -16,6 +16,7 @@ from planner.capture.provenance import op_kind, origins
 from planner.capture.recomputability import is_random
 from planner.capture.regions.calls import Link
 from planner.capture.regions.region import Region
+from planner.compat.ops import name_of
 from planner.core.plan import Phase
 from planner.core.step import OpOrigin, Row, Step
 from planner.costs.ops import OpEstimate
@@ -232,7 +233,16 @@ def _region_rows(parts: _Parts, r: int, indices: range) -> Iterator[Row]:
         phase: Phase = "forward" if i < region.boundary else "backward"
         yield (
             Op(name, tuple(dict.fromkeys(reads)), writes, cost.seconds, workspace, not because, r),
-            OpOrigin(kind, phase, *parts.places[r][i], r, i, because, called and is_random(graph_op.node)),
+            OpOrigin(
+                kind,
+                phase,
+                *parts.places[r][i],
+                r,
+                i,
+                because,
+                called and is_random(graph_op.node),
+                target=name_of(graph_op.node.target) if called else "",
+            ),
         )
 
 

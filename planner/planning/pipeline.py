@@ -9,6 +9,7 @@ from functools import cache, partial
 import torch
 from torch import fx
 
+from planner.capture.passes.checkpoints import clone_of
 from planner.capture.regions.region import Region
 from planner.capture.trace.data_dependent import told
 from planner.capture.trace.dynamo import Partition
@@ -28,6 +29,7 @@ from planner.eager.unplanned import eager_step
 from planner.errors import CaptureError, InfeasibleBudgetError, PlannerError, RankError
 from planner.lowering.build import BuildSettings, build, split_by_region
 from planner.lowering.collectives import insert_collectives
+from planner.lowering.keep import keep_asked, places, refuse_unmatched
 from planner.lowering.margin import MARGIN
 from planner.lowering.microbatches import TARGETS, add_microbatches, add_second_backward, in_words
 from planner.parallel.fsdp import groups_of
@@ -72,7 +74,8 @@ def make_plan(
             return make_eager_plan(request, others[-1] if others else None, known=known, must_match=must_match)
         graph = replace(captured or graph_of(request), eager=eager_step(request))
     solve_here = partial(_solve, request=request, graph=graph, others=others, known=known, must_match=must_match)
-    step, solution = solve_with_margin(lower(request, graph), request, solve_here)
+    lowered = lower(request, graph, planned_before=bool(others))
+    step, solution = solve_with_margin(lowered, request, solve_here)
     return write(request, graph, step, solution)
 
 
@@ -121,8 +124,11 @@ def _graph_of(request: Request, split: Partition) -> TrainingGraph:
     return replace(step(request.maxima, symbolic=False), note=note)
 
 
-def lower(request: Request, graph: TrainingGraph) -> Step:
-    """The training step as a problem, without a margin for fragmentation."""
+def lower(request: Request, graph: TrainingGraph, *, planned_before: bool = False) -> Step:
+    """The training step as a problem, without a margin for fragmentation.
+
+    Raises OptionError where a name in `keep` names nothing; a step after the first may do without it.
+    """
     device, here = request.device, request.measure_on
     loss = outside_loss(request, graph)
     account, optimizer_step = account_of(request)
@@ -149,7 +155,11 @@ def lower(request: Request, graph: TrainingGraph) -> Step:
     )
     timed = request.costs == "measured"
     estimates = estimate(graph.regions, device, measure_on=here, timed=timed, progress=options.progress)
+    step = build(graph.regions, estimates, graph.links, settings)
+    if not planned_before:
+        refuse_unmatched(places(step), options.keep, settings.modules)
     passes: list[Pass] = [
+        partial(keep_asked, keep=options.keep, repeated=_repeated(graph)),
         partial(insert_collectives, groups=groups, accumulate=request.accumulates, granularity=settings.granularity),
         partial(
             add_microbatches,
@@ -161,7 +171,13 @@ def lower(request: Request, graph: TrainingGraph) -> Step:
     ]
     if request.loop.graph_retained:
         passes.append(partial(add_second_backward, loss_bytes=loss.waiting_backward))
-    return run_passes(build(graph.regions, estimates, graph.links, settings), passes)
+    return run_passes(step, passes)
+
+
+def _repeated(graph: TrainingGraph) -> frozenset[tuple[int, int]]:
+    """The ops that checkpoints of the model's own run again: region and index."""
+    regions = [(r, region) for r, region in enumerate(graph.regions) if region.checkpointed]
+    return frozenset((r, i) for r, region in regions for i, op in enumerate(region.ops) if clone_of(op.node))
 
 
 def _solve(

@@ -79,6 +79,8 @@ def options_of(kind: type[Options], given: Mapping[str, Any]) -> Options:
         data["device"] = str(data["device"])
     if data.get("account_gb", {}) is None:
         del data["account_gb"]
+    if isinstance(data.get("keep"), list):
+        data["keep"] = tuple(data["keep"])
     return kind(**data)
 
 

@@ -29,6 +29,7 @@ from planner.requests.request import Request
 from planner.runtime.interception import attached, detach, taken_off
 from planner.runtime.signature import call_signature
 from planner.session.attach import put_on
+from planner.session.twice import unlike_again
 
 
 def verify(planned: Planned | Pending, batch: Any = None, kwargs: Mapping[str, Any] | None = None) -> Verification:
@@ -85,6 +86,8 @@ def verify(planned: Planned | Pending, batch: Any = None, kwargs: Mapping[str, A
         measured, used = by(planned)
         error, agree = (None, None) if unplanned is None else _compare(measured.gradients, unplanned.gradients)
         captured = _captured(measured, replace(request, batch=Batch(args, extra)), used, by) if error else None
+        own = None if captured is None else _compare(measured.gradients, captured)[0]
+        unlike = _unlike(request, args, extra, again) if error and used.overhead and own != 0 else ()
     resident = used.resident_bytes - used.account.get(FOUND, 0)
     return Verification(
         predicted_bytes=used.passes_peak_bytes,
@@ -96,8 +99,25 @@ def verify(planned: Planned | Pending, batch: Any = None, kwargs: Mapping[str, A
         planned_seconds=measured.seconds,
         unplanned_seconds=None if unplanned is None else unplanned.seconds,
         capture_error=None if captured is None or unplanned is None else _compare(captured, unplanned.gradients)[0],
-        plan_error=None if captured is None else _compare(measured.gradients, captured)[0],
+        plan_error=own,
+        unlike=unlike,
     )
+
+
+def _unlike(request: Request, args: Any, extra: Mapping[str, Any], again: Callable[[], None]) -> tuple[str, ...]:
+    """The custom ops that do not give the same again; none where this cannot be told for lack of memory."""
+    model = request.model
+
+    def forward() -> None:
+        with under(request.surroundings, model):
+            model(*args, **extra)
+
+    try:
+        return unlike_again(forward, next(model.parameters()).device)
+    except torch.OutOfMemoryError:
+        return ()
+    finally:
+        again()
 
 
 def _captured(

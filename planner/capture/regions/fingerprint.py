@@ -15,6 +15,7 @@ from planner.capture.joint_graph import tensors
 from planner.capture.recomputability import group_of
 from planner.capture.shapes import SYMBOLIC, is_size
 from planner.compat import pytree
+from planner.compat.ops import kernel_named
 
 _ATEN = torch.ops.aten
 _SPLITS = {_ATEN.split.Tensor, _ATEN.split_with_sizes.default, _ATEN.chunk.default, _ATEN.unbind.int}
@@ -59,5 +60,7 @@ def _numbered(node: fx.Node, number: Mapping[fx.Node, int], groups: dict[str, st
 
     split = node.target is operator.getitem and getattr(node.args[0], "target", None) in _SPLITS
     return pytree.tree_map_only(
-        (fx.Node, str, torch.device), plain, (node.args[:1] if split else node.args, node.kwargs)
+        (fx.Node, str, torch.device),
+        plain,
+        (node.args[:1] if split else node.args, kernel_named(node.target, node.kwargs)),
     )

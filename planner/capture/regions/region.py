@@ -18,7 +18,7 @@ from planner.capture.joint_graph import Signature, index_of, may_write, nodes_in
 from planner.capture.passes.checkpoints import checkpointed_calls, clone_of
 from planner.capture.passes.order import Order
 from planner.capture.recomputability import (
-    is_random,
+    is_replayed,
     keep_reason,
     replay_bytes,
     sent_for,
@@ -158,7 +158,7 @@ def _read_ops(
     """The ops in their order, entered into the table, and how many of them run in the forward pass."""
     ops: list[GraphOp] = []
     boundary = 0
-    states: dict[fx.Node | None, int] = {}  # random node -> the value that is its generator's state
+    states: dict[fx.Node | None, int] = {}  # node that may draw -> the value that is its generator's state
     tainted = set(mutated)  # nodes that hold a mutated input
     for node in order.nodes:
         result = waited_for(node)
@@ -175,7 +175,7 @@ def _read_ops(
         original = clone_of(node)
         if original in states:
             reads = (*reads, states[original])
-        elif not reason and is_random(node):
+        elif not reason and is_replayed(node):
             states[node] = state = table.add(node, replay_bytes(node)[0])
             ops.append(GraphOp(node, "rng_state", (), (state,), "the state of a random op"))
             reads = (*reads, state)
