@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
@@ -23,7 +24,10 @@ __all__ = [
     "autocast_policy",
     "forward_hooks",
     "gathered_parameter",
+    "gradient_dtype",
+    "has_unreduced",
     "keeps_root_gathered",
+    "mixed_precision",
     "modules_of",
     "param_groups",
     "prefetched",
@@ -61,8 +65,10 @@ def set_rng_tracker(tracker: Any) -> None:
 
 
 def param_groups(state: FSDPState) -> Sequence[FSDPParamGroup]:
-    """The groups of parameters that a call of `fully_shard` gathers together (torch 2.11 to 2.13)."""
-    return state._fsdp_param_groups
+    """The groups of parameters that a call of `fully_shard` gathers together (2.11 has one at most; 2.12 to 2.15)."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return state._fsdp_param_groups
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
 def modules_of(state: FSDPState) -> Sequence[nn.Module]:
@@ -98,6 +104,32 @@ def reshards_to_smaller_mesh(group: FSDPParamGroup) -> bool:
 def gathered_parameter(parameter: FSDPParam) -> nn.Parameter | None:
     """The whole parameter; None before it is gathered for the first time (torch 2.11 to 2.13)."""
     return getattr(parameter, "_unsharded_param", None)
+
+
+def mixed_precision(parameter: FSDPParam) -> MixedPrecisionPolicy:
+    """The policy of one parameter, which 2.15 lets differ within a group (`FSDPParam.mp_policy`, 2.11 to 2.15)."""
+    return parameter.mp_policy
+
+
+def gradient_dtype(parameter: FSDPParam) -> torch.dtype:
+    """The data type in which gradients are reduced, and in which whole ones wait for a later reduction.
+
+    Without a `reduce_dtype`, it is that of the gathered parameter in 2.11 to 2.13, and in 2.15, whose gathered
+    parameters have a `grad_dtype` (`FSDPParam.unsharded_grad_dtype`), that of the shard.
+    """
+    shard, policy = parameter.sharded_param, mixed_precision(parameter)
+    if not shard.is_floating_point():
+        return shard.dtype
+    as_shard = hasattr(FSDPParam, "unsharded_grad_dtype")
+    return policy.reduce_dtype or (None if as_shard else policy.param_dtype) or shard.dtype
+
+
+def has_unreduced(parameter: FSDPParam) -> bool:
+    """Whether a whole gradient waits to be reduced: 2.11 to 2.13 move it where it has another data type than there."""
+    return (
+        getattr(parameter, "unsharded_accumulated_grad", None) is not None
+        or getattr(gathered_parameter(parameter), "grad", None) is not None
+    )
 
 
 def forward_hooks(state: FSDPState) -> Iterator[tuple[Callable[..., Any], bool]]:
