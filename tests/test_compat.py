@@ -48,6 +48,9 @@ OPERATORS = ("torch.ops.", "_ATEN")  # names of operators below these may begin 
 ELSEWHERE = ("compat",)
 
 
+pytestmark = pytest.mark.compat
+
+
 def is_private(name: str) -> bool:
     return name.startswith("_") and not name.endswith("__") and name != "_"
 

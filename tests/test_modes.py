@@ -89,6 +89,7 @@ def change(model, twin, what):
 # copies and saves
 
 
+@pytest.mark.compat
 def test_a_copy_trains_by_the_plan_in_its_memory_and_apart_from_its_original(x, tmp_path):
     model = Layers(depth=4)
     p, twin = applied(model, x)
@@ -259,6 +260,7 @@ def test_evaluation_without_gradients_and_fine_tuning_without_dropout(x):
     assert_same(model, twin, lambda m: step(m, x))
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize("first", [False, True])
 def test_autocast_changed_between_plan_and_use(x, first):
     model = Layers(depth=2, dropout=0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ __all__ = [
     "FSDPParam",
     "FSDPParamGroup",
     "FSDPState",
+    "QuietTracker",
     "autocast_policy",
     "forward_hooks",
     "gathered_parameter",
@@ -62,6 +64,15 @@ def rng_tracker() -> Any:
 def set_rng_tracker(tracker: Any) -> None:
     """Put a tracker, or None, in the place of that of `rng_tracker` (torch 2.11 to 2.13)."""
     _random._rng_tracker = tracker
+
+
+class QuietTracker:
+    """A tracker under which random ops on a mesh draw as anywhere: 2.11 enters its context, later ones ask first."""
+
+    distribute_region_enabled = False
+
+    def _distribute_region(self, *_: Any, **__: Any) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 def param_groups(state: FSDPState) -> Sequence[FSDPParamGroup]:
