@@ -30,7 +30,7 @@ def loss_fn(output, target):
 
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
-SHARES = {"gpipe": 0.7, "1f1b": 0.7, "interleaved": 0.8}  # of what is allocated without plans
+SHARES = {"gpipe": 0.7, "1f1b": 0.7, "interleaved": 0.9}  # of what is allocated without plans
 
 
 def stages_of(kind):
