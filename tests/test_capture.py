@@ -237,7 +237,6 @@ def test_an_assertion_in_the_forward_pass_stays():
         case.model(**case.batch)
 
 
-@pytest.mark.compat
 def test_a_dropout_runs_again_without_drawing_where_its_mask_is_kept():
     model = nn.Sequential(*[m for _ in range(6) for m in (nn.Linear(64, 64), nn.Dropout(0.2), nn.GELU())]).train()
     x = torch.randn(512, 64)
