@@ -89,7 +89,6 @@ def change(model, twin, what):
 # copies and saves
 
 
-@pytest.mark.compat
 def test_a_copy_trains_by_the_plan_in_its_memory_and_apart_from_its_original(x, tmp_path):
     model = Layers(depth=4)
     p, twin = applied(model, x)

@@ -61,8 +61,8 @@ def run(kind, microbatches, budget=None):
         peak = peak_of(lambda: schedule.step(*given, **more), Path(folder))
     assert all(torch.equal(p.grad, g) for p, g in zip(parameters, first, strict=True))
     tables = [table for s in stages for table in (s.args_recv_info, s.grad_recv_info)]
-    buffers = [i.buffer for table in tables for infos in table.values() for i in infos if i.buffer is not None]
-    held = [*parameters, *buffers, *given, *([target] if rank == last else [])]
+    buffers = [getattr(i, "buffer", None) for table in tables for infos in table.values() for i in infos]
+    held = [*parameters, *(b for b in buffers if b is not None), *given, *([target] if rank == last else [])]
     return stages, sum(t.nbytes for t in held), peak, [*first, *(loss.detach().clone() for loss in losses)]
 
 
