@@ -1,9 +1,13 @@
 # make demo: the main job on a real model.  make test: every check.  make docs: the site.  All make the environment first.
+# make compat: the tests marked so, on the oldest and the newest torch; make compat TORCH="2.12.1 2.14.1": on these.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+TESTED := $(shell sed -n 's/^TESTED = (\(.*\))/\1/p' planner/compat/versions.py | tr -d '",')
+TORCH ?= $(firstword $(TESTED)) $(lastword $(TESTED))
 
-.PHONY: env demo test docs bench clean
+.PHONY: env demo test compat docs bench clean
+.PRECIOUS: .venv-compat-%/.made
 
 env: $(VENV)/.made
 
@@ -28,8 +32,22 @@ test: env
 docs: env
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
+compat: $(addprefix compat-,$(TORCH))
+
+compat-%: .venv-compat-%/.made
+	.venv-compat-$*/bin/python -m pytest -m compat
+
+# a torch from PyPI has CUDA with it: 6 GB, on a machine without a GPU, too
+.venv-compat-%/.made: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-compat-$*
+	grep --invert-match '^torch==' constraints.txt > .venv-compat-$*/constraints.txt
+	.venv-compat-$*/bin/python -m pip install --quiet --upgrade pip
+	.venv-compat-$*/bin/python -m pip install --quiet --constraint .venv-compat-$*/constraints.txt torch==$*
+	.venv-compat-$*/bin/python -m pip install --quiet --constraint .venv-compat-$*/constraints.txt --editable '.[dev]'
+	touch $@
+
 bench: env
 	$(BIN)/python -m benchmarks.planning
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) .venv-compat-*

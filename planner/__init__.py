@@ -3,27 +3,36 @@
 >>> from planner import plan
 """
 
-from planner.api.compare import compare
-from planner.api.front import applied_plan, applied_plans, plan
-from planner.api.max_batch import MaxBatch, max_batch
-from planner.api.pareto import pareto
-from planner.api.plan import Plan
-from planner.errors import (
-    ApplyError,
-    BatchError,
-    BudgetError,
-    CaptureError,
-    InfeasibleBudgetError,
-    ModelError,
-    OptionError,
-    PlanFileError,
-    PlannerError,
-    PlanWarning,
-    RankError,
-    VerificationError,
-)
-from planner.report.comparison import Comparison
-from planner.report.explanation import Explanation
+try:
+    from planner.api.compare import compare
+    from planner.api.front import applied_plan, applied_plans, plan
+    from planner.api.max_batch import MaxBatch, max_batch
+    from planner.api.pareto import pareto
+    from planner.api.plan import Plan
+    from planner.errors import (
+        ApplyError,
+        BatchError,
+        BudgetError,
+        CaptureError,
+        InfeasibleBudgetError,
+        ModelError,
+        OptionError,
+        PlanFileError,
+        PlannerError,
+        PlanWarning,
+        RankError,
+        TorchError,
+        VerificationError,
+    )
+    from planner.report.comparison import Comparison
+    from planner.report.explanation import Explanation
+except ImportError as e:
+    from planner.compat.versions import missing_in_words
+    from planner.errors import TorchError
+
+    if isinstance(e, TorchError) or not (e.name or "").startswith("torch."):
+        raise
+    raise TorchError(missing_in_words(str(e))) from e
 
 __all__ = [
     "ApplyError",
@@ -41,6 +50,7 @@ __all__ = [
     "PlanWarning",
     "PlannerError",
     "RankError",
+    "TorchError",
     "VerificationError",
     "applied_plan",
     "applied_plans",

@@ -73,6 +73,10 @@ class BatchError(PlannerError, ValueError):
     """A batch that the model does not accept, or none where one is needed."""
 
 
+class TorchError(PlannerError, ImportError):
+    """The torch that is installed is too old, or lacks private parts that the planner needs; the message names both."""
+
+
 class CaptureError(PlannerError):
     """The training step could not be captured as a graph; the message names the place and what to try."""
 

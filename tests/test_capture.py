@@ -1,5 +1,6 @@
 """Awkward models, small: aliasing, mutation, randomness, routing, several regions; each as eager, and as predicted."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from planner import CaptureError, InfeasibleBudgetError, ModelError, Plan, plan
+from planner.compat.fake import FakeTensor
 
 from .measure import held_before, peak_of, results, step_peak
 from .real_models import Case
@@ -215,6 +217,7 @@ def trains_as_before(case: Case, folder: Path) -> tuple[Plan, int]:
     return p, measured
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize("kind", AWKWARD, ids=lambda k: k.__name__)
 def test_awkward_models_train_as_before_within_the_budget(kind, tmp_path):
     p, measured = trains_as_before(make(kind), tmp_path)
@@ -248,6 +251,26 @@ def test_a_dropout_runs_again_without_drawing_where_its_mask_is_kept():
     called = [e.name for e in profiler.events()]
     assert called.count("aten::native_dropout") == 6
     assert called.count("aten::native_dropout_backward") > 6
+
+
+@pytest.mark.compat
+def test_a_dropout_that_is_drawn_again_has_its_state_among_what_is_saved():
+    layers = [m for _ in range(4) for m in (nn.Linear(64, 64), nn.LayerNorm(64), nn.Dropout(0.1), nn.ReLU())]
+    model, x = nn.Sequential(*layers).train(), torch.randn(512, 64)
+    usual = copy.deepcopy(model)
+    with pytest.raises(InfeasibleBudgetError) as refused:
+        plan(model, x, budget_gb=1e-6, loss_fn=torch.Tensor.mean)
+    p = plan(model, x, budget_gb=refused.value.minimum_gb, loss_fn=torch.Tensor.mean)
+    ((region,), nodes) = p.graph_modules, []
+    for graph in (region.forward, region.backward):
+        nodes += [n for n in graph.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+    assert any("rng_state" in n.name for n in nodes)
+    assert all(isinstance(n.meta["val"], FakeTensor) for n in nodes)  # AOTAutograd counts what is saved by them
+    p.apply()
+    for m in (model, usual):
+        torch.manual_seed(1)
+        m(x).mean().backward()
+    assert all(map(torch.equal, *([q.grad for q in m.parameters()] for m in (model, usual))))
 
 
 def test_what_must_not_run_twice_is_kept_with_a_reason():

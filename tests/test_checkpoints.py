@@ -73,6 +73,7 @@ def test_left_as_they_are_they_hold_what_they_do_in_eager_mode(way, tmp_path):
         assert torch.equal(ours[key], value), key
 
 
+@pytest.mark.compat
 def test_planned_like_the_rest_they_hold_what_they_would_without_checkpoints(tmp_path):
     case = case_of(**WAYS["reentrant"])
     own = held_before(case) + step_peak(case, tmp_path)
@@ -101,6 +102,7 @@ def test_a_plan_around_them_goes_below_what_they_reach(tmp_path):
     assert all(torch.equal(ours[key], value) for key, value in everything.items())
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize("checkpoints", ["replace", "keep"])
 def test_running_statistics_are_updated_once(checkpoints):
     """Eager checkpointing updates them twice."""

@@ -49,6 +49,9 @@ OPERATORS = ("torch.ops.", "_ATEN")  # names of operators below these may begin 
 ELSEWHERE = ("compat",)
 
 
+pytestmark = pytest.mark.compat
+
+
 def is_private(name: str) -> bool:
     return name.startswith("_") and not name.endswith("__") and name != "_"
 
@@ -654,7 +657,8 @@ def test_a_profile_lists_allocations():
 
 
 def test_schedules_of_pipelines_have_the_parts_that_are_read():
-    from torch.distributed.pipelining import schedules
+    from torch.distributed.pipelining import PipelineStage, schedules
+    from torch.distributed.pipelining.stage import _RecvInfo
 
     class Stage:
         is_first = is_last = True
@@ -672,6 +676,8 @@ def test_schedules_of_pipelines_have_the_parts_that_are_read():
     assert pipelining.step_of(schedule).__func__ is schedules.ScheduleGPipe._step_microbatches
     pipelining.replace_step(schedule, print)
     assert pipelining.step_of(schedule) is print
+    stage = PipelineStage.__new__(PipelineStage)
+    assert pipelining.buffers_stay(stage) == (not hasattr(_RecvInfo, "allocate_buffer"))
     several = schedules.ScheduleInterleaved1F1B.__new__(schedules.ScheduleInterleaved1F1B)
     several._stages = [stage, stage]
     assert pipelining.stages_of(several) == [stage, stage]

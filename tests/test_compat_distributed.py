@@ -12,6 +12,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from planner.compat import distributed as compat
 
+pytestmark = pytest.mark.compat
+
 
 @pytest.fixture
 def mesh():
@@ -46,15 +48,15 @@ def test_ddp_on_a_mesh_marks_the_parameters_that_it_swaps(mesh):
     assert all(map(compat.swapped_by_ddp, ddp.module.parameters()))
 
 
-class Tracker:
-    """Counts how often it is asked whether random ops communicate, which they need not."""
+class Tracker(compat.QuietTracker):
+    """Counts how often it is asked whether, or how, random ops communicate, which they need not."""
 
     asked = 0
 
-    @property
-    def distribute_region_enabled(self):
-        self.asked += 1
-        return False
+    def __getattribute__(self, name):
+        if "distribute_region" in name:
+            type(self).asked += 1
+        return super().__getattribute__(name)
 
 
 def test_random_ops_on_a_mesh_ask_the_tracker(mesh):
@@ -86,6 +88,8 @@ def test_states_of_fully_shard(mesh):
     assert [compat.reshards_after_forward(g) for g in (group, other)] == [True, True]
     assert [compat.reshards_to_smaller_mesh(g) for g in (group, other)] == [False, True]
     weight = group.fsdp_params[0]
+    assert compat.mixed_precision(weight) == policy
+    assert compat.mixed_precision(other.fsdp_params[0]).param_dtype is None
     assert compat.gathered_parameter(weight) is None
     assert isinstance(weight.sharded_param, DTensor)
     model(torch.ones(2, 8))
@@ -101,3 +105,28 @@ def test_hooks_of_fully_shard_run_before_and_after_the_forward_pass(mesh):
     assert before == list(model._forward_pre_hooks.values())
     assert after == list(model._forward_hooks.values())
     assert len(before) == len(after) == 1
+
+
+@pytest.mark.parametrize("reduced", [torch.float32, torch.bfloat16, None])
+def test_gradients_wait_and_are_reduced_in_one_data_type(mesh, reduced):
+    model = network()
+    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, reduced))
+    (group,) = compat.param_groups(compat.state_of(model))
+    weight = group.fsdp_params[0]
+    assert not compat.has_unreduced(weight)
+    model.set_requires_gradient_sync(False)
+    for _ in range(2):
+        model(torch.ones(2, 8)).sum().backward()
+    assert compat.has_unreduced(weight)
+    waits = getattr(weight, "unsharded_accumulated_grad", None)
+    waits = compat.gathered_parameter(weight).grad if waits is None else waits
+    assert waits.dtype == compat.gradient_dtype(weight)
+    seen = []
+    name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+    reduce = getattr(dist, name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, name, lambda **given: (seen.append(given), reduce(**given))[1])
+        model.set_requires_gradient_sync(True)
+        model(torch.ones(2, 8)).sum().backward()
+    assert not compat.has_unreduced(weight)
+    assert [given["input"].dtype for given in seen] == [waits.dtype]

@@ -141,7 +141,7 @@ def train_all(folder, cases):
     return [train(folder, 0.00055 if mode == "compiled" else 0.00065, mode, *case) for mode, *case in cases]
 
 
-@pytest.mark.parametrize("ranks", CASES)
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.compat), 4])
 def test_ranks_train_by_one_plan_with_the_gradients_of_none(ranks, tmp_path):
     for found in zip(*on_ranks(ranks, train_all, tmp_path, CASES[ranks]), strict=True):
         for each in found:
@@ -149,7 +149,8 @@ def test_ranks_train_by_one_plan_with_the_gradients_of_none(ranks, tmp_path):
             assert max(each["peaks"]) < min(each["usual"])
             assert max(each["peaks"]) <= each["budget"]
             for peak in each["peaks"]:
-                assert each["predicted"] == pytest.approx(peak, rel=0.03)
+                assert peak <= each["predicted"] * 1.03
+                assert each["predicted"] <= peak * 1.05
             assert each["recipe"] == found[0]["recipe"]
         assert sum(each["solves"] for each in found[1:]) == 0
         assert all(each["note"].startswith("Taken from rank 0: the same step") for each in found[1:])

@@ -121,6 +121,7 @@ def test_a_loaded_plan_shows_what_the_saved_one_showed(kind, saved, tmp_path):
     assert str(Plan.load(tmp_path / "again.json.gz")) == str(made)
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_file_is_as_its_schema_says(kind, saved):
     """By two validators that are not ours; the schema in the documentation is the one of the code."""
@@ -159,6 +160,7 @@ FRESH = """
 """
 
 
+@pytest.mark.compat
 def test_a_fresh_process_trains_by_the_file_alone(saved):
     """Gradients are those of the plan applied where it was made; the peak is within the budget; nothing is solved."""
     root = os.path.dirname(os.path.dirname(__file__))
@@ -183,6 +185,7 @@ def test_a_fresh_process_trains_by_the_file_alone(saved):
 # Applied to a model
 
 
+@pytest.mark.compat
 def test_several_graphs_train_by_a_file(tmp_path):
     case = broken()
     made = at(case, 0.8)

@@ -147,7 +147,14 @@ def compare(names):
     return found
 
 
-@pytest.mark.parametrize(("ranks", "names"), [(2, list(WAYS)), (4, ["in parts"])])
+@pytest.mark.parametrize(
+    ("ranks", "names"),
+    [
+        pytest.param(2, ["by block", "bf16"], marks=pytest.mark.compat),
+        (2, ["gathered all the time", "in parts"]),
+        (4, ["in parts"]),
+    ],
+)
 def test_gradients_and_peaks(ranks, names):
     for found in on_ranks(ranks, compare, names):
         assert list(found) == names

@@ -159,6 +159,7 @@ def test_hooks_of_outputs_that_others_are_computed_from_see_the_whole_gradient()
         output[2].sum().backward()
 
 
+@pytest.mark.compat
 def test_gradients_between_outputs():
     models = planned(Chain())
 
@@ -199,6 +200,7 @@ def test_what_the_models_own_loss_is_computed_from_has_its_gradient_as_well():
     assert_same(models, looked_at)
 
 
+@pytest.mark.compat
 def test_a_graph_is_kept_after_passes_that_did_not_keep_theirs():
     models = planned(linear(), lambda t: t.sum())
 
@@ -273,6 +275,7 @@ def with_other_parameters(model):
     return [p.grad for p in values.values()]
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize("first", [False, True], ids=["first", "after_a_step"])
 def test_other_derivatives_are_refused_in_words_and_the_next_step_trains(first):
     models = planned(linear(), lambda t: t.sum())

@@ -232,6 +232,7 @@ class Two(Net):
         return (self.head(y) if self.kind == "both" else y).square().mean()
 
 
+@pytest.mark.compat
 def test_one_of_several_modules_is_named(tmp_path):
     with pytest.raises(OptionError) as refused:
         fit(tmp_path, Two("both"), [callback()])

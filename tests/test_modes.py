@@ -259,6 +259,7 @@ def test_evaluation_without_gradients_and_fine_tuning_without_dropout(x):
     assert_same(model, twin, lambda m: step(m, x))
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize("first", [False, True])
 def test_autocast_changed_between_plan_and_use(x, first):
     model = Layers(depth=2, dropout=0.0)

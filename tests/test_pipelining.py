@@ -30,7 +30,7 @@ def loss_fn(output, target):
 
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
-SHARES = {"gpipe": 0.7, "1f1b": 0.7, "interleaved": 0.8}  # of what is allocated without plans
+SHARES = {"gpipe": 0.7, "1f1b": 0.7, "interleaved": 0.9}  # of what is allocated without plans
 
 
 def stages_of(kind):
@@ -61,8 +61,8 @@ def run(kind, microbatches, budget=None):
         peak = peak_of(lambda: schedule.step(*given, **more), Path(folder))
     assert all(torch.equal(p.grad, g) for p, g in zip(parameters, first, strict=True))
     tables = [table for s in stages for table in (s.args_recv_info, s.grad_recv_info)]
-    buffers = [i.buffer for table in tables for infos in table.values() for i in infos if i.buffer is not None]
-    held = [*parameters, *buffers, *given, *([target] if rank == last else [])]
+    buffers = [getattr(i, "buffer", None) for table in tables for infos in table.values() for i in infos]
+    held = [*parameters, *(b for b in buffers if b is not None), *given, *([target] if rank == last else [])]
     return stages, sum(t.nbytes for t in held), peak, [*first, *(loss.detach().clone() for loss in losses)]
 
 
@@ -89,7 +89,9 @@ def compared_all(kinds, microbatches):
     return {kind: compared(kind, microbatches, SHARES[kind]) for kind in kinds}
 
 
-@pytest.mark.parametrize(("ranks", "kinds"), [(2, ("gpipe", "interleaved")), (4, ("1f1b",))])
+@pytest.mark.parametrize(
+    ("ranks", "kinds"), [pytest.param(2, ("gpipe", "interleaved"), marks=pytest.mark.compat), (4, ("1f1b",))]
+)
 def test_each_rank_trains_within_its_budget_as_predicted_to_the_same_gradients(ranks, kinds):
     for rank, found in enumerate(on_ranks(ranks, compared_all, kinds, 4)):
         for kind, one in found.items():

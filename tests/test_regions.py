@@ -121,6 +121,7 @@ class Hooked(Base):
 KINDS = [TwoRegions, Shared, SharedWeights, NormAcross, Repeated, Disabled, OverwrittenLater, Hooked]
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.__name__)
 def test_several_regions_are_one_plan(kind, tmp_path):
     p, measured = trains_as_before(make(kind), tmp_path)
@@ -149,6 +150,15 @@ def test_planning_is_quiet_about_graph_breaks(caplog):
     assert not [r for r in caplog.records if r.levelname in ("WARNING", "ERROR")]
 
 
+def test_a_region_without_backward_ops_where_gradients_are_held(monkeypatch):
+    monkeypatch.setattr("planner.planning.pipeline.TANGENTS_FREED", False)  # as with torch 2.11 and 2.12
+    case = make(Repeated)
+    held = plan(case.model, case.batch, budget_gb=1)
+    monkeypatch.undo()
+    assert held.peak_bytes >= plan(case.model, case.batch, budget_gb=1).peak_bytes
+
+
+@pytest.mark.compat
 def test_calls_of_one_graph_get_schedules_of_their_own():
     case = make(Repeated)
     full = plan(case.model, case.batch, budget_gb=1)

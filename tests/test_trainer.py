@@ -75,6 +75,7 @@ def quiet(caplog):
     caplog.set_level(logging.WARNING)
 
 
+@pytest.mark.compat
 def test_losses_checkpoints_and_evaluation_are_those_without_a_plan(tmp_path):
     saves = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
     saves["gradient_accumulation_steps"] = 2

@@ -37,6 +37,7 @@ def train(model, batches, evaluation):
     return losses
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize("make", [lambda: gpt2(dropout=0.1, layers=2), resnet], ids=["gpt2_dropout", "resnet"])
 def test_five_adamw_steps_with_a_smaller_last_batch_and_an_evaluation(make):
     case = make()

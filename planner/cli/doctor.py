@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from planner.api.front import plan
-from planner.compat.versions import TESTED, tested
+from planner.compat.versions import tested, tested_in_words
 from planner.errors import gb
 from planner.planfile.files import own_version
 from planner.report.words import wrapped
@@ -48,7 +48,7 @@ def findings() -> Iterator[Finding]:
     """What was found here, one after the other; the last ones take some seconds each, for they plan a small model."""
     yield Finding("planner", f"{own_version()}, Python {platform.python_version()}, {platform.platform(terse=True)}")
     is_tested = tested(torch.__version__)
-    beside = "" if is_tested else f"; the tests ran with {', '.join(TESTED)} only"
+    beside = "" if is_tested else f"; the tests ran with {tested_in_words()}"
     yield Finding("torch", f"{torch.__version__}, {'tested' if is_tested else 'not tested'}{beside}")
     yield from _packages()
     yield Finding("compiler", _compiler())

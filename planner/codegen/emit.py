@@ -196,8 +196,8 @@ class _Writer:
         if not again:
             pair = self.graph.call_function(run_and_save_state, (device, target, *args), kwargs)
             state = self.graph.create_node("call_function", operator.getitem, (pair, 0), name=f"{node.name}_rng_state")
-            with next(tensors(node)).fake_mode:  # type: ignore[attr-defined]
-                state.meta["val"] = torch.get_rng_state()
+            fake_mode = next(tensors(node)).fake_mode  # type: ignore[attr-defined]
+            state.meta["val"] = fake_mode.from_tensor(torch.get_rng_state(), static_shapes=True)
             self.states[node] = state
             new = self.graph.call_function(operator.getitem, (pair, 1))
         else:

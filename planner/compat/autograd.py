@@ -1,4 +1,4 @@
-"""Autograd's graph and engine: tensors that nodes saved, callbacks of a backward pass. Torch 2.11 to 2.13."""
+"""Autograd's graph and engine: tensors that nodes saved, callbacks of a backward pass. Torch 2.11 to 2.15."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Known = TypeVar("Known")
 
 
 def saved_by(node: Node) -> list[Any]:
-    """What a node saved for the backward pass (`_saved_*` and `saved_tensors`, 2.11 to 2.13).
+    """What a node saved for the backward pass (`_saved_*` and `saved_tensors`, 2.11 to 2.15).
 
     Raises:
         RuntimeError: the backward pass has freed it.
@@ -24,12 +24,12 @@ def saved_by(node: Node) -> list[Any]:
 
 
 def is_custom(node: Node) -> bool:
-    """Whether a node is a `torch.autograd.Function`'s, as those of compiled graphs are (2.11 to 2.13)."""
+    """Whether a node is a `torch.autograd.Function`'s, as those of compiled graphs are (2.11 to 2.15)."""
     return hasattr(node, "_raw_saved_tensors")
 
 
 def holds_saved(node: Any) -> bool:
-    """Whether a node of a `torch.autograd.Function` still holds tensors for its backward pass (2.11 to 2.13)."""
+    """Whether a node of a `torch.autograd.Function` still holds tensors for its backward pass (2.11 to 2.15)."""
     try:
         return len(node._raw_saved_tensors) > 0
     except RuntimeError:  # freed by the backward pass
@@ -42,7 +42,7 @@ def like_eager(results: Iterable[Any], differentiated_twice: Callable[[], None])
     It gets None where no gradient arrives, which AOTAutograd hands on as what is no tensor; it runs again on a kept
     graph, which AOTAutograd refuses where a compiler may write into saved tensors (`bw_donated_idxs`: not for one that
     does); and a function of ours, which is to raise, is called where its gradients are differentiated
-    (`_double_backward`). All in 2.11 to 2.13.
+    (`_double_backward`). All in 2.11 to 2.15.
 
     Args:
         results: of the compiled graph.
@@ -78,7 +78,7 @@ def _double_backward(then: Callable[[], None]) -> Callable[..., Any]:
 
 
 def graph_is_kept() -> bool:
-    """In a backward pass: whether it was asked to keep its graph (`_get_current_graph_task_keep_graph`; 2.11 to 2.13).
+    """In a backward pass: whether it was asked to keep its graph (`_get_current_graph_task_keep_graph`; 2.11 to 2.15).
 
     True for `retain_graph=True`, and for `create_graph=True`.
     """
@@ -86,7 +86,7 @@ def graph_is_kept() -> bool:
 
 
 def running_node() -> Any:
-    """In a backward pass: the node that runs (`_current_autograd_node`, 2.11 to 2.13)."""
+    """In a backward pass: the node that runs (`_current_autograd_node`, 2.11 to 2.15)."""
     return torch._C._current_autograd_node()
 
 
@@ -97,12 +97,12 @@ def leaves_of(node: Node) -> list[torch.Tensor]:
 
 
 def running_pass() -> int:
-    """In a backward pass: its number (`_current_graph_task_id`, 2.11 to 2.13)."""
+    """In a backward pass: its number (`_current_graph_task_id`, 2.11 to 2.15)."""
     return torch._C._current_graph_task_id()
 
 
 def runs_in_this_pass(node: Node) -> bool:
-    """In a backward pass: whether it comes to a node (`_will_engine_execute_node`, 2.11 to 2.13).
+    """In a backward pass: whether it comes to a node (`_will_engine_execute_node`, 2.11 to 2.15).
 
     It comes to a leaf's node in `backward()`, and in `torch.autograd.grad` only where the leaf is asked for.
     """
@@ -117,7 +117,7 @@ def compiled_node(t: Any) -> Any:
 
 
 def saved_in_order(node: Any) -> list[Any]:
-    """What a compiled graph's node saved, in the order of its backward graph's inputs (2.11 to 2.13).
+    """What a compiled graph's node saved, in the order of its backward graph's inputs (2.11 to 2.15).
 
     Raises:
         RuntimeError: the backward pass has freed it.
@@ -127,7 +127,7 @@ def saved_in_order(node: Any) -> list[Any]:
 
 
 def hooks_of(t: torch.Tensor) -> dict[int, Any]:
-    """The table of a tensor's hooks (`_backward_hooks`, 2.11 to 2.13): one and the same from its first hook on."""
+    """The table of a tensor's hooks (`_backward_hooks`, 2.11 to 2.15): one and the same from its first hook on."""
     hooks: dict[int, Any] | None = t._backward_hooks
     return {} if hooks is None else hooks
 
@@ -135,7 +135,7 @@ def hooks_of(t: torch.Tensor) -> dict[int, Any]:
 def skip_undefined(leaf: torch.Tensor) -> None:
     """From a node of a backward pass: keep a leaf's hooks from running, in this pass, unless a gradient arrives there.
 
-    Autograd runs them, with None, once any node gives None for the leaf's gradient (2.11 to 2.13).
+    Autograd runs them, with None, once any node gives None for the leaf's gradient (2.11 to 2.15).
     """
     before, after = leaf._backward_hooks or {}, post_accumulate_hooks(leaf) or {}
     own = [hook for hook in (*before.values(), *after.values()) if not isinstance(hook, _Skipping)]
@@ -174,7 +174,7 @@ class _Skipping:
 
 
 def is_transformed(tensors: Iterable[torch.Tensor]) -> str:
-    """What torch.func or forward-mode AD does around this call, in words; empty for nothing (2.11 to 2.13).
+    """What torch.func or forward-mode AD does around this call, in words; empty for nothing (2.11 to 2.15).
 
     Args:
         tensors: of the call, which may have tangents.
@@ -188,34 +188,34 @@ def is_transformed(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def when_backward_ends(then: Callable[[], None]) -> None:
-    """From a hook in a backward pass: call a function when that pass has ended (`queue_callback`, 2.11 to 2.13)."""
+    """From a hook in a backward pass: call a function when that pass has ended (`queue_callback`, 2.11 to 2.15)."""
     torch.autograd.Variable._execution_engine.queue_callback(then)
 
 
 def in_backward() -> bool:
-    """Whether a backward pass runs in this thread (`torch._C._current_graph_task_id`, 2.11 to 2.13)."""
+    """Whether a backward pass runs in this thread (`torch._C._current_graph_task_id`, 2.11 to 2.15)."""
     return torch._C._current_graph_task_id() != -1
 
 
 def is_jit_tracing() -> bool:
-    """Whether `torch.jit.trace` runs (`torch._C._get_tracing_state`, torch 2.11 to 2.13)."""
+    """Whether `torch.jit.trace` runs (`torch._C._get_tracing_state`, torch 2.11 to 2.15)."""
     return torch._C._get_tracing_state() is not None
 
 
 def post_accumulate_hooks(parameter: torch.Tensor) -> dict[int, Any] | None:
-    """The table of hooks that run once a parameter has its gradient, or None (torch 2.11 to 2.13)."""
+    """The table of hooks that run once a parameter has its gradient, or None (torch 2.11 to 2.15)."""
     hooks: dict[int, Any] | None = parameter._post_accumulate_grad_hooks
     return hooks
 
 
 def references(t: torch.Tensor) -> tuple[int, int]:
-    """How often a tensor and its storage are referenced (`Tensor._use_count`, `_storage_Use_Count`, 2.11 to 2.13)."""
+    """How often a tensor and its storage are referenced (`Tensor._use_count`, `_storage_Use_Count`, 2.11 to 2.15)."""
     of_tensor: int = t._use_count()  # type: ignore[attr-defined]
     return of_tensor, torch._C._storage_Use_Count(t.untyped_storage()._cdata)
 
 
 def sequence_number(node: Node) -> int:
-    """The number of a node, which no other one of the thread has: later ones have larger ones (2.11 to 2.13)."""
+    """The number of a node, which no other one of the thread has: later ones have larger ones (2.11 to 2.15)."""
     number: int = node._sequence_nr()
     return number
 

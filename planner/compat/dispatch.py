@@ -1,4 +1,4 @@
-"""Dispatch modes that stay on from one call to another, on the stack of modes of a thread. Torch 2.11 to 2.13."""
+"""Dispatch modes that stay on from one call to another, on the stack of modes of a thread. Torch 2.11 to 2.15."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from torch.utils._python_dispatch import (
 from planner.compat.autograd import in_backward, is_transformed
 
 _EVAL_FRAME = eval_frame.__file__
-_ENTERED = "_inference_mode_context"  # of a `torch.inference_mode` that was entered (2.11 to 2.13)
+_ENTERED = "_inference_mode_context"  # of a `torch.inference_mode` that was entered (2.11 to 2.15)
 _QUESTIONS = 3  # each takes 0.1 s
 
 __all__ = ["LastingMode", "finds_ops", "lasting_modes_off", "modes_here", "switch_off", "switch_on", "written"]
 
 
 class LastingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode that torch.compile does not mind, and under which higher-order ops run (2.13)."""
+    """A mode that torch.compile does not mind, and under which higher-order ops run (2.11 to 2.15)."""
 
     supports_higher_order_operators = True
 
@@ -49,12 +49,12 @@ class LastingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def modes_here() -> list[Any]:
-    """The dispatch modes of this thread, the innermost last (`_get_current_dispatch_mode_stack`, 2.11 to 2.13)."""
+    """The dispatch modes of this thread, the innermost last (`_get_current_dispatch_mode_stack`, 2.11 to 2.15)."""
     return list(_get_current_dispatch_mode_stack())
 
 
 def switch_on(mode: LastingMode) -> None:
-    """Put a mode on this thread's stack, to stay there (`_push_mode` and `_pop_mode`, 2.11 to 2.13)."""
+    """Put a mode on this thread's stack, to stay there (`_push_mode` and `_pop_mode`, 2.11 to 2.15)."""
     with lasting_modes_off() as off:  # another may take the place of one that is over
         mode.place = _place()
         off.insert(0, mode)
@@ -68,7 +68,7 @@ def switch_off(mode: LastingMode) -> None:
 
 
 def finds_ops() -> bool:
-    """Whether ops of this thread find its modes (`_dispatch_tls_is_dispatch_key_included`, 2.11 to 2.13)."""
+    """Whether ops of this thread find its modes (`_dispatch_tls_is_dispatch_key_included`, 2.11 to 2.15)."""
     return torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.Python)
 
 
@@ -131,7 +131,7 @@ def _place() -> tuple[tuple[CodeType, int], ...]:
 
 
 def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The arguments that a call of an op writes into, by its schema (`OpOverload._schema`, 2.11 to 2.13)."""
+    """The arguments that a call of an op writes into, by its schema (`OpOverload._schema`, 2.11 to 2.15)."""
     schema = getattr(func, "_schema", None)
     if schema is None or not schema.is_mutable:
         return []

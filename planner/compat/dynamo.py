@@ -1,4 +1,4 @@
-"""torch.compile: settings, compiled calls, and the compiler's own state. Torch 2.11 to 2.13."""
+"""torch.compile: settings, compiled calls, and the compiler's own state. Torch 2.11 to 2.15."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def compile_call(
     whole: bool = False,
     function: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
-    """A module's call with its hooks (`Module._call_impl`), compiled with static shapes (torch 2.11 to 2.13).
+    """A module's call with its hooks (`Module._call_impl`), compiled with static shapes (torch 2.11 to 2.15).
 
     Args:
         model: whose call it is.
@@ -67,7 +67,7 @@ def compile_call(
 
 
 def own_frame(module: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that calls another one with a module, in a frame whose code no other call has (torch 2.11 to 2.13).
+    """A function that calls another one with a module, in a frame whose code no other call has (torch 2.11 to 2.15).
 
     Dynamo keeps what it compiled as long as the code object that it belongs to. With a code object of its own, guards
     of other calls are not in its way, and all that was compiled goes with it. A frame of ours on top also lets Dynamo
@@ -83,17 +83,17 @@ def own_frame(module: nn.Module, function: Callable[..., Any]) -> Callable[..., 
 
 
 def forget_compiled(compiled: Any) -> None:
-    """Drop what Dynamo compiled for a function that torch.compile returned (torch 2.11 to 2.13)."""
+    """Drop what Dynamo compiled for a function that torch.compile returned (torch 2.11 to 2.15)."""
     code: CodeType = compiled._torchdynamo_orig_callable.__code__
     reset_code(code)
 
 
 def is_tracing() -> bool:
-    """Whether AOTAutograd traces a graph now, on fake tensors (`TracingContext.try_get`, torch 2.11 to 2.13)."""
+    """Whether AOTAutograd traces a graph now, on fake tensors (`TracingContext.try_get`, torch 2.11 to 2.15)."""
     return TracingContext.try_get() is not None
 
 
 def inner_module(module: nn.Module) -> nn.Module | None:
-    """The module in a wrapper that torch.compile(module) made (`_orig_mod`, 2.11 to 2.13); None for another module."""
+    """The module in a wrapper that torch.compile(module) made (`_orig_mod`, 2.11 to 2.15); None for another module."""
     inner = module._modules.get("_orig_mod")
     return inner if isinstance(inner, nn.Module) else None

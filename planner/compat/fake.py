@@ -1,4 +1,4 @@
-"""Fake tensors: the mode, the errors it raises, and the constants that it knows. Torch 2.11 to 2.13."""
+"""Fake tensors: the mode, the errors it raises, and the constants that it knows. Torch 2.11 to 2.15."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = [
 
 
 def replace_dispatch(mode: FakeTensorMode, dispatch: Callable[..., Any]) -> Callable[..., Any]:
-    """Have one fake mode run ops by another function; returns the one before (`FakeTensorMode.dispatch`, 2.11 to 2.13).
+    """Have one fake mode run ops by another function; returns the one before (`FakeTensorMode.dispatch`, 2.11 to 2.15).
 
     A subclass would not do: higher-order operators look for what to do under `FakeTensorMode` itself.
     """
@@ -45,7 +45,7 @@ def replace_dispatch(mode: FakeTensorMode, dispatch: Callable[..., Any]) -> Call
 
 
 def allow_constants(mode: FakeTensorMode, elements: int) -> None:
-    """Let results of up to so many elements be known; torch allows for one (`may_turn_const`, torch 2.11 to 2.13)."""
+    """Let results of up to so many elements be known; torch allows for one (`may_turn_const`, torch 2.11 to 2.15)."""
     of_one = mode.may_turn_const
 
     def may_turn_const(t: torch.Tensor) -> bool:
@@ -55,7 +55,7 @@ def allow_constants(mode: FakeTensorMode, elements: int) -> None:
 
 
 def fake_of_constant(mode: FakeTensorMode, t: torch.Tensor) -> FakeTensor:
-    """A fake tensor that knows the values of a real one (`FakeTensorConverter`, torch 2.11 to 2.13).
+    """A fake tensor that knows the values of a real one (`FakeTensorConverter`, torch 2.11 to 2.15).
 
     The real tensor belongs to the fake one from then on. What is written into the fake one makes its values unknown.
     """
@@ -63,13 +63,13 @@ def fake_of_constant(mode: FakeTensorMode, t: torch.Tensor) -> FakeTensor:
 
 
 def set_constant(t: FakeTensor, value: torch.Tensor) -> None:
-    """Let a fake tensor know its values, until they are written into (`FakeTensor.constant`, torch 2.11 to 2.13)."""
+    """Let a fake tensor know its values, until they are written into (`FakeTensor.constant`, torch 2.11 to 2.15)."""
     t.constant = value
     t.fake_mode.fake_tensor_converter.add_constant_storage_mapping(t)
 
 
 def forget_constants(mode: FakeTensorMode) -> None:
-    """Have no fake tensor know its values, which are real tensors (`constant_storage_mapping`, torch 2.11 to 2.13)."""
+    """Have no fake tensor know its values, which are real tensors (`constant_storage_mapping`, torch 2.11 to 2.15)."""
     known = mode.fake_tensor_converter.constant_storage_mapping
     for refs in known.values():
         for ref in refs:

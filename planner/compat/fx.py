@@ -1,4 +1,4 @@
-"""`torch.fx` graphs as AOTAutograd takes them, and their sentinel node. Torch 2.11 to 2.13."""
+"""`torch.fx` graphs as AOTAutograd takes them, and their sentinel node. Torch 2.11 to 2.15."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def boxed(graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
 
 
 def takes_a_list(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """Mark a callable in the place of a compiled graph as one that takes a list and empties it (2.11 to 2.13)."""
+    """Mark a callable in the place of a compiled graph as one that takes a list and empties it (2.11 to 2.15)."""
     call._boxed_call = True  # type: ignore[attr-defined]
     return call
 
 
 def root_of(graph: fx.Graph) -> fx.Node:
-    """The sentinel before the first node of a graph, to append to (`Graph._root`, torch 2.11 to 2.13)."""
+    """The sentinel before the first node of a graph, to append to (`Graph._root`, torch 2.11 to 2.15)."""
     return graph._root

@@ -1,4 +1,4 @@
-"""Helpers of torch's own layers that a compiler cannot capture as they are. Torch 2.11 to 2.13."""
+"""Helpers of torch's own layers that a compiler cannot capture as they are. Torch 2.11 to 2.15."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OWN_KERNELS = ("hardshrink", "softshrink", "multi_margin_loss", "multilabel_mar
 
 
 def replace_helpers(detect_is_causal: Callable[..., Any], rnn_helper: Callable[..., Any]) -> None:
-    """Have torch's layers use other helpers, in all threads (torch 2.11 to 2.13).
+    """Have torch's layers use other helpers, in all threads (torch 2.11 to 2.15).
 
     Args:
         detect_is_causal: for `torch.nn.modules.transformer._detect_is_causal_mask`, by which `nn.Transformer*` layers
@@ -34,12 +34,12 @@ def replace_helpers(detect_is_causal: Callable[..., Any], rnn_helper: Callable[.
 
 
 def restore_helpers() -> None:
-    """Put torch's own helpers back (torch 2.11 to 2.13)."""
+    """Put torch's own helpers back (torch 2.11 to 2.15)."""
     replace_helpers(_DETECT_IS_CAUSAL, RNN_HELPER)
 
 
 def replace_decompositions() -> Callable[[], None]:
-    """Take away the Python decompositions of ops that have a kernel and a derivative of their own (torch 2.11 to 2.13).
+    """Take away the Python decompositions of ops that have a kernel and a derivative of their own (torch 2.11 to 2.15).
 
     With them, AOTAutograd writes `interpolate` as arithmetic on indices (`OpOverload.py_kernels`): other rounding and
     several times the memory of the kernel that eager mode runs. Returns a function that puts them back.

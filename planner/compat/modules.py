@@ -1,4 +1,4 @@
-"""Modules: their calls, hooks and tables of tensors. Torch 2.11 to 2.13."""
+"""Modules: their calls, hooks and tables of tensors. Torch 2.11 to 2.15."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ __all__ = [
     "with_call",
 ]
 
-# hooks on every module (torch 2.11 to 2.13)
+# hooks on every module (torch 2.11 to 2.15)
 GLOBAL_HOOKS = (_global_forward_pre_hooks, _global_forward_hooks, _global_backward_pre_hooks, _global_backward_hooks)
 _REPLACED = "_compiled_call_impl"
 _replaced = attrgetter(_REPLACED)
 
 
 def modules_in(model: nn.Module) -> list[nn.Module]:
-    """The modules of a model, as `Module.modules` gives them, in a fourth of its time (`_modules`, 2.11 to 2.13)."""
+    """The modules of a model, as `Module.modules` gives them, in a fourth of its time (`_modules`, 2.11 to 2.15)."""
     seen: dict[nn.Module, None] = {}
     ahead: list[nn.Module | None] = [model]
     while ahead:
@@ -54,31 +54,31 @@ def modules_in(model: nn.Module) -> list[nn.Module]:
 
 
 def parameters_in(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
-    """The own parameters of some modules, each once, in their order (`_parameters`, torch 2.11 to 2.13)."""
+    """The own parameters of some modules, each once, in their order (`_parameters`, torch 2.11 to 2.15)."""
     return list({id(p): p for module in modules for p in module._parameters.values() if p is not None}.values())
 
 
 def call_of(module: nn.Module) -> Callable[..., Any]:
-    """A module's call with its hooks, whatever was put in its place (`Module._call_impl`, torch 2.11 to 2.13)."""
+    """A module's call with its hooks, whatever was put in its place (`Module._call_impl`, torch 2.11 to 2.15)."""
     call: Callable[..., Any] = module._call_impl
     return call
 
 
 def call_function(module: nn.Module) -> Callable[..., Any]:
-    """The function of a module's call with its hooks, which is given the module (`Module._call_impl`, 2.11 to 2.13)."""
+    """The function of a module's call with its hooks, which is given the module (`Module._call_impl`, 2.11 to 2.15)."""
     call: Callable[..., Any] = type(module)._call_impl
     return call
 
 
 def with_call(module: nn.Module, call: Callable[..., Any]) -> nn.Module:
-    """A module that shares its parts with another one, and is called otherwise (`Module._call_impl`, 2.11 to 2.13)."""
+    """A module that shares its parts with another one, and is called otherwise (`Module._call_impl`, 2.11 to 2.15)."""
     made, kind = copy.copy(module), type(module)
     made.__class__ = type(kind.__name__, (kind,), {"_call_impl": call, "__module__": kind.__module__})
     return made
 
 
 def replaced_call(module: nn.Module) -> Any:
-    """The callable in the place of a module's call, as `Module.compile()` puts one there, or None (2.11 to 2.13)."""
+    """The callable in the place of a module's call, as `Module.compile()` puts one there, or None (2.11 to 2.15)."""
     return getattr(module, _REPLACED, None)
 
 
@@ -88,7 +88,7 @@ def replaced_calls(modules: Sequence[nn.Module]) -> list[Any]:
 
 
 def replace_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
-    """Put a callable in the place of a module's call; None for its own call (`_compiled_call_impl`, 2.11 to 2.13).
+    """Put a callable in the place of a module's call; None for its own call (`_compiled_call_impl`, 2.11 to 2.15).
 
     Copies and pickles of the module have their own call: `Module.__getstate__` leaves it out.
     """
@@ -99,25 +99,25 @@ def replace_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
 
 
 def has_forward_hooks(module: nn.Module) -> bool:
-    """Whether hooks run before or after a module's `forward` (`Module._forward_hooks`, torch 2.11 to 2.13)."""
+    """Whether hooks run before or after a module's `forward` (`Module._forward_hooks`, torch 2.11 to 2.15)."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def buffers_of(module: nn.Module) -> dict[str, Any]:
-    """A module's own table of buffers, to be read and written, None for one that is not set (2.11 to 2.13)."""
+    """A module's own table of buffers, to be read and written, None for one that is not set (2.11 to 2.15)."""
     return module._buffers
 
 
 def parameters_of(module: nn.Module) -> dict[str, Any]:
-    """A module's own table of parameters, to be read and written, None for one that is not set (2.11 to 2.13)."""
+    """A module's own table of parameters, to be read and written, None for one that is not set (2.11 to 2.15)."""
     return module._parameters
 
 
 def unsaved_buffers(module: nn.Module) -> set[str]:
-    """The names of buffers that are left out of a module's `state_dict` (`persistent=False`; torch 2.11 to 2.13)."""
+    """The names of buffers that are left out of a module's `state_dict` (`persistent=False`; torch 2.11 to 2.15)."""
     return module._non_persistent_buffers_set
 
 
 def managed_by_fsdp(module: nn.Module) -> bool:
-    """Whether `fully_shard` or FullyShardedDataParallel manages a module (torch 2.11 to 2.13)."""
+    """Whether `fully_shard` or FullyShardedDataParallel manages a module (torch 2.11 to 2.15)."""
     return hasattr(module, "_is_fsdp_managed_module")

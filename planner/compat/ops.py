@@ -1,4 +1,4 @@
-"""Operators: their class and schema, and what these promise. Torch 2.11 to 2.13."""
+"""Operators: their class and schema, and what these promise. Torch 2.11 to 2.15."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FUNCTIONAL: frozenset[object] = frozenset({triton_kernel_wrapper_functional, fle
 
 
 def schema_of(op: OpOverload) -> FunctionSchema:
-    """An operator's qualified name, arguments, results and mutability (`OpOverload._schema`, torch 2.11 to 2.13)."""
+    """An operator's qualified name, arguments, results and mutability (`OpOverload._schema`, torch 2.11 to 2.15)."""
     return op._schema
 
 
@@ -42,7 +42,7 @@ def name_of(target: object) -> str:
 def kernel_named(target: object, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
     """What a node is given by name, with a Triton kernel and its constants as text in the place of their numbers.
 
-    The numbers are those of a table that grows with every trace (`kernel_side_table`, torch 2.11 to 2.13): they differ
+    The numbers are those of a table that grows with every trace (`kernel_side_table`, torch 2.11 to 2.15): they differ
     from one trace of a step to the next.
     """
     if target not in (triton_kernel_wrapper_functional, triton_kernel_wrapper_mutation):
@@ -59,7 +59,7 @@ def is_functional(op: OpOverload) -> bool:
     """Whether an operator declares that it makes new results of its arguments, and does nothing else.
 
     Its schema has results, none of which is an argument, it writes into nothing, no object of a class of its own goes
-    in or out, and no effect is registered for it (`has_effects`, torch 2.11 to 2.13).
+    in or out, and no effect is registered for it (`has_effects`, torch 2.11 to 2.15).
     """
     schema = schema_of(op)
     if schema.is_mutable or not schema.returns or any(r.alias_info is not None for r in schema.returns):

@@ -1,4 +1,4 @@
-"""What `torch.profiler` does not say in public. Torch 2.11 to 2.13."""
+"""What `torch.profiler` does not say in public. Torch 2.11 to 2.15."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["DeviceType", "events_of", "is_profiling", "recorded_in_thread"]
 
 
 def is_profiling() -> bool:
-    """Whether a profiler runs in this thread (torch 2.11 to 2.13)."""
+    """Whether a profiler runs in this thread (torch 2.11 to 2.15)."""
     return _profiler_enabled()
 
 
 def events_of(profiler: profile) -> list[Any]:
-    """All events of a profile that has ended, allocations included, as Kineto has them (torch 2.11 to 2.13).
+    """All events of a profile that has ended, allocations included, as Kineto has them (torch 2.11 to 2.15).
 
     Each has `name()`, `start_ns()`, `duration_ns()`, `device_type()` and `nbytes()`; an allocator's is "[memory]".
     """
@@ -31,7 +31,7 @@ def events_of(profiler: profile) -> list[Any]:
 def recorded_in_thread(run: Callable[[], object]) -> list[tuple[str, str, int]]:
     """What torch's older profiler records of a function, in a thread of its own, where no other profiler sees it.
 
-    A profile by Kineto cannot be begun inside another (`torch.autograd.profiler_legacy`, 2.11 to 2.13).
+    A profile by Kineto cannot be begun inside another (`torch.autograd.profiler_legacy`, 2.11 to 2.15).
 
     Returns:
         Events in order, as (kind, name, bytes): "push" and "pop" of named ranges, "memory_alloc".

@@ -1,4 +1,4 @@
-"""Walks through nested containers: `torch.utils._pytree`, whose functions are as in torch 2.11 to 2.13."""
+"""Walks through nested containers: `torch.utils._pytree`, whose functions are as in torch 2.11 to 2.15."""
 
 from torch.utils._pytree import (
     keystr,

@@ -1,4 +1,4 @@
-"""Tensors: identities of storages, version counters, wrapper subclasses, dispatch modes. Torch 2.11 to 2.13."""
+"""Tensors: identities of storages, version counters, wrapper subclasses, dispatch modes. Torch 2.11 to 2.15."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["TorchDispatchMode", "is_traceable_wrapper_subclass", "no_dispatch", 
 
 
 def storage_key(t: torch.Tensor) -> int:
-    """The identity of a tensor's storage, equal for all its views (`UntypedStorage._cdata`, torch 2.11 to 2.13).
+    """The identity of a tensor's storage, equal for all its views (`UntypedStorage._cdata`, torch 2.11 to 2.15).
 
     It may come again once the storage is freed. A meta or fake tensor has one, whose `data_ptr` is 0.
     """
@@ -19,10 +19,10 @@ def storage_key(t: torch.Tensor) -> int:
 
 
 def viewed(t: torch.Tensor) -> torch.Tensor | None:
-    """The tensor that a differentiable view is of (`Tensor._base`, torch 2.11 to 2.13); None for what is no view."""
+    """The tensor that a differentiable view is of (`Tensor._base`, torch 2.11 to 2.15); None for what is no view."""
     return t._base
 
 
 def version_of(t: torch.Tensor) -> int:
-    """How often a tensor's contents were written into (`Tensor._version`, torch 2.11 to 2.13); views share it."""
+    """How often a tensor's contents were written into (`Tensor._version`, torch 2.11 to 2.15); views share it."""
     return t._version

@@ -19,6 +19,8 @@ class Occupancy:
         leaves_inputs: of so many that are done, at most, the gradients of the inputs are still allocated.
         leaves_outputs: of so many, at most, the outputs.
         merged: microbatches whose outputs become one tensor once all are done; 0 where they do not.
+        sent: of so many that wait, at most, the outputs are on their way during a forward pass, and gone before a
+            backward pass begins; 0 where each holds its outputs until its own backward pass.
     """
 
     forward: tuple[tuple[int, int], ...]
@@ -28,6 +30,7 @@ class Occupancy:
     leaves_inputs: int = 0
     leaves_outputs: int = 0
     merged: int = 0
+    sent: int = 0
 
 
 # gradients of the step before are there in the forward pass, and cleared before the backward pass

@@ -1,7 +1,7 @@
 """Plans for stages of `torch.distributed.pipelining`: `plan_schedule(ScheduleGPipe(stage, 8, loss_fn), budget_gb=12)`.
 
-What a stage holds beside its plan is read off torch/distributed/pipelining/stage.py and schedules.py (2.13):
-receive buffers for every microbatch, which stay from step to step; what is on its way, which the handles of the sends
+What a stage holds beside its plan is read off torch/distributed/pipelining/stage.py and schedules.py (2.13 and 2.15):
+receive buffers, up to 2.14 for every microbatch from step to step; what is on its way, which the handles of the sends
 keep; outputs of the last stage, until they are merged.
 """
 
@@ -17,7 +17,15 @@ import torch
 from planner.api.front import plan
 from planner.api.plan import Plan
 from planner.capture.trace.loss_trace import gradients_received
-from planner.compat.pipelining import loss_of, microbatches_of, replace_step, runs_backward, stages_of, step_of
+from planner.compat.pipelining import (
+    buffers_stay,
+    loss_of,
+    microbatches_of,
+    replace_step,
+    runs_backward,
+    stages_of,
+    step_of,
+)
 from planner.core.occupancy import Occupancy
 from planner.core.options import GB
 from planner.costs.static_memory import storage_bytes
@@ -148,15 +156,45 @@ def _flight(schedule: Any, stage: Any, actions: Iterable[tuple[int, str]], stage
     on_way = 1 if isinstance(schedule, Schedule1F1B) else count
     sends_gradients = not stage.is_first and stage.stage_index - 1 not in here
     sends_outputs = not stage.is_last and stage.stage_index + 1 not in here
+    stays = buffers_stay(stage)
+    most = max(others for others, _ in (*pairs[FORWARD], *pairs[BACKWARD]))
+    inputs, received = (count, count) if stays else _received(schedule, stage, most + 1, count)
+    if stage.is_last:  # the losses, which the schedule keeps, hold their graphs' leaves
+        inputs = count
     return Occupancy(
         forward=tuple(sorted(pairs[FORWARD])),
         backward=tuple(sorted(pairs[BACKWARD])),
-        inputs=0 if stage.is_first else count - 1,
-        received=0 if stage.is_last else count,
+        inputs=0 if stage.is_first else inputs - 1,
+        received=0 if stage.is_last else received,
         leaves_inputs=on_way if sends_gradients else 0,
-        leaves_outputs=count if stage.is_last else on_way if sends_outputs else 0,
+        leaves_outputs=count if stage.is_last else on_way if sends_outputs and stays else 0,
         merged=count if stage.is_last else 0,
+        sent=on_way if sends_outputs and not stays and len(here) == 1 else 0,  # several stages wait for sends later
     )
+
+
+def _received(schedule: Any, stage: Any, most: int, count: int) -> tuple[int, int]:
+    """For how many microbatches a stage has inputs, and gradients of outputs, at once, where no buffers stay.
+
+    Args:
+        schedule: that the stage is of.
+        stage: that receives.
+        most: how many microbatches are in flight at once.
+        count: how many there are.
+    """
+    if not hasattr(schedule, "pipeline_order_with_comms"):  # of one stage, which receives right before it computes
+        return most, 1
+    alive = {"RECV_F": 0, "RECV_B": 0}
+    highest = dict(alive)
+    for action in schedule.pipeline_order_with_comms[schedule.rank]:
+        kind = action.computation_type.value
+        if action.stage_index == stage.stage_index and kind in alive:
+            alive[kind] += 1
+            highest[kind] = max(highest[kind], alive[kind])
+        elif action.stage_index == stage.stage_index and kind == BACKWARD:
+            alive = {name: number - 1 for name, number in alive.items()}
+    # what comes from a stage of the same rank is not received
+    return highest["RECV_F"] or count, highest["RECV_B"] or count
 
 
 def _added(flight: Occupancy) -> bool:

@@ -223,7 +223,7 @@ def _region_rows(parts: _Parts, r: int, indices: range) -> Iterator[Row]:
         graph_op, cost = region.ops[i], parts.estimates[r][i]
         reads = [linked.resolve(start + v) for v in graph_op.reads]
         reads += [v for at in graph_op.takes for v in linked.taken.get((r, at), ())]
-        if parts.settings.tangents_held and i + 1 == len(region.ops):
+        if parts.settings.tangents_held and region.boundary <= i == len(region.ops) - 1:
             reads += [linked.resolve(start + v) for v in region.values_in(region.tangents)]
         writes = tuple(start + v for v in graph_op.writes)
         workspace = cost.workspace + sum(parts.sharded_away[v] for v in writes)

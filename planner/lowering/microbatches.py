@@ -65,17 +65,17 @@ def add_microbatches(step: Step, request: Request, *, waits: tuple[int, int], lo
     differentiable = sum(t.nbytes for t in inputs if t.requires_grad)
     gradients = _gradients(request)
 
-    def beside(pairs: Pairs, each: int) -> Pairs:
+    def beside(pairs: Pairs, each: int, sent: int = 0) -> Pairs:
         """For each number of waiting microbatches, the most bytes that do not depend on the plan."""
         most: dict[int, int] = {}
         for others, done in pairs:
             left = min(done, occupancy.leaves_inputs) * differentiable + min(done, occupancy.leaves_outputs) * outputs
-            held = others * each + done * loss_left + left + (gradients if done else 0)
+            held = others * each + done * loss_left + left + (gradients if done else 0) + min(others, sent) * outputs
             most[others] = max(held, most.get(others, 0))
         return _highest(most.items())
 
     problem = step.problem
-    forward = tuple((number, nbytes + stays) for number, nbytes in beside(occupancy.forward, waits[0]))
+    forward = tuple((number, nbytes + stays) for number, nbytes in beside(occupancy.forward, waits[0], occupancy.sent))
     waiting = Waiting(forward, beside(occupancy.backward, waits[1]), _optimizer_at(step))
     sizes = tuple(0 if occupancy.received and v in incoming else size for v, size in enumerate(problem.sizes))
     problem = replace(problem, sizes=sizes, waiting=waiting)

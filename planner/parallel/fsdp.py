@@ -13,6 +13,7 @@ from planner.compat.distributed import (
     FSDPMeshInfo,
     FSDPParamGroup,
     FSDPState,
+    gradient_dtype,
     keeps_root_gathered,
     modules_of,
     param_groups,
@@ -74,13 +75,12 @@ def _group(group: FSDPParamGroup, *, root: bool, **known: Any) -> ParameterGroup
             "planned; use one of them"
         )
     ranks = group.mesh_info.shard_mesh_size if isinstance(group.mesh_info, FSDPMeshInfo) else 1
-    policy = group.mp_policy
-    shares = [(p.sharded_param, prod(p.padded_sharded_param_size)) for p in group.fsdp_params]
-    computed = [n * compute_dtype(p, policy.param_dtype).itemsize for p, n in shares]
-    cast = [size for (p, n), size in zip(shares, computed, strict=True) if size != n * p.itemsize]
-    trained = [(p, n) for p, n in shares if p.requires_grad]
-    made = [n * compute_dtype(p, policy.reduce_dtype or policy.param_dtype).itemsize for p, n in trained]
-    kept = [n * p.itemsize for p, n in trained]
+    shares = [(p, prod(p.padded_sharded_param_size)) for p in group.fsdp_params]
+    computed = [n * compute_dtype(p).itemsize for p, n in shares]
+    cast = [size for (p, n), size in zip(shares, computed, strict=True) if size != n * p.sharded_param.itemsize]
+    trained = [(p, n) for p, n in shares if p.sharded_param.requires_grad]
+    made = [n * max(gradient_dtype(p).itemsize for p, _ in trained) for _, n in trained]  # reduced together
+    kept = [n * p.sharded_param.itemsize for p, n in trained]
     whole = ranks * sum(computed)
     return ParameterGroup(
         **known,

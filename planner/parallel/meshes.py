@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from planner.compat.distributed import rng_tracker, set_rng_tracker, swapped_by_ddp
+from planner.compat.distributed import QuietTracker, rng_tracker, set_rng_tracker, swapped_by_ddp
 from planner.core.call import tensors_in
 from planner.errors import CaptureError
 from planner.parallel.sharded import parameters_of
@@ -46,7 +45,7 @@ def tracker_kept(*, off: bool = False) -> Iterator[None]:
     """
     tracker = rng_tracker()
     if off:
-        set_rng_tracker(SimpleNamespace(distribute_region_enabled=False))
+        set_rng_tracker(QuietTracker())
     try:
         yield
     finally:

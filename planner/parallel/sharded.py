@@ -24,6 +24,9 @@ from planner.compat.distributed import (
     autocast_policy,
     forward_hooks,
     gathered_parameter,
+    gradient_dtype,
+    has_unreduced,
+    mixed_precision,
     param_groups,
     state_of,
 )
@@ -52,16 +55,10 @@ def unreduced_bytes(model: nn.Module) -> int:
     They wait with `set_requires_gradient_sync(False)`, from the first backward pass to the end of the next one without.
     """
     managed = list(_managed(modules_in(model)))
-    waits = any(
-        not group.reduce_grads
-        or p.unsharded_accumulated_grad is not None
-        or getattr(gathered_parameter(p), "grad", None) is not None
-        for group, p in managed
-    )
-    if not waits:
+    if not any(not group.reduce_grads or has_unreduced(p) for group, p in managed):
         return 0
-    policies = [(p.sharded_param, group.mp_policy) for group, p in managed if p.sharded_param.requires_grad]
-    return sum(p.numel() * compute_dtype(p, m.reduce_dtype or m.param_dtype).itemsize for p, m in policies)
+    trained = [p for _, p in managed if p.sharded_param.requires_grad]
+    return sum(p.sharded_param.numel() * gradient_dtype(p).itemsize for p in trained)
 
 
 def _managed(modules: Iterable[nn.Module]) -> Iterator[tuple[FSDPParamGroup, FSDPParam]]:
@@ -108,15 +105,16 @@ def as_defined(model: nn.Module, make: Callable[[torch.Tensor, torch.dtype], nn.
 def _instead_of_parameters(state: FSDPState, make: Callable[..., nn.Parameter], memo: dict[int, Any]) -> None:
     for group in param_groups(state):
         for param in group.fsdp_params:
-            whole = make(param.sharded_param, compute_dtype(param.sharded_param, group.mp_policy.param_dtype))
+            whole = make(param.sharded_param, compute_dtype(param))
             for parameter in (param.sharded_param, gathered_parameter(param)):
                 if parameter is not None:
                     memo[id(parameter)] = whole
 
 
-def compute_dtype(parameter: torch.Tensor, wanted: torch.dtype | None) -> torch.dtype:
+def compute_dtype(parameter: FSDPParam) -> torch.dtype:
     """The data type of a parameter once it is gathered."""
-    return wanted if wanted is not None and parameter.is_floating_point() else parameter.dtype
+    shard, wanted = parameter.sharded_param, mixed_precision(parameter).param_dtype
+    return wanted if wanted is not None and shard.is_floating_point() else shard.dtype
 
 
 def _instead_of_hooks(state: FSDPState, memo: dict[int, Any]) -> None:

@@ -69,6 +69,7 @@ _SCALARS: dict[Any, Any] = {
         Literal[tuple(DTYPES)],
         AfterValidator(DTYPES.__getitem__),
         PlainSerializer(lambda dtype: str(dtype).removeprefix("torch.")),
+        WithJsonSchema({"description": "a data type of torch", "pattern": "^[a-z][a-z0-9_]*$", "type": "string"}),
     ],
 }
 

@@ -45,6 +45,8 @@ def outside_loss(request: Request, graph: TrainingGraph) -> CountedLoss:
     """The loss of a captured step, by what was seen of the loop; ops that were not seen are measured where they run."""
     loop, captured = request.loop, graph.loss
     held = range(len(graph.outputs)) if loop.outputs_held is None else loop.outputs_held
+    if request.occupancy is not None and request.occupancy.sent:
+        held = ()
     let_go = frozenset(graph.outputs) - {graph.outputs[at] for at in held if at < len(graph.outputs)} - {None}
     gone = frozenset(result for result in let_go if result is not None)
     if loop.loss is None:

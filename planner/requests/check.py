@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from planner.compat.modules import managed_by_fsdp
+from planner.compat.self_check import check_torch
 from planner.core.maxima import Maxima
 from planner.core.options import Options, check_values
 from planner.core.surroundings import surroundings_of
@@ -41,7 +42,9 @@ def check(
 
     Raises:
         ModelError, BudgetError, BatchError, OptionError: an argument that cannot be used, named with its value.
+        TorchError: the torch that is installed lacks private parts that are needed.
     """
+    check_torch()
     _check_model(model)
     target = find_target(model, given.get("device"))
     options = options_of(kind, given)

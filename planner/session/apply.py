@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from planner.compat.self_check import check_torch
 from planner.core.identity import difference, identity
 from planner.core.options import Mode, check_values
 from planner.errors import ApplyError, gb
@@ -38,6 +39,7 @@ def apply(
         around: wraps the provider of plans, to hear what happens and to decide otherwise.
         alone: whether plans are for this process alone, whatever others train the model with it.
     """
+    check_torch()
     refuse_wrapped(model)
     if isinstance(source, Unplanned):  # its user was warned
         return _target(source.request, model)

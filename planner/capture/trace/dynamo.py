@@ -64,7 +64,7 @@ def dynamo_settings() -> Iterator[None]:
             allow_rnn=True,
             use_numpy_random_stream=True,
             optimize_ddp=False,
-            ignore_logger_methods=dynamo_config.ignore_logger_methods | methods,
+            ignore_logger_methods=frozenset(dynamo_config.ignore_logger_methods | methods),  # 2.11 would sort a set
         ),
     ):
         try:

@@ -1,0 +1,98 @@
+"""Whether torch has the private parts that are read as attributes; those that are imported fail where they are."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import warnings
+from functools import cache
+
+import torch
+
+from planner.compat.versions import is_newer, missing_in_words, tested_in_words
+from planner.errors import PlanWarning, TorchError
+
+# by module, or module:class
+PARTS = {
+    "torch": "_C _dynamo",
+    "torch._C": (
+        "_autograd _current_autograd_node _current_graph_task_id _dispatch_tls_is_dispatch_key_included "
+        "_get_tracing_state _storage_Use_Count _will_engine_execute_node"
+    ),
+    "torch._C._autograd": "_get_current_graph_task_keep_graph",
+    "torch._C:_FunctionBase": "_raw_saved_tensors",
+    "torch:Tensor": "_backward_hooks _base _is_view _post_accumulate_grad_hooks _use_count _version",
+    "torch:UntypedStorage": "_cdata",
+    "torch._decomp.decompositions": "_rnn_helper",
+    "torch._dynamo.decorators": "_dynamo_weak_dynamic_indices",
+    "torch._dynamo.eval_frame": "_orig_mod _torchdynamo_orig_backend _torchdynamo_orig_callable",
+    "torch._functorch._aot_autograd.runtime_wrappers": "_double_backward bw_donated_idxs opaque_objects symints",
+    "torch._functorch._aot_autograd.utils": "_boxed_call",
+    "torch._ops:OpOverload": "_dispatch_cache _schema py_kernels",
+    "torch._subclasses.fake_tensor:FakeTensorMode": "dispatch fake_tensor_converter may_turn_const",
+    "torch.autograd": "_disable_profiler_legacy _enable_profiler_legacy",
+    "torch.autograd.forward_ad": "_current_level",
+    "torch.autograd.function": "_forward_cls",
+    "torch.autograd:Variable": "_execution_engine",
+    "torch.distributed.fsdp._fully_shard._fully_shard": "_is_fsdp_managed_module",
+    "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam": (
+        "_unsharded_param is_dtensor mp_policy padded_sharded_param_size sharded_param"
+    ),
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup": (
+        "_reshard_after_forward _use_post_forward_mesh fsdp_params mesh_info offload_policy reduce_grads"
+    ),
+    "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState": (
+        "_auto_reshard_after_forward _fsdp_param_group _modules _mp_policy _post_forward_hook_handle "
+        "_pre_forward_hook_handle _states_to_backward_prefetch _states_to_forward_prefetch"
+    ),
+    "torch.distributed.pipelining.schedules": (
+        "_has_backward _loss_fn _n_microbatches _stage _stages _step_microbatches"
+    ),
+    "torch.distributed.tensor._random": "_rng_tracker",
+    "torch.distributed.tensor.parallel.ddp": "_st_info",
+    "torch.fx.graph:Graph": "_root",
+    "torch.nn.modules.module:Module": (
+        "_buffers _call_impl _compiled_call_impl _forward_hooks _forward_pre_hooks _modules "
+        "_non_persistent_buffers_set _parameters"
+    ),
+    "torch.nn.modules.transformer": "_detect_is_causal_mask",
+    "torch.nn.parallel.distributed:DistributedDataParallel": "_active_ddp_module",
+}
+
+
+def check_torch() -> None:
+    """Look for every private part of the modules that are loaded, and warn once of a torch that was not tested.
+
+    Raises:
+        TorchError: a part is missing; it names each, and the releases that are known to work.
+    """
+    missing = [name for owner in PARTS if owner.split(":")[0] in sys.modules for name in _missing(owner)]
+    if missing:
+        raise TorchError(missing_in_words(", ".join(missing)))
+    if is_newer():
+        _warn_of_newer(torch.__version__)
+
+
+@cache
+def _warn_of_newer(version: str) -> None:
+    warnings.warn(
+        f"torch {version} is newer than those that planner was tested with ({tested_in_words()}). The private parts of "
+        "it that are used are there; Plan.verify() compares a step's gradients and its peak with those without a plan",
+        PlanWarning,
+        stacklevel=4,
+    )
+
+
+@cache
+def _missing(path: str) -> tuple[str, ...]:
+    """The names that neither the owner nor its instances have: these are set in the code of its module."""
+    module, _, name = path.partition(":")
+    owner = getattr(sys.modules[module], name, None) if name else sys.modules[module]
+    if owner is None:
+        return (f"{module}.{name}",)
+    absent = [part for part in PARTS[path].split() if not hasattr(owner, part)]
+    try:
+        code = inspect.getsource(sys.modules[module]) if absent else ""
+    except (OSError, TypeError):  # compiled, and without its source
+        code = ""
+    return tuple(f"{path.replace(':', '.')}.{part}" for part in absent if part not in code)
