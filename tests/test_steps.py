@@ -3,6 +3,7 @@
 import copy
 import gc
 import io
+import warnings
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch._subclasses import FakeTensor
 from torch.nn import functional as F
 
 from planner import InfeasibleBudgetError, PlanWarning, applied_plan, plan
+from planner.session import provider
 
 from .loops import Autoencoder, VariationalAutoencoder
 
@@ -143,6 +145,36 @@ def test_a_budget_that_no_plan_of_the_calls_meets_is_refused_with_their_names(au
     with pytest.raises(InfeasibleBudgetError) as refused:
         step(autoencoder, torch.randn(64, 64))
     assert "encode, decode" in refused.value.__notes__[0]
+
+
+def test_a_model_that_cannot_be_planned_is_warned_of_once_where_that_is_asked_for(autoencoder):
+    plan(autoencoder, budget_gb=0.0003, on_failure="warn").apply()
+    twin, x = copy.deepcopy(autoencoder), torch.randn(64, 64)
+    with pytest.warns(PlanWarning, match="on_failure='warn'") as said:
+        steps = [same(step(autoencoder, x), step(twin, x)) for _ in range(3)]
+    assert all(steps)
+    assert len(said) == 1
+
+
+def test_calls_whose_graphs_change_from_step_to_step_are_planned_once(autoencoder, monkeypatch):
+    class Counting(Autoencoder):
+        calls = 0
+
+        def encode(self, x):
+            self.calls += 1
+            return super().encode(x) * self.calls
+
+    model, plans = Counting(), []
+    made = provider.make_plan
+    monkeypatch.setattr(provider, "make_plan", lambda *a, **k: plans.append(a) or made(*a, **k))
+    plan(model, budget_gb=1).apply()
+    twin, x = Counting(), torch.randn(64, 64)
+    twin.load_state_dict(model.state_dict())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PlanWarning)
+        for _ in range(5):
+            assert same(step(model, x), step(twin, x))
+    assert len(plans) == 1
 
 
 def test_dropout_of_methods_draws_as_without_a_plan():

@@ -49,12 +49,14 @@ class _Kind:
         model: makes them in one call.
         provider: gives its plan.
         record: its plan; None while there is none.
+        hopeless: whether there can be none.
     """
 
     step: StepCalls
     model: nn.Module
     provider: PlanProvider
     record: PlanRecord | None = None
+    hopeless: bool = False
     agrees: bool = False
 
 
@@ -176,13 +178,16 @@ class StepRuntime(Applied):
         stepped = [optimizer for ref in self.watch.stepped if (optimizer := ref()) is not None]
         if kind.record is not None and self.watch.settled and kind.provider.on_loop_seen(loop, stepped):
             kind.record = None
-        if kind.record is None:
+        if kind.record is None and not kind.hopeless:
             self._plan(kind)
 
     def _plan(self, kind: _Kind) -> None:
         try:
             planned = kind.provider.on_missing_plan(kind, Call(tuple(t.stand_in() for t in kind.step.given), {}))
         except InfeasibleBudgetError as e:
+            kind.hopeless = self.provider.on_no_plan(self.model, e)
+            if kind.hopeless:
+                return
             names = ", ".join(dict.fromkeys(str(call.entry) for call in kind.step.calls))
             e.add_note(
                 f"The loop calls {names}, and not the {type(self.model).__name__} itself: values are recomputed from "
@@ -190,6 +195,7 @@ class StepRuntime(Applied):
             )
             raise
         except UNPLANNABLE as e:
+            kind.hopeless = True
             self._warn(str(e))
             return
         if planned.request.batch is not None:
@@ -217,13 +223,14 @@ class StepRuntime(Applied):
         at = len(self.seen.calls) - 1
         if self.present is not None and at and call in self.present.step.calls[at : at + 1]:
             return
-        fits = (kind for kind in reversed(self.kinds) if kind.record is not None and kind.step.calls[0] == call)
-        first = next(fits, None) if at == 0 or self.present is not None else None
+        fits = [kind for kind in self.kinds if kind.step.calls[0] == call]
+        planned = [kind for kind in fits if kind.record is not None]
+        first = planned[-1] if planned and (at == 0 or self.present is not None) else None
         if first is not None:  # or a step was left without a backward pass
             self.seen.only_latest()
             self.present = first
             self.regions.call_begins()
-        elif self.present is not None or (at == 0 and self.kinds):
+        elif self.present is not None or (at == 0 and self.kinds and not fits):
             self.present = None
             warnings.warn(
                 f"the calls that this step makes of {type(self.model).__name__} are not those that were planned "
@@ -264,7 +271,7 @@ class StepRuntime(Applied):
     def _changed(self) -> None:
         """A graph is not the one that was planned: this step goes on without a plan."""
         assert self.present is not None
-        self.kinds.remove(self.present)
+        self.present.record, self.present.hopeless = None, True
         self.present = None
         self._warn("a graph of theirs differs from the one that was planned")
 
