@@ -20,7 +20,7 @@ PARTS = {
         "_get_tracing_state _storage_Use_Count _will_engine_execute_node"
     ),
     "torch._C._autograd": "_get_current_graph_task_keep_graph",
-    "torch._C:_FunctionBase": "_raw_saved_tensors",
+    "torch._C:_FunctionBase": "_raw_saved_tensors _sequence_nr",
     "torch:Tensor": "_backward_hooks _base _is_view _post_accumulate_grad_hooks _use_count _version",
     "torch:UntypedStorage": "_cdata",
     "torch._decomp.decompositions": "_rnn_helper",
