@@ -811,3 +811,49 @@ def test_a_backward_pass_is_told_from_other_code():
     y.backward()
     assert seen == [True]
     assert not in_backward()
+
+
+def test_what_a_tensor_is_computed_from_is_found_behind_other_nodes():
+    x = torch.ones(2, requires_grad=True)
+    a, b = x.sin(), x.cos()
+    known = {autograd.sequence_number(t.grad_fn): name for name, t in (("a", a), ("b", b))}
+    assert len(known) == 2
+    assert set(autograd.origins((a * 2 + b.exp()).grad_fn, known)) == {"a", "b"}
+    known[autograd.sequence_number((c := a.tanh()).grad_fn)] = "c"
+    assert autograd.origins((c + 1).grad_fn, known) == ("c",)  # not "a", which is behind it
+    assert autograd.origins(x.sin().grad_fn, known) == ()
+
+
+def test_a_module_with_another_call_shares_its_parts():
+    model = nn.Sequential(nn.Linear(2, 2))
+    twice = modules.with_call(model, lambda self, x: 2 * self[0](x))
+    x = torch.ones(2)
+    assert torch.equal(twice(x), 2 * model(x))
+    assert twice.get_parameter("0.weight") is model[0].weight
+    assert type(twice).__name__ == "Sequential"
+    assert torch.equal(modules.call_function(model[0])(model[0], x), model(x))
+
+
+def test_code_of_a_frame_of_its_own_goes_with_it():
+    frames = []
+    linear = nn.Linear(2, 2)
+
+    def compiled():
+        frame = dynamo.own_frame(linear, type(linear).forward)
+        return torch._dynamo.optimize(lambda graph, _: frames.append(graph) or graph.forward)(frame)
+
+    for _ in range(2):
+        run = compiled()
+        assert torch.equal(run(torch.ones(2)), linear(torch.ones(2)))
+        assert torch.equal(run(torch.ones(2)), linear(torch.ones(2)))
+    assert len(frames) == 2
+
+
+def test_fake_tensors_forget_what_they_know():
+    mode = fake.FakeTensorMode()
+    known = fake.fake_of_constant(mode, torch.ones(8))
+    assert known.constant is not None
+    fake.forget_constants(mode)
+    assert known.constant is None
+    with mode:
+        assert (known + 1).shape == (8,)

@@ -42,6 +42,7 @@ def autoencoder():
     return Autoencoder()
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize("mode", ["compiled", "eager"])
 def test_both_modes_run_a_step_of_two_calls_with_the_gradients_of_eager(autoencoder, mode):
     twin, x = copy.deepcopy(autoencoder), torch.randn(64, 64)
