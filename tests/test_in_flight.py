@@ -95,6 +95,19 @@ def test_as_many_microbatches_as_planned_fit_and_the_prediction_is_right(tmp_pat
     assert p.account["microbatches in flight"] == max(m.held.waiting for m in p.timeline) > 0
 
 
+def test_what_is_seen_from_the_middle_of_a_step_on_is_not_taken_for_all_of_it(monkeypatch):
+    answers = iter([False, False])
+    monkeypatch.setattr("planner.runtime.watch._may_record", lambda: next(answers, True))
+    model, batches = blocks(1), [torch.randn(ROWS, WIDTH) for _ in range(3)]
+    plan(model, budget_gb=1).apply()
+    for _ in range(4):
+        fill_and_drain(model, batches)
+        model.zero_grad()
+    seen = applied_plan(model).source.record.step.loop
+    assert seen.in_flight == 3
+    assert seen.loss.waiting == batches[0].nbytes
+
+
 def test_more_in_flight_means_less_kept_of_each_and_too_many_are_refused_with_the_smallest_budget(monkeypatch):
     shorten(monkeypatch)
     model, x = blocks(2), torch.randn(ROWS, WIDTH)

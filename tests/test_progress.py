@@ -17,6 +17,7 @@ import planner.planning.record
 import solvers.search.annealing
 from planner import Plan, applied_plan, max_batch, pareto, plan
 from planner.runtime import regions as run
+from planner.runtime.interception import attached
 
 
 class Net(nn.Module):
@@ -171,6 +172,7 @@ def test_a_first_step_that_is_interrupted_runs_by_the_plan_the_next_time(from_fi
         p.save(tmp_path / "plan.json")
         p = Plan.load(tmp_path / "plan.json", loss)
     p.apply(model)
+    attached(model).unwatch()  # as the first call does
     before = state(model)
     monkeypatch.setattr(run, "emit", interrupted)
     with pytest.raises(KeyboardInterrupt):

@@ -29,7 +29,7 @@ def compare(a: Plan, b: Plan) -> Comparison:
         >>> model, batch = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()), torch.zeros(4, 8)
         >>> p = plan(model, batch, budget_gb=1, loss_fn=torch.Tensor.mean)
         >>> print(str(compare(p, p)).splitlines()[0])
-        The plans decide the same for all 1 values.
+        The plans decide the same for all 1 saved activations.
     """
     for p in (a, b):
         if not isinstance(p, Plan):

@@ -48,6 +48,7 @@ class Watch:
         self.between = 0  # bytes that the loop made between the calls of a step, and that stayed
         self._loss_at = -1  # of what may be the loss, or not, its position among the leaves of the output
         self._tries = 0
+        self._first = True  # whether no earlier call waited when the latest one began
         self._used: dict[torch.Tensor, int] = {}  # parameter -> version of its gradient when an optimizer had used it
         _watches.add(self)
         if not _handles:
@@ -61,13 +62,14 @@ class Watch:
             batch: that it is called with.
             waiting: earlier calls that wait for their backward pass.
         """
+        self._first = not waiting
         loop = replace(self.loop, in_flight=max(self.loop.in_flight, waiting + 1))
         if self.loop.gradients != "accumulated" and (gradients := self._gradients(parameters)) is not None:
             loop = replace(loop, gradients=gradients)
         recorder = self.recorder
         if recorder is not None and (recorder.losses or recorder.over):
             loop = self._finished(recorder, loop, [batch, [p.grad for p in parameters]])
-        elif recorder is None and not self.settled:
+        elif recorder is None and self._first and not self.settled:
             self._missed()
         self.loop = loop
         return loop
@@ -110,7 +112,7 @@ class Watch:
         self._loss_at = -1 if loss is None or find_loss(result) is not None else loss[0]
         if self.recorder is not None:
             self.recorder.expect((args, kwargs), outputs)
-        else:
+        elif self._first:  # from the middle of a step on, it would miss what earlier calls hold
             self._record(model, (args, kwargs), outputs)
 
     def goes_between(self, given: Any) -> None:
