@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 from torch import nn, optim
@@ -12,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from planner.compat.tensors import version_of
 from planner.errors import PlanWarning
+from planner.runtime.entries import callable_modules, outermost
 
 
 class Handle(Protocol):
@@ -49,7 +50,9 @@ def watch(model: nn.Module, planned: Callable[[], bool]) -> Handle:
 
 
 def _warn(model: nn.Module, trained: Collection[str]) -> None:
-    calls = ", ".join(f"plan(model.{path}, ...)" for path in list(_parts(model, trained, ""))[:3])
+    paths = [entry.path for entry in outermost(callable_modules(model))]
+    own = [path for path in paths if any(parameter.startswith(f"{path}.") for parameter in trained)]
+    calls = ", ".join(f"plan(model.{path}, ...)" for path in own[:3])
     parts = f", or plan the modules that it calls, such as {calls}, each within a share of the budget" if calls else ""
     warnings.warn(
         f"{type(model).__name__} trains without its plan: an optimizer steps it, and it was not called since apply(). "
@@ -58,15 +61,3 @@ def _warn(model: nn.Module, trained: Collection[str]) -> None:
         PlanWarning,
         stacklevel=4,
     )
-
-
-def _parts(module: nn.Module, trained: Collection[str], path: str) -> Iterator[str]:
-    """The outermost modules that can be called, and have some of the parameters."""
-    for name, child in module.named_children():
-        inner = f"{path}{name}"
-        if not any(parameter.startswith(f"{inner}.") for parameter in trained):
-            continue
-        if type(child).forward is not nn.Module.forward:
-            yield inner
-        else:  # a ModuleList or ModuleDict
-            yield from _parts(child, trained, f"{inner}.")

@@ -83,22 +83,23 @@ def entries_of(model: nn.Module) -> list[Entry]:
 
     Whether a method does is read from the names in its code, and in that of the methods that it calls.
     """
-    return [*(Entry("", name) for name in _methods(model)), *(Entry(path) for path in _callable(model))]
+    return [*(Entry("", name) for name in _methods(model)), *callable_modules(model)]
 
 
 def outermost(entries: Iterable[Entry]) -> list[Entry]:
-    """The methods, and the modules that are in no other one of these."""
+    """The methods, and the modules that are in no other one of these; a module comes after those around it."""
     found: list[Entry] = []
-    for entry in sorted(entries, key=lambda e: (e.path.count("."), e.path)):
+    for entry in entries:
         if not any(other.path and entry.path.startswith(f"{other.path}.") for other in found):
             found.append(entry)
     return found
 
 
-def _callable(model: nn.Module) -> Iterator[str]:
+def callable_modules(model: nn.Module) -> Iterator[Entry]:
+    """The modules in a model that can be called, each after those around it."""
     for path, module in model.named_modules():
         if path and type(module).forward is not nn.Module.forward:  # as that of a ModuleList
-            yield path
+            yield Entry(path)
 
 
 def _methods(model: nn.Module) -> list[str]:

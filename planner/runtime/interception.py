@@ -167,8 +167,7 @@ class Applied:
         seen = watch.call_begins(parameters, batch, self.waiting())
         if not watch.settled:
             return False
-        stepped = [optimizer for ref in watch.stepped if (optimizer := ref()) is not None]
-        return self.provider.on_loop_seen(seen, stepped)
+        return self.provider.on_loop_seen(seen, watch.optimizers())
 
     def _backward_begins(self, signature: Signature) -> None:
         """Gradients that were there in the forward pass are there still, if they are."""
@@ -180,7 +179,7 @@ class Applied:
 
     def tensors(self) -> Any:
         """The model's parameters, buffers, gradients, and the state of its optimizers."""
-        stepped = [] if self.watch is None else [o for ref in self.watch.stepped if (o := ref()) is not None]
+        stepped = [] if self.watch is None else self.watch.optimizers()
         own = [*self.model.parameters(), *self.model.buffers(), *(p.grad for p in self.model.parameters())]
         return [own, [list(optimizer.state.values()) for optimizer in stepped]]
 

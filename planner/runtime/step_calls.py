@@ -17,10 +17,10 @@ from planner.compat.dynamo import own_frame
 from planner.compat.modules import with_call
 from planner.compat.tensors import is_traceable_wrapper_subclass, storage_key
 from planner.runtime.entries import Entry
+from planner.runtime.interception import CARRIER, COMPILE
 from planner.runtime.signature import Signature
 
 PLAIN = (int, float, bool, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout)
-CARRIED = {"__call__", "compile"}
 MOST_CALLS = 256  # before a backward pass: with more, the loop goes its own way
 
 
@@ -118,9 +118,8 @@ class CallsSeen:
         self.over = False
         self.why = ""
         self._given: list[tuple[weakref.ref[torch.Tensor], GivenTensor]] = []
-        self._nodes: dict[
-            int, tuple[int, int] | int
-        ] = {}  # of autograd, by sequence number: which tensor is its result
+        # by the sequence number of autograd's node, which result or derived tensor it made
+        self._nodes: dict[int, tuple[int, int] | int] = {}
         self._derived = 0
         self._returned: list[list[tuple[weakref.ref[torch.Tensor] | None, int]]] = []  # and its storage
         self._alive = frozenset[int]()
@@ -219,7 +218,7 @@ def step_model(model: nn.Module, step: StepCalls) -> nn.Module:
         return _outputs(step, results)
 
     made = with_call(model, call)
-    for name in CARRIED & vars(made).keys():  # what stands in for its own call
+    for name in {CARRIER, COMPILE} & vars(made).keys():  # what stands in for its own call
         del vars(made)[name]
     return made
 

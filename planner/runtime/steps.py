@@ -175,8 +175,8 @@ class StepRuntime(Applied):
         else:
             self.kinds.remove(kind)
         self.kinds.append(kind)
-        stepped = [optimizer for ref in self.watch.stepped if (optimizer := ref()) is not None]
-        if kind.record is not None and self.watch.settled and kind.provider.on_loop_seen(loop, stepped):
+        learns = kind.record is not None and self.watch.settled
+        if learns and kind.provider.on_loop_seen(loop, self.watch.optimizers()):
             kind.record = None
         if kind.record is None and not kind.hopeless:
             self._plan(kind)

@@ -54,6 +54,10 @@ class Watch:
         if not _handles:
             _handles.append(register_optimizer_step_post_hook(_stepped))
 
+    def optimizers(self) -> list[optim.Optimizer]:
+        """Those that stepped parameters of the model, and still exist."""
+        return [optimizer for ref in self.stepped if (optimizer := ref()) is not None]
+
     def call_begins(self, parameters: Sequence[nn.Parameter], batch: Any, waiting: int) -> Loop:
         """What was seen of the loop when another training call begins.
 
@@ -77,8 +81,7 @@ class Watch:
     def _finished(self, recorder: Recorder, loop: Loop, counted: Any) -> Loop:
         """The loop with what a step's recording has shown; the account has lines for `counted`."""
         self._measure()
-        stepped = [optimizer for ref in self.stepped if (optimizer := ref()) is not None]
-        found = stays(recorder, [counted, *(list(o.state.values()) for o in stepped)])
+        found = stays(recorder, [counted, *(list(o.state.values()) for o in self.optimizers())])
         seen = loss_seen(recorder, self._workspaces, found.left, found.read)
         held = {at for loss in recorder.losses for at in loss.held}
         self.recorder, between, self.between = None, self.between, 0
@@ -133,8 +136,8 @@ class Watch:
         if model is None or self.settled:
             return
         self.stop()
-        scalars = [at for at, t in enumerate(outputs) if isinstance(t, torch.Tensor) and t.dim() == 0 and t.grad_fn]
-        self._loss_at = scalars[0] if len(scalars) == 1 else -1
+        loss = probable_loss(tuple(outputs))
+        self._loss_at = -1 if loss is None else loss[0]
         self._record(model, batch, outputs)
 
     def _record(self, model: nn.Module, batch: Any, outputs: Sequence[Any]) -> None:

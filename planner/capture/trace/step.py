@@ -117,72 +117,64 @@ def _captured(
     answers: Answers,
 ) -> TrainingGraph:
     """As `capture()`, for one way through the model's Python code."""
-    recording, *fakes = to_fake(model, args, kwargs, answers)
+    with _on_fakes(model, args, kwargs, answers) as (recording, fake_model, fake_args, fake_kwargs):
+        if maxima is not None and symbolic and on_mesh(fake_model, fake_args, fake_kwargs):
+            raise CaptureError("torch.compile has no symbols for sizes of DTensors")
+        if maxima is not None:
+            fake_args, fake_kwargs = enlarged(fake_args, fake_kwargs, maxima, recording.mode)
+        trial = recording.mode, fake_model, fake_args, fake_kwargs, loss_fn, answers
+        with _drawing(fake_model, answers) as undraw:
+            unsure = _try_eagerly(*trial)
+            if isinstance(unsure, DataDependentOutputException):
+                undraw()
+                if learnt(answers, model, args, kwargs):
+                    unsure = _try_eagerly(*trial)
+        cut: dict[str, tuple[int, ...]] | None = None
+        for _ in range(2):
+            detach = lone_loss if cut is None and loss_fn is None else (cut or {})
+            step = FakeStep(recording, split, detach, checkpoints)
+            answers.begin()
+            try:
+                with _drawing(fake_model, answers):
+                    output = step.run(fake_model, fake_args, fake_kwargs, maxima if symbolic else None)
+            except CaptureError as e:
+                if unsure is None:
+                    raise
+                blame(model, args, kwargs, unsure)
+                if e.__cause__ is None:
+                    raise
+                raise CaptureError(refusal(fake_model, unsure, eagerly=True)) from unsure
+            answers.drew &= step.frames > 1  # a single graph takes the numbers for inputs
+            asked = answers.lines()
+            cut, loss = step.gradients(output, loss_fn)
+            if not step.reached:
+                raise step.nothing_captured(fake_model, fake_args, fake_kwargs, maxima)
+            if cut == step.cut:
+                regions, ends = regions_of(step.calls), leaves(output)
+                return TrainingGraph(
+                    regions=regions,
+                    order=order_of(step.calls),
+                    detached=cut,
+                    loss=loss,
+                    links=links_of(step.calls, ends),
+                    outputs=outputs_of(step.calls, ends),
+                    output_bytes=sum(storages(ends).values()),
+                    maxima=maxima if any(is_size(n) for region in regions for n in region.primals) else None,
+                    asked=asked,
+                )
+        raise CaptureError(f"{type(model).__name__}: which outputs get a gradient changes from one pass to the next")
+
+
+@contextmanager
+def _on_fakes(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], answers: Answers
+) -> Iterator[tuple[Recording, nn.Module, Any, Any]]:
+    """As `to_fake()`; afterwards the tensors know no values: torch.compile keeps some as long as the model's code."""
+    found = to_fake(model, args, kwargs, answers)
     try:
-        return _traced(model, args, kwargs, recording, fakes, split, loss_fn, checkpoints, maxima, symbolic, answers)
-    finally:  # torch.compile keeps some of the fake tensors for as long as there is the model's code
-        forget_constants(recording.mode)
-
-
-def _traced(
-    model: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    recording: Recording,
-    fakes: Sequence[Any],
-    split: Partition,
-    loss_fn: LossFn | None,
-    checkpoints: Checkpoints,
-    maxima: Maxima | None,
-    symbolic: bool,
-    answers: Answers,
-) -> TrainingGraph:
-    fake_model, fake_args, fake_kwargs = fakes
-    if maxima is not None and symbolic and on_mesh(fake_model, fake_args, fake_kwargs):
-        raise CaptureError("torch.compile has no symbols for sizes of DTensors")
-    if maxima is not None:
-        fake_args, fake_kwargs = enlarged(fake_args, fake_kwargs, maxima, recording.mode)
-    trial = recording.mode, fake_model, fake_args, fake_kwargs, loss_fn, answers
-    with _drawing(fake_model, answers) as undraw:
-        unsure = _try_eagerly(*trial)
-        if isinstance(unsure, DataDependentOutputException):
-            undraw()
-            if learnt(answers, model, args, kwargs):
-                unsure = _try_eagerly(*trial)
-    cut: dict[str, tuple[int, ...]] | None = None
-    for _ in range(2):
-        detach = lone_loss if cut is None and loss_fn is None else (cut or {})
-        step = FakeStep(recording, split, detach, checkpoints)
-        answers.begin()
-        try:
-            with _drawing(fake_model, answers):
-                output = step.run(fake_model, fake_args, fake_kwargs, maxima if symbolic else None)
-        except CaptureError as e:
-            if unsure is None:
-                raise
-            blame(model, args, kwargs, unsure)
-            if e.__cause__ is None:
-                raise
-            raise CaptureError(refusal(fake_model, unsure, eagerly=True)) from unsure
-        answers.drew &= step.frames > 1  # a single graph takes the numbers for inputs
-        asked = answers.lines()
-        cut, loss = step.gradients(output, loss_fn)
-        if not step.reached:
-            raise step.nothing_captured(fake_model, fake_args, fake_kwargs, maxima)
-        if cut == step.cut:
-            regions, ends = regions_of(step.calls), leaves(output)
-            return TrainingGraph(
-                regions=regions,
-                order=order_of(step.calls),
-                detached=cut,
-                loss=loss,
-                links=links_of(step.calls, ends),
-                outputs=outputs_of(step.calls, ends),
-                output_bytes=sum(storages(ends).values()),
-                maxima=maxima if any(is_size(n) for region in regions for n in region.primals) else None,
-                asked=asked,
-            )
-    raise CaptureError(f"{type(model).__name__}: which outputs get a gradient changes from one pass to the next")
+        yield found
+    finally:
+        forget_constants(found[0].mode)
 
 
 @contextmanager
