@@ -401,6 +401,56 @@ def triplet(put: Put, ended: Ended) -> None:
         ended(loss)
 
 
+def target_network(put: Put, ended: Ended) -> None:
+    """The target's parameters, and the batch that it sees, are used between the steps alone."""
+    online, target = mlp(96, 4, 4), mlp(96, 4, 4)
+    target.load_state_dict(online.state_dict())
+    put(online)
+    optimizer = torch.optim.RMSprop(online.parameters(), lr=1e-3)
+    for at in range(STEPS):
+        state, after = torch.randn(512, 96), torch.randn(512, 96)
+        action, reward = torch.randint(4, (512, 1)), torch.randn(512)
+        with torch.no_grad():
+            goal = reward + 0.99 * target(after).max(1).values
+        loss = F.smooth_l1_loss(online(state).gather(1, action).squeeze(1), goal)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if at % 2:
+            target.load_state_dict(online.state_dict())
+        ended(loss)
+
+
+def adversarial(put: Put, ended: Ended) -> None:
+    """Each step begins with one for the gradient of the batch, which stays beside the other one."""
+    model = put(mlp(96, 4, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(STEPS):
+        x, y = torch.randn(512, 96, requires_grad=True), torch.randint(8, (512,))
+        F.cross_entropy(model(x), y).backward()
+        attacked = (x + 0.03 * x.grad.sign()).detach()
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(attacked), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ended(loss)
+
+
+def features_by_a_hook(put: Put, ended: Ended) -> None:
+    model, seen = mlp(96, 4, 8), {}
+    model[3].register_forward_hook(lambda module, args, output: seen.update(features=output))
+    put(model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    for _ in range(STEPS):
+        x, y = torch.randn(512, 96), torch.randint(8, (512,))
+        loss = F.cross_entropy(model(x), y) + 0.01 * seen["features"].square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ended(loss)
+
+
 def sharpness_aware(put: Put, ended: Ended) -> None:
     """Two passes each way per step, with a copy of the first one's gradients."""
     model = put(mlp(out=8))
@@ -708,10 +758,8 @@ LOOPS: dict[str, Loop] = {
     "autoencoder": Loop(autoencoder),
     "variational": Loop(variational),
     "modules_by_themselves": Loop(modules_by_themselves),
-    # the batch of real images is read before the generator runs, and no part of its step: it is warned of
-    "gan_generator": Loop(gan_generator, share=0.8),
-    # each is planned beside the most that the other may take
-    "gan_both": Loop(gan_both, plans=5, off=0.12),
+    "gan_generator": Loop(gan_generator, share=0.77),
+    "gan_both": Loop(gan_both, plans=5),
     "ema": Loop(ema),
     "autocast_scaler": Loop(autocast_scaler, tolerance=1e-2),
     "trainer": Loop(trainer),
@@ -720,6 +768,9 @@ LOOPS: dict[str, Loop] = {
     "grad_without_backward": Loop(grad_without_backward),
     "contrastive": Loop(contrastive, off=0.02),
     "triplet": Loop(triplet),
+    "target_network": Loop(target_network),
+    "adversarial": Loop(adversarial, plans=3),
+    "features_by_a_hook": Loop(features_by_a_hook),
     "sharpness_aware": Loop(sharpness_aware),
     "distillation": Loop(distillation),
     "loss_with_parameters": Loop(loss_with_parameters),

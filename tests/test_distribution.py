@@ -39,9 +39,9 @@ def installed(built, tmp_path_factory):
     here = [path for path in sys.path if path.endswith("site-packages")]
     (own / "of_the_tests.pth").write_text("\n".join(here))
     (wheel,) = built.glob("*.whl")
-    pip = [sys.executable, "-m", "pip", "--python", str(folder), "install", "--quiet", "--no-deps", "--no-index"]
-    subprocess.run([*pip, str(wheel)], check=True)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    pip = [sys.executable, "-m", "pip", "--python", str(folder), "install", "--quiet", "--no-deps", "--no-index"]
+    subprocess.run([*pip, str(wheel)], env=environment, check=True)
 
     def run(program, *arguments, cwd):
         command = [str(folder / "bin" / program), *map(str, arguments)]
@@ -66,6 +66,7 @@ def test_what_is_in_them(built):
         assert f"\n{line}" in text
 
 
+@pytest.mark.compat
 def test_readmes_loop_and_the_launcher_run_where_the_wheel_is_installed(installed, tmp_path):
     loop = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)[1]
     (line,) = (line for line in loop.splitlines() if line.startswith("plan("))

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, cast
 
+import torch
 from torch import nn
 
 from planner.capture.shapes import enlarged
@@ -128,6 +129,9 @@ class Runtime(Applied):
 
     def waiting(self) -> int:
         return self.regions.waiting()
+
+    def made(self) -> list[torch.Tensor]:
+        return [t for ref in self.regions.made if (t := ref()) is not None]
 
     def _kind(self, args: Any, kwargs: Any) -> Signature:
         return call_signature(self.model, args, kwargs, self.shapes.sizes(args, kwargs))

@@ -116,7 +116,7 @@ class Applied:
         self.unwatch()
         result = self._train(args, kwargs)
         if self.watch is not None:
-            self.watch.call_ended(args, kwargs, result)
+            self.watch.call_ended(args, kwargs, result, self.made())
         return result
 
     def _train(self, args: Any, kwargs: Any) -> Any:
@@ -137,8 +137,7 @@ class Applied:
                 return self.call_eagerly(*args, **kwargs)
             for recorder in others:
                 if isinstance(recorder, Recorder) and not (self.watch and self.watch.recorder is recorder):
-                    planned = self.plans[signature]
-                    recorder.runs_planned(self, planned.passes_peak_bytes - planned.resident_bytes)
+                    recorder.runs_planned(self, (args, kwargs), self._taken(self.plans[signature]))
             if self.watch is None and not self._listened:
                 self._listened = self.provider.on_step_begin(self.model, self.plans[signature], self.waiting() > 0)
                 if self._listened and attached(self.model) is not self:  # it was planned anew
@@ -184,12 +183,20 @@ class Applied:
         return [own, [list(optimizer.state.values()) for optimizer in stepped]]
 
     def stays(self) -> int:
-        """Bytes of all of these, as the newest plan counts them, and of what waits for its backward pass."""
+        """Bytes of all of these, as the newest plan counts them.
+
+        That plan also counts what others take while activations of its model wait for their backward pass.
+        """
         if self.newest is None:
             return 0
         record, gradients = self.newest.record, [p for p in self.model.parameters() if p.requires_grad]
         lines = sum(record.account.get(name, 0) for name in ("parameters", "buffers", "optimizer state"))
-        return lines + storage_bytes(gradients) + self.waiting() * record.kept_bytes
+        return lines + storage_bytes(gradients)
+
+    def _taken(self, record: PlanRecord) -> int:
+        """Bytes that a call takes by a plan, with earlier ones that wait for their backward pass."""
+        earlier = 0 if record.step.loop.in_flight > 1 else self.waiting() * record.kept_bytes
+        return record.passes_peak_bytes - record.resident_bytes + earlier
 
     def unwatch(self) -> None:
         """The model is called, or goes without its plan: warn no more, nor look for other calls."""
@@ -230,6 +237,10 @@ class Applied:
     def find(self, signature: Signature, args: Any, kwargs: Any) -> None:
         """Find a plan for a kind of call that comes for the first time, or make one."""
         self.add(args, kwargs, self.provide(args, kwargs))
+
+    def made(self) -> list[torch.Tensor]:
+        """The tensors that planned graphs returned in the latest call, as far as they are alive."""
+        return []
 
     def waiting(self) -> int:
         """How many earlier calls still wait for their backward pass, as far as that is known."""

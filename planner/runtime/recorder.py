@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, Protocol
@@ -23,7 +23,6 @@ from planner.compat.ops import OpOverload
 from planner.compat.pytree import tree_leaves
 from planner.compat.tensors import is_traceable_wrapper_subclass, storage_key
 from planner.core.call import Call, describe_call, storages, tensors_in
-from planner.core.loop import LossSeen
 from planner.runtime.outputs import Unasking
 
 MOST_OPS = 200_000  # between two calls of the model: no more are recorded
@@ -71,9 +70,15 @@ class _Used:
     """A storage that an op outside the planned graphs has used, and that existed before."""
 
     nbytes: int
+    parameter: weakref.ref[nn.Parameter] | None = None
     read: bool = False  # between a forward and a backward pass
     stays: bool = False  # it is a parameter, or it was written into
     in_step: bool = False  # used before the first backward pass ended
+
+    def trains(self) -> bool:
+        """Whether it is a parameter that has a gradient."""
+        parameter = self.parameter() if self.parameter is not None else None
+        return parameter is not None and parameter.grad is not None
 
 
 class PlannedModel(Protocol):
@@ -86,7 +91,7 @@ class PlannedModel(Protocol):
         """How many of its calls wait for their backward pass."""
 
     def stays(self) -> int:
-        """Bytes of all of these, as its plan counts them, and of what waits for its backward pass."""
+        """Bytes of all of these, as its plan counts them."""
 
 
 Made = tuple[int, int]  # a storage that was made: a number that no other one has, and its bytes
@@ -121,6 +126,7 @@ class Recorder(LastingMode):
         device: tensors elsewhere are not counted.
         batch: what the model was called with.
         outputs: the leaves of what it returned.
+        aside: tensors that its graphs made for code of the loop's own, such as a forward hook that keeps what it sees.
 
     Attributes:
         losses: what was recorded before each backward pass of the planned graphs.
@@ -137,12 +143,14 @@ class Recorder(LastingMode):
         waiting: bytes of the outputs of an earlier call, and of what was made of them, while the next one ran.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, batch: Any, outputs: Sequence[Any]) -> None:
+    def __init__(
+        self, model: nn.Module, device: torch.device, batch: Any, outputs: Sequence[Any], aside: Sequence[Any] = ()
+    ) -> None:
         super().__init__()
         self.device, self.process = device, os.getpid()
         self.phase: Literal["loss", "backward"] = "loss"
         own = (*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None))
-        self.known = {*storages(list(own)), *storages(batch), *storages(list(outputs))}
+        self.known = {*storages(list(own)), *storages(batch), *storages([*outputs, *aside])}
         self.output_bytes = sum(storages(list(outputs)).values())
         self.made, self.used = _Made(), dict[int, _Used]()
         self.events: list[Event] = []
@@ -159,38 +167,57 @@ class Recorder(LastingMode):
         self.in_loss: set[int] = set()  # numbers of tensors that a backward pass made before it came to an output
         self.read_again: set[int] = set()  # numbers of tensors that were made and read later
         self.gradients = _Made()  # by the planned graphs
+        self.batches = _Made()  # that the model was called with
+        self.sources: dict[
+            int, frozenset[int]
+        ] = {}  # number of a tensor that was made -> storages it was computed from
         self.waiting = 0, 0
         self._returned = [list(map(_weakly, outputs))]  # by call
         self._hooks: list[Any] = []
         for at, t in enumerate(outputs):
             if isinstance(t, torch.Tensor):
                 self._watch(at, t)
+        self._given(batch)
         self._hook(outputs)
+        self._hook(aside, len(outputs))
 
     def _watch(self, at: int, output: torch.Tensor) -> None:
         let_go, events = self.let_go, self.events
         self.outputs[at] = weakref.ref(output, lambda _: let_go.setdefault(at, len(events)))
 
-    def _hook(self, outputs: Sequence[Any]) -> None:
-        for at, t in enumerate(outputs):
+    def _given(self, batch: Any) -> None:
+        for t in tensors_in(batch):
+            if t.device == self.device:
+                self.batches.add(t.untyped_storage(), storage_key(t))
+
+    def _hook(self, outputs: Sequence[Any], first: int = 0) -> None:
+        for at, t in enumerate(outputs, first):
             if isinstance(t, torch.Tensor) and t.requires_grad:
                 arrives = Unasking(partial(self._gradient_arrives, at))
                 self._hooks.append(t.register_hook(arrives))  # type: ignore[no-untyped-call]
 
-    def expect(self, batch: Any, outputs: Sequence[Any]) -> None:
+    @property
+    def calls_made(self) -> int:
+        """How many calls of the model came before the backward pass."""
+        return len(self._returned)
+
+    def expect(self, batch: Any, outputs: Sequence[Any], aside: Sequence[Any] = ()) -> None:
         """Another call of the model, with this batch, has returned these before the backward pass of the first."""
         alive = sum(storages([t for call in self._returned for ref in call if (t := ref()) is not None]).values())
         calls, (most_alive, most_made) = len(self._returned), self.waiting
         self.waiting = max(most_alive, -(-alive // calls)), max(most_made, -(-self.made.live // calls))
         self._returned.append(list(map(_weakly, outputs)))
-        for key in storages([batch, list(outputs)]):
+        for key in storages([batch, *outputs, *aside]):
             self.known.add(key)
             self.made.drop(key)
+        self._given(batch)
         self._hook(outputs)
+        self._hook(aside, len(outputs))
 
-    def runs_planned(self, other: PlannedModel, taken: int) -> None:
+    def runs_planned(self, other: PlannedModel, batch: Any, taken: int) -> None:
         """Another planned model runs a training step, which takes so many bytes beside what stays allocated."""
         (self.passing if self.losses else self.others).add(other)
+        self._note_inputs(tensors_in(batch), set())
         self.events.append(Event(self.made.live + taken, "", False))
 
     def planned_results(self, results: Any) -> None:
@@ -255,7 +282,9 @@ class Recorder(LastingMode):
         return result
 
     def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        inputs, backward = self._note_inputs(func, args, kwargs), in_backward()
+        into = {storage_key(t) for t in tensors_in(written(func, args, kwargs))}
+        inputs, backward = self._note_inputs(tensors_in((args, kwargs)), into), in_backward()
+        sources = self._sources(inputs)
         for t in tensors_in(result):
             if t.device == self.device and (key := storage_key(t)) not in inputs and key not in self.made.made:
                 self.known.discard(key)  # of a storage that is gone
@@ -263,6 +292,8 @@ class Recorder(LastingMode):
                 self.made.add(t.untyped_storage(), key)
                 if backward:
                     self.in_loss.add(self.made.number)
+                if sources:
+                    self.sources[self.made.number] = sources
         name = ""
         if isinstance(func, OpOverload) and not any(map(_is_storage, tree_leaves((args, kwargs)))):
             call = describe_call(func, args, kwargs, result)
@@ -271,12 +302,21 @@ class Recorder(LastingMode):
         self.events.append(Event(self.made.live, name, backward))
         self.over |= len(self.events) > MOST_OPS
 
-    def _note_inputs(self, func: Any, args: Any, kwargs: Any) -> set[int]:
-        """Enter the tensors that existed before and that an op uses; returns the storages of all that it is given."""
-        given = [t for t in tensors_in((args, kwargs)) if t.device == self.device]
-        into = {storage_key(t) for t in tensors_in(written(func, args, kwargs))}
+    def _sources(self, inputs: set[int]) -> frozenset[int]:
+        """The storages that existed before and were not written into, from which an op on these storages computes."""
+        made = (self.made.made[key][0] for key in inputs if key in self.made.made)
+        own = frozenset(key for key in inputs if key in self.used and not self.used[key].stays)
+        return own.union(*(self.sources.get(number, ()) for number in made))
+
+    def _note_inputs(self, given: Sequence[torch.Tensor], into: set[int]) -> set[int]:
+        """Enter the tensors that existed before and that are used, and the storages that are written into.
+
+        Returns the storages of all that are used.
+        """
         inputs = set()
         for t in given:
+            if t.device != self.device:
+                continue
             key = storage_key(t)
             inputs.add(key)
             if key in self.made.made:
@@ -286,7 +326,8 @@ class Recorder(LastingMode):
             used = self.used.get(key)
             if used is None:
                 storage = t.untyped_storage()
-                used = self.used[key] = _Used(storage.nbytes())
+                own = weakref.ref(t) if isinstance(t, nn.Parameter) else None
+                used = self.used[key] = _Used(storage.nbytes(), own)
                 weakref.finalize(storage, self.used.pop, key, None).atexit = False
             used.read = True
             used.in_step |= not self.losses
@@ -305,80 +346,3 @@ def _none() -> None:
 def _is_storage(value: Any) -> bool:
     """Whether an argument is a storage, which describes itself by all that is in it."""
     return isinstance(value, (torch.UntypedStorage, torch.TypedStorage))
-
-
-def loss_seen(recorder: Recorder, workspaces: Mapping[str, int], left: int, read: int) -> LossSeen | None:
-    """The loss that was recorded, the most of each where there were several backward passes; None where there was none.
-
-    Args:
-        recorder: of a step that has ended.
-        workspaces: of ops, by key, in bytes: what each holds while it runs, beside what it makes.
-        left: as of `Stays`.
-        read: the same.
-    """
-    if not recorder.losses:
-        return None
-    events = [loss.events for loss in recorder.losses]
-    forward = max(_most(loss.events[: loss.let_go], workspaces) for loss in recorder.losses)
-    backward = max(_most(loss.events[loss.let_go :], workspaces) for loss in recorder.losses)
-    computed = max(_most([event for event in each if not event.backward], workspaces) for each in events)
-    stays = sum(storages([t for ref in recorder.outputs.values() if (t := ref()) is not None]).values())
-    tangents = max(_tangents(recorder, loss) for loss in recorder.losses)
-    return LossSeen(recorder.output_bytes, forward, backward, computed, left, read, stays, tangents, *recorder.waiting)
-
-
-def _tangents(recorder: Recorder, loss: LossEvents) -> int:
-    return sum(nbytes for key, (_, nbytes) in loss.left.items() if key in recorder.tangents)
-
-
-def _most(events: Iterable[Event], workspaces: Mapping[str, int]) -> int:
-    return max((event.live + workspaces.get(event.call, 0) for event in events), default=0)
-
-
-@dataclass(frozen=True, slots=True)
-class Stays:
-    """Bytes of the tensors that a loop holds beside the planned step.
-
-    Attributes:
-        beside: from step to step: parameters of other modules and tensors that were written into, as far as the loss
-            used them, what was made before the backward pass and is still there, gradients that are no `.grad`.
-        around: the same of what was used between one step and the next, and what was made and used there.
-        read: what the loss is computed from.
-        left: from the loss to the end of the backward pass.
-    """
-
-    beside: int
-    around: int
-    read: int
-    left: int
-
-
-def stays(recorder: Recorder, counted: Any) -> Stays:
-    """What a loop holds, when the next step begins.
-
-    Args:
-        recorder: of the step before.
-        counted: a tree of tensors that the account has lines for, the batch of the next step among them.
-    """
-    others = {*recorder.others, *(other for other in recorder.passing if other.waiting())}
-    own, alive = storages([counted, [other.tensors() for other in others]]).keys(), recorder.made.made
-    used = {key: used for key, used in recorder.used.items() if used.stays and key not in own}
-    stay = {key: each.nbytes for key, each in used.items() if each.in_step}
-    stay |= {key: nbytes for key, (_, nbytes) in recorder.gradients.made.items()}
-    left, before = 0, set[Made]()
-    for loss, arrived in zip(recorder.losses, recorder.arrived, strict=True):
-        made = {key: each for key, each in loss.left.items() if key not in recorder.tangents}
-        kept = {key: each[1] for key, each in made.items() if alive.get(key) == each}
-        # of a gradient that came later, in another storage
-        parts = sum(each[1] for key, each in made.items() if key in loss.parts and key not in kept)
-        later = sum(nbytes for key, nbytes in arrived.items() if key not in loss.left)
-        held = sum(nbytes for _, nbytes in made.values()) - sum(kept.values())
-        left = max(left, held - min(parts, later))
-        stay |= kept
-        before.update(loss.left.values())
-    fresh = {each for key, each in alive.items() if key not in own and key not in stay} - before
-    new = sum(nbytes for number, nbytes in fresh if number in recorder.read_again)
-    read = max((sum(loss.read.values()) for loss in recorder.losses), default=0)
-    beside = sum(nbytes for key, nbytes in stay.items() if key not in own) + sum(other.stays() for other in others)
-    later = sum(each.nbytes for key, each in used.items() if key not in stay)
-    return Stays(beside, later + max(0, new - read), read, left)

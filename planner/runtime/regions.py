@@ -40,6 +40,7 @@ class Regions:
         calls: how often each graph ran in this call of the model, by the graph's fingerprint.
         compiling: whether torch.compile waits for one of these graphs to be compiled.
         ran: how often a region ran, in all calls of the model.
+        made: the tensors that the graphs returned in this call of the model.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -48,6 +49,7 @@ class Regions:
         self.compiling = False
         self.ran = 0
         self.call = 0
+        self.made: list[weakref.ref[torch.Tensor]] = []
         self.nodes: list[tuple[int, weakref.ref[Any]]] = []  # of regions whose backward pass has not run, by the call
         self.begun: list[Recipe] = []  # whose graphs are compiled, or were begun to be
         self.shown: Any = None  # the progress of that
@@ -65,6 +67,7 @@ class Regions:
     def call_begins(self) -> None:
         """The model is called."""
         self.calls.clear()
+        self.made.clear()
         self.call += 1
 
     def serving(self, recipe: Callable[[], Recipe]) -> Serve:
@@ -150,4 +153,6 @@ class _Graph:
             results = run(*inputs)
         if (node := backward_node(results)) is not None:
             self.regions.nodes.append((self.regions.call, node))
-        return with_nodes(results, arrivals)
+        outputs = with_nodes(results, arrivals)
+        self.regions.made += [weakref.ref(t) for t in outputs if isinstance(t, torch.Tensor)]
+        return outputs

@@ -15,12 +15,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from planner.capture.trace.loss_trace import find_loss, leaves, probable_loss
 from planner.compat.autograd import in_backward
 from planner.compat.dispatch import LastingMode, lasting_modes_off, modes_here, switch_off, switch_on
-from planner.compat.tensors import version_of
+from planner.compat.tensors import storage_key, version_of
 from planner.core.call import storages
 from planner.core.loop import Gradients, Loop
 from planner.costs.measured_ops import measure
 from planner.requests.optimizers import trained_by
-from planner.runtime.recorder import Recorder, loss_seen, stays
+from planner.runtime.recorded import loss_seen, stays
+from planner.runtime.recorder import Recorder
 
 TRIES = 3  # steps in which nothing could be recorded, before no more are tried
 
@@ -34,6 +35,7 @@ class Watch:
     Attributes:
         loop: so far.
         stepped: the optimizers that stepped parameters of the model.
+        seen: those that stepped any.
         recorder: of what runs between two calls of the model, while it is on.
         settled: whether nothing more is to be learnt but what each call tells by itself.
     """
@@ -42,6 +44,7 @@ class Watch:
         self._model = weakref.ref(model)
         self.loop = loop
         self.stepped: list[weakref.ref[optim.Optimizer]] = []
+        self.seen: weakref.WeakSet[optim.Optimizer] = weakref.WeakSet()
         self.settled = False
         self.recorder: Recorder | None = None
         self._workspaces: dict[str, int] = {}
@@ -105,18 +108,27 @@ class Watch:
         self._tries += 1
         self.settled = self._tries > TRIES
 
-    def call_ended(self, args: Any, kwargs: Any, result: Any) -> None:
-        """A training call has returned: record what comes until the next one, where that is not known yet."""
+    def call_ended(self, args: Any, kwargs: Any, result: Any, made: Sequence[torch.Tensor]) -> None:
+        """A training call has returned: record what comes until the next one, where that is not known yet.
+
+        Args:
+            args: of the call.
+            kwargs: of the call.
+            result: of the call.
+            made: the tensors that its planned graphs returned, and that are alive.
+        """
         model = self._model()
         if model is None or self.settled:
             return
         outputs = leaves(result)
         loss = probable_loss(result)
         self._loss_at = -1 if loss is None or find_loss(result) is not None else loss[0]
+        returned = storages(outputs)
+        aside = [t for t in made if storage_key(t) not in returned]
         if self.recorder is not None:
-            self.recorder.expect((args, kwargs), outputs)
+            self.recorder.expect((args, kwargs), outputs, aside)
         elif self._first:  # from the middle of a step on, it would miss what earlier calls hold
-            self._record(model, (args, kwargs), outputs)
+            self._record(model, (args, kwargs), outputs, aside)
 
     def goes_between(self, given: Any) -> None:
         """Another of a step's calls begins: what the loop has made, beside what it gives, stays."""
@@ -140,9 +152,9 @@ class Watch:
         self._loss_at = -1 if loss is None else loss[0]
         self._record(model, batch, outputs)
 
-    def _record(self, model: nn.Module, batch: Any, outputs: Sequence[Any]) -> None:
+    def _record(self, model: nn.Module, batch: Any, outputs: Sequence[Any], aside: Sequence[Any] = ()) -> None:
         if _may_record():
-            self.recorder = Recorder(model, next(model.parameters()).device, batch, outputs)
+            self.recorder = Recorder(model, next(model.parameters()).device, batch, outputs, aside)
             weakref.finalize(model, self.recorder.end).atexit = False
             switch_on(self.recorder)
 
@@ -187,6 +199,7 @@ class Watch:
         model = self._model()
         if model is None:
             return
+        self.seen.add(optimizer)
         own = {id(p): p for p in model.parameters()}
         trained = [own[at] for at in trained_by(optimizer) & own.keys()]
         if not trained:
@@ -208,5 +221,5 @@ def _may_record() -> bool:
 def _stepped(optimizer: optim.Optimizer, *_: Any) -> None:
     """The hook after every optimizer's step."""
     for watch in list(_watches):
-        if not watch.settled or watch.loop.gradients != "accumulated":
+        if not watch.settled or watch.loop.gradients != "accumulated" or optimizer not in watch.seen:
             watch.optimizer_stepped(optimizer)

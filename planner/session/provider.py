@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import time
 import warnings
@@ -43,6 +44,8 @@ TOLERANCE = 1000  # plans are made anew for what is more than this part of the b
 
 HARDLY = 0.01  # of the budget: how much more a plan may take that is made anew
 Judge = Callable[[Planned], Planned]
+
+_MODELS: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # with plans
 
 _NEW_KIND = "this kind of step (its shapes, dtypes and modes) comes for the first time"
 
@@ -100,6 +103,7 @@ class Provider:
     def on_missing_plan(self, caller: Caller, call: Call) -> Planned:
         """See `PlanProvider`; waits for the other processes where they agree on it."""
         model = caller.model
+        _free_others(model)
         request = with_batch(self.request, model, call.args, call.kwargs, call.maxima)
         median, now = call.assume_median_branch, surroundings_of(model)
         request = replace(request, assume_median_branch=median, surroundings=now)
@@ -231,6 +235,15 @@ class Provider:
     def on_backward_begin(self, model: nn.Module, record: PlanRecord) -> bool:
         """Warn of gradients that are there and not counted."""
         return _gradients_warned(model, record, True)
+
+
+def _free_others(model: nn.Module) -> None:
+    """Free planned models that nobody has any more, such as an earlier copy: a model and what was compiled for it form
+    reference cycles, and would hold its parameters until Python looks for these.
+    """
+    if any(other is not model for other in _MODELS):
+        gc.collect()
+    _MODELS.add(model)
 
 
 def _kind(request: Request) -> Signature:

@@ -1,0 +1,96 @@
+"""What a recording of a training loop says: the bytes of its loss, and of what it holds beside the planned step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from planner.core.call import storages
+from planner.core.loop import LossSeen
+from planner.runtime.recorder import Event, LossEvents, Made, Recorder
+
+
+def loss_seen(recorder: Recorder, workspaces: Mapping[str, int], left: int, read: int) -> LossSeen | None:
+    """The loss that was recorded, the most of each where there were several backward passes; None where there was none.
+
+    Args:
+        recorder: of a step that has ended.
+        workspaces: of ops, by key, in bytes: what each holds while it runs, beside what it makes.
+        left: as of `Stays`.
+        read: the same.
+    """
+    if not recorder.losses:
+        return None
+    events = [loss.events for loss in recorder.losses]
+    forward = max(_most(loss.events[: loss.let_go], workspaces) for loss in recorder.losses)
+    backward = max(_most(loss.events[loss.let_go :], workspaces) for loss in recorder.losses)
+    computed = max(_most([event for event in each if not event.backward], workspaces) for each in events)
+    stays = sum(storages([t for ref in recorder.outputs.values() if (t := ref()) is not None]).values())
+    tangents = max(_tangents(recorder, loss) for loss in recorder.losses)
+    return LossSeen(recorder.output_bytes, forward, backward, computed, left, read, stays, tangents, *recorder.waiting)
+
+
+def _tangents(recorder: Recorder, loss: LossEvents) -> int:
+    return sum(nbytes for key, (_, nbytes) in loss.left.items() if key in recorder.tangents)
+
+
+def _most(events: Iterable[Event], workspaces: Mapping[str, int]) -> int:
+    return max((event.live + workspaces.get(event.call, 0) for event in events), default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Stays:
+    """Bytes of the tensors that a loop holds beside the planned step.
+
+    Attributes:
+        beside: from step to step: parameters of other modules and tensors that were written into, as far as the loss
+            used them, what was made before the backward pass and is still there, gradients that are no `.grad`, batches
+            of earlier calls.
+        around: what was used between one step and the next and was written into, is a parameter, or became part of the
+            batch, and what was made and used there, where the loop trains another model there; else part of `beside`.
+        read: what the loss is computed from.
+        left: from the loss to the end of the backward pass.
+    """
+
+    beside: int
+    around: int
+    read: int
+    left: int
+
+
+def stays(recorder: Recorder, counted: Any) -> Stays:
+    """What a loop holds, when the next step begins.
+
+    Args:
+        recorder: of the step before.
+        counted: a tree of tensors that the account has lines for, the batch of the next step among them.
+    """
+    others = {*recorder.others, *(other for other in recorder.passing if other.waiting())}
+    own, alive = storages([counted, [other.tensors() for other in others]]).keys(), recorder.made.made
+    used = {key: used for key, used in recorder.used.items() if key not in own}
+    stay = {key: each.nbytes for key, each in used.items() if each.stays and each.in_step}
+    kept_on = [recorder.gradients, *([recorder.batches] if recorder.calls_made == 1 else [])]  # else they are in flight
+    stay |= {key: nbytes for each in kept_on for key, (_, nbytes) in each.made.items()}
+    left, before = 0, set[Made]()
+    for loss, arrived in zip(recorder.losses, recorder.arrived, strict=True):
+        made = {key: each for key, each in loss.left.items() if key not in recorder.tangents}
+        kept = {key: each[1] for key, each in made.items() if alive.get(key) == each}
+        # of a gradient that came later, in another storage
+        parts = sum(each[1] for key, each in made.items() if key in loss.parts and key not in kept)
+        later = sum(nbytes for key, nbytes in arrived.items() if key not in loss.left)
+        held = sum(nbytes for _, nbytes in made.values()) - sum(kept.values())
+        left = max(left, held - min(parts, later))
+        stay |= kept
+        before.update(loss.left.values())
+    fresh = {each for key, each in alive.items() if key not in own and key not in stay} - before
+    new = sum(nbytes for number, nbytes in fresh if number in recorder.read_again)
+    unread = sum(nbytes for _, nbytes in fresh) - new  # targets of the next loss, as a rule
+    read = max((sum(loss.read.values()) for loss in recorder.losses), default=0)
+    beside = sum(nbytes for key, nbytes in stay.items() if key not in own) + sum(other.stays() for other in others)
+    origins = frozenset[int]().union(*(recorder.sources.get(alive[key][0], ()) for key in own & alive.keys()))
+    origins -= {key for loss in recorder.losses for key in loss.read}
+    between = [each for key, each in used.items() if key not in stay and (each.stays or key in origins)]
+    around = sum(each.nbytes for each in between) + max(0, new - max(0, read - unread))
+    trains = any(each.trains() for each in between)
+    return Stays(beside + (0 if trains else around), around if trains else 0, read, left)
