@@ -11,7 +11,7 @@ from accelerate.state import AcceleratorState
 from peft import LoraConfig, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-from planner import BudgetError, OptionError, PlanWarning, applied_plan, applied_plans, plan
+from planner import BudgetError, OptionError, Plan, PlanWarning, applied_plan, applied_plans, plan
 from planner.integrations.trainer import plan_trainer
 from planner.runtime.interception import attached
 
@@ -105,6 +105,7 @@ def test_all_plans_are_known_after_training_the_largest_first(tmp_path):
     plans = applied_plans(t.model)
     assert [p.record for p in plans] == sorted(watched.plans, key=lambda p: -p.baseline_peak_bytes)
     assert [p.step.batch[0].shape for p in plans] == [(8, 32), (4, 32)]
+    assert Plan.load(tmp_path / "plan.json").record.schedule == plans[0].schedule
     assert applied_plan(t.model) is plans[0]
     assert plans[1].summary().startswith("Fits")
     plan(t.model, budget_gb=1).apply()

@@ -16,10 +16,11 @@ from planner.api.plan import Plan
 from planner.compat.dynamo import inner_module
 from planner.compat.lightning import checkpoints_activations, is_compiled
 from planner.core.options import GB
+from planner.core.plan import PlanRecord
 from planner.costs.static_memory import storage_bytes
 from planner.errors import ApplyError, OptionError
 from planner.integrations.discovery import Trained, apart, ids, parameters, unwrapped, watched
-from planner.integrations.trainer import COMPILES, ENGINE, LEAVE, plan_in
+from planner.integrations.trainer import COMPILES, ENGINE, LEAVE, largest_plan, plan_in
 from planner.integrations.watching import counted
 from planner.requests.batch import LATER
 from planner.runtime.interception import attached
@@ -88,7 +89,8 @@ class PlanCallback:
         for what, instead in _conflicts(trainer, pl_module):
             raise OptionError(f"{what} is set: {instead}")
         self._end(pl_module)  # a run that was interrupted
-        self.kept = self.ran = False
+        self.kept: PlanRecord | None = None
+        self.ran = False
         self.clears = pl_module.automatic_optimization and not _wants_gradients(trainer, pl_module)
         if self.module is None:
             plan(pl_module, LATER, budget_gb=self.budget_gb, **self.options)  # refuses arguments now
@@ -103,11 +105,11 @@ class PlanCallback:
                 optimizer.zero_grad()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        """Keep the plan, and its file."""
-        made = None if self.planned is None else applied_plan(self.planned)
-        if made is None or self.kept:
+        """Keep the plan, and its file, also where it was made anew."""
+        made = None if self.planned is None else largest_plan(self.planned)
+        if made is None or made.record is self.kept:
             return
-        self.plan, self.kept = made.without_batch(), True
+        self.plan, self.kept = made.without_batch(), made.record
         file = self._file(trainer)
         if file is not None and trainer.is_global_zero:
             file.parent.mkdir(parents=True, exist_ok=True)

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from planner.api.front import applied_plan, plan
+from planner.api.front import applied_plans, plan
 from planner.api.plan import Plan
+from planner.core.plan import PlanRecord
 from planner.errors import OptionError, PlanFileError, PlanWarning
 from planner.requests.batch import LATER
 from planner.runtime.interception import attached, detach
@@ -59,6 +61,7 @@ def plan_trainer(
 
         def __init__(self) -> None:
             self.known: Plan | None = None
+            self.kept: PlanRecord | None = None
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             model = trainer.model
@@ -73,10 +76,10 @@ def plan_trainer(
             plan(model, LATER, budget_gb=budget_gb, **{**asked, **options}).apply()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            made = applied_plan(trainer.model)
-            if made is None or self.known is not None:
+            made = largest_plan(trainer.model)
+            if made is None or made.record is self.kept:
                 return
-            self.known = made.without_batch()
+            self.known, self.kept = made.without_batch(), made.record
             if file is not None and state.is_world_process_zero:
                 file.parent.mkdir(parents=True, exist_ok=True)
                 made.save(file)
@@ -92,6 +95,12 @@ def plan_trainer(
         trainer.compute_loss = loss.watched
     trainer.add_callback(Planner())
     return trainer
+
+
+def largest_plan(model: nn.Module) -> Plan | None:
+    """The plan of a model's largest step so far; None before there is one."""
+    found = applied_plans(model)
+    return found[0] if found else None
 
 
 def plan_in(file: Path | None) -> Plan | None:

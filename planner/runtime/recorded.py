@@ -46,9 +46,9 @@ class Stays:
     Attributes:
         beside: from step to step: parameters of other modules and tensors that were written into, as far as the loss
             used them, what was made before the backward pass and is still there, gradients that are no `.grad`, batches
-            of earlier calls.
-        around: what was used between one step and the next and was written into, is a parameter, or became part of the
-            batch, and what was made and used there, where the loop trains another model there; else part of `beside`.
+            of earlier calls that get gradients.
+        around: the same of what was used between one step and the next, and what was made and used there, where another
+            model is trained there; else that is part of `beside`.
         read: what the loss is computed from.
         left: from the loss to the end of the backward pass.
     """
@@ -88,9 +88,7 @@ def stays(recorder: Recorder, counted: Any) -> Stays:
     unread = sum(nbytes for _, nbytes in fresh) - new  # targets of the next loss, as a rule
     read = max((sum(loss.read.values()) for loss in recorder.losses), default=0)
     beside = sum(nbytes for key, nbytes in stay.items() if key not in own) + sum(other.stays() for other in others)
-    origins = frozenset[int]().union(*(recorder.sources.get(alive[key][0], ()) for key in own & alive.keys()))
-    origins -= {key for loss in recorder.losses for key in loss.read}
-    between = [each for key, each in used.items() if key not in stay and (each.stays or key in origins)]
+    between = [each for key, each in used.items() if key not in stay and each.stays]
     around = sum(each.nbytes for each in between) + max(0, new - max(0, read - unread))
     trains = any(each.trains() for each in between)
     return Stays(beside + (0 if trains else around), around if trains else 0, read, left)

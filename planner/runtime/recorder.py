@@ -167,7 +167,7 @@ class Recorder(LastingMode):
         self.in_loss: set[int] = set()  # numbers of tensors that a backward pass made before it came to an output
         self.read_again: set[int] = set()  # numbers of tensors that were made and read later
         self.gradients = _Made()  # by the planned graphs
-        self.batches = _Made()  # that the model was called with
+        self.batches = _Made()  # that the model was called with, and that get gradients
         self.sources: dict[
             int, frozenset[int]
         ] = {}  # number of a tensor that was made -> storages it was computed from
@@ -187,7 +187,7 @@ class Recorder(LastingMode):
 
     def _given(self, batch: Any) -> None:
         for t in tensors_in(batch):
-            if t.device == self.device:
+            if t.device == self.device and t.requires_grad:
                 self.batches.add(t.untyped_storage(), storage_key(t))
 
     def _hook(self, outputs: Sequence[Any], first: int = 0) -> None:
@@ -284,7 +284,6 @@ class Recorder(LastingMode):
     def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         into = {storage_key(t) for t in tensors_in(written(func, args, kwargs))}
         inputs, backward = self._note_inputs(tensors_in((args, kwargs)), into), in_backward()
-        sources = self._sources(inputs)
         for t in tensors_in(result):
             if t.device == self.device and (key := storage_key(t)) not in inputs and key not in self.made.made:
                 self.known.discard(key)  # of a storage that is gone
@@ -292,8 +291,6 @@ class Recorder(LastingMode):
                 self.made.add(t.untyped_storage(), key)
                 if backward:
                     self.in_loss.add(self.made.number)
-                if sources:
-                    self.sources[self.made.number] = sources
         name = ""
         if isinstance(func, OpOverload) and not any(map(_is_storage, tree_leaves((args, kwargs)))):
             call = describe_call(func, args, kwargs, result)
@@ -301,12 +298,6 @@ class Recorder(LastingMode):
             self.calls.setdefault(name, call)
         self.events.append(Event(self.made.live, name, backward))
         self.over |= len(self.events) > MOST_OPS
-
-    def _sources(self, inputs: set[int]) -> frozenset[int]:
-        """The storages that existed before and were not written into, from which an op on these storages computes."""
-        made = (self.made.made[key][0] for key in inputs if key in self.made.made)
-        own = frozenset(key for key in inputs if key in self.used and not self.used[key].stays)
-        return own.union(*(self.sources.get(number, ()) for number in made))
 
     def _note_inputs(self, given: Sequence[torch.Tensor], into: set[int]) -> set[int]:
         """Enter the tensors that existed before and that are used, and the storages that are written into.
