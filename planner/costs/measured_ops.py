@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -10,12 +11,26 @@ import torch
 from planner.capture.recomputability import is_collective
 from planner.core.call import Call
 from planner.costs import cache
-from planner.costs.measure_op import Allocated, run_on_cpu, run_on_cuda
+from planner.costs.measure_op import Allocated, run_on_accelerator, run_on_cpu
+from planner.devices.accelerator import accelerator_of
 from solvers.progress import bar
 
 _BATCH = 16  # ops between two writes: an interruption loses no more
 _failed: set[tuple[str, str]] = set()  # ops that fail on zeros: device, key
 _STABLE = ("aten", "prims")  # other ops may change without a new torch: they are not kept on disk
+
+
+@contextmanager
+def _state_kept(device: torch.device) -> Iterator[None]:
+    """Leaves the random generators of the host and of a device as they were."""
+    accelerator = accelerator_of(device)
+    before = None if accelerator is None else accelerator.random_state(device)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        if accelerator is not None and before is not None:
+            accelerator.set_random_state(device, before)
 
 
 def measure(
@@ -46,19 +61,22 @@ def measure(
     if not timed:  # what only allocates its result has no workspace
         costs |= {call.key: Allocated(0, 0) for call in todo if call.target is torch.ops.aten.empty.memory_format}
         todo = [call for call in todo if call.key not in costs]
+    accelerator = None if device.type == "cpu" else accelerator_of(device)
     if todo:
         with (
+            _state_kept(device),
             bar("measuring ops", progress, total=len(todo), unit=" ops") as shown,
-            torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+            torch.inference_mode(False),
             torch.enable_grad(),  # without, recurrent layers leave nothing for their backward pass
+            torch.autocast(device.type, enabled=False),  # the graph has its casts; others would be of other ops
         ):
             for at in range(0, len(todo), _BATCH):
                 batch = todo[at : at + _BATCH]
-                new = run_on_cuda(batch, device, timed) if device.type == "cuda" else run_on_cpu(batch, timed)
+                new = run_on_cpu(batch, timed) if accelerator is None else run_on_accelerator(batch, device, timed)
                 cache.write({digests[key]: measured for key, measured in new.items() if key in digests})
                 costs |= new
                 _failed.update((str(device), call.key) for call in batch if call.key not in new)
                 shown.update(len(batch))
-        if device.type == "cuda":
-            torch.cuda.empty_cache()  # blocks cut to fit these runs would fragment the training's memory
+        if accelerator is not None:
+            accelerator.empty_cache(device)  # blocks cut to fit these runs would fragment the training's memory
     return costs if timed else {key: replace(measured, seconds=None) for key, measured in costs.items()}

@@ -17,8 +17,9 @@ from planner.compat.self_check import check_torch
 from planner.core.maxima import Maxima
 from planner.core.options import Options, check_values
 from planner.core.surroundings import surroundings_of
-from planner.devices.accelerator import accelerator_of
-from planner.devices.specs import Device, find_device
+from planner.devices.accelerator import present
+from planner.devices.find import check_working, find_device
+from planner.devices.specs import Device
 from planner.errors import BatchError, ModelError, OptionError
 from planner.parallel.meshes import on_mesh
 from planner.requests.batch import Batch, arguments, maxima_of
@@ -158,17 +159,21 @@ def find_target(model: nn.Module, device: Any) -> tuple[torch.device, Device]:
         )
     if where.type == "meta" and device is None:
         raise OptionError(f"{type(model).__name__} is on the meta device: say what to plan for, as in device='h100'")
+    check_working(where)
     return where, find_device(device, where)
 
 
 def _resolved(where: torch.device, target: Device, costs: Any) -> dict[str, Any]:
     """Where ops can be run for measurements, and where times come from; raises OptionError."""
-    here = (where.type == "cpu" or accelerator_of(where) is not None) and target == find_device(None, where)
+    accelerator = present(where)
+    here = (where.type == "cpu" or accelerator is not None) and target == find_device(None, where)
     if costs not in (None, "roofline", "measured") or (costs == "measured" and not here):
         raise OptionError(
             f"costs={costs!r} must be 'roofline', or 'measured' with the model on the device that is planned for "
             f"(it is on {where}, planned for {target.name}), or None to choose"
         )
+    if here and accelerator is not None and target.caches:
+        target = replace(target, blas=accelerator.workspaces(where))
     return {
         "device": target,
         "model_device": where,
