@@ -26,3 +26,15 @@ def clear_blas_workspaces(device: torch.device) -> None:
     """
     if device.type == "cuda":
         torch._C._cuda_clearCublasWorkspaces()
+
+
+def allocator_settings() -> str:
+    """What torch's allocator was told, in code too (`_accelerator_getAllocatorSettings`, torch 2.13 to 2.15).
+
+    Empty where torch does not say: before 2.13, and in builds for the CPU.
+    """
+    told: Any = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    try:
+        return "" if told is None else str(told())
+    except RuntimeError:
+        return ""

@@ -157,7 +157,7 @@ def lower(request: Request, graph: TrainingGraph, *, planned_before: bool = Fals
         optimizer_step=optimizer_step,
         shard=options.shard,
         reduced=bool(groups),
-        granularity=512 if device.type == "cuda" else 1,
+        granularity=512 if device.caches else 1,
         budget=request.budget_bytes,
     )
     timed = request.costs == "measured"

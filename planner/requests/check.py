@@ -24,6 +24,7 @@ from planner.errors import BatchError, ModelError, OptionError
 from planner.parallel.meshes import on_mesh
 from planner.requests.batch import Batch, arguments, maxima_of
 from planner.requests.budget import budget_of
+from planner.requests.cautions import warn_on_gpu
 from planner.requests.optimizers import check_optimizer, optimizers_of, weakly
 from planner.requests.request import Request
 
@@ -53,6 +54,7 @@ def check(
     check_together(options, model)
     check_optimizer(given.get("optimizer"), model)
     check_loss_fn(loss_fn)
+    warn_on_gpu(model, target[0], options)
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise BatchError(f"kwargs={kwargs!r} must be a mapping of keyword arguments, or None")
     args, extra = arguments(model, batch, kwargs)

@@ -87,12 +87,13 @@ def kernel_of(
     heads_differ = query.shape[1] != key.shape[1] or query.shape[1] != value.shape[1]
     if heads_differ and not grouped:
         return "native"
-    if torch.backends.cuda.flash_sdp_enabled() and mask is None and _flash_takes(card, query, key, value, is_causal):
+    allowed: Any = torch.backends.cuda
+    if allowed.flash_sdp_enabled() and mask is None and _flash_takes(card, query, key, value, is_causal):
         return "flash"
     dtypes = (*_HALF, torch.float32) if card.capability >= (8, 0) else (torch.float16, torch.float32)
     aligned = all(t.shape[-1] * t.element_size() % 16 == 0 for t in (query, value))
     fits = query.dtype in dtypes and query.shape[-1] == key.shape[-1] and aligned and not heads_differ
-    return "efficient" if fits and torch.backends.cuda.mem_efficient_sdp_enabled() else "native"
+    return "efficient" if fits and allowed.mem_efficient_sdp_enabled() else "native"
 
 
 def _flash_takes(card: Device, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool) -> bool:
