@@ -324,3 +324,18 @@ def test_segments_that_may_grow_by_a_setting_in_code_are_noticed(monkeypatch):
     finally:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
     assert not expandable()
+
+
+@pytest.mark.parametrize("kind", ACCELERATORS)
+def test_torchs_modules_have_what_is_asked_of_them(kind):
+    """On whatever build: those of devices that are not here can only be looked at."""
+    asked = {"cuda": CACHING, "xpu": CACHING, "mps": {"recommended_max_memory", "current_allocated_memory"}}[kind]
+    module = getattr(torch, kind)
+    assert {name for name in asked | COMMON if not hasattr(module, name)} == set()
+
+
+COMMON = {"device_count", "synchronize", "empty_cache", "get_rng_state", "set_rng_state", "Event"}
+CACHING = {
+    "device", "get_device_properties", "memory_stats", "max_memory_reserved", "memory_reserved", "memory_allocated",
+    "mem_get_info", "reset_peak_memory_stats",
+}  # fmt: skip

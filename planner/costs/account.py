@@ -53,7 +53,7 @@ def account_of(request: Request) -> tuple[dict[str, int], int | None]:
 
 def _optimizers(request: Request) -> OptimizerMemory:
     """The memory of all optimizers of the model, which step one after another."""
-    cuda = request.device.type == "cuda"
+    cuda = request.device.caches  # foreach is the default there
     takes = []
     for each in request.optimizers:
         try:

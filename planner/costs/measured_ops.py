@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -12,25 +11,12 @@ from planner.capture.recomputability import is_collective
 from planner.core.call import Call
 from planner.costs import cache
 from planner.costs.measure_op import Allocated, run_on_accelerator, run_on_cpu
-from planner.devices.accelerator import accelerator_of
+from planner.devices.accelerator import accelerator_of, random_state_kept
 from solvers.progress import bar
 
 _BATCH = 16  # ops between two writes: an interruption loses no more
 _failed: set[tuple[str, str]] = set()  # ops that fail on zeros: device, key
 _STABLE = ("aten", "prims")  # other ops may change without a new torch: they are not kept on disk
-
-
-@contextmanager
-def _state_kept(device: torch.device) -> Iterator[None]:
-    """Leaves the random generators of the host and of a device as they were."""
-    accelerator = accelerator_of(device)
-    before = None if accelerator is None else accelerator.random_state(device)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        if accelerator is not None and before is not None:
-            accelerator.set_random_state(device, before)
 
 
 def measure(
@@ -64,7 +50,7 @@ def measure(
     accelerator = None if device.type == "cpu" else accelerator_of(device)
     if todo:
         with (
-            _state_kept(device),
+            random_state_kept(device),
             bar("measuring ops", progress, total=len(todo), unit=" ops") as shown,
             torch.inference_mode(False),
             torch.enable_grad(),  # without, recurrent layers leave nothing for their backward pass

@@ -6,8 +6,8 @@ To add one, put an `Accelerator` into `ACCELERATORS` under the type of its torch
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -182,7 +182,7 @@ class Mps(_Module):
 
     def current(self, device: torch.device) -> AbstractContextManager[Any]:
         """See `Accelerator`: there is one."""
-        return torch.device(device)
+        return nullcontext()
 
     def empty_cache(self, device: torch.device) -> None:
         """See `Accelerator`."""
@@ -233,3 +233,16 @@ def present(device: torch.device) -> Accelerator | None:
     """The accelerator that a torch device is, where there is one to run on: fake tensors need none."""
     accelerator = accelerator_of(device)
     return accelerator if accelerator is not None and accelerator.count() else None
+
+
+@contextmanager
+def random_state_kept(device: torch.device) -> Iterator[None]:
+    """Leaves the random generators of the host and of a device as they were."""
+    accelerator = present(device)
+    before = None if accelerator is None else accelerator.random_state(device)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        if accelerator is not None and before is not None:
+            accelerator.set_random_state(device, before)
