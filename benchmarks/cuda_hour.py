@@ -66,7 +66,7 @@ def phases(run: Run, measured: Callable[[Sequence[str]], object], compiled: Call
         partial(measured, names[:2]),
         partial(pytest_row, run),
         partial(measured, names[2:]),
-        lambda: [run.do(_llama(run, budget)) for budget in LLAMA_BUDGETS],
+        lambda: [run.do(_llama(run, budget)) for budget in LLAMA_BUDGETS[: 1 if cpu else None]],
         lambda: [run.do(run.entry(name, "costs", "costs", first=True)) for name in names],
         partial(compiled, names),
     ]
@@ -77,8 +77,8 @@ def phases(run: Run, measured: Callable[[Sequence[str]], object], compiled: Call
 
 def _llama(run: Run, budget: float) -> Any:
     """Llama-3-8B; a budget above the card's memory shows what is said of it."""
-    share = budget / 80 if run.options.device == "cpu" else 1.0  # a tiny one takes some MB
-    return run.entry(LLAMA, "plan", f"plan, {budget:g} GB", budget=0.02 * share if share < 1 else budget)
+    tiny = run.options.size == "tiny"  # which takes 2 MB
+    return run.entry(LLAMA, "plan", f"plan, {budget:g} GB", budget=budget * 2**-10 / 23 if tiny else budget)
 
 
 def pytest_row(run: Run) -> None:

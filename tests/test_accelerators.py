@@ -7,9 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import fx, nn
+from torch.profiler import ProfilerActivity, profile
 
 from planner import DeviceError, PlanWarning, VerificationError, plan
 from planner.capture.recomputability import keep_reason
+from planner.compat.dispatch import LastingMode, switch_off, switch_on
 from planner.compat.fake import FakeTensorMode
 from planner.core.call import describe_call
 from planner.core.options import Options
@@ -99,10 +101,29 @@ def test_bytes_are_those_asked_for_and_those_handed_out_where_nothing_else_is_kn
 
 
 def test_preparing_runs_what_libraries_need_and_leaves_no_trace_of_it():
+    class Recording(LastingMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            recorded.append(func)
+            return func(*args, **(kwargs or {}))
+
+    recorded = []
     torch.manual_seed(0)
     state = torch.get_rng_state()
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        standing(**BYTES).prepare(CPU)
+    recording = Recording()
+    switch_on(recording)
+    try:
+        with (
+            torch.no_grad(),
+            torch.autocast("cpu", torch.bfloat16),
+            profile(activities=[ProfilerActivity.CPU]) as seen,
+        ):
+            standing(**BYTES).prepare(CPU)
+    finally:
+        switch_off(recording)
+    ran = {event.key for event in seen.key_averages()}
+    assert {"aten::convolution_backward", "aten::mm"} <= ran
+    assert any("attention" in name and "backward" in name for name in ran)
+    assert not recorded
     assert torch.equal(torch.get_rng_state(), state)
 
 

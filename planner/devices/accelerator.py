@@ -14,6 +14,7 @@ import torch
 from torch.nn import functional
 
 from planner.compat.cuda import clear_blas_workspaces
+from planner.compat.dispatch import lasting_modes_off
 
 
 class Accelerator(Protocol):
@@ -105,7 +106,7 @@ class _Module:
 
     def prepare(self, device: torch.device) -> None:
         """See `Accelerator`: a product in this thread and in autograd's, a convolution, attention."""
-        with self.current(device), torch.inference_mode(False), torch.enable_grad():
+        with self.current(device), lasting_modes_off(), torch.inference_mode(False), torch.enable_grad():
             for dtype in (torch.float32, torch.float16):
                 with torch.autocast(device.type, enabled=False):
                     x = torch.ones(1, 8, 16, 16, device=device, dtype=dtype, requires_grad=True)
