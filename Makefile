@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 TESTED := $(shell sed -n 's/^TESTED = (\(.*\))/\1/p' planner/compat/versions.py | tr -d '",')
 TORCH ?= $(firstword $(TESTED)) $(lastword $(TESTED))
 
-.PHONY: env demo test compat docs bench clean
+.PHONY: env demo test compat docs bench clean wheels
 .PRECIOUS: .venv-compat-%/.made
 
 env: $(VENV)/.made
@@ -28,6 +28,12 @@ test: env
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal
+
+# what `python -m benchmarks.cuda --hour` installs on a machine with a GPU, Python 3.12, torch, and no network
+wheels: env
+	$(BIN)/python -m pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 \
+		--platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 --platform manylinux_2_17_x86_64 --platform any \
+		--dest .wheels highspy 'pulp>=3.3,<4' diffusers networkx
 
 docs: env
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -23,11 +23,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 from tqdm import tqdm
 
+from . import cuda_hour
 from .cuda_entry import GB, MARK, Entry
 from .cuda_report import line, table
 
@@ -36,10 +38,10 @@ FRACTIONS = (0.80, 0.60, 0.45)  # of eager's peak
 COMPILED: Mapping[str, Sequence[float | None]] = {"gpt2": (None, 0.5, 0.2), "llama": (None, 0.5)}
 EXPANDABLE = ("gpt2", "resnet")
 NAMES = ("gpt2", "llama", "resnet", "vit", "unet")
+OF_AN_HOUR = (*NAMES, "bert", "t5", "convnext")
 FAST = ("gpt2", "resnet")
 # Seconds that each stage of an entry may take; waiting for the lock is limited by the whole run's end alone.
 LIMITS = {"starting": 120.0, "preparing": 200.0, "reference": 120.0, "compiling": 200.0, "measuring": 60.0}
-WORKERS = 5
 LATE = "not run: out of time"
 
 
@@ -70,11 +72,25 @@ class Run:
             model, way, label, device=options.device, size=options.size, steps=options.steps, lock=lock, **more
         )
 
+    def resume(self) -> None:
+        """Take what an earlier run has written."""
+        if self.path().exists():
+            report = json.loads(self.path().read_text())
+            self.device, self.rows = report["device"], report["rows"]
+
+    def workers(self) -> int:
+        """How many processes prepare side by side: each may hold a model and what eager mode's step takes."""
+        memory = self.device.get("memory_bytes", 0) / GB
+        return 1 if memory < 20 else 2 if memory < 60 else 5
+
     def do(self, entry: Entry) -> Row:
-        """Run an entry to its end or its limit; returns its row."""
+        """Run an entry to its end or its limit; returns its row, that of an earlier run if it came to its end there."""
         row: Row = {"model": entry.model, "label": entry.label, "way": entry.way}
         with self.lock:
-            self.rows.append(row)
+            same = [r for r in self.rows if (r["model"], r["label"]) == (entry.model, entry.label)]
+            if same and same[0].get("done"):
+                return same[0]
+            self.rows = [r for r in self.rows if r not in same] + [row]
         if time.monotonic() > self.deadline:
             row["error"] = LATE
         else:
@@ -84,6 +100,7 @@ class Run:
             except Exception as e:  # whatever it is, it costs this entry alone
                 row["error"] = f"{type(e).__name__}: {e}"
             row["seconds"] = time.monotonic() - start
+            row["done"] = "error" not in row or bool(row.get("out_of_memory"))
         tqdm.write(f"{time.monotonic() - self.begun:6.1f} s  {entry.model:>7}  {line(row)}")
         self.write()
         return row
@@ -178,7 +195,9 @@ def _pass_on(stream: IO[str], said: queue.Queue[str | None]) -> None:
 
 
 def run_all(run: Run, names: Sequence[str], *, fast: bool) -> None:
-    """Every entry, as soon as what it needs is known; those that compile come last, and compile side by side."""
+    """Every entry that torch.compile's Inductor has no part in, as soon as what it needs is known."""
+    if not names:
+        return
     first = run.entry(names[0], "eager", "eager", alone=True)
     known = {(first.model, "eager"): run.do(first)}
     waiting: list[tuple[tuple[tuple[str, str], ...], Callable[[], Entry | None]]] = []
@@ -189,12 +208,15 @@ def run_all(run: Run, names: Sequence[str], *, fast: bool) -> None:
         waiting.append(((), lambda name=name: run.entry(name, "blocks", "every block")))  # type: ignore[misc]
     for name in names:
         waiting += _plans(run, name, known, (0.60,) if fast else FRACTIONS, expandable=name in EXPANDABLE and not fast)
-    one_by_one = run.options.device == "cpu"
-    _side_by_side(run, waiting, known, 1 if one_by_one else WORKERS)
-    if not fast:
-        settings = [(name, setting) for name in names for setting in COMPILED.get(name, ())]
-        compiling = [run.entry(name, "compile", _compiled(s), setting=s) for name, s in settings]
-        _side_by_side(run, [((), lambda e=e: e) for e in compiling], known, 1 if one_by_one else len(compiling) or 1)  # type: ignore[misc]
+    _side_by_side(run, waiting, known, run.workers())
+
+
+def run_compiled(run: Run, names: Sequence[str]) -> None:
+    """torch.compile with and without its own budget, of models."""
+    known = {name: COMPILED.get(name, ())[: 1 if run.options.size == "tiny" else None] for name in names}
+    settings = [(name, setting) for name in names for setting in known[name]]
+    compiling = [run.entry(name, "compile", _compiled(s), setting=s) for name, s in settings]
+    _side_by_side(run, [((), lambda e=e: e) for e in compiling], {}, run.workers())  # type: ignore[misc]
 
 
 def _compiled(setting: float | None) -> str:
@@ -249,21 +271,40 @@ def main() -> None:
     parser.add_argument(
         "--fast", action="store_true", help=f"smaller {' and '.join(FAST)}, fewer budgets, no compiling"
     )
+    parser.add_argument(
+        "--hour", action="store_true", help="the first hour on a card, most valuable first; begun again, it goes on"
+    )
     parser.add_argument("--output", help="where the JSON goes; else benchmarks/results/cuda_<device>.json")
-    parser.add_argument("--only", nargs="+", choices=NAMES, metavar="NAME", help=f"of {', '.join(NAMES)}")
+    parser.add_argument("--only", nargs="+", choices=OF_AN_HOUR, metavar="NAME", help=f"of {', '.join(OF_AN_HOUR)}")
     parser.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tiny models, to try this program"
     )
-    parser.add_argument("--minutes", type=float, help="start nothing later; 8, or 1.7 with --fast")
+    parser.add_argument("--minutes", type=float, help="start nothing later; 8, 1.7 with --fast, 58 with --hour")
     parser.add_argument("--steps", type=int, default=9, help="steps that are timed")
     options = parser.parse_args()
     options.size = "tiny" if options.device == "cpu" else "fast" if options.fast else "full"
-    minutes = options.minutes or (1.7 if options.fast else 8.0)
+    minutes = options.minutes or (58.0 if options.hour else 1.7 if options.fast else 8.0)
+    if options.hour:
+        options.output = options.output or str(Path(__file__).parent / "results" / "hour.json")
+        if missing := cuda_hour.install_wheels():
+            print(f"not installed: {', '.join(missing)}; what needs them is skipped")
     with tempfile.TemporaryDirectory() as scratch:
         run = Run(options, Path(scratch), time.monotonic() + 60 * minutes)
         with _search_compiled():
-            run_all(run, options.only or (FAST if options.fast else NAMES), fast=options.fast)
+            if options.hour:
+                run.resume()
+                everything = partial(run_all, run, fast=options.device == "cpu")
+                cuda_hour.phases(run, everything, partial(run_compiled, run))
+            else:
+                names = options.only or (FAST if options.fast else NAMES)
+                run_all(run, names, fast=options.fast)
+                if not options.fast:
+                    run_compiled(run, names)
         run.write()
+    if options.hour:
+        print(cuda_hour.page(run.device, run.rows))
+        print(f"written to {run.path()} and {cuda_hour.page_path(run.path())}")
+        return
     print(f"\n{run.device}")
     for name in dict.fromkeys(r["model"] for r in run.rows):
         print(f"\n### {name}\n\n{table([r for r in run.rows if r['model'] == name])}")

@@ -29,6 +29,7 @@ from planner.devices.meter import record_allocations
 
 from .blocks import checkpoint_blocks
 from .cuda_models import Size, Work, build
+from .cuda_probes import constants, costs
 
 MARK = "@@ "
 GB = 2**30
@@ -42,7 +43,7 @@ class Entry:
 
     Attributes:
         model: of `cuda_models.MODELS`.
-        way: "eager", "blocks", "plan" or "compile".
+        way: "eager", "blocks", "plan" or "compile"; "costs" and "constants" are of `cuda_probes`.
         label: what the table calls it.
         budget: GB to plan within; 0 for the lowest that is feasible.
         setting: torch.compile's `activation_memory_budget`.
@@ -96,6 +97,9 @@ def main() -> None:
     if device.type == "cpu":
         torch.set_num_threads(1)
     say(stage="preparing")
+    if entry.way == "constants":
+        say(device=describe(device), **constants(device))
+        return
     try:
         work = build(entry.model, device, entry.size)
     except ModuleNotFoundError as e:
@@ -103,6 +107,10 @@ def main() -> None:
         return
     say(device=describe(device), parameters=sum(p.numel() for p in work.model.parameters()))
     try:
+        if entry.way == "costs":
+            with holding(entry.lock, "measuring"):
+                say(**costs(work))
+            return
         run(entry, work, device)
     except InfeasibleBudgetError as e:
         say(infeasible=True, minimum_gb=e.minimum_gb)
@@ -111,9 +119,7 @@ def main() -> None:
 def run(entry: Entry, work: Work, device: torch.device) -> None:
     """Put the way on the model, warm it up, measure it."""
     with holding(entry.lock, "reference"):
-        loss, gradients = step_results(work)
-        reference = loss, {name: g.cpu() for name, g in gradients.items()}
-        del gradients
+        reference = eager_results(work)
         if entry.first:
             start = time.perf_counter()
             p = make_plan(entry, work, ROOM_TO_SPARE_GB)
@@ -148,6 +154,21 @@ def run(entry: Entry, work: Work, device: torch.device) -> None:
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(1.0, device)
     warm_and_measure(entry, work, device, reference)
+
+
+Results = tuple[float, dict[str, torch.Tensor]]
+
+
+def eager_results(work: Work) -> Results | None:
+    """Loss and gradients, on the host, of a step without a plan; None where the device has too little memory for it."""
+    try:
+        loss, gradients = step_results(work)
+        return loss, {name: g.cpu() for name, g in gradients.items()}
+    except torch.OutOfMemoryError:
+        say(eager_out_of_memory=True)
+    work.model.zero_grad(set_to_none=True)
+    torch.cuda.empty_cache()
+    return None
 
 
 def make_plan(entry: Entry, work: Work, budget_gb: float) -> Plan:
@@ -201,9 +222,7 @@ def put_compile(model: nn.Module, setting: float | None) -> None:
     model.compile()
 
 
-def warm_and_measure(
-    entry: Entry, work: Work, device: torch.device, reference: tuple[float, dict[str, torch.Tensor]]
-) -> None:
+def warm_and_measure(entry: Entry, work: Work, device: torch.device, reference: Results | None) -> None:
     """Compare a step with the reference, then time steps, and read the allocator's peaks."""
     shared = holding(entry.lock, "compiling", shared=True) if entry.way == "compile" else contextlib.nullcontext()
     with shared:  # compiling is long and may overlap with other compiling, but with nothing that is timed
@@ -215,11 +234,12 @@ def warm_and_measure(
             torch.cuda.synchronize(device)
         say(warming_seconds=time.perf_counter() - start)
     with holding(entry.lock, "measuring"):
-        say(**compare(step_results(work), reference))
+        if reference is not None:
+            say(**compare(step_results(work), reference))
         say(**(measure_cuda if device.type == "cuda" else measure_cpu)(entry, work, device))
 
 
-def step_results(work: Work) -> tuple[float, dict[str, torch.Tensor]]:
+def step_results(work: Work) -> Results:
     """Loss and gradients of a step from a fixed seed; the model's own gradients and buffers are as before."""
     buffers = [(b, b.detach().clone()) for b in work.model.buffers()]
     torch.manual_seed(1)
@@ -232,9 +252,7 @@ def step_results(work: Work) -> tuple[float, dict[str, torch.Tensor]]:
     return loss, gradients
 
 
-def compare(
-    ours: tuple[float, dict[str, torch.Tensor]], theirs: tuple[float, dict[str, torch.Tensor]]
-) -> dict[str, float]:
+def compare(ours: Results, theirs: Results) -> dict[str, float]:
     """Difference of the losses, and of any gradient relative to the largest entry of that gradient."""
     worst = 0.0
     for name, gradient in theirs[1].items():

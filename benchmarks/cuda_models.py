@@ -129,7 +129,80 @@ def unet(size: Size) -> Work:
     return Work(model.train(), {"sample": images, "timestep": torch.arange(batch)}, _square)
 
 
-MODELS: dict[str, Callable[[Size], Work]] = {"gpt2": gpt2, "llama": llama, "resnet": resnet, "vit": vit, "unet": unet}
+def bert(size: Size) -> Work:
+    """BERT-large with dropout, 32 x 512 tokens, bf16 autocast."""
+    import transformers
+
+    length, width = _pick(size, 512, 512, 64), _pick(size, 1024, 1024, 64)
+    vocabulary = _pick(size, 30522, 30522, 500)
+    config = transformers.BertConfig(
+        num_hidden_layers=_pick(size, 24, 8, 2), hidden_size=width, num_attention_heads=width // 64,
+        intermediate_size=4 * width, vocab_size=vocabulary, max_position_embeddings=length,
+    )  # fmt: skip
+    model = transformers.BertForMaskedLM(config).train()
+    return Work(model, _tokens(vocabulary, _pick(size, 32, 32, 2), length), autocast=torch.bfloat16)
+
+
+def t5(size: Size) -> Work:
+    """T5-large in bf16 with dropout, 16 x 512 tokens on either side."""
+    import transformers
+
+    length, width = _pick(size, 512, 512, 32), _pick(size, 1024, 1024, 64)
+    vocabulary = _pick(size, 32128, 32128, 500)
+    config = transformers.T5Config(
+        num_layers=_pick(size, 24, 6, 2), d_model=width, d_kv=64, num_heads=width // 64, d_ff=4 * width,
+        vocab_size=vocabulary, use_cache=False, decoder_start_token_id=0,
+    )  # fmt: skip
+    model: nn.Module = transformers.T5ForConditionalGeneration(config)
+    return Work(model.to(torch.bfloat16).train(), _tokens(vocabulary, _pick(size, 16, 16, 2), length))
+
+
+def convnext(size: Size) -> Work:
+    """ConvNeXt-B, 96 images of 224 x 224, bf16 autocast."""
+    import transformers
+
+    depths = _pick(size, 1, 1, 0)
+    config = transformers.ConvNextConfig(  # type: ignore[call-arg]
+        depths=[3, 3, 27, 3] if depths else [1, 1, 1, 1], hidden_sizes=[128, 256, 512, 1024] if depths else [8] * 4,
+        num_labels=1000,
+    )  # fmt: skip
+    batch, pixels = _pick(size, 96, 96, 2), _pick(size, 224, 224, 64)
+    images, labels = torch.randn(batch, 3, pixels, pixels), torch.randint(0, 1000, (batch,))
+    model = transformers.ConvNextForImageClassification(config).train()
+    return Work(model, {"pixel_values": images, "labels": labels}, autocast=torch.bfloat16)
+
+
+def llama3_8b(size: Size) -> Work:
+    """Llama-3-8B in bf16, 1 x 4096 tokens: 30 GB of weights and gradients."""
+    import transformers
+
+    length, width = _pick(size, 4096, 4096, 64), _pick(size, 4096, 4096, 128)
+    vocabulary = _pick(size, 128256, 128256, 500)
+    config = transformers.LlamaConfig(
+        num_hidden_layers=_pick(size, 32, 32, 2), hidden_size=width, intermediate_size=_pick(size, 14336, 14336, 256),
+        num_attention_heads=_pick(size, 32, 32, 2), num_key_value_heads=_pick(size, 8, 8, 1), vocab_size=vocabulary,
+        max_position_embeddings=length, use_cache=False,
+    )  # fmt: skip
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)  # 32 GB of fp32 weights would come first
+    try:
+        model: nn.Module = transformers.LlamaForCausalLM(config)
+    finally:
+        torch.set_default_dtype(before)
+    return Work(model.train(), _tokens(vocabulary, 1, length))
+
+
+MODELS: dict[str, Callable[[Size], Work]] = {
+    "gpt2": gpt2,
+    "llama": llama,
+    "resnet": resnet,
+    "vit": vit,
+    "unet": unet,
+    "bert": bert,
+    "t5": t5,
+    "convnext": convnext,
+    "llama3-8b": llama3_8b,
+}
 
 
 def build(name: str, device: torch.device, size: Size) -> Work:

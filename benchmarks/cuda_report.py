@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from planner.errors import gb
+
 from .cuda_entry import GB
 
 Row = dict[str, Any]
@@ -47,7 +49,7 @@ def table(rows: Sequence[Row]) -> str:
             f"{r['step_seconds'] * 1e3:.1f} ms",
             f"{r['step_seconds'] / eager - 1:+.1%}" if eager else "",
             f"{r['overhead']:+.1%}" if planned else "",
-            f"{r['gradient_error']:.0e}",
+            f"{r['gradient_error']:.0e}" if "gradient_error" in r else "",
             f"{r['planning_seconds']:.1f} s" if planned else "",
         ]
         lines.append(f"| {' | '.join(cells)} |")
@@ -55,4 +57,4 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def _gb(size: float | None) -> str:
-    return "" if size is None else f"{size / GB:.2f} GB"
+    return "" if size is None else gb(size)

@@ -101,5 +101,9 @@ class OptionError(PlannerError, ValueError):
     """An option (solver, device, optimizer, time limit) that is not known; the message lists the known ones."""
 
 
+class DeviceError(OptionError, RuntimeError):
+    """A device that is not there, cannot be used by this torch and driver, or is out of order."""
+
+
 # what `plan(on_failure="warn")` warns of: nothing is wrong with the arguments, and there is no plan for this model
 UNPLANNABLE = (CaptureError, InfeasibleBudgetError, RankError)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch._decomp.decompositions as decompositions
+from functorch.compile import aot_function
 from torch import fx, nn
 from torch._higher_order_ops import effects
 from torch.profiler import ProfilerActivity, profile
@@ -17,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 import planner
 from planner.compat import (
     autograd,
+    cuda,
     dynamo,
     fake,
     layers,
@@ -714,6 +716,43 @@ def test_decompositions_of_ops_with_kernels_are_away_for_a_while():
     finally:
         put_back()
     assert op.py_kernels == before
+
+
+def test_attention_is_traced_by_another_function_for_a_while():
+    op = torch.ops.aten.scaled_dot_product_attention.default
+    before, asked = dict(op.py_kernels), []
+
+    def instead(native, *args, **kwargs):
+        asked.append(len(args))
+        return native(*args, **kwargs)
+
+    def traced():
+        x = torch.randn(1, 2, 4, 8, requires_grad=True)
+
+        def forward(x):
+            return nn.functional.scaled_dot_product_attention(x, x, x).sum()
+
+        aot_function(forward, fw_compiler=lambda graph, _: graph)(x).backward()
+        return x.grad, torch.autograd.grad(forward(x), x)[0]
+
+    put_back = layers.replace_attention(instead)
+    try:
+        ours, theirs = traced()
+    finally:
+        put_back()
+    assert asked
+    assert torch.allclose(ours, theirs)
+    assert op.py_kernels == before
+    asked.clear()
+    traced()
+    assert not asked
+
+
+def test_cuda_is_asked_for_its_libraries_where_there_is_one():
+    if not torch.cuda.is_available():
+        assert cuda.asked_blas_workspace(torch.device("cuda", 0)) is None
+        cuda.clear_blas_workspaces(torch.device("cpu"))  # there are none
+    assert isinstance(cuda.allocator_settings(), str)
 
 
 def test_the_lstm_of_onednn_is_told_from_the_other():

@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from planner import CaptureError, OptionError, plan
+from planner import CaptureError, DeviceError, OptionError, PlanWarning, plan
 from planner.capture.trace.step import capture
 from planner.codegen.emit import keep_everything
 from planner.core.call import describe_call
@@ -20,8 +20,9 @@ from planner.costs import ops as ops_module
 from planner.costs.measure_op import Allocated
 from planner.costs.measured_ops import measure
 from planner.costs.ops import call_of, estimate, roofline_seconds
+from planner.devices.find import check_working, find_device
 from planner.devices.meter import record_allocations
-from planner.devices.specs import DEVICES, find_device
+from planner.devices.specs import DEVICES, blas_workspace, blas_workspaces_stay
 
 from .measure import peak_of
 
@@ -69,17 +70,27 @@ def runs(calls, **options):
 # Profiles
 
 
+def with_card(monkeypatch, driver, capability, memory=2**30):
+    """Have torch.cuda tell of one card, and nothing else."""
+    major, minor = capability
+    properties = SimpleNamespace(name=driver, major=major, minor=minor, total_memory=memory)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+
+
 @pytest.mark.parametrize("name", DEVICES)
 def test_every_figure_of_a_profile_is_positive(name):
     device = DEVICES[name]
-    zero = {"capability", "context", "blas"} if device.type == "cpu" else set()
+    zero = {"blas", "product"} | (set() if device.type == "cuda" else {"capability"})
+    zero |= {"context"} if device.type == "cpu" else set()
     for field in fields(device):
         value = getattr(device, field.name)
         if isinstance(value, dict):
             assert set(value) == {torch.float16, torch.bfloat16, torch.float32, torch.float64}
             assert all(rate > 0 for rate in value.values())
         elif field.name in zero:
-            assert value in (0, (0, 0))
+            assert device.type == "cuda" or value in (0, (0, 0))
         else:
             assert value == name if field.name == "name" else value > (0, 0) if isinstance(value, tuple) else value
 
@@ -96,7 +107,19 @@ def test_every_figure_of_a_profile_is_positive(name):
         ("a100", "a100"),
         ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
         ("A10", "a10"),
-        ("NVIDIA A10G", "a10"),
+        ("NVIDIA A100 80GB PCIe", "a100-80gb-pcie"),
+        ("NVIDIA A10G", "a10g"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA H100 NVL", "h100-nvl"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA RTX A6000", "a6000"),
+        ("NVIDIA GeForce RTX 3080", "rtx3080"),
+        ("NVIDIA GeForce RTX 4080", "rtx4080"),
+        ("Tesla V100-SXM2-16GB", "v100-16gb"),
+        ("Tesla V100-SXM2-32GB", "v100"),
+        ("Tesla V100-PCIE-16GB", "v100-pcie"),
+        ("AMD Instinct MI300X", "mi300x"),
         ("Tesla T4", "t4"),
         ("RTX 4090", "rtx4090"),
         ("NVIDIA GeForce RTX 3090", "rtx3090"),
@@ -111,7 +134,7 @@ def test_names_are_matched_forgivingly(given, name):
     assert find_device(given, CPU) == DEVICES[name]
 
 
-@pytest.mark.parametrize("given", ["gtx 9000", "a1000", "", "!", "my h100", 1.5])
+@pytest.mark.parametrize("given", ["gtx 9000", "a1000", "", "!", "my h100", 1.5, "gpu"])
 def test_an_unknown_name_is_answered_with_the_known_ones(given):
     with pytest.raises(OptionError) as caught:
         find_device(given, CPU)
@@ -124,15 +147,11 @@ def test_an_unknown_name_is_answered_with_the_known_ones(given):
     [
         ("NVIDIA A100-SXM4-40GB", (8, 0), "a100-40gb"),
         ("Tesla T4", (7, 5), "t4"),
-        ("NVIDIA B200", (10, 0), "h200"),
-        ("NVIDIA L40", (8, 9), "l40s"),
+        ("NVIDIA H100 PCIe", (9, 0), "h100-pcie"),
     ],
 )
 def test_a_card_is_known_by_its_driver_and_has_its_own_memory(driver, capability, like, monkeypatch):
-    major, minor = capability
-    properties = SimpleNamespace(name=driver, major=major, minor=minor, total_memory=11 * 2**30)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    with_card(monkeypatch, driver, capability, 11 * 2**30)
     card = find_device(None, torch.device("cuda", 0))
     assert (card.name, card.memory, card.capability) == (driver, 11 * 2**30, capability)
     assert (card.bandwidth, card.flops) == (DEVICES[like].bandwidth, DEVICES[like].flops)
@@ -140,14 +159,83 @@ def test_a_card_is_known_by_its_driver_and_has_its_own_memory(driver, capability
         find_device("cuda:1", CPU)
 
 
+@pytest.mark.parametrize("driver", ["NVIDIA L40", "NVIDIA GeForce RTX 4080 Laptop GPU", "NVIDIA GeForce RTX 3080 Ti"])
+def test_a_card_without_a_profile_says_whose_rates_it_has(driver, monkeypatch):
+    with_card(monkeypatch, driver, (8, 9))
+    with pytest.warns(PlanWarning, match=f"{driver} has no profile.*data sheet"):
+        card = find_device(None, torch.device("cuda", 0))
+    assert (card.name, card.capability) == (driver, (8, 9))
+
+
+@pytest.mark.parametrize(
+    ("given", "driver", "here"),
+    [
+        ("h100", "NVIDIA H100 80GB HBM3", True),
+        ("a100", "NVIDIA A100-SXM4-80GB", True),
+        ("h100", "NVIDIA H100 PCIe", False),
+        ("a100", "NVIDIA A100-SXM4-40GB", False),
+    ],
+)
+def test_the_name_of_the_card_that_the_model_is_on_is_that_card(given, driver, here, monkeypatch):
+    """So that ops are measured there, as without `device=`."""
+    with_card(monkeypatch, driver, (9, 0), 79 * 2**30)
+    found = find_device(given, torch.device("cuda", 0))
+    assert (found == find_device(None, torch.device("cuda", 0))) is here
+    assert (found == DEVICES[given]) is not here
+
+
+@pytest.mark.parametrize("given", ["cuda", "cuda:0", "xpu", "mps", torch.device("cuda")])
+def test_a_device_that_is_not_here_is_refused_with_the_names_to_choose_from(given, monkeypatch):
+    for kind in ("cuda", "xpu", "mps"):
+        monkeypatch.setattr(getattr(torch, kind), "device_count", lambda: 0)
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(DeviceError, match="torch sees none here") as caught:
+        plan(model, torch.zeros(1, 2), budget_gb=1, device=given)
+    assert all(name in str(caught.value) for name in DEVICES)
+
+
+def test_a_driver_that_is_too_old_for_torch_is_named_with_what_to_do(monkeypatch):
+    with_card(monkeypatch, "", (8, 0))
+
+    def refuse(device):
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040). Please update\nmore")
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", refuse)
+    with pytest.raises(DeviceError, match=r"driver on your system is too old.*Install a driver for that, or the build"):
+        find_device("cuda", CPU)
+
+
+def test_a_device_out_of_order_is_said_before_anything_is_allocated(monkeypatch):
+    with_card(monkeypatch, "NVIDIA H100", (9, 0))
+
+    def fail(device):
+        raise RuntimeError("CUDA error: device-side assert triggered\nCUDA kernel errors might be")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", fail)
+    with pytest.raises(DeviceError, match=r"out of order: CUDA error: device-side assert triggered.*new process"):
+        check_working(torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize(
+    ("version", "cached", "held"),
+    [("2.11.0", "", True), ("2.14.1+cu130", "", True), ("2.15.0+cu132", "", False), ("2.15.0", "1", True)],
+)
+def test_blas_workspaces_stay_up_to_torch_2_14_and_come_with_each_product_after_it(version, cached, held):
+    assert blas_workspaces_stay(version, cached) is held
+
+
 def test_blas_workspaces_are_those_of_torch(monkeypatch):
-    assert DEVICES["h100"].blas == 2 * 32 * 2**20
-    assert DEVICES["a100"].blas == 2 * (8 * 2**20 + 128 * 2**10)
+    assert blas_workspace((9, 0)) == 32 * 2**20
+    assert blas_workspace((8, 0)) == 8 * 2**20 + 128 * 2**10
+    assert blas_workspace((9, 4), rocm=True) == 128 * 2**20
+    for device in DEVICES.values():
+        if device.type == "cuda":  # held by two threads, or brought by each product
+            assert bool(device.blas) is not bool(device.product)
+            assert device.blas + device.product >= 8 * 2**20
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    properties = SimpleNamespace(name="NVIDIA H100", major=9, minor=0, total_memory=2**30)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    assert find_device("cuda", CPU).blas == 2 * 16 * 8 * 2**10
+    with_card(monkeypatch, "NVIDIA H100", (9, 0))
+    card = find_device("cuda", CPU)
+    assert (card.blas, card.product) in ((2 * 16 * 8 * 2**10, 0), (0, 16 * 8 * 2**10))
 
 
 # What an op costs

@@ -96,6 +96,15 @@ class Card:
     def available(self, device):
         return 2**28
 
+    def count(self):
+        return 1
+
+    def reserved_peak(self, device):
+        return None
+
+    def empty_cache(self, device):
+        self.asked.append("empty cache")
+
     def prepare(self, device):
         self.asked.append("prepare")
 

@@ -24,6 +24,8 @@ pytestmark = pytest.mark.compat
 ROOT = Path(__file__).parent.parent
 NOT_TORCH = {"lightning.py"}
 ELSEWHERE = {  # read where they are there, or written for others to read
+    "_accelerator_getAllocatorSettings",
+    "_cuda_clearCublasWorkspaces",
     "_dynamo_propagated_dynamic_indices",
     "_fsdp_param_groups",
     "_getframe",

@@ -46,6 +46,10 @@ _UNORDERED_SUMS = {
     _ATEN.scatter_reduce.two,
     _ATEN.index_reduce.default,
     _ATEN.put.default,
+    _ATEN._unsafe_index_put.default,
+    _ATEN.scatter.src,
+    _ATEN.scatter.reduce,
+    _ATEN.cumsum.default,
 }
 
 
@@ -70,7 +74,9 @@ def keep_reason(node: fx.Node, tainted: Collection[fx.Node]) -> str:
         return f"{schema_of(target).name} is a custom op that may do more than make new results: its schema says so"
     if target in _ROUTING:
         return f"{name} chooses among equal values, and may choose otherwise in a second run"
-    if target in _UNORDERED_SUMS and any(t.is_cuda for t in tensors(node)):
+    if crosses_the_link(node):
+        return f"{name} copies between the host and a GPU, which a second run would wait for again"
+    if target in _UNORDERED_SUMS and any(t.is_cuda and t.is_floating_point() for t in tensors(node)):
         return f"{name} adds in no fixed order on a GPU, and may round otherwise in a second run"
     statistics = RUNNING_STATISTICS.get(target)
     inputs = node.all_input_nodes
@@ -79,6 +85,13 @@ def keep_reason(node: fx.Node, tainted: Collection[fx.Node]) -> str:
     if any(n in tainted for n in inputs):
         return "it reads a buffer or an input that the step overwrites"
     return ""
+
+
+def crosses_the_link(node: fx.Node) -> bool:
+    """Whether a node reads tensors of one kind of device only, and makes tensors on another."""
+    read = {t.device.type for n in node.all_input_nodes for t in tensors(n)}
+    made = {t.device.type for t in tensors(node)}
+    return bool(read and made) and not read & made
 
 
 def _opaque_reason(node: fx.Node) -> str:
@@ -177,7 +190,8 @@ def replay_bytes(node: fx.Node) -> tuple[int, int]:
     state = 0
     if is_replayed(node):
         leaves = [t for n in (node, *node.all_input_nodes) for t in tensors(n)]
-        state = 0 if any(t.is_cuda for t in leaves) else torch.get_rng_state().nbytes  # a GPU's is on the host
+        # that of an accelerator is small, and on the host
+        state = 0 if any(t.device.type != "cpu" for t in leaves) else torch.get_rng_state().nbytes
     statistics = [node.args[at] for at in RUNNING_STATISTICS.get(node.target, ())]
     scratch = sum(t.nbytes for n in statistics if isinstance(n, fx.Node) for t in tensors(n))
     return state, state + scratch

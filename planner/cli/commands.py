@@ -21,7 +21,9 @@ from planner.api.plan import Plan
 from planner.cli.doctor import findings, lines
 from planner.cli.target import arguments_of, batch_of
 from planner.core.options import Options, flags
-from planner.devices.specs import DEVICES, Device, find_device
+from planner.devices.accelerator import ACCELERATORS
+from planner.devices.find import find_device
+from planner.devices.specs import DEVICES, Device
 from planner.errors import OptionError, gb
 from planner.integrations.launch import launch
 from planner.report.answer import fits, least_overhead
@@ -87,7 +89,8 @@ def difference(options: Namespace) -> int:
 
 def devices(options: Namespace) -> int:
     """`devices`."""
-    cards = {f"cuda:{i}": find_device(f"cuda:{i}", torch.device("cpu")) for i in range(torch.cuda.device_count())}
+    places = [f"{kind}:{i}" for kind, each in ACCELERATORS.items() for i in range(each.count())]
+    cards = {place: find_device(place, torch.device("cpu")) for place in places}
     rows = [(name, d, name == "cpu" or name in cards) for name, d in [*DEVICES.items(), *cards.items()]]
     if options.json:
         return _print_json([_sheet(d) | {"device": name, "here": here} for name, d, here in rows])

@@ -57,7 +57,7 @@ def run(fraction: float, steps: int, solver: str, progress: bool | None) -> int:
     checked = p.verify()
     print(f"predicted peak   {gb(checked.predicted_bytes)}")
     unplanned = gb(checked.unplanned_bytes or 0)
-    print(f"measured peak    {gb(checked.measured_bytes)} (torch.profiler; {unplanned} without a plan)")
+    print(f"measured peak    {checked.measured} (torch.profiler; {unplanned} without a plan)")
     print(
         f"gradients agree  {'yes' if checked.gradients_agree else 'NO'} "
         f"(largest relative difference {checked.gradient_error:.1e})"

@@ -15,6 +15,8 @@ from torch import nn
 
 from planner.api.front import plan
 from planner.compat.versions import tested, tested_in_words
+from planner.devices.accelerator import ACCELERATORS
+from planner.devices.find import built_for, first_line
 from planner.errors import gb
 from planner.planfile.files import own_version
 from planner.report.words import wrapped
@@ -54,7 +56,7 @@ def findings() -> Iterator[Finding]:
     yield Finding("compiler", _compiler())
     yield _device()
     yield _tried("cpu")
-    yield from (_tried(f"cuda:{i}") for i in range(torch.cuda.device_count()))
+    yield from (_tried(f"{kind}:{i}") for kind, each in ACCELERATORS.items() for i in range(each.count()))
 
 
 def _packages() -> Iterator[Finding]:
@@ -75,12 +77,16 @@ def _compiler() -> str:
 
 
 def _device() -> Finding:
-    if not torch.cuda.is_available():
+    places = [(each, torch.device(kind, i)) for kind, each in ACCELERATORS.items() for i in range(each.count())]
+    if not places:
         built = torch.version.cuda or torch.version.hip
         why = "no GPU is seen" if built else "this torch is built for the CPU"
         return Finding("GPU", f"none ({why}); plans for one can be made with device=")
-    cards = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    listed = ", ".join(f"{card.name} with {gb(card.total_memory)}" for card in cards)
+    try:
+        cards = [each.properties(place) for each, place in places]
+    except (RuntimeError, AssertionError) as e:
+        return Finding("GPU", f"{places[0][1]} cannot be used{built_for('cuda')}: {first_line(e)}", works=False)
+    listed = ", ".join(f"{name} with {gb(memory)}" for name, _, memory in cards)
     return Finding("GPU", f"{listed}; the planner's tests never ran on a GPU: check plans with verify()")
 
 
@@ -98,11 +104,12 @@ def _tried(device: str) -> Finding:
             seen = p.verify()
     except Exception as e:
         return Finding(f"a plan on {device}", f"failed: {type(e).__name__}: {' '.join(str(e).split())}", works=False)
-    peak = f"peak {gb(seen.measured_bytes)} measured, {gb(seen.predicted_bytes)} predicted"
+    peak = f"peak {seen.measured} measured, {gb(seen.predicted_bytes)} predicted"
     if not seen.gradients_agree:
         return Finding(f"a plan on {device}", f"gradients differ by {seen.gradient_error}; {peak}", works=False)
-    fits = "" if seen.within_budget else f", above the budget of {gb(p.budget_bytes)}"
-    return Finding(f"a plan on {device}", f"made and run; {peak}{fits}; gradients agree", works=seen.within_budget)
+    works = seen.within_budget is not False
+    fits = "" if works else f", above the budget of {gb(p.budget_bytes)}"
+    return Finding(f"a plan on {device}", f"made and run; {peak}{fits}; gradients agree", works=works)
 
 
 def lines(finding: Finding) -> list[str]:

@@ -66,3 +66,35 @@ def _own_kernels() -> tuple[OpOverload, ...]:
     packets = [getattr(torch.ops.aten, name) for name in dir(torch.ops.aten) if "upsample_" in name]
     packets += [getattr(torch.ops.aten, name) for name in _OWN_KERNELS]
     return tuple(getattr(packet, overload) for packet in packets for overload in packet.overloads())
+
+
+def replace_attention(instead: Callable[..., Any]) -> Callable[[], None]:
+    """Have AOTAutograd trace `scaled_dot_product_attention` by another function (torch 2.11 to 2.15).
+
+    Its own kernel (`CompositeImplicitAutograd`, in C++) chooses among fused kernels by the device of the tensors.
+    Returns a function that puts things back.
+
+    Args:
+        instead: torch's own way, then the op's arguments -> the result.
+    """
+    op: OpOverload = torch.ops.aten.scaled_dot_product_attention.default
+    key = DispatchKey.CompositeImplicitAutograd
+    before = op.py_kernels.get(key)
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        def native(*args: Any, **kwargs: Any) -> Any:
+            return op._op_dk(key, *args, **kwargs)
+
+        return instead(native if before is None else before, *args, **kwargs)
+
+    op.py_kernels[key] = kernel
+    op._dispatch_cache.clear()
+
+    def put_back() -> None:
+        if before is None:
+            del op.py_kernels[key]
+        else:
+            op.py_kernels[key] = before
+        op._dispatch_cache.clear()
+
+    return put_back

@@ -28,7 +28,7 @@ PARTS = {
     "torch._dynamo.eval_frame": "_orig_mod _torchdynamo_orig_backend _torchdynamo_orig_callable",
     "torch._functorch._aot_autograd.runtime_wrappers": "_double_backward bw_donated_idxs opaque_objects symints",
     "torch._functorch._aot_autograd.utils": "_boxed_call",
-    "torch._ops:OpOverload": "_dispatch_cache _schema py_kernels",
+    "torch._ops:OpOverload": "_dispatch_cache _op_dk _schema py_kernels",
     "torch._subclasses.fake_tensor:FakeTensorMode": "dispatch fake_tensor_converter may_turn_const",
     "torch.autograd": "_disable_profiler_legacy _enable_profiler_legacy",
     "torch.autograd.forward_ad": "_current_level",

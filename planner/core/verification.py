@@ -15,9 +15,11 @@ class Verification:
 
     Attributes:
         predicted_bytes: the plan's peak, up to the end of the backward pass.
-        measured_bytes: the planned step's peak there: what the plan counts as resident, and what the allocator handed
-            out. The optimizer does not step.
-        unplanned_bytes: the same for the model without a plan; None where that ran out of memory.
+        measured_bytes: the planned step's peak there: what the plan counts as resident, and what was asked of the
+            allocator. The optimizer does not step. None on a device whose allocator keeps no peak (Apple's).
+        unplanned_bytes: the same for the model without a plan; None where that ran out of memory, too.
+        reserved_bytes: the planned step's peak by what the allocator had of the device, its fragmentation with it; None
+            where nothing lies between it and what was asked for (the CPU), or no peak is kept.
         budget_bytes: the budget.
         gradient_error: largest difference of a gradient between the two steps, relative to the largest entry of that
             gradient without the plan; None where there is nothing to compare with.
@@ -31,7 +33,7 @@ class Verification:
     """
 
     predicted_bytes: int
-    measured_bytes: int
+    measured_bytes: int | None
     unplanned_bytes: int | None
     budget_bytes: int
     gradient_error: float | None
@@ -41,6 +43,7 @@ class Verification:
     capture_error: float | None = None
     plan_error: float | None = None
     unlike: tuple[str, ...] = ()
+    reserved_bytes: int | None = None
 
     @property
     def cause(self) -> str:
@@ -56,14 +59,27 @@ class Verification:
         return f"{nothing}, and {self.plan_error:.1e} between that and the plan"
 
     @property
-    def within_budget(self) -> bool:
-        """Whether the measured peak is within the budget."""
-        return self.measured_bytes <= self.budget_bytes
+    def within_budget(self) -> bool | None:
+        """Whether what the allocator took is within the budget; None where no peak is known."""
+        taken = self.measured_bytes if self.reserved_bytes is None else self.reserved_bytes
+        return None if taken is None else taken <= self.budget_bytes
 
     @property
-    def prediction_error(self) -> float:
-        """Measured over predicted, less one."""
-        return self.measured_bytes / self.predicted_bytes - 1
+    def measured(self) -> str:
+        """The measured peak in words."""
+        return "unknown" if self.measured_bytes is None else gb(self.measured_bytes)
+
+    @property
+    def missing_bytes(self) -> int:
+        """What the prediction lacks of a plan that holds its budget; 0 where it does, or no peak is known."""
+        if self.measured_bytes is None or self.within_budget:
+            return 0
+        return max(self.measured_bytes - self.predicted_bytes, (self.reserved_bytes or 0) - self.budget_bytes)
+
+    @property
+    def prediction_error(self) -> float | None:
+        """Measured over predicted, less one: both are of bytes as they are asked for."""
+        return None if self.measured_bytes is None else self.measured_bytes / self.predicted_bytes - 1
 
     @property
     def overhead(self) -> float | None:
@@ -71,16 +87,20 @@ class Verification:
         return None if self.unplanned_seconds is None else self.planned_seconds / self.unplanned_seconds - 1
 
     def __str__(self) -> str:
-        held = "held" if self.within_budget else "EXCEEDED"
-        text = (
-            f"predicted peak {gb(self.predicted_bytes)}, measured {gb(self.measured_bytes)} "
-            f"({self.prediction_error:+.2%}), budget {gb(self.budget_bytes)} ({held}); "
-        )
-        if self.unplanned_bytes is None:
+        text = f"predicted peak {gb(self.predicted_bytes)}, {self._measured()}"
+        if self.unplanned_seconds is None:
             return f"{text}step {self.planned_seconds:.3f} s; without a plan out of memory, so gradients not compared"
+        without = "" if self.unplanned_bytes is None else f"without a plan {gb(self.unplanned_bytes)}; "
         return (
-            f"{text}without a plan {gb(self.unplanned_bytes)}; "
-            f"gradients {'agree' if self.gradients_agree else 'DIFFER'} (largest relative difference "
+            f"{text}{without}gradients {'agree' if self.gradients_agree else 'DIFFER'} (largest relative difference "
             f"{self.gradient_error:.1e}{f', {self.cause}' if self.cause else ''}); "
             f"step {self.planned_seconds:.3f} s, without a plan {self.unplanned_seconds:.3f} s"
         )
+
+    def _measured(self) -> str:
+        budget = f"budget {gb(self.budget_bytes)}"
+        if self.measured_bytes is None:
+            return f"not measured (the device's allocator keeps no peak), {budget}; "
+        held = "held" if self.within_budget else "EXCEEDED"
+        reserved = "" if self.reserved_bytes is None else f", {gb(self.reserved_bytes)} with fragmentation"
+        return f"measured {gb(self.measured_bytes)} ({self.prediction_error:+.2%}){reserved}, {budget} ({held}); "

@@ -17,7 +17,7 @@ from planner.core.plan import PlannedStep
 from planner.costs.optimizer import OptimizerMemory, optimizer_memory
 from planner.costs.static_memory import account, batch_tensors
 from planner.errors import OptionError
-from planner.parallel.group import world_size
+from planner.parallel.group import communication_buffers, world_size
 from planner.parallel.sharded import parameters_of
 from planner.requests.request import Request
 
@@ -42,6 +42,8 @@ def account_of(request: Request) -> tuple[dict[str, int], int | None]:
     if request.occupancy is None and request.in_flight > 1:
         lines["batch"] = _batches(args, kwargs, request)
     lines |= request.beside
+    if buffers := communication_buffers(request.model_device):
+        lines["NCCL buffers"] = buffers
     if others := request.loop.beside + request.loop.around:
         lines[OTHERS] = others
     counted = bool(request.optimizers) or OPTIMIZER_STEP in given
@@ -51,7 +53,7 @@ def account_of(request: Request) -> tuple[dict[str, int], int | None]:
 
 def _optimizers(request: Request) -> OptimizerMemory:
     """The memory of all optimizers of the model, which step one after another."""
-    cuda = request.device.type == "cuda"
+    cuda = request.device.caches  # foreach is the default there
     takes = []
     for each in request.optimizers:
         try:

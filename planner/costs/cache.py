@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from planner.costs.measure_op import Allocated
+from planner.devices.accelerator import accelerator_of
 
 _FORMAT = 2  # of the table, and of what is measured; a new one is a new file
 _TABLE = (
@@ -52,6 +53,8 @@ def surroundings(device: torch.device) -> str:
             backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
             os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
         ]
+    elif (accelerator := accelerator_of(device)) is not None and device.type != "cpu":
+        parts += [accelerator.properties(device)[0], os.environ.get("PYTORCH_ENABLE_MPS_FALLBACK")]
     else:
         parts += [
             backends.cpu.get_cpu_capability(),

@@ -10,10 +10,15 @@ from typing import Any
 
 import torch
 
+from planner.capture.recomputability import OWN
 from planner.compat import pytree
+from planner.compat.ops import schema_of
 from planner.core.call import Call, TensorSpec, ViewSpec, storages
 from planner.costs.worst_values import fill_valid, fill_worst
+from planner.devices.accelerator import Accelerator, accelerator_of
+from planner.devices.find import check_working, first_line
 from planner.devices.meter import marked, record_allocations
+from planner.errors import DeviceError
 
 _ROUNDS = 5
 _ROUND_SECONDS = 1e-3  # short ops are repeated to fill it
@@ -55,11 +60,30 @@ def run_on_cpu(calls: Sequence[Call], timed: bool) -> dict[str, Allocated]:
     }
 
 
-def run_on_cuda(calls: Sequence[Call], device: torch.device, timed: bool) -> dict[str, Allocated]:
-    """Run each call on its worst values; by `Call.key`, without those that fail."""
-    with torch.cuda.device(device):
-        runs = ((call.key, _run_on_cuda(call, device, timed)) for call in calls)
+def run_on_accelerator(calls: Sequence[Call], device: torch.device, timed: bool) -> dict[str, Allocated]:
+    """Run each call on its worst values; by `Call.key`, without those that fail.
+
+    Raises:
+        DeviceError: one of them has put the device out of order.
+    """
+    accelerator = accelerator_of(device)
+    assert accelerator is not None
+    with accelerator.current(device):
+        runs = ((call.key, _run(call, accelerator, device, timed)) for call in calls if safe_on_zeros(call))
         return {key: run for key, run in runs if run is not None}
+
+
+def safe_on_zeros(call: Call) -> bool:
+    """Whether arguments of zeros cannot trip an assertion on the device, after which nothing runs there any more.
+
+    Torch's own ops take zeros as `fill_valid` leaves them. An op of others may take integers for places in what it
+    reads, or for lengths that add up to a size.
+    """
+    name = schema_of(call.target).name
+    if "assert" in name:
+        return False
+    integers = (t for t in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(t, TensorSpec))
+    return name.partition("::")[0] in OWN or all(t.dtype.is_floating_point or t.dtype.is_complex for t in integers)
 
 
 def _marked_run(call: Call, name: str) -> int | None:
@@ -85,35 +109,44 @@ def _timed_on_cpu(call: Call) -> float:
     return _median_seconds(run)
 
 
-def _run_on_cuda(call: Call, device: torch.device, timed: bool) -> Allocated | None:
+def _run(call: Call, accelerator: Accelerator, device: torch.device, timed: bool) -> Allocated | None:
     try:
         args, kwargs = _arguments(call, device, worst=True)
         # a first run makes cuBLAS take its workspace and cuDNN choose its plan: neither is the op's own
         call.target(*args, **kwargs)
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        # bytes asked for: blocks handed out from the cache may be larger, as in no other run
-        before = torch.cuda.memory_stats(device)["requested_bytes.all.current"]
+        accelerator.synchronize(device)
+        accelerator.reset_peak(device)
+        before = accelerator.allocated(device)
         size = _made(call.target(*args, **kwargs), args, kwargs)
-        peak = torch.cuda.memory_stats(device)["requested_bytes.all.peak"] - before
-        torch.cuda.synchronize(device)
-        seconds = _timed_on_cuda(call, *_arguments(call, device)) if timed else None
-    except Exception:  # as on the CPU
+        peak = accelerator.peak(device)
+        accelerator.synchronize(device)
+        seconds = _timed(call, accelerator, device) if timed else None
+    except Exception as e:  # as on the CPU; but what fails on the device may leave it out of order
+        _check_after(call, device, e)
         return None
-    return _allocated(call, peak, size, seconds)
+    return _allocated(call, size if peak is None else peak - before, size, seconds)
 
 
-def _timed_on_cuda(call: Call, args: Any, kwargs: Any) -> float:
-    event: Any = torch.cuda.Event
-    begin, end = event(enable_timing=True), event(enable_timing=True)
+def _check_after(call: Call, device: torch.device, error: Exception) -> None:
+    try:
+        check_working(device)
+    except DeviceError as e:
+        name = schema_of(call.target).name
+        raise DeviceError(
+            f"measuring {name} on zeros failed ({first_line(error)}). {e}. costs='roofline' with the model on meta "
+            "plans without running ops"
+        ) from error
+
+
+def _timed(call: Call, accelerator: Accelerator, device: torch.device) -> float:
+    args, kwargs = _arguments(call, device)
 
     def run(times: int) -> float:
-        begin.record()
-        for _ in range(times):
-            call.target(*args, **kwargs)
-        end.record()
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / 1e3
+        def repeat() -> None:
+            for _ in range(times):
+                call.target(*args, **kwargs)
+
+        return accelerator.seconds(device, repeat)
 
     return _median_seconds(run)
 
@@ -144,7 +177,7 @@ def _arguments(call: Call, device: torch.device, worst: bool = False) -> tuple[A
         return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device).zero_()
 
     args, kwargs = pytree.tree_map_only(TensorSpec, real, (call.args, call.kwargs))
-    fill_valid(call.target, args)
+    fill_valid(call.target, args, kwargs)
     if worst:
         fill_worst(call.target, args, kwargs)
     return args, kwargs

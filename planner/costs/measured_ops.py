@@ -10,7 +10,8 @@ import torch
 from planner.capture.recomputability import is_collective
 from planner.core.call import Call
 from planner.costs import cache
-from planner.costs.measure_op import Allocated, run_on_cpu, run_on_cuda
+from planner.costs.measure_op import Allocated, run_on_accelerator, run_on_cpu
+from planner.devices.accelerator import accelerator_of, random_state_kept
 from solvers.progress import bar
 
 _BATCH = 16  # ops between two writes: an interruption loses no more
@@ -46,19 +47,22 @@ def measure(
     if not timed:  # what only allocates its result has no workspace
         costs |= {call.key: Allocated(0, 0) for call in todo if call.target is torch.ops.aten.empty.memory_format}
         todo = [call for call in todo if call.key not in costs]
+    accelerator = None if device.type == "cpu" else accelerator_of(device)
     if todo:
         with (
+            random_state_kept(device),
             bar("measuring ops", progress, total=len(todo), unit=" ops") as shown,
-            torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+            torch.inference_mode(False),
             torch.enable_grad(),  # without, recurrent layers leave nothing for their backward pass
+            torch.autocast(device.type, enabled=False),  # the graph has its casts; others would be of other ops
         ):
             for at in range(0, len(todo), _BATCH):
                 batch = todo[at : at + _BATCH]
-                new = run_on_cuda(batch, device, timed) if device.type == "cuda" else run_on_cpu(batch, timed)
+                new = run_on_cpu(batch, timed) if accelerator is None else run_on_accelerator(batch, device, timed)
                 cache.write({digests[key]: measured for key, measured in new.items() if key in digests})
                 costs |= new
                 _failed.update((str(device), call.key) for call in batch if call.key not in new)
                 shown.update(len(batch))
-        if device.type == "cuda":
-            torch.cuda.empty_cache()  # blocks cut to fit these runs would fragment the training's memory
+        if accelerator is not None:
+            accelerator.empty_cache(device)  # blocks cut to fit these runs would fragment the training's memory
     return costs if timed else {key: replace(measured, seconds=None) for key, measured in costs.items()}

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import flop_registry
 
 from planner.capture.joint_graph import map_nodes, tensors
 from planner.capture.passes.dropout import drawn_by
-from planner.capture.recomputability import is_collective, is_random, replay_bytes
+from planner.capture.recomputability import crosses_the_link, is_collective, is_random, replay_bytes
 from planner.capture.regions.region import Region
 from planner.compat.ops import OpOverload, schema_of
 from planner.core.call import Call, describe_call
@@ -111,7 +111,7 @@ def _measurable(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, OpOverload) or is_collective(target):
         return False
-    return bool(schema_of(target).returns) and not reads_workspace(target)
+    return bool(schema_of(target).returns) and not reads_workspace(target) and not crosses_the_link(node)
 
 
 def reads_workspace(target: OpOverload) -> bool:
@@ -142,7 +142,9 @@ def _estimate(node: fx.Node, device: Device, measured: Allocated | None, scale: 
 def roofline_seconds(node: fx.Node, device: Device) -> float:
     """The longest of computing, moving bytes and drawing random numbers, and the launch."""
     drawn = sum(t.numel() for t in tensors(node)) / device.draws if is_random(node) else 0.0
-    return max(node_flops(node) / _rate(node, device), bytes_moved(node) / device.bandwidth, drawn) + device.launch
+    copied = sum(t.nbytes for t in tensors(node)) / device.link if crosses_the_link(node) else 0.0
+    moved = bytes_moved(node) / device.bandwidth
+    return max(node_flops(node) / _rate(node, device), moved, drawn, copied) + device.launch
 
 
 def _rate(node: fx.Node, device: Device) -> float:

@@ -39,7 +39,8 @@ def predicted_workspace(node: fx.Node, device: Device) -> int:
         # index_put_with_sort_kernel in ATen/native/cuda/Indexing.cu: linear, sorted and original positions, CUB's sort
         return 6 * 8 * max((n.meta["val"].numel() for n in args[1] if isinstance(n, fx.Node)), default=0)
     if target in _PRODUCTS:  # `prepare_matrix_for_cublas` in ATen/native/cuda/Blas.cpp copies what has no unit stride
-        return _bytes(*(t for t in args if isinstance(t, torch.Tensor) and t.dim() > 1 and 1 not in t.stride()[-2:]))
+        copied = (t for t in args if isinstance(t, torch.Tensor) and t.dim() > 1 and 1 not in t.stride()[-2:])
+        return device.product + _bytes(*copied)
     if target in (_ATEN.convolution.default, _ATEN.convolution_backward.default):
         return _convolution(node)
     return 0

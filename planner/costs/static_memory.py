@@ -60,7 +60,11 @@ def account(
 
 def batch_tensors(args: Sequence[Any], kwargs: Mapping[str, Any], where: torch.device) -> list[torch.Tensor]:
     """The tensors of a batch that take memory where the model is: those on the host take none on a GPU."""
-    return [t for t in tensors_in((tuple(args), dict(kwargs))) if where.type != "cuda" or t.is_cuda]
+    return [
+        t
+        for t in tensors_in((tuple(args), dict(kwargs)))
+        if where.type in ("cpu", "meta") or t.device.type == where.type
+    ]
 
 
 def gathered_bytes(model: nn.Module) -> int:

@@ -27,10 +27,12 @@ def fill_worst(op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any])
             fill(t, named)
 
 
-def fill_valid(op: OpOverload, args: tuple[Any, ...]) -> None:
+def fill_valid(op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Make arguments of zeros valid ones, where zeros would end a process that runs the op on a GPU."""
     if op is _ATEN.multinomial.default:
         args[0].fill_(1)
+    if op is _ATEN.repeat_interleave.Tensor and kwargs.get("output_size") and args[0].numel():
+        args[0][0] = kwargs["output_size"]  # its kernel asserts that the repeats add up to it
 
 
 def _ones(t: torch.Tensor, _: Mapping[str, Any]) -> None:

@@ -128,7 +128,7 @@ class Tracer:
     @property
     def granularity(self) -> int:
         """The allocator rounds sizes up to multiples of it, in bytes."""
-        return 512 if self.request.device.type == "cuda" else 1
+        return 512 if self.request.device.caches else 1
 
     def trace(self, choice: Choice, detailed: bool = False) -> Trace:
         """The step with a choice of checkpoints; raises StepFailed."""

@@ -18,6 +18,7 @@ from planner.compat.modules import buffers_of, parameters_of
 from planner.core.call import storages
 from planner.core.loop import Loop
 from planner.core.recipe import Choice
+from planner.devices.accelerator import random_state_kept
 from planner.eager.checkpointing import checkpointed
 from planner.eager.record import Recorder
 from planner.eager.trace import Trace
@@ -76,10 +77,10 @@ def trace_step(
             shards.append(torch.empty(-(-p.grad.numel() // shard), dtype=p.grad.dtype, device=p.grad.device))
             p.grad = None
 
-    devices = {p.device.index or 0 for p in model.parameters() if p.device.type == "cuda" and torch.cuda.is_available()}
     with ExitStack() as stack:
         stack.enter_context(_unchanged(model))
-        stack.enter_context(torch.random.fork_rng(devices=devices))
+        for device in {p.device for p in model.parameters()}:
+            stack.enter_context(random_state_kept(device))
         stack.enter_context(torch.enable_grad())
         torch.clear_autocast_cache()
         parameters = [p for p in model.parameters() if p.requires_grad]

@@ -205,7 +205,7 @@ def counted(optimizers: Sequence[optim.Optimizer], model: nn.Module, account_gb:
     """The options of `plan()` that count a model's optimizers, of which there may be several."""
     if len(optimizers) == 1:
         return {"optimizer": optimizers[0]}
-    cuda = next(model.parameters()).is_cuda
+    cuda = next(model.parameters()).device.type in ("cuda", "xpu")
     takes = [optimizer_memory((), optimizer, cuda=cuda) for optimizer in optimizers]
     lines = {
         "optimizer state": sum(memory.state for memory in takes) / GB,

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from planner.compat.cuda import allocator_settings
 from planner.core.call import storages
 from planner.core.step import Step, with_line
 from planner.devices.caching_allocator import Event, events_of, smallest_limit
@@ -45,13 +46,14 @@ def add_margin(step: Step, request: Request, schedule: Schedule | None = None, g
 
 def fragments(request: Request, lines: Mapping[str, int]) -> bool:
     """Whether there is a caching allocator, and no margin for it yet."""
-    return request.device.type == "cuda" and MARGIN not in lines
+    return request.device.caches and MARGIN not in lines
 
 
 def expandable() -> bool:
-    """Whether PyTorch's allocator is told to let segments grow."""
-    settings = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    return any("expandable_segments:true" in os.environ.get(name, "").replace(" ", "").lower() for name in settings)
+    """Whether PyTorch's allocator is told to let segments grow, by the environment or in code."""
+    environment = [os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")]
+    given = [text.replace(" ", "").lower() for text in (*environment, allocator_settings())]
+    return any("expandable_segments:true" in text for text in given)
 
 
 def resident_tensors(

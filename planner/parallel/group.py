@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -17,6 +18,16 @@ def world_size() -> int:
     """How many processes there are; 1 where no process group is initialised, or one of the backend "fake"."""
     here = dist.is_available() and dist.is_initialized() and dist.get_backend() != "fake"
     return dist.get_world_size() if here else 1
+
+
+def communication_buffers(where: torch.device) -> int:
+    """Bytes that NCCL takes of a GPU for the processes' communication, outside of PyTorch's allocator.
+
+    About what one communicator has by default: NCCL_BUFFSIZE (4 MiB) for each direction of up to 32 channels.
+    """
+    if where.type != "cuda" or world_size() == 1 or "nccl" not in str(dist.get_backend()):
+        return 0
+    return 2 * 32 * 4 * 2**20
 
 
 def ddp_of(model: nn.Module) -> nn.parallel.DistributedDataParallel | None:

@@ -11,6 +11,7 @@ from torch import fx
 
 from planner.capture.passes.checkpoints import clone_of
 from planner.capture.regions.region import Region
+from planner.capture.trace.attention import attention_as_on, eager_attention_as_on
 from planner.capture.trace.data_dependent import told
 from planner.capture.trace.dynamo import Partition
 from planner.capture.trace.loss_trace import taken_loss
@@ -70,9 +71,13 @@ def make_plan(
     """
     refuse_tensors(request)
     with fakes_forgotten(), random_kept(), lasting_modes_off(), under(request.surroundings, request.model):
+        card = request.device if request.foreign else None
         if request.options.mode == "eager":
-            return make_eager_plan(request, others[-1] if others else None, known=known, must_match=must_match)
-        graph = replace(captured or graph_of(request), eager=eager_step(request))
+            with eager_attention_as_on(card):
+                return make_eager_plan(request, others[-1] if others else None, known=known, must_match=must_match)
+        graph = captured or graph_of(request)
+        with eager_attention_as_on(card):
+            graph = replace(graph, eager=eager_step(request))
     solve_here = partial(_solve, request=request, graph=graph, others=others, known=known, must_match=must_match)
     lowered = lower(request, graph, planned_before=bool(others))
     step, solution = solve_with_margin(lowered, request, solve_here)
@@ -87,8 +92,10 @@ def graph_of(request: Request) -> TrainingGraph:
             shown.update()
             return keep_everything(region)
 
+        card = request.device if request.foreign else None
         try:
-            return _graph_of(request, split)
+            with attention_as_on(card):
+                return _graph_of(request, split)
         except (PlannerError, torch.OutOfMemoryError):
             raise
         except Exception as e:
@@ -150,7 +157,7 @@ def lower(request: Request, graph: TrainingGraph, *, planned_before: bool = Fals
         optimizer_step=optimizer_step,
         shard=options.shard,
         reduced=bool(groups),
-        granularity=512 if device.type == "cuda" else 1,
+        granularity=512 if device.caches else 1,
         budget=request.budget_bytes,
     )
     timed = request.costs == "measured"

@@ -12,7 +12,7 @@ from planner.errors import gb
 def peak(plan: PlanRecord) -> int:
     """The step's peak in bytes: the predicted one, or that of a verified step where it was higher."""
     seen = plan.verification
-    return plan.peak_bytes if seen is None else max(plan.peak_bytes, seen.measured_bytes)
+    return plan.peak_bytes if seen is None else max(plan.peak_bytes, seen.measured_bytes or 0)
 
 
 def fits(plan: PlanRecord) -> bool:

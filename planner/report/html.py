@@ -80,7 +80,7 @@ def surety(plan: PlanRecord) -> str:
         f"times {timed} {plan.device}",
         "sizes counted",
         f"{gb(margin)} of margin" if margin else "no margin",
-        f"a real step took {gb(seen.measured_bytes)}" if seen else "not verified on a real step",
+        f"a real step took {seen.measured}" if seen else "not verified on a real step",
         f"solver {plan.solver}, {plan.solve_seconds:.1f} s",
     ]
     return "; ".join(told) + "."

@@ -63,7 +63,7 @@ def lead(plan: PlanRecord, style: Style) -> list[str]:
     """The answer, and the figures behind it."""
     recomputed = [d for d in plan.decisions if d.action == "recompute"]
     seen = plan.verification
-    sure = "Sizes are counted" if seen is None else f"A real step took {gb(seen.measured_bytes)}; sizes are counted"
+    sure = "Sizes are counted" if seen is None else f"A real step took {seen.measured}; sizes are counted"
     more = [
         f"{without_a_plan(plan)}. {len(recomputed)} of {len(plan.decisions)} saved activations are recomputed "
         f"({gb(sum(d.nbytes for d in recomputed))}). {sure}, times are estimates for "

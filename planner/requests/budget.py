@@ -11,10 +11,11 @@ import torch
 from planner.compat.pytree import tree_leaves
 from planner.core.call import storages
 from planner.core.options import GB, is_positive
-from planner.devices.accelerator import accelerator_of
+from planner.devices.accelerator import present
 from planner.errors import BudgetError, PlanWarning, gb
 from planner.requests.request import Request
 
+RESERVE = 128 * 2**20  # bytes of a device, for kernels that are loaded later
 MOST = 2**20  # GB; more is no memory of a device, but probably a number of bytes
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}  # MB and MiB alike, as CUDA's own tools print them
 _AMOUNT = re.compile(r"\s*(\d+(?:\.\d*)?(?:e[+-]?\d+)?)\s*(?:([kmgt])i?b?|b|bytes?)\s*", re.IGNORECASE)
@@ -28,7 +29,7 @@ def budget_of(request: Request) -> float:
         BudgetError: it is no budget, or so large that it was probably meant in another unit.
     """
     given, device = request.options.budget_gb, request.device
-    if given is None and accelerator_of(request.model_device) is not None:
+    if given is None and present(request.model_device) is not None:
         return _free(request)
     if given is None and device.type != "cpu":
         return device.memory / GB
@@ -49,9 +50,10 @@ def budget_of(request: Request) -> float:
     if budget * GB > device.memory:
         as_megabytes = not isinstance(given, str) and budget >= 1000
         meant = f"; for {gb(budget * 2**20)}, give '{budget:g} MB'" if as_megabytes else ""
+        most = device.memory / GB
         warnings.warn(
             f"budget_gb={given!r} is more than the {gb(device.memory)} of {device.name}; the plan may not fit "
-            f"there{meant}",
+            f"there: give at most budget_gb={most:.4g}, or None for what is free{meant}",
             PlanWarning,
             stacklevel=5,
         )
@@ -72,12 +74,20 @@ def _read(given: Any, memory: float) -> float | None:
 
 
 def _free(request: Request) -> float:
-    """What the accelerator has free, with what the plan's own tensors have there already, in GB."""
+    """What the accelerator has free, with what the plan's own tensors have there already, in GB; at most all of it.
+
+    Kernels are loaded when they first run, outside the allocator: those of a step are loaded before what is free is
+    asked for, and `RESERVE` is left for others.
+    """
     where, model = request.model_device, request.model
+    accelerator = present(where)
+    assert accelerator is not None
+    accelerator.prepare(where)
     gradients = [p.grad for p in model.parameters() if request.accumulates]
     state = [list(o.state.values()) for o in request.optimizers if isinstance(o, torch.optim.Optimizer)]
     own = [*model.parameters(), *model.buffers(), *gradients, request.args, request.kwargs, state]
     tensors = [t for t in tree_leaves(own) if isinstance(t, torch.Tensor) and t.device.type == where.type]
-    accelerator = accelerator_of(where)
-    assert accelerator is not None
-    return (accelerator.available(where) + sum(storages(tensors).values()) + request.device.context) / GB
+    held = sum(storages(tensors).values()) + request.device.context + request.device.blas
+    return min(accelerator.available(where) + held, request.device.memory) / GB - (
+        RESERVE / GB if request.device.caches else 0
+    )

@@ -17,12 +17,14 @@ from planner.compat.self_check import check_torch
 from planner.core.maxima import Maxima
 from planner.core.options import Options, check_values
 from planner.core.surroundings import surroundings_of
-from planner.devices.accelerator import accelerator_of
-from planner.devices.specs import Device, find_device
+from planner.devices.accelerator import present
+from planner.devices.find import check_working, find_device
+from planner.devices.specs import Device
 from planner.errors import BatchError, ModelError, OptionError
 from planner.parallel.meshes import on_mesh
 from planner.requests.batch import Batch, arguments, maxima_of
 from planner.requests.budget import budget_of
+from planner.requests.cautions import warn_on_gpu
 from planner.requests.optimizers import check_optimizer, optimizers_of, weakly
 from planner.requests.request import Request
 
@@ -52,6 +54,7 @@ def check(
     check_together(options, model)
     check_optimizer(given.get("optimizer"), model)
     check_loss_fn(loss_fn)
+    warn_on_gpu(model, target[0], options)
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise BatchError(f"kwargs={kwargs!r} must be a mapping of keyword arguments, or None")
     args, extra = arguments(model, batch, kwargs)
@@ -158,17 +161,21 @@ def find_target(model: nn.Module, device: Any) -> tuple[torch.device, Device]:
         )
     if where.type == "meta" and device is None:
         raise OptionError(f"{type(model).__name__} is on the meta device: say what to plan for, as in device='h100'")
+    check_working(where)
     return where, find_device(device, where)
 
 
 def _resolved(where: torch.device, target: Device, costs: Any) -> dict[str, Any]:
     """Where ops can be run for measurements, and where times come from; raises OptionError."""
-    here = (where.type == "cpu" or accelerator_of(where) is not None) and target == find_device(None, where)
+    accelerator = present(where)
+    here = (where.type == "cpu" or accelerator is not None) and target == find_device(None, where)
     if costs not in (None, "roofline", "measured") or (costs == "measured" and not here):
         raise OptionError(
             f"costs={costs!r} must be 'roofline', or 'measured' with the model on the device that is planned for "
             f"(it is on {where}, planned for {target.name}), or None to choose"
         )
+    if here and accelerator is not None and target.caches:
+        target = replace(target, blas=accelerator.workspaces(where))
     return {
         "device": target,
         "model_device": where,

@@ -46,6 +46,7 @@ class Request:
         beside: lines of the account that are allocated beside the model, as DDP's buckets are: name -> bytes.
         gradients_viewed: whether gradients are views of these, so that a backward pass copies and frees each of them.
         loop: what the training loop was seen to do around the planned graphs.
+        runs: whether the model runs with the plan now: it is traced as it runs, for whatever device that is.
         surroundings: what was on where the step was asked for; None where that is still to come.
     """
 
@@ -68,6 +69,12 @@ class Request:
     loop: Loop = Loop()
     surroundings: Surroundings | None = None
     found: Found = ()
+    runs: bool = False
+
+    @property
+    def foreign(self) -> bool:
+        """Whether the step is that of a device on which the model is not."""
+        return not self.runs and self.device.type != self.model_device.type
 
     @property
     def args(self) -> tuple[Any, ...] | None:

@@ -27,12 +27,14 @@ log = logging.getLogger("planner")
 
 @dataclass(frozen=True, slots=True)
 class Before:
-    """What the device's allocator had when a step began, in bytes: of all tensors, and the most since a reset."""
+    """What the device's allocator had when a step began, in bytes: of all tensors, and the most since a reset; both as
+    they were asked for. None for the most where it keeps no peak.
+    """
 
     accelerator: Accelerator
     device: torch.device
     held: int
-    most: int
+    most: int | None
 
 
 def begin(model: nn.Module) -> Before | None:
@@ -72,10 +74,10 @@ def when_begun(result: Any, then: Callable[[], object]) -> None:
 def measured(plan: PlanRecord, before: Before | None) -> int | None:
     """Bytes of the step's peak, as the plan counts them; None where an earlier, higher peak hides it."""
     # what waits, and gradients that were used, were there before
-    if before is None or plan.options.in_flight > 1 or plan.step.occupancy is not None:
+    if before is None or before.most is None or plan.options.in_flight > 1 or plan.step.occupancy is not None:
         return None
 
-    most = before.accelerator.peak(before.device)
+    most = before.accelerator.peak(before.device) or 0
     resident = int(plan.resident_bytes) - plan.account.get(FOUND, 0)
     return resident + most - before.held if most > before.most else None
 

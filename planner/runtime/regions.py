@@ -9,7 +9,6 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
 
-import torch
 from torch import fx, nn
 
 from planner.capture.regions.fingerprint import fingerprint
@@ -19,6 +18,7 @@ from planner.capture.trace.dynamo import CompileRegion, Serve
 from planner.codegen.emit import emit, runnable
 from planner.core.plan import PlanRecord
 from planner.core.recipe import PlannedRegion, Recipe
+from planner.devices.accelerator import accelerator_of
 from planner.errors import ApplyError
 from planner.runtime.families import GraphChanged, recipe_of
 from planner.runtime.modes import backward_node, waits
@@ -149,7 +149,8 @@ class _Graph:
         self.regions.calls[self.key] += 1
         self.regions.ran += 1
         # a random op's state is that of the current device's generator
-        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+        accelerator = accelerator_of(self.device)
+        with nullcontext() if accelerator is None else accelerator.current(self.device):
             results = run(*inputs)
         if (node := backward_node(results)) is not None:
             self.regions.nodes.append((self.regions.call, node))

@@ -104,7 +104,7 @@ class Provider:
         """See `PlanProvider`; waits for the other processes where they agree on it."""
         model = caller.model
         _free_others(model)
-        request = with_batch(self.request, model, call.args, call.kwargs, call.maxima)
+        request = with_batch(replace(self.request, runs=True), model, call.args, call.kwargs, call.maxima)
         median, now = call.assume_median_branch, surroundings_of(model)
         request = replace(request, assume_median_branch=median, surroundings=now)
         request = with_buckets(self._with_loop(request), buckets_of(model))

@@ -43,10 +43,15 @@ def repaired(
         else:
             if seen.gradients_agree is False:
                 warnings.warn(f"gradients differ from those without a plan: {seen}", PlanWarning, stacklevel=3)
+            if seen.within_budget is None:
+                raise VerificationError(
+                    f"{request.model_device} keeps no peak of its allocator, so that a real step cannot show whether "
+                    "the plan holds: leave out repair() and verify=True, or give a budget with room to spare"
+                )
             if seen.within_budget and isinstance(planned, Planned):
                 note = " ".join([planned.record.note, *learnt]).strip()
                 return replace(planned, record=replace(planned.record, note=note, verification=seen))
-            missing = seen.measured_bytes - seen.predicted_bytes
+            missing = seen.missing_bytes
             learnt.append(f"A real step took {gb(missing)} more than predicted: planned again with that taken off.")
         if len(learnt) > attempts:
             raise VerificationError(

@@ -19,9 +19,10 @@ from planner.core.options import GB
 from planner.core.plan import PlanRecord
 from planner.core.surroundings import under
 from planner.core.verification import FOUND, Verification
-from planner.devices.accelerator import accelerator_of
+from planner.devices.accelerator import Accelerator, accelerator_of
 from planner.devices.meter import record_allocations
 from planner.errors import BatchError
+from planner.lowering.margin import MARGIN
 from planner.planning.pipeline import make_plan
 from planner.requests.batch import Batch, arguments
 from planner.requests.planned import Pending, Planned
@@ -89,10 +90,12 @@ def verify(planned: Planned | Pending, batch: Any = None, kwargs: Mapping[str, A
         own = None if captured is None else _compare(measured.gradients, captured)[0]
         unlike = _unlike(request, args, extra, again) if error and used.overhead and own != 0 else ()
     resident = used.resident_bytes - used.account.get(FOUND, 0)
+    with_blocks = resident - used.account.get(MARGIN, 0)
     return Verification(
         predicted_bytes=used.passes_peak_bytes,
-        measured_bytes=resident + measured.peak,
-        unplanned_bytes=None if unplanned is None else resident + unplanned.peak,
+        measured_bytes=_sum(resident, measured.peak),
+        unplanned_bytes=None if unplanned is None else _sum(resident, unplanned.peak),
+        reserved_bytes=_sum(with_blocks, measured.taken),
         budget_bytes=request.budget_bytes,
         gradient_error=error,
         gradients_agree=agree,
@@ -144,7 +147,12 @@ def _captured(
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
-    peak: int
+    """A step: the bytes asked of the allocator beside those that were there, the bytes that it took of the device
+    beside these (both None where no peak is kept), its time and gradients.
+    """
+
+    peak: int | None
+    taken: int | None
     seconds: float
     gradients: dict[str, torch.Tensor]
 
@@ -160,11 +168,31 @@ def _loss(loss_fn: Callable[[Any], torch.Tensor] | None, output: Any) -> torch.T
     return torch.stack(parts).sum()
 
 
+def _sum(resident: int, beside: int | None) -> int | None:
+    return None if beside is None else resident + beside
+
+
 def _measure(model: nn.Module, step: Callable[[], None], again: Callable[[], None]) -> _Measured:
-    step()  # compiles, and warms caches
-    again()
     device = next(model.parameters()).device
     accelerator = accelerator_of(device)
+    if accelerator is not None:
+        accelerator.empty_cache(device)  # the blocks of one step would be another's fragmentation
+    try:
+        return _measured(model, step, again, device, accelerator)
+    except torch.OutOfMemoryError:
+        again()  # gradients of some parameters, and buffers that this step has changed
+        raise
+
+
+def _measured(
+    model: nn.Module,
+    step: Callable[[], None],
+    again: Callable[[], None],
+    device: torch.device,
+    accelerator: Accelerator | None,
+) -> _Measured:
+    step()  # compiles, and warms caches
+    again()
     if accelerator is not None:
         accelerator.synchronize(device)
     start = time.perf_counter()
@@ -177,13 +205,15 @@ def _measure(model: nn.Module, step: Callable[[], None], again: Callable[[], Non
         before = accelerator.allocated(device)
         accelerator.reset_peak(device)
         step()
-        peak = accelerator.peak(device) - before
+        accelerator.synchronize(device)
+        peak, taken = accelerator.peak(device), accelerator.reserved_peak(device)
+        peak, taken = _sum(-before, peak), _sum(-before, taken)
     else:
-        peak = record_allocations(step).peak()
+        peak, taken = record_allocations(step).peak(), None
     # off the GPU: the next step has to fit beside them
     gradients = {name: here(p.grad).cpu() for name, p in model.named_parameters() if p.grad is not None}
     again()
-    return _Measured(peak, seconds, gradients)
+    return _Measured(peak, taken, seconds, gradients)
 
 
 @contextmanager

@@ -69,12 +69,12 @@ def plan_at_least(case: Case, name: str):
 
 
 def predicted(p) -> int:
-    """What the allocator will have handed out at the peak: the context and the margin lie outside of it."""
+    """What will have been asked of the allocator at the peak: the context and the margin lie outside of it."""
     return p.peak_bytes - p.account["CUDA context"] - p.account["fragmentation margin"]
 
 
 def measured(case: Case, *, keep_gradients: bool = False) -> int:
-    """The most bytes that the allocator has handed out during a step that is not the first."""
+    """The most bytes that were asked of the allocator during a step that is not the first."""
     step(case)
     if not keep_gradients:
         case.model.zero_grad(set_to_none=True)
@@ -83,7 +83,7 @@ def measured(case: Case, *, keep_gradients: bool = False) -> int:
     torch.cuda.reset_peak_memory_stats()
     step(case)
     torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated()
+    peak = torch.cuda.memory_stats()["requested_bytes.all.peak"]
     case.model.zero_grad(set_to_none=True)
     return peak
 

@@ -208,7 +208,7 @@ class _ValueTable:
         given = [(at, t) for at, n in enumerate(signature.primals) for t in tensors(n)]
         self._primals = {storage_key(t): at for at, t in given}  # storage -> position of the primal
         self._produced: dict[int, int] = {}  # storage -> value
-        self._on_gpu = any(t.is_cuda for _, t in given)
+        self._on_gpu = any(t.device.type != "cpu" for _, t in given)
         for node in signature.tangents:
             for t in tensors(node) if node.users else ():  # one that is not read does not arrive
                 self._produced[storage_key(t)] = value = self.add(node, self._nbytes(t))

@@ -84,7 +84,7 @@ class ConstantPropagation:
             return result
         result = self._unknowing(known, func, types, args, kwargs)  # the result may be large
         results = [t for t in pytree.tree_leaves(result) if isinstance(t, FakeTensor)]
-        if results and all(t.numel() <= MOST_ELEMENTS and t.device.type in ("cpu", "cuda") for t in results):
+        if results and all(t.numel() <= MOST_ELEMENTS and t.device.type != "meta" for t in results):
             real_args, real_kwargs = pytree.tree_map_only(FakeTensor, lambda t: t.constant, (tuple(args), dict(kwargs)))
             with no_dispatch():
                 real = func(*real_args, **real_kwargs)
