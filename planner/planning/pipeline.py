@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from planner.capture.passes.checkpoints import clone_of
+from planner.capture.passes.dropout import planned_for
 from planner.capture.regions.region import Region
 from planner.capture.trace.data_dependent import told
 from planner.capture.trace.dynamo import Partition
@@ -88,7 +89,8 @@ def graph_of(request: Request) -> TrainingGraph:
             return keep_everything(region)
 
         try:
-            return _graph_of(request, split)
+            with planned_for(request.device.type):
+                return _graph_of(request, split)
         except (PlannerError, torch.OutOfMemoryError):
             raise
         except Exception as e:
