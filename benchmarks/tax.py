@@ -147,7 +147,9 @@ def host(layers: int, dropout: float) -> Host:
                 seconds[f"{prefix}backward"].append(end - middle)
     ratios = [
         (a + b) / (c + d)
-        for a, b, c, d in zip(*(seconds[k] for k in ("forward", "backward", "eager_forward", "eager_backward")), strict=True)
+        for a, b, c, d in zip(
+            *(seconds[k] for k in ("forward", "backward", "eager_forward", "eager_backward")), strict=True
+        )
     ]
     return Host(layers, dropout, ratio=_median(ratios), nodes=len(calls), kernels=len(kernels),
                 **{k: _median(v) for k, v in seconds.items()})  # fmt: skip

@@ -18,9 +18,9 @@ What a plan that recomputes nothing costs beside eager mode, as `python -m bench
 HOST = """## Host time
 
 A `TransformerEncoder` on tensors of 16 rows: what is left is the time of Python and of the dispatcher. Milliseconds;
-*per call* is what no layer adds to, *per layer* what each does; *nodes*: what the backward graph calls, for each kernel.
+*per call* is what no layer adds to, *per layer* what each does; *nodes*: what the backward graph calls, per kernel.
 
-| layers | dropout | eager, forward + backward | planned | ratio | nodes for each kernel |
+| layers | dropout | eager, forward + backward | planned | ratio | nodes per kernel |
 |---:|---:|---:|---:|---:|---:|
 """
 

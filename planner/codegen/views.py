@@ -182,7 +182,7 @@ class _Composed:
 
 
 def keep_views(forward: fx.Graph, backward: fx.Graph, before: Layouts, after: Layouts, results: int) -> None:
-    """Let the forward pass hand on views that it has made, where the backward pass would only make them again. In place.
+    """Let the forward pass hand on views that it has made, where the backward pass would make them again, in place.
 
     They hold the storage that their base holds. Inputs of the forward pass are handed on as they are.
 

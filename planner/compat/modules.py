@@ -27,10 +27,10 @@ __all__ = [
     "modules_in",
     "parameters_in",
     "parameters_of",
-    "tables_of",
     "replace_call",
     "replaced_call",
     "replaced_calls",
+    "tables_of",
     "unsaved_buffers",
     "with_call",
 ]

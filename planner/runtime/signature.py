@@ -96,7 +96,7 @@ def walk(model: nn.Module, last: Walk | None) -> tuple[Walk, list[nn.Module], li
         return last, *found
     modules = modules_in(model)
     parameters = parameters_among(modules)
-    state = model_state(modules, parameters, last and last.state)
+    state = model_state(modules, parameters, None if last is None else last.state)
     tables = tables_of(modules)
     members = list(chain.from_iterable(map(dict.values, tables)))
     places = {id(p): at for at, p in reversed(list(enumerate(members))) if isinstance(p, nn.Parameter)}

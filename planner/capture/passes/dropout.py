@@ -79,7 +79,8 @@ def _as_eager_on_a_cpu(draw: fx.Node, mask: fx.Node, result: fx.Node, scale: flo
         scale: what eager mode's noise is where it is not 0.
     """
     graph, (x, rate, _) = draw.graph, draw.args
-    assert isinstance(x, fx.Node) and isinstance(rate, float)
+    assert isinstance(x, fx.Node)
+    assert isinstance(rate, float)
     dtype, drawn = x.meta["val"].dtype, mask.meta["val"]
     with drawn.fake_mode, graph.inserting_before(draw):
         room = graph.call_function(_ATEN.empty_like.default, (x,), {"dtype": torch.bool})

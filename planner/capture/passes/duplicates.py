@@ -1,8 +1,9 @@
 """Common-subexpression elimination: of two equal values, the first is read again where it is live anyway.
 
-A copy that nothing writes into is its original: torch.compile captures one for dropout at rate 0. Models compute the same mask in every layer, and the same contiguous or cast copy of one input for query, key and value.
-Other than in `torch._functorch.compile_utils.fx_graph_cse`, no live range becomes longer than that of a value and its
-duplicates together.
+Models compute the same mask in every layer, and the same contiguous or cast copy of one input for query, key and value.
+A copy that nothing writes into is its original: torch.compile captures one for dropout at rate 0. Other than in
+`torch._functorch.compile_utils.fx_graph_cse`, no live range becomes longer than that of a value and its duplicates
+together.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def add_in_place(graph: fx.Graph, order: Order) -> None:
             shared = held_by[term].intersection(*(held_by[n] for n in node.all_input_nodes if n is not term))
             free = not shared and all(s in own and last[s] == at[node] for s in held_by[term])
             if free and _layout(term) == _layout(node) and is_dense(term.meta["val"]):
-                node.target, node.args = _IN_PLACE[node.target], (term, *others)  # type: ignore[index]
+                node.target, node.args = _IN_PLACE[node.target], (term, *others)
                 node.meta = {**node.meta, "val": term.meta["val"]}
                 moved.add(node)
                 break
