@@ -10,7 +10,7 @@ from torch import fx
 
 from planner.compat.ops import OpOverload, schema_of
 
-__all__ = ["bind", "binding_of"]
+__all__ = ["BOUND", "bind"]
 
 _ATEN = torch.ops.aten
 # each takes the arguments of its overload, under the same names and in the same order
@@ -23,18 +23,13 @@ _OVERLOADED = {
     "add": "Tensor", "div": "Tensor", "mean": "dim", "mul": "Tensor", "pow": "Tensor_Scalar", "rsub": "Tensor",
     "select": "int", "squeeze": "dim", "sub": "Tensor", "sum": "dim_IntList", "transpose": "int", "where": "self",
 }  # fmt: skip
-_NEURAL = ("gelu", "gelu_backward", "silu")  # `torch._C._nn`
-_BOUND: dict[object, Any] = {
+_NEURAL = ("gelu", "silu")  # `torch._C._nn`
+BOUND: dict[object, Any] = {
     **{getattr(_ATEN, name).default: getattr(torch, name) for name in _FUNCTIONS if hasattr(torch, name)},
     **{getattr(getattr(_ATEN, name), overload): getattr(torch, name) for name, overload in _OVERLOADED.items()},
     **{getattr(_ATEN, name).default: getattr(torch._C._nn, name) for name in _NEURAL if hasattr(torch._C._nn, name)},
     _ATEN.add_.Tensor: operator.iadd,
 }
-
-
-def binding_of(op: object) -> Any:
-    """The Python function that calls an overload; None where there is none for it."""
-    return _BOUND.get(op)
 
 
 def bind(graph: fx.Graph) -> None:
@@ -44,7 +39,7 @@ def bind(graph: fx.Graph) -> None:
     Calls that are given numbers for tensors stay: the functions may choose another overload.
     """
     for node in graph.nodes:
-        bound = _BOUND.get(node.target) if isinstance(node.target, OpOverload) else None
+        bound = BOUND.get(node.target) if isinstance(node.target, OpOverload) else None
         if bound is None or (bound is operator.iadd and node.kwargs):
             continue
         given = zip(node.args, schema_of(node.target).arguments, strict=False)
