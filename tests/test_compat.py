@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 import planner
 from planner.compat import (
     autograd,
+    bindings,
     cuda,
     dynamo,
     fake,
@@ -302,6 +303,72 @@ def test_marked_dimensions_are_symbols_with_hints_and_are_unmarked_again():
 
 
 # graphs
+
+
+def _calls_of_bound_ops():
+    """For each overload that has a binding, arguments to call both with."""
+    aten = torch.ops.aten
+    x, y = torch.rand(4, 4) + 0.5, torch.rand(4, 4) + 0.5
+    image, kernel, batch = torch.rand(1, 2, 5, 5), torch.rand(3, 2, 3, 3), torch.rand(2, 4, 4)
+    unary = ("abs", "clone", "cos", "exp", "gelu", "log", "neg", "relu", "rsqrt", "sigmoid", "silu", "sin", "sqrt", "t")
+    yield from ((getattr(aten, name).default, (x,), {}) for name in (*unary, "tanh"))
+    yield from ((getattr(aten, name).Tensor, (x, y), {}) for name in ("add", "div", "mul", "rsub", "sub"))
+    yield aten.add.Tensor, (x, y), {"alpha": 2}
+    yield aten.add_.Tensor, (x.clone(), y), {}
+    yield aten.clone.default, (image.permute(0, 2, 3, 1),), {"memory_format": torch.contiguous_format}
+    yield aten.addmm.default, (y[0], x, y), {}
+    yield aten.baddbmm.default, (batch, batch, batch), {"beta": 2}
+    yield aten.bmm.default, (batch, batch), {}
+    yield aten.mm.default, (x, y), {}
+    yield aten.cat.default, ([x, y], 1), {}
+    yield aten.convolution.default, (image, kernel, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1), {}
+    yield aten.embedding.default, (x, torch.tensor([1, 0]), 0), {}
+    yield aten.mean.dim, (batch, [0, 2], True), {}
+    yield aten.sum.dim_IntList, (batch, [0, 2], False), {}
+    yield aten.native_dropout.default, (x, 0.5, True), {}
+    yield aten.native_layer_norm.default, (x, [4], y[0], y[1], 1e-5), {}
+    yield aten.permute.default, (batch, [2, 0, 1]), {}
+    yield aten.pow.Tensor_Scalar, (x, 3), {}
+    yield aten.reshape.default, (batch, [8, -1]), {}
+    yield aten.select.int, (batch, 1, 2), {}
+    yield aten.squeeze.dim, (image, 0), {}
+    yield aten.unsqueeze.default, (x, 1), {}
+    yield aten.transpose.int, (batch, 0, 1), {}
+    yield aten.where.self, (x > 1, x, y), {}
+    for softmax in (aten._softmax, aten._log_softmax):
+        yield softmax.default, (x, -1, False), {}
+    for backward in (aten._softmax_backward_data, aten._log_softmax_backward_data):
+        yield backward.default, (x, y, -1, torch.float32), {}
+
+
+def test_bindings_call_their_overloads():
+    called = list(_calls_of_bound_ops())
+    assert {op for op, _, _ in called} == set(bindings.BOUND)
+    for op, args, kwargs in called:
+        results = []
+        for call in (op, bindings.BOUND[op]):
+            torch.manual_seed(0)
+            results.append(pytree.tree_leaves(call(*copy.deepcopy(args), **kwargs)))
+        for ours, theirs in zip(*results, strict=True):
+            assert torch.equal(ours, theirs), op
+            assert ours.stride() == theirs.stride(), op
+
+
+def test_a_graph_is_bound_but_for_numbers_in_the_place_of_tensors():
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    tensors = graph.call_function(torch.ops.aten.mul.Tensor, (x, x))
+    number = graph.call_function(torch.ops.aten.mul.Tensor, (tensors, 2.0))
+    graph.output(number)
+    bindings.bind(graph)
+    assert (tensors.target, number.target) == (torch.mul, torch.ops.aten.mul.Tensor)
+
+
+def test_tables_of_modules_are_their_own():
+    model = nn.Sequential(nn.Linear(2, 2))
+    own, inner, own_parameters, parameters = modules.tables_of([model, model[0]])
+    assert (own, inner, own_parameters) == ({"0": model[0]}, {}, {})
+    assert parameters["weight"] is model[0].weight
 
 
 def test_a_boxed_graph_empties_the_list_that_it_is_given():

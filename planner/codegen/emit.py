@@ -22,6 +22,7 @@ from planner.capture.recomputability import RUNNING_STATISTICS
 from planner.capture.regions.region import GraphOp, Region
 from planner.capture.shapes import is_size
 from planner.codegen.replay import run_and_save_state, run_with_state
+from planner.codegen.views import compose_views, keep_views
 from planner.compat.fx import root_of
 
 
@@ -59,6 +60,7 @@ def emit(region: Region, forward: Sequence[int], backward: Sequence[int]) -> tup
     kept = [second.kept[n] for n in (*(n for n in second.kept if not is_size(n)), *sizes)]
     _close(first, [*outputs, *kept], region.output_descs[: len(outputs)])
     _close(second, grads, region.output_descs[len(outputs) :])
+    keep_views(first.graph, second.graph, compose_views(first.graph), compose_views(second.graph), len(outputs))
     return _module(region, first, "forward"), _module(region, second, "backward")
 
 
@@ -237,12 +239,13 @@ class _Writer:
 def _close(writer: _Writer, outputs: list[Any], descs: Sequence[Any]) -> None:
     node = writer.graph.output(tuple(outputs))
     node.meta["desc"] = [*descs, *[None] * (len(outputs) - len(descs))]
-    writer.graph.lint()
+    # fake tensors have other strides than a few kernels return (BatchNorm and the backward pass of dropout, transposed
+    # on a CPU): then there is no view, and `reshape` copies as eager code does
+    for view in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
+        for node in writer.graph.find_nodes(op="call_function", target=view):
+            node.target = torch.ops.aten.reshape.default
 
 
 def _module(region: Region, writer: _Writer, name: str) -> fx.GraphModule:
-    # fake tensors have other strides than a few kernels return (BatchNorm and the backward pass of dropout, transposed
-    # on a CPU): then there is no view, and `reshape` copies as eager code does
-    for node in writer.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
-        node.target = torch.ops.aten.reshape.default
+    writer.graph.lint()
     return fx.GraphModule(region.joint, writer.graph, class_name=f"Planned{name.capitalize()}")

@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import Node
 
 Known = TypeVar("Known")
+_REFUSES = "planner_refuses"  # on the class of a compiled graph's node: what is called for a second derivative
 
 
 def saved_by(node: Node) -> list[Any]:
@@ -55,8 +56,10 @@ def like_eager(results: Iterable[Any], differentiated_twice: Callable[[], None])
         if node is not None and "CompiledFunction" in node.name():  # else it is the user's, and what it got is returned
             node.set_materialize_grads(False)
             function = node._forward_cls
-            function.metadata.bw_donated_idxs = []
-            function._double_backward = staticmethod(_double_backward(differentiated_twice))
+            if getattr(function, _REFUSES, None) is not differentiated_twice:  # once for all calls of the graph
+                function.metadata.bw_donated_idxs = []
+                function._double_backward = staticmethod(_double_backward(differentiated_twice))
+                setattr(function, _REFUSES, differentiated_twice)
 
 
 def _double_backward(then: Callable[[], None]) -> Callable[..., Any]:

@@ -9,6 +9,8 @@ from torch import fx
 from torch._functorch._aot_autograd.descriptors import PlainAOTInput, PlainAOTOutput, TangentAOTInput
 from torch.fx.graph import _BoxedCodeGen
 
+from planner.compat.bindings import bind
+
 __all__ = ["PlainAOTInput", "PlainAOTOutput", "TangentAOTInput", "boxed", "root_of", "takes_a_list"]
 
 
@@ -17,6 +19,7 @@ def boxed(graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
 
     The graph's own code is changed.
     """
+    bind(graph.graph)
     graph.graph.set_codegen(_BoxedCodeGen())
     graph.recompile()
 

@@ -30,6 +30,7 @@ __all__ = [
     "replace_call",
     "replaced_call",
     "replaced_calls",
+    "tables_of",
     "unsaved_buffers",
     "with_call",
 ]
@@ -38,6 +39,7 @@ __all__ = [
 GLOBAL_HOOKS = (_global_forward_pre_hooks, _global_forward_hooks, _global_backward_pre_hooks, _global_backward_hooks)
 _REPLACED = "_compiled_call_impl"
 _replaced = attrgetter(_REPLACED)
+_modules_of, _parameters_of = attrgetter("_modules"), attrgetter("_parameters")
 
 
 def modules_in(model: nn.Module) -> list[nn.Module]:
@@ -56,6 +58,11 @@ def modules_in(model: nn.Module) -> list[nn.Module]:
 def parameters_in(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
     """The own parameters of some modules, each once, in their order (`_parameters`, torch 2.11 to 2.15)."""
     return list({id(p): p for module in modules for p in module._parameters.values() if p is not None}.values())
+
+
+def tables_of(modules: Sequence[nn.Module]) -> list[dict[str, Any]]:
+    """The modules' tables of modules, and then of parameters (`_modules`, `_parameters`, torch 2.11 to 2.15)."""
+    return [*map(_modules_of, modules), *map(_parameters_of, modules)]
 
 
 def call_of(module: nn.Module) -> Callable[..., Any]:

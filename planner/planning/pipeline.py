@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from planner.capture.passes.checkpoints import clone_of
+from planner.capture.passes.dropout import planned_for
 from planner.capture.regions.region import Region
 from planner.capture.trace.attention import attention_as_on, eager_attention_as_on
 from planner.capture.trace.data_dependent import told
@@ -94,7 +95,7 @@ def graph_of(request: Request) -> TrainingGraph:
 
         card = request.device if request.foreign else None
         try:
-            with attention_as_on(card):
+            with attention_as_on(card), planned_for(request.device.type):
                 return _graph_of(request, split)
         except (PlannerError, torch.OutOfMemoryError):
             raise

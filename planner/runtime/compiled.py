@@ -13,7 +13,7 @@ from torch import nn
 
 from planner.capture.shapes import enlarged
 from planner.capture.trace.dynamo import dynamo_settings, make_backend
-from planner.capture.trace.layers import capturable_layers
+from planner.capture.trace.layers import helpers
 from planner.capture.trace.state_guard import undone_on, untouched
 from planner.compat.dynamo import compile_call
 from planner.compat.fake import FakeTensorMode
@@ -255,7 +255,7 @@ class Runtime(Applied):
                 else:
                     self.current = recipe_of(self.plans[signature])
                     undone = undone_on(GraphChanged, self.model) if self.current.asks else nullcontext()
-                    with capturable_layers(), undone:
+                    with helpers(), undone:
                         result = self.compiled(*args, **kwargs)
         except BaseException as e:  # an interruption, too
             if self.regions.compiling or not isinstance(e, GraphChanged):

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from planner.capture.shapes import densely, marked
-from planner.capture.trace.layers import capturable_layers
+from planner.capture.trace.layers import helpers
 from planner.capture.trace.state_guard import undone_on
 from planner.compat.tensors import version_of
 from planner.core.maxima import Maxima, sizes_in
@@ -63,7 +63,7 @@ class Family:
         # a graph that differs may come after others have run
         careful = self.graphs > 1 and (signature not in self.came or recipe_of(self.plan).asks)
         undone = undone_on(GraphChanged, model) if careful else nullcontext()
-        with marked(args, kwargs, self.maxima), undone, capturable_layers():
+        with marked(args, kwargs, self.maxima), undone, helpers():
             result = self.compiled(*args, **kwargs)
         self.came.add(signature)
         for (t, dense), version in zip(copies, versions, strict=True):

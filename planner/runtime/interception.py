@@ -13,13 +13,12 @@ import torch
 from torch import nn
 
 from planner.compat.dispatch import lasting_modes_off
-from planner.compat.modules import call_of, modules_in, replace_call, replaced_call
+from planner.compat.modules import call_of, replace_call, replaced_call
 from planner.core.maxima import Maxima
 from planner.core.plan import PlanRecord
 from planner.costs.static_memory import storage_bytes
 from planner.errors import UNPLANNABLE, ApplyError
 from planner.parallel.group import together
-from planner.parallel.sharded import parameters_among
 from planner.requests.planned import Planned
 from planner.runtime.bypassed import Handle
 from planner.runtime.entries import EntryPoint
@@ -27,7 +26,7 @@ from planner.runtime.events import Call, PlanProvider
 from planner.runtime.first_step import begin, report_after, when_begun
 from planner.runtime.modes import redirected, refuse_compiled, refuse_transformed, trains
 from planner.runtime.recorder import Recorder
-from planner.runtime.signature import ModelState, Signature, call_signature, model_state
+from planner.runtime.signature import ModelState, Signature, Walk, call_signature, walk
 from planner.runtime.watch import Watch
 
 # Where a model keeps its runtime beside `_compiled_call_impl`, which its copies lose. Python calls an object by its
@@ -58,6 +57,7 @@ class Applied:
         self.unplanned: set[Signature] = set()
         self.newest: Planned | None = None
         self.state: ModelState | None = None
+        self.walked: Walk | None = None
         self.agrees = False  # whether the plan of the next call is still to be agreed on with other processes
         self._started = alone
         self.watch: Watch | None = None  # what it sees of the loop, plans are made for
@@ -122,14 +122,13 @@ class Applied:
     def _train(self, args: Any, kwargs: Any) -> Any:
         """A training call."""
         with self.lock, lasting_modes_off() as others:
-            modules = modules_in(self.model)
+            self.walked, modules, parameters = walk(self.model, self.walked)
             refuse_compiled(self.model, self, modules)
             if not self._started:
                 self._started, self.agrees = True, together(self.model)
                 self._begins_training()
-            parameters = parameters_among(modules)
             refuse_transformed(self.model, parameters, args, kwargs)
-            self.state = model_state(modules, parameters, self.state)
+            self.state = self.walked.state
             signature = call_signature(self.model, args, kwargs, state=self.state)
             if self.watch is not None and self._learns(self.watch, parameters, (args, kwargs)):
                 self.forget()

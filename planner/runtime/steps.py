@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from planner.capture.trace.dynamo import dynamo_settings, make_backend
-from planner.capture.trace.layers import capturable_layers
+from planner.capture.trace.layers import helpers
 from planner.compat.dispatch import lasting_modes_off
 from planner.compat.dynamo import compile_call
 from planner.compat.modules import modules_in
@@ -258,7 +258,7 @@ class StepRuntime(Applied):
             self.compiled[entry] = self._compiled(entry)
         ran = self.regions.ran
         try:
-            with self.regions.progress(record), capturable_layers():
+            with self.regions.progress(record), helpers():
                 return self.compiled[entry](*args, **kwargs)
         except BaseException as e:  # an interruption, too
             if self.regions.compiling or not isinstance(e, GraphChanged):

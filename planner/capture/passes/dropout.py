@@ -1,8 +1,11 @@
-"""Dropout as two ops: one draws the mask, one scales by it, so that the second can run again while the mask is kept."""
+"""Dropout as the ops that it is made of: one draws the mask, and others scale by it while it is kept."""
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import fx
@@ -10,14 +13,29 @@ from torch import fx
 from planner.compat.fake import unset_fake_temporarily
 
 _ATEN = torch.ops.aten
+_CPU: ContextVar[bool] = ContextVar("cpu", default=True)  # whether what is traced on the CPU is planned for one
 _DRAWN_BY = "planner_drawn_by"  # in a node's meta
 
 
-def split_dropouts(graph: fx.Graph) -> None:
-    """Let `native_dropout_backward`, x * mask * scale, compute the first result of `native_dropout`.
+@contextmanager
+def planned_for(kind: str) -> Iterator[None]:
+    """What is traced on the CPU meanwhile is planned for a kind of device, whose dropout it is to have."""
+    before = _CPU.set(kind == "cpu")
+    try:
+        yield
+    finally:
+        _CPU.reset(before)
 
-    The drawing op still makes both; whoever runs the two in a row may take the result from it (`drawn_by`), where it
-    rounds as eager mode does. The backward pass scales as eager mode does, too.
+
+def split_dropouts(graph: fx.Graph) -> None:
+    """Take each dropout apart.
+
+    On a CPU into what eager mode does there: a draw, the scaled mask ("noise"), and a product by it in each pass. The
+    noise can be kept, as eager mode does, or be made again from the mask, which is a fourth of it or less.
+
+    Elsewhere `native_dropout_backward`, x * mask * scale, computes the first result of `native_dropout`. The drawing op
+    still makes both; whoever runs the two in a row may take the result from it (`drawn_by`), where it rounds as eager
+    mode does. The backward pass scales as eager mode does, too.
     """
     for draw in graph.find_nodes(op="call_function", target=_ATEN.native_dropout.default):
         parts = {user.args[1]: user for user in draw.users if user.target is operator.getitem}
@@ -34,6 +52,9 @@ def split_dropouts(graph: fx.Graph) -> None:
                 user.args = (user.args[0], mask, scale)
         if 0 not in parts:
             continue
+        if not dropped.is_cuda and _CPU.get() and x.meta["val"].is_contiguous():
+            _as_eager_on_a_cpu(draw, mask, parts[0], scale)
+            continue
         result = parts[0]
         draw.append(mask)
         with graph.inserting_after(mask):
@@ -46,6 +67,41 @@ def split_dropouts(graph: fx.Graph) -> None:
             draw.meta = {**draw.meta, "val": (torch.empty_like(dropped), mask.meta["val"])}
         result.replace_all_uses_with(scaled)
         graph.erase_node(result)
+
+
+def _as_eager_on_a_cpu(draw: fx.Node, mask: fx.Node, result: fx.Node, scale: float) -> None:
+    """Write a `native_dropout` as a draw, the noise, and products by the noise. In place.
+
+    Args:
+        draw: the dropout of a contiguous tensor.
+        mask: its second result.
+        result: its first result.
+        scale: what eager mode's noise is where it is not 0.
+    """
+    graph, (x, rate, _) = draw.graph, draw.args
+    assert isinstance(x, fx.Node)
+    assert isinstance(rate, float)
+    dtype, drawn = x.meta["val"].dtype, mask.meta["val"]
+    with drawn.fake_mode, graph.inserting_before(draw):
+        room = graph.call_function(_ATEN.empty_like.default, (x,), {"dtype": torch.bool})
+        room.meta = {**mask.meta, "val": torch.empty_like(drawn)}
+        new_mask = graph.call_function(_ATEN.bernoulli.p, (room, 1 - rate))
+        new_mask.meta = dict(mask.meta)
+        noise = new_mask
+        if dtype != torch.get_default_dtype():  # of the product of a mask and a number
+            noise = graph.call_function(_ATEN._to_copy.default, (new_mask,), {"dtype": dtype})
+            noise.meta = {**result.meta, "val": torch.empty_like(result.meta["val"])}
+        noise = graph.call_function(_ATEN.mul.Scalar, (noise, scale))
+        noise.meta = {**result.meta, "val": torch.empty_like(result.meta["val"])}
+        product = graph.call_function(_ATEN.mul.Tensor, (x, noise))
+        product.meta = dict(result.meta)
+    for user in tuple(mask.users):
+        if user.target is _ATEN.native_dropout_backward.default and user.args[1:] == (mask, scale):
+            user.target, user.args = _ATEN.mul.Tensor, (user.args[0], noise)
+    result.replace_all_uses_with(product)
+    mask.replace_all_uses_with(new_mask)
+    for node in (result, mask, draw):
+        graph.erase_node(node)
 
 
 def _scale(rate: float, dropped: torch.Tensor) -> float:

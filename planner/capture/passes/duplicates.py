@@ -1,8 +1,9 @@
 """Common-subexpression elimination: of two equal values, the first is read again where it is live anyway.
 
 Models compute the same mask in every layer, and the same contiguous or cast copy of one input for query, key and value.
-Other than in `torch._functorch.compile_utils.fx_graph_cse`, no live range becomes longer than that of a value and its
-duplicates together.
+A copy that nothing writes into is its original: torch.compile captures one for dropout at rate 0. Other than in
+`torch._functorch.compile_utils.fx_graph_cse`, no live range becomes longer than that of a value and its duplicates
+together.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import fx
 
-from planner.capture.joint_graph import fake_result, map_nodes, may_write
+from planner.capture.joint_graph import fake_result, is_dense, map_nodes, may_write
 from planner.capture.passes.checkpoints import clone_of
 from planner.capture.recomputability import is_random
 from planner.core.call import storages
 
+_CLONE = torch.ops.aten.clone.default
 Storages = Mapping[fx.Node, frozenset[int]]
 
 
@@ -39,6 +41,13 @@ def merge_duplicates(graph: fx.Graph, order: Sequence[fx.Node]) -> list[fx.Node]
     held_by = {node: frozenset(storages(node.meta.get("val"))) for node in graph.nodes}
     ends = [graph.output_node(), *filter(may_write, graph.nodes)]
     apart = frozenset[int]().union(*(held_by[n] for end in ends for n in end.all_input_nodes))
+    given = apart.union(*(held_by[n] for n in graph.find_nodes(op="placeholder")))
+    for node in graph.find_nodes(op="call_function", target=_CLONE):
+        if _is_original(node, held_by, given):
+            _merge(node, node.args[0], held_by)
+    graph.eliminate_dead_code()
+    left = set(graph.nodes)
+    order = [n for n in order if n in left]
     number = _numbers(graph)
     alike: dict[int, list[fx.Node]] = defaultdict(list)
     for node in order:
@@ -59,6 +68,19 @@ def merge_duplicates(graph: fx.Graph, order: Sequence[fx.Node]) -> list[fx.Node]
     graph.eliminate_dead_code()
     left = set(graph.nodes)
     return [n for n in order if n in left]
+
+
+def _is_original(node: fx.Node, held_by: Storages, apart: frozenset[int]) -> bool:
+    """Whether a copy could as well be what it copies: a whole value of the graph's own, laid out alike, and kept apart
+    from nothing.
+    """
+    (source,) = node.args
+    if node.kwargs.get("memory_format") not in (None, torch.preserve_format) or not isinstance(source, fx.Node):
+        return False
+    value, original = node.meta["val"], source.meta["val"]
+    if value.stride() != original.stride() or not is_dense(original):
+        return False
+    return (held_by[node] | held_by[source]).isdisjoint(apart)
 
 
 def _numbers(graph: fx.Graph) -> dict[fx.Node, int]:

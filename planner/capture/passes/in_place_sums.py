@@ -1,8 +1,9 @@
-"""Sums of gradients in place, as autograd's engine adds them up: no third tensor beside the two that are added."""
+"""Gradients in place, as autograd makes them: no third tensor beside the two that are added, no copy of zeros."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from typing import Any
 
 import torch
 from torch import fx
@@ -15,15 +16,27 @@ from planner.capture.shapes import SYMBOLIC
 from planner.compat.ops import OpOverload
 from planner.core.call import storages
 
-_ADD, _ADD_IN_PLACE = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
+_ATEN = torch.ops.aten
+_ADD = _ATEN.add.Tensor
+# ops that copy their first argument and write into the copy, and what writes into the argument itself
+_IN_PLACE: dict[object, OpOverload] = {
+    _ADD: _ATEN.add_.Tensor,
+    _ATEN.index_add.default: _ATEN.index_add_.default,
+    _ATEN.index_put.default: _ATEN.index_put_.default,
+    _ATEN.masked_scatter.default: _ATEN.masked_scatter_.default,
+    _ATEN.scatter.src: _ATEN.scatter_.src,
+    _ATEN.scatter_add.default: _ATEN.scatter_add_.default,
+}
+_APART = {in_place: op for op, in_place in _IN_PLACE.items()}
 Storages = Mapping[fx.Node, frozenset[int]]
 
 
 def add_in_place(graph: fx.Graph, order: Order) -> None:
-    """Let each sum of the backward pass write into a term that nothing reads afterwards. In place; O(nodes + edges).
+    """Let ops of the backward pass write into an argument that nothing reads afterwards. In place; O(nodes + edges).
 
-    Addition commutes to the last bit, so that the term may be either one. It is a dense tensor that an op of the
-    backward pass has made, laid out as the sum is, and of which the graph returns no view.
+    Such an op is a sum (addition commutes to the last bit, so that the term may be either one), or one that puts
+    gradients into zeros. The argument is a dense tensor that an op of the backward pass has made, laid out as the
+    result is, and of which the graph returns no view.
 
     Args:
         graph: a joint graph.
@@ -38,24 +51,31 @@ def add_in_place(graph: fx.Graph, order: Order) -> None:
         if any(n in moved and not held_by[n].isdisjoint(held_by[node]) for n in node.all_input_nodes):
             node.meta = {**node.meta, "val": fake_result(node)}  # a view
             moved.add(node)
-        if node.target is not _ADD or node not in at or node in order.forward or clone_of(node) is not None:
+        if node.target not in _IN_PLACE or node not in at or node in order.forward or clone_of(node) is not None:
             continue
-        terms = [n for n in node.args if isinstance(n, fx.Node)]
-        if len(terms) < 2 or node.kwargs or not held_by[terms[0]].isdisjoint(held_by[terms[1]]):
-            continue
-        for term, other in (terms, reversed(terms)):
-            free = all(s in own and last[s] == at[node] for s in held_by[term])
+        for term, *others in _ways_round(node):
+            shared = held_by[term].intersection(*(held_by[n] for n in node.all_input_nodes if n is not term))
+            free = not shared and all(s in own and last[s] == at[node] for s in held_by[term])
             if free and _layout(term) == _layout(node) and is_dense(term.meta["val"]):
-                node.target, node.args = _ADD_IN_PLACE, (term, other)
+                node.target, node.args = _IN_PLACE[node.target], (term, *others)
                 node.meta = {**node.meta, "val": term.meta["val"]}
                 moved.add(node)
                 break
 
 
+def _ways_round(node: fx.Node) -> list[tuple[Any, ...]]:
+    """The arguments of an op that may write into the first; none where it is no tensor."""
+    ways = [node.args, node.args[::-1]] if node.target is _ADD and len(node.args) == 2 else [node.args]
+    if node.target is _ADD and (node.kwargs or len(node.all_input_nodes) < 2):
+        return []
+    return [way for way in ways if isinstance(way[0], fx.Node)]
+
+
 def add_apart(graph: fx.Graph) -> None:
-    """Let each sum that `add_in_place` has written be a tensor of its own again. In place; O(nodes)."""
-    for node in graph.find_nodes(op="call_function", target=_ADD_IN_PLACE):
-        node.target = _ADD
+    """Let each result that `add_in_place` has written be a tensor of its own again. In place; O(nodes)."""
+    for in_place, op in _APART.items():
+        for node in graph.find_nodes(op="call_function", target=in_place):
+            node.target = op
 
 
 def _last_reads(graph: fx.Graph, at: Mapping[fx.Node, int], held_by: Storages) -> dict[int, int]:

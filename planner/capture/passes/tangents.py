@@ -64,11 +64,16 @@ def read_marks(graph: fx.Graph) -> None:
                 node.meta[_WHOLE] = at
 
 
+def is_mark(node: fx.Node) -> bool:
+    """Whether a node marks the whole gradient of an output: all that is computed from it reads the node itself."""
+    return _WHOLE in node.meta
+
+
 def whole_gradients(graph: fx.Graph) -> Mapping[int, list[fx.Node]]:
     """The nodes that are the whole gradient of an output, by its position, where the graph adds to it."""
     found = defaultdict(list)
     for node in graph.nodes:
-        if _WHOLE in node.meta:
+        if is_mark(node):
             found[node.meta[_WHOLE]].append(node)
     return found
 

@@ -119,7 +119,7 @@ def make_backend(serve: Serve, checkpoints: Checkpoints = "replace") -> Callable
             aot = aot_autograd(fw_compiler=compiler, bw_compiler=backward_compiler, partition_fn=split)
             examples = [x if kept is None else kept for x, kept in zip(given, sizes, strict=True)]
             # training loops leave autocast before the backward pass; torch.compile would trace that under it, too
-            with functorch_config.patch(backward_pass_autocast="off"):
+            with capturable_layers(), functorch_config.patch(backward_pass_autocast="off"):
                 compiled = aot(graph, examples)
 
             def run(*inputs: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -19,33 +19,63 @@ from planner.compat.layers import (
     restore_helpers,
 )
 
-_lock = threading.Lock()
-_users = 0
-_put_back: Callable[[], None] = restore_helpers
+
+class _Switch:
+    """Something that is on while any thread is in it.
+
+    Args:
+        turn_on: turns it on, and returns what turns it off.
+    """
+
+    def __init__(self, turn_on: Callable[[], Callable[[], None]]) -> None:
+        self._turn_on = turn_on
+        self._lock = threading.Lock()
+        self._users = 0
+        self._turn_off: Callable[[], None] = _nothing
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._users:
+                self._turn_off = self._turn_on()
+            self._users += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._users -= 1
+            if not self._users:
+                self._turn_off()
+
+
+def _nothing() -> None:
+    """What turns off what is not on."""
+
+
+def _own_helpers() -> Callable[[], None]:
+    replace_helpers(_causal_if_told, partial(_layer_by_layer, RNN_HELPER))
+    return restore_helpers
+
+
+_helpers, _decompositions = _Switch(_own_helpers), _Switch(replace_decompositions)
+
+
+def helpers() -> AbstractContextManager[None]:
+    """While it is on, in any thread, torch's layers call the helpers with which they were captured.
+
+    Attention is not asked whether its mask is causal, which would stop compiling. Taking a recurrent layer apart keeps
+    its dropout, which torch's `_rnn_helper` (2.13) leaves out, and goes for every LSTM: oneDNN's, which torch would
+    call, saves nothing for a backward pass.
+    """
+    return _helpers
 
 
 @contextmanager
 def capturable_layers() -> Iterator[None]:
     """While it is on, in any thread, torch's layers can be captured.
 
-    Attention is not asked whether its mask is causal, which would stop compiling. Taking a recurrent layer apart keeps
-    its dropout, which torch's `_rnn_helper` (2.13) leaves out, and goes for every LSTM: oneDNN's, which torch would
-    call, saves nothing for a backward pass. Ops that have kernels of their own are captured as they are.
+    They have other `helpers`, and ops that have kernels of their own are captured as they are.
     """
-    global _users, _put_back
-    with _lock:
-        if not _users:
-            replace_helpers(_causal_if_told, partial(_layer_by_layer, RNN_HELPER))
-            _put_back = replace_decompositions()
-        _users += 1
-    try:
+    with _helpers, _decompositions:
         yield
-    finally:
-        with _lock:
-            _users -= 1
-            if not _users:
-                restore_helpers()
-                _put_back()
 
 
 def _causal_if_told(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
