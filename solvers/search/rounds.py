@@ -20,9 +20,10 @@ from solvers.bounds.peak import minimum_peak_bound
 from solvers.problem import Problem
 from solvers.protocol import Answer
 from solvers.schedule import InfeasibleError
-from solvers.search.annealing import Candidate, Search, Walk, energy_of, ready
+from solvers.search.annealing import Search, Walk, energy_of, ready
 from solvers.search.arrays import Goal
 from solvers.search.effort import Effort, bar_of, each_of, effort_of
+from solvers.search.evaluation import Candidate
 from solvers.search.leanest import leanest_of
 from solvers.search.lp_starts import lp_starts
 from solvers.search.starts import chained, nested, segments
@@ -42,7 +43,8 @@ TIGHT = 0.6  # share of the effort for a first schedule that fits, where no star
 
 def search(problem: Problem, *, time_limit: float | None = None, progress: bool | None = None) -> Answer:
     """The search of `auto`, for problems whose budget is below the peak of every op once."""
-    ready()
+    if time_limit is not None:
+        ready()
     effort = effort_of(problem, time_limit)
     with bar_of(effort, progress) as bar:
         return _solve(Search(problem, bar.update), effort)
