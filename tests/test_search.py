@@ -30,7 +30,7 @@ from solvers import (
     validate,
 )
 from solvers.search import effort, evaluation, rounds
-from solvers.search.annealing import PAUSES
+from solvers.search.annealing import PAUSES, Search
 from solvers.search.arrays import Journal, Policy, Scratch, Tables
 from solvers.search.evaluation import Evaluator
 from solvers.search.kernels import move, put, take_back
@@ -249,6 +249,17 @@ def test_the_answer_depends_on_the_problem_alone():
     thread.join()
     assert first == second
     assert beside == [minimum_peak(problem, progress=False)]
+
+
+@pytest.mark.parametrize(("settled", "walked"), [(1e9, 1), (-1.0, len(rounds.ROUNDS))])
+def test_near_the_bound_a_round_that_finds_nothing_is_the_last(settled, walked, monkeypatch):
+    problem = between(random_training_graph(7, 40), 0.9)
+    done = []
+    monkeypatch.setattr(Search, "walk", lambda *args: done.append(args) or [])
+    monkeypatch.setattr(rounds, "ENOUGH", -1.0)
+    monkeypatch.setattr(rounds, "SETTLED", settled)
+    validate(problem, auto(problem, progress=False).schedule)
+    assert len(done) == walked
 
 
 def test_out_of_time_there_is_an_answer_still():
