@@ -29,7 +29,7 @@ from solvers import (
     simulate,
     validate,
 )
-from solvers.search import effort, evaluation, rounds
+from solvers.search import annealing, effort, evaluation, rounds
 from solvers.search.annealing import PAUSES, Search
 from solvers.search.arrays import Journal, Policy, Scratch, Tables
 from solvers.search.evaluation import Evaluator
@@ -249,6 +249,14 @@ def test_the_answer_depends_on_the_problem_alone():
     thread.join()
     assert first == second
     assert beside == [minimum_peak(problem, progress=False)]
+
+
+def test_what_relaxations_settle_needs_no_machine_code(monkeypatch):
+    problem = between(random_training_graph(7, 40), 0.9)
+    for module in (evaluation, annealing):
+        monkeypatch.setattr(module, "machine_code", lru_cache(_refused))
+    monkeypatch.setattr(rounds, "ENOUGH", 1e9)
+    assert validate(problem, auto(problem, progress=False).schedule).cost > problem.total_cost
 
 
 @pytest.mark.parametrize(("settled", "walked"), [(1e9, 1), (-1.0, len(rounds.ROUNDS))])
