@@ -1,6 +1,7 @@
 """Progress is shown where it is wanted, and an interruption leaves everything as it was."""
 
 import copy
+import gc
 import io
 import random
 import sys
@@ -128,7 +129,7 @@ PLACES = [
     (planner.planning.pipeline, "estimate", {}),
     (planner.planning.pipeline, "split_by_region", {}),
     (planner.planning.record, "planned_timeline", {}),
-    (solvers.search.annealing, "anneal", {"solver": "auto"}),
+    (solvers.search.annealing, "machine_code", {"solver": "auto"}),
     (planner.eager.pipeline, "trace_step", {"mode": "eager", "budget_gb": 0.002}),
     (planner.eager.pipeline, "search", {"mode": "eager", "budget_gb": 0.002}),
 ]
@@ -145,6 +146,7 @@ def test_an_interruption_while_planning_leaves_everything_as_it_was(module, name
     monkeypatch.undo()
     unchanged(model, before)
     assert torch._dynamo.config.recompile_limit == settings
+    assert gc.isenabled()
     assert not torch.is_inference_mode_enabled()
     assert torch.is_grad_enabled()
 

@@ -9,6 +9,7 @@ import signal
 import threading
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import lru_cache
 from types import SimpleNamespace
 
 import numpy as np
@@ -28,11 +29,13 @@ from solvers import (
     simulate,
     validate,
 )
-from solvers.search import effort, rounds
-from solvers.search.annealing import PAUSES
+from solvers.search import annealing, effort, evaluation, rounds
+from solvers.search.annealing import PAUSES, Search
 from solvers.search.arrays import Journal, Policy, Scratch, Tables
-from solvers.search.kernels import link_all, move, peak_of, put, take_back, unroll
-from solvers.search.policy import choices, copy, keep_only, realize, scratch, tables
+from solvers.search.evaluation import Evaluator
+from solvers.search.kernels import move, put, take_back
+from solvers.search.machine import INTERPRETED, machine_code
+from solvers.search.policy import choices, copy, keep_only, scratch, tables
 
 from .naive import replay
 from .problems import (
@@ -71,8 +74,8 @@ def random_policy(problem: Problem, t: Tables, rng: random.Random) -> Policy:
 
 def judged(problem: Problem, t: Tables, policy: Policy, room: Scratch) -> tuple[int, float, int]:
     """Steps, cost of re-runs and peak, by the lists as they are; -1 steps where it is too long."""
-    steps, extra = unroll(t, policy, room, math.inf)
-    return steps, extra, peak_of(t, room, steps, problem.resident, math.inf) if steps >= 0 else -1
+    steps, extra = machine_code().unroll(t, policy, room, math.inf)
+    return steps, extra, machine_code().peak_of(t, room, steps, problem.resident, math.inf) if steps >= 0 else -1
 
 
 @quick
@@ -99,16 +102,18 @@ def test_simulate_equals_a_naive_replay(problem, rng):
 @quick
 @given(any_problem, randoms)
 def test_the_search_counts_as_simulate_does(problem, rng):
-    t = tables(problem)
-    room = scratch(t)
+    evaluator = Evaluator(problem)
+    t, room = evaluator.tables, evaluator.scratch
     policy = random_policy(problem, t, rng)
-    schedule = realize(t, policy, room)
+    schedule = evaluator.schedule(policy)
     assume(schedule is not None)
     timeline = validate(problem.with_budget(None), schedule)
     assert timeline.peak == max(replay(problem, schedule.steps)[0])
+    INTERPRETED.link_all(policy, room)
     steps, extra, peak = judged(problem, t, policy, room)
     assert (steps, peak) == (len(schedule.steps), timeline.peak)
     assert problem.total_cost + extra == pytest.approx(timeline.cost)
+    peak_of, unroll = machine_code().peak_of, machine_code().unroll
     for most in (peak, peak + 1, peak - 1, peak - 0.5, rng.uniform(0, 2 * peak)):
         assert peak_of(t, room, steps, problem.resident, most) == (peak if peak <= most else -1)
     for most in (extra, extra * (1 - 1e-15), extra / 2, rng.uniform(0, 2 * extra)):
@@ -117,18 +122,41 @@ def test_the_search_counts_as_simulate_does(problem, rng):
 
 @quick
 @given(any_problem, randoms)
+def test_interpreted_policies_cost_what_machine_code_says(problem, rng):
+    evaluator = Evaluator(problem)
+    policy = random_policy(problem, evaluator.tables, rng)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluation, "PATIENCE", -1)
+        compiled = _found(evaluator, policy)
+        patch.setattr(evaluation, "machine_code", lru_cache(_refused))
+        patch.setattr(evaluation, "PATIENCE", 10**9)
+        assert _found(evaluator, policy) == compiled
+
+
+def _found(evaluator, policy):
+    candidate = evaluator.judge(policy)
+    return candidate and (candidate.peak, candidate.extra), evaluator.schedule(policy)
+
+
+def _refused():
+    raise AssertionError("numba is not needed for that")
+
+
+@quick
+@given(any_problem, randoms)
 def test_moves_keep_to_the_rules_and_are_taken_back_exactly(problem, rng):
     t = tables(problem)
     room, other = scratch(t), scratch(t)
     policy = random_policy(problem, t, rng)
-    link_all(policy, room)
+    INTERPRETED.link_all(policy, room)
     before, found = copy(policy), judged(problem, t, policy, room)
-    journal = Journal(np.zeros(8, np.int32), np.zeros((8, 4), np.int32), np.zeros(1, np.int32))
+    journal = Journal(np.zeros(8, np.int32), np.zeros((8, 4), np.int64), np.zeros(1, np.int32))
     could = choices(problem, t)
     assume(len(could.gaps))
     for _ in range(10):
         if rng.random() < 0.5:
-            move(t, policy, room, could, journal, np.array([rng.randrange(1, 2**62)], np.uint64))
+            with np.errstate(over="ignore"):  # its random numbers wrap around
+                move(t, policy, room, could, journal, np.array([rng.randrange(1, 2**62)], np.uint64))
         else:
             journal.used[0] = 0
             for _ in range(rng.randrange(1, 10)):  # some more than once, and more than the journal has room for
@@ -137,7 +165,8 @@ def test_moves_keep_to_the_rules_and_are_taken_back_exactly(problem, rng):
                 put(t, policy, room, journal, g, rng.randrange(2), rng.randrange(2), *at)
         events = np.stack([policy.drop, policy.make])
         assert np.all((events == -1) | ((events > t.start) & (events < t.uses)))
-        if (schedule := realize(t, policy, other)) is not None:
+        INTERPRETED.link_all(policy, other)
+        if (schedule := Evaluator(problem).schedule(policy)) is not None:
             validate(problem.with_budget(None), schedule)
         assert judged(problem, t, policy, room) == judged(problem, t, policy, other)
         take_back(policy, room, journal)
@@ -149,7 +178,7 @@ def test_moves_keep_to_the_rules_and_are_taken_back_exactly(problem, rng):
 def events_of(room: Scratch, policy: Policy | None = None) -> list[set[int]]:
     """The gaps on each op's lists; made anew where a policy is given."""
     if policy is not None:
-        link_all(policy, room)
+        INTERPRETED.link_all(policy, room)
     found = []
     for first, following in ((room.drop_first, room.drop_next), (room.make_first, room.make_next)):
         for g in first.tolist():
@@ -220,6 +249,25 @@ def test_the_answer_depends_on_the_problem_alone():
     thread.join()
     assert first == second
     assert beside == [minimum_peak(problem, progress=False)]
+
+
+def test_what_relaxations_settle_needs_no_machine_code(monkeypatch):
+    problem = between(random_training_graph(7, 40), 0.9)
+    for module in (evaluation, annealing):
+        monkeypatch.setattr(module, "machine_code", lru_cache(_refused))
+    monkeypatch.setattr(rounds, "ENOUGH", 1e9)
+    assert validate(problem, auto(problem, progress=False).schedule).cost > problem.total_cost
+
+
+@pytest.mark.parametrize(("settled", "walked"), [(1e9, 1), (-1.0, len(rounds.ROUNDS))])
+def test_near_the_bound_a_round_that_finds_nothing_is_the_last(settled, walked, monkeypatch):
+    problem = between(random_training_graph(7, 40), 0.9)
+    done = []
+    monkeypatch.setattr(Search, "walk", lambda *args: done.append(args) or [])
+    monkeypatch.setattr(rounds, "ENOUGH", -1.0)
+    monkeypatch.setattr(rounds, "SETTLED", settled)
+    validate(problem, auto(problem, progress=False).schedule)
+    assert len(done) == walked
 
 
 def test_out_of_time_there_is_an_answer_still():

@@ -16,6 +16,7 @@ from planner.capture.trace.attention import attention_as_on, eager_attention_as_
 from planner.capture.trace.data_dependent import told
 from planner.capture.trace.dynamo import Partition
 from planner.capture.trace.loss_trace import taken_loss
+from planner.capture.trace.quiet import collector_paused
 from planner.capture.trace.random_state import random_kept
 from planner.capture.trace.state_guard import fakes_forgotten
 from planner.capture.trace.step import TrainingGraph, capture
@@ -76,9 +77,10 @@ def make_plan(
         if request.options.mode == "eager":
             with eager_attention_as_on(card):
                 return make_eager_plan(request, others[-1] if others else None, known=known, must_match=must_match)
-        graph = captured or graph_of(request)
-        with eager_attention_as_on(card):
-            graph = replace(graph, eager=eager_step(request))
+        with collector_paused():
+            graph = captured or graph_of(request)
+            with eager_attention_as_on(card):
+                graph = replace(graph, eager=eager_step(request))
     solve_here = partial(_solve, request=request, graph=graph, others=others, known=known, must_match=must_match)
     lowered = lower(request, graph, planned_before=bool(others))
     step, solution = solve_with_margin(lowered, request, solve_here)

@@ -17,22 +17,14 @@ import numpy as np
 
 from solvers.problem import Op, Problem
 from solvers.schedule import Schedule
-from solvers.search.arrays import Chain, Choices, Cooling, Goal, Journal, Policy, Scratch, Tables
+from solvers.search.arrays import Chain, Choices, Cooling, Goal, Journal, Policy, Tables
 from solvers.search.effort import THREADS
-from solvers.search.kernels import anneal, link_all, peak_of, unroll
-from solvers.search.policy import choices, copy, keep_only, nest, realize, scratch, tables
+from solvers.search.evaluation import Candidate, Evaluator
+from solvers.search.machine import machine_code
+from solvers.search.policy import choices, copy, keep_only, nest, scratch
 
 PAUSES = 20  # how often a walk looks at the clock and shows its progress
 LARGEST_MOVE = 1024  # gaps that one move changes, at most
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A policy with its schedule's peak in bytes and the cost of its schedule's re-runs."""
-
-    policy: Policy
-    peak: int
-    extra: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +61,9 @@ class Search:
 
     def __init__(self, problem: Problem, tick: Callable[[float], object]) -> None:
         self.problem = problem
-        self.tables: Tables = tables(problem)
+        self.evaluator = Evaluator(problem)
+        self.tables: Tables = self.evaluator.tables
         self.choices: Choices = choices(problem, self.tables)
-        self.scratch: Scratch = scratch(self.tables)
         self.tick = tick
         self.late = False
         self.stopped = Event()
@@ -87,18 +79,11 @@ class Search:
 
     def judge(self, policy: Policy) -> Candidate | None:
         """The peak and cost of a policy; None where its schedule is far too long."""
-        return self._judge(policy, self.scratch)
-
-    def _judge(self, policy: Policy, room: Scratch) -> Candidate | None:
-        link_all(policy, room)
-        steps, extra = unroll(self.tables, policy, room, np.inf)
-        if steps < 0:
-            return None
-        return Candidate(policy, peak_of(self.tables, room, steps, self.problem.resident, np.inf), extra)
+        return self.evaluator.judge(policy)
 
     def schedule(self, policy: Policy) -> Schedule:
         """A policy's schedule."""
-        schedule = realize(self.tables, policy, self.scratch)
+        schedule = self.evaluator.schedule(policy)
         assert schedule is not None
         return schedule
 
@@ -124,7 +109,7 @@ class Search:
         while progress < 1.0 and chain.energy[1] > enough and not self.stopped.is_set():
             before = progress
             pause = min(1.0, progress + 1 / PAUSES)
-            progress = anneal(self.tables, self.choices, chain, goal, cooling, progress, pause)
+            progress = machine_code().anneal(self.tables, self.choices, chain, goal, cooling, progress, pause)
             if walk.seconds is not None and (gone := (time.monotonic() - began) / walk.seconds) > progress:
                 progress, self.late = gone, True
             self.tick((min(1.0, progress) - before) * walk.steps)
@@ -133,12 +118,12 @@ class Search:
     def _begin(self, walk: Walk, goal: Goal) -> Chain:
         room = scratch(self.tables)
         here, best = (copy(walk.start) for _ in range(2))
-        start = self._judge(here, room)
+        start = self.evaluator.judge(here, room)
         assert start is not None, "walks begin at policies that were judged"
         energy = energy_of(goal, start)
         energies = np.array([energy, energy if start.peak <= goal.ceiling else np.inf])
         journal = Journal(
-            np.zeros(LARGEST_MOVE, np.int32), np.zeros((LARGEST_MOVE, 4), np.int32), np.zeros(1, np.int32)
+            np.zeros(LARGEST_MOVE, np.int32), np.zeros((LARGEST_MOVE, 4), np.int64), np.zeros(1, np.int32)
         )
         rng = np.array([88172645463325252 + 2654435761 * walk.seed], np.uint64)
         return Chain(here, best, energies, room, journal, rng)
@@ -146,7 +131,7 @@ class Search:
 
 @cache
 def ready() -> None:
-    """Compile the kernels (about 10 s), or load them from the cache, so that no time limit pays for it."""
+    """Compile the kernels (some seconds), or load them from the cache, so that no time limit pays for it."""
     ops = [Op("f", (), (0,), 1.0), Op("g", (0,), (1,), 1.0), Op("dg", (1,), (2,), 1.0), Op("df", (0, 2), (3,), 1.0)]
     search = Search(Problem(tuple(ops), (1, 1, 1, 1), boundary=2), lambda _: None)
     start = keep_only(search.problem, search.tables)

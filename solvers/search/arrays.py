@@ -1,4 +1,4 @@
-"""The search's data as arrays, and how its functions are compiled.
+"""The search's data as arrays.
 
 All arrays are indexed by op, value or gap. A gap is the time between two consecutive uses of a value: from `start[g]`
 (its producer or a reader) to `uses[g]` (the next reader, or the number of ops for the end of the schedule). Gaps are
@@ -8,11 +8,9 @@ notices that a function's own file or a field's type has changed: whoever reorde
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple, TypeVar, cast
+from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]
@@ -20,15 +18,6 @@ Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Random = NDArray[np.uint64]
-F = TypeVar("F", bound=Callable[..., object])
-
-
-def compiled(function: F) -> F:
-    """Compile a function to machine code that runs without the interpreter's lock; the code is cached on disk."""
-    try:
-        return cast(F, njit(cache=True, nogil=True)(function))
-    except RuntimeError:  # numba has nowhere to write a cache: it compiles anew in each process
-        return cast(F, njit(nogil=True)(function))
 
 
 class Tables(NamedTuple):
@@ -83,8 +72,8 @@ class Policy(NamedTuple):
 
     keep: Bytes
     hold: Bytes
-    drop: Ints
-    make: Ints
+    drop: Longs
+    make: Longs
 
 
 class Scratch(NamedTuple):
@@ -169,7 +158,7 @@ class Journal(NamedTuple):
     """The gaps that a move changed, with their decisions before it."""
 
     gap: Ints
-    before: NDArray[np.int32]
+    before: Longs
     used: Ints
 
 

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from solvers.bounds.peak import minimum_peak_bound
 from solvers.problem import Problem
 from solvers.schedule import InfeasibleError, Schedule, every_op_once, simulate
-from solvers.search.policy import keep_only, realize, scratch, tables
+from solvers.search.evaluation import Evaluator
+from solvers.search.policy import keep_only
 
 Integers = NDArray[np.int64]
 
@@ -88,12 +89,12 @@ def chen(problem: Problem) -> Schedule:
         InfeasibleError: no number of segments fits; its `minimum` is the lowest peak among them.
     """
     best, lowest = every_op_once(problem), simulate(problem, every_op_once(problem)).peak
-    t = tables(problem)
-    room = scratch(t)
+    evaluator = Evaluator(problem)
     for k in segment_counts(problem):
         if problem.budget is not None and lowest <= problem.budget:
             return best
-        schedule = realize(t, keep_only(problem, t, keep_across(problem, cuts(problem, k))), room)
+        keep = keep_across(problem, cuts(problem, k))
+        schedule = evaluator.schedule(keep_only(problem, evaluator.tables, keep))
         if schedule is not None and (peak := simulate(problem, schedule).peak) < lowest:
             best, lowest = schedule, peak
     if problem.budget is not None and lowest > problem.budget:

@@ -12,9 +12,10 @@ from solvers.errors import ProblemError
 from solvers.problem import Problem
 from solvers.protocol import Solution, check_time_limit
 from solvers.schedule import Schedule, Timeline, every_op_once, simulate, validate
-from solvers.search.annealing import Candidate, Search, Walk, energy_of, ready
+from solvers.search.annealing import Search, Walk, energy_of, ready
 from solvers.search.arrays import Goal
 from solvers.search.effort import Effort, bar_of, each_of, effort_of
+from solvers.search.evaluation import Candidate
 from solvers.search.leanest import leanest_of
 from solvers.search.lp_starts import lp_starts
 from solvers.search.rounds import COLDEST, ENOUGH, goal_of

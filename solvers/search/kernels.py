@@ -1,10 +1,14 @@
-"""The inner loop of the search, compiled by numba: unroll a policy, measure its peak, anneal.
+"""The inner loop of the search: unroll a policy, measure its peak, anneal; plain Python that numba can compile.
 
-One module, because numba's cache on disk looks at a function's own file only, not at the functions that it calls.
+`machine.machine_code` compiles it. The interpreter runs `link_all`, `unroll` and `peak_of`, too, and takes lists in the
+place of arrays then; both give the same numbers. One module, because numba's cache on disk looks at a function's own
+file only, not at the functions that it calls. `arrays` says what the arrays are.
 
-Why numba: on a published graph of 405 ops one evaluation (schedule, peak and cost) takes about 10 us here and 500 us in
-pure Python; numpy has nothing to vectorize, since each recomputation depends on the ones before it. The first use
-compiles for some seconds; numba caches the result on disk. `arrays` says what the arrays are.
+Why numba: on a published graph of 405 ops one evaluation (schedule, peak and cost) takes about 10 us compiled and
+500 us interpreted; numpy has nothing to vectorize, since each recomputation depends on the ones before it.
+
+What is written as a loop here (filling, copying, searching) is so because numba takes seconds to compile NumPy's own
+functions for it.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from solvers.search.arrays import (
     Chain,
     Choices,
     Cooling,
+    Floats,
     Goal,
     Ints,
     Journal,
@@ -26,11 +31,9 @@ from solvers.search.arrays import (
     Random,
     Scratch,
     Tables,
-    compiled,
 )
 
 
-@compiled
 def link(first: Ints, following: Ints, at: int, g: int) -> None:
     """Put a gap on the list of an op."""
     if at >= 0:
@@ -38,7 +41,6 @@ def link(first: Ints, following: Ints, at: int, g: int) -> None:
         first[at] = g
 
 
-@compiled
 def unlink(first: Ints, following: Ints, at: int, g: int) -> None:
     """Take a gap off the list of an op."""
     if at < 0:
@@ -52,17 +54,15 @@ def unlink(first: Ints, following: Ints, at: int, g: int) -> None:
     following[h] = following[g]
 
 
-@compiled
 def link_all(policy: Policy, s: Scratch) -> None:
     """Build the event lists of a policy."""
-    s.drop_first[:] = -1
-    s.make_first[:] = -1
-    for g in range(policy.keep.shape[0]):
+    for i in range(len(s.drop_first)):
+        s.drop_first[i] = s.make_first[i] = -1
+    for g in range(len(policy.keep)):
         link(s.drop_first, s.drop_next, policy.drop[g], g)
         link(s.make_first, s.make_next, policy.make[g], g)
 
 
-@compiled
 def unroll(t: Tables, p: Policy, s: Scratch, most: float) -> tuple[int, float]:
     """Write a policy's schedule into `s.steps`: first runs as their op i, re-runs as -1 - i.
 
@@ -78,9 +78,9 @@ def unroll(t: Tables, p: Policy, s: Scratch, most: float) -> tuple[int, float]:
     steps, live, next_use, in_burst = s.steps, s.live, s.next_use, s.in_burst
     drop_first, drop_next, make_first, make_next = s.drop_first, s.drop_next, s.make_first, s.make_next
     _clear(t, s)
-    last = steps.shape[0] - cost.shape[0]
+    last = len(steps) - len(cost)
     k, extra = 0, 0.0
-    for b in range(cost.shape[0]):
+    for b in range(len(cost)):
         begin = k
         g = make_first[b]
         while g >= 0:
@@ -132,15 +132,15 @@ def unroll(t: Tables, p: Policy, s: Scratch, most: float) -> tuple[int, float]:
     return k, extra
 
 
-@compiled
 def _clear(t: Tables, s: Scratch) -> None:
     """Before the first op no value is live, and the first gap of each value comes next."""
-    s.live[:] = 0
-    s.in_burst[:] = 0
-    s.next_use[:] = t.use_at[:-1]
+    for v in range(len(s.live)):
+        s.live[v] = 0
+        s.next_use[v] = t.use_at[v]
+    for i in range(len(s.in_burst)):
+        s.in_burst[i] = 0
 
 
-@compiled
 def _sort(a: Ints, low: int, high: int) -> None:
     """Sort ascending, in place. A burst is nearly descending: reverse it, then sort by insertion."""
     i, j = low, high - 1
@@ -157,7 +157,6 @@ def _sort(a: Ints, low: int, high: int) -> None:
         a[j + 1] = x
 
 
-@compiled
 def beside(pairs: Longs, kept: int) -> int:
     """Bytes of the microbatches that wait, where each keeps `kept` bytes; the largest of the pairs."""
     most = 0
@@ -166,12 +165,11 @@ def beside(pairs: Longs, kept: int) -> int:
     return most
 
 
-@compiled
 def find_saved(t: Tables, s: Scratch, steps: int) -> int:
     """Find the values that the backward pass finds, and until when it reads these copies; the bytes that it frees."""
     read_at, reads, write_at, writes = t.read_at, t.reads, t.write_at, t.writes
     pinned, order, wanted, until = t.pinned, s.steps, s.wanted, s.saved_until
-    for v in range(wanted.shape[0]):
+    for v in range(len(wanted)):
         wanted[v], until[v] = pinned[v], -1
     for at in range(steps - 1, -1, -1):
         again = order[at] < 0
@@ -187,13 +185,12 @@ def find_saved(t: Tables, s: Scratch, steps: int) -> int:
         if i == t.boundary and not again:
             break
     freed = 0
-    for v in range(wanted.shape[0]):
+    for v in range(len(wanted)):
         if until[v] >= 0:
             freed += t.size[v]
     return freed
 
 
-@compiled
 def peak_of(t: Tables, s: Scratch, steps: int, resident: int, most: float) -> int:
     """The peak of the schedule in `s.steps`, as `simulate` counts it; -1 where it is above `most`.
 
@@ -203,13 +200,13 @@ def peak_of(t: Tables, s: Scratch, steps: int, resident: int, most: float) -> in
     read_at, reads, write_at, writes = t.read_at, t.reads, t.write_at, t.writes
     size, workspace, pinned, order, wanted = t.size, t.workspace, t.pinned, s.steps, s.wanted
     live = resident
-    mark = t.until if t.until < t.cost.shape[0] else t.boundary
+    mark = t.until if t.until < len(t.cost) else t.boundary
     highest, ahead = 0, 0
     inside, freed = t.again >= 0 and mark == t.boundary, 0  # the backward pass, and the saved bytes freed in it so far
     if t.again >= 0:
         freed = find_saved(t, s, steps)
     saved_until = s.saved_until
-    for v in range(size.shape[0]):
+    for v in range(len(size)):
         wanted[v] = pinned[v]
         if pinned[v]:
             live += size[v]
@@ -255,7 +252,6 @@ def peak_of(t: Tables, s: Scratch, steps: int, resident: int, most: float) -> in
     return max(highest, peak + ahead)
 
 
-@compiled
 def random(state: Random) -> float:
     """Uniform in [0, 1); xorshift64*, so that a search can be stopped and go on, and threads do not meet."""
     x = state[0]
@@ -266,17 +262,15 @@ def random(state: Random) -> float:
     return float((x * np.uint64(2685821657736338717)) >> np.uint64(11)) * 2.0**-53
 
 
-@compiled
 def below(state: Random, n: int) -> int:
     """Uniform in 0..n-1."""
     return int(random(state) * n)
 
 
-@compiled
 def put(t: Tables, p: Policy, s: Scratch, journal: Journal, g: int, keep: int, hold: int, drop: int, make: int) -> None:
     """Decide on a gap, noting the decision before in the journal; does nothing where the journal is full."""
     n = journal.used[0]
-    if n >= journal.gap.shape[0]:
+    if n >= len(journal.gap):
         return
     if not t.start[g] < drop < t.uses[g]:
         drop = -1
@@ -291,7 +285,6 @@ def put(t: Tables, p: Policy, s: Scratch, journal: Journal, g: int, keep: int, h
     _write(p, s, g, keep, hold, drop, make)
 
 
-@compiled
 def _write(p: Policy, s: Scratch, g: int, keep: int, hold: int, drop: int, make: int) -> None:
     p.keep[g] = keep
     p.hold[g] = hold
@@ -305,7 +298,6 @@ def _write(p: Policy, s: Scratch, g: int, keep: int, hold: int, drop: int, make:
         link(s.make_first, s.make_next, make, g)
 
 
-@compiled
 def take_back(p: Policy, s: Scratch, journal: Journal) -> None:
     """Undo a move, last change first."""
     for n in range(journal.used[0] - 1, -1, -1):
@@ -313,7 +305,6 @@ def take_back(p: Policy, s: Scratch, journal: Journal) -> None:
         _write(p, s, journal.gap[n], b[0], b[1], b[2], b[3])
 
 
-@compiled
 def _change(t: Tables, p: Policy, s: Scratch, odds: Odds, journal: Journal, rng: Random, g: int) -> None:
     """Decide anew on one gap."""
     keep, hold, drop, make = p.keep[g], p.hold[g], p.drop[g], p.make[g]
@@ -335,7 +326,6 @@ def _change(t: Tables, p: Policy, s: Scratch, odds: Odds, journal: Journal, rng:
     put(t, p, s, journal, g, keep, hold, drop, make)
 
 
-@compiled
 def _early(t: Tables, rng: Random, g: int) -> int:
     """An op before which to recompute a gap's value early: mostly one that reads an input of the value's producer."""
     o = t.producer[t.value[g]]
@@ -346,21 +336,31 @@ def _early(t: Tables, rng: Random, g: int) -> int:
     return int(t.start[g]) + 1 + below(rng, t.uses[g] - t.start[g])
 
 
-@compiled
 def _copy(t: Tables, p: Policy, s: Scratch, journal: Journal, g: int, to: int) -> None:
     """Decide on a gap as on another one of its class; times count from the gap's end."""
     shift = t.uses[to] - t.uses[g]
     drop = p.drop[g] + shift if p.drop[g] >= 0 else -1
     make = p.make[g] + shift if p.make[g] >= 0 else -1
-    put(t, p, s, journal, to, p.keep[g], p.hold[g], drop, make)
+    put(t, p, s, journal, to, 1 if p.keep[g] else 0, 1 if p.hold[g] else 0, drop, make)
 
 
-@compiled
+def _search(ascending: Floats, x: float) -> int:
+    """The first position whose number is at least x; the length where there is none."""
+    low, high = 0, len(ascending)
+    while low < high:
+        middle = (low + high) // 2
+        if ascending[middle] < x:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
 def move(t: Tables, p: Policy, s: Scratch, c: Choices, journal: Journal, rng: Random) -> None:
     """Change the policy at random."""
     journal.used[0] = 0
-    n = c.gaps.shape[0]
-    at = min(n - 1, np.searchsorted(c.weight, random(rng)))
+    n = len(c.gaps)
+    at = min(n - 1, _search(c.weight, random(rng)))
     g = c.gaps[at]
     k = c.class_of[g]
     members = c.class_at[k + 1] - c.class_at[k]
@@ -385,10 +385,9 @@ def move(t: Tables, p: Policy, s: Scratch, c: Choices, journal: Journal, rng: Ra
     elif what > 1.0 - c.odds.pair:  # the opposite `keep` for a second gap, mostly nearby
         other = c.gaps[below(rng, n)] if random(rng) < 0.3 else c.gaps[min(n - 1, max(0, at + below(rng, 17) - 8))]
         if other != g:
-            put(t, p, s, journal, other, 1 - p.keep[g], p.hold[other], -1, p.make[other])
+            put(t, p, s, journal, other, 1 - p.keep[g], 1 if p.hold[other] else 0, -1, p.make[other])
 
 
-@compiled
 def anneal(t: Tables, c: Choices, chain: Chain, goal: Goal, cooling: Cooling, begin: float, end: float) -> float:
     """Walk on, at temperatures from hot (at progress 0) to cold (at progress 1), while progress is begin to end.
 
@@ -400,7 +399,7 @@ def anneal(t: Tables, c: Choices, chain: Chain, goal: Goal, cooling: Cooling, be
     """
     p, best, s, journal, rng, now = chain.here, chain.best, chain.room, chain.journal, chain.rng, chain.energy
     progress = begin
-    ops = t.cost.shape[0]
+    ops = len(t.cost)
     while progress < end:
         temperature = cooling.hot * (cooling.cold / cooling.hot) ** progress
         move(t, p, s, c, journal, rng)
@@ -420,8 +419,7 @@ def anneal(t: Tables, c: Choices, chain: Chain, goal: Goal, cooling: Cooling, be
         now[0] = goal.price * extra + goal.penalty * max(0.0, peak - goal.budget)
         if now[0] < now[1] and peak <= goal.ceiling:
             now[1] = now[0]
-            best.keep[:] = p.keep
-            best.hold[:] = p.hold
-            best.drop[:] = p.drop
-            best.make[:] = p.make
+            for g in range(len(best.keep)):
+                best.keep[g], best.hold[g] = p.keep[g], p.hold[g]
+                best.drop[g], best.make[g] = p.drop[g], p.make[g]
     return progress

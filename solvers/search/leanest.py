@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from solvers.bounds.peak import minimum_peak_bound
 from solvers.problem import Problem
 from solvers.schedule import Schedule
-from solvers.search.annealing import Candidate, Search, Walk, ready
+from solvers.search.annealing import Search, Walk, ready
 from solvers.search.arrays import Goal
 from solvers.search.effort import THREADS, Effort, bar_of, each_of, effort_of
+from solvers.search.evaluation import Candidate
 from solvers.search.starts import chained, nested, segments
 
 TIE = 1e-3  # energy of the cost of every op once, where the variable part of the first peak is 1: it breaks ties

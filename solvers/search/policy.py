@@ -14,9 +14,7 @@ from itertools import accumulate, chain
 import numpy as np
 
 from solvers.problem import Pairs, Problem
-from solvers.schedule import Schedule
 from solvers.search.arrays import Choices, Ints, Longs, Odds, Policy, Scratch, Tables
-from solvers.search.kernels import link_all, unroll
 
 HOPS = 4  # ops that look alike to so many hops away are the same op of two repeated blocks
 STRETCH = 16  # a schedule longer than this many times the ops is given up
@@ -118,7 +116,7 @@ def keep_only(
     """
     gaps = len(t.value)
     policy = Policy(
-        np.ones(gaps, np.uint8), np.ones(gaps, np.uint8), np.full(gaps, -1, np.int32), np.full(gaps, -1, np.int32)
+        np.ones(gaps, np.uint8), np.ones(gaps, np.uint8), np.full(gaps, -1, np.int64), np.full(gaps, -1, np.int64)
     )
     if keep is not None:
         loose = np.zeros(len(t.size), bool)
@@ -161,14 +159,6 @@ def nest(problem: Problem, t: Tables, keep: Collection[int], hold: Collection[in
 def copy(policy: Policy) -> Policy:
     """A policy that can be changed without changing this one."""
     return Policy(policy.keep.copy(), policy.hold.copy(), policy.drop.copy(), policy.make.copy())
-
-
-def realize(t: Tables, policy: Policy, s: Scratch) -> Schedule | None:
-    """The schedule of a policy; None where it has more than `STRETCH` steps for each op. O(steps * reads)."""
-    link_all(policy, s)
-    steps, _ = unroll(t, policy, s, np.inf)
-    order = s.steps[:steps]
-    return Schedule(tuple(np.where(order < 0, -1 - order, order).tolist())) if steps >= 0 else None
 
 
 def choices(problem: Problem, t: Tables) -> Choices:

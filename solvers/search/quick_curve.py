@@ -9,7 +9,8 @@ from itertools import islice
 from solvers.bounds.cost import relax
 from solvers.problem import Problem
 from solvers.schedule import every_op_once, simulate
-from solvers.search.annealing import Candidate, Search, ready
+from solvers.search.annealing import Search
+from solvers.search.evaluation import Candidate
 from solvers.search.lp_starts import lp_starts
 from solvers.search.starts import chained, segments
 
@@ -39,7 +40,6 @@ def quick_curve(problem: Problem, points: int = 6) -> QuickCurve:
         problem: what to schedule; its budget is not looked at.
         points: how many budgets to look at, between the lowest peak of segments and that of every op once.
     """
-    ready()
     total = problem.total_cost
     search = Search(problem.with_budget(None), lambda _: None)
     segmented = list(chained(segments(search)))

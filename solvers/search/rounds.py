@@ -20,9 +20,10 @@ from solvers.bounds.peak import minimum_peak_bound
 from solvers.problem import Problem
 from solvers.protocol import Answer
 from solvers.schedule import InfeasibleError
-from solvers.search.annealing import Candidate, Search, Walk, energy_of, ready
+from solvers.search.annealing import Search, Walk, energy_of, ready
 from solvers.search.arrays import Goal
 from solvers.search.effort import Effort, bar_of, each_of, effort_of
+from solvers.search.evaluation import Candidate
 from solvers.search.leanest import leanest_of
 from solvers.search.lp_starts import lp_starts
 from solvers.search.starts import chained, nested, segments
@@ -37,12 +38,14 @@ OVER = 2.0  # energy of a peak above the budget by all the room there is; the co
 STRICTER = 4.0  # OVER is multiplied by it where the most promising peak is above the budget
 ENOUGH = 5e-4  # a candidate within this share of the cost above the bound ends the search
 EXACTLY = 2e-5  # the same where a time limit says how much a search may take
+SETTLED = 2e-3  # without a time limit, the same once a round of walks has found nothing better
 TIGHT = 0.6  # share of the effort for a first schedule that fits, where no start fits
 
 
 def search(problem: Problem, *, time_limit: float | None = None, progress: bool | None = None) -> Answer:
     """The search of `auto`, for problems whose budget is below the peak of every op once."""
-    ready()
+    if time_limit is not None:
+        ready()
     effort = effort_of(problem, time_limit)
     with bar_of(effort, progress) as bar:
         return _solve(Search(problem, bar.update), effort)
@@ -59,6 +62,7 @@ def _solve(search: Search, effort: Effort) -> Answer:
     bound = relaxed.bound
     slack = ENOUGH if effort.deadline is None else EXACTLY
     enough = bound + slack * (problem.total_cost + bound)
+    settled = bound + SETTLED * (problem.total_cost + bound) if effort.deadline is None else enough
     goal = goal_of(problem)
     starts: list[Candidate] = []
     relaxations = (search.keep_only(keep) for keep in lp_starts(problem, relaxed, share))
@@ -72,13 +76,14 @@ def _solve(search: Search, effort: Effort) -> Answer:
         starts = [*chained(nested(search)), *starts]
     if best is None or best.extra > enough:
         # where no start fits, perhaps no schedule does: some effort is left to look for the leanest
-        best = _anneal(search, goal, starts, effort.part(TIGHT if tight else 1.0), enough)
+        best = _anneal(search, goal, starts, effort.part(TIGHT if tight else 1.0), enough, settled)
     if best is None:
         best = leanest_of(search, whole, enough=problem.budget)
         if best.peak > problem.budget:
             raise _infeasible(search, best, least)
     if tight and best.extra > enough:
-        best = _anneal(search, goal._replace(penalty=STRICTER * goal.penalty), [best], effort, enough) or best
+        goal = goal._replace(penalty=STRICTER * goal.penalty)
+        best = _anneal(search, goal, [best], effort, enough, settled) or best
     note = "time ran out before the end of the search" if search.late else ""
     return Answer(search.schedule(best.policy), problem.total_cost + bound, note)
 
@@ -99,10 +104,13 @@ def _cheapest(problem: Problem, candidates: Sequence[Candidate]) -> Candidate | 
     return min(fitting, key=lambda c: c.extra, default=None)
 
 
-def _anneal(search: Search, goal: Goal, starts: list[Candidate], effort: Effort, enough: float) -> Candidate | None:
+def _anneal(
+    search: Search, goal: Goal, starts: list[Candidate], effort: Effort, enough: float, settled: float
+) -> Candidate | None:
     """The best of rounds of walks, each from the best candidates of the round before; None where none fits.
 
-    The rounds end when a candidate fits whose re-runs cost no more than `enough`.
+    The rounds end when a candidate fits whose re-runs cost no more than `enough`; or no more than `settled`, where a
+    round found nothing cheaper.
     """
     problem, gaps = search.problem, len(search.choices.gaps)
     pool = sorted(starts, key=lambda c: energy_of(goal, c))
@@ -118,6 +126,7 @@ def _anneal(search: Search, goal: Goal, starts: list[Candidate], effort: Effort,
         round_ = [Walk(c.policy, hot, hot * COLDEST, steps, seconds, seed + i) for i, c in enumerate(chosen)]
         candidates += search.walk(round_, goal, goal.price * enough)
         seed += walks
+        before = best
         pool, best = sorted(candidates, key=lambda c: energy_of(goal, c)), _cheapest(problem, candidates)
         while pool[0].peak > goal.budget:  # the energy preferred a peak above the budget
             goal = goal._replace(penalty=STRICTER * goal.penalty)
@@ -125,6 +134,6 @@ def _anneal(search: Search, goal: Goal, starts: list[Candidate], effort: Effort,
                 break
             pool = sorted(candidates, key=lambda c: energy_of(goal, c))
         pool = pool[: max(1, walks // 2)]
-        if best is not None and best.extra <= enough:
+        if best is not None and best.extra <= (settled if best is before else enough):
             break
     return best

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from solvers.search.annealing import Candidate, Search
+from solvers.search.annealing import Search
 from solvers.search.chen import cuts, keep_across, segment_counts
+from solvers.search.evaluation import Candidate
 
 
 def chained(*starts: Iterator[Candidate | None]) -> Iterator[Candidate]:

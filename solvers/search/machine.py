@@ -1,0 +1,49 @@
+"""The kernels as machine code: compiled by numba at their first use, or loaded from its cache on disk.
+
+Importing numba takes most of a second, and compiling several: a search that is settled without annealing does neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from inspect import isfunction
+from types import FunctionType
+from typing import Any, NamedTuple
+
+from solvers.search import kernels
+
+
+class Kernels(NamedTuple):
+    """The kernels that Python calls, see `kernels`."""
+
+    link_all: Callable[..., None]
+    unroll: Callable[..., tuple[int, float]]
+    peak_of: Callable[..., int]
+    anneal: Callable[..., float]
+
+
+INTERPRETED = Kernels(kernels.link_all, kernels.unroll, kernels.peak_of, kernels.anneal)
+
+
+@cache
+def machine_code() -> Kernels:
+    """The kernels as functions that run without the interpreter's lock."""
+    import numba
+
+    njit: Any = numba.njit  # its annotations lack some options
+
+    def compiled(function: FunctionType, **options: Any) -> Any:
+        # kernels that only kernels call need no way in from Python, which takes as long to compile as they do
+        inside = function.__name__ not in Kernels._fields
+        own = FunctionType(function.__code__, namespace, function.__name__)  # calls what is compiled
+        return njit(nogil=True, no_cpython_wrapper=inside, no_cfunc_wrapper=True, **options)(own)
+
+    namespace = dict(vars(kernels))
+    for name, value in vars(kernels).items():
+        if isfunction(value):
+            try:
+                namespace[name] = compiled(value, cache=True)
+            except RuntimeError:  # numba has nowhere to write a cache: it compiles anew in each process
+                namespace[name] = compiled(value)
+    return Kernels(*(namespace[name] for name in Kernels._fields))
