@@ -66,9 +66,8 @@ def _card(place: torch.device) -> Device:
     accelerator = ACCELERATORS.get(place.type)
     count = 0 if accelerator is None else accelerator.count()
     if accelerator is None or not count:
-        raise DeviceError(
-            f"device={str(place)!r}: torch sees none here{built_for(place.type)}{_why_none()}; {_choices()}"
-        )
+        why = built_for(place.type) + _why_none(place.type)
+        raise DeviceError(f"device={str(place)!r}: torch sees none here{why}; {_choices()}")
     if place.index is not None and place.index >= count:
         raise DeviceError(f"device={str(place)!r} is not there: torch sees {count} of that type, numbered from 0")
     try:
@@ -95,9 +94,9 @@ def _card(place: torch.device) -> Device:
     return replace(card, blas=held, product=brought)
 
 
-def _why_none() -> str:
+def _why_none(kind: str) -> str:
     """What the driver says where a build for CUDA sees no card: that there is none, or that it is too old."""
-    if torch.version.cuda is None:
+    if kind != "cuda" or torch.version.cuda is None:
         return ""
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
