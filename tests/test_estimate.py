@@ -194,6 +194,17 @@ def test_a_device_that_is_not_here_is_refused_with_the_names_to_choose_from(give
     assert all(name in str(caught.value) for name in DEVICES)
 
 
+def test_where_no_card_is_seen_the_driver_says_why(monkeypatch):
+    def refuse():
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "init", refuse)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with pytest.raises(DeviceError, match=r"built for CUDA 13.0\), The NVIDIA driver on your system is too old"):
+        find_device("cuda", CPU)
+
+
 def test_a_driver_that_is_too_old_for_torch_is_named_with_what_to_do(monkeypatch):
     with_card(monkeypatch, "", (8, 0))
 
@@ -300,7 +311,7 @@ def test_a_matrix_without_a_unit_stride_is_copied_for_cublas():
     regions = regions_of(EverySecond(), torch.zeros(6, 8))
     costs = estimate(regions, DEVICES["a100"], measure_on=None)[0]
     forward = [cost for op, cost in zip(regions[0].ops, costs, strict=True) if op.node.target is ATEN.mm.default]
-    assert forward[0].workspace == 6 * 4 * 4
+    assert forward[0].workspace == 6 * 4 * 4 + DEVICES["a100"].product
 
 
 def test_timed_estimates_take_seconds_from_runs_and_nothing_else():

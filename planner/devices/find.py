@@ -66,8 +66,8 @@ def _card(place: torch.device) -> Device:
     accelerator = ACCELERATORS.get(place.type)
     count = 0 if accelerator is None else accelerator.count()
     if accelerator is None or not count:
-        why = "torch sees none here" if accelerator is not None else "there is no accelerator of that type"
-        raise DeviceError(f"device={str(place)!r}: {why}{built_for(place.type)}; {_choices()}")
+        why = built_for(place.type) + _why_none(place.type)
+        raise DeviceError(f"device={str(place)!r}: torch sees none here{why}; {_choices()}")
     if place.index is not None and place.index >= count:
         raise DeviceError(f"device={str(place)!r} is not there: torch sees {count} of that type, numbered from 0")
     try:
@@ -92,6 +92,17 @@ def _card(place: torch.device) -> Device:
     card = replace(DEVICES[alike], name=name, capability=capability, memory=memory)
     held, brought = held_and_brought(workspace, rocm=rocm) if place.type == "cuda" else (0, 0)
     return replace(card, blas=held, product=brought)
+
+
+def _why_none(kind: str) -> str:
+    """What the driver says where a build for CUDA sees no card: that there is none, or that it is too old."""
+    if kind != "cuda" or torch.version.cuda is None:
+        return ""
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except (RuntimeError, AssertionError) as e:
+        return f", {first_line(e)}"
+    return ""
 
 
 def built_for(kind: str) -> str:
