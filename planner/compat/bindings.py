@@ -23,11 +23,10 @@ _OVERLOADED = {
     "add": "Tensor", "div": "Tensor", "mean": "dim", "mul": "Tensor", "pow": "Tensor_Scalar", "rsub": "Tensor",
     "select": "int", "squeeze": "dim", "sub": "Tensor", "sum": "dim_IntList", "transpose": "int", "where": "self",
 }  # fmt: skip
-_NEURAL = ("gelu", "silu")  # `torch._C._nn`
 BOUND: dict[object, Any] = {
     **{getattr(_ATEN, name).default: getattr(torch, name) for name in _FUNCTIONS if hasattr(torch, name)},
     **{getattr(getattr(_ATEN, name), overload): getattr(torch, name) for name, overload in _OVERLOADED.items()},
-    **{getattr(_ATEN, name).default: getattr(torch._C._nn, name) for name in _NEURAL if hasattr(torch._C._nn, name)},
+    _ATEN.gelu.default: torch.nn.functional.gelu,
     _ATEN.add_.Tensor: operator.iadd,
 }
 
