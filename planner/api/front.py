@@ -45,7 +45,7 @@ def plan(
     progress: bool | None = None,
     dynamic: Dynamic = None,
     keep: Sequence[str] = (),
-    mode: Mode = "compiled",
+    mode: Mode = "aten",
     in_flight: int = 1,
     on_failure: OnFailure = "raise",
     known: Plan | str | os.PathLike[str] | None = None,

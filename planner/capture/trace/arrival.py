@@ -91,12 +91,16 @@ class Arrivals:
             _Entering(place, position.get(n, -1), bool(n.users)) for place, n in enumerate(inputs) if is_tangent(n)
         )
 
-    def compile(self, graph: fx.GraphModule, _: Any = None) -> Boxed:
+    def compile(self, graph: fx.GraphModule, compiled: Boxed | None = None) -> Boxed:
         """The backward graph as a callable for AOTAutograd, which runs by what arrives.
 
         Where gradients do not, ops that only they would need do not run, so that it holds no more than with all.
+
+        Args:
+            graph: the backward graph.
+            compiled: the same, compiled for all gradients; None for op by op.
         """
-        planned = boxed(graph)
+        planned = compiled or boxed(graph)
 
         def call(arguments: list[Any]) -> Any:
             node = running_node()
