@@ -7,7 +7,6 @@ modes need none of it.
 from __future__ import annotations
 
 import copy
-import hashlib
 import importlib
 import importlib.util
 import re
@@ -23,8 +22,7 @@ from torch import fx
 from planner.compat.dynamo import functorch_config
 
 Partitioned = tuple[fx.GraphModule, fx.GraphModule]
-Partitioner = Callable[..., Partitioned]
-STEP = "planner_step"  # in a node's `meta`: the step of a schedule that it is of
+Partition = Callable[..., Partitioned]
 Inner = Callable[..., Callable[[list[Any]], Any]]
 
 # by module: what this one reads of it
@@ -72,10 +70,10 @@ def missing_compiler(device: str) -> str:
 def compile_graph(
     graph: fx.GraphModule,
     inputs: Sequence[Any],
-    partition: Partitioner,
+    partition: Partition,
     inner: Callable[[Inner], Inner],
     *,
-    together: Callable[[set[int], set[int]], bool] | None = None,
+    near: bool = False,
 ) -> Callable[..., Any]:
     """A Dynamo graph by Inductor's own pipeline, with a partition of ours (`compile_fx`, torch 2.11 to 2.15).
 
@@ -87,15 +85,17 @@ def compile_graph(
         inputs: example inputs.
         partition: as `CustomPartitionerFn`: a joint graph, its inputs, `num_fwd_outputs` -> forward and backward.
         inner: Inductor's own compiler of one graph -> what compiles each graph in its place.
-        together: whether two sets of steps (`meta["planner_step"]` of nodes) may be fused; None: as Inductor likes.
+        near: whether only nodes may be fused whose steps (`meta[STEP]`) are near each other.
     """
     from torch._inductor import compile_fx as module
 
+    from planner.compat.inductor_hooks import Near, Partitioner
+
     own = fx.GraphModule(graph, copy.deepcopy(graph.graph))
     own.meta = dict(graph.meta)
-    patches = {"custom_partitioner_fn": _partitioner(partition), "cpp_wrapper": False}
-    if together is not None:
-        patches |= {"inductor_choices_class": _choices(together), "reorder_for_peak_memory": False}
+    patches = {"custom_partitioner_fn": Partitioner(partition), "cpp_wrapper": False}
+    if near:
+        patches |= {"inductor_choices_class": Near, "reorder_for_peak_memory": False}
     with functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True):
         compiled: Callable[..., Any] = module.compile_fx(
             own, inputs, inner_compile=inner(module.compile_fx_inner), config_patches=patches
@@ -110,63 +110,6 @@ def default_partition(joint: fx.GraphModule, inputs: Sequence[Any], **options: A
     own = fx.GraphModule(joint, copy.deepcopy(joint.graph))
     found: Partitioned = min_cut_rematerialization_partition(own, inputs, **options)
     return found
-
-
-def _partitioner(partition: Partitioner) -> Any:
-    from torch._inductor.custom_graph_pass import CustomPartitionerFn
-
-    class Planned(CustomPartitionerFn):
-        def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Partitioned:
-            graphs = partition(gm, joint_inputs, **kwargs)
-            tagged = [(n.name, n.meta.get(STEP)) for graph in graphs for n in graph.graph.nodes]
-            self.key = hashlib.sha256(repr(tagged).encode()).hexdigest()
-            return graphs
-
-        def uuid(self) -> str:
-            return f"planner {self.key}"
-
-    return Planned()
-
-
-def _choices(together: Callable[[set[int], set[int]], bool]) -> type:
-    from torch._inductor.choices import InductorChoices
-
-    class Near(InductorChoices):
-        """Fuses what a schedule runs close together."""
-
-        @staticmethod
-        def can_fuse(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
-            first, second = steps_of(node1), steps_of(node2)
-            if first and second and not together(first, second):
-                return False
-            return bool(InductorChoices.can_fuse(scheduler, node1, node2, shared_data_score))
-
-        def uuid(self) -> str:
-            return f"planner {together.__module__}.{together.__qualname__}"
-
-    return Near
-
-
-def steps_of(scheduled: Any) -> set[int]:
-    """The steps that a node of Inductor's scheduler stands for: `meta["planner_step"]` of what it realises."""
-    found = set()
-    for each in scheduled.get_nodes():
-        node = _origin(each.node)
-        if node is not None and STEP in node.meta:
-            found.add(node.meta[STEP])
-    return found
-
-
-def _origin(buffer: Any) -> fx.Node | None:
-    """The node of the graph whose result a buffer is; where Inductor does not say, the last that went into it."""
-    if buffer is None:
-        return None
-    origin = buffer.get_origin_node() if hasattr(buffer, "get_origin_node") else None
-    if origin is None:
-        candidates = [n for n in getattr(buffer, "origins", ()) if n.op == "call_function"]
-        order = {n: at for at, n in enumerate(candidates[0].graph.nodes)} if candidates else {}
-        origin = max(candidates, key=lambda n: order.get(n, -1), default=None)
-    return origin if isinstance(origin, fx.Node) else None
 
 
 @dataclass(frozen=True)
@@ -205,10 +148,12 @@ def generate(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Ge
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.graph import GraphLowering
 
+    from planner.compat.inductor_hooks import origin_of
+
     def stop(lowering: Any) -> None:
         code, _ = lowering.codegen()
         removed = lowering.removed_buffers | lowering.inplaced_to_remove
-        named = ((b.get_name(), _origin(b)) for b in lowering.buffers if b.get_name() not in removed)
+        named = ((b.get_name(), origin_of(b)) for b in lowering.buffers if b.get_name() not in removed)
         realised = {name: node for name, node in named if node is not None}
         strides = [_strides(out) for out in lowering.graph_outputs or ()]
         raise _Stopped(Generated(code.value, realised, dict(lowering.constants)), strides)

@@ -19,7 +19,6 @@ from planner.compat.fx import boxed
 from planner.compat.inductor import Generated, Inner, compile_graph, default_partition, generate
 from planner.errors import CaptureError
 from planner.inductor.dry_run import DryRun, dry_run
-from planner.inductor.emit import together
 from planner.inductor.realise import read
 
 Graphs = tuple[fx.GraphModule, fx.GraphModule]
@@ -135,7 +134,7 @@ def look(source: Source, partition: Partition) -> Look:
         found.append((partition(region), num_fwd_outputs))
         return found[-1][0]
 
-    compile_graph(source.graph, source.inputs, split, looking.compiler, together=together)
+    compile_graph(source.graph, source.inputs, split, looking.compiler, near=True)
     return looking.look(*found[-1])
 
 
@@ -158,6 +157,6 @@ def compiling() -> GraphCompiler:
 
             return compile_one
 
-        return compile_graph(graph, examples, split, compiler, together=together)
+        return compile_graph(graph, examples, split, compiler, near=True)
 
     return compile

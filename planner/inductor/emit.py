@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import operator
 from collections.abc import Sequence
 
@@ -10,12 +9,11 @@ from torch import fx
 
 from planner.capture.regions.region import Region
 from planner.codegen.emit import emit, runnable
-from planner.compat.inductor import STEP
 from planner.core.recipe import PlannedRegion
 from planner.inductor.realise import Fused, fuse
 
 OP = "planner_op"  # in a node's `meta`: the coarse op that it is
-FAR = 12  # steps; what lies further apart is not fused: the earlier one would be held, or made, too early
+STEP = "planner_step"  # the step of the schedule that a node is of, as `compat.inductor_hooks` reads it
 
 
 def emit_fused(fused: Fused, forward: Sequence[int], backward: Sequence[int]) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -60,14 +58,3 @@ def _tag(graph: fx.Graph) -> None:
             continue
         node.meta[STEP] = step
         step += OP in node.meta
-
-
-def together(first: set[int], second: set[int]) -> bool:
-    """Whether two sets of steps are near enough to be fused."""
-    steps = first | second
-    return max(steps) - min(steps) <= FAR
-
-
-def key_of(fingerprint: str, realised: Sequence[int], forward: Sequence[int], backward: Sequence[int]) -> str:
-    """Equal for equal schedules of equal graphs, and for no others."""
-    return hashlib.sha256(repr((fingerprint, *map(tuple, (realised, forward, backward)), FAR)).encode()).hexdigest()
