@@ -12,6 +12,7 @@ import importlib.util
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -89,14 +90,15 @@ def compile_graph(
     """
     from torch._inductor import compile_fx as module
 
-    from planner.compat.inductor_hooks import Near, Partitioner
+    from planner.compat.inductor_hooks import Near, Partitioner, chosen
 
     own = fx.GraphModule(graph, copy.deepcopy(graph.graph))
     own.meta = dict(graph.meta)
     patches = {"custom_partitioner_fn": Partitioner(partition), "cpp_wrapper": False}
     if near:
         patches |= {"inductor_choices_class": Near, "reorder_for_peak_memory": False}
-    with functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True):
+    together = chosen() if near else nullcontext()
+    with functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True), together:
         compiled: Callable[..., Any] = module.compile_fx(
             own, inputs, inner_compile=inner(module.compile_fx_inner), config_patches=patches
         )

@@ -6,15 +6,20 @@ Imported by `planner.compat.inductor` once a plan needs Inductor.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 from torch import fx
 from torch._inductor.choices import InductorChoices
+from torch._inductor.codegen.cpp import CppScheduling
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch._inductor.virtualized import V
 
 STEP = "planner_step"  # in a node's `meta`: the step of a schedule that it is of
 FAR = 12  # steps; what lies further apart is not fused: the earlier one would be held, or made, too early
+GROUP = 3  # the same for loops that share a function of C++: what one makes is there before the others run
 
 
 class Partitioner(CustomPartitionerFn):
@@ -29,7 +34,7 @@ class Partitioner(CustomPartitionerFn):
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         graphs = self.partition(gm, joint_inputs, **kwargs)
         steps = [(n.name, n.meta.get(STEP)) for graph in graphs for n in graph.graph.nodes]
-        self.key = hashlib.sha256(repr((steps, FAR)).encode()).hexdigest()
+        self.key = hashlib.sha256(repr((steps, FAR, GROUP)).encode()).hexdigest()
         return graphs
 
     def uuid(self) -> str:
@@ -53,7 +58,29 @@ class Near(InductorChoices):
         return bool(InductorChoices.can_fuse(scheduler, node1, node2, shared_data_score))
 
     def uuid(self) -> str:
-        return f"planner {FAR}"
+        return f"planner {FAR} {GROUP}"
+
+
+@contextmanager
+def chosen() -> Iterator[None]:
+    """While it is on, only what is near is fused, and functions of C++ end before a loop that is far from their first.
+
+    Inductor keeps the choices that a thread made first (`V.choices`), whatever the setting is later. And it puts all
+    loops between two calls of other libraries into one function, whose buffers are allocated before it runs and freed
+    after it (`CppScheduling`, 2.11 to 2.15).
+    """
+    codegen_node = CppScheduling.codegen_node
+
+    def codegen(self: Any, node: Any) -> None:
+        codegen_node(self, node)
+        nodes = self.scheduler.nodes
+        following = nodes[nodes.index(node) + 1 :][:1]
+        steps = {s for n in (*self.kernel_group.scheduled_nodes, *following) for s in steps_of(n)}
+        if steps and max(steps) - min(steps) > GROUP:
+            self._set_flush_status(True)
+
+    with mock.patch.object(CppScheduling, "codegen_node", codegen), V.set_choices_handler(Near()):
+        yield
 
 
 def steps_of(scheduled: Any) -> set[int]:
