@@ -18,8 +18,8 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._inductor.virtualized import V
 
 STEP = "planner_step"  # in a node's `meta`: the step of a schedule that it is of
-FAR = 12  # steps; what lies further apart is not fused: the earlier one would be held, or made, too early
-GROUP = 3  # the same for loops that share a function of C++: what one makes is there before the others run
+# steps; what lies further apart is not fused, nor in one function of C++: the earlier one would be held, or made, too early
+FAR = 12
 
 
 class Partitioner(CustomPartitionerFn):
@@ -34,7 +34,7 @@ class Partitioner(CustomPartitionerFn):
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         graphs = self.partition(gm, joint_inputs, **kwargs)
         steps = [(n.name, n.meta.get(STEP)) for graph in graphs for n in graph.graph.nodes]
-        self.key = hashlib.sha256(repr((steps, FAR, GROUP)).encode()).hexdigest()
+        self.key = hashlib.sha256(repr((steps, FAR)).encode()).hexdigest()
         return graphs
 
     def uuid(self) -> str:
@@ -58,7 +58,7 @@ class Near(InductorChoices):
         return bool(InductorChoices.can_fuse(scheduler, node1, node2, shared_data_score))
 
     def uuid(self) -> str:
-        return f"planner {FAR} {GROUP}"
+        return f"planner {FAR}"
 
 
 @contextmanager
@@ -76,7 +76,7 @@ def chosen() -> Iterator[None]:
         nodes = self.scheduler.nodes
         following = nodes[nodes.index(node) + 1 :][:1]
         steps = {s for n in (*self.kernel_group.scheduled_nodes, *following) for s in steps_of(n)}
-        if steps and max(steps) - min(steps) > GROUP:
+        if steps and max(steps) - min(steps) > FAR:
             self._set_flush_status(True)
 
     with mock.patch.object(CppScheduling, "codegen_node", codegen), V.set_choices_handler(Near()):

@@ -34,7 +34,7 @@ class FusedGraph(TrainingGraph):
     source: Source | None = None
 
 
-def without_inductor(request: Request) -> str:
+def without_inductor() -> str:
     """Why a plan that is asked for in this mode is one of "aten", in words; empty where it need not be."""
     missing = missing_parts()
     return (

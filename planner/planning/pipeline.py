@@ -42,6 +42,7 @@ from planner.planning.fragmentation import solve_with_margin
 from planner.planning.inductor import in_aten, make_inductor_plan, without_inductor
 from planner.planning.outside import outside_loss
 from planner.planning.record import record_of
+from planner.requests.inductor import refuse_inductor
 from planner.requests.planned import Filed, Known, Planned, source_of
 from planner.requests.request import Request
 from planner.requests.tensors import refuse_tensors
@@ -74,7 +75,8 @@ def make_plan(
         if request.options.mode == "eager":
             return make_eager_plan(request, others[-1] if others else None, known=known, must_match=must_match)
         if request.options.mode == "inductor":
-            if not (why := without_inductor(request)):
+            refuse_inductor(request.options, request.device.type)
+            if not (why := without_inductor()):
                 return make_inductor_plan(request, partial(graph_of, request), lower, others, known, captured)
             planned = make_plan(in_aten(request), others, known=known, must_match=must_match)
             return replace(planned, record=replace(planned.record, note=f"{planned.record.note} {why}".strip()))
