@@ -1,4 +1,4 @@
-"""Inductor: its pipeline with a partition of ours, the wrappers that it generates, what it may fuse. Torch 2.11 to 2.15.
+"""Inductor: its pipeline with a partition of ours, the wrappers that it generates. Torch 2.11 to 2.15.
 
 Nothing of `torch._inductor` is imported before the first function is called: that takes a second, and plans of other
 modes need none of it.
@@ -30,13 +30,16 @@ Inner = Callable[..., Callable[[list[Any]], Any]]
 PARTS = {
     "torch._inductor.async_compile": "AsyncCompile",
     "torch._inductor.choices": "InductorChoices",
-    "torch._inductor.compile_fx": "compile_fx compile_fx_inner fx_codegen_and_compile min_cut_rematerialization_partition",
+    "torch._inductor.compile_fx": "compile_fx compile_fx_inner",
     "torch._inductor.config": (
         "cpp custom_partitioner_fn inductor_choices_class reorder_for_peak_memory cpp_wrapper fx_graph_cache"
     ),
     "torch._inductor.cpp_builder": "get_cpp_compiler",
     "torch._inductor.custom_graph_pass": "CustomPartitionerFn",
     "torch._inductor.graph": "GraphLowering",
+    "torch._functorch.partitioners": "min_cut_rematerialization_partition",
+    "torch._inductor.codegen.cpp": "CppScheduling",
+    "torch._inductor.virtualized": "V",
     "torch._functorch.config": "enable_autograd_cache force_non_lazy_backward_lowering",
 }
 
@@ -99,7 +102,8 @@ def compile_graph(
         patches |= {"inductor_choices_class": Near, "reorder_for_peak_memory": False}
     together = chosen() if near else nullcontext()
     with functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True), together:
-        compiled: Callable[..., Any] = module.compile_fx(
+        compile_fx: Any = module.compile_fx
+        compiled: Callable[..., Any] = compile_fx(
             own, inputs, inner_compile=inner(module.compile_fx_inner), config_patches=patches
         )
     return compiled
@@ -107,7 +111,7 @@ def compile_graph(
 
 def default_partition(joint: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Partitioned:
     """Inductor's own partition of a joint graph, which is not changed (`min_cut_rematerialization_partition`)."""
-    from torch._inductor.compile_fx import min_cut_rematerialization_partition
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     own = fx.GraphModule(joint, copy.deepcopy(joint.graph))
     found: Partitioned = min_cut_rematerialization_partition(own, inputs, **options)
@@ -214,4 +218,3 @@ WRAPPER = "<generated wrapper>"
 
 def _reinterpret(t: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int = 0) -> torch.Tensor:
     return torch.as_strided(t, size, stride, t.storage_offset() + offset)
-

@@ -18,7 +18,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._inductor.virtualized import V
 
 STEP = "planner_step"  # in a node's `meta`: the step of a schedule that it is of
-# steps; what lies further apart is not fused, nor in one function of C++: the earlier one would be held, or made, too early
+# steps; what lies further apart is neither fused nor in one function of C++: one would be held long, or made early
 FAR = 12
 
 

@@ -270,7 +270,11 @@ class Options:
         "aten",
         About(
             lambda mode: None if mode in MODES else f"is not known; give one of {', '.join(MODES)}",
-            Flag("eager: checkpoints on modules, without torch.compile", choices=lambda: MODES, group="budget"),
+            Flag(
+                "inductor: fused; eager: checkpoints on modules, without torch.compile",
+                choices=lambda: MODES,
+                group="budget",
+            ),
             "mode",
         ),
     )

@@ -1,4 +1,4 @@
-"""Dynamo graphs through Inductor's pipeline: captured, looked at without compiling, or compiled by a partition of ours."""
+"""Dynamo graphs through Inductor's pipeline: captured, looked at without compiling, or compiled as planned."""
 
 from __future__ import annotations
 

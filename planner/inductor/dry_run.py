@@ -1,7 +1,7 @@
 """A step by generated wrappers, run on fake tensors: the kernels that it calls, and every storage that it makes.
 
-No kernel is compiled or run. Buffers that Inductor reuses, frees early or hands from the forward to the backward pass are
-those of the real run, as the code is the same.
+No kernel is compiled or run. Buffers that Inductor reuses, frees early or hands from the forward to the backward pass
+are those of the real run, as the code is the same.
 """
 
 from __future__ import annotations
@@ -112,11 +112,16 @@ def dry_run(
         gradients = recorder.run(backward, arguments, backward=True)
         made = [recorder.storage(t) for t in gradients]
         recorder.pass_ends()
-    return recorder.finished(boundary, given, found, arriving, made)
+    recorder.finished()
+    return DryRun(
+        recorder.launches, boundary, recorder.sizes, recorder.freed, given, found, arriving, made, *recorder.peaks
+    )
 
 
 def _fresh(t: Any) -> Any:
-    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) if isinstance(t, torch.Tensor) else t
+    return (
+        torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) if isinstance(t, torch.Tensor) else t
+    )
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -132,7 +137,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._number: dict[int, int] = {}  # storages alive -> their number
         self._finalizers: list[Any] = []
         self._live = self._most = 0
-        self._peaks = [0, 0]
+        self.peaks = [0, 0]
         self._new: list[int] = []  # storages made since the last launch
         self._lines: list[str] = []
         self._seen: set[str] = set()
@@ -179,10 +184,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._new, self._most = [], self._live
         return len(self.launches)
 
-    def finished(self, boundary: int, *ends: list[int | None]) -> DryRun:
+    def finished(self) -> None:
+        """What is freed from here on is not seen."""
         for f in self._finalizers:
             f.detach()
-        return DryRun(self.launches, boundary, self.sizes, self.freed, *ends, *self._peaks)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -218,7 +223,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         launch = Launch(name, self.backward, reads, nbytes, self._mentioned(), self._new, self._most, call)
         self.launches.append(launch)
         self._new = []
-        self._peaks[self.backward] = max(self._peaks[self.backward], self._most)
+        self.peaks[self.backward] = max(self.peaks[self.backward], self._most)
         self._most = self._live
 
     def _mentioned(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Schedules of fused ops as the two graphs that Inductor compiles, their nodes tagged with the step that they are of."""
+"""Schedules of fused ops as the two graphs that Inductor compiles, their nodes tagged with their steps."""
 
 from __future__ import annotations
 

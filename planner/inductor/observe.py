@@ -1,4 +1,4 @@
-"""A dry run, read as a region whose ops are the launches of the wrappers: what a `Step` with the exact peak is built of."""
+"""A dry run, read as a region whose ops are the launches of the wrappers: the `Step` with the exact peak is of it."""
 
 from __future__ import annotations
 
@@ -133,12 +133,12 @@ def _values(run: DryRun, fused: Fused, nodes: Sequence[Sequence[fx.Node]]) -> tu
         for v, node in zip(launch.writes, [*tagged, *[fused.fine.ops[0].node] * len(launch.writes)], strict=False):
             owners[v] = node
     ends = zip([*run.results, *run.gradients], [*fused.fine.fwd_outputs, *fused.fine.grads], strict=True)
-    for v, node in ends:
-        if v in owners and isinstance(node, fx.Node):
-            owners[v] = _base(fused, node)
-    for v, node in zip(run.tangents, fused.fine.tangents, strict=True):
-        if v is not None and node.users:
-            owners[v] = node
+    for storage, end in ends:
+        if storage in owners and isinstance(end, fx.Node):
+            owners[storage] = _base(fused, end)
+    for tangent, node in zip(run.tangents, fused.fine.tangents, strict=True):
+        if tangent is not None and node.users:
+            owners[tangent] = node
     order = sorted(owners)
     return {v: n for n, v in enumerate(order)}, [GraphValue(owners[v], run.sizes[v]) for v in order]
 
@@ -184,7 +184,7 @@ def _value_of(run: DryRun, fine: Region, number: Mapping[int, int]) -> dict[fx.N
     held: dict[fx.Node, tuple[int, ...]] = dict.fromkeys(fine.joint.graph.nodes, ())
     storages = [*run.results, *run.gradients, *run.tangents]
     for v, node in zip(storages, [*fine.fwd_outputs, *fine.grads, *fine.tangents], strict=True):
-        if isinstance(node, fx.Node) and v in number:
+        if isinstance(node, fx.Node) and v is not None and v in number:
             held[node] = (number[v],)
     return held
 
@@ -195,8 +195,8 @@ def _primal_of(run: DryRun, fine: Region) -> dict[fx.Node, tuple[int, ...]]:
     for at, v in enumerate(run.inputs):
         if v is not None:
             given.setdefault(v, at)
-    found = {n: (at,) for at, n in enumerate(fine.primals)}
+    found: dict[fx.Node, tuple[int, ...]] = {n: (at,) for at, n in enumerate(fine.primals)}
     for v, node in zip([*run.results, *run.gradients], [*fine.fwd_outputs, *fine.grads], strict=True):
-        if isinstance(node, fx.Node) and v in given:
+        if isinstance(node, fx.Node) and v is not None and v in given:
             found[node] = (given[v],)
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
 from planner.capture.trace.step import TrainingGraph
 from planner.core.recipe import PlannedRegion
@@ -89,7 +90,7 @@ class Search:
         return Trial(schedule, planned, observed, step, replay(step.problem, every_op_once(step.problem)))
 
 
-def _unplanned() -> tuple[object, object]:
+def _unplanned() -> NoReturn:
     raise CaptureError("the step has another graph each time that it is traced: plan with mode='aten'")
 
 

@@ -11,7 +11,7 @@ from planner.compat.inductor import missing_parts
 from planner.core.plan import GraphModules
 from planner.core.recipe import Recipe
 from planner.core.step import Step
-from planner.errors import CaptureError, InfeasibleBudgetError, PlannerError, RankError
+from planner.errors import CaptureError, InfeasibleBudgetError, PlannerError
 from planner.inductor.backend import Source, capturing
 from planner.inductor.emit import emit_planned
 from planner.inductor.search import Estimates, Search, TooSmall, find, runs_under, search_of

@@ -89,7 +89,9 @@ class Runtime(Applied):
             own.traced = True
             return dynamo_settings()
 
-        return compile_call(self.model, make_backend(self.regions.serving(recipe), op_by_op(self.checkpoints)), settings)
+        return compile_call(
+            self.model, make_backend(self.regions.serving(recipe), op_by_op(self.checkpoints)), settings
+        )
 
     def like(self, model: nn.Module) -> Runtime:
         copied = Runtime(model, self.provider, self.shapes.without_families(), self.checkpoints)

@@ -1,4 +1,4 @@
-"""Whether the graphs that Inductor compiled give the right gradients: a real step says so before the first one counts."""
+"""Whether the graphs that Inductor compiled give the right gradients: a real step says so before one counts."""
 
 from __future__ import annotations
 
