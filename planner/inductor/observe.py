@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from planner.capture.joint_graph import tensors
 from planner.capture.regions.region import GraphOp, GraphValue, Region
 from planner.core.step import Step
 from planner.costs.measure_op import Allocated
@@ -30,7 +31,7 @@ class Observed:
         region: its ops are launches, each run once.
         estimates: one for each.
         kinds: what to call each launch.
-        again: for each, whether it runs nothing but what has run before.
+        again: for each, whether most of what it makes, in bytes, has been made before.
         steps: for each, the coarse ops whose results it makes.
         makers: for each value, the coarse op whose result it is; None for a gradient that comes in and for others.
     """
@@ -83,7 +84,7 @@ def observe(fused: Fused, look: Look, device: Device, taken: Mapping[str, Alloca
             seconds = max(seconds, roofline_seconds(node, device))
         estimates.append(OpEstimate(seconds, 0, excess[i] + more.workspace, more.excess))
         kinds.append(_kind(launch))
-        again.append(bool(made) and all(n.meta.get("runs_again") for n in made))
+        again.append(_mostly_again(made))
         steps.append(coarse)
     makers: list[int | None] = [None] * len(values)
     for i, op in enumerate(ops):
@@ -98,6 +99,14 @@ def observe(fused: Fused, look: Look, device: Device, taken: Mapping[str, Alloca
         primal_of=_primal_of(run, fine),
     )
     return Observed(region, tuple(estimates), tuple(kinds), tuple(again), tuple(steps), tuple(makers))
+
+
+def _mostly_again(made: Sequence[fx.Node]) -> bool:
+    """Whether emitted nodes whose results a launch makes are, by their bytes, mostly runs of what has run before."""
+    sizes = {True: 0, False: 0}
+    for node in made:
+        sizes[bool(node.meta.get("runs_again"))] += sum(t.nbytes for t in tensors(node))
+    return sizes[True] > sizes[False]
 
 
 def told(step: Step, observed: Observed) -> Step:
