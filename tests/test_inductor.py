@@ -65,7 +65,8 @@ def test_a_planned_model_trains_at_the_peak_of_its_plan(everything):
     expected = gradients(model)
     model.zero_grad()
     p = planned(model, batch, 0.85 * roomy.peak_bytes / 2**30)
-    assert p.overhead > 0 and p.peak_bytes <= p.budget_bytes
+    assert p.overhead > 0
+    assert p.peak_bytes <= p.budget_bytes
     assert {d.action for d in p.decisions} == {"keep", "recompute"}
     assert max(m.held_bytes for m in p.timeline) == p.peak_bytes == sum(p.account.values())
     assert any(m.recomputed and m.phase == "backward" and m.op.startswith("fused_") for m in p.timeline)
@@ -102,7 +103,7 @@ def with_stubs(generated, tensors):
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_random_schedule_peaks_on_fakes_as_the_profiler_measures_its_code(everything, seed):
-    model, batch, roomy = everything
+    _model, _batch, roomy = everything
     source = roomy.source.captured.source
     both = (source.default.forward, source.default.backward)
     named = {n.name for generated in both for n in generated.realised.values()}
@@ -138,7 +139,8 @@ def test_draws_are_kept_and_never_drawn_again():
     model, batch = Net(p=0.5, layers=2), batch_of(64)
     source = planned(model, batch).source.captured.source
     drawn = [op for op in source.region.ops if op.node.target is torch.ops.prims.inductor_seeds.default]
-    assert drawn and all("draws" in op.keep_because for op in drawn)
+    assert drawn
+    assert all("draws" in op.keep_because for op in drawn)
 
 
 def test_what_does_not_fit_names_a_budget_that_does():
@@ -196,7 +198,7 @@ def test_a_broken_graph_is_refused():
 
 
 def test_wrong_gradients_leave_the_model_with_aten_and_a_note(everything, monkeypatch):
-    model, batch, roomy = everything
+    _model, _batch, roomy = everything
     calls = []
 
     def wrong(asked):
@@ -207,4 +209,5 @@ def test_wrong_gradients_leave_the_model_with_aten_and_a_note(everything, monkey
     with pytest.warns(PlanWarning, match="Inductor compiled differ"):
         found = planner.session.trust.trusted(roomy.source)
     assert calls == ["inductor", "aten"]
-    assert found.record.options.mode == "aten" and "differ from those of mode='aten'" in found.record.note
+    assert found.record.options.mode == "aten"
+    assert "differ from those of mode='aten'" in found.record.note

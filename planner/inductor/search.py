@@ -133,7 +133,7 @@ def find(search: Search, first: Iterable[Schedule]) -> tuple[Trial, Trial, Solut
     if everything.peak <= budget or known is not None:
         best = everything if everything.peak <= budget else known
         assert best is not None
-        return best, everything, _solution(search, best, "", 0.0)
+        return best, everything, _solution(search, best, everything, "", 0.0)
     best, leanest, note, seconds = None, everything, "", 0.0
     target = budget
     for _ in range(ROUNDS):
@@ -155,7 +155,7 @@ def find(search: Search, first: Iterable[Schedule]) -> tuple[Trial, Trial, Solut
             break
     if best is None:
         raise TooSmall(leanest)
-    return best, everything, _solution(search, best, note, seconds)
+    return best, everything, _solution(search, best, everything, note, seconds)
 
 
 class TooSmall(PlannerError):
@@ -176,10 +176,10 @@ def _solved(search: Search, target: int) -> Solution:
     return solve(problem, options.solver, time_limit=options.time_limit, progress=options.progress)
 
 
-def _solution(search: Search, best: Trial, note: str, seconds: float) -> Solution:
-    """The trial as a solution: nothing but recomputation is left out of account, so nothing is faster than none."""
-    solver = search.request.options.solver
-    return Solution(best.replay.schedule, best.replay.timeline, solver, seconds, best.seconds, note)
+def _solution(search: Search, best: Trial, everything: Trial, note: str, seconds: float) -> Solution:
+    """The trial as a solution, of which no more is known than that recomputing nothing takes the least time."""
+    bound = min(best.seconds, everything.seconds)
+    return Solution(best.replay.schedule, best.replay.timeline, search.request.options.solver, seconds, bound, note)
 
 
 def runs_under(search: Search, everything: Trial, best: Trial) -> Runs:
@@ -196,6 +196,7 @@ def runs_under(search: Search, everything: Trial, best: Trial) -> Runs:
         at = () if origin.region is None else everything.observed.steps[origin.index]
         times[i] = max((counts[number[coarse]] for coarse in at), default=1)
     for v, coarse in enumerate(everything.observed.makers):
-        if coarse is None or number[coarse] in saved:
+        # a storage may be written into again by another op, whose result is what is kept
+        if coarse is None or number[coarse] in saved or counts[number[coarse]] == 1:
             kept.add(v)
     return Runs(times, frozenset(kept))

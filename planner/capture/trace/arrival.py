@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,8 +24,13 @@ from planner.capture.passes.tangents import (
 )
 from planner.compat.autograd import leaves_of, running_node, skip_undefined
 from planner.compat.fx import boxed, takes_a_list
-from planner.errors import ApplyError
+from planner.errors import ApplyError, PlanWarning
 
+_UNFUSED = (
+    "some outputs of the model get no gradient that the plan counts on: this backward pass runs op by op, not as "
+    "Inductor compiled it, and may take more memory. Plan with loss_fn=, by which it is known which outputs do, or with "
+    "mode='aten'"
+)
 Boxed = Callable[[list[Any]], Any]
 WHOLE = "planned_whole"  # on autograd's node of a compiled graph: outputs whose whole gradients enter its backward pass
 
@@ -107,6 +113,8 @@ class Arrivals:
             way = self._way(arguments, frozenset(getattr(node, WHOLE, ())))
             if way == _Way(frozenset()):
                 return planned(arguments)
+            if compiled is not None and not self._written:
+                warnings.warn(_UNFUSED, PlanWarning, stacklevel=2)
             for leaf in leaves_of(node) if way.missing else ():
                 skip_undefined(leaf)
             return self._by(way)(arguments)
