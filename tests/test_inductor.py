@@ -181,6 +181,33 @@ def test_a_torch_without_the_hooks_has_a_plan_of_aten_that_says_so(monkeypatch):
     assert "torch._inductor.graph.NotThere" in p.note
 
 
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        hidden = torch.tanh(self.first(x))
+        return hidden.sin(), torch.sigmoid(self.second(hidden))
+
+
+def test_a_gradient_that_does_not_arrive_makes_the_backward_pass_run_op_by_op_with_a_warning(monkeypatch):
+    torch.manual_seed(0)
+    model, x = Two(), torch.randn(16, 8)
+    model(x)[0].sum().backward()
+    expected = model.first.weight.grad.clone()
+    model.zero_grad()
+    monkeypatch.setattr("planner.session.apply.trusted", lambda planned: planned)
+    p = planned(model, x)
+    p.apply()
+    with pytest.warns(PlanWarning, match="op by op"):
+        model(x)[0].sum().backward()
+    p.remove()
+    torch.testing.assert_close(model.first.weight.grad, expected)
+    assert model.second.weight.grad is None
+    assert "Kept." in str(p.explain())
+
+
 def test_a_file_is_refused(everything, tmp_path):
     with pytest.raises(PlanFileError, match="not written to files yet"):
         everything[2].save(tmp_path / "plan.json")

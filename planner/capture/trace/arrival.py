@@ -28,8 +28,7 @@ from planner.errors import ApplyError, PlanWarning
 
 _UNFUSED = (
     "some outputs of the model get no gradient that the plan counts on: this backward pass runs op by op, not as "
-    "Inductor compiled it, and may take more memory. Plan with loss_fn=, by which it is known which outputs do, or with "
-    "mode='aten'"
+    "Inductor compiled it, and may take more memory. Plan with loss_fn=, which says which outputs do, or mode='aten'"
 )
 Boxed = Callable[[list[Any]], Any]
 WHOLE = "planned_whole"  # on autograd's node of a compiled graph: outputs whose whole gradients enter its backward pass
