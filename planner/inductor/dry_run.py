@@ -6,8 +6,8 @@ are those of the real run, as the code is the same.
 
 from __future__ import annotations
 
+import inspect
 import re
-import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -228,9 +228,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _mentioned(self) -> tuple[str, ...]:
         """Names that the line of the wrapper which runs now has, and no line of a launch had before."""
-        frame = sys._getframe()
+        frame = inspect.currentframe()
         while frame is not None and frame.f_code.co_filename != WRAPPER:
-            frame = frame.f_back  # type: ignore[assignment]
+            frame = frame.f_back
         if frame is None:
             return ()
         names = [n for n in _NAMED.findall(self._lines[frame.f_lineno - 1]) if n not in self._seen]
