@@ -97,7 +97,7 @@ def test_another_model_batch_and_device_are_said_first(two):
         "batch": (wide, "0 512x64 float32; then 0 1024x64 float32"),
         "model": (planned(other, torch.zeros(512, 32)), "Sequential of 33,280 parameters; then Sequential of 2,112"),
         "device": (planned(model, torch.zeros(512, 64), device="h100"), "cpu; then h100"),
-        "mode": (planned(model, torch.zeros(512, 64), mode="eager"), "compiled; then eager"),
+        "mode": (planned(model, torch.zeros(512, 64), mode="eager"), "aten; then eager"),
         "optimizer": (planned(model, torch.zeros(512, 64), optimizer="adamw"), "none; then adamw"),
     }
     for name, (b, said) in cases.items():

@@ -146,7 +146,7 @@ def test_a_custom_op_runs_again(tmp_path):
     assert runs_in_a_step(of, once) == [1] * BLOCKS
 
 
-@pytest.mark.parametrize("mode", ["compiled", "eager"])
+@pytest.mark.parametrize("mode", ["aten", "eager"])
 @pytest.mark.parametrize(
     "op", [lambda *given: tagged(*given), lambda x, block: untagged([x, x], block)], ids=["tagged", "untagged"]
 )
@@ -166,7 +166,7 @@ def test_an_op_that_writes_runs_once():
     assert runs_in_a_step(of, lean(of)) == [1] * BLOCKS
 
 
-@pytest.mark.parametrize("mode", ["compiled", "eager"])
+@pytest.mark.parametrize("mode", ["aten", "eager"])
 @pytest.mark.parametrize(
     ("keep", "once"),
     [
@@ -195,7 +195,7 @@ def test_what_is_named_runs_once(keep, once, mode):
         ([""], "must be a list of names"),
     ],
 )
-@pytest.mark.parametrize("mode", ["compiled", "eager"])
+@pytest.mark.parametrize("mode", ["aten", "eager"])
 def test_what_names_nothing_is_refused_with_the_nearest(keep, words, mode):
     of = case()
     with pytest.raises(OptionError, match="keep=.*" + words.replace(".", r"\.")):

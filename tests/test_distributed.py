@@ -42,7 +42,7 @@ def network(depth=5, dropout=0.1):
     return nn.Sequential(*(nn.Sequential(*layers) for layers in blocks))
 
 
-def planned(model, budget_gb, batch=None, mode="compiled", **options):
+def planned(model, budget_gb, batch=None, mode="aten", **options):
     return plan(model, batch, budget_gb=budget_gb, solver="chen", loss_fn=loss_fn, mode=mode, **options)
 
 
@@ -132,13 +132,13 @@ def train(folder, budget_gb, mode, early, wrapping):
 
 
 CASES = {
-    2: [("compiled", True, {"gradient_as_bucket_view": True}), ("eager", False, {})],
-    4: [("compiled", False, {})],
+    2: [("aten", True, {"gradient_as_bucket_view": True}), ("eager", False, {})],
+    4: [("aten", False, {})],
 }
 
 
 def train_all(folder, cases):
-    return [train(folder, 0.00055 if mode == "compiled" else 0.00065, mode, *case) for mode, *case in cases]
+    return [train(folder, 0.00055 if mode == "aten" else 0.00065, mode, *case) for mode, *case in cases]
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.compat), 4])
@@ -165,7 +165,7 @@ def fails(what, where):
     model = network(3, 0.5 if here and what == "another graph" else 0.1)
     if here and what == "another model":
         model = Another(*model)
-    mode = "compiled" if what == "another graph" else "eager"
+    mode = "aten" if what == "another graph" else "eager"
     planned(model, 0.0001 if what == "no room" else 1, mode=mode).apply()
     ddp = DistributedDataParallel(model)
     if here and what == "raises":
@@ -317,7 +317,7 @@ def test_one_process_alone_has_buckets():
     assert counted == size
 
 
-@pytest.mark.parametrize("mode", ["compiled", "eager"])
+@pytest.mark.parametrize("mode", ["aten", "eager"])
 def test_buckets_are_counted_in_a_plan_that_is_there(mode):
     model = network()
     p = planned(model, 0.001, torch.ones(ROWS, WIDTH), mode)

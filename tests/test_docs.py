@@ -94,7 +94,7 @@ from planner import plan
 class Model(torch.nn.Linear):
     def forward(self, x):
         return super().forward(x).tanh()
-for mode in ("compiled", "eager"):
+for mode in ("aten", "eager"):
     p = plan(Model(8, 8), torch.zeros(4, 8), budget_gb=1, loss_fn=torch.Tensor.mean, mode=mode)
     print({d.source for d in p.decisions})
 """

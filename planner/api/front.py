@@ -45,7 +45,7 @@ def plan(
     progress: bool | None = None,
     dynamic: Dynamic = None,
     keep: Sequence[str] = (),
-    mode: Mode = "compiled",
+    mode: Mode = "aten",
     in_flight: int = 1,
     on_failure: OnFailure = "raise",
     known: Plan | str | os.PathLike[str] | None = None,
@@ -89,9 +89,10 @@ def plan(
         keep: what must not run twice, such as a custom op whose second run gives something else: names of ops
             ("aten.bmm", "mylib::op", "triton_kernel_wrapper_functional" for Triton kernels that torch.compile looks
             into), paths of modules ("blocks.3.attn", with all that is in it) and patterns of either ("blocks.*.attn").
-        mode: "compiled" (torch.compile's graphs, rewritten), or "eager": whole modules checkpointed, with some of
-            their results kept, for code that cannot or shall not be compiled. It has a search of its own: `solver` and
-            `time_limit` do not count.
+        mode: "aten" (torch.compile's graphs, rewritten, run op by op), "inductor" (compiled by Inductor, fused; so far
+            for one process on a CPU, one graph and fixed shapes), or "eager": whole modules checkpointed, with some of
+            their results kept, for code that cannot or shall not be compiled. That has a search of its own: `solver`
+            and `time_limit` do not count.
         in_flight: how many forward passes wait for their backward pass at once, the one that runs counted: microbatches
             of a pipeline, or of a loop that calls the model several times before `backward()`. What each of them keeps
             is counted, and part of what is decided. Without `accumulate`, so many forward passes run, then as many

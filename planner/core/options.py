@@ -21,7 +21,7 @@ from solvers import SOLVERS
 Checkpoints = Literal["replace", "keep"]
 Costs = Literal["roofline", "measured"]
 Dynamic = bool | Mapping[str | int, Mapping[int, int]] | None
-Mode = Literal["compiled", "eager"]
+Mode = Literal["aten", "inductor", "eager"]
 MODES = get_args(Mode)
 OnFailure = Literal["raise", "warn"]
 
@@ -267,10 +267,14 @@ class Options:
         ),
     )
     mode: Mode = option(
-        "compiled",
+        "aten",
         About(
             lambda mode: None if mode in MODES else f"is not known; give one of {', '.join(MODES)}",
-            Flag("eager: checkpoints on modules, without torch.compile", choices=lambda: MODES, group="budget"),
+            Flag(
+                "inductor: fused; eager: checkpoints on modules, without torch.compile",
+                choices=lambda: MODES,
+                group="budget",
+            ),
             "mode",
         ),
     )

@@ -10,11 +10,18 @@ from planner.core.maxima import Maxima
 
 @dataclass(frozen=True, slots=True)
 class PlannedRegion:
-    """The schedule of a region: indices of its ops, for a region of this fingerprint."""
+    """The schedule of a region: indices of its ops, for a region of this fingerprint.
+
+    Attributes:
+        fingerprint: of the region.
+        forward, backward: the ops that each pass runs, in order.
+        realised: in mode="inductor", the ops of the region that these are the fused ones of; None: they run op by op.
+    """
 
     fingerprint: str
     forward: tuple[int, ...]
     backward: tuple[int, ...]
+    realised: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -172,7 +172,7 @@ def tracer_of(request: Request, traced: Callable[[], None]) -> Tracer:
     if on_mesh(model, fake_args, fake_kwargs):
         raise CaptureError(
             f"{type(request.model).__name__} has parts that are spread over several processes (DTensors): "
-            "checkpointed, they would communicate again in the backward pass. Plan with mode='compiled', which keeps "
+            "checkpointed, they would communicate again in the backward pass. Plan with mode='aten', which keeps "
             "what they receive"
         )
     account, optimizer_step = account_of(request)

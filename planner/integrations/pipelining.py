@@ -109,7 +109,7 @@ def _check(schedule: Any, name: str, stages: list[Any], order: Any, options: Map
     for given in ("loss_fn", "in_flight"):
         if given in options:
             raise OptionError(f"{given} is the schedule's own; leave it out")
-    if options.get("mode", "compiled") != "compiled":
+    if options.get("mode", "aten") != "aten":
         raise OptionError(f"mode={options['mode']!r} does not count microbatches in flight; leave it out")
     for stage in stages:
         if stage.dw_builder is not None:

@@ -160,7 +160,7 @@ class Watching:
         if not held:
             return self.own.on_step_begin(model, record, waits)
         self.launched.say(f"{gb(held)} of gradients are there when the step begins, {WHY[used]}.")
-        only_forward = used and record.options.mode == "compiled" and record.options.in_flight == 1
+        only_forward = used and record.options.mode != "eager" and record.options.in_flight == 1
         counts = {"occupancy": CLEARED_LATE} if only_forward else {"accumulate": True, "occupancy": None}
         detach(model)
         with exits():

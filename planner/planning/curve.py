@@ -23,7 +23,7 @@ def curve_of(plan: PlanRecord) -> Curve:
     """
     own, everything = Point(plan.peak_bytes, plan.overhead), Point(plan.baseline_peak_bytes, 0.0, KEPT)
     if plan.problem is None:
-        return Curve((), peers=(everything,), about="what is between is not known in eager mode")
+        return Curve((), peers=(everything,), about=f"what is between is not known in {plan.options.mode} mode")
     problem = plan.problem.with_budget(None)
     rough = quick_curve(problem)
     peers = [everything]

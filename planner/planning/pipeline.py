@@ -14,7 +14,7 @@ from planner.capture.passes.dropout import planned_for
 from planner.capture.regions.region import Region
 from planner.capture.trace.attention import attention_as_on, eager_attention_as_on
 from planner.capture.trace.data_dependent import told
-from planner.capture.trace.dynamo import Partition
+from planner.capture.trace.dynamo import GraphCompiler, Partition, op_by_op
 from planner.capture.trace.loss_trace import taken_loss
 from planner.capture.trace.quiet import collector_paused
 from planner.capture.trace.random_state import random_kept
@@ -27,7 +27,7 @@ from planner.core.recipe import PlannedRegion, Recipe
 from planner.core.step import Pass, Step, replay, run_passes
 from planner.core.surroundings import under
 from planner.costs.account import account_of
-from planner.costs.ops import estimate
+from planner.costs.ops import OpEstimate, estimate
 from planner.eager.unplanned import eager_step
 from planner.errors import CaptureError, InfeasibleBudgetError, PlannerError, RankError
 from planner.lowering.build import BuildSettings, build, split_by_region
@@ -42,8 +42,10 @@ from planner.planning.decisions import peak_account
 from planner.planning.eager import make_eager_plan
 from planner.planning.eager_peak import no_higher_than_eager
 from planner.planning.fragmentation import solve_with_margin
+from planner.planning.inductor import in_aten, make_inductor_plan, without_inductor
 from planner.planning.outside import outside_loss
 from planner.planning.record import record_of
+from planner.requests.inductor import refuse_inductor
 from planner.requests.planned import Filed, Known, Planned, source_of
 from planner.requests.request import Request
 from planner.requests.tensors import refuse_tensors
@@ -77,6 +79,12 @@ def make_plan(
         if request.options.mode == "eager":
             with eager_attention_as_on(card):
                 return make_eager_plan(request, others[-1] if others else None, known=known, must_match=must_match)
+        if request.options.mode == "inductor":
+            refuse_inductor(request.options, request.device.type)
+            if not (why := without_inductor()):
+                return make_inductor_plan(request, partial(graph_of, request), lower, others, known, captured)
+            planned = make_plan(in_aten(request), others, known=known, must_match=must_match)
+            return replace(planned, record=replace(planned.record, note=f"{planned.record.note} {why}".strip()))
         with collector_paused():
             graph = captured or graph_of(request)
             with eager_attention_as_on(card):
@@ -87,7 +95,7 @@ def make_plan(
     return write(request, graph, step, solution)
 
 
-def graph_of(request: Request) -> TrainingGraph:
+def graph_of(request: Request, compiler: GraphCompiler | None = None) -> TrainingGraph:
     """The training step; where sizes may be smaller, at the largest, with symbols for them if that is possible."""
     with bar("capturing", request.options.progress, bar_format="{desc}: {n} graphs, {elapsed}") as shown, clock(shown):
 
@@ -98,7 +106,7 @@ def graph_of(request: Request) -> TrainingGraph:
         card = request.device if request.foreign else None
         try:
             with attention_as_on(card), planned_for(request.device.type):
-                return _graph_of(request, split)
+                return _graph_of(request, split, compiler or op_by_op(request.options.checkpoints))
         except (PlannerError, torch.OutOfMemoryError):
             raise
         except Exception as e:
@@ -108,7 +116,7 @@ def graph_of(request: Request) -> TrainingGraph:
             ) from e
 
 
-def _graph_of(request: Request, split: Partition) -> TrainingGraph:
+def _graph_of(request: Request, split: Partition, compiler: GraphCompiler) -> TrainingGraph:
     batch = (request.args or (), request.kwargs)
     step = partial(
         capture,
@@ -116,7 +124,7 @@ def _graph_of(request: Request, split: Partition) -> TrainingGraph:
         *batch,
         split,
         taken_loss if request.loss_fn is None and request.loop.only_loss else request.loss_fn,
-        request.options.checkpoints,
+        compiler,
         likely=request.assume_median_branch,
     )
     if request.maxima is None:
@@ -134,8 +142,14 @@ def _graph_of(request: Request, split: Partition) -> TrainingGraph:
     return replace(step(request.maxima, symbolic=False), note=note)
 
 
-def lower(request: Request, graph: TrainingGraph, *, planned_before: bool = False) -> Step:
-    """The training step as a problem, without a margin for fragmentation.
+def lower(
+    request: Request,
+    graph: TrainingGraph,
+    *,
+    planned_before: bool = False,
+    estimates: Sequence[Sequence[OpEstimate]] | None = None,
+) -> Step:
+    """The training step as a problem, without a margin for fragmentation, by these estimates where there are any.
 
     Raises OptionError where a name in `keep` names nothing; a step after the first may do without it.
     """
@@ -163,8 +177,9 @@ def lower(request: Request, graph: TrainingGraph, *, planned_before: bool = Fals
         granularity=512 if device.caches else 1,
         budget=request.budget_bytes,
     )
-    timed = request.costs == "measured"
-    estimates = estimate(graph.regions, device, measure_on=here, timed=timed, progress=options.progress)
+    if estimates is None:
+        timed = request.costs == "measured"
+        estimates = estimate(graph.regions, device, measure_on=here, timed=timed, progress=options.progress)
     step = build(graph.regions, estimates, graph.links, settings)
     if not planned_before:
         refuse_unmatched(places(step), options.keep, settings.modules)

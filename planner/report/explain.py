@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from planner.core.plan import Action, Decision, PlanRecord
+from planner.core.recipe import Choice
 from planner.core.what_if import Cost, WhatIf
 from planner.errors import OptionError, gb
 from planner.report.explanation import Explanation, Group
@@ -146,7 +147,9 @@ class _Words:
     ) -> Iterable[str]:
         plan, first, reason = self.plan, ds[0], self.reason(ats[0])
         nbytes = sum(d.nbytes for d in ds)
-        if not self.costs:
+        if not self.costs and not isinstance(plan.recipe, Choice):
+            yield _fused(first, nbytes, again or 0.0)
+        elif not self.costs:
             yield self._eager(ats[0], first, nbytes, again)
         elif first.action == "keep" and reason:
             yield f"Kept, as {reason}."
@@ -217,3 +220,10 @@ class _Words:
 
     def _average(self, ats: Sequence[int]) -> str:
         return rate(sum(self.costs[at].seconds for at in ats), sum(self.plan.decisions[at].nbytes for at in ats))
+
+
+def _fused(d: Decision, nbytes: int, again: float) -> str:
+    """Why a value is kept, or made again, that fused kernels make."""
+    if d.action == "recompute":
+        return f"Recomputed by fused kernels, which takes {duration(again)} ({rate(again, nbytes)})."
+    return f"Kept, as {d.reason}." if d.reason else "Kept."

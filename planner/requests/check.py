@@ -25,6 +25,7 @@ from planner.parallel.meshes import on_mesh
 from planner.requests.batch import Batch, arguments, maxima_of
 from planner.requests.budget import budget_of
 from planner.requests.cautions import warn_on_gpu
+from planner.requests.inductor import refuse_inductor
 from planner.requests.optimizers import check_optimizer, optimizers_of, weakly
 from planner.requests.request import Request
 
@@ -52,6 +53,7 @@ def check(
     options = options_of(kind, given)
     check_values(options)
     check_together(options, model)
+    refuse_inductor(options, target[1].type)
     check_optimizer(given.get("optimizer"), model)
     check_loss_fn(loss_fn)
     warn_on_gpu(model, target[0], options)
@@ -105,8 +107,8 @@ def check_together(options: Options, model: nn.Module) -> None:
             f"dynamic={options.dynamic!r} is for compiled plans; with mode='eager', leave it out: each new shape is "
             "checked against the budget, and planned anew where it does not fit"
         )
-    if on_mesh(model) and (mode == "eager" or shard > 1):
-        what = "mode='eager'" if mode == "eager" else f"shard={shard}"
+    if on_mesh(model) and (mode != "aten" or shard > 1):
+        what = f"mode={mode!r}" if mode != "aten" else f"shard={shard}"
         raise OptionError(
             f"{what} is for models on one device, and the parameters of this {type(model).__name__} are shared by "
             "several already (fully_shard, parallelize_module): leave it out"

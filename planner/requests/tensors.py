@@ -15,7 +15,7 @@ from planner.requests.request import Request
 
 def refuse_tensors(request: Request) -> None:
     """Raise CaptureError for nested tensors, and for subclasses whose operations torch.compile cannot follow."""
-    compiled = request.options.mode == "compiled"
+    compiled = request.options.mode != "eager"
     for name, t in _named(request):
         if t.is_nested:
             raise CaptureError(

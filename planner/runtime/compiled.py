@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from planner.capture.shapes import enlarged
-from planner.capture.trace.dynamo import dynamo_settings, make_backend
+from planner.capture.trace.dynamo import dynamo_settings, make_backend, op_by_op
 from planner.capture.trace.layers import helpers
 from planner.capture.trace.state_guard import undone_on, untouched
 from planner.compat.dynamo import compile_call
@@ -90,7 +90,9 @@ class Runtime(Applied):
             own.traced = True
             return dynamo_settings()
 
-        return compile_call(self.model, make_backend(self.regions.serving(recipe), self.checkpoints), settings)
+        return compile_call(
+            self.model, make_backend(self.regions.serving(recipe), op_by_op(self.checkpoints)), settings
+        )
 
     def like(self, model: nn.Module) -> Runtime:
         copied = Runtime(model, self.provider, self.shapes.without_families(), self.checkpoints)

@@ -9,17 +9,19 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
 
+import torch
 from torch import fx, nn
 
 from planner.capture.regions.fingerprint import fingerprint
 from planner.capture.regions.region import Region
 from planner.capture.trace.arrival import Arrivals
 from planner.capture.trace.dynamo import CompileRegion, Serve
-from planner.codegen.emit import emit, runnable
 from planner.core.plan import PlanRecord
 from planner.core.recipe import PlannedRegion, Recipe
 from planner.devices.accelerator import accelerator_of
 from planner.errors import ApplyError
+from planner.inductor.backend import compiling
+from planner.inductor.emit import emit_planned
 from planner.runtime.families import GraphChanged, recipe_of
 from planner.runtime.modes import backward_node, waits
 from planner.runtime.outputs import with_nodes
@@ -131,14 +133,16 @@ class _Graph:
         def partition(region: Region) -> tuple[fx.GraphModule, fx.GraphModule]:
             if planned is None or region.fingerprint != planned.fingerprint:
                 raise GraphChanged
-            if not runnable(region, planned.forward, planned.backward):
+            written = emit_planned(region, planned)
+            if written is None:
                 raise GraphChanged
-            return emit(region, planned.forward, planned.backward)
+            return written
 
         cut = self.recipe().detached.get(self.key, ())
         if (planned, cut) not in self.compiled:
             arrivals = Arrivals(cut, _unplanned)
-            self.compiled[planned, cut] = self.compile_region(partition, inputs, arrivals), arrivals
+            by = compiling() if planned is not None and planned.realised is not None else None
+            self.compiled[planned, cut] = self.compile_region(partition, inputs, arrivals, by), arrivals
             if self.regions.shown is not None:
                 self.regions.shown.update()
         return self.compiled[planned, cut]

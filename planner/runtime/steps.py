@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from planner.capture.trace.dynamo import dynamo_settings, make_backend
+from planner.capture.trace.dynamo import dynamo_settings, make_backend, op_by_op
 from planner.capture.trace.layers import helpers
 from planner.compat.dispatch import lasting_modes_off
 from planner.compat.dynamo import compile_call
@@ -288,5 +288,5 @@ class StepRuntime(Applied):
             return recipe_of(own.present.record)
 
         module, function = entry.of(self.model)
-        backend = make_backend(self.regions.serving(recipe), self.checkpoints)
+        backend = make_backend(self.regions.serving(recipe), op_by_op(self.checkpoints))
         return compile_call(module, backend, dynamo_settings, function=function)

@@ -13,11 +13,14 @@ from planner.core.options import Mode, check_values
 from planner.errors import ApplyError, gb
 from planner.planning.pipeline import make_plan
 from planner.requests.check import check_mode, refuse_wrapped
+from planner.requests.inductor import refuse_inductor
 from planner.requests.planned import Filed, Known, Pending, Planned, Unplanned
 from planner.requests.request import Request
 from planner.session.attach import Around, as_it_is, put_on
 from planner.session.binding import bound
+from planner.session.provider import Judge
 from planner.session.repair import repaired
+from planner.session.trust import trusted
 
 
 def apply(
@@ -49,9 +52,16 @@ def apply(
     if mode is not None:
         source = in_mode(source, mode)
     target = _target(source.request, model)
-    judge = repaired if verify else None
+    judge = _judge(source.request, verify)
     put_on(source, target, known=known, judge=judge, around=around, alone=alone)
     return target
+
+
+def _judge(request: Request, verify: bool) -> Judge | None:
+    """What becomes of each plan before it is used."""
+    if request.options.mode != "inductor":
+        return repaired if verify else None
+    return (lambda planned: repaired(trusted(planned))) if verify else trusted
 
 
 def _target(request: Request, model: Any) -> nn.Module:
@@ -71,6 +81,7 @@ def in_mode(source: Planned | Pending, mode: Mode) -> Planned | Pending:
     options = replace(source.request.options, mode=mode)
     check_values(options)
     check_mode(mode, options.in_flight)
+    refuse_inductor(options, source.request.device.type)
     if mode == source.request.options.mode:
         return source
     request = replace(source.request, options=options)

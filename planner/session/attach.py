@@ -100,8 +100,11 @@ def _runtime(target: nn.Module, request: Request, provider: PlanProvider, alone:
     options = request.options
     if options.mode == "eager":
         return EagerRuntime(target, provider, alone=alone)
-    if options.dynamic is None:
-        shapes: Shapes = LearntShapes(request.maxima or Maxima({}), tells=options.progress is not False)
+    shapes: Shapes
+    if options.mode == "inductor":
+        shapes = Shapes(False, Maxima({}))
+    elif options.dynamic is None:
+        shapes = LearntShapes(request.maxima or Maxima({}), tells=options.progress is not False)
     else:
         shapes = Shapes(options.dynamic is True, named_maxima(options.dynamic))
         shapes.limit(request.maxima or Maxima({}))

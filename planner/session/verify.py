@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,18 +51,7 @@ def verify(planned: Planned | Pending, batch: Any = None, kwargs: Mapping[str, A
             "verify() needs a batch: a plan keeps none alive, and its own is gone or was never given. Pass one"
         )
 
-    def step() -> None:
-        outputs = []  # held to the end, as a training loop holds them
-        losses = []
-        with under(request.surroundings, model):
-            for _ in range(request.in_flight):
-                output = model(*args, **extra)
-                losses.append(_loss(request.loss_fn, output))
-                held = request.loop.outputs_held
-                outputs.append([t for at, t in enumerate(leaves(output)) if held is None or at in held])
-                del output
-        for loss in losses:  # outside autocast
-            loss.backward()  # type: ignore[no-untyped-call]
+    step = partial(_step, request, args, extra)
 
     def by(plan: Planned | Pending) -> tuple[_Measured, PlanRecord]:
         put_on(plan, model, known=planned.known, alone=True)
@@ -85,9 +75,9 @@ def verify(planned: Planned | Pending, batch: Any = None, kwargs: Mapping[str, A
         except torch.OutOfMemoryError:
             unplanned = None
         measured, used = by(planned)
-        error, agree = (None, None) if unplanned is None else _compare(measured.gradients, unplanned.gradients)
+        error, agree = (None, None) if unplanned is None else compare(measured.gradients, unplanned.gradients)
         captured = _captured(measured, replace(request, batch=Batch(args, extra)), used, by) if error else None
-        own = None if captured is None else _compare(measured.gradients, captured)[0]
+        own = None if captured is None else compare(measured.gradients, captured)[0]
         unlike = _unlike(request, args, extra, again) if error and used.overhead and own != 0 else ()
     resident = used.resident_bytes - used.account.get(FOUND, 0)
     with_blocks = resident - used.account.get(MARGIN, 0)
@@ -101,10 +91,46 @@ def verify(planned: Planned | Pending, batch: Any = None, kwargs: Mapping[str, A
         gradients_agree=agree,
         planned_seconds=measured.seconds,
         unplanned_seconds=None if unplanned is None else unplanned.seconds,
-        capture_error=None if captured is None or unplanned is None else _compare(captured, unplanned.gradients)[0],
+        capture_error=None if captured is None or unplanned is None else compare(captured, unplanned.gradients)[0],
         plan_error=own,
         unlike=unlike,
     )
+
+
+def _step(request: Request, args: Any, extra: Mapping[str, Any]) -> None:
+    """The forward and backward passes of a training step of the request's model."""
+    model = request.model
+    outputs = []  # held to the end, as a training loop holds them
+    losses = []
+    with under(request.surroundings, model):
+        for _ in range(request.in_flight):
+            output = model(*args, **extra)
+            losses.append(_loss(request.loss_fn, output))
+            held = request.loop.outputs_held
+            outputs.append([t for at, t in enumerate(leaves(output)) if held is None or at in held])
+            del output
+    for loss in losses:  # outside autocast
+        loss.backward()  # type: ignore[no-untyped-call]
+
+
+def gradients_of(planned: Planned) -> dict[str, torch.Tensor]:
+    """The gradients of one real step under a plan, on its own batch, by the names of parameters; on the CPU.
+
+    The model, which may run under another plan, and its gradients are left as they were.
+    """
+    request, model = planned.request, planned.request.model
+    with (
+        taken_off(model),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        _untouched(model, request.gradients_copied),
+    ):
+        put_on(planned, model, alone=True)
+        try:
+            _step(request, request.args or (), request.kwargs)
+            return {name: here(p.grad).cpu() for name, p in model.named_parameters() if p.grad is not None}
+        finally:
+            detach(model)
 
 
 def _unlike(request: Request, args: Any, extra: Mapping[str, Any], again: Callable[[], None]) -> tuple[str, ...]:
@@ -246,7 +272,8 @@ def _untouched(model: nn.Module, accumulate: bool) -> Iterator[Callable[[], None
             table.update(saved)
 
 
-def _compare(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> tuple[float, bool]:
+def compare(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> tuple[float, bool]:
+    """The largest difference of gradients by name, over the largest of each; and whether they may be called equal."""
     worst, agree = 0.0, ours.keys() == theirs.keys()
     for name in ours.keys() & theirs.keys():
         a, b = ours[name], theirs[name]

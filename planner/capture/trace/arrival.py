@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,8 +24,12 @@ from planner.capture.passes.tangents import (
 )
 from planner.compat.autograd import leaves_of, running_node, skip_undefined
 from planner.compat.fx import boxed, takes_a_list
-from planner.errors import ApplyError
+from planner.errors import ApplyError, PlanWarning
 
+_UNFUSED = (
+    "some outputs of the model get no gradient that the plan counts on: this backward pass runs op by op, not as "
+    "Inductor compiled it, and may take more memory. Plan with loss_fn=, which says which outputs do, or mode='aten'"
+)
 Boxed = Callable[[list[Any]], Any]
 WHOLE = "planned_whole"  # on autograd's node of a compiled graph: outputs whose whole gradients enter its backward pass
 
@@ -91,18 +96,24 @@ class Arrivals:
             _Entering(place, position.get(n, -1), bool(n.users)) for place, n in enumerate(inputs) if is_tangent(n)
         )
 
-    def compile(self, graph: fx.GraphModule, _: Any = None) -> Boxed:
+    def compile(self, graph: fx.GraphModule, compiled: Boxed | None = None) -> Boxed:
         """The backward graph as a callable for AOTAutograd, which runs by what arrives.
 
         Where gradients do not, ops that only they would need do not run, so that it holds no more than with all.
+
+        Args:
+            graph: the backward graph.
+            compiled: the same, compiled for all gradients; None for op by op.
         """
-        planned = boxed(graph)
+        planned = compiled or boxed(graph)
 
         def call(arguments: list[Any]) -> Any:
             node = running_node()
             way = self._way(arguments, frozenset(getattr(node, WHOLE, ())))
             if way == _Way(frozenset()):
                 return planned(arguments)
+            if compiled is not None and not self._written:
+                warnings.warn(_UNFUSED, PlanWarning, stacklevel=2)
             for leaf in leaves_of(node) if way.missing else ():
                 skip_undefined(leaf)
             return self._by(way)(arguments)

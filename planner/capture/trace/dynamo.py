@@ -39,7 +39,8 @@ from planner.parallel.meshes import refuse_swapped
 from planner.parallel.sharded import as_defined
 
 Partition = Callable[[Region], tuple[fx.GraphModule, fx.GraphModule]]
-CompileRegion = Callable[[Partition, Sequence[Any], Arrivals], Callable[..., Any]]
+GraphCompiler = Callable[[fx.GraphModule, Sequence[Any], Partition, Arrivals], Callable[..., Any]]
+CompileRegion = Callable[[Partition, Sequence[Any], Arrivals, GraphCompiler | None], Callable[..., Any]]
 Serve = Callable[[fx.GraphModule, CompileRegion, Sequence[Any]], Callable[..., Any]]
 
 
@@ -76,18 +77,53 @@ def dynamo_settings() -> Iterator[None]:
             raise
 
 
-def make_backend(serve: Serve, checkpoints: Checkpoints = "replace") -> Callable[..., Any]:
-    """A `torch.compile` backend that leaves every decision to `serve`.
+def op_by_op(checkpoints: Checkpoints = "replace") -> GraphCompiler:
+    """A compiler of Dynamo graphs whose partitioned graphs run op by op.
 
     Args:
-        serve: a Dynamo graph, a function that compiles it, and its first inputs -> the callable that Dynamo calls
-            in its place. The function takes a partition: region -> its forward and backward graphs; inputs; and
-            what is to become of gradients that arrive, or do not.
         checkpoints: whether calls that the model itself checkpoints stay as they are.
     """
 
     def compiler(graph: fx.GraphModule, _inputs: Any) -> Callable[[list[Any]], Any]:
         return boxed(graph)
+
+    def compile_graph(
+        graph: fx.GraphModule, examples: Sequence[Any], partition: Partition, arrivals: Arrivals
+    ) -> Callable[..., Any]:
+        def split(
+            joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any
+        ) -> tuple[fx.GraphModule, fx.GraphModule]:
+            symbolic = at_hints(joint)
+            arrivals.read(joint.graph)
+            order = rewrite(joint, num_fwd_outputs, checkpoints)
+            forward, backward = partition(analyse(joint, num_fwd_outputs, order))
+            if symbolic:
+                forward, backward = symbolic_again(forward), symbolic_again(backward)
+            arrivals.write(backward)
+            return forward, backward
+
+        def backward_compiler(backward: fx.GraphModule, _inputs: Any) -> Callable[[list[Any]], Any]:
+            return out_of_sight(arrivals.compile(backward))
+
+        aot = aot_autograd(fw_compiler=compiler, bw_compiler=backward_compiler, partition_fn=split)
+        compiled: Callable[..., Any] = aot(graph, examples)
+        return compiled
+
+    return compile_graph
+
+
+OP_BY_OP = op_by_op()
+
+
+def make_backend(serve: Serve, compiler: GraphCompiler = OP_BY_OP) -> Callable[..., Any]:
+    """A `torch.compile` backend that leaves every decision to `serve`.
+
+    Args:
+        serve: a Dynamo graph, a function that compiles it, and its first inputs -> the callable that Dynamo calls
+            in its place. The function takes a partition: region -> its forward and backward graphs; inputs;
+            what is to become of gradients that arrive, or do not; and a compiler, or None for the one here.
+        compiler: a Dynamo graph, example inputs, a partition and gradients that arrive -> its compiled call.
+    """
 
     def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         # the tensors are the user's: their batch and results of earlier regions
@@ -95,32 +131,18 @@ def make_backend(serve: Serve, checkpoints: Checkpoints = "replace") -> Callable
 
         marked = False
 
-        def compile_region(partition: Partition, given: Sequence[Any], arrivals: Arrivals) -> Callable[..., Any]:
+        def compile_region(
+            partition: Partition, given: Sequence[Any], arrivals: Arrivals, by: GraphCompiler | None = None
+        ) -> Callable[..., Any]:
             nonlocal marked
             if not marked:
                 mark_whole(graph)
                 marked = True
 
-            def split(
-                joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any
-            ) -> tuple[fx.GraphModule, fx.GraphModule]:
-                symbolic = at_hints(joint)
-                arrivals.read(joint.graph)
-                order = rewrite(joint, num_fwd_outputs, checkpoints)
-                forward, backward = partition(analyse(joint, num_fwd_outputs, order))
-                if symbolic:
-                    forward, backward = symbolic_again(forward), symbolic_again(backward)
-                arrivals.write(backward)
-                return forward, backward
-
-            def backward_compiler(backward: fx.GraphModule, _inputs: Any) -> Callable[[list[Any]], Any]:
-                return out_of_sight(arrivals.compile(backward))
-
-            aot = aot_autograd(fw_compiler=compiler, bw_compiler=backward_compiler, partition_fn=split)
             examples = [x if kept is None else kept for x, kept in zip(given, sizes, strict=True)]
             # training loops leave autocast before the backward pass; torch.compile would trace that under it, too
             with capturable_layers(), functorch_config.patch(backward_pass_autocast="off"):
-                compiled = aot(graph, examples)
+                compiled = (by or compiler)(graph, examples, partition, arrivals)
 
             def run(*inputs: Any) -> Any:
                 results = arrivals.watched(compiled(*inputs))

@@ -18,7 +18,9 @@ from planner.capture.shapes import marked
 from planner.capture.trace.arrival import Arrivals
 from planner.capture.trace.backward_trace import watch_backward
 from planner.capture.trace.dynamo import (
+    OP_BY_OP,
     CompileRegion,
+    GraphCompiler,
     Partition,
     dynamo_settings,
     make_backend,
@@ -30,7 +32,6 @@ from planner.capture.trace.refusals import refusal
 from planner.compat.dynamo import compile_call, forget_compiled
 from planner.core.call import storages
 from planner.core.maxima import Maxima
-from planner.core.options import Checkpoints
 from planner.errors import CaptureError, PlannerError
 
 Detach = Callable[[fx.GraphModule], Collection[int]] | Mapping[str, tuple[int, ...]]
@@ -52,12 +53,12 @@ class FakeStep:
     """
 
     def __init__(
-        self, recording: Recording, split: Partition, detach: Detach, checkpoints: Checkpoints = "replace"
+        self, recording: Recording, split: Partition, detach: Detach, compiler: GraphCompiler = OP_BY_OP
     ) -> None:
         self.recording = recording
         self.split = split
         self.detach = detach
-        self.checkpoints = checkpoints
+        self.compiler = compiler
         self.calls: list[RegionCall] = []
         self.cut: dict[str, tuple[int, ...]] = {}
         self.frames = 0
@@ -79,7 +80,7 @@ class FakeStep:
 
     def _call(self, model: nn.Module, args: Any, kwargs: Any, maxima: Maxima | None, *, whole: bool = False) -> Any:
         """The output of the compiled model; with `whole`, what breaks the graph is raised."""
-        compiled = compile_call(model, make_backend(self._serve, self.checkpoints), self._frame_begins, whole=whole)
+        compiled = compile_call(model, make_backend(self._serve, self.compiler), self._frame_begins, whole=whole)
         with self.recording.mode, dynamo_settings(), torch.enable_grad(), marked(args, kwargs, maxima):
             self.recording.resume()
             try:
@@ -115,7 +116,7 @@ class FakeStep:
             captured.append(region)
             return self.split(region)
 
-        compiled = compile_region(partition, examples, Arrivals(self.cut[key], _ignored))
+        compiled = compile_region(partition, examples, Arrivals(self.cut[key], _ignored), None)
 
         def call(*inputs: Any) -> Any:
             region = captured[0] if captured else None

@@ -14,7 +14,7 @@ from planner.capture.regions.calls import Link, links_of, order_of, outputs_of, 
 from planner.capture.regions.region import Region
 from planner.capture.shapes import enlarged, is_size
 from planner.capture.trace.data_dependent import CHANCES, Answers
-from planner.capture.trace.dynamo import Partition, lone_loss, to_fake
+from planner.capture.trace.dynamo import OP_BY_OP, GraphCompiler, Partition, lone_loss, to_fake
 from planner.capture.trace.fake_step import FakeStep, NothingCapturedError
 from planner.capture.trace.loss_trace import LossFn, OutsideLoss, checked_loss, differentiable, leaves
 from planner.capture.trace.quiet import quietly
@@ -26,7 +26,6 @@ from planner.compat.fake import DataDependentOutputException, FakeTensorMode, fo
 from planner.core.account import EagerStep
 from planner.core.call import storages, tensors_in
 from planner.core.maxima import Maxima
-from planner.core.options import Checkpoints
 from planner.errors import BatchError, CaptureError, ModelError
 from planner.parallel.meshes import on_mesh, tracker_kept
 
@@ -68,7 +67,7 @@ def capture(
     kwargs: Mapping[str, Any],
     split: Partition,
     loss_fn: LossFn | None = None,
-    checkpoints: Checkpoints = "replace",
+    compiler: GraphCompiler = OP_BY_OP,
     maxima: Maxima | None = None,
     *,
     symbolic: bool = True,
@@ -83,7 +82,7 @@ def capture(
         split: a region -> any forward and backward graph of it, for the pass under fake tensors.
         loss_fn: the model's output -> the scalar loss; None: the loss is among the outputs (`find_loss`), or unknown,
             and then every differentiable output gets a gradient.
-        checkpoints: whether calls that the model itself checkpoints are planned like the rest, or stay as they are.
+        compiler: compiles the graphs of the pass under fake tensors.
         maxima: sizes that may be smaller than these; the step is that of the largest.
         symbolic: whether they are symbols in the graphs.
         likely: where the model's Python code decides by a random number, whether to go the way that it goes most often,
@@ -98,7 +97,7 @@ def capture(
         for chance in chances:
             answers = Answers(chance)
             try:
-                return _captured(model, args, kwargs, split, loss_fn, checkpoints, maxima, symbolic, answers)
+                return _captured(model, args, kwargs, split, loss_fn, compiler, maxima, symbolic, answers)
             except (NothingCapturedError, ModelError):
                 if chance == chances[-1] or not (answers.drew or answers.guessed):
                     raise
@@ -111,7 +110,7 @@ def _captured(
     kwargs: Mapping[str, Any],
     split: Partition,
     loss_fn: LossFn | None,
-    checkpoints: Checkpoints,
+    compiler: GraphCompiler,
     maxima: Maxima | None,
     symbolic: bool,
     answers: Answers,
@@ -132,7 +131,7 @@ def _captured(
         cut: dict[str, tuple[int, ...]] | None = None
         for _ in range(2):
             detach = lone_loss if cut is None and loss_fn is None else (cut or {})
-            step = FakeStep(recording, split, detach, checkpoints)
+            step = FakeStep(recording, split, detach, compiler)
             answers.begin()
             try:
                 with _drawing(fake_model, answers):

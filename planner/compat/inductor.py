@@ -1,0 +1,220 @@
+"""Inductor: its pipeline with a partition of ours, the wrappers that it generates. Torch 2.11 to 2.15.
+
+Nothing of `torch._inductor` is imported before the first function is called: that takes a second, and plans of other
+modes need none of it.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import importlib.util
+import re
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import fx
+
+from planner.compat.dynamo import functorch_config
+
+Partitioned = tuple[fx.GraphModule, fx.GraphModule]
+Partition = Callable[..., Partitioned]
+Inner = Callable[..., Callable[[list[Any]], Any]]
+
+# by module: what this one reads of it
+PARTS = {
+    "torch._inductor.async_compile": "AsyncCompile",
+    "torch._inductor.choices": "InductorChoices",
+    "torch._inductor.compile_fx": "compile_fx compile_fx_inner",
+    "torch._inductor.config": (
+        "cpp custom_partitioner_fn inductor_choices_class reorder_for_peak_memory cpp_wrapper fx_graph_cache"
+    ),
+    "torch._inductor.cpp_builder": "get_cpp_compiler",
+    "torch._inductor.custom_graph_pass": "CustomPartitionerFn",
+    "torch._inductor.graph": "GraphLowering",
+    "torch._functorch.partitioners": "min_cut_rematerialization_partition",
+    "torch._inductor.codegen.cpp": "CppScheduling",
+    "torch._inductor.virtualized": "V",
+    "torch._functorch.config": "enable_autograd_cache force_non_lazy_backward_lowering",
+}
+
+
+def missing_parts() -> tuple[str, ...]:
+    """The names in `PARTS` that this torch does not have; none where the mode can be used (torch 2.11 to 2.15)."""
+    found: list[str] = []
+    for name, parts in PARTS.items():
+        try:
+            module = importlib.import_module(name)
+        except ImportError:
+            found.append(name)
+            continue
+        found += [f"{name}.{part}" for part in parts.split() if not hasattr(module, part)]
+    return tuple(found)
+
+
+def missing_compiler(device: str) -> str:
+    """What Inductor lacks to compile for a kind of device, in words with what to install; empty for nothing."""
+    if device == "cuda":
+        return "" if importlib.util.find_spec("triton") else "Triton, which is not installed: pip install triton"
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        found = shutil.which(get_cpp_compiler())
+    except (InvalidCxxCompiler, RuntimeError):
+        found = None
+    return "" if found else "a C++ compiler, and none is here: install g++ (apt-get install g++), or set CXX to one"
+
+
+def compile_graph(
+    graph: fx.GraphModule,
+    inputs: Sequence[Any],
+    partition: Partition,
+    inner: Callable[[Inner], Inner],
+    *,
+    near: bool = False,
+) -> Callable[..., Any]:
+    """A Dynamo graph by Inductor's own pipeline, with a partition of ours (`compile_fx`, torch 2.11 to 2.15).
+
+    The graph itself is not changed. Its backward graph is compiled at once (`force_non_lazy_backward_lowering`), and
+    AOTAutograd's cache is off, which would not call the partition.
+
+    Args:
+        graph: as torch.compile hands it to a backend.
+        inputs: example inputs.
+        partition: as `CustomPartitionerFn`: a joint graph, its inputs, `num_fwd_outputs` -> forward and backward.
+        inner: Inductor's own compiler of one graph -> what compiles each graph in its place.
+        near: whether only nodes may be fused whose steps (`meta[STEP]`) are near each other.
+    """
+    from torch._inductor import compile_fx as module
+
+    from planner.compat.inductor_hooks import Near, Partitioner, chosen
+
+    own = fx.GraphModule(graph, copy.deepcopy(graph.graph))
+    own.meta = dict(graph.meta)
+    patches = {"custom_partitioner_fn": Partitioner(partition), "cpp_wrapper": False}
+    if near:
+        patches |= {"inductor_choices_class": Near, "reorder_for_peak_memory": False}
+    together = chosen() if near else nullcontext()
+    with functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True), together:
+        compile_fx: Any = module.compile_fx
+        compiled: Callable[..., Any] = compile_fx(
+            own, inputs, inner_compile=inner(module.compile_fx_inner), config_patches=patches
+        )
+    return compiled
+
+
+def default_partition(joint: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Partitioned:
+    """Inductor's own partition of a joint graph, which is not changed (`min_cut_rematerialization_partition`)."""
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    own = fx.GraphModule(joint, copy.deepcopy(joint.graph))
+    found: Partitioned = min_cut_rematerialization_partition(own, inputs, **options)
+    return found
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What Inductor would compile one graph to.
+
+    Attributes:
+        source: of the wrapper module, whose `call(arguments)` runs the kernels.
+        realised: buffers that exist in it, by name: the node of the graph that each is the result of.
+        constants: tensors that the module is given, by name.
+    """
+
+    source: str
+    realised: Mapping[str, fx.Node]
+    constants: Mapping[str, Any]
+
+
+class _Stopped(BaseException):
+    """The wrapper is there, and nothing is compiled: no error, which Inductor would catch, and never seen outside."""
+
+    def __init__(self, generated: Generated, strides: list[Any]) -> None:
+        self.generated, self.strides = generated, strides
+
+
+def generate(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Generated:
+    """The wrapper that Inductor generates for a graph, with no kernel compiled (torch 2.11 to 2.15).
+
+    AOTAutograd is told the strides of the results, as it is by a graph that is compiled.
+
+    Args:
+        graph: as `compile_fx` hands it to its inner compiler.
+        inputs: example inputs.
+        options: as `compile_fx` hands them on.
+    """
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.graph import GraphLowering
+
+    from planner.compat.inductor_hooks import origin_of
+
+    def stop(lowering: Any) -> None:
+        code, _ = lowering.codegen()
+        removed = lowering.removed_buffers | lowering.inplaced_to_remove
+        named = ((b.get_name(), origin_of(b)) for b in lowering.buffers if b.get_name() not in removed)
+        realised = {name: node for name, node in named if node is not None}
+        strides = [_strides(out) for out in lowering.graph_outputs or ()]
+        raise _Stopped(Generated(code.value, realised, dict(lowering.constants)), strides)
+
+    stopped = _Stopped(Generated("def call(args):\n    raise NotImplementedError", {}, {}), [])
+    with config.patch(force_disable_caches=True), mock.patch.object(GraphLowering, "compile_to_module", stop):
+        try:
+            compile_fx_inner(graph, inputs, **options)
+        except _Stopped as e:
+            stopped = e
+    context = torch._guards.TracingContext.try_get()
+    if context is not None and context.output_strides is not None:
+        assert len(context.output_strides) == 0
+        context.output_strides.extend(stopped.strides)
+    return stopped.generated
+
+
+def _strides(out: Any) -> tuple[int, ...] | None:
+    try:
+        return tuple(int(s) for s in out.get_layout().stride)
+    except (AttributeError, NotImplementedError, TypeError):
+        return None
+
+
+_ALLOCATION = re.compile(r"^(\s+)(\w+) = (empty_strided\w*)\(", re.M)
+
+
+def load(generated: Generated, kernel: Callable[[str], Any], allocate: Callable[..., torch.Tensor]) -> dict[str, Any]:
+    """A generated wrapper as a namespace with `call`, its kernels and allocations replaced (torch 2.11 to 2.15).
+
+    Args:
+        generated: the wrapper.
+        kernel: the name of a kernel -> what is called in its place.
+        allocate: called as (name of the buffer, sizes, strides, dtype) in the place of `empty_strided_*`.
+    """
+    import torch._inductor.async_compile as async_compile
+
+    class Stubs:
+        def __getattr__(self, name: str) -> Any:
+            return lambda *args, **kwargs: None
+
+    source = _ALLOCATION.sub(r"\1\2 = _allocate('\2', ", generated.source)
+    namespace: dict[str, Any] = {"__name__": "planner_dry_run", **generated.constants, "_allocate": allocate}
+    with mock.patch.object(async_compile, "AsyncCompile", Stubs):
+        exec(compile(source, WRAPPER, "exec"), namespace)
+    for name, value in list(namespace.items()):
+        if value is None and f"{name} = async_compile." in source:
+            namespace[name] = kernel(name)
+    namespace["assert_size_stride"] = namespace["assert_alignment"] = lambda *args: None
+    namespace["reinterpret_tensor"] = _reinterpret
+    return namespace
+
+
+WRAPPER = "<generated wrapper>"
+
+
+def _reinterpret(t: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int = 0) -> torch.Tensor:
+    return torch.as_strided(t, size, stride, t.storage_offset() + offset)

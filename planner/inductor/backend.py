@@ -1,0 +1,162 @@
+"""Dynamo graphs through Inductor's pipeline: captured, looked at without compiling, or compiled as planned."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from planner.capture.joint_graph import is_tangent
+from planner.capture.regions.region import Region
+from planner.capture.trace.arrival import Arrivals
+from planner.capture.trace.dynamo import GraphCompiler, Partition, out_of_sight
+from planner.compat.fake import FakeTensorMode, detect_fake_mode
+from planner.compat.fx import boxed
+from planner.compat.inductor import Generated, Inner, compile_graph, default_partition, generate
+from planner.errors import CaptureError
+from planner.inductor.dry_run import DryRun, dry_run
+from planner.inductor.realise import read
+
+Graphs = tuple[fx.GraphModule, fx.GraphModule]
+
+
+@dataclass(frozen=True)
+class Look:
+    """What Inductor would make of a step, by a partition.
+
+    Attributes:
+        forward, backward: the wrappers that it generates.
+        run: what they do, on fake tensors.
+    """
+
+    forward: Generated
+    backward: Generated
+    run: DryRun
+
+
+@dataclass(eq=False)
+class Source:
+    """A Dynamo graph that was captured, to be partitioned again and again.
+
+    Attributes:
+        graph: as Dynamo hands it to a backend.
+        inputs: fake tensors that it is called with.
+        cut: the outputs that get no gradient.
+        region: its joint graph, after Inductor's passes.
+        default: what Inductor would make of it by its own partition.
+        parts: the graphs of that partition.
+    """
+
+    graph: fx.GraphModule
+    inputs: Sequence[Any]
+    cut: Sequence[int]
+    region: Region
+    default: Look
+    parts: Graphs
+
+
+@dataclass
+class _Looking:
+    """The compiler of single graphs that compiles nothing."""
+
+    generated: list[Generated] = field(default_factory=list)
+    inputs: list[Sequence[Any]] = field(default_factory=list)
+
+    def compiler(self, _own: Inner) -> Inner:
+        def compile(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[[list[Any]], Any]:
+            looked = fx.GraphModule(graph, copy.deepcopy(graph.graph))
+            self.generated.append(generate(looked, inputs, **options))
+            self.inputs.append(inputs)
+            return boxed(graph)
+
+        return compile
+
+    def look(self, parts: Graphs, results: int) -> Look:
+        """What was seen, once both graphs were."""
+        (forward, backward), (given, coming) = self.generated, self.inputs
+        held = parts[1].graph.find_nodes(op="placeholder")
+        tangents = [x for x, n in zip(coming, held, strict=True) if is_tangent(n)]
+        mode = detect_fake_mode((given, coming)) or FakeTensorMode(allow_non_fake_inputs=True)
+        fakes = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in given]
+        return Look(forward, backward, dry_run(mode, forward, backward, fakes, tangents, results))
+
+
+def capturing(sources: list[Source]) -> GraphCompiler:
+    """A compiler that runs Inductor's own partition on fake tensors, and notes what it was given.
+
+    Args:
+        sources: takes one entry for each graph that is compiled.
+    """
+
+    def compile(
+        graph: fx.GraphModule, examples: Sequence[Any], partition: Partition, arrivals: Arrivals
+    ) -> Callable[..., Any]:
+        looking, own, found = _Looking(), fx.GraphModule(graph, copy.deepcopy(graph.graph)), dict[str, Any]()
+        own.meta = dict(graph.meta)
+
+        def split(joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Graphs:
+            arrivals.read(joint.graph)
+            region = read(joint, num_fwd_outputs)
+            partition(region)
+            parts = default_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **options)
+            found.update(region=region, parts=parts, results=num_fwd_outputs)
+            return parts
+
+        compiled = compile_graph(graph, examples, split, looking.compiler)
+        if found:
+            look = looking.look(found["parts"], found["results"])
+            sources.append(Source(own, examples, tuple(arrivals.cut), found["region"], look, found["parts"]))
+        return compiled
+
+    return compile
+
+
+def look(source: Source, partition: Partition) -> Look:
+    """What Inductor would make of a captured graph by a partition; nothing is compiled.
+
+    Raises:
+        CaptureError: the graph is not traced to the same joint graph again.
+    """
+    looking, found = _Looking(), list[tuple[Graphs, int]]()
+
+    def split(joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Graphs:
+        Arrivals(source.cut, lambda: None).read(joint.graph)
+        region = read(joint, num_fwd_outputs)
+        if region.fingerprint != source.region.fingerprint:
+            raise CaptureError(
+                "the step has another graph each time that it is traced, and mode='inductor' has to trace it again: "
+                "plan with mode='aten'"
+            )
+        found.append((partition(region), num_fwd_outputs))
+        return found[-1][0]
+
+    compile_graph(source.graph, source.inputs, split, looking.compiler, near=True)
+    return looking.look(*found[-1])
+
+
+def compiling() -> GraphCompiler:
+    """The compiler of planned graphs."""
+
+    def compile(
+        graph: fx.GraphModule, examples: Sequence[Any], partition: Partition, arrivals: Arrivals
+    ) -> Callable[..., Any]:
+        def split(joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Graphs:
+            arrivals.read(joint.graph)
+            forward, backward = partition(read(joint, num_fwd_outputs))
+            arrivals.write(backward)
+            return forward, backward
+
+        def compiler(own: Inner) -> Inner:
+            def compile_one(one: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+                compiled = own(one, inputs, **options)
+                return out_of_sight(arrivals.compile(one, compiled)) if options.get("is_backward") else compiled
+
+            return compile_one
+
+        return compile_graph(graph, examples, split, compiler, near=True)
+
+    return compile

@@ -1,0 +1,202 @@
+"""Solve, emit, look, solve again: a schedule of fused ops whose exact peak is within the budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import NoReturn
+
+from planner.capture.trace.step import TrainingGraph
+from planner.core.recipe import PlannedRegion
+from planner.core.step import Replay, Runs, Step, replay
+from planner.costs.ops import OpEstimate
+from planner.errors import CaptureError, PlannerError
+from planner.inductor.backend import Source, look
+from planner.inductor.emit import emit_planned
+from planner.inductor.observe import Observed, observe, told, workspaces
+from planner.inductor.realise import Fused, costs_of, fuse, realised_ops
+from planner.lowering.build import split_by_region
+from planner.requests.request import Request
+from solvers import InfeasibleError, Schedule, Solution, every_op_once, solve
+
+ROUNDS = 4  # looks at schedules, at most, beside that which keeps everything
+NEAR = 0.02  # of the budget: room that is left is not looked for again
+
+Estimates = Sequence[Sequence[OpEstimate]]
+Lower = Callable[[TrainingGraph, Estimates], Step]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A schedule, and what Inductor makes of it.
+
+    Attributes:
+        schedule: of the modelled step's ops.
+        planned: the same for the region.
+        observed: the launches.
+        step: the step that they are, each once.
+        replay: of that.
+    """
+
+    schedule: Schedule
+    planned: PlannedRegion
+    observed: Observed
+    step: Step
+    replay: Replay
+
+    @property
+    def peak(self) -> int:
+        """Bytes, everything that the budget counts, exactly."""
+        return self.replay.timeline.peak
+
+    @property
+    def seconds(self) -> float:
+        """Estimated time."""
+        return self.replay.timeline.cost
+
+
+@dataclass(frozen=True)
+class Search:
+    """A captured step, to try schedules on.
+
+    Attributes:
+        request: what is planned.
+        graph: the step.
+        source: its graph.
+        fused: the region with fused ops.
+        step: the step as it is modelled: fused ops, and the values that they realise.
+        lower: a graph with such regions, and estimates -> the step.
+        tried: after each trial, called.
+    """
+
+    request: Request
+    graph: TrainingGraph
+    source: Source
+    fused: Fused
+    step: Step
+    lower: Lower
+    tried: Callable[[], None]
+
+    def trial(self, schedule: Schedule) -> Trial:
+        """What Inductor makes of a schedule. Raises CaptureError where it cannot compile the graphs."""
+        fused, request = self.fused, self.request
+        ((forward, backward),) = split_by_region(self.step, schedule, 1)
+        planned = PlannedRegion(fused.fine.fingerprint, forward, backward, fused.realised)
+        seen = look(self.source, lambda region: emit_planned(region, planned) or _unplanned())
+        taken = workspaces(seen.run, request.measure_on, request.options.progress)
+        observed = observe(fused, seen, request.device, taken)
+        step = told(self.lower(replace(self.graph, regions=(observed.region,)), (observed.estimates,)), observed)
+        self.tried()
+        return Trial(schedule, planned, observed, step, replay(step.problem, every_op_once(step.problem)))
+
+
+def _unplanned() -> NoReturn:
+    raise CaptureError("the step has another graph each time that it is traced: plan with mode='aten'")
+
+
+def search_of(
+    request: Request, graph: TrainingGraph, source: Source, lower: Lower, tried: Callable[[], None]
+) -> Search:
+    """The search for a captured step; what Inductor realises by its own partition are the values."""
+    looked = source.default
+    both = (looked.forward, looked.backward)
+    named = {node.name for generated in both for node in generated.realised.values()}
+    fused = fuse(source.region, realised_ops(source.region, named))
+    taken = workspaces(looked.run, request.measure_on, request.options.progress)
+    bytes_of: dict[str, int] = {}
+    for launch in looked.run.launches:
+        realised = both[launch.backward].realised
+        for name in launch.made:
+            if launch.call is not None and launch.call.key in taken and name in realised:
+                bytes_of[realised[name].name] = taken[launch.call.key].workspace
+    estimates = (costs_of(fused, request.device, bytes_of),)
+    step = lower(replace(graph, regions=(fused.coarse,)), estimates)
+    return Search(request, graph, source, fused, step, lower, tried)
+
+
+def find(search: Search, first: Iterable[Schedule]) -> tuple[Trial, Trial, Solution]:
+    """The fastest trial within the budget, that which keeps everything, and what the solver said.
+
+    The solver's model of memory is not exact: it is given less, or more, by as much as its last schedule's exact peak
+    was off.
+
+    Args:
+        search: the step.
+        first: schedules to try before the solver is asked.
+
+    Raises:
+        TooSmall: the leanest schedule is above the budget.
+    """
+    budget, problem = search.request.budget_bytes, search.step.problem
+    everything = search.trial(every_op_once(problem))
+    known = next((t for t in map(search.trial, first) if t.peak <= budget), None)
+    if everything.peak <= budget or known is not None:
+        best = everything if everything.peak <= budget else known
+        assert best is not None
+        return best, everything, _solution(search, best, everything, "", 0.0)
+    best, leanest, note, seconds = None, everything, "", 0.0
+    target = budget
+    for _ in range(ROUNDS):
+        try:
+            found = _solved(search, target)
+        except InfeasibleError as e:
+            lean = search.trial(e.schedule)
+            leanest = min(leanest, lean, key=lambda t: t.peak)
+            best = best or (lean if lean.peak <= budget else None)
+            break
+        trial, note, seconds = search.trial(found.schedule), found.note, seconds + found.seconds
+        leanest = min(leanest, trial, key=lambda t: t.peak)
+        if trial.peak <= budget and (best is None or trial.seconds < best.seconds):
+            best = trial
+        if 0 <= budget - trial.peak <= NEAR * budget:
+            break
+        target += budget - trial.peak
+        if best is not None and target >= everything.peak:
+            break
+    if best is None:
+        raise TooSmall(leanest)
+    return best, everything, _solution(search, best, everything, note, seconds)
+
+
+class TooSmall(PlannerError):
+    """No schedule that was tried is within the budget; whoever asked says so in words.
+
+    Attributes:
+        leanest: the trial with the lowest peak.
+    """
+
+    def __init__(self, leanest: Trial) -> None:
+        super().__init__("the budget is too small")
+        self.leanest = leanest
+
+
+def _solved(search: Search, target: int) -> Solution:
+    options = search.request.options
+    problem = search.step.problem.with_budget(max(0, target))
+    return solve(problem, options.solver, time_limit=options.time_limit, progress=options.progress)
+
+
+def _solution(search: Search, best: Trial, everything: Trial, note: str, seconds: float) -> Solution:
+    """The trial as a solution, of which no more is known than that recomputing nothing takes the least time."""
+    bound = min(best.seconds, everything.seconds)
+    return Solution(best.replay.schedule, best.replay.timeline, search.request.options.solver, seconds, bound, note)
+
+
+def runs_under(search: Search, everything: Trial, best: Trial) -> Runs:
+    """What a trial makes of the launches of the one that keeps everything. O(launches)."""
+    problem = search.step.problem
+    planned = replay(problem, best.schedule)
+    counts = [0] * len(problem.ops)
+    for i in best.schedule.steps:
+        counts[i] += 1
+    number = {o.index: i for i, o in enumerate(search.step.origins) if o.region is not None}
+    saved = {problem.producer[v] for v in planned.saved_for_backward}
+    times, kept = {}, set()
+    for i, origin in enumerate(everything.step.origins):
+        at = () if origin.region is None else everything.observed.steps[origin.index]
+        times[i] = max((counts[number[coarse]] for coarse in at), default=1)
+    for v, coarse in enumerate(everything.observed.makers):
+        # a storage may be written into again by another op, whose result is what is kept
+        if coarse is None or number[coarse] in saved or counts[number[coarse]] == 1:
+            kept.add(v)
+    return Runs(times, frozenset(kept))

@@ -1,0 +1,143 @@
+"""From a checked request to a plan whose graphs Inductor compiles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from planner.capture.trace.dynamo import GraphCompiler
+from planner.capture.trace.step import TrainingGraph
+from planner.compat.inductor import missing_parts
+from planner.core.plan import GraphModules
+from planner.core.recipe import Recipe
+from planner.core.step import Step
+from planner.errors import CaptureError, InfeasibleBudgetError, PlannerError
+from planner.inductor.backend import Source, capturing
+from planner.inductor.emit import emit_planned
+from planner.inductor.search import Estimates, Search, TooSmall, find, runs_under, search_of
+from planner.planning.decisions import peak_account
+from planner.planning.record import Unplanned, record_of
+from planner.requests.planned import Known, Planned, source_of
+from planner.requests.request import Request
+from solvers import Schedule
+from solvers.progress import bar, clock
+
+
+@dataclass(frozen=True)
+class FusedGraph(TrainingGraph):
+    """A step that was captured inside Inductor's pipeline.
+
+    Attributes:
+        source: its one graph.
+    """
+
+    source: Source | None = None
+
+
+def without_inductor() -> str:
+    """Why a plan that is asked for in this mode is one of "aten", in words; empty where it need not be."""
+    missing = missing_parts()
+    return (
+        f"Planned with mode='aten': mode='inductor' needs parts of torch that this one lacks ({', '.join(missing)})."
+        if missing
+        else ""
+    )
+
+
+def in_aten(request: Request) -> Request:
+    """The same request in mode "aten"."""
+    return replace(request, options=replace(request.options, mode="aten"))
+
+
+def make_inductor_plan(
+    request: Request,
+    capture: Callable[[GraphCompiler], TrainingGraph],
+    lower: Callable[..., Step],
+    others: Sequence[Planned] = (),
+    known: Known | None = None,
+    captured: TrainingGraph | None = None,
+) -> Planned:
+    """Plan a checked request that has a batch, to be compiled by Inductor; raises as `plan()` does.
+
+    Args:
+        request: what to plan.
+        capture: a compiler of graphs -> the step, captured with it.
+        lower: as `pipeline.lower`.
+        others: plans of the same model, whose schedules are tried first.
+        known: as for `make_plan()`.
+        captured: as for `make_plan()`.
+    """
+    graph = captured if isinstance(captured, FusedGraph) else _captured(request, capture)
+    assert graph.source is not None
+
+    def lowered(of: TrainingGraph, estimates: Estimates) -> Step:
+        return lower(request, of, planned_before=True, estimates=estimates)
+
+    shown_as = "{desc}: {n} schedules looked at, {elapsed}"
+    with bar("planning", request.options.progress, bar_format=shown_as) as shown, clock(shown):
+        try:
+            search = search_of(request, graph, graph.source, lowered, lambda: shown.update())
+            first = list(_schedules(search, [*([known] if known is not None else []), *others]))
+            best, everything, solution = find(search, first)
+        except TooSmall as e:
+            lean = e.leanest
+            takes = {**lean.step.account, **peak_account(lean.step, lean.replay)}
+            takes = dict(sorted(takes.items(), key=lambda line: -line[1]))
+            raise InfeasibleBudgetError(request.budget_gb, lean.peak, takes) from None
+        except (PlannerError, MemoryError):
+            raise
+        except Exception as e:
+            raise CaptureError(
+                f"Inductor does not compile {type(request.model).__name__}: {type(e).__name__}: {e}. Plan with "
+                "mode='aten'"
+            ) from e
+    planned = best.planned
+
+    def graphs() -> tuple[GraphModules, ...]:
+        written = emit_planned(search.fused.fine, planned)
+        assert written is not None
+        return (GraphModules(*written),)
+
+    if known is not None and best.schedule in first:
+        solution = replace(solution, note=f"Taken from {source_of(known)}: the same step and budget.")
+    note = f"{solution.note} {graph.note} {LATER}".strip()
+    calls = {key: tuple(None if r is None else planned for r in order) for key, order in graph.order.items()}
+    recipe = Recipe(calls, graph.detached, None, graph.asked)
+    unplanned = Unplanned(everything.step, runs_under(search, everything, best))
+    record = record_of(request, best.step, best.replay, replace(solution, note=note), recipe, unplanned)
+    return Planned(replace(record, eager_peak_bytes=None), request, graphs, captured=graph)
+
+
+LATER = "The peak is that of the code which Inductor generates, run on fake tensors."
+
+
+def _captured(request: Request, capture: Callable[[GraphCompiler], TrainingGraph]) -> FusedGraph:
+    sources: list[Source] = []
+    graph = capture(capturing(sources))
+    if len(graph.regions) != 1 or len(sources) == 0:
+        raise CaptureError(
+            f"{type(request.model).__name__} is captured as {len(graph.regions)} graphs (torch.compile breaks it), and "
+            "mode='inductor' plans one: plan with mode='aten', or a submodule without a break"
+        )
+    source = next((s for s in reversed(sources) if s.region.joint is graph.regions[0].joint), None)
+    if source is None:
+        raise CaptureError("mode='inductor' plans steps of one graph: plan with mode='aten'")
+    source.region = graph.regions[0]
+    return FusedGraph(**{name: getattr(graph, name) for name in TrainingGraph.__dataclass_fields__}, source=source)
+
+
+def _schedules(search: Search, plans: Sequence[Known]) -> Iterator[Schedule]:
+    """The schedules of plans that are of this step."""
+    step = search.step
+    number = {o.index: i for i, o in enumerate(step.origins) if o.region is not None}
+    own = [i for i, o in enumerate(step.origins) if o.region is None]
+    for plan in plans:
+        recipe = plan.record.recipe
+        regions = [r for calls in recipe.calls.values() for r in calls if r] if isinstance(recipe, Recipe) else []
+        for region in regions:
+            fused = search.fused
+            if region.realised == fused.realised and region.fingerprint == fused.fine.fingerprint:
+                loss = [i for i in own if step.origins[i].phase == "loss"]
+                after = [i for i in own if i not in loss]
+                forward = [number[i] for i in region.forward]
+                yield Schedule((*forward, *loss, *(number[i] for i in region.backward), *after))

@@ -1,0 +1,98 @@
+"""What is used of Inductor: its pipeline, the wrappers that it generates, what goes into its caches."""
+
+import pickle
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch._inductor.config as inductor_config
+from torch import fx
+
+from planner.compat import inductor, inductor_hooks
+from planner.compat.fx import boxed
+
+pytestmark = [pytest.mark.compat, pytest.mark.filterwarnings("ignore::FutureWarning")]
+
+
+def test_the_parts_of_inductor_that_are_missing_are_named(monkeypatch):
+    assert inductor.missing_parts() == ()
+    monkeypatch.setitem(inductor.PARTS, "torch._inductor.config", "nothing")
+    monkeypatch.setitem(inductor.PARTS, "torch._inductor.nowhere", "here")
+    assert inductor.missing_parts() == ("torch._inductor.config.nothing", "torch._inductor.nowhere")
+
+
+def test_what_inductor_compiles_with_is_named_where_it_is_missing(monkeypatch):
+    monkeypatch.setenv("CXX", sys.executable)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "triton" in inductor.missing_compiler("cuda")
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert "C++ compiler" in inductor.missing_compiler("cpu")
+
+
+def test_inductor_runs_our_partition_and_generates_a_wrapper_that_compiles_nothing():
+    seen, graphs = [], []
+
+    def partition(joint, inputs, **options):
+        graphs.extend(inductor.default_partition(joint, inputs, **options))
+        return tuple(graphs)
+
+    def looking(_own):
+        def compile_one(graph, inputs, **options):
+            seen.append((inductor.generate(graph, inputs, **options), options.get("is_backward", False)))
+            return boxed(graph)
+
+        return compile_one
+
+    def backend(graph, inputs):
+        return inductor.compile_graph(graph, inputs, partition, looking, near=True)
+
+    with inductor_config.patch({"cpp.vec_isa_ok": True}):
+        x = torch.randn(8, 8, requires_grad=True)
+        torch.compile(lambda t: (t @ t).sin().exp().sum(), backend=backend)(x).backward()
+    assert [backward for _, backward in seen] == [False, True]
+    assert len(graphs) == 2
+    generated = seen[0][0]
+    assert {node.op for node in generated.realised.values()} == {"call_function"}
+    called, allocated = [], []
+
+    def allocate(name, size, stride, dtype):
+        allocated.append(name)
+        return torch.empty_strided(size, stride, dtype=dtype)
+
+    namespace = inductor.load(generated, lambda name: lambda *args: called.append(name), allocate)
+    namespace["call"]([x.detach()])
+    assert {name.startswith("cpp_fused") for name in called} == {True}
+    assert set(allocated) <= set(generated.realised)
+
+
+def test_what_inductor_is_configured_with_goes_into_the_keys_of_its_caches():
+    first, second = (inductor_hooks.Partitioner(lambda *_, s=step, **__: (tagged(s), tagged(s))) for step in (1, 2))
+
+    def tagged(step):
+        graph = fx.Graph()
+        node = graph.placeholder("x")
+        node.meta[inductor_hooks.STEP] = step
+        graph.output((node,))
+        return fx.GraphModule({}, graph)
+
+    assert pickle.loads(pickle.dumps(first)) == first.uuid()
+    first(None, ())
+    second(None, ())
+    assert first.uuid() != second.uuid()
+    assert pickle.loads(pickle.dumps(inductor_hooks.Near)) is inductor_hooks.Near
+
+
+def test_what_is_far_apart_in_a_schedule_is_not_fused():
+    class Scheduled:
+        def __init__(self, step):
+            node = fx.Graph().placeholder("x")
+            node.meta[inductor_hooks.STEP] = step
+            self.nodes = [SimpleNamespace(node=SimpleNamespace(get_origin_node=lambda: node))]
+
+        def get_nodes(self):
+            return self.nodes
+
+    near, far = Scheduled(0), Scheduled(inductor_hooks.FAR + 1)
+    assert inductor_hooks.steps_of(near) == {0}
+    assert not inductor_hooks.Near.can_fuse(None, near, far, 1)

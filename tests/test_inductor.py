@@ -1,0 +1,240 @@
+"""Mode "inductor": the peak of generated code against the profiler's, gradients, training, and what is refused."""
+
+import random
+
+import pytest
+import torch
+import torch._inductor.config as inductor_config
+from torch import nn
+
+import planner.session.trust
+from planner import PlanWarning, applied_plan, plan
+from planner.compat import inductor
+from planner.core.recipe import PlannedRegion
+from planner.devices.meter import record_allocations
+from planner.errors import CaptureError, InfeasibleBudgetError, OptionError, PlanFileError
+from planner.inductor.backend import look
+from planner.inductor.emit import emit_planned
+from planner.inductor.realise import fuse, realised_ops
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _as_the_machine_says():
+    """Do not compile a program to see whether this machine's vector instructions work."""
+    with inductor_config.patch({"cpp.vec_isa_ok": True}):
+        yield
+
+
+class Net(nn.Module):
+    def __init__(self, width=32, layers=3, p=0.0):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.norm, self.drop, self.head = nn.LayerNorm(width), nn.Dropout(p), nn.Linear(width, 4)
+
+    def forward(self, x, y):
+        for layer in self.layers:
+            x = x + self.drop(nn.functional.gelu(layer(self.norm(x))))
+        return nn.functional.cross_entropy(self.head(x), y)
+
+
+def batch_of(rows=256, width=32):
+    return torch.randn(rows, width), torch.randint(0, 4, (rows,))
+
+
+def planned(model, batch, budget_gb=1.0, **options):
+    return plan(model, batch, budget_gb=budget_gb, mode="inductor", progress=False, **options)
+
+
+@pytest.fixture(scope="module")
+def everything():
+    """A model, a batch and the plan that keeps everything."""
+    torch.manual_seed(0)
+    model, batch = Net(), batch_of()
+    return model, batch, planned(model, batch)
+
+
+def gradients(model):
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def test_a_planned_model_trains_at_the_peak_of_its_plan(everything):
+    model, batch, roomy = everything
+    model(*batch).backward()
+    expected = gradients(model)
+    model.zero_grad()
+    p = planned(model, batch, 0.85 * roomy.peak_bytes / 2**30)
+    assert p.overhead > 0
+    assert p.peak_bytes <= p.budget_bytes
+    assert {d.action for d in p.decisions} == {"keep", "recompute"}
+    assert max(m.held_bytes for m in p.timeline) == p.peak_bytes == sum(p.account.values())
+    assert any(m.recomputed and m.phase == "backward" and m.op.startswith("fused_") for m in p.timeline)
+    p.apply()
+    try:
+        model(*batch).backward()
+        assert "gradients are those of mode='aten'" in applied_plan(model).note
+        for name, grad in gradients(model).items():
+            torch.testing.assert_close(grad, expected[name], rtol=1e-4, atol=1e-6)
+        model.zero_grad()
+        measured = record_allocations(lambda: model(*batch).backward()).peak() + p.resident_bytes
+        assert measured == pytest.approx(applied_plan(model).peak_bytes, rel=0.005)
+    finally:
+        p.remove()
+
+
+def random_schedule(region, rng):
+    """Every op once, and some again in the backward pass, before the ops that read what they make."""
+    backward = []
+    for i in range(region.boundary, len(region.ops)):
+        for j in range(region.boundary):
+            if rng.random() < 0.1 and not region.ops[j].keep_because:
+                backward.append(j)
+        backward.append(i)
+    return range(region.boundary), tuple(backward)
+
+
+def with_stubs(generated, tensors):
+    """A wrapper on real memory, its kernels left out."""
+    allocate = lambda name, size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype)  # noqa: E731
+    namespace = inductor.load(generated, lambda name: lambda *args, **kwargs: None, allocate)
+    return namespace["runner"].call(tensors) if "runner" in namespace else namespace["call"](tensors)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_random_schedule_peaks_on_fakes_as_the_profiler_measures_its_code(everything, seed):
+    _model, _batch, roomy = everything
+    source = roomy.source.captured.source
+    both = (source.default.forward, source.default.backward)
+    named = {n.name for generated in both for n in generated.realised.values()}
+    fused = fuse(source.region, realised_ops(source.region, named))
+    forward, backward = random_schedule(fused.coarse, random.Random(seed))
+    recipe = PlannedRegion(fused.fine.fingerprint, tuple(forward), backward, fused.realised)
+    seen = look(source, lambda region: emit_planned(region, recipe))
+    results = len(source.region.fwd_outputs)
+    inputs = [torch.zeros(t.shape, dtype=t.dtype) for t in map(value, source.region.primals)]
+    tangents = [torch.ones(t.shape) for t in map(value, source.region.tangents)]
+
+    def step():
+        out = list(with_stubs(seen.forward, list(inputs)))
+        saved = out[results:]
+        del out
+        arguments = [*saved, *(t.clone() for t in tangents)]
+        del saved
+        return with_stubs(seen.backward, arguments)
+
+    step()
+    # extern ops on zeros: what they take beside their results is counted apart
+    measured = record_allocations(step).peak()
+    predicted = max(seen.run.forward_peak, seen.run.backward_peak)
+    assert measured == pytest.approx(predicted, abs=64)
+
+
+def value(node):
+    return node.meta["val"]
+
+
+def test_draws_are_kept_and_never_drawn_again():
+    torch.manual_seed(0)
+    model, batch = Net(p=0.5, layers=2), batch_of(64)
+    source = planned(model, batch).source.captured.source
+    drawn = [op for op in source.region.ops if op.node.target is torch.ops.prims.inductor_seeds.default]
+    assert drawn
+    assert all("draws" in op.keep_because for op in drawn)
+
+
+def test_what_does_not_fit_names_a_budget_that_does():
+    model, batch = Net(layers=1), batch_of(64)
+    with pytest.raises(InfeasibleBudgetError) as e:
+        planned(model, batch, 1e-6)
+    assert planned(model, batch, e.value.minimum_gb).peak_bytes <= e.value.minimum_gb * 2**30
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"dynamic": True}, "dynamic=True"),
+        ({"in_flight": 2}, "in_flight=2"),
+        ({"shard": 2}, "shard=2"),
+        ({"checkpoints": "keep"}, "checkpoints='keep'"),
+    ],
+)
+def test_what_it_does_not_plan_yet_is_refused_in_words(options, words):
+    with pytest.raises(OptionError, match=words):
+        planned(Net(), batch_of(), **options)
+
+
+def test_without_a_compiler_it_is_refused_before_capture(monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda *args, **kwargs: None)
+    monkeypatch.setattr("planner.planning.pipeline.graph_of", lambda *_: pytest.fail("captured"))
+    with pytest.raises(OptionError, match=r"C\+\+ compiler.*install"):
+        planned(Net(), batch_of())
+    if inductor.missing_compiler("cuda"):
+        with pytest.raises(OptionError, match="pip install triton"):
+            planned(Net(), batch_of(), device="h100")
+
+
+def test_a_torch_without_the_hooks_has_a_plan_of_aten_that_says_so(monkeypatch):
+    monkeypatch.setitem(inductor.PARTS, "torch._inductor.graph", "GraphLowering NotThere")
+    p = planned(Net(), batch_of())
+    assert p.options.mode == "aten"
+    assert "torch._inductor.graph.NotThere" in p.note
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        hidden = torch.tanh(self.first(x))
+        return hidden.sin(), torch.sigmoid(self.second(hidden))
+
+
+def test_a_gradient_that_does_not_arrive_makes_the_backward_pass_run_op_by_op_with_a_warning(monkeypatch):
+    torch.manual_seed(0)
+    model, x = Two(), torch.randn(16, 8)
+    model(x)[0].sum().backward()
+    expected = model.first.weight.grad.clone()
+    model.zero_grad()
+    monkeypatch.setattr("planner.session.apply.trusted", lambda planned: planned)
+    p = planned(model, x)
+    p.apply()
+    with pytest.warns(PlanWarning, match="op by op"):
+        model(x)[0].sum().backward()
+    p.remove()
+    torch.testing.assert_close(model.first.weight.grad, expected)
+    assert model.second.weight.grad is None
+    assert "Kept." in str(p.explain())
+
+
+def test_a_file_is_refused(everything, tmp_path):
+    with pytest.raises(PlanFileError, match="not written to files yet"):
+        everything[2].save(tmp_path / "plan.json")
+
+
+def test_a_broken_graph_is_refused():
+    class Broken(Net):
+        def forward(self, x, y):
+            x = self.layers[0](x)
+            torch._dynamo.graph_break()
+            return super().forward(x, y)
+
+    with pytest.raises(CaptureError, match="mode='aten'"):
+        planned(Broken(layers=1), batch_of())
+
+
+def test_wrong_gradients_leave_the_model_with_aten_and_a_note(everything, monkeypatch):
+    _model, _batch, roomy = everything
+    calls = []
+
+    def wrong(asked):
+        calls.append(asked.record.options.mode)
+        return {"w": torch.full((3,), float(len(calls)))}
+
+    monkeypatch.setattr(planner.session.trust, "gradients_of", wrong)
+    with pytest.warns(PlanWarning, match="Inductor compiled differ"):
+        found = planner.session.trust.trusted(roomy.source)
+    assert calls == ["inductor", "aten"]
+    assert found.record.options.mode == "aten"
+    assert "differ from those of mode='aten'" in found.record.note
