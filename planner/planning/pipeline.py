@@ -105,7 +105,7 @@ def graph_of(request: Request, compiler: GraphCompiler | None = None) -> Trainin
 
         card = request.device if request.foreign else None
         try:
-            with attention_as_on(card), planned_for(request.device.type):
+            with attention_as_on(card), planned_for((request.device if request.foreign else request.model_device).type):
                 return _graph_of(request, split, compiler or op_by_op(request.options.checkpoints))
         except (PlannerError, torch.OutOfMemoryError):
             raise
