@@ -62,7 +62,15 @@ def test_what_is_in_them(built):
         assert any(name.endswith("/CHANGELOG.md") for name in packed.getnames())
     (metadata,) = (name for name in names if name.endswith("METADATA"))
     text = zipfile.ZipFile(wheel).read(metadata).decode()
-    for line in ("Name: checkpoint-planner", "License-Expression: Apache-2.0", "Requires-Dist: torch>="):
+    (latest, *_) = re.findall(
+        r"^## \[(.*)\] - \d{4}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE
+    )
+    for line in (
+        f"Version: {latest}",
+        "Name: checkpoint-planner",
+        "License-Expression: Apache-2.0",
+        "Requires-Dist: torch>=",
+    ):
         assert f"\n{line}" in text
 
 

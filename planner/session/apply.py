@@ -18,7 +18,6 @@ from planner.requests.planned import Filed, Known, Pending, Planned, Unplanned
 from planner.requests.request import Request
 from planner.session.attach import Around, as_it_is, put_on
 from planner.session.binding import bound
-from planner.session.provider import Judge
 from planner.session.repair import repaired
 from planner.session.trust import trusted
 
@@ -52,16 +51,10 @@ def apply(
     if mode is not None:
         source = in_mode(source, mode)
     target = _target(source.request, model)
-    judge = _judge(source.request, verify)
-    put_on(source, target, known=known, judge=judge, around=around, alone=alone)
+    judge = repaired if verify else None
+    check = trusted if source.request.options.mode == "inductor" else None
+    put_on(source, target, known=known, judge=judge, check=check, around=around, alone=alone)
     return target
-
-
-def _judge(request: Request, verify: bool) -> Judge | None:
-    """What becomes of each plan before it is used."""
-    if request.options.mode != "inductor":
-        return repaired if verify else None
-    return (lambda planned: repaired(trusted(planned))) if verify else trusted
 
 
 def _target(request: Request, model: Any) -> nn.Module:

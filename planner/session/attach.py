@@ -44,6 +44,7 @@ def put_on(
     *,
     known: Known | None = None,
     judge: Judge | None = None,
+    check: Judge | None = None,
     around: Around = as_it_is,
     alone: bool = False,
 ) -> None:
@@ -53,7 +54,8 @@ def put_on(
         source: the plan.
         target: the model.
         known: a plan whose schedule is taken where it is for the step that comes.
-        judge: sees each plan before it is used, and may give another one.
+        judge: as for `Provider`.
+        check: as for `Provider`.
         around: wraps the provider of plans, to hear of events and to decide otherwise.
         alone: whether plans are for this process alone, whatever others train the model with it.
     """
@@ -67,9 +69,9 @@ def put_on(
     elif isinstance(source, Planned):
         own = with_batch(request, target, request.args or (), request.kwargs, request.maxima)
         ready = replace(source, request=own)
-    provider = Provider(target, request, known=known, ready=ready, awaited=awaited, judge=judge)
+    provider = Provider(target, request, known=known, ready=ready, awaited=awaited, judge=judge, check=check)
     runtime = _runtime(target, request, around(provider), alone)
-    if ready is not None and judge is None:
+    if ready is not None and judge is None and check is None:
         with under(request.surroundings, target):
             runtime.add(request.args or (), request.kwargs, ready, request.maxima)
     if awaited is not None:
@@ -77,17 +79,19 @@ def put_on(
     attach(target, runtime)
     _TRAINED_BY.pop(target, None)
     if request.occupancy is None and request.options.in_flight == 1:
-        _watch_entries(target, runtime, request, judge)
+        _watch_entries(target, runtime, request, judge, check)
     else:
         runtime.watched = watch(target, lambda: False)
 
 
-def _watch_entries(target: nn.Module, runtime: Applied, request: Request, judge: Judge | None) -> None:
+def _watch_entries(
+    target: nn.Module, runtime: Applied, request: Request, judge: Judge | None, check: Judge | None
+) -> None:
     """Plan for the calls of the model's methods, or of modules in it, if those are what the loop makes."""
     asked = replace(request, batch=None, kinds=None, maxima=None, surroundings=None, loss_fn=None)
 
     def provider_of(step: nn.Module, loop: Loop) -> PlanProvider:
-        return Provider(step, replace(asked, model_ref=weakref.ref(step), loop=loop), judge=judge)
+        return Provider(step, replace(asked, model_ref=weakref.ref(step), loop=loop), judge=judge, check=check)
 
     steps = StepRuntime(target, runtime.provider, provider_of, request.options.checkpoints)
     seeing = weakref.ref(steps)  # torch holds the hook of the watch

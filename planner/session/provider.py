@@ -59,7 +59,8 @@ class Provider:
         known: a plan whose schedule is taken where it is for the step that comes.
         ready: a plan for the model that has its batch, for the first call of that kind.
         awaited: a plan for the model whose batch is known by its shapes alone.
-        judge: sees each plan before it is used, and may give another one.
+        judge: sees each plan that does not count what the loop was seen to do, and may give another one.
+        check: the same for every plan.
 
     Attributes:
         loop: what the training loop does, as far as plans are made for it.
@@ -74,11 +75,12 @@ class Provider:
         ready: Planned | None = None,
         awaited: Awaited | None = None,
         judge: Judge | None = None,
+        check: Judge | None = None,
     ) -> None:
         if known is not None:  # its schedule is for the loop that it was made for
             request = replace(request, loop=known.record.step.loop)
         self.model, self.request = model, request
-        self.known, self.awaited, self.judge = known, awaited, judge
+        self.known, self.awaited, self.judge, self.check = known, awaited, judge, check
         self.loop = request.loop
         self.accepted: Loop | None = None  # what was seen, for which the plans are good enough
         self.why = ""  # plans are made anew for the loop
@@ -98,7 +100,7 @@ class Provider:
             self._keep(ready)
         if awaited is not None:
             self.own.append(awaited.planned)
-        self.ready = dict(self.early) if judge else {}  # else they serve without being asked for
+        self.ready = dict(self.early) if judge or check else {}  # else they serve without being asked for
 
     def on_missing_plan(self, caller: Caller, call: Call) -> Planned:
         """See `PlanProvider`; waits for the other processes where they agree on it."""
@@ -151,11 +153,12 @@ class Provider:
             planned = self._made(request, captured)
             announce(planned, time.perf_counter() - start, self.why or (_NEW_KIND if self.own else ""))
         planned = counted(planned, request)
-        if self.judge is None or self.loop != self.request.loop:
-            return planned
-        judged = self.judge(planned)
-        self.request = replace(self.request, options=judged.request.options)  # with what a real step was found to take
-        return judged
+        judges = [self.check, self.judge if self.loop == self.request.loop else None]
+        for judge in filter(None, judges):
+            planned = judge(planned)
+            # with what a real step was found to take
+            self.request = replace(self.request, options=planned.request.options)
+        return planned
 
     def _made(self, request: Request, captured: TrainingGraph | None) -> Planned:
         """A new plan.

@@ -19,9 +19,12 @@ from planner.session.verify import compare, gradients_of
 
 
 def trusted(planned: Planned) -> Planned:
-    """A plan whose gradients on its own batch are those of mode "aten", or that plan with a note of why.
+    """A plan whose gradients on its own batch are those of mode "aten", or a plan of that mode with a note of why.
 
     A step that draws random numbers draws others there: it is compared with Inductor's own, with everything kept.
+
+    Raises:
+        InfeasibleBudgetError: the gradients are wrong, and mode "aten" needs more than the budget.
     """
     recipe, request = planned.record.recipe, planned.request
     if not isinstance(recipe, Recipe) or planned.captured is None or not _fused(recipe) or request.args is None:
@@ -42,8 +45,7 @@ def trusted(planned: Planned) -> Planned:
         "largest in a parameter): the model trains with mode='aten'"
     )
     warnings.warn(text, PlanWarning, stacklevel=6)
-    found = make_plan(in_aten(request)) if draws else other
-    return _noted(found, f"{text[:1].upper()}{text[1:]}.")
+    return _noted(make_plan(in_aten(request)), f"{text[:1].upper()}{text[1:]}.")
 
 
 def _fused(recipe: Recipe) -> bool:
