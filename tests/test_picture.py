@@ -309,6 +309,9 @@ def test_graph_of_ops(laid_out):
     lines = {line_of(d["source"]) for _, d in whole.nodes(data=True) if d["phase"] == "forward"} - {""}
     assert lines
     assert lines <= drawn
+    several = [t.text for t in ET.fromstring(p.graph()).iter(f"{SVG}title") if " ops" in t.text]
+    assert several
+    assert all(re.search(r" ops, .*\.py:\d+", text) for text in several)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -13,7 +13,7 @@ import networkx as nx
 from planner.core.plan import BaselineMoment, PlanRecord
 from planner.errors import OptionError, gb
 from planner.report.graph_layout import layout
-from planner.report.names import folded, line_of, modules_of, title
+from planner.report.names import folded, lines_of, modules_of, title
 from planner.report.svg import ACTIONS, MICRO, escape, legend, number, svg, swatch, text, width_of
 from planner.report.words import clip, duration, shown
 
@@ -43,7 +43,7 @@ class Node:
         ops: positions in the baseline timeline.
         name: its label.
         more: its whole name and source line, for a title.
-        place: the file and line that make it; empty for several ops, and where it is not known.
+        place: the files and lines that make it; empty where they are not known.
         sizes: bytes of its results, by the decision for them, as in `ACTIONS`.
         seconds: of one run.
         outside: whether it belongs to another module than the drawn one.
@@ -179,9 +179,10 @@ def _node(ops: Sequence[BaselineMoment], members: tuple[int, ...], name: str, ou
     for i in members:
         sizes[ops[i].action or ""] += ops[i].nbytes
     one = ops[members[0]]
-    more = title(one.module, one.op, one.source) if len(members) == 1 else f"{name}: {len(members)} ops"
+    place = lines_of(ops[i].source for i in members)
+    several = ", ".join(filter(None, (f"{len(members)} ops", place)))
+    more = title(one.module, one.op, one.source) if len(members) == 1 else f"{name}: {several}"
     seconds = sum(ops[i].seconds for i in members)
-    place = line_of(one.source) if len(members) == 1 else ""
     return Node(members, shown(name), more, shown(place), sizes, seconds, outside)
 
 
@@ -217,7 +218,8 @@ def _bezier(points: Sequence[tuple[float, float]]) -> str:
 
 
 def _box(node: Node, x: float, y: float) -> str:
-    colour, place = ACTIONS[node.action][0], node.place or ("" if len(node.ops) == 1 else f"{len(node.ops)} ops")
+    colour, place = ACTIONS[node.action][0], node.place.partition(", ")[0]
+    place = place or ("" if len(node.ops) == 1 else f"{len(node.ops)} ops")
     dashes = " stroke-dasharray='4 3'" if node.outside else ""
     bar, at = "", x + 1
     total = sum(node.sizes.values())

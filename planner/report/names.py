@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from planner.core.plan import PlanRecord
 
@@ -48,3 +49,13 @@ def line_of(source: str) -> str:
     """The file's name and line of a source line: "model.py:31"."""
     place = re.match(r"(.*?):(\d+): ", source)
     return f"{re.sub(r'.*/', '', place[1])}:{place[2]}" if place else ""
+
+
+def lines_of(sources: Iterable[str]) -> str:
+    """The files of source lines, each with its first line and its last: "model.py:31-47, layers.py:8"."""
+    files: dict[str, list[int]] = {}
+    for place in filter(None, map(line_of, sources)):
+        file, _, line = place.rpartition(":")
+        files.setdefault(file, []).append(int(line))
+    spans = ((file, min(lines), max(lines)) for file, lines in files.items())
+    return ", ".join(f"{file}:{first}" + (f"-{last}" if last > first else "") for file, first, last in spans)
