@@ -34,8 +34,8 @@ def register_solver(name: str, solver: Solver) -> None:
     Examples:
         >>> from solvers.schedule import every_op_once
         >>> register_solver("once", lambda problem, *, time_limit=None, progress=None: Answer(every_op_once(problem)))
-        >>> sorted(SOLVERS)
-        ['auto', 'chen', 'ilp', 'once']
+        >>> {'auto', 'chen', 'ilp', 'once'} <= set(SOLVERS)
+        True
         >>> del SOLVERS["once"]
     """
     if not (isinstance(name, str) and name):

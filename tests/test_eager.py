@@ -164,7 +164,7 @@ def test_a_compiled_plan_applied_eagerly(tmp_path):
     p.apply(mode="eager")
     used = applied_plan(case.model)
     assert used.recipe.kept
-    assert f"The compiled plan: peak {p.peak_bytes / 2**20:.2f} MB" in used.note
+    assert f"The aten plan: peak {p.peak_bytes / 2**20:.2f} MB" in used.note
     ours = results(case)
     assert all(torch.equal(ours[key], theirs) for key, theirs in expected.items())
     assert held_before(case) + step_peak(case, tmp_path) <= p.budget_bytes

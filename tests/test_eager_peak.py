@@ -219,7 +219,7 @@ def test_both_peaks_are_shown():
     case = perceptron()
     p, q = (
         plan(case.model, case.batch, budget_gb=1, loss_fn=case.loss_fn, progress=False, mode=mode)
-        for mode in ("compiled", "eager")
+        for mode in ("aten", "eager")
     )
     assert q.eager_peak_bytes == q.baseline_peak_bytes
     p = changed(p, eager_peak_bytes=q.baseline_peak_bytes + 2**30)

@@ -454,7 +454,7 @@ def setter(*keys, value):
             r"decisions\[\d+\]: expected names of at most",
         ),
         (("plan", "step", "where"), "moon", r"step\.where: expected a torch device"),
-        (("plan", "options", "mode"), "magic", r"options\.mode: expected 'compiled' or 'eager', found magic"),
+        (("plan", "options", "mode"), "magic", r"options\.mode: expected 'aten', 'inductor' or 'eager', found magic"),
         (("plan", "identity", "modules", "name"), 3, r"identity\.modules\.name: expected a list"),
         (
             ("plan", "step", "card", "flops", 0, 0),

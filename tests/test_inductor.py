@@ -238,3 +238,7 @@ def test_wrong_gradients_leave_the_model_with_aten_and_a_note(everything, monkey
     assert calls == ["inductor", "aten"]
     assert found.record.options.mode == "aten"
     assert "differ from those of mode='aten'" in found.record.note
+
+
+def test_op_by_op_plans_have_their_old_name_too():
+    assert plan(Net(), batch_of(), budget_gb=1, mode="compiled", progress=False).options.mode == "aten"

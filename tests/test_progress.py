@@ -176,7 +176,7 @@ def test_a_first_step_that_is_interrupted_runs_by_the_plan_the_next_time(from_fi
     p.apply(model)
     attached(model).unwatch()  # as the first call does
     before = state(model)
-    monkeypatch.setattr(run, "emit", interrupted)
+    monkeypatch.setattr(run, "emit_planned", interrupted)
     with pytest.raises(KeyboardInterrupt):
         model(x)
     monkeypatch.undo()

@@ -43,7 +43,7 @@ def autoencoder():
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("mode", ["compiled", "eager"])
+@pytest.mark.parametrize("mode", ["aten", "eager"])
 def test_both_modes_run_a_step_of_two_calls_with_the_gradients_of_eager(autoencoder, mode):
     twin, x = copy.deepcopy(autoencoder), torch.randn(64, 64)
     plan(autoencoder, budget_gb=1, mode=mode).apply()

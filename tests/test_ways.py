@@ -76,7 +76,7 @@ def step(model, x, seed):
     return [loss.detach(), *grads, *(b.clone() for b in model.buffers()), torch.rand(2), *drawn()]
 
 
-def compare(model, batches, tmp_path, mode="compiled"):
+def compare(model, batches, tmp_path, mode="aten"):
     """Steps without a plan and with one, from the same state; the peaks of the latter. Returns the plan."""
     state = {k: v.clone() for k, v in model.state_dict().items()}
     expected = [step(model, x, seed) for seed, x in enumerate(batches)]

@@ -19,6 +19,7 @@ from unittest import mock
 
 import torch
 from torch import fx
+from torch._guards import TracingContext
 
 from planner.compat.dynamo import functorch_config
 
@@ -170,7 +171,7 @@ def generate(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Ge
             compile_fx_inner(graph, inputs, **options)
         except _Stopped as e:
             stopped = e
-    context = torch._guards.TracingContext.try_get()
+    context = TracingContext.try_get()
     if context is not None and context.output_strides is not None:
         assert len(context.output_strides) == 0
         context.output_strides.extend(stopped.strides)

@@ -23,6 +23,7 @@ Costs = Literal["roofline", "measured"]
 Dynamic = bool | Mapping[str | int, Mapping[int, int]] | None
 Mode = Literal["aten", "inductor", "eager"]
 MODES = get_args(Mode)
+OLD_MODES: dict[str, Mode] = {"compiled": "aten"}  # what they were called before
 OnFailure = Literal["raise", "warn"]
 
 GB = 2**30

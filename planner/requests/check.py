@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from planner.compat.modules import managed_by_fsdp
 from planner.compat.self_check import check_torch
 from planner.core.maxima import Maxima
-from planner.core.options import Options, check_values
+from planner.core.options import OLD_MODES, Options, check_values
 from planner.core.surroundings import surroundings_of
 from planner.devices.accelerator import present
 from planner.devices.find import check_working, find_device
@@ -87,6 +87,8 @@ def options_of(kind: type[Options], given: Mapping[str, Any]) -> Options:
         data["device"] = str(data["device"])
     if data.get("account_gb", {}) is None:
         del data["account_gb"]
+    if isinstance(mode := data.get("mode"), str):
+        data["mode"] = OLD_MODES.get(mode, mode)
     if isinstance(data.get("keep"), list):
         data["keep"] = tuple(data["keep"])
     return kind(**data)

@@ -90,5 +90,5 @@ def stays(recorder: Recorder, counted: Any) -> Stays:
     beside = sum(nbytes for key, nbytes in stay.items() if key not in own) + sum(other.stays() for other in others)
     between = [each for key, each in used.items() if key not in stay and each.stays]
     around = sum(each.nbytes for each in between) + max(0, new - max(0, read - unread))
-    trains = any(each.trains() for each in between)
+    trains = any(each.trained for each in between)
     return Stays(beside + (0 if trains else around), around if trains else 0, read, left)

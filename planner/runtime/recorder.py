@@ -70,15 +70,10 @@ class _Used:
     """A storage that an op outside the planned graphs has used, and that existed before."""
 
     nbytes: int
-    parameter: weakref.ref[nn.Parameter] | None = None
+    trained: bool = False  # a parameter, used where its gradient may be asked for
     read: bool = False  # between a forward and a backward pass
     stays: bool = False  # it is a parameter, or it was written into
     in_step: bool = False  # used before the first backward pass ended
-
-    def trains(self) -> bool:
-        """Whether it is a parameter that has a gradient."""
-        parameter = self.parameter() if self.parameter is not None else None
-        return parameter is not None and parameter.grad is not None
 
 
 class PlannedModel(Protocol):
@@ -317,12 +312,12 @@ class Recorder(LastingMode):
             used = self.used.get(key)
             if used is None:
                 storage = t.untyped_storage()
-                own = weakref.ref(t) if isinstance(t, nn.Parameter) else None
-                used = self.used[key] = _Used(storage.nbytes(), own)
+                used = self.used[key] = _Used(storage.nbytes())
                 weakref.finalize(storage, self.used.pop, key, None).atexit = False
             used.read = True
             used.in_step |= not self.losses
             used.stays |= isinstance(t, nn.Parameter) or key in into
+            used.trained |= isinstance(t, nn.Parameter) and t.requires_grad and torch.is_grad_enabled()
         return inputs
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from planner.compat.self_check import check_torch
 from planner.core.identity import difference, identity
-from planner.core.options import Mode, check_values
+from planner.core.options import OLD_MODES, Mode, check_values
 from planner.errors import ApplyError, gb
 from planner.planning.pipeline import make_plan
 from planner.requests.check import check_mode, refuse_wrapped
@@ -71,7 +71,7 @@ def _target(request: Request, model: Any) -> nn.Module:
 
 def in_mode(source: Planned | Pending, mode: Mode) -> Planned | Pending:
     """A plan for the same request in another mode; its note says what each of the two predicts."""
-    options = replace(source.request.options, mode=mode)
+    options = replace(source.request.options, mode=OLD_MODES.get(mode, mode))
     check_values(options)
     check_mode(mode, options.in_flight)
     refuse_inductor(options, source.request.device.type)
