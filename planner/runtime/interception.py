@@ -116,7 +116,7 @@ class Applied:
         self.unwatch()
         result = self._train(args, kwargs)
         if self.watch is not None:
-            self.watch.call_ended(args, kwargs, result, self.made())
+            self.watch.call_ended(args, kwargs, result, self.made)
         return result
 
     def _train(self, args: Any, kwargs: Any) -> Any:

@@ -163,9 +163,6 @@ class Recorder(LastingMode):
         self.read_again: set[int] = set()  # numbers of tensors that were made and read later
         self.gradients = _Made()  # by the planned graphs
         self.batches = _Made()  # that the model was called with, and that get gradients
-        self.sources: dict[
-            int, frozenset[int]
-        ] = {}  # number of a tensor that was made -> storages it was computed from
         self.waiting = 0, 0
         self._returned = [list(map(_weakly, outputs))]  # by call
         self._hooks: list[Any] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -108,14 +108,14 @@ class Watch:
         self._tries += 1
         self.settled = self._tries > TRIES
 
-    def call_ended(self, args: Any, kwargs: Any, result: Any, made: Sequence[torch.Tensor]) -> None:
+    def call_ended(self, args: Any, kwargs: Any, result: Any, made: Callable[[], Sequence[torch.Tensor]]) -> None:
         """A training call has returned: record what comes until the next one, where that is not known yet.
 
         Args:
             args: of the call.
             kwargs: of the call.
             result: of the call.
-            made: the tensors that its planned graphs returned, and that are alive.
+            made: gives the tensors that its planned graphs returned, and that are alive.
         """
         model = self._model()
         if model is None or self.settled:
@@ -124,7 +124,7 @@ class Watch:
         loss = probable_loss(result)
         self._loss_at = -1 if loss is None or find_loss(result) is not None else loss[0]
         returned = storages(outputs)
-        aside = [t for t in made if storage_key(t) not in returned]
+        aside = [t for t in made() if storage_key(t) not in returned]
         if self.recorder is not None:
             self.recorder.expect((args, kwargs), outputs, aside)
         elif self._first:  # from the middle of a step on, it would miss what earlier calls hold
