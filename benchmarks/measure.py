@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
+import platform
 import statistics
 import tempfile
 import time
@@ -21,6 +22,11 @@ from tests.measure import peak_of
 
 Step = Callable[[nn.Module], object]
 PRELOAD = ["planner", "transformers", "diffusers", "torch._dynamo.backends.debugging", "torch._functorch.partitioners"]
+
+
+def software() -> str:
+    """The system, the processor's kind and the Python that measure, for a report."""
+    return f"{platform.system()} {platform.machine()}, Python {platform.python_version()}"
 
 
 def held_bytes(model: nn.Module, batch: dict[str, torch.Tensor]) -> int:

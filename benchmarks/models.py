@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from .measure import in_own_process
+from .measure import in_own_process, software
 from .models_report import page
 from .survey import PAIRS, Row, survey
 from .zoo import FAMILIES, cases
@@ -42,7 +41,7 @@ def write(rows: Mapping[str, Mapping[str, Any]]) -> None:
     names = [name for family in FAMILIES for name in cases(family)]
     report = {
         "device": "CPU, 1 thread",
-        "platform": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
+        "platform": software(),
         "torch": torch.__version__,
         "pairs": PAIRS,
         "models": [rows[name] for name in names if name in rows],

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -21,7 +20,7 @@ from tqdm import tqdm
 
 from planner import plan
 
-from .measure import held_bytes, in_own_process, time_ratio
+from .measure import held_bytes, in_own_process, software, time_ratio
 from .step_bytes import step_bytes
 from .survey import fresh
 from .tax_report import page
@@ -174,7 +173,7 @@ def write(rows: Mapping[str, Any], hosts: list[Any]) -> None:
     names = [name for family in ZOO.values() for name in family]
     report = {
         "device": "CPU, 1 thread",
-        "platform": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
+        "platform": software(),
         "torch": torch.__version__,
         "pairs": PAIRS,
         "models": [rows[name] for name in names if name in rows],
