@@ -1,6 +1,7 @@
 """Progress is shown where it is wanted, and an interruption leaves everything as it was."""
 
 import copy
+import functools
 import gc
 import io
 import random
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from tqdm import tqdm
 
 import planner.api.front
 import planner.eager.pipeline
@@ -48,7 +50,9 @@ TIGHT = {"budget_gb": 0.00125, "loss_fn": loss, "time_limit": 0.2}
 
 @pytest.fixture
 def at_once(monkeypatch):
+    """Bars are drawn from the start, and anew at each step of theirs: what is shown hangs on no clock."""
     monkeypatch.setattr("solvers.progress.DELAY", 0.0)
+    monkeypatch.setattr("solvers.progress.tqdm", functools.partial(tqdm, mininterval=0, miniters=1))
 
 
 def stages(model, x, progress):
