@@ -255,7 +255,7 @@ def test_a_dropout_runs_again_without_drawing_where_its_mask_is_kept():
 
 @pytest.mark.compat
 def test_a_dropout_that_is_drawn_again_has_its_state_among_what_is_saved():
-    layers = [m for _ in range(4) for m in (nn.Linear(64, 64), nn.LayerNorm(64), nn.Dropout(0.1), nn.ReLU())]
+    layers = [m for _ in range(8) for m in (nn.Linear(64, 64), nn.LayerNorm(64), nn.Dropout(0.1), nn.ReLU())]
     model, x = nn.Sequential(*layers).train(), torch.randn(512, 64)
     usual = copy.deepcopy(model)
     with pytest.raises(InfeasibleBudgetError) as refused:

@@ -21,6 +21,7 @@ from planner.capture.passes.dropout import drawn_by
 from planner.capture.recomputability import RUNNING_STATISTICS
 from planner.capture.regions.region import GraphOp, Region
 from planner.capture.shapes import is_size
+from planner.codegen.noise import make_noise_in_place
 from planner.codegen.replay import run_and_save_state, run_with_state
 from planner.codegen.views import compose_views, keep_views
 from planner.compat.fx import root_of
@@ -60,6 +61,8 @@ def emit(region: Region, forward: Sequence[int], backward: Sequence[int]) -> tup
     kept = [second.kept[n] for n in (*(n for n in second.kept if not is_size(n)), *sizes)]
     _close(first, [*outputs, *kept], region.output_descs[: len(outputs)])
     _close(second, grads, region.output_descs[len(outputs) :])
+    for writer in (first, second):
+        make_noise_in_place(writer.graph)
     keep_views(first.graph, second.graph, compose_views(first.graph), compose_views(second.graph), len(outputs))
     return _module(region, first, "forward"), _module(region, second, "backward")
 

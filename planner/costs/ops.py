@@ -13,7 +13,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from planner.capture.joint_graph import map_nodes, tensors
-from planner.capture.passes.dropout import drawn_by
+from planner.capture.passes.dropout import drawn_by, is_noise
 from planner.capture.recomputability import crosses_the_link, is_collective, is_random, replay_bytes
 from planner.capture.regions.region import Region
 from planner.compat.ops import OpOverload, schema_of
@@ -123,6 +123,8 @@ def call_of(node: fx.Node) -> Call:
     """The call that a node makes, by its fake tensors."""
     args, kwargs = map_nodes((node.args, dict(node.kwargs)), lambda n: n.meta.get("val"))
     target: Any = node.target
+    if is_noise(node):  # scaled in place, after a copy in its dtype
+        target, args, kwargs = torch.ops.aten._to_copy.default, args[:1], {"dtype": node.meta["val"].dtype}
     names = [a.name for a in schema_of(target).arguments]
     if "philox_seed" in names and "dropout_p" in names:
         # attention's backward pass reads the seed on the host, where fake tensors put it on the GPU: without dropout

@@ -15,6 +15,7 @@ from planner.compat.fake import unset_fake_temporarily
 _ATEN = torch.ops.aten
 _CPU: ContextVar[bool] = ContextVar("cpu", default=True)  # whether what is traced on the CPU is planned for one
 _DRAWN_BY = "planner_drawn_by"  # in a node's meta
+_NOISE = "planner_noise"  # likewise
 
 
 @contextmanager
@@ -92,7 +93,7 @@ def _as_eager_on_a_cpu(draw: fx.Node, mask: fx.Node, result: fx.Node, scale: flo
             noise = graph.call_function(_ATEN._to_copy.default, (new_mask,), {"dtype": dtype})
             noise.meta = {**result.meta, "val": torch.empty_like(result.meta["val"])}
         noise = graph.call_function(_ATEN.mul.Scalar, (noise, scale))
-        noise.meta = {**result.meta, "val": torch.empty_like(result.meta["val"])}
+        noise.meta = {**result.meta, "val": torch.empty_like(result.meta["val"]), _NOISE: True}
         product = graph.call_function(_ATEN.mul.Tensor, (x, noise))
         product.meta = dict(result.meta)
     for user in tuple(mask.users):
@@ -116,6 +117,11 @@ def _scale(rate: float, dropped: torch.Tensor) -> float:
     if dropped.dtype is not torch.float64:
         return 1 / torch.tensor(1 - rate, dtype=torch.float32).item()
     return 1 / (1 - rate)
+
+
+def is_noise(node: fx.Node) -> bool:
+    """Whether a node scales a mask, which emitted graphs do in place (`codegen/noise.py`)."""
+    return _NOISE in node.meta
 
 
 def drawn_by(node: fx.Node) -> str | None:
