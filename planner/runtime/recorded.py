@@ -47,8 +47,8 @@ class Stays:
         beside: from step to step: parameters of other modules and tensors that were written into, as far as the loss
             used them, what was made before the backward pass and is still there, gradients that are no `.grad`, batches
             of earlier calls that get gradients.
-        around: the same of what was used between one step and the next, and what was made and used there, where another
-            model is trained there; else that is part of `beside`.
+        around: the same of what was used between one step and the next, such as the data that a batch is made of, and
+            what was made and used there, where another model is trained there; else that is part of `beside`.
         read: what the loss is computed from.
         left: from the loss to the end of the backward pass.
     """
@@ -68,8 +68,8 @@ def stays(recorder: Recorder, counted: Any) -> Stays:
     """
     others = {*recorder.others, *(other for other in recorder.passing if other.waiting())}
     own, alive = storages([counted, [other.tensors() for other in others]]).keys(), recorder.made.made
-    used = {key: used for key, used in recorder.used.items() if used.stays and key not in own}
-    stay = {key: each.nbytes for key, each in used.items() if each.in_step}
+    used = {key: used for key, used in recorder.used.items() if key not in own}
+    stay = {key: each.nbytes for key, each in used.items() if each.in_step and each.stays}
     kept_on = [recorder.gradients, *([recorder.batches] if recorder.calls_made == 1 else [])]  # else they are in flight
     stay |= {key: nbytes for each in kept_on for key, (_, nbytes) in each.made.items()}
     left, before = 0, set[Made]()
@@ -88,7 +88,7 @@ def stays(recorder: Recorder, counted: Any) -> Stays:
     unread = sum(nbytes for _, nbytes in fresh) - new  # targets of the next loss, as a rule
     read = max((sum(loss.read.values()) for loss in recorder.losses), default=0)
     beside = sum(nbytes for key, nbytes in stay.items() if key not in own) + sum(other.stays() for other in others)
-    between = [each for key, each in used.items() if key not in stay]
+    between = [each for key, each in used.items() if key not in stay and (each.stays or not each.in_step)]
     around = sum(each.nbytes for each in between) + max(0, new - max(0, read - unread))
     trains = any(each.trained for each in between)
     return Stays(beside + (0 if trains else around), around if trains else 0, read, left)

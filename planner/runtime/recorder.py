@@ -71,7 +71,6 @@ class _Used:
 
     nbytes: int
     trained: bool = False  # a parameter, used where its gradient may be asked for
-    read: bool = False  # between a forward and a backward pass
     stays: bool = False  # it is a parameter, or it was written into
     in_step: bool = False  # used before the first backward pass ended
 
@@ -254,7 +253,7 @@ class Recorder(LastingMode):
     def _loss_events(self) -> LossEvents:
         held = tuple(at for at, ref in self.outputs.items() if ref() is not None)
         let_go = max((n for at, n in self.let_go.items() if at not in held), default=0)
-        read = {key: used.nbytes for key, used in self.used.items() if used.read and not used.stays}
+        read = {key: used.nbytes for key, used in self.used.items() if not used.stays}
         made = dict(self.made.made)
         parts = frozenset(key for key, (number, _) in made.items() if number in self.in_loss)
         return LossEvents(tuple(self.events), let_go, held, made, parts, read)
@@ -311,7 +310,6 @@ class Recorder(LastingMode):
                 storage = t.untyped_storage()
                 used = self.used[key] = _Used(storage.nbytes())
                 weakref.finalize(storage, self.used.pop, key, None).atexit = False
-            used.read = True
             used.in_step |= not self.losses
             used.stays |= isinstance(t, nn.Parameter) or key in into
             used.trained |= isinstance(t, nn.Parameter) and t.requires_grad and torch.is_grad_enabled()
