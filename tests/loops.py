@@ -469,6 +469,43 @@ def data_on_the_device(put: Put, ended: Ended) -> None:
         ended(loss)
 
 
+class Reconstructs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(mlp(96, 3, 96), nn.Linear(96, 192), nn.GELU(), nn.Linear(192, 96))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.layers(x)
+        return y, y.square().mean()
+
+
+def two_sources_of_loss(put: Put, ended: Ended) -> None:
+    """A part of the loss is the model's own, as in a VQ-VAE; nobody holds the gradient of the other output."""
+    model = put(Reconstructs())
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    for _ in range(STEPS):
+        x = torch.randn(512, 96)
+        y, penalty = model(x)
+        loss = F.mse_loss(y, x) + penalty
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ended(loss)
+
+
+def given_gradients(put: Put, ended: Ended) -> None:
+    """A gradient comes from elsewhere, and the loop holds it."""
+    model = put(mlp(64, 4, 64))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    for _ in range(STEPS):
+        y = model(torch.randn(512, 64))
+        gradient = torch.randn_like(y) * 1e-3
+        optimizer.zero_grad()
+        y.backward(gradient)
+        optimizer.step()
+        ended(y.detach().sum())
+
+
 def features_by_a_hook(put: Put, ended: Ended) -> None:
     model, seen = mlp(96, 4, 8), {}
     model[3].register_forward_hook(lambda module, args, output: seen.update(features=output))
@@ -804,6 +841,8 @@ LOOPS: dict[str, Loop] = {
     "adversarial": Loop(adversarial, plans=3),
     "perturbed": Loop(perturbed, plans=3),
     "data_on_the_device": Loop(data_on_the_device),
+    "two_sources_of_loss": Loop(two_sources_of_loss),
+    "given_gradients": Loop(given_gradients),
     "features_by_a_hook": Loop(features_by_a_hook),
     "sharpness_aware": Loop(sharpness_aware),
     "distillation": Loop(distillation),

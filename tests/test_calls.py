@@ -86,6 +86,12 @@ def test_a_loop_that_calls_the_model_hears_nothing_and_pays_nothing():
     assert len(torch_optimizer._global_optimizer_pre_hooks) == hooks
 
 
+def test_a_model_that_only_its_plan_has_yet():
+    model = plan(AutoEncoder(), budget_gb=1).apply()
+    train(model, lambda m, x: m(x))
+    assert applied_plan(model) is not None
+
+
 def test_a_model_that_waits_for_its_first_call_can_be_freed():
     model = AutoEncoder()
     gone = weakref.ref(model)

@@ -151,7 +151,8 @@ def test_planning_is_quiet_about_graph_breaks(caplog):
 
 
 def test_a_region_without_backward_ops_where_gradients_are_held(monkeypatch):
-    monkeypatch.setattr("planner.planning.pipeline.TANGENTS_FREED", False)  # as with torch 2.11 and 2.12
+    for name in ("pipeline", "outside"):
+        monkeypatch.setattr(f"planner.planning.{name}.TANGENTS_FREED", False)  # as with torch 2.11 and 2.12
     case = make(Repeated)
     held = plan(case.model, case.batch, budget_gb=1)
     monkeypatch.undo()

@@ -53,6 +53,26 @@ def test_an_optimizer_is_found_and_one_of_another_model_is_refused():
         plan(perceptron(), batch, budget_gb=1, loss_fn=torch.Tensor.mean, optimizer=optimizer)
 
 
+def test_what_a_loop_does_later_is_seen_and_another_shape_has_its_own_reason(caplog):
+    model, batch = perceptron(), torch.randn(16, 32)
+    plan(model, budget_gb=0.0005).apply()
+    optimizer, averaged = torch.optim.SGD(model.parameters(), 0.1), None
+    for i in range(7):
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if i == 2:
+            averaged = torch.optim.swa_utils.AveragedModel(model)
+        elif averaged is not None:
+            averaged.update_parameters(model)
+    own = sum(p.nbytes for p in model.parameters())
+    assert own <= applied_plan(model).account["other tensors of the training loop"] < 2 * own
+    caplog.clear()
+    with caplog.at_level("INFO", "planner"):
+        model(batch[:8]).square().mean().backward()
+    assert "comes for the first time" in caplog.text
+
+
 def test_a_recording_that_ends_in_inference_mode_or_in_a_backward_pass_leaves_no_mode_and_no_key():
     model, batch = perceptron(), torch.randn(16, 32)
     p = plan(model, batch, budget_gb=1, loss_fn=torch.Tensor.mean)

@@ -124,12 +124,12 @@ def plan(
     request = check(model, batch, kwargs, loss_fn=loss_fn, **given)
     earlier = known_plan(known)
     try:
-        return Plan(_source(request, earlier, batch, kwargs))
+        return Plan(_source(request, earlier, batch, kwargs), model)
     except UNPLANNABLE as e:
         if on_failure == "raise":
             raise
         warn_unplanned(model, e)
-        return Plan(Unplanned(request, str(e)))
+        return Plan(Unplanned(request, str(e)), model)
 
 
 def _source(request: Request, known: Known | None, batch: Any, kwargs: Any) -> Planned | Pending:

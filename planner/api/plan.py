@@ -105,8 +105,9 @@ class Plan:
     verification: Verification | None
     eager_peak_bytes: int | None
 
-    def __init__(self, source: Planned | Filed | Pending | Unplanned) -> None:
+    def __init__(self, source: Planned | Filed | Pending | Unplanned, model: nn.Module | None = None) -> None:
         self._take(source)
+        self._model = model  # until the plan is applied: nothing else may hold it, as in plan(Net(), ...).apply()
         self._drawn: tuple[PlanRecord, Curve] | None = None
 
     @classmethod
@@ -227,7 +228,9 @@ class Plan:
         Raises:
             ApplyError: a plan is applied already, or the model is not the one that was planned.
         """
-        return apply(self.source, model, verify=verify, mode=mode)
+        applied = apply(self.source, model, verify=verify, mode=mode)
+        self._model = None
+        return applied
 
     def remove(self, model: nn.Module | None = None) -> nn.Module:
         """Take the plan off the planned model, or the one it was applied to; ApplyError where none is on."""

@@ -49,7 +49,7 @@ def allow_constants(mode: FakeTensorMode, elements: int) -> None:
     of_one = mode.may_turn_const
 
     def may_turn_const(t: torch.Tensor) -> bool:
-        return t.numel() <= elements and of_one(t.flatten()[:1])
+        return t.layout is torch.strided and t.numel() <= elements and of_one(t.flatten()[:1])
 
     mode.may_turn_const = may_turn_const  # type: ignore[method-assign]
 

@@ -26,6 +26,7 @@ class LossSeen:
             began.
         waiting: of a call's outputs that were still there while another call of the model ran before the backward pass.
         made: of what the loop had made of them.
+        given: of the gradients of the model's outputs that the loop still holds while the next forward pass runs.
     """
 
     output_bytes: int
@@ -38,6 +39,7 @@ class LossSeen:
     tangents: int = 0
     waiting: int = 0
     made: int = 0
+    given: int = 0
 
     def of(self, output_bytes: int) -> LossSeen:
         """The same for a step with other outputs."""
@@ -74,6 +76,21 @@ class Loop:
     gradients: Gradients = "cleared"
     in_flight: int = 1
     graph_retained: bool = False
+
+
+def most_of(one: Loop, other: Loop) -> Loop:
+    """What a loop that was seen twice does, where another step may do other things: the most of each."""
+    positions = (one.outputs_held, other.outputs_held)
+    held = None if None in positions else sorted({at for each in positions for at in each or ()})
+    losses = [asdict(loop.loss) for loop in (one, other) if loop.loss is not None]
+    return replace(
+        other,
+        outputs_held=None if held is None else tuple(held),
+        only_loss=one.only_loss and other.only_loss,
+        loss=LossSeen(**{name: max(each[name] for each in losses) for name in losses[0]}) if losses else None,
+        beside=max(one.beside, other.beside),
+        around=max(one.around, other.around),
+    )
 
 
 def same_facts(one: Loop, other: Loop, tolerance: int) -> bool:

@@ -8,10 +8,13 @@ to those of earlier microbatches; the optimizer's step comes last.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate as totals
+from typing import Literal
 
+from planner.capture.joint_graph import tensors
 from planner.capture.provenance import op_kind, origins
 from planner.capture.recomputability import is_random
 from planner.capture.regions.calls import Link
@@ -39,7 +42,8 @@ class BuildSettings:
             loss makes are among it.
         let_go: these outputs: regions and numbers of their results.
         loss_bytes: held by that loss until the end of the backward pass.
-        tangents_pinned: whether the gradients that the loss makes are held to the end of the backward pass.
+        tangents_pinned: the gradients that are made outside the regions and held to the end of the backward pass: all,
+            or that of the loss, which is an output of the model's.
         tangents_held: whether the gradients that enter a region's backward pass are held until that has ended.
         accumulate: whether gradients are added to those of earlier microbatches (a line of `account`), and freed.
         optimizer_step: held only while the optimizer steps; None for no optimizer.
@@ -55,7 +59,7 @@ class BuildSettings:
     loss_forward: int = 0
     let_go: frozenset[tuple[int, int]] = frozenset()
     loss_bytes: int = 0
-    tangents_pinned: bool = True
+    tangents_pinned: Literal["all", "loss", "none"] = "all"
     tangents_held: bool = False
     accumulate: bool = False
     optimizer_step: int | None = None
@@ -265,9 +269,16 @@ def _pinned(parts: _Parts) -> frozenset[int]:
         if not settings.accumulate and not settings.reduced:
             pinned.update(linked.gradients[r])
     pinned -= linked.freed | parts.let_go
-    if settings.tangents_pinned:
-        pinned.update(set(parts.incoming).difference(linked.same))
+    if settings.tangents_pinned != "none":
+        every = settings.tangents_pinned == "all"
+        pinned.update(v for v in parts.incoming if v not in linked.same and (every or _is_scalar(parts, v)))
     return frozenset(pinned)
+
+
+def _is_scalar(parts: _Parts, incoming: int) -> bool:
+    r = bisect_right(parts.offset, incoming) - 1
+    owner = parts.regions[r].values[incoming - parts.offset[r]].owner
+    return all(t.dim() == 0 for t in tensors(owner))
 
 
 def split_by_region(

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
 
 from planner.capture.regions.region import Region
 from planner.capture.trace.step import TrainingGraph
-from planner.core.loop import Loop
+from planner.core.loop import Loop, LossSeen
 from planner.costs.measured_ops import measure
 from planner.costs.static_memory import storage_bytes
 from planner.parallel.sharded import parameters_of
 from planner.requests.request import Request
+
+# from torch 2.13 on, a compiled region may free a gradient that enters its backward pass while that runs
+TANGENTS_FREED = hasattr(torch.autograd.Function, "boxed_grads_call")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +31,7 @@ class CountedLoss:
         forward: at most until the loop has let go of the outputs that it does let go of, gradients among it.
         let_go: these outputs, as (region, result).
         read: other tensors that the loss is computed from.
-        stays: outputs of the step before, which are still there in the forward pass.
+        stays: outputs of the step before, and gradients of them, which are still there in the forward pass.
         waiting_backward: what it holds in the backward pass of another: where one pass is that of all, the gradients of
             its outputs.
     """
@@ -67,11 +73,26 @@ def outside_loss(request: Request, graph: TrainingGraph) -> CountedLoss:
         forward, backward = max(seen.computed, forward - used), max(seen.computed + used, backward)
         backward = seen.backward if gone else backward
     others = max(0, seen.tangents - arriving) if loop.in_flight > 1 else 0
+    if seen.given:  # those of the step before are there until the new ones are
+        forward, backward = forward + seen.given, backward + seen.given
     workspace = max(0, backward - seen.left - arriving - others)
     kept = sum(graph.regions[r].values[v].nbytes for r, at in results - gone for v in _values_out(graph, r, at))
     waits = max(0, seen.waiting - kept)
     each = -(-others // (loop.in_flight - 1)) if others else waits  # else each call has a backward pass of its own
-    return CountedLoss(workspace, seen.left, waits + seen.made, 0, forward, gone, seen.read, seen.stays, each)
+    return CountedLoss(
+        workspace, seen.left, waits + seen.made, 0, forward, gone, seen.read, seen.stays + seen.given, each
+    )
+
+
+def pinned_tangents(source: str, seen: LossSeen | None) -> Literal["all", "loss", "none"]:
+    """The gradients that come into the graphs and that others hold, by the loss's `source` and what was seen of it.
+
+    `loss.backward()` holds that of the model's own loss, a pipeline's schedule each that it receives, and a loop those
+    that it gives itself, as in `output.backward(gradient)`.
+    """
+    if source == "received" or not TANGENTS_FREED or (seen is not None and seen.given):
+        return "all"
+    return "loss" if source == "model" else "none"
 
 
 def same_loss(request: Request, seen: Loop, graph: TrainingGraph, tolerance: int) -> bool:

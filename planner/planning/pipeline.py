@@ -43,7 +43,7 @@ from planner.planning.eager import make_eager_plan
 from planner.planning.eager_peak import no_higher_than_eager
 from planner.planning.fragmentation import solve_with_margin
 from planner.planning.inductor import in_aten, make_inductor_plan, without_inductor
-from planner.planning.outside import outside_loss
+from planner.planning.outside import TANGENTS_FREED, outside_loss, pinned_tangents
 from planner.planning.record import record_of
 from planner.requests.inductor import refuse_inductor
 from planner.requests.planned import Filed, Known, Planned, source_of
@@ -51,9 +51,6 @@ from planner.requests.request import Request
 from planner.requests.tensors import refuse_tensors
 from solvers import InfeasibleError, Solution, cost_bound, solve
 from solvers.progress import bar, clock
-
-# from torch 2.13 on, a compiled region may free a gradient that enters its backward pass while that runs
-TANGENTS_FREED = hasattr(torch.autograd.Function, "boxed_grads_call")
 
 
 def make_plan(
@@ -167,8 +164,7 @@ def lower(
         loss_forward=loss.forward,
         let_go=loss.let_go,
         loss_bytes=loss.left,
-        # loss.backward() holds the loss's own gradient
-        tangents_pinned=graph.loss.source in ("model", "received") or not TANGENTS_FREED,
+        tangents_pinned=pinned_tangents(graph.loss.source, request.loop.loss),
         tangents_held=not TANGENTS_FREED,
         accumulate=request.gradients_copied,
         optimizer_step=optimizer_step,

@@ -28,7 +28,10 @@ def loss_seen(recorder: Recorder, workspaces: Mapping[str, int], left: int, read
     computed = max(_most([event for event in each if not event.backward], workspaces) for each in events)
     stays = sum(storages([t for ref in recorder.outputs.values() if (t := ref()) is not None]).values())
     tangents = max(_tangents(recorder, loss) for loss in recorder.losses)
-    return LossSeen(recorder.output_bytes, forward, backward, computed, left, read, stays, tangents, *recorder.waiting)
+    given = recorder.given.live
+    return LossSeen(
+        recorder.output_bytes, forward, backward, computed, left, read, stays, tangents, *recorder.waiting, given
+    )
 
 
 def _tangents(recorder: Recorder, loss: LossEvents) -> int:

@@ -130,6 +130,7 @@ class Recorder(LastingMode):
         made: the tensors that were made and are alive.
         tangents: storages of gradients of outputs.
         arrived: of the same, for each backward pass, the bytes.
+        given: of the same, those that are alive.
         reached: positions of the outputs that got one.
         others: other planned models that ran before the backward pass.
         passing: others that ran after it.
@@ -161,6 +162,7 @@ class Recorder(LastingMode):
         self.in_loss: set[int] = set()  # numbers of tensors that a backward pass made before it came to an output
         self.read_again: set[int] = set()  # numbers of tensors that were made and read later
         self.gradients = _Made()  # by the planned graphs
+        self.given = _Made()
         self.batches = _Made()  # that the model was called with, and that get gradients
         self.waiting = 0, 0
         self._returned = [list(map(_weakly, outputs))]  # by call
@@ -246,6 +248,8 @@ class Recorder(LastingMode):
             self.in_loss.clear()
             when_backward_ends(self._backward_ended)
         self.arrived[-1].update(found)
+        for t in tensors_in(gradient):
+            self.given.add(t.untyped_storage(), storage_key(t))
 
     def _backward_ended(self) -> None:
         self.phase = "loss"

@@ -207,13 +207,15 @@ def step_model(model: nn.Module, step: StepCalls) -> nn.Module:
 
     It is given the tensors that the step is given, and returns what the loop has when the last call has returned.
     """
+    functions = [each.entry.of(model)[1] for each in step.calls]  # the model's own call, where that is one
 
     @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
     def call(self: nn.Module, *given: torch.Tensor) -> Any:
         results: list[Any] = []
         derived: list[torch.Tensor] = []
-        for each in step.calls:
-            run, args, kwargs = _prepared(each, self, given, results, derived)
+        for each, function in zip(step.calls, functions, strict=True):
+            run = own_frame(self.get_submodule(each.entry.path), function)
+            args, kwargs = _arguments(each, given, results, derived)
             results.append(run(*args, **kwargs))
         return _outputs(step, results)
 
@@ -230,17 +232,11 @@ def _outputs(step: StepCalls, results: Sequence[Any]) -> Any:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _prepared(
-    call: EntryCall,
-    model: nn.Module,
-    given: Sequence[torch.Tensor],
-    results: Sequence[Any],
-    derived: list[torch.Tensor],
+def _arguments(
+    call: EntryCall, given: Sequence[torch.Tensor], results: Sequence[Any], derived: list[torch.Tensor]
 ) -> Any:
-    """The function of a call, and its arguments."""
-    arguments = [_value(source, given, results, derived) for source in call.sources]
-    args, kwargs = pytree.tree_unflatten(arguments, call.layout)
-    return own_frame(*call.entry.of(model)), args, kwargs
+    """The positional and the keyword arguments of a call."""
+    return pytree.tree_unflatten([_value(source, given, results, derived) for source in call.sources], call.layout)
 
 
 def _value(source: Any, given: Sequence[torch.Tensor], results: Sequence[Any], derived: list[torch.Tensor]) -> Any:

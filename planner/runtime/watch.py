@@ -17,7 +17,7 @@ from planner.compat.autograd import in_backward
 from planner.compat.dispatch import LastingMode, lasting_modes_off, modes_here, switch_off, switch_on
 from planner.compat.tensors import storage_key, version_of
 from planner.core.call import storages
-from planner.core.loop import Gradients, Loop
+from planner.core.loop import Gradients, Loop, most_of
 from planner.costs.measured_ops import measure
 from planner.requests.optimizers import trained_by
 from planner.runtime.recorded import loss_seen, stays
@@ -37,7 +37,9 @@ class Watch:
         stepped: the optimizers that stepped parameters of the model.
         seen: those that stepped any.
         recorder: of what runs between two calls of the model, while it is on.
-        settled: whether nothing more is to be learnt but what each call tells by itself.
+        settled: whether nothing more is to be learnt but what each call tells by itself. What a step holds may change
+            later (weights are averaged from some step on, another loss is added), so that after 2, 4, 8, ... more steps
+            another one is recorded.
     """
 
     def __init__(self, model: nn.Module, loop: Loop) -> None:
@@ -51,6 +53,8 @@ class Watch:
         self.between = 0  # bytes that the loop made between the calls of a step, and that stayed
         self._loss_at = -1  # of what may be the loss, or not, its position among the leaves of the output
         self._tries = 0
+        self._steps, self._next = 0, 2  # since it settled, and after how many another one is recorded
+        self._again = False  # it is the present one
         self._first = True  # whether no earlier call waited when the latest one began
         self._used: dict[torch.Tensor, int] = {}  # parameter -> version of its gradient when an optimizer had used it
         _watches.add(self)
@@ -70,6 +74,10 @@ class Watch:
             waiting: earlier calls that wait for their backward pass.
         """
         self._first = not waiting
+        if self._first and self.settled:
+            self._steps += 1
+            self._again = self._steps == self._next
+            self._next *= 1 + self._again
         loop = replace(self.loop, in_flight=max(self.loop.in_flight, waiting + 1))
         if self.loop.gradients != "accumulated" and (gradients := self._gradients(parameters)) is not None:
             loop = replace(loop, gradients=gradients)
@@ -89,11 +97,13 @@ class Watch:
         held = {at for loss in recorder.losses for at in loss.held}
         self.recorder, between, self.between = None, self.between, 0
         recorder.end()
+        before = loop if self.settled else None
         if seen is None:
-            self._missed()
+            if before is None:
+                self._missed()
             return loop
         self.settled = True
-        return replace(
+        loop = replace(
             loop,
             outputs_held=None if len(held) == len(recorder.outputs) else tuple(sorted(held)),
             only_loss=recorder.reached == {self._loss_at},
@@ -102,6 +112,7 @@ class Watch:
             around=found.around,
             graph_retained=recorder.graph_retained or loop.graph_retained,
         )
+        return loop if before is None else most_of(before, loop)
 
     def _missed(self) -> None:
         """A step came of which nothing was recorded."""
@@ -118,7 +129,7 @@ class Watch:
             made: gives the tensors that its planned graphs returned, and that are alive.
         """
         model = self._model()
-        if model is None or self.settled:
+        if model is None or (self.settled and not self._again):
             return
         outputs = leaves(result)
         loss = probable_loss(result)

@@ -152,6 +152,7 @@ class Provider:
             start = time.perf_counter()
             planned = self._made(request, captured)
             announce(planned, time.perf_counter() - start, self.why or (_NEW_KIND if self.own else ""))
+            self.why = ""
         planned = counted(planned, request)
         judges = [self.check, self.judge if self.loop == self.request.loop else None]
         for judge in filter(None, judges):
