@@ -8,6 +8,7 @@ link and with a larger budget, and move as much of it as must leave, first what 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 
 import numpy as np
@@ -27,9 +28,12 @@ from solvers.search.offload import MoveSearch
 from solvers.search.policy import keep_only
 from solvers.search.rounds import Aim, aim_of, anneal, cheapest, improved, infeasible, relaxed_starts
 
-INFLATED = (0.15, 0.3, 0.5, 0.7, 1.0)  # of the bytes from the budget to the peak of every op once, added to the budget
+INFLATED = (0.05, 0.12, 0.2, 0.35, 0.6, 1.0)  # of the bytes up to the peak of every op once, added to the budget
 QUICKLY = 0.1  # of the effort of the relaxations of inflated budgets
 EACH = 2  # rounded relaxations of each inflated budget
+ROUNDED = 4  # rounded relaxations with the link
+ENOUGH = 1e-3  # a candidate within this share of the cost above the bound ends the search, unless there is a time limit
+WALKING = 0.8  # of the work of a search without a link, what walks with moves take
 
 
 def search_with_moves(problem: Problem, *, time_limit: float | None = None, progress: bool | None = None) -> Answer:
@@ -60,12 +64,21 @@ def _solve(search: MoveSearch, without: Candidate | None, effort: Effort) -> Ans
     if (least := minimum_peak_bound(problem)) > problem.budget:
         raise infeasible(search, leanest_of(search, effort_of(problem, None)), least)
     aim = aim_of(search, effort)
+    if effort.deadline is None:
+        enough = aim.relaxed.bound + ENOUGH * (problem.total_cost + aim.relaxed.bound)
+        aim = replace(aim, enough=enough)
     starts = [] if without is None else [without]
     best = cheapest(problem, starts)
     if best is None or best.extra > aim.enough:
         once = search.keep_only()
-        starts += [*_starts(search, aim), *([] if once is None else [once])]
-        best = anneal(search, aim, starts, effort)
+        for start in _starts(search, aim):
+            starts.append(start)
+            if start.peak <= problem.budget and start.extra <= aim.enough:
+                break
+        starts += [] if once is None else [once]
+        best = cheapest(problem, starts)
+        if best is None or best.extra > aim.enough:
+            best = anneal(search, aim, starts, effort.part(WALKING))
     if best is None:
         leanest = leanest_of(search, effort_of(problem, None), enough=problem.budget)
         if leanest.peak > problem.budget:
@@ -83,7 +96,7 @@ def _starts(search: MoveSearch, aim: Aim) -> Iterator[Candidate]:
     problem = search.problem
     away = np.array([aim.relaxed.away.get(v, 0.0) for v in range(len(problem.sizes))])
     order = np.argsort(-away[search.tables.value[search.movable]].round(2), kind="stable")
-    for keep in lp_starts(problem, aim.relaxed, aim.share * QUICKLY):
+    for keep in islice(lp_starts(problem, aim.relaxed, aim.share * QUICKLY), ROUNDED):
         yield from _fitted(search, keep, search.movable[order])
         yield from _fitted(search, keep, search.movable)
     low, high = problem.budget or 0, simulate(problem, every_op_once(problem)).peak
