@@ -29,8 +29,8 @@ class MoveSearch(Search):
     def __init__(self, problem: Problem, tick: Callable[[float], object]) -> None:
         super().__init__(problem, tick)
         self.wires = wires(problem)
-        self.line = self._line()
         self.room = scratch(self.tables)
+        self.line = self._line()
         movable = np.flatnonzero(self.wires.movable).tolist()
         self.both = (self.choices, choices(problem, self.tables, {*droppable(problem), *movable}))
         self.choices = self.both[1]
@@ -44,7 +44,7 @@ class MoveSearch(Search):
         return longest
 
     def _line(self) -> Line:
-        return Line(self.wires, yard(self.tables, len(scratch(self.tables).steps)))
+        return Line(self.wires, yard(self.tables, len(self.room.steps)))
 
     def judge(self, policy: Policy, budget: float | None = None) -> Candidate | None:
         """The peak and cost of a policy, laid out within a budget in bytes; None for that of the problem."""
@@ -81,16 +81,16 @@ class MoveSearch(Search):
     def _moves(self, steps: int) -> tuple[Move, ...]:
         """The moves that were laid out last."""
         y = self.line.yard
-        value = y.value.tolist()
+        value, sends, fetches = y.value.tolist(), y.next_send.tolist(), y.next_fetch.tolist()
         freed: list[list[int]] = [[] for _ in range(steps)]
         for k in range(int(y.used[0])):
             if value[k] >= 0:
                 freed[int(y.free[k])].append(value[k])
         moves: list[Move] = []
         for at in range(steps):
-            moves += [Move("send", value[k], at) for k in _listed(int(y.at_send[at]), y.next_send.tolist())]
+            moves += [Move("send", value[k], at) for k in _listed(int(y.at_send[at]), sends)]
             moves += [Move("free", v, at) for v in freed[at]]
-            moves += [Move("fetch", value[k], at) for k in _listed(int(y.at_fetch[at]), y.next_fetch.tolist())]
+            moves += [Move("fetch", value[k], at) for k in _listed(int(y.at_fetch[at]), fetches)]
         return tuple(moves)
 
     def _begin(self, walk: Walk, goal: Goal) -> tuple[Chain, Anneal]:
