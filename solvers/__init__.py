@@ -9,6 +9,8 @@ from solvers.bounds.peak import minimum_peak_bound
 from solvers.errors import ProblemError, SolverError, UnknownSolverError
 from solvers.exact.checkmate import ilp
 from solvers.instances import from_json, load, to_json
+from solvers.link import Link
+from solvers.moves import Copy, Move
 from solvers.problem import Op, Problem, Waiting
 from solvers.protocol import Answer, Solution, Solver
 from solvers.schedule import InfeasibleError, Schedule, Timeline, every_op_once, simulate, validate
@@ -20,8 +22,11 @@ from solvers.solve import SOLVERS, register_solver, solve
 __all__ = [
     "SOLVERS",
     "Answer",
+    "Copy",
     "InfeasibleError",
+    "Link",
     "Minimum",
+    "Move",
     "Op",
     "Problem",
     "ProblemError",

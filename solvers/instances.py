@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from solvers.errors import ProblemError
+from solvers.link import Link
 from solvers.problem import Op, Problem, Waiting
 
 FORMAT = "rematerialization-problem/1"
@@ -25,6 +26,7 @@ def to_json(problem: Problem) -> dict[str, Any]:
         "pinned": sorted(problem.pinned),
         "ops": [asdict(op) | {"reads": list(op.reads), "writes": list(op.writes)} for op in problem.ops],
         **({} if problem.waiting is None else {"waiting": asdict(problem.waiting)}),
+        **({} if problem.link is None else {"link": asdict(problem.link), "movable": sorted(problem.movable)}),
     }
 
 
@@ -70,19 +72,33 @@ def _own(data: dict[str, Any]) -> Problem:
         reads, writes = (tuple(_get(o, key, list, i)) for key in ("reads", "writes"))
         more = {key: o[key] for key in ("recomputable", "region") if key in o}
         ops.append(Op(o.get("name", ""), reads, writes, _get(o, "cost", op=i), _bytes(o.get("workspace", 0)), **more))
-    pinned = _get({"pinned": [], **data}, "pinned", list)
-    if not all(type(v) is int and v >= 0 for v in pinned):  # a list in it would not go into a set
-        raise ProblemError(f"pinned {pinned!r:.60} is not a list of value numbers")
     return Problem(
         ops=tuple(ops),
         sizes=tuple(map(_bytes, _get(data, "sizes", list))),
         boundary=_get(data, "boundary"),
-        pinned=frozenset(pinned),
+        pinned=_set(data, "pinned"),
         resident=_bytes(data.get("resident", 0)),
         budget=_bytes(data.get("budget")),
         name=data.get("name", ""),
         waiting=_waiting(data.get("waiting")),
+        link=_link(data.get("link")),
+        movable=_set(data, "movable"),
     )
+
+
+def _set(data: dict[str, Any], key: str) -> frozenset[int]:
+    values = _get({key: [], **data}, key, list)
+    if not all(type(v) is int and v >= 0 for v in values):  # a list in it would not go into a set
+        raise ProblemError(f"{key} {values!r:.60} is not a list of value numbers")
+    return frozenset(values)
+
+
+def _link(data: Any) -> Link | None:
+    if data is None:
+        return None
+    more = {key: _bytes(data[key]) for key in ("host", "least") if key in _get({"": data}, "", dict)}
+    more |= {key: data[key] for key in ("both", "latency") if key in data}
+    return Link(_get(data, "out"), _get(data, "back"), **more)
 
 
 def _waiting(data: Any) -> Waiting | None:

@@ -12,6 +12,7 @@ from functools import cached_property
 import networkx as nx
 
 from solvers.errors import ProblemError
+from solvers.link import Link, check_link
 
 MOST_BYTES = 2**62  # resident bytes, sizes and workspaces add up to no more, so that any peak fits 64 bits
 LARGEST = 10**300  # the budget and the total cost are no larger, so that sums and products stay finite as floats
@@ -83,6 +84,8 @@ class Problem:
         resident: bytes that are allocated all the time, beside the values.
         budget: bytes that `resident`, values and workspaces may take together; None for no limit.
         waiting: the other microbatches that are in flight; None for none.
+        link: over which values may leave the device for a while; None for none.
+        movable: the values that may leave; none of them is pinned.
 
     Raises:
         ProblemError: naming the op or value that is wrong.
@@ -100,6 +103,8 @@ class Problem:
     budget: int | None = None
     name: str = field(default="", compare=False)
     waiting: Waiting | None = None
+    link: Link | None = None
+    movable: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         _check(self)
@@ -149,6 +154,10 @@ class Problem:
         """Cost of running every op once."""
         return math.fsum(op.cost for op in self.ops)
 
+    def without_link(self) -> Problem:
+        """The same problem where no value may leave; its schedules are valid for this one, too."""
+        return self if self.link is None else replace(self, link=None, movable=frozenset())
+
     def with_budget(self, budget: int | None) -> Problem:
         """The same problem under another budget."""
         return replace(self, budget=budget)
@@ -159,13 +168,20 @@ def _check(p: Problem) -> None:
     _check_types(p)
     _check_magnitudes(p)
     _check_order(p)
-    for v in p.pinned:
-        if not (_whole(v) and v < len(p.sizes)):
-            raise ProblemError(f"pinned value {v!r:.60} does not exist")
+    for named, values in (("pinned", p.pinned), ("movable", p.movable)):
+        for v in values:
+            if not (_whole(v) and v < len(p.sizes)):
+                raise ProblemError(f"{named} value {v!r:.60} does not exist")
+    if both := sorted(p.movable & p.pinned):
+        raise ProblemError(f"value {both[0]} is pinned, so that it cannot be movable")
+    if p.link is not None:
+        check_link(p.link)
+        if p.waiting is not None:
+            raise ProblemError("a problem has a link or microbatches that wait, not both")
 
 
 def _check_types(p: Problem) -> None:
-    for name, kind in (("ops", tuple), ("sizes", tuple), ("pinned", frozenset), ("name", str)):
+    for name, kind in (("ops", tuple), ("sizes", tuple), ("pinned", frozenset), ("movable", frozenset), ("name", str)):
         if not isinstance(getattr(p, name), kind):
             raise ProblemError(f"{name} must be a {kind.__name__}, not {getattr(p, name)!r:.60}")
     if not p.ops:

@@ -3,6 +3,7 @@
 A schedule is a sequence of ops; it determines when each value is freed. A copy of a value is live from the op that
 writes it to the last op that reads it before the value is written again; a pinned value is live to the end, and a copy
 that no op reads is freed as soon as its op ends. Freeing later never lowers a peak, so the sequence says everything.
+Where the problem has a link, moves say which values leave the device for a while, see `solvers.moves`.
 """
 
 from __future__ import annotations
@@ -11,14 +12,21 @@ import math
 from dataclasses import dataclass
 
 from solvers.errors import ProblemError, SolverError
+from solvers.moves import Copy, Move, check_moves, events, label, traffic
 from solvers.problem import Problem
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The ops in the order in which they run; an op that runs again appears again."""
+    """The ops in the order in which they run; an op that runs again appears again.
+
+    Attributes:
+        steps: the ops.
+        moves: of values to the host and back, in the order in which they are done: `at` never falls.
+    """
 
     steps: tuple[int, ...]
+    moves: tuple[Move, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +35,15 @@ class Timeline:
 
     Attributes:
         held: for each step, bytes allocated while it runs: resident bytes, live values, its outputs and workspace, and
-            the bytes of waiting microbatches.
-        after: for each step, bytes allocated once it has ended and its frees are done.
-        frees: for each step, the values freed when it ends.
+            the bytes of waiting microbatches. Where the moves just before it take more for a moment, as many.
+        after: for each step, bytes allocated once it has ended and its frees are done, before any move.
+        frees: for each step, the values freed when it ends; a value that a move frees is not among them.
         peak: the largest of `held` (of `resident`, where there are no steps).
-        cost: summed cost of all steps.
+        cost: summed cost of all steps, and `stall`.
+        stall: how long steps wait for copies, in units of cost.
+        moved: bytes copied to the host and back.
+        host_peak: the most bytes on the host at once.
+        copies: the copies to the host and back, with their times.
     """
 
     held: tuple[int, ...]
@@ -39,6 +51,10 @@ class Timeline:
     frees: tuple[tuple[int, ...], ...]
     peak: int
     cost: float
+    stall: float = 0.0
+    moved: int = 0
+    host_peak: int = 0
+    copies: tuple[Copy, ...] = ()
 
 
 class InfeasibleError(SolverError):
@@ -78,12 +94,18 @@ def simulate(problem: Problem, schedule: Schedule) -> Timeline:
         ProblemError: a step reads a value that is not live, or names an op that does not exist.
     """
     ops, sizes, steps = problem.ops, problem.sizes, schedule.steps
-    frees = _frees(problem, steps)
+    frees = _frees(problem, steps, schedule.moves)
     live = problem.resident
     is_held = bytearray(len(sizes))
     held: list[int] = []
     after: list[int] = []
-    for at, i in enumerate(steps):
+    most = 0  # bytes at once, of the moves before the next step
+    for at, move in events(steps, schedule.moves):
+        if move is not None:
+            live += _moved(problem, is_held, move)
+            most = max(most, live)
+            continue
+        i = steps[at]
         op = ops[i]
         for v in op.reads:
             if not is_held[v]:
@@ -94,7 +116,8 @@ def simulate(problem: Problem, schedule: Schedule) -> Timeline:
             if not is_held[v]:
                 is_held[v] = 1
                 live += sizes[v]
-        held.append(now)
+        held.append(max(now, most))
+        most = 0
         for v in frees[at]:
             is_held[v] = 0
             live -= sizes[v]
@@ -103,7 +126,22 @@ def simulate(problem: Problem, schedule: Schedule) -> Timeline:
         beside = waiting_bytes(problem, steps)
         held, after = ([a + b for a, b in zip(each, beside, strict=True)] for each in (held, after))
     peak = max(held, default=problem.resident)
-    return Timeline(tuple(held), tuple(after), frees, peak, math.fsum(ops[i].cost for i in steps))
+    links = traffic(problem, steps, schedule.moves)
+    cost = math.fsum(ops[i].cost for i in steps) + links.stall
+    return Timeline(
+        tuple(held), tuple(after), frees, peak, cost, links.stall, links.moved, links.host_peak, links.copies
+    )
+
+
+def _moved(problem: Problem, is_held: bytearray, move: Move) -> int:
+    """Do a move; returns the bytes on the device that it takes."""
+    v = move.value
+    if is_held[v] == (move.kind == "fetch"):
+        raise ProblemError(f"{label(move)}: the value is {'' if is_held[v] else 'not '}held on the device")
+    if move.kind == "send":
+        return 0
+    is_held[v] = move.kind == "fetch"
+    return problem.sizes[v] if is_held[v] else -problem.sizes[v]
 
 
 def _kept(problem: Problem, steps: tuple[int, ...]) -> set[int]:
@@ -157,19 +195,24 @@ def waiting_bytes(problem: Problem, steps: tuple[int, ...]) -> list[int]:
     return found
 
 
-def _frees(problem: Problem, steps: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """For each step, the values that it frees: no step reads them again before their next write or the end."""
+def _frees(problem: Problem, steps: tuple[int, ...], moves: tuple[Move, ...] = ()) -> tuple[tuple[int, ...], ...]:
+    """For each step, the values that it frees: nothing needs them before their next write, their fetch, or the end.
+
+    Reads need a value, and so do moves that send or free it.
+    """
     ops = problem.ops
-    wanted = bytearray(len(problem.sizes))  # read later, before it is written again
+    for at, i in enumerate(steps):
+        if not 0 <= i < len(ops):
+            raise ProblemError(f"step {at}: there is no op {i!r}, only 0..{len(ops) - 1}")
+    check_moves(problem, steps, moves)
+    wanted = bytearray(len(problem.sizes))  # needed later, before it is written or fetched
     for v in problem.pinned:
         wanted[v] = 1
     pinned = problem.pinned
     frees: list[tuple[int, ...]] = [()] * len(steps)
+    n = len(moves)
     for at in range(len(steps) - 1, -1, -1):
-        i = steps[at]
-        if not 0 <= i < len(ops):
-            raise ProblemError(f"step {at}: there is no op {i!r}, only 0..{len(ops) - 1}")
-        op = ops[i]
+        op = ops[steps[at]]
         gone = [v for v in op.writes if not wanted[v]]
         for v in op.writes:
             if v not in pinned:
@@ -179,7 +222,20 @@ def _frees(problem: Problem, steps: tuple[int, ...]) -> tuple[tuple[int, ...], .
                 wanted[v] = 1
                 gone.append(v)
         frees[at] = tuple(gone)
+        while n and moves[n - 1].at == at:
+            n -= 1
+            _want(wanted, moves[n])
     return tuple(frees)
+
+
+def _want(wanted: bytearray, move: Move) -> None:
+    """Whether a value is needed before a move, from whether it is needed after it."""
+    v = move.value
+    if move.kind == "free" and wanted[v]:
+        raise ProblemError(f"{label(move)}: a later step reads the value before it is fetched")
+    if move.kind == "fetch" and not wanted[v]:
+        raise ProblemError(f"{label(move)}: no step reads the value that is fetched")
+    wanted[v] = move.kind != "fetch"
 
 
 def validate(problem: Problem, schedule: Schedule) -> Timeline:
@@ -187,12 +243,20 @@ def validate(problem: Problem, schedule: Schedule) -> Timeline:
 
     Raises:
         ProblemError: the message names the first step that breaks a rule: an op is missing or out of order, an op that
-            must run once runs again, a re-run is outside its region, a read value is not live, or the peak is above the
-            budget.
+            must run once runs again, a re-run or a move is outside its region, a move is out of order, a read value is
+            not live, or the peak is above the budget, on the device or on the host.
     """
     timeline = simulate(problem, schedule)
     first = 0
-    for at, i in enumerate(schedule.steps):
+    for at, move in events(schedule.steps, schedule.moves):
+        if move is not None:
+            if (
+                first == len(problem.ops)
+                or problem.ops[first].region != problem.ops[problem.producer[move.value]].region
+            ):
+                raise ProblemError(f"{label(move)}: the value moves in another region than its own")
+            continue
+        i = schedule.steps[at]
         op = problem.ops[i]
         if i == first:
             first += 1
@@ -206,17 +270,27 @@ def validate(problem: Problem, schedule: Schedule) -> Timeline:
         raise ProblemError(f"op {first} ({problem.ops[first].name}) never runs")
     if problem.budget is not None and timeline.peak > problem.budget:
         raise ProblemError(f"peak {timeline.peak} is above the budget of {problem.budget} bytes")
+    host = None if problem.link is None else problem.link.host
+    if host is not None and timeline.host_peak > host:
+        raise ProblemError(f"{timeline.host_peak} bytes on the host are above its limit of {host} bytes")
     return timeline
 
 
 def to_steps(problem: Problem, schedule: Schedule) -> list[list[object]]:
     """The schedule as `["compute", op]` and `["free", value]` pairs; published instances number both alike.
 
-    Where an op writes a value of which a copy is still live, the old copy is freed first.
+    Where an op writes a value of which a copy is still live, the old copy is freed first. Moves are `["send", value]`,
+    `["free", value]` and `["fetch", value]`.
     """
     steps: list[list[object]] = []
     live: set[int] = set()
-    for i, gone in zip(schedule.steps, simulate(problem, schedule).frees, strict=True):
+    frees = simulate(problem, schedule).frees
+    for at, move in events(schedule.steps, schedule.moves):
+        if move is not None:
+            steps.append([move.kind, move.value])
+            live = live - {move.value} if move.kind == "free" else live | {move.value}
+            continue
+        i, gone = schedule.steps[at], frees[at]
         writes = problem.ops[i].writes
         steps += [["free", v] for v in writes if v in live]
         steps.append(["compute", i])
