@@ -17,6 +17,7 @@ import warnings
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable
+from itertools import count
 from queue import SimpleQueue
 
 import torch
@@ -61,7 +62,7 @@ class _DiskExtent:
     def __init__(self, file: _File, start: int, writer: _Worker, reader: _Worker, unused: deque[int]) -> None:
         self._file, self._start, self._writer, self._reader = file, start, writer, reader
         self._unused = unused
-        self._copies: list[_Copy] = []
+        self._copies: list[tuple[_Worker, _Copy]] = []
 
     def out(self, x: torch.Tensor, at: int) -> Wait:
         return self._begin(self._writer, x, self._file.write, at)
@@ -71,19 +72,18 @@ class _DiskExtent:
 
     def _begin(self, worker: _Worker, x: torch.Tensor, run: _Transfer, at: int) -> Wait:
         copy = _Copy(x, run, self._start + at)
-        self._copies.append(copy)
+        self._copies.append((worker, copy))
         worker.add(copy)
         return copy.wait
 
     def close(self) -> None:
         """Called by the garbage collector, in any thread: waits for nothing, and takes no lock."""
-        left = [copy for copy in self._copies if copy.cancel()]
-        last = _Return(self._unused, self._start)
-        for worker in (self._writer, self._reader) if left else ():
-            last.behind += 1
-            worker.add(last)
-        if not left:
+        busy = {worker for worker, copy in self._copies if copy.cancel()}
+        if not busy:
             self._unused.append(self._start)
+        last = _Return(self._unused, self._start, len(busy))
+        for worker in busy:
+            worker.add(last)
 
 
 _Transfer = Callable[[int, int, int, memoryview], None]  # address, bytes, offset in the file, staging buffer
@@ -96,14 +96,14 @@ class _Copy:
         self._x: torch.Tensor | None = x
         self._transfer, self._at = transfer, at
         self._done = threading.Event()
-        self._error: OffloadError | None = None
+        self._error: BaseException | None = None
         self._cancelled = False
 
     def run(self, staging: memoryview) -> None:
         try:
             if self._x is not None and not self._cancelled:
                 self._transfer(self._x.data_ptr(), self._x.nbytes, self._at, staging)
-        except OffloadError as e:
+        except BaseException as e:  # of whatever kind: it is raised where the copy is waited for
             self._error = e
         finally:
             self._x = None
@@ -121,14 +121,14 @@ class _Copy:
 
 
 class _Return:
-    """Returns an extent behind the last copies of both threads."""
+    """Returns an extent once so many threads have done all copies that they had of it."""
 
-    def __init__(self, unused: deque[int], start: int) -> None:
-        self._unused, self._start, self.behind = unused, start, 0
+    def __init__(self, unused: deque[int], start: int, threads: int) -> None:
+        self._unused, self._start, self._threads = unused, start, threads
+        self._ended = count(1)  # one step of it is atomic
 
     def run(self, _staging: memoryview) -> None:
-        self.behind -= 1  # the threads hold the interpreter's lock here; each comes once
-        if not self.behind:
+        if next(self._ended) == self._threads:
             self._unused.append(self._start)
 
 
