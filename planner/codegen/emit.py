@@ -95,9 +95,7 @@ def keep_everything(region: Region) -> tuple[fx.GraphModule, fx.GraphModule]:
 class _Writer:
     """Writes one graph: knows, for each node of the joint graph, the node that holds it now."""
 
-    def __init__(
-        self, region: Region, replayed: set[fx.Node], moving: Moving, before: _Writer | None = None
-    ) -> None:
+    def __init__(self, region: Region, replayed: set[fx.Node], moving: Moving, before: _Writer | None = None) -> None:
         self.region = region
         self.moving = moving
         self.graph = fx.Graph()

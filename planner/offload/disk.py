@@ -23,11 +23,12 @@ from queue import SimpleQueue
 import torch
 
 from planner.errors import OffloadError, PlanWarning, gb
-from planner.offload.layout import ALIGNMENT, rounded
+from planner.offload.layout import rounded
 from planner.offload.store import Frame, Wait
 
 STAGING = 2**22  # bytes of each thread's buffer for direct I/O
 _DIRECT, _NAMELESS = getattr(os, "O_DIRECT", 0), getattr(os, "O_TMPFILE", 0)
+_NO_SUCH_FLAG = (errno.EINVAL, errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT)  # what file systems say of these
 _warned: set[str] = set()
 
 
@@ -51,10 +52,7 @@ class Disk:
         if self._file is None:
             self._file = _File(self.folder)
         unused = self._unused[nbytes]
-        if unused:
-            at = unused.popleft()
-        else:
-            at = self._file.grow(nbytes, self.most)
+        at = unused.popleft() if unused else self._file.grow(nbytes, self.most)
         return Frame(_DiskExtent(self._file, at, self._writer, self._reader, unused))
 
 
@@ -239,7 +237,7 @@ def _opened(folder: str) -> tuple[int, bool]:
                 fd, path = tempfile.mkstemp(prefix="checkpoint-planner-", dir=folder)
                 os.unlink(path)
         except OSError as e:
-            if e.errno in (errno.EINVAL, errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT) and flags and os.path.isdir(folder):
+            if flags and e.errno in _NO_SUCH_FLAG and os.path.isdir(folder):
                 continue
             raise _refused(folder, "making a file", e) from e
         direct = bool(flags & _DIRECT)

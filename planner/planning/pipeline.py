@@ -30,11 +30,13 @@ from planner.costs.account import account_of
 from planner.costs.ops import OpEstimate, estimate
 from planner.eager.unplanned import eager_step
 from planner.errors import CaptureError, InfeasibleBudgetError, PlannerError, RankError
-from planner.lowering.build import BuildSettings, build, split_by_region
+from planner.lowering.build import BuildSettings, build, moves_by_region, split_by_region
 from planner.lowering.collectives import insert_collectives
 from planner.lowering.keep import keep_asked, places, refuse_unmatched
 from planner.lowering.margin import MARGIN
 from planner.lowering.microbatches import TARGETS, add_microbatches, add_second_backward, in_words
+from planner.lowering.offload import add_link
+from planner.offload.links import link_of
 from planner.parallel.fsdp import groups_of
 from planner.parallel.group import other_world
 from planner.planning.adopt_schedule import adopt_known, adopt_schedule, same_structure
@@ -49,7 +51,7 @@ from planner.requests.inductor import refuse_inductor
 from planner.requests.planned import Filed, Known, Planned, source_of
 from planner.requests.request import Request
 from planner.requests.tensors import refuse_tensors
-from solvers import InfeasibleError, Solution, cost_bound, solve
+from solvers import InfeasibleError, Move, Solution, cost_bound, solve
 from solvers.progress import bar, clock
 
 # from torch 2.13 on, a compiled region may free a gradient that enters its backward pass while that runs
@@ -196,6 +198,8 @@ def lower(
     ]
     if request.loop.graph_retained:
         passes.append(partial(add_second_backward, loss_bytes=loss.waiting_backward))
+    if options.offload is not None:
+        passes.append(partial(add_link, regions=graph.regions, link=link_of(options, device, here)))
     return run_passes(step, passes)
 
 
@@ -278,21 +282,29 @@ def write(request: Request, graph: TrainingGraph, step: Step, solution: Solution
     problem = step.problem
     planned = replay(problem, solution.schedule, solution.timeline)
     passes = split_by_region(step, solution.schedule, len(graph.regions))
+    moves = moves_by_region(step, solution.schedule, graph.regions)
 
     @cache
     def graphs() -> tuple[GraphModules, ...]:
-        pairs = zip(graph.regions, passes, strict=True)
-        return tuple(GraphModules(*emit(region, *each)) for region, each in pairs if region.fingerprint)
+        rows = zip(graph.regions, passes, moves, strict=True)
+        return tuple(GraphModules(*emit(region, *each, own)) for region, each, own in rows if region.fingerprint)
 
     note = " ".join(
         filter(None, [_sentence(solution.note), in_words(problem, planned), graph.note, *_notes(request, graph)])
     )
-    record = record_of(request, step, planned, replace(solution, note=note), _recipe(graph, passes))
+    record = record_of(request, step, planned, replace(solution, note=note), _recipe(graph, passes, moves))
     record = replace(record, eager_peak_bytes=graph.eager.peak_bytes if graph.eager else None)
     return Planned(record, request, graphs, captured=graph)
 
 
-def _recipe(graph: TrainingGraph, passes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> Recipe:
-    planned = [PlannedRegion(r.fingerprint, *each) for r, each in zip(graph.regions, passes, strict=True)]
+def _recipe(
+    graph: TrainingGraph,
+    passes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]],
+    moves: Sequence[tuple[Move, ...]],
+) -> Recipe:
+    planned = [
+        PlannedRegion(r.fingerprint, *each, moves=own)
+        for r, each, own in zip(graph.regions, passes, moves, strict=True)
+    ]
     calls = {key: tuple(None if r is None else planned[r] for r in order) for key, order in graph.order.items()}
     return Recipe(calls, graph.detached, graph.maxima, graph.asked)
