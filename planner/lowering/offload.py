@@ -57,18 +57,20 @@ def _held_beside(step: Step, forward: int, backward: int, until: int) -> Step:
     first, second = len(problem.sizes), len(problem.sizes) + 1
     name, boundary = "bytes of the step before", problem.boundary
     rows: list[Row] = list(zip(problem.ops, step.origins, strict=True))
+    loss, origin = rows[boundary]
     rows[until:until] = [own_row(LOSS, name, "backward", reads=(second,))]
-    rows[boundary:boundary] = [
+    rows[boundary : boundary + 1] = [
         own_row(LOSS, name, "forward", reads=(first,)),
-        own_row(LOSS, name, "forward", writes=(second,)),
+        (replace(loss, workspace=loss.workspace + backward), origin),
+        own_row(LOSS, name, "backward", writes=(second,)),
     ]
     rows[:0] = [own_row(LOSS, name, "forward", writes=(first,))]
     ops, origins = zip(*rows, strict=True)
-    shifted = [1 + 2 * (i >= boundary) + (i >= until) for i in range(len(problem.ops))]
+    shifted = [1 + (i >= boundary) + (i > boundary) + (i >= until) for i in range(len(problem.ops))]
     return replace(
         step,
         problem=replace(
-            problem, ops=ops, sizes=(*problem.sizes, forward, backward), boundary=boundary + 3, waiting=None
+            problem, ops=ops, sizes=(*problem.sizes, forward, backward), boundary=boundary + 2, waiting=None
         ),
         origins=origins,
         names=(*step.names, "", ""),

@@ -23,7 +23,6 @@ from planner.capture.trace.step import TrainingGraph, capture
 from planner.codegen.emit import emit, keep_everything
 from planner.compat.dispatch import lasting_modes_off
 from planner.core.plan import GraphModules
-from planner.core.recipe import PlannedRegion, Recipe
 from planner.core.step import Pass, Step, replay, run_passes
 from planner.core.surroundings import under
 from planner.costs.account import account_of
@@ -46,12 +45,13 @@ from planner.planning.eager_peak import no_higher_than_eager
 from planner.planning.fragmentation import solve_with_margin
 from planner.planning.inductor import in_aten, make_inductor_plan, without_inductor
 from planner.planning.outside import outside_loss
+from planner.planning.recipe import recipe_of, room_taken
 from planner.planning.record import record_of
 from planner.requests.inductor import refuse_inductor
 from planner.requests.planned import Filed, Known, Planned, source_of
 from planner.requests.request import Request
 from planner.requests.tensors import refuse_tensors
-from solvers import InfeasibleError, Move, Solution, cost_bound, solve
+from solvers import InfeasibleError, Solution, cost_bound, solve
 from solvers.progress import bar, clock
 
 # from torch 2.13 on, a compiled region may free a gradient that enters its backward pass while that runs
@@ -292,19 +292,8 @@ def write(request: Request, graph: TrainingGraph, step: Step, solution: Solution
     note = " ".join(
         filter(None, [_sentence(solution.note), in_words(problem, planned), graph.note, *_notes(request, graph)])
     )
-    record = record_of(request, step, planned, replace(solution, note=note), _recipe(graph, passes, moves))
+    recipe = recipe_of(graph, passes, moves)
+    host_bytes = room_taken(request, graph, passes, moves)
+    record = record_of(request, step, planned, replace(solution, note=note), recipe, host_bytes=host_bytes)
     record = replace(record, eager_peak_bytes=graph.eager.peak_bytes if graph.eager else None)
     return Planned(record, request, graphs, captured=graph)
-
-
-def _recipe(
-    graph: TrainingGraph,
-    passes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]],
-    moves: Sequence[tuple[Move, ...]],
-) -> Recipe:
-    planned = [
-        PlannedRegion(r.fingerprint, *each, moves=own)
-        for r, each, own in zip(graph.regions, passes, moves, strict=True)
-    ]
-    calls = {key: tuple(None if r is None else planned[r] for r in order) for key, order in graph.order.items()}
-    return Recipe(calls, graph.detached, graph.maxima, graph.asked)

@@ -30,7 +30,7 @@ def refuse_offload(options: Options, device: str) -> None:
         raise OptionError(f"offload_dir={options.offload_dir!r} is the folder of offload='disk'; leave it out")
     given = {
         f"mode={options.mode!r}": options.mode != "aten",
-        f"solver={options.solver!r}": options.solver != "auto",
+        f"solver={options.solver!r}": options.solver in ("chen", "ilp"),
         f"dynamic={options.dynamic!r}": bool(options.dynamic),
         f"in_flight={options.in_flight}": options.in_flight > 1,
         f"shard={options.shard}": options.shard > 1,
