@@ -74,12 +74,10 @@ class _Pinned:
         self._gpu, self._slab, (self._out, self._back) = gpu, slab, streams
         self._unused = unused
         self._coming: list[tuple[torch.Tensor, Any]] = []  # held until nothing writes into them
-        self._last: Any = None
         self._out.wait_stream(self._back)  # which may read yet what a step that failed left in this slab
 
     def out(self, x: torch.Tensor, at: int) -> Wait:
         event = self._copy(self._out, self._slab[at : at + x.nbytes].view(x.dtype), x)
-        self._last = event
 
         def wait() -> None:
             self._gpu.current_stream(x.device).wait_event(event)
@@ -87,7 +85,6 @@ class _Pinned:
         return _Once(wait)
 
     def back(self, x: torch.Tensor, at: int) -> Wait:
-        self._back.wait_event(self._last)
         event = self._copy(self._back, x, self._slab[at : at + x.nbytes].view(x.dtype))
         waiting = (x, event)
         self._coming.append(waiting)
