@@ -145,4 +145,4 @@ def test_no_schedule_races_and_each_wait_is_needed(step_and_region):
             assert broken.races, wait
             removed += 1
     assert moved > SCHEDULES
-    assert removed > 10
+    assert removed >= 10
