@@ -7,6 +7,7 @@ from solvers.problem import Problem
 from solvers.protocol import Answer
 from solvers.schedule import every_op_once, simulate
 from solvers.search.rounds import search
+from solvers.search.together import search_with_moves
 
 EXACT = 8  # `ilp` solves problems of no more ops: its model then holds every schedule that can be optimal
 
@@ -27,5 +28,7 @@ def auto(problem: Problem, *, time_limit: float | None = None, progress: bool | 
     once = every_op_once(problem)
     if problem.budget is None or simulate(problem, once).peak <= problem.budget:
         return Answer(once, problem.total_cost)
+    if problem.link is not None:
+        return search_with_moves(problem, time_limit=time_limit, progress=progress)
     solver = ilp if len(problem.ops) <= EXACT else search
     return solver(problem, time_limit=time_limit, progress=progress)

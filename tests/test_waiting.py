@@ -74,7 +74,7 @@ def test_a_search_counts_what_waits_as_the_simulator_does():
     for keep in (None, (), range(0, len(problem.sizes), 3)):
         found = made.keep_only(keep)
         assert found is not None
-        assert found.peak == simulate(problem, made.schedule(found.policy)).peak
+        assert found.peak == simulate(problem, made.schedule(found)).peak
 
 
 def test_what_waits_is_what_is_kept_and_none_of_it_where_the_optimizer_steps():
@@ -108,7 +108,7 @@ def test_a_search_counts_a_second_backward_pass_as_the_simulator_does(again):
         for keep in (None, (), range(0, len(problem.sizes), 3)):
             found = made.keep_only(keep)
             assert found is not None
-            assert found.peak == simulate(counted, made.schedule(found.policy)).peak
+            assert found.peak == simulate(counted, made.schedule(found)).peak
 
 
 def test_a_schedule_gives_up_more_where_more_of_it_waits():

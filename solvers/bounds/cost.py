@@ -96,9 +96,9 @@ def knapsack(problem: Problem) -> float:
 
     When the first backward op starts, every forward op has run; a forward value that a backward op still reads is
     either live then, and once more for each waiting microbatch, or its producer runs again. The live values must fit
-    the budget: a covering knapsack, relaxed to fractions.
+    the budget: a covering knapsack, relaxed to fractions. With a link, values may be elsewhere: it proves nothing.
     """
-    if problem.budget is None or problem.boundary >= len(problem.ops):
+    if problem.budget is None or problem.boundary >= len(problem.ops) or problem.link is not None:
         return problem.total_cost
     sizes, boundary = problem.sizes, problem.boundary
     first = problem.ops[boundary]

@@ -21,6 +21,7 @@ def minimum_peak_bound(problem: Problem) -> int:
     last of them was written while the others were live, by an op that had its own reads, and so on backwards. Of all
     these histories, the one of the lowest peak is sought best first, as in pebbling; where the search ends early, the
     peak of the best history left is still a lower bound.
+    Values that may leave over a link need not be there before they are read.
     """
     history = _Histories(problem)
     order = sorted(range(len(problem.ops)), key=lambda i: -history.first_run(i))
@@ -41,6 +42,9 @@ class _Histories:
         self.stuck = {
             v for v, i in enumerate(problem.producer) if v not in problem.pinned and not problem.ops[i].recomputable
         }
+        movable = problem.movable if problem.link is not None else frozenset[int]()
+        self.stuck -= movable
+        self.anywhere = problem.pinned | movable  # what a history need not write last
         pinned = [sum(problem.sizes[v] for v in op.writes if v in problem.pinned) for op in problem.ops]
         self.pinned = list(accumulate(pinned, initial=0))  # bytes pinned by the ops before this one
         self.kept = cache(self._kept)
@@ -77,8 +81,8 @@ class _Histories:
         written last: its producer ran while the others were live, for the first time (if it is the latest producer of
         them all) or again.
         """
-        ops, producer, pinned = self.problem.ops, self.problem.producer, self.problem.pinned
-        start = (frozenset(ops[op].reads) - pinned, op)
+        ops, producer, anywhere = self.problem.ops, self.problem.producer, self.anywhere
+        start = (frozenset(ops[op].reads) - anywhere, op)
         best = {start: max(floor, self.first_run(op))}
         heap = [(best[start], 0, 0, start)]
         count = used = 0
@@ -92,7 +96,7 @@ class _Histories:
             used += 1
             newest = max(producer[v] for v in values)
             for i in sorted({producer[v] for v in values}):
-                before = values.difference(ops[i].writes).union(ops[i].reads) - pinned
+                before = values.difference(ops[i].writes).union(ops[i].reads) - anywhere
                 times = [(newest - 1, newest)] if i == newest else []
                 if ops[i].recomputable and newest < until:
                     times.append((newest, until))

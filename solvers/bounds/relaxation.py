@@ -16,6 +16,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from solvers.bounds.host import add_away, add_spare, close_away, most_spent
 from solvers.problem import Pairs, Problem
 
 UNITS = 1e7  # sizes are rounded down to so many parts of their sum: a bound stays one
@@ -47,13 +48,19 @@ class Stage:
 
 @dataclass
 class Program:
-    """Minimise `costs` x over x in [0, 1], each row between its limits; the rows as (row, column, factor) entries."""
+    """Minimise `costs` x over x in [0, 1], each row between its limits; the rows as (row, column, factor) entries.
+
+    Where there is a link, `away` has for each point the columns of the values that are on the host only, and `spare`
+    for each stage the column of the time that is neither a first run nor a re-run of the stage's.
+    """
 
     costs: list[float] = field(default_factory=list)
     low: list[float] = field(default_factory=list)
     high: list[float] = field(default_factory=list)
     entries: list[tuple[int, int, float]] = field(default_factory=list)
     stages: list[Stage] = field(default_factory=list)
+    away: list[dict[int, int]] = field(default_factory=list)
+    spare: list[int] = field(default_factory=list)
 
     @property
     def work(self) -> float:
@@ -78,11 +85,13 @@ class Relaxed:
         bound: a lower bound on the cost of any schedule's re-runs.
         again: for each op that may run again, its largest fraction of a run in a stage; 0 or 1 after a search.
         points: the ops whose first runs are its points in time, ascending.
+        away: for each value that may leave, its largest fraction that is on the host only at a point.
     """
 
     bound: float
     again: dict[int, float]
     points: tuple[int, ...]
+    away: dict[int, float] = field(default_factory=dict)
 
     def kept(self, problem: Problem, share: float) -> frozenset[int]:
         """The values of ops of which no more than this share runs again."""
@@ -93,14 +102,14 @@ def build(problem: Problem, at: Sequence[int]) -> Program:
     """The relaxation at the first runs of the ops `at`, ascending. O(points * (ops + reads)) rows and columns.
 
     Every valid schedule is a 0/1 solution of no higher cost, so that its optimum, and that of its linear relaxation,
-    are lower bounds on what the schedule's re-runs cost:
+    are lower bounds on what the schedule's re-runs cost, and its waiting for copies:
 
     - Each value that a first run or a re-run reads is live since the stage began, or its producer runs in the stage.
     - Each value that is live at a stage's end is live at its begin, or its producer runs in the stage.
     - While the op of a point runs for the first time, its reads, writes and workspace, the pinned values so far and
       the values that are live afterwards fit the budget together, beside the waiting microbatches. Each of those holds
       the values that are live at the first backward op, where that is the point or an earlier one; else it holds the
-      values that are live there in every schedule.
+      values that are live there in every schedule. Values on the host only take no room, see `bounds.host`.
     - From any point to the end of the schedule the first rule applies to all stages in one. It adds nothing to 0/1
       solutions, but a fractional one could otherwise run half an op in either of two stages from half of its reads.
     """
@@ -126,6 +135,8 @@ def build(problem: Problem, at: Sequence[int]) -> Program:
         reads = {v for op in ops[begin + 1 : end + 1] for v in op.reads}
         stage = Stage(begin, live, again, {v for v in reads if producer[v] <= begin and v not in pinned})
         stages.append(stage)
+        if problem.link is not None:
+            program.spare.append(add_spare(problem, program, cost_unit))
         _closed(problem, program, stage, stage.needed, again)
         if len(stages) > len(at):
             break
@@ -137,6 +148,10 @@ def build(problem: Problem, at: Sequence[int]) -> Program:
             if producer[v] <= begin:
                 program.row([*stage.available(v, producer[v]), (column, -1.0)], 0.0)
         terms = [(column, (sizes[v] // unit) / 1e3) for v, column in live.items() if v not in now and sizes[v] >= unit]
+        if problem.link is not None:
+            away = add_away(problem, program, live, now, end)
+            program.away.append(away)
+            terms += [(column, -(sizes[v] // unit) / 1e3) for v, column in away.items() if sizes[v] >= unit]
         pairs: Pairs = ((0, 0),)
         if waiting is not None and end < waiting.until:
             pairs = waiting.forward if end < problem.boundary else waiting.backward
@@ -149,6 +164,8 @@ def build(problem: Problem, at: Sequence[int]) -> Program:
                 factors[column] = factors.get(column, 0.0) + number * factor
             program.row(factors.items(), -math.inf, ((room - number * least - beside) // unit) / 1e3)
     _suffixes(problem, program)
+    if problem.link is not None:
+        close_away(problem, program, cost_unit)
     return program
 
 
@@ -221,6 +238,8 @@ def solve(problem: Problem, program: Program, nodes: int = 0) -> Relaxed:
     options["simplex_iteration_limit"] = ITERATIONS
     if nodes:
         lp.integrality_ = [highspy.HighsVarType.kInteger] * len(costs)
+        for column in program.spare:
+            lp.integrality_[column] = highspy.HighsVarType.kContinuous
         options |= {"mip_max_nodes": nodes, "mip_rel_gap": 0.0}
     for name, value in options.items():
         highs.setOptionValue(name, value)
@@ -229,20 +248,23 @@ def solve(problem: Problem, program: Program, nodes: int = 0) -> Relaxed:
     unit = _cost_unit(problem)
     solution = highs.getSolution()
     again: dict[int, float] = {}
+    away: dict[int, float] = {}
     if solution.value_valid:
-        for stage in program.stages:
-            for i, column in stage.again.items():
-                again[i] = max(again.get(i, 0.0), solution.col_value[column])
+        for found, each in ((again, [stage.again for stage in program.stages]), (away, program.away)):
+            for i, column in ((i, column) for columns in each for i, column in columns.items()):
+                found[i] = max(found.get(i, 0.0), solution.col_value[column])
     if nodes:
         best = highs.getInfo().mip_dual_bound
-        return Relaxed(max(0.0, best - 1e-6 * (1 + best)) * unit if math.isfinite(best) else 0.0, again, at)
+        bound = max(0.0, best - 1e-6 * (1 + best)) * unit if math.isfinite(best) else 0.0
+        return Relaxed(min(bound, most_spent(problem)), again, at, away)
     prices = np.array(solution.row_dual)
     if len(prices) != len(low) or not np.isfinite(prices).all():
-        return Relaxed(0.0, again, at)
+        return Relaxed(0.0, again, at, away)
     prices = np.where(np.isfinite(low), np.maximum(prices, 0.0), np.minimum(prices, 0.0))
     reduced = costs - np.bincount(columns, factors * prices[rows], minlength=len(costs))
     limits = np.where(np.isfinite(low), low, high)
-    return Relaxed(max(0.0, float(prices @ limits + np.minimum(reduced, 0.0).sum())) * unit, again, at)
+    bound = max(0.0, float(prices @ limits + np.minimum(reduced, 0.0).sum())) * unit
+    return Relaxed(min(bound, most_spent(problem)), again, at, away)
 
 
 def _cost_unit(problem: Problem) -> float:

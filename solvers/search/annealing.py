@@ -10,20 +10,22 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from threading import Event
 
 import numpy as np
 
 from solvers.problem import Op, Problem
 from solvers.schedule import Schedule
-from solvers.search.arrays import Chain, Choices, Cooling, Goal, Journal, Policy, Tables
+from solvers.search.arrays import Chain, Choices, Cooling, Goal, Journal, Policy, Scratch, Tables
 from solvers.search.effort import THREADS
 from solvers.search.evaluation import Candidate, Evaluator
 from solvers.search.machine import machine_code
 from solvers.search.policy import choices, copy, keep_only, nest, scratch
 
 PAUSES = 20  # how often a walk looks at the clock and shows its progress
+Anneal = Callable[[Chain, Goal, Cooling, float, float], float]  # as `kernels.anneal`, the problem aside
+
 LARGEST_MOVE = 1024  # gaps that one move changes, at most
 
 
@@ -77,13 +79,22 @@ class Search:
         """A policy of segments inside segments, see `policy.nest`; None where its schedule is far too long."""
         return self.judge(nest(self.problem, self.tables, frozenset(keep), frozenset(hold), at))
 
-    def judge(self, policy: Policy) -> Candidate | None:
-        """The peak and cost of a policy; None where its schedule is far too long."""
+    def judge(self, policy: Policy, budget: float | None = None) -> Candidate | None:
+        """The peak and cost of a policy; None where its schedule is far too long.
+
+        Args:
+            policy: what to judge.
+            budget: bytes that its schedule may take, None for the problem's; only matters where values may leave.
+        """
         return self.evaluator.judge(policy)
 
-    def schedule(self, policy: Policy) -> Schedule:
-        """A policy's schedule."""
-        schedule = self.evaluator.schedule(policy)
+    def leaner(self, candidate: Candidate) -> Candidate:
+        """The candidate with all values away that may leave."""
+        return candidate
+
+    def schedule(self, candidate: Candidate) -> Schedule:
+        """A candidate's schedule."""
+        schedule = self.evaluator.schedule(candidate.policy)
         assert schedule is not None
         return schedule
 
@@ -100,33 +111,35 @@ class Search:
             except BaseException:
                 self.stopped.set()  # the other walks end at their next pause
                 raise
-        return [best for p in policies if p is not None and (best := self.judge(p)) is not None]
+        return [best for p in policies if p is not None and (best := self.judge(p, goal.budget)) is not None]
 
     def _walk(self, walk: Walk, goal: Goal, enough: float) -> Policy | None:
-        chain = self._begin(walk, goal)
+        chain, anneal = self._begin(walk, goal)
         cooling = Cooling(walk.hot, walk.cold, float(walk.steps))
         began, progress = time.monotonic(), 0.0
         while progress < 1.0 and chain.energy[1] > enough and not self.stopped.is_set():
             before = progress
             pause = min(1.0, progress + 1 / PAUSES)
-            progress = machine_code().anneal(self.tables, self.choices, chain, goal, cooling, progress, pause)
+            progress = anneal(chain, goal, cooling, progress, pause)
             if walk.seconds is not None and (gone := (time.monotonic() - began) / walk.seconds) > progress:
                 progress, self.late = gone, True
             self.tick((min(1.0, progress) - before) * walk.steps)
         return chain.best if chain.energy[1] < np.inf else None
 
-    def _begin(self, walk: Walk, goal: Goal) -> Chain:
+    def _begin(self, walk: Walk, goal: Goal) -> tuple[Chain, Anneal]:
         room = scratch(self.tables)
-        here, best = (copy(walk.start) for _ in range(2))
-        start = self.evaluator.judge(here, room)
+        start = self.evaluator.judge(walk.start, room)
         assert start is not None, "walks begin at policies that were judged"
-        energy = energy_of(goal, start)
-        energies = np.array([energy, energy if start.peak <= goal.ceiling else np.inf])
-        journal = Journal(
-            np.zeros(LARGEST_MOVE, np.int32), np.zeros((LARGEST_MOVE, 4), np.int64), np.zeros(1, np.int32)
-        )
-        rng = np.array([88172645463325252 + 2654435761 * walk.seed], np.uint64)
-        return Chain(here, best, energies, room, journal, rng)
+        return chain_of(walk, goal, start, room), partial(machine_code().anneal, self.tables, self.choices)
+
+
+def chain_of(walk: Walk, goal: Goal, start: Candidate, room: Scratch) -> Chain:
+    """The state of a walk at its beginning; `room` has the event lists of its start."""
+    energy = energy_of(goal, start)
+    energies = np.array([energy, energy if start.peak <= goal.ceiling else np.inf])
+    journal = Journal(np.zeros(LARGEST_MOVE, np.int32), np.zeros((LARGEST_MOVE, 4), np.int64), np.zeros(1, np.int32))
+    rng = np.array([88172645463325252 + 2654435761 * walk.seed], np.uint64)
+    return Chain(copy(walk.start), copy(walk.start), energies, room, journal, rng)
 
 
 @cache

@@ -57,7 +57,7 @@ class _Front:
         for new in candidates:
             if any(j.candidate.peak <= new.peak and j.candidate.extra <= new.extra for j in self.judged):
                 continue
-            schedule = self.search.schedule(new.policy)
+            schedule = self.search.schedule(new)
             timeline = validate(self.search.problem, schedule)
             others = (j for j in self.judged if j.candidate.peak < new.peak or j.candidate.extra < new.extra)
             self.judged = [*others, _Judged(new, schedule, timeline)]

@@ -22,11 +22,15 @@ PATIENCE = 150_000  # ops, of all policies together, that are interpreted: 0.5 s
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A policy with its schedule's peak in bytes and the cost of its schedule's re-runs."""
+    """A policy with its schedule's peak in bytes and the cost of its schedule's re-runs.
+
+    Where there is a link, `extra` counts waiting, too, and `room` is what the layout of moves may take, see `layout`.
+    """
 
     policy: Policy
     peak: int
     extra: float
+    room: float = 0.0
 
 
 class Evaluator:

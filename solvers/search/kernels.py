@@ -341,7 +341,8 @@ def _copy(t: Tables, p: Policy, s: Scratch, journal: Journal, g: int, to: int) -
     shift = t.uses[to] - t.uses[g]
     drop = p.drop[g] + shift if p.drop[g] >= 0 else -1
     make = p.make[g] + shift if p.make[g] >= 0 else -1
-    put(t, p, s, journal, to, 1 if p.keep[g] else 0, 1 if p.hold[g] else 0, drop, make)
+    keep = 2 if p.keep[g] == 2 else 1 if p.keep[g] else 0  # 2: on the host, see `layout`
+    put(t, p, s, journal, to, keep, 1 if p.hold[g] else 0, drop, make)
 
 
 def _search(ascending: Floats, x: float) -> int:
@@ -385,7 +386,7 @@ def move(t: Tables, p: Policy, s: Scratch, c: Choices, journal: Journal, rng: Ra
     elif what > 1.0 - c.odds.pair:  # the opposite `keep` for a second gap, mostly nearby
         other = c.gaps[below(rng, n)] if random(rng) < 0.3 else c.gaps[min(n - 1, max(0, at + below(rng, 17) - 8))]
         if other != g:
-            put(t, p, s, journal, other, 1 - p.keep[g], 1 if p.hold[other] else 0, -1, p.make[other])
+            put(t, p, s, journal, other, 0 if p.keep[g] else 1, 1 if p.hold[other] else 0, -1, p.make[other])
 
 
 def anneal(t: Tables, c: Choices, chain: Chain, goal: Goal, cooling: Cooling, begin: float, end: float) -> float:

@@ -11,6 +11,7 @@ from solvers.search.annealing import Search, Walk, ready
 from solvers.search.arrays import Goal
 from solvers.search.effort import THREADS, Effort, bar_of, each_of, effort_of
 from solvers.search.evaluation import Candidate
+from solvers.search.offload import search_of
 from solvers.search.starts import chained, nested, segments
 
 TIE = 1e-3  # energy of the cost of every op once, where the variable part of the first peak is 1: it breaks ties
@@ -37,9 +38,9 @@ def minimum_peak(problem: Problem, *, time_limit: float | None = None, progress:
     ready()
     effort = effort_of(problem, time_limit)
     with bar_of(effort, progress) as bar:
-        search = Search(problem, bar.update)
+        search = search_of(problem, bar.update)
         leanest = leanest_of(search, effort)
-        return Minimum(search.schedule(leanest.policy), leanest.peak, minimum_peak_bound(problem))
+        return Minimum(search.schedule(leanest), leanest.peak, minimum_peak_bound(problem))
 
 
 def leanest_of(search: Search, effort: Effort, target: int = 0, enough: int = 0) -> Candidate:
@@ -49,7 +50,7 @@ def leanest_of(search: Search, effort: Effort, target: int = 0, enough: int = 0)
     reaches too.
     """
     problem = search.problem
-    starts = [*chained(nested(search), segments(search), iter([search.keep_only()]))]
+    starts = [search.leaner(c) for c in chained(nested(search), segments(search), iter([search.keep_only()]))]
     best = min(starts, key=lambda c: (c.peak, c.extra))
     variable = max(1, best.peak - problem.resident)
     goal = Goal(TIE / (problem.total_cost or 1.0), 1 / variable, float(target), float("inf"), problem.resident)

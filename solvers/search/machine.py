@@ -5,13 +5,14 @@ Importing numba takes most of a second, and compiling several: a search that is 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import cache
 from inspect import isfunction
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
-from solvers.search import kernels
+from solvers.search import joint, kernels, layout
 
 
 class Kernels(NamedTuple):
@@ -26,24 +27,47 @@ class Kernels(NamedTuple):
 INTERPRETED = Kernels(kernels.link_all, kernels.unroll, kernels.peak_of, kernels.anneal)
 
 
+class MoveKernels(NamedTuple):
+    """The kernels that Python calls where there is a link, see `layout` and `joint`."""
+
+    judge_moves: Callable[..., tuple[int, float]]
+    anneal_moves: Callable[..., float]
+
+
 @cache
 def machine_code() -> Kernels:
     """The kernels as functions that run without the interpreter's lock."""
+    return Kernels(*(_compiled(kernels)[name] for name in Kernels._fields))
+
+
+@cache
+def move_code() -> MoveKernels:
+    """The kernels for moves, likewise."""
+    return MoveKernels(_compiled(layout)["judge_moves"], _compiled(joint)["anneal_moves"])
+
+
+@cache
+def _compiled(module: ModuleType) -> dict[str, Any]:
+    """What a module of kernels names, its own functions and those of other such modules compiled."""
     import numba
 
     njit: Any = numba.njit  # its annotations lack some options
 
     def compiled(function: FunctionType, **options: Any) -> Any:
         # kernels that only kernels call need no way in from Python, which takes as long to compile as they do
-        inside = function.__name__ not in Kernels._fields
+        inside = function.__name__ not in Kernels._fields + MoveKernels._fields
         own = FunctionType(function.__code__, namespace, function.__name__)  # calls what is compiled
         return njit(nogil=True, no_cpython_wrapper=inside, no_cfunc_wrapper=True, **options)(own)
 
-    namespace = dict(vars(kernels))
-    for name, value in vars(kernels).items():
-        if isfunction(value):
-            try:
-                namespace[name] = compiled(value, cache=True)
-            except RuntimeError:  # numba has nowhere to write a cache: it compiles anew in each process
-                namespace[name] = compiled(value)
-    return Kernels(*(namespace[name] for name in Kernels._fields))
+    namespace = dict(vars(module))
+    for name, value in vars(module).items():
+        if not isfunction(value):
+            continue
+        if value.__module__ != module.__name__:
+            namespace[name] = _compiled(sys.modules[value.__module__])[name]
+            continue
+        try:
+            namespace[name] = compiled(value, cache=True)
+        except RuntimeError:  # numba has nowhere to write a cache: it compiles anew in each process
+            namespace[name] = compiled(value)
+    return namespace

@@ -161,10 +161,16 @@ def copy(policy: Policy) -> Policy:
     return Policy(policy.keep.copy(), policy.hold.copy(), policy.drop.copy(), policy.make.copy())
 
 
-def choices(problem: Problem, t: Tables) -> Choices:
-    """The gaps that a search decides on: gaps of droppable values, longer than one op. O(HOPS * reads)."""
+def choices(problem: Problem, t: Tables, values: Collection[int] | None = None) -> Choices:
+    """The gaps that a search decides on: gaps of `values`, longer than one op. O(HOPS * reads).
+
+    Args:
+        problem: what to schedule.
+        t: its tables.
+        values: those that it decides on; None for those that may be dropped.
+    """
     free = np.zeros(len(t.size), bool)
-    free[droppable(problem)] = True
+    free[droppable(problem) if values is None else sorted(values)] = True
     gaps = np.flatnonzero(free[t.value] & (t.uses > t.start + 1)).astype(np.int32)
     gaps = gaps[np.argsort(t.start[gaps], kind="stable")]
     looks = _looks(problem)

@@ -13,10 +13,12 @@ copy decisions from one another, so that a good decision in one block spreads to
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from solvers.bounds.cost import relax
 from solvers.bounds.peak import minimum_peak_bound
+from solvers.bounds.relaxation import Relaxed
 from solvers.problem import Problem
 from solvers.protocol import Answer
 from solvers.schedule import InfeasibleError
@@ -56,40 +58,79 @@ def _solve(search: Search, effort: Effort) -> Answer:
     assert problem.budget is not None
     whole = effort_of(problem, None)  # for the least budget, so that what is named is reached under any time limit
     if (least := minimum_peak_bound(problem)) > problem.budget:
-        raise _infeasible(search, leanest_of(search, whole), least)
+        raise infeasible(search, leanest_of(search, whole), least)
+    aim = aim_of(search, effort)
+    starts = relaxed_starts(search, aim)
+    best = cheapest(problem, starts)
+    tight = best is None
+    best = improved(search, aim, starts, effort)
+    if best is None:
+        best = leanest_of(search, whole, enough=problem.budget)
+        if best.peak > problem.budget:
+            raise infeasible(search, best, least)
+    if tight and best.extra > aim.enough:
+        goal = aim.goal._replace(penalty=STRICTER * aim.goal.penalty)
+        best = anneal(search, replace(aim, goal=goal), [best], effort) or best
+    note = "time ran out before the end of the search" if search.late else ""
+    return Answer(search.schedule(best), problem.total_cost + aim.relaxed.bound, note)
+
+
+@dataclass(frozen=True, slots=True)
+class Aim:
+    """What a search is after: a goal, its relaxation, and the costs of re-runs that end it.
+
+    Attributes:
+        goal: the energy.
+        relaxed: the relaxation, whose bound is one on the cost of re-runs.
+        share: of the usual work, what relaxations take.
+        enough: a candidate of this cost ends the search.
+        settled: the same, once a round of walks has found nothing better.
+    """
+
+    goal: Goal
+    relaxed: Relaxed
+    share: float
+    enough: float
+    settled: float
+
+
+def aim_of(search: Search, effort: Effort) -> Aim:
+    """The aim for a problem with a budget."""
+    problem = search.problem
     share = 1.0 if (left := effort.left()) is None else min(4.0, left / RELAXING)
     relaxed = relax(problem, share)
     bound = relaxed.bound
     slack = ENOUGH if effort.deadline is None else EXACTLY
     enough = bound + slack * (problem.total_cost + bound)
     settled = bound + SETTLED * (problem.total_cost + bound) if effort.deadline is None else enough
-    goal = goal_of(problem)
+    return Aim(goal_of(problem), relaxed, share, enough, settled)
+
+
+def relaxed_starts(search: Search, aim: Aim) -> list[Candidate]:
+    """Starts from relaxations, segments and every op once, up to the first one that is good enough."""
     starts: list[Candidate] = []
-    relaxations = (search.keep_only(keep) for keep in lp_starts(problem, relaxed, share))
+    relaxations = (search.keep_only(keep) for keep in lp_starts(search.problem, aim.relaxed, aim.share))
     for start in chained(relaxations, segments(search), iter([search.keep_only()])):
         starts.append(start)
-        if start.peak <= problem.budget and start.extra <= enough:
+        if start.peak <= aim.goal.budget and start.extra <= aim.enough:
             break
-    best = _cheapest(problem, starts)
-    tight = best is None
-    if tight:
-        starts = [*chained(nested(search)), *starts]
-    if best is None or best.extra > enough:
-        # where no start fits, perhaps no schedule does: some effort is left to look for the leanest
-        best = _anneal(search, goal, starts, effort.part(TIGHT if tight else 1.0), enough, settled)
+    return starts
+
+
+def improved(search: Search, aim: Aim, starts: list[Candidate], effort: Effort) -> Candidate | None:
+    """The best candidate that walks from some starts find; None where none fits."""
+    best = cheapest(search.problem, starts)
+    if best is not None and best.extra <= aim.enough:
+        return best
     if best is None:
-        best = leanest_of(search, whole, enough=problem.budget)
-        if best.peak > problem.budget:
-            raise _infeasible(search, best, least)
-    if tight and best.extra > enough:
-        goal = goal._replace(penalty=STRICTER * goal.penalty)
-        best = _anneal(search, goal, [best], effort, enough, settled) or best
-    note = "time ran out before the end of the search" if search.late else ""
-    return Answer(search.schedule(best.policy), problem.total_cost + bound, note)
+        starts = [*chained(nested(search)), *starts]
+    # where no start fits, perhaps no schedule does: some effort is left to look for the leanest
+    return anneal(search, aim, starts, effort.part(TIGHT if best is None else 1.0))
 
 
-def _infeasible(search: Search, leanest: Candidate, bound: int) -> InfeasibleError:
-    return InfeasibleError(search.problem.budget or 0, leanest.peak, bound, search.schedule(leanest.policy))
+def infeasible(search: Search, leanest: Candidate, bound: int) -> InfeasibleError:
+    """The error that no schedule fits, with the leanest one."""
+    return InfeasibleError(search.problem.budget or 0, leanest.peak, bound, search.schedule(leanest))
 
 
 def goal_of(problem: Problem) -> Goal:
@@ -99,41 +140,40 @@ def goal_of(problem: Problem) -> Goal:
     return Goal(1 / (problem.total_cost or 1.0), OVER / room, budget, budget, problem.resident)
 
 
-def _cheapest(problem: Problem, candidates: Sequence[Candidate]) -> Candidate | None:
+def cheapest(problem: Problem, candidates: Sequence[Candidate]) -> Candidate | None:
+    """The cheapest of the candidates that fit the budget; None where none does."""
     fitting = [c for c in candidates if problem.budget is None or c.peak <= problem.budget]
     return min(fitting, key=lambda c: c.extra, default=None)
 
 
-def _anneal(
-    search: Search, goal: Goal, starts: list[Candidate], effort: Effort, enough: float, settled: float
-) -> Candidate | None:
+def anneal(search: Search, aim: Aim, starts: list[Candidate], effort: Effort) -> Candidate | None:
     """The best of rounds of walks, each from the best candidates of the round before; None where none fits.
 
-    The rounds end when a candidate fits whose re-runs cost no more than `enough`; or no more than `settled`, where a
-    round found nothing cheaper.
+    The rounds end when a candidate fits whose re-runs cost no more than `aim.enough`; or no more than `aim.settled`,
+    where a round found nothing cheaper.
     """
-    problem, gaps = search.problem, len(search.choices.gaps)
+    problem, gaps, goal = search.problem, len(search.choices.gaps), aim.goal
     pool = sorted(starts, key=lambda c: energy_of(goal, c))
     # hot walks forget where they began; every op once leads to other schedules than segments do
     pool = [*islice(pool, POOL), starts[-1]]
     seed = SEED
-    candidates, best = list(starts), _cheapest(problem, starts)
+    candidates, best = list(starts), cheapest(problem, starts)
     for at, (walks, hot, share) in enumerate(ROUNDS):
         until = effort.until(share / sum(later for _, _, later in ROUNDS[at:]))
         steps, seconds = each_of(problem, gaps, Effort(share * effort.steps, until), walks)
         hot *= min(1.0, steps / (WARMED * gaps * len(problem.ops) + 1))
         chosen = [pool[i % len(pool)] for i in range(walks)]
         round_ = [Walk(c.policy, hot, hot * COLDEST, steps, seconds, seed + i) for i, c in enumerate(chosen)]
-        candidates += search.walk(round_, goal, goal.price * enough)
+        candidates += search.walk(round_, goal, goal.price * aim.enough)
         seed += walks
         before = best
-        pool, best = sorted(candidates, key=lambda c: energy_of(goal, c)), _cheapest(problem, candidates)
+        pool, best = sorted(candidates, key=lambda c: energy_of(goal, c)), cheapest(problem, candidates)
         while pool[0].peak > goal.budget:  # the energy preferred a peak above the budget
             goal = goal._replace(penalty=STRICTER * goal.penalty)
             if best is None:
                 break
             pool = sorted(candidates, key=lambda c: energy_of(goal, c))
         pool = pool[: max(1, walks // 2)]
-        if best is not None and best.extra <= (settled if best is before else enough):
+        if best is not None and best.extra <= (aim.settled if best is before else aim.enough):
             break
     return best
