@@ -3,6 +3,7 @@
 import copy
 import gc
 import os
+import tempfile
 import threading
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 from torch import nn
 
 import solvers
-from planner import InfeasibleBudgetError, OffloadError, applied_plan, plan
+from planner import InfeasibleBudgetError, OffloadError, Plan, PlannerError, applied_plan, plan
+from planner.devices.specs import DEVICES
 from planner.offload import transfers
 from solvers import Answer, Move, Schedule, every_op_once
 
@@ -129,3 +131,64 @@ def test_steps_that_fail_or_wait_leave_no_trace(unwatched):
         assert all(torch.equal(q.grad, g) for q, g in zip(model.parameters(), expected, strict=True))
     assert threading.active_count() <= threads + 2
     p.remove()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"offload": "cpu"}, "for one on the CPU, whose memory that is, 'disk'"),
+        ({"offload": "gpu"}, "offload='gpu' must be one of None, 'cpu', 'disk'"),
+        ({"offload": "disk", "device": "h100"}, "not for a cuda device: give 'cpu'"),
+        ({"offload": "disk", "mode": "eager"}, "not for mode='eager' yet"),
+        ({"offload": "disk", "in_flight": 2, "solver": "ilp"}, "not for solver='ilp', in_flight=2 yet"),
+        ({"offload": "disk", "offload_dir": "/no/such"}, "is no folder: name a folder of a fast disk"),
+        ({"offload": "disk", "host_gb": 1e5}, r"host_gb=100000\.0: .* has .* free; give at most"),
+        ({"host_gb": 1}, "give offload='disk' or 'cpu', too"),
+        ({"offload": "cpu", "device": "h100", "offload_dir": "/tmp"}, "is the folder of offload='disk'; leave it out"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_words(options, words):
+    with pytest.raises(PlannerError, match=words):
+        plan(nn.Linear(4, 4), torch.zeros(2, 4), budget_gb=1, loss_fn=loss_of, progress=False, **options)
+
+
+def test_a_plan_for_a_card_offloads_to_host_memory_and_runs_here(unwatched):
+    model, x, _ = mlp()
+    expected = gradients(model, x)
+    solvers.register_solver("leaves", everything_leaves)
+    options = {"loss_fn": loss_of, "progress": False, "device": "rtx4090", "costs": "roofline"}
+    p = plan(model, x, budget_gb=4, offload="cpu", solver="leaves", **options)
+    assert p.problem.link.out == p.problem.link.back == DEVICES["rtx4090"].link
+    assert 0 < p.host_peak_bytes < p.moved_bytes
+    assert {d.action for d in p.decisions} == {"offload", "keep"}
+    text = str(p)
+    assert "offloaded to host memory" in text
+    assert max(map(len, text.splitlines())) <= 80
+    assert "Offloaded: " in str(p.explain())
+    p.apply()
+    assert all(map(torch.equal, gradients(model, x), expected))
+    p.save(at := tempfile.mktemp())
+    assert Plan.load(at).decisions == p.decisions
+
+
+def test_a_loop_that_holds_its_loss_and_clears_gradients_late_is_planned_anew(short_searches, tmp_path):
+    model, x, options = mlp()
+    whole = plan(model, x, budget_gb=1, loss_fn=loss_of, progress=False)
+    budget = 0.7 * whole.peak_bytes / 2**30
+    p = plan(model, x, budget_gb=budget, offload="disk", loss_fn=loss_of, progress=False, **options)
+    p.apply()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+
+    def step(held):
+        held["y"] = model(x)
+        optimizer.zero_grad()
+        loss_of(held["y"]).backward()
+        optimizer.step()
+
+    held = {}
+    for _ in range(3):
+        step(held)
+    planned = applied_plan(model)
+    assert planned.moved_bytes > 0
+    assert planned.peak_bytes <= planned.budget_bytes
+    assert "bytes of the step before" in {m.op for m in planned.timeline}
