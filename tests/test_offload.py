@@ -3,7 +3,6 @@
 import copy
 import gc
 import os
-import tempfile
 import threading
 
 import pytest
@@ -152,7 +151,7 @@ def test_what_cannot_be_is_refused_in_words(options, words):
         plan(nn.Linear(4, 4), torch.zeros(2, 4), budget_gb=1, loss_fn=loss_of, progress=False, **options)
 
 
-def test_a_plan_for_a_card_offloads_to_host_memory_and_runs_here(unwatched):
+def test_a_plan_for_a_card_offloads_to_host_memory_and_runs_here(unwatched, tmp_path):
     model, x, _ = mlp()
     expected = gradients(model, x)
     solvers.register_solver("leaves", everything_leaves)
@@ -167,8 +166,15 @@ def test_a_plan_for_a_card_offloads_to_host_memory_and_runs_here(unwatched):
     assert "Offloaded: " in str(p.explain())
     p.apply()
     assert all(map(torch.equal, gradients(model, x), expected))
-    p.save(at := tempfile.mktemp())
-    assert Plan.load(at).decisions == p.decisions
+    p.remove()
+    p.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json", loss_fn=loss_of)
+    assert loaded.decisions == p.decisions
+    loaded.apply(model)
+    assert all(map(torch.equal, gradients(model, x), expected))
+    again = plan(model, x, budget_gb=4, known=p, **options)  # nothing may leave here
+    assert "Solved anew" in again.note
+    assert again.moved_bytes == 0
 
 
 def test_a_loop_that_holds_its_loss_and_clears_gradients_late_is_planned_anew(short_searches, tmp_path):
