@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from solvers.exact.checkmate import ilp
+from solvers.exact.moving import cheapest_with_moves
 from solvers.problem import Problem
 from solvers.protocol import Answer
 from solvers.schedule import every_op_once, simulate
@@ -29,6 +30,9 @@ def auto(problem: Problem, *, time_limit: float | None = None, progress: bool | 
     if problem.budget is None or simulate(problem, once).peak <= problem.budget:
         return Answer(once, problem.total_cost)
     if problem.link is not None:
+        cheapest = cheapest_with_moves(problem)
+        if cheapest is not None:
+            return Answer(cheapest, simulate(problem, cheapest).cost)
         return search_with_moves(problem, time_limit=time_limit, progress=progress)
     solver = ilp if len(problem.ops) <= EXACT else search
     return solver(problem, time_limit=time_limit, progress=progress)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from solvers.moves import Move
 from solvers.problem import Problem
+from solvers.schedule import Schedule
 
 
 def replay(problem: Problem, steps: tuple[int, ...]) -> tuple[list[int], list[set[int]], float]:
@@ -32,5 +34,96 @@ def _read_again(problem: Problem, steps: tuple[int, ...], v: int) -> bool:
         if v in problem.ops[i].reads:
             return True
         if v in problem.ops[i].writes:
+            return False
+    return False
+
+
+def replay_moves(problem: Problem, schedule: Schedule) -> tuple[list[int], float, int]:
+    """For each step the bytes held while it runs (or just before it), the time of the schedule, the host's peak.
+
+    Discrete events: the clock goes to whatever ends next, a copy or the op, and copies that run at once share the link
+    for as long as they do.
+    """
+    link = problem.link
+    assert link is not None
+    todo: list[Move | int] = []
+    for at, i in enumerate(schedule.steps):
+        todo += [m for m in schedule.moves if m.at == at]
+        todo.append(i)
+    held: dict[int, int] = {}  # copies of each value on the device
+    host: set[int] = set()
+    queues: dict[str, list[list[float]]] = {"send": [], "fetch": []}  # [value, latency left, bytes left]
+    time, most, at, peaks, host_peak = 0.0, 0, 0, list[int](), 0
+    rates = {"send": link.out, "fetch": link.back}
+
+    def run(until: float) -> None:
+        """Let copies go on until a time, or, where that is infinite, until the next one ends."""
+        nonlocal time
+        while time < until:
+            heads = {kind: queue[0] for kind, queue in queues.items() if queue}
+            if not heads and until == float("inf"):
+                return
+            share = link.both if len(heads) == 2 else 1.0
+            left = {kind: h[1] + h[2] / (rates[kind] * share) for kind, h in heads.items()}
+            step = min([until - time, *left.values()])
+            for kind, h in heads.items():
+                if left[kind] <= step:
+                    queues[kind].pop(0)
+                else:
+                    waited = min(h[1], step)
+                    h[1] -= waited
+                    h[2] -= (step - waited) * rates[kind] * share
+            time += step
+            if until == float("inf"):
+                return
+
+    def wait(kind: str, v: int) -> None:
+        while any(copy[0] == v for copy in queues[kind]):
+            run(float("inf"))
+
+    def now() -> int:
+        return problem.resident + sum(problem.sizes[v] * n for v, n in held.items())
+
+    for n, act in enumerate(todo):
+        if isinstance(act, Move):
+            v = act.value
+            if act.kind == "send":
+                host.add(v)
+            if act.kind == "free":
+                wait("send", v)
+                held[v] -= 1
+            else:
+                queues[act.kind].append([v, link.latency, float(problem.sizes[v])])
+            held[v] = held.get(v, 0) + (act.kind == "fetch")
+            host_peak = max(host_peak, sum(problem.sizes[u] for u in host))
+            most = max(most, now())
+            continue
+        op = problem.ops[act]
+        for v in op.reads:
+            wait("fetch", v)
+            if held.get(v, 0) < 1:
+                raise LookupError(f"step {at}")
+        later = todo[n + 1 :]
+        host -= {v for v in op.reads if not any(isinstance(m, Move) and m.value == v for m in later)}
+        for v in op.writes:
+            held[v] = held.get(v, 0) + 1
+        peaks.append(max(most, now() + op.workspace))
+        run(time + op.cost)
+        for v in held:
+            if held[v]:
+                held[v] = int(v in problem.pinned or _needed(problem, later, v))
+        most, at = 0, at + 1
+    return peaks, time, host_peak
+
+
+def _needed(problem: Problem, later: list[Move | int], v: int) -> bool:
+    """Whether a value is read, sent or freed before it is written or fetched."""
+    for act in later:
+        if isinstance(act, Move):
+            if act.value == v:
+                return act.kind != "fetch"
+        elif v in problem.ops[act].reads:
+            return True
+        elif v in problem.ops[act].writes:
             return False
     return False
