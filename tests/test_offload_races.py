@@ -9,7 +9,8 @@ from torch import nn
 
 from planner.codegen.emit import emit, keep_everything
 from planner.codegen.moving import moves_fit
-from planner.lowering.build import moves_by_region, split_by_region
+from planner.lowering.build import split_by_region
+from planner.lowering.offload import moves_by_region
 from planner.planning.pipeline import graph_of, lower
 from planner.planning.what_if import recomputing
 from planner.requests.check import check
@@ -121,7 +122,7 @@ def emitted(step, region, schedule):
     """The graphs of a schedule, and its moves as the region numbers them."""
     ((forward, backward),) = split_by_region(step, schedule, 1)
     (moves,) = moves_by_region(step, schedule, [region])
-    assert moves_fit(region, len(forward) + len(backward), moves)
+    assert moves_fit(region, (*forward, *backward), moves)
     return emit(region, forward, backward, moves), moves
 
 
@@ -146,3 +147,18 @@ def test_no_schedule_races_and_each_wait_is_needed(step_and_region):
             removed += 1
     assert moved > SCHEDULES
     assert removed >= 10
+
+
+def test_moves_that_cannot_be_written_are_known(step_and_region):
+    step, region = step_and_region
+    choose = random.Random(3)
+    schedule = random_schedule(step.problem, choose)
+    ((forward, backward),) = split_by_region(step, schedule, 1)
+    (moves,) = moves_by_region(step, schedule, [region])
+    steps = (*forward, *backward)
+    fetch = max(n for n, m in enumerate(moves) if m.kind == "fetch")
+    assert not moves_fit(region, steps, [m for n, m in enumerate(moves) if n != fetch])  # it is read while it is away
+    assert not moves_fit(region, steps, [m for m in moves if m.kind != "send"])
+    assert not moves_fit(region, steps, [*moves, Move("free", moves[-1].value, len(steps))])
+    outputs = region.values_in(region.returned)
+    assert not moves_fit(region, steps, [Move(kind, outputs[0], len(steps) - 1) for kind in ("send", "free", "fetch")])

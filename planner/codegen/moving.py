@@ -108,12 +108,31 @@ def slab_of(
     return dict(zip(begun, offsets, strict=True)), nbytes
 
 
-def moves_fit(region: Region, steps: int, moves: Sequence[Move]) -> bool:
-    """Whether moves are of values that may leave, in an order that can be written: send, free, fetch, free, ..."""
-    may, last, before = movable(region) if moves else frozenset[int](), dict[int, str](), 0
+def moves_fit(region: Region, steps: Sequence[int], moves: Sequence[Move]) -> bool:
+    """Whether graphs can be written with these moves. O(steps + reads + moves).
+
+    They are of values that may leave, each in the order send, free, fetch, free, ..., and no op reads one that is away.
+
+    Args:
+        region: the captured region.
+        steps: the ops that both passes run.
+        moves: as in `PlannedRegion`.
+    """
+    if not moves:
+        return True
     follows = {"send": (None,), "free": ("send", "fetch"), "fetch": ("free",)}
-    for move in moves:
-        if not before <= move.at < steps or move.value not in may or last.get(move.value) not in follows[move.kind]:
+    may, last = movable(region), dict[int, str]()
+    held: set[int] = set()
+    n = 0
+    for at, i in enumerate(steps):
+        while n < len(moves) and moves[n].at == at:
+            kind, v = moves[n].kind, moves[n].value
+            if v not in may or last.get(v) not in follows[kind] or (v in held) == (kind == "fetch"):
+                return False
+            last[v] = kind
+            (held.discard if kind == "free" else held.add)(v)
+            n += 1
+        if any(last.get(v) == "free" and v not in held for v in region.ops[i].reads):
             return False
-        before, last[move.value] = move.at, move.kind
-    return "send" not in last.values()
+        held.update(region.ops[i].writes)
+    return n == len(moves) and "send" not in last.values()

@@ -44,7 +44,7 @@ def emit_planned(
         store: where values go that leave, as for `emit`.
     """
     if planned.realised is None:
-        steps = len(planned.forward) + len(planned.backward)
+        steps = (*planned.forward, *planned.backward)
         if not runnable(region, planned.forward, planned.backward) or not moves_fit(region, steps, planned.moves):
             return None
         return emit(region, planned.forward, planned.backward, planned.moves, store)

@@ -21,7 +21,7 @@ from planner.core.plan import Phase
 from planner.core.step import OpOrigin, Row, Step
 from planner.costs.ops import OpEstimate
 from planner.lowering.links import LinkedValues, resolve_links
-from solvers import Move, Op, Problem, Schedule
+from solvers import Op, Problem, Schedule
 
 LOSS, ACCUMULATE, OPTIMIZER, COMMUNICATION = -1, -2, -3, -4  # `Op.region` of ops that no region has
 COPIED = "accumulate gradients"  # the op that adds a region's gradients to others, and frees them
@@ -283,23 +283,3 @@ def split_by_region(
         elif origin.region is not None:
             passes[origin.region][half].append(origin.index)
     return tuple((tuple(forward), tuple(backward)) for forward, backward in passes)
-
-
-def moves_by_region(step: Step, schedule: Schedule, regions: Sequence[Region]) -> tuple[tuple[Move, ...], ...]:
-    """For each region the moves of its values, numbered as in the region; `at` counts its steps in both passes."""
-    problem = step.problem
-    found: list[list[Move]] = [[] for _ in regions]
-    done = [0] * len(regions)
-    n = 0
-    for at, i in enumerate(schedule.steps):
-        while n < len(schedule.moves) and schedule.moves[n].at == at:
-            move = schedule.moves[n]
-            maker = problem.producer[move.value]
-            r, index = step.origins[maker].region, step.origins[maker].index
-            assert r is not None
-            own = regions[r].ops[index].writes[problem.ops[maker].writes.index(move.value)]
-            found[r].append(Move(move.kind, own, done[r]))
-            n += 1
-        if (of := step.origins[i].region) is not None:
-            done[of] += 1
-    return tuple(map(tuple, found))

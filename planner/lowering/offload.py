@@ -10,7 +10,7 @@ from planner.capture.regions.region import Region
 from planner.core.step import Row, Step
 from planner.errors import OffloadError
 from planner.lowering.build import LOSS, own_row
-from solvers import Link
+from solvers import Link, Move, Schedule
 
 
 def add_link(step: Step, regions: Sequence[Region], link: Link) -> Step:
@@ -77,3 +77,23 @@ def _held_beside(step: Step, forward: int, backward: int, until: int) -> Step:
         groups=tuple(frozenset(i + shifted[i] for i in group) for group in step.groups),
         holds=frozenset((i + shifted[i], v) for i, v in step.holds),
     )
+
+
+def moves_by_region(step: Step, schedule: Schedule, regions: Sequence[Region]) -> tuple[tuple[Move, ...], ...]:
+    """For each region the moves of its values, numbered as in the region; `at` counts its steps in both passes."""
+    problem = step.problem
+    found: list[list[Move]] = [[] for _ in regions]
+    done = [0] * len(regions)
+    n = 0
+    for at, i in enumerate(schedule.steps):
+        while n < len(schedule.moves) and schedule.moves[n].at == at:
+            move = schedule.moves[n]
+            maker = problem.producer[move.value]
+            r, index = step.origins[maker].region, step.origins[maker].index
+            assert r is not None
+            own = regions[r].ops[index].writes[problem.ops[maker].writes.index(move.value)]
+            found[r].append(Move(move.kind, own, done[r]))
+            n += 1
+        if (of := step.origins[i].region) is not None:
+            done[of] += 1
+    return tuple(map(tuple, found))

@@ -32,6 +32,10 @@ def check(plan: PlanRecord) -> None:
     except RuntimeError:
         raise Unexpected("plan.step.where", "a torch device", plan.step.where) from None
     _check_times(plan)
+    for i, d in enumerate(plan.decisions):
+        away = (-1 if d.leaves is None else d.leaves, -1 if d.returns is None else d.returns)
+        if (d.action == "offload") != (0 <= away[0] <= away[1] < len(plan.timeline)):
+            raise Unexpected(f"plan.decisions.leaves[{i}]", "moments of the timeline for what is offloaded", str(away))
     for table in ("decisions", "timeline", "baseline_timeline"):
         for i, row in enumerate(getattr(plan, table)):
             for name in (row.module, row.op):

@@ -29,12 +29,12 @@ from planner.costs.account import account_of
 from planner.costs.ops import OpEstimate, estimate
 from planner.eager.unplanned import eager_step
 from planner.errors import CaptureError, InfeasibleBudgetError, PlannerError, RankError
-from planner.lowering.build import BuildSettings, build, moves_by_region, split_by_region
+from planner.lowering.build import BuildSettings, build, split_by_region
 from planner.lowering.collectives import insert_collectives
 from planner.lowering.keep import keep_asked, places, refuse_unmatched
 from planner.lowering.margin import MARGIN
 from planner.lowering.microbatches import TARGETS, add_microbatches, add_second_backward, in_words
-from planner.lowering.offload import add_link
+from planner.lowering.offload import add_link, moves_by_region
 from planner.offload.links import link_of
 from planner.parallel.fsdp import groups_of
 from planner.parallel.group import other_world

@@ -13,7 +13,7 @@ PLACES = {"cpu": "host memory", "disk": "the disk"}
 def in_words(plan: PlanRecord) -> str:
     """How much leaves, how long the step waits for it, and how busy the link is; empty where nothing leaves."""
     leaving = [d for d in plan.decisions if d.action == "offload"]
-    if not leaving or plan.problem is None or plan.schedule is None:
+    if not (leaving and plan.step_seconds) or plan.problem is None or plan.schedule is None:
         return ""
     copies = simulate(plan.problem, plan.schedule).copies
     busy = {kind: sum(c.end - c.begin for c in copies if c.kind == kind) for kind in ("send", "fetch")}
