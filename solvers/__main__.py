@@ -3,7 +3,8 @@
 SCHEDULE.json is `{"steps": [["compute", op], ["free", value], ...]}`. A published instance has one value per op with
 the op's own number, so that both are op numbers. In the project's own format an op may write several values or none:
 "compute" then names an op and writes all of its values, "free" names one value. Where an op writes a value of which a
-copy is still live, the old copy is freed first.
+copy is still live, the old copy is freed first. Where the problem has a link, ["send", value] and ["fetch", value] move
+values, and a "free" after a "send" waits for the copy.
 
 Exit status: 0 solved, 1 no schedule within the budget, 2 bad input, 130 interrupted.
 """
@@ -127,6 +128,7 @@ def report(problem: Problem, solution: Solution, name: str, published: dict[str,
         "bound": f"{max(0.0, least):.3f} % at least" + _beside(published, "proven_bound_percent"),
         "gap": f"{100 * solution.gap:.3f} % between bound and cost",
         "re-runs": f"{len(solution.schedule.steps) - len(problem.ops):,}",
+        "moved": f"{_bytes(timeline.moved)}, {timeline.stall:,.10g} of the cost waiting" if timeline.moved else "",
         "note": solution.note,
     }
     title = name if name.isascii() and name.isprintable() else ascii(name)

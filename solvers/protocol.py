@@ -56,7 +56,9 @@ class Solver(Protocol):
     """A callable that schedules a problem within its budget; `solvers.register_solver` gives it a name.
 
     `solve` replays the schedule by `validate` before it believes it, and takes the larger of the answer's bound and
-    `cost_bound`. The bound of an answer is taken on trust: it must hold for every schedule.
+    `cost_bound`. The bound of an answer is taken on trust: it must hold for every schedule, also for those that move
+    values where the problem has a link. A solver that knows no moves ignores the link and proves no bound then (0): its
+    schedules are valid with a link, too. `auto` moves values; `chen` and `ilp` do not.
 
     Args:
         problem: what to schedule.

@@ -196,10 +196,7 @@ def waiting_bytes(problem: Problem, steps: tuple[int, ...]) -> list[int]:
 
 
 def _frees(problem: Problem, steps: tuple[int, ...], moves: tuple[Move, ...] = ()) -> tuple[tuple[int, ...], ...]:
-    """For each step, the values that it frees: nothing needs them before their next write, their fetch, or the end.
-
-    Reads need a value, and so do moves that send or free it.
-    """
+    """For each step, the values that it frees: no read, send or free follows before their next write or fetch."""
     ops = problem.ops
     for at, i in enumerate(steps):
         if not 0 <= i < len(ops):

@@ -44,7 +44,7 @@ def ilp(problem: Problem, *, time_limit: float | None = None, progress: bool | N
     in it backward ops run once, and nothing is re-run in the forward pass. No answer is costlier than `chen`'s.
 
     The model of n ops has O(n^2) 0/1 variables and up to O(n^3) nonzeros; solving it is exponential in the worst case.
-    Where the backward pass runs twice, the search answers instead.
+    Where the backward pass runs twice, the search answers instead. It moves no values: a link only takes its bound.
     With a time limit that cuts the search short, the answer depends on the speed of the machine.
 
     Args:
@@ -66,6 +66,8 @@ def ilp(problem: Problem, *, time_limit: float | None = None, progress: bool | N
     once = every_op_once(problem)
     if problem.budget is None or simulate(problem, once).peak <= problem.budget:
         return Answer(once, problem.total_cost)
+    if problem.link is not None:
+        return _without_moves(problem, time_limit, progress)
     limit = TIME_LIMIT if time_limit is None else time_limit
     if problem.waiting is not None and problem.waiting.again is not None:
         answer = search(problem, time_limit=time_limit, progress=progress)
@@ -83,6 +85,15 @@ def ilp(problem: Problem, *, time_limit: float | None = None, progress: bool | N
         if nonzeros(problem, laid) <= _capacity(limit):
             return _exact(problem, laid, start, leanest, deadline, tick)
         return _coarse(problem, start, leanest, deadline, tick)
+
+
+def _without_moves(problem: Problem, time_limit: float | None, progress: bool | None) -> Answer:
+    """The answer without the link: valid with it, too, but schedules that move values may be below its bounds."""
+    try:
+        answer = ilp(problem.without_link(), time_limit=time_limit, progress=progress)
+    except InfeasibleError as e:
+        raise InfeasibleError(e.budget, e.minimum, minimum_peak_bound(problem), e.schedule) from None
+    return replace(answer, bound=0.0, note=f"{answer.note} The program moves no values.".strip())
 
 
 def _capacity(seconds: float) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from solvers.bounds.cost import relax, relaxation_bound
@@ -18,8 +19,10 @@ from solvers.search.effort import Effort, bar_of, each_of, effort_of
 from solvers.search.evaluation import Candidate
 from solvers.search.leanest import leanest_of
 from solvers.search.lp_starts import lp_starts
+from solvers.search.offload import MoveSearch, search_of
 from solvers.search.rounds import COLDEST, ENOUGH, goal_of
 from solvers.search.starts import chained, nested, segments
+from solvers.search.together import moving_starts
 
 AS_AUTO = 1 / 4  # of the steps of `auto` for all points one by one; with the relaxations, about a third of its time
 LEANING = 0.15  # share of a time limit for the lowest peak
@@ -131,7 +134,7 @@ def curve(
     whole = Effort(points * AS_AUTO * most) if time_limit is None else Effort.within(time_limit)
     leaning = Effort(most) if time_limit is None else Effort.within(LEANING * time_limit)
     with bar_of(Effort(leaning.steps + whole.steps), progress) as shown:
-        search = Search(problem.with_budget(None), shown.update)
+        search = search_of(problem.with_budget(None), shown.update)
         front = _Front(search)
         front.add(chained(iter([search.keep_only()]), nested(search), segments(search)))
         front.add([leanest_of(search, leaning, 0)])
@@ -185,6 +188,8 @@ def _relaxed(front: _Front, budgets: list[int], until: float | None) -> list[_Po
             relaxed = relax(problem)
             bound = max(bound, relaxation_bound(problem, relaxed))
             starts = (search.keep_only(keep) for keep in lp_starts(problem, relaxed))
+            if isinstance(search, MoveSearch):
+                starts = chain(starts, moving_starts(search, problem, relaxed))
         each.append(_Point(budget, goal_of(problem), bound, bound - total + ENOUGH * bound))
         for start in chained(starts):
             front.add([start])

@@ -15,6 +15,7 @@ import numpy as np
 
 from solvers.bounds.cost import relax
 from solvers.bounds.peak import minimum_peak_bound
+from solvers.bounds.relaxation import Relaxed
 from solvers.problem import Problem
 from solvers.protocol import Answer
 from solvers.schedule import every_op_once, simulate
@@ -26,7 +27,7 @@ from solvers.search.leanest import leanest_of
 from solvers.search.lp_starts import lp_starts
 from solvers.search.offload import MoveSearch
 from solvers.search.policy import keep_only
-from solvers.search.rounds import Aim, aim_of, anneal, cheapest, improved, infeasible, relaxed_starts
+from solvers.search.rounds import aim_of, anneal, cheapest, improved, infeasible, relaxed_starts
 
 INFLATED = (0.05, 0.12, 0.2, 0.35, 0.6, 1.0)  # of the bytes up to the peak of every op once, added to the budget
 QUICKLY = 0.1  # of the effort of the relaxations of inflated budgets
@@ -71,7 +72,7 @@ def _solve(search: MoveSearch, without: Candidate | None, effort: Effort) -> Ans
     best = cheapest(problem, starts)
     if best is None or best.extra > aim.enough:
         once = search.keep_only()
-        for start in _starts(search, aim):
+        for start in moving_starts(search, problem, aim.relaxed, aim.share):
             starts.append(start)
             if start.peak <= problem.budget and start.extra <= aim.enough:
                 break
@@ -91,36 +92,35 @@ def _solve(search: MoveSearch, without: Candidate | None, effort: Effort) -> Ans
     return Answer(schedule, problem.total_cost + aim.relaxed.bound, note)
 
 
-def _starts(search: MoveSearch, aim: Aim) -> Iterator[Candidate]:
-    """Policies that fit by moves, from relaxations."""
-    problem = search.problem
-    away = np.array([aim.relaxed.away.get(v, 0.0) for v in range(len(problem.sizes))])
+def moving_starts(search: MoveSearch, problem: Problem, relaxed: Relaxed, effort: float = 1.0) -> Iterator[Candidate]:
+    """Policies that fit the problem's budget by moves, from relaxations; `effort` is a share of their work."""
+    budget, effort = problem.budget or 0, QUICKLY * effort
+    away = np.array([relaxed.away.get(v, 0.0) for v in range(len(problem.sizes))])
     order = np.argsort(-away[search.tables.value[search.movable]].round(2), kind="stable")
-    for keep in islice(lp_starts(problem, aim.relaxed, aim.share * QUICKLY), ROUNDED):
-        yield from _fitted(search, keep, search.movable[order])
-        yield from _fitted(search, keep, search.movable)
-    low, high = problem.budget or 0, simulate(problem, every_op_once(problem)).peak
+    for keep in islice(lp_starts(problem, relaxed, effort), ROUNDED):
+        for gaps in (search.movable[order], search.movable):
+            yield from _fitted(search, budget, keep, gaps)
+    more = simulate(problem, every_op_once(problem)).peak - budget
     for share in INFLATED:
-        inflated = problem.without_link().with_budget(low + int((high - low) * share))
-        relaxed = relax(inflated, QUICKLY * aim.share)
-        keeps: list[frozenset[int] | None] = [*islice(lp_starts(inflated, relaxed, QUICKLY * aim.share), EACH)]
+        inflated = problem.without_link().with_budget(budget + int(more * share))
+        keeps: list[frozenset[int] | None] = [*islice(lp_starts(inflated, relax(inflated, effort), effort), EACH)]
         for kept in [*keeps, *([None] if share == 1 else [])]:
-            yield from _fitted(search, kept, search.movable)
+            yield from _fitted(search, budget, kept, search.movable)
 
 
-def _fitted(search: MoveSearch, keep: frozenset[int] | None, order: Ints) -> Iterator[Candidate]:
+def _fitted(search: MoveSearch, budget: int, keep: frozenset[int] | None, order: Ints) -> Iterator[Candidate]:
     """The policy that keeps some values and moves the fewest of them, in an order, that let it fit; or all of them."""
     policy = keep_only(search.problem, search.tables, keep)
     gaps = order[policy.keep[order] > 0]
     low, high = 0, len(gaps)
     while low < high:
         middle = (low + high) // 2
-        candidate = search.away(policy, gaps[:middle])
+        candidate = search.away(policy, gaps[:middle], budget)
         if candidate is None:
             return
-        if candidate.peak <= (search.problem.budget or 0):
+        if candidate.peak <= budget:
             high = middle
         else:
             low = middle + 1
-    if (candidate := search.away(policy, gaps[:low])) is not None:
+    if (candidate := search.away(policy, gaps[:low], budget)) is not None:
         yield candidate
