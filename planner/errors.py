@@ -97,6 +97,10 @@ class VerificationError(PlannerError, RuntimeError):
     """A real step takes more than the budget, and planning again with what it showed did not help."""
 
 
+class OffloadError(PlannerError, RuntimeError):
+    """Values cannot be moved where `offload=` says; the message names the place, the bytes, and what to do."""
+
+
 class OptionError(PlannerError, ValueError):
     """An option (solver, device, optimizer, time limit) that is not known; the message lists the known ones."""
 

@@ -819,6 +819,12 @@ def test_cuda_is_asked_for_its_libraries_where_there_is_one():
     if not torch.cuda.is_available():
         assert cuda.asked_blas_workspace(torch.device("cuda", 0)) is None
         cuda.clear_blas_workspaces(torch.device("cpu"))  # there are none
+        with pytest.raises((RuntimeError, AssertionError)):
+            cuda.pin(torch.zeros(8))  # nothing can lock it
+    else:
+        slab = torch.zeros(1000)
+        cuda.pin(slab)
+        assert slab.is_pinned()
     assert isinstance(cuda.allocator_settings(), str)
 
 

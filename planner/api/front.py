@@ -13,7 +13,7 @@ from torch import nn
 
 from planner.api.plan import Plan
 from planner.capture.passes.checkpoints import Checkpoints
-from planner.core.options import Costs, Dynamic, Mode, OnFailure, Options
+from planner.core.options import Costs, Dynamic, Mode, Offload, OnFailure, Options
 from planner.errors import UNPLANNABLE, BatchError, CaptureError, OptionError
 from planner.planfile import files
 from planner.planning.early import refuse_hopeless
@@ -47,6 +47,9 @@ def plan(
     keep: Sequence[str] = (),
     mode: Mode = "aten",
     in_flight: int = 1,
+    offload: Offload | None = None,
+    host_gb: float | None = None,
+    offload_dir: str | None = None,
     on_failure: OnFailure = "raise",
     known: Plan | str | os.PathLike[str] | None = None,
 ) -> Plan:
@@ -97,6 +100,12 @@ def plan(
             of a pipeline, or of a loop that calls the model several times before `backward()`. What each of them keeps
             is counted, and part of what is decided. Without `accumulate`, so many forward passes run, then as many
             backward passes; with it, gradients are there already while as many wait.
+        offload: where activations may go between their uses, beside being kept or recomputed: "cpu" (host memory, for
+            a GPU), "disk" (for a model on the CPU), or None for nowhere. What goes, and when it comes back, is decided
+            together with the rest, by the rates of the link. For mode="aten", one process and fixed shapes so far.
+        host_gb: the most that may lie there at once, in GB; None for what is free.
+        offload_dir: the folder of offload="disk", in a file without a name that nothing leaves behind; None for that of
+            temporary files.
         on_failure: what becomes of a model that cannot be planned: "raise" ends in an error, before its first step;
             "warn" lets it train as it is, after one PlanWarning that says why. Arguments that cannot be used are errors
             either way.

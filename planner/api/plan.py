@@ -77,6 +77,9 @@ class Plan:
         known_curve: the trade-off curve that the plan is from, where `pareto()` made it.
         verification: the last measurement of `verify()`.
         eager_peak_bytes: predicted peak of the step in eager mode, without a plan; None where it is not known.
+        stall_seconds: of `step_seconds`, what the step waits for values that leave or come back.
+        moved_bytes: copied out of the device and back in one step.
+        host_peak_bytes: room that one step takes where values go that leave the device.
     """
 
     budget_bytes: int
@@ -104,6 +107,9 @@ class Plan:
     known_curve: Curve | None
     verification: Verification | None
     eager_peak_bytes: int | None
+    stall_seconds: float
+    moved_bytes: int
+    host_peak_bytes: int
 
     def __init__(self, source: Planned | Filed | Pending | Unplanned, model: nn.Module | None = None) -> None:
         self._take(source)

@@ -21,19 +21,25 @@ from planner.capture.passes.dropout import drawn_by
 from planner.capture.recomputability import RUNNING_STATISTICS
 from planner.capture.regions.region import GraphOp, Region
 from planner.capture.shapes import is_size
+from planner.codegen.moving import Moving
 from planner.codegen.noise import make_noise_in_place
 from planner.codegen.replay import run_and_save_state, run_with_state
 from planner.codegen.views import compose_views, keep_views
 from planner.compat.fx import root_of
+from solvers import Move
 
 
-def emit(region: Region, forward: Sequence[int], backward: Sequence[int]) -> tuple[fx.GraphModule, fx.GraphModule]:
+def emit(
+    region: Region, forward: Sequence[int], backward: Sequence[int], moves: Sequence[Move] = (), store: int = 0
+) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Write the forward and backward graphs of a region.
 
     Args:
         region: the captured region.
         forward: indices into `region.ops`, in the order in which the forward pass runs them.
         backward: the same for the backward pass.
+        moves: as in `PlannedRegion`.
+        store: where values go that leave, by `offload.transfers.enter`; 0 for graphs that are only shown.
 
     Returns:
         Forward: primals -> forward outputs, then the tensors and then the sizes that are kept. Backward: these sizes
@@ -43,16 +49,19 @@ def emit(region: Region, forward: Sequence[int], backward: Sequence[int]) -> tup
     called = [op.node for i in (*forward, *backward) if (op := region.ops[i]).kind == "call"]
     runs = Counter(clone_of(node) or node for node in called)
     replayed = {node for node, times in runs.items() if times > 1}
-    first = _Writer(region, replayed, None)
+    moving = Moving(region, forward, backward, moves, store)
+    first = _Writer(region, replayed, moving)
     for node in region.primals:
         first.placeholder(node)
-    for i in forward:
+    for at, i in enumerate(forward):
+        first.move(at)
         first.run(region.ops[i])
     outputs = [first.get(n) if isinstance(n, fx.Node) else n for n in region.fwd_outputs]
-    second = _Writer(region, replayed, first)
+    second = _Writer(region, replayed, moving, first)
     for node in region.tangents:
         second.placeholder(node)
-    for i in backward:
+    for at, i in enumerate(backward, len(forward)):
+        second.move(at)
         second.run(region.ops[i])
     grads = [second.get(n) if isinstance(n, fx.Node) else n for n in region.grads]
     sizes = [n for n in second.kept if is_size(n)]
@@ -89,8 +98,9 @@ def keep_everything(region: Region) -> tuple[fx.GraphModule, fx.GraphModule]:
 class _Writer:
     """Writes one graph: knows, for each node of the joint graph, the node that holds it now."""
 
-    def __init__(self, region: Region, replayed: set[fx.Node], before: _Writer | None) -> None:
+    def __init__(self, region: Region, replayed: set[fx.Node], moving: Moving, before: _Writer | None = None) -> None:
         self.region = region
+        self.moving = moving
         self.graph = fx.Graph()
         self.replayed = replayed  # nodes that run more than once
         self.before = before  # the forward pass, when this is the backward pass
@@ -101,6 +111,8 @@ class _Writer:
         self.last_run: fx.Node | None = None
         self.last_kept: fx.Node | None = None
         self.pinned = set(region.values_in(region.fwd_outputs))
+        self.ticket: fx.Node | None = None  # of the frame that values leave to
+        self.coming: dict[fx.Node, fx.Node] = {}  # node that is fetched -> the tensor that is not to be read yet
 
     def placeholder(self, node: fx.Node) -> fx.Node:
         self.now[node] = new = self._input(node)
@@ -134,7 +146,10 @@ class _Writer:
         return self.now[node]
 
     def _fetch(self, node: fx.Node) -> bool:
-        """Bring a kept tensor from the forward pass; False for a view, which is derived here."""
+        """Bring a kept tensor from the forward pass, or one that comes back; False for a view, which is derived."""
+        if (coming := self.coming.pop(node, None)) is not None:
+            self.now[node] = self.moving.ready(self.graph, self._frame(), coming, node)
+            return True
         if node.op == "get_attr":
             new = self.graph.get_attr(str(node.target))
             new.meta = dict(node.meta)
@@ -152,6 +167,7 @@ class _Writer:
         return any(self.region.values[v].owner is node for v in self.region.value_of[node])
 
     def _copy(self, node: fx.Node) -> fx.Node:
+        assert self.moving.away.isdisjoint(self.region.value_of[node]), f"{node} is read while it is away"
         new = self.graph.node_copy(node, lambda n: self.now[n])
         self.now[node] = new
         return new
@@ -172,6 +188,7 @@ class _Writer:
         fresh = [v for v in op.writes if not (again and v in self.pinned)]
         if again:
             self._forget(fresh)
+        self.moving.away.difference_update(op.writes)
         if original in self.replayed and any(self.region.values[v].owner is original for v in op.reads):
             new = self._random(node, again)
         elif self.last_run is not None and drawn_by(node) == (clone_of(self.last_run) or self.last_run).name:
@@ -192,6 +209,31 @@ class _Writer:
         """Views of copies that are being replaced must not be used again."""
         gone = set(values)
         self.now = {n: new for n, new in self.now.items() if gone.isdisjoint(self.region.value_of[n])}
+        self.coming = {n: new for n, new in self.coming.items() if gone.isdisjoint(self.region.value_of[n])}
+
+    def move(self, at: int) -> None:
+        """Write the moves that are done just before a step."""
+        for move in self.moving.before(at):
+            owner = self.region.values[move.value].owner
+            if move.kind == "fetch":
+                self.coming[owner] = self.moving.fetch(self.graph, self._frame(), move.value)
+                continue
+            held = self.get(owner)
+            if move.kind == "send":
+                self.moving.send(self.graph, self._frame(), held, move.value)
+            else:
+                self.moving.free(self.graph, self._frame(), held, move.value)
+                self._forget([move.value])
+
+    def _frame(self) -> fx.Node:
+        """The ticket of the frame: opened by the forward pass where that moves anything, and kept."""
+        if self.ticket is None and self.before is not None and self.before.ticket is not None:
+            kept = self.before.ticket
+            self.kept[kept] = kept
+            self.ticket = self._kept(kept)
+        elif self.ticket is None:
+            self.ticket = self.moving.begin(self.graph)
+        return self.ticket
 
     def _random(self, node: fx.Node, again: bool) -> fx.Node:
         """A random op: the first run saves the generator's state, later ones run under it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -38,3 +39,22 @@ def allocator_settings() -> str:
         return "" if told is None else str(told())
     except RuntimeError:
         return ""
+
+
+def pin(slab: torch.Tensor) -> None:
+    """Lock a tensor's memory on the host, for as long as the tensor is there (`torch.cuda.cudart`, 2.11 to 2.15).
+
+    torch's own allocator of pinned memory would round its size up to a power of two.
+
+    Raises:
+        RuntimeError: the system refuses.
+    """
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    address = slab.data_ptr()
+    torch.cuda.check_error(runtime.cudaHostRegister(address, slab.nbytes, 0))
+
+    def unpin() -> None:
+        torch.cuda.synchronize()
+        runtime.cudaHostUnregister(address)
+
+    weakref.finalize(slab, unpin).atexit = False

@@ -23,6 +23,7 @@ Costs = Literal["roofline", "measured"]
 Dynamic = bool | Mapping[str | int, Mapping[int, int]] | None
 Mode = Literal["aten", "inductor", "eager"]
 MODES = get_args(Mode)
+Offload = Literal["cpu", "disk"]
 OLD_MODES: dict[str, Mode] = {"compiled": "aten"}  # what they were called before
 OnFailure = Literal["raise", "warn"]
 
@@ -291,6 +292,30 @@ class Options:
             "microbatches in flight",
         ),
     )
+    offload: Offload | None = option(
+        None,
+        About(
+            one_of((None, *get_args(Offload)), "must be one of {}"),
+            Flag("where activations may go for a while: host memory, or a disk", choices=lambda: get_args(Offload)),
+            "offload to",
+            lambda where: where or "nowhere",
+        ),
+    )
+    host_gb: float | None = option(
+        None,
+        About(
+            _unless(lambda x: x is None or is_positive(x), "must be a positive number of GB, or None for what is free"),
+            Flag("the most that offload may take there", "GB", float),
+            "GB to offload to",
+        ),
+    )
+    offload_dir: str | None = option(
+        None,
+        About(
+            _unless(lambda x: x is None or (isinstance(x, str) and x != ""), "must be the path of a folder"),
+            Flag("the folder of offload='disk' (default: that of temporary files)", "FOLDER"),
+        ),
+    )
     on_failure: OnFailure = option(
         "raise",
         About(
@@ -320,6 +345,9 @@ class OptionArguments(TypedDict, total=False):
     dynamic: Dynamic
     keep: Sequence[str]
     in_flight: int
+    offload: Offload | None
+    host_gb: float | None
+    offload_dir: str | None
 
 
 def check_values(options: Options) -> None:

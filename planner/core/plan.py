@@ -28,13 +28,15 @@ class Decision:
 
     Attributes:
         name: the op that makes it, as in the emitted graphs.
-        action: kept from the forward pass on, or recomputed when needed.
+        action: kept from the forward pass on, recomputed when needed, or offloaded between its uses.
         nbytes: its size.
         recompute_seconds: estimated time of running its op again, as often as the plan does (0 when kept).
         module: path of the module that made it, as in `named_modules()`.
         source: the user's own line: "file:line: code".
         reason: why it has to be kept, where it has to; how a random value that is recomputed stays the same.
         op: kind of op, as "gelu".
+        leaves, returns: where it is offloaded, the moments of the timeline before which it first leaves the device, and
+            is last begun to be copied back.
     """
 
     name: str
@@ -45,6 +47,8 @@ class Decision:
     source: str
     reason: str = ""
     op: str = ""
+    leaves: int | None = None
+    returns: int | None = None
 
 
 class Held(NamedTuple):
@@ -227,6 +231,9 @@ class PlanRecord:
         known_curve: the trade-off curve that the plan is from, where `pareto()` made it.
         verification: the last measurement of `verify()`.
         eager_peak_bytes: predicted peak of the step in eager mode, without a plan; None where it is not known.
+        stall_seconds: of `step_seconds`, what the step waits for values that leave or come back.
+        moved_bytes: copied out of the device and back in one step.
+        host_peak_bytes: room that one step takes where values go that leave the device.
     """
 
     budget_bytes: int
@@ -254,6 +261,9 @@ class PlanRecord:
     known_curve: Curve | None = field(default=None, repr=False)
     verification: Verification | None = field(default=None, repr=False)
     eager_peak_bytes: int | None = None
+    stall_seconds: float = 0.0
+    moved_bytes: int = 0
+    host_peak_bytes: int = 0
 
     @property
     def kept_bytes(self) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from planner.core.maxima import Maxima
+from solvers import Move
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,12 +17,14 @@ class PlannedRegion:
         fingerprint: of the region.
         forward, backward: the ops that each pass runs, in order.
         realised: in mode="inductor", the ops of the region that these are the fused ones of; None: they run op by op.
+        moves: of values of the region to the host and back; `at` counts the steps of both passes.
     """
 
     fingerprint: str
     forward: tuple[int, ...]
     backward: tuple[int, ...]
     realised: tuple[int, ...] | None = None
+    moves: tuple[Move, ...] = ()
 
 
 @dataclass(frozen=True)

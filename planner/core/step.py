@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from planner.core.plan import Phase
 from solvers import Op, Problem, Schedule, Timeline, simulate
+from solvers.moves import events
 from solvers.schedule import waiting_bytes
 
 
@@ -143,16 +144,26 @@ class Runs:
         times: how often each op runs.
         saved_for_backward: values that are held from the forward pass on, when the first backward op starts.
         copied: of these, values of which a re-run makes copies for itself, while the others read the first one.
+        away: for each value that leaves the device, the steps before which it first goes, and is last on its way back.
     """
 
     times: Mapping[int, int]
     saved_for_backward: frozenset[int]
     copied: frozenset[int] = frozenset()
+    away: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
 
 def runs_of(planned: Replay) -> Runs:
     """What a schedule makes of the ops. O(steps)."""
-    return Runs(Counter(planned.schedule.steps), planned.saved_for_backward)
+    gone: dict[int, int] = {}
+    back: dict[int, int] = {}
+    for move in planned.schedule.moves:
+        if move.kind == "free":
+            gone.setdefault(move.value, move.at)
+        elif move.kind == "fetch":
+            back[move.value] = move.at
+    away = {v: (at, back.get(v, at)) for v, at in gone.items()}
+    return Runs(Counter(planned.schedule.steps), planned.saved_for_backward, away=away)
 
 
 def needed_in_backward(step: Step, value: int) -> bool:
@@ -161,9 +172,16 @@ def needed_in_backward(step: Step, value: int) -> bool:
 
 
 def live_before(problem: Problem, schedule: Schedule, timeline: Timeline, at: int) -> set[int]:
-    """The values held when step `at` of a schedule starts. O(at)."""
+    """The values held when step `at` of a schedule starts, and the moves before it are done. O(at)."""
     live: set[int] = set()
-    for i, gone in zip(schedule.steps[:at], timeline.frees[:at], strict=True):
-        live.update(problem.ops[i].writes)
-        live.difference_update(gone)
+    for step, move in events(schedule.steps, schedule.moves):
+        if move is not None and move.kind == "free":
+            live.discard(move.value)
+        elif move is not None:
+            live.add(move.value)
+        elif step == at:
+            break
+        else:
+            live.update(problem.ops[schedule.steps[step]].writes)
+            live.difference_update(timeline.frees[step])
     return live

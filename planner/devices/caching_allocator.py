@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from solvers import Problem, Schedule, Timeline, simulate
+from solvers.moves import events as in_order
 
 FREE = -1  # in the place of bytes
 BLOCK = 512  # sizes are multiples of it
@@ -157,7 +158,15 @@ def events_of(
     last = len(schedule.steps) - 1
     for step in range(steps):
         held: dict[int, int] = {}
-        for at, i in enumerate(schedule.steps):
+        for at, move in in_order(schedule.steps, schedule.moves):
+            if move is not None:
+                if move.kind == "fetch":
+                    held[move.value] = next(keys)
+                    events.append((problem.sizes[move.value], held[move.value]))
+                elif move.kind == "free":
+                    events.append((FREE, held.pop(move.value)))
+                continue
+            i = schedule.steps[at]
             if step == 0 and at == last:
                 events += [(nbytes, next(keys)) for nbytes in state]
             op = problem.ops[i]

@@ -9,6 +9,7 @@ from torch import fx
 
 from planner.capture.regions.region import Region
 from planner.codegen.emit import emit, runnable
+from planner.codegen.moving import moves_fit
 from planner.core.recipe import PlannedRegion
 from planner.inductor.realise import Fused, fuse
 
@@ -32,12 +33,21 @@ def emit_fused(fused: Fused, forward: Sequence[int], backward: Sequence[int]) ->
     return graphs
 
 
-def emit_planned(region: Region, planned: PlannedRegion) -> tuple[fx.GraphModule, fx.GraphModule] | None:
-    """The graphs of a planned region, in the mode that it was planned in; None where the schedule is not of it."""
+def emit_planned(
+    region: Region, planned: PlannedRegion, store: int = 0
+) -> tuple[fx.GraphModule, fx.GraphModule] | None:
+    """The graphs of a planned region, in the mode that it was planned in; None where the schedule is not of it.
+
+    Args:
+        region: the region.
+        planned: its schedule.
+        store: where values go that leave, as for `emit`.
+    """
     if planned.realised is None:
-        if not runnable(region, planned.forward, planned.backward):
+        steps = (*planned.forward, *planned.backward)
+        if not runnable(region, planned.forward, planned.backward) or not moves_fit(region, steps, planned.moves):
             return None
-        return emit(region, planned.forward, planned.backward)
+        return emit(region, planned.forward, planned.backward, planned.moves, store)
     if any(not 0 <= i < len(region.ops) for i in planned.realised):
         return None
     fused = fuse(region, planned.realised)

@@ -32,6 +32,10 @@ def check(plan: PlanRecord) -> None:
     except RuntimeError:
         raise Unexpected("plan.step.where", "a torch device", plan.step.where) from None
     _check_times(plan)
+    for i, d in enumerate(plan.decisions):
+        away = (-1 if d.leaves is None else d.leaves, -1 if d.returns is None else d.returns)
+        if (d.action == "offload") != (0 <= away[0] <= away[1] < len(plan.timeline)):
+            raise Unexpected(f"plan.decisions.leaves[{i}]", "moments of the timeline for what is offloaded", str(away))
     for table in ("decisions", "timeline", "baseline_timeline"):
         for i, row in enumerate(getattr(plan, table)):
             for name in (row.module, row.op):
@@ -49,6 +53,8 @@ def _check_schedule(plan: PlanRecord, problem: Problem, schedule: Schedule) -> N
     for i, (moment, expected) in enumerate(zip(plan.timeline, replayed.held, strict=False)):
         if moment.held_bytes != expected:
             raise Unexpected(f"plan.timeline.held_bytes[{i}]", f"{expected}, as the schedule holds", moment.held_bytes)
+    if plan.moved_bytes != replayed.moved:
+        raise Unexpected("plan.moved_bytes", f"{replayed.moved}, as the schedule moves", plan.moved_bytes)
     baseline_peak = simulate(problem, every_op_once(problem)).peak
     if plan.baseline_peak_bytes != baseline_peak:
         raise Unexpected(
@@ -72,11 +78,12 @@ def _check_bytes(plan: PlanRecord) -> None:
 
 def _check_times(plan: PlanRecord) -> None:
     """Times are nonnegative and finite, and so are shares of the step's time."""
-    for name in ("step_seconds", "bound", "solve_seconds"):
+    for name in ("step_seconds", "bound", "solve_seconds", "stall_seconds"):
         _within(getattr(plan, name), f"plan.{name}", "seconds")
     for name in ("overhead", "gap"):
         _within(getattr(plan, name), f"plan.{name}", "a share of the time", -ROUNDING)
     _within(plan.eager_peak_bytes or 0, "plan.eager_peak_bytes", "bytes")
+    _within(plan.host_peak_bytes, "plan.host_peak_bytes", "bytes")
     for i, d in enumerate(plan.decisions):
         _within(d.recompute_seconds, f"plan.decisions.recompute_seconds[{i}]", "seconds")
     for name in ("timeline", "baseline_timeline"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from solvers import Problem, Schedule, Solution, cost_bound, every_op_once, validate
+from solvers import Problem, Schedule, Solution, cost_bound, every_op_once, simulate, validate
 
 NOTE = "The schedule is that of another size, which fits this one."
 
@@ -19,7 +19,7 @@ def adopt_schedule(problem: Problem, known: Iterable[tuple[Problem, Schedule]]) 
         problem: the step to schedule.
         known: problems, each with a schedule of it.
     """
-    schedules = [s for other, s in known if same_structure(problem, other)]
+    schedules = [s for other, s in known if same_structure(problem, other) and _may_move(problem, s)]
     found: Solution | None = None
     for schedule in dict.fromkeys([every_op_once(problem), *schedules] if schedules else []):
         timeline = validate(problem.with_budget(None), schedule)
@@ -50,11 +50,23 @@ def adopt_known(problem: Problem, known: Problem, schedule: Schedule, bound: flo
         return "its microbatches in flight differ"
     if problem.budget != known.budget:
         return "its budget differs"
+    if not _may_move(problem, schedule):
+        return "it offloads what has to stay here"
     timeline = validate(problem.with_budget(None), schedule)
     if problem.budget is not None and timeline.peak > problem.budget:
         return "fixed memory (parameters, batch, optimizer state and the like) leaves less room"
     proven = bound if problem.ops == known.ops else cost_bound(problem)
     return Solution(schedule, timeline, "known", 0.0, min(timeline.cost, proven))
+
+
+def _may_move(problem: Problem, schedule: Schedule) -> bool:
+    """Whether what a schedule moves may move, and there is room for it."""
+    if not schedule.moves:
+        return True
+    if problem.link is None or not problem.movable.issuperset(move.value for move in schedule.moves):
+        return False
+    host = problem.link.host
+    return host is None or simulate(problem, schedule).host_peak <= host
 
 
 def same_structure(one: Problem, other: Problem) -> bool:

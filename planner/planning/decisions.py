@@ -16,17 +16,21 @@ def decisions(step: Step, runs: Runs) -> tuple[Decision, ...]:
         again = [v for v in needed if v not in runs.saved_for_backward]  # one run makes them: they share its time
         if not again and runs.times[i] > 1:  # dropped and made again within the forward pass
             again = [v for v in needed if v not in runs.copied]
+        again = [v for v in again if v not in runs.away]
         for v in needed:
+            leaves, returns = runs.away.get(v, (None, None))
             found.append(
                 Decision(
                     name=step.names[v],
-                    action="recompute" if v in again else "keep",
+                    action="recompute" if v in again else "offload" if v in runs.away else "keep",
                     nbytes=problem.sizes[v],
                     recompute_seconds=op.cost * (runs.times[i] - 1) / len(again) if v in again else 0.0,
                     module=origin.module,
                     source=origin.source,
                     reason=origin.keep_because if v not in again else REPLAYED if origin.random else "",
                     op=origin.kind,
+                    leaves=leaves,
+                    returns=returns,
                 )
             )
     return tuple(found)

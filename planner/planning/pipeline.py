@@ -23,7 +23,6 @@ from planner.capture.trace.step import TrainingGraph, capture
 from planner.codegen.emit import emit, keep_everything
 from planner.compat.dispatch import lasting_modes_off
 from planner.core.plan import GraphModules
-from planner.core.recipe import PlannedRegion, Recipe
 from planner.core.step import Pass, Step, replay, run_passes
 from planner.core.surroundings import under
 from planner.costs.account import account_of
@@ -35,6 +34,8 @@ from planner.lowering.collectives import insert_collectives
 from planner.lowering.keep import keep_asked, places, refuse_unmatched
 from planner.lowering.margin import MARGIN
 from planner.lowering.microbatches import TARGETS, add_microbatches, add_second_backward, in_words
+from planner.lowering.offload import add_link, moves_by_region
+from planner.offload.links import link_of
 from planner.parallel.fsdp import groups_of
 from planner.parallel.group import other_world
 from planner.planning.adopt_schedule import adopt_known, adopt_schedule, same_structure
@@ -44,6 +45,7 @@ from planner.planning.eager_peak import no_higher_than_eager
 from planner.planning.fragmentation import solve_with_margin
 from planner.planning.inductor import in_aten, make_inductor_plan, without_inductor
 from planner.planning.outside import TANGENTS_FREED, outside_loss, pinned_tangents
+from planner.planning.recipe import recipe_of, room_taken
 from planner.planning.record import record_of
 from planner.requests.inductor import refuse_inductor
 from planner.requests.planned import Filed, Known, Planned, source_of
@@ -192,6 +194,8 @@ def lower(
     ]
     if request.loop.graph_retained:
         passes.append(partial(add_second_backward, loss_bytes=loss.waiting_backward))
+    if options.offload is not None:
+        passes.append(partial(add_link, regions=graph.regions, link=link_of(options, device, here)))
     return run_passes(step, passes)
 
 
@@ -274,21 +278,18 @@ def write(request: Request, graph: TrainingGraph, step: Step, solution: Solution
     problem = step.problem
     planned = replay(problem, solution.schedule, solution.timeline)
     passes = split_by_region(step, solution.schedule, len(graph.regions))
+    moves = moves_by_region(step, solution.schedule, graph.regions)
 
     @cache
     def graphs() -> tuple[GraphModules, ...]:
-        pairs = zip(graph.regions, passes, strict=True)
-        return tuple(GraphModules(*emit(region, *each)) for region, each in pairs if region.fingerprint)
+        rows = zip(graph.regions, passes, moves, strict=True)
+        return tuple(GraphModules(*emit(region, *each, own)) for region, each, own in rows if region.fingerprint)
 
     note = " ".join(
         filter(None, [_sentence(solution.note), in_words(problem, planned), graph.note, *_notes(request, graph)])
     )
-    record = record_of(request, step, planned, replace(solution, note=note), _recipe(graph, passes))
+    recipe = recipe_of(graph, passes, moves)
+    host_bytes = room_taken(request, graph, passes, moves)
+    record = record_of(request, step, planned, replace(solution, note=note), recipe, host_bytes=host_bytes)
     record = replace(record, eager_peak_bytes=graph.eager.peak_bytes if graph.eager else None)
     return Planned(record, request, graphs, captured=graph)
-
-
-def _recipe(graph: TrainingGraph, passes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> Recipe:
-    planned = [PlannedRegion(r.fingerprint, *each) for r, each in zip(graph.regions, passes, strict=True)]
-    calls = {key: tuple(None if r is None else planned[r] for r in order) for key, order in graph.order.items()}
-    return Recipe(calls, graph.detached, graph.maxima, graph.asked)

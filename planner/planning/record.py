@@ -36,6 +36,7 @@ def record_of(
     solution: Solution,
     recipe: Recipe | Choice,
     unplanned: Unplanned | None = None,
+    host_bytes: int = 0,
 ) -> PlanRecord:
     """The record of a plan. O(steps + reads).
 
@@ -46,6 +47,7 @@ def record_of(
         solution: of the step; with the note of the plan.
         recipe: how to run it.
         unplanned: the step with nothing recomputed; None where that is every op of `step`, once.
+        host_bytes: room that its moves take where values go.
     """
     problem, timeline = step.problem, planned.timeline
     before, runs = (unplanned.step, unplanned.runs) if unplanned else (step, runs_of(planned))
@@ -74,4 +76,7 @@ def record_of(
         step=planned_step(request, step.account["optimizer state"], step.optimizer_step),
         identity=identity(request.model),
         eager_peak_bytes=baseline.timeline.peak if unplanned else None,
+        stall_seconds=timeline.stall,
+        moved_bytes=timeline.moved,
+        host_peak_bytes=host_bytes,
     )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from planner.core.account import BACKWARD, GRADIENTS, KEPT, PARAMETERS, PASSING, RECOMPUTED, resident
 from planner.core.plan import Action, BaselineMoment, Held, Moment
 from planner.core.step import Replay, Runs, Step, needed_in_backward
-from solvers import Problem
+from solvers import Move, Problem
+from solvers.moves import events
 
 
 def planned_timeline(step: Step, planned: Replay) -> tuple[Moment, ...]:
@@ -51,6 +52,8 @@ def _action(step: Step, runs: Runs, i: int) -> Action | None:
     """What becomes of the values of op number `i`."""
     if i >= step.problem.boundary:
         return None
+    if any(v in runs.away for v in step.problem.ops[i].writes):
+        return "offload"
     if runs.times[i] > 1:
         return "recompute"
     saved = (v for v in step.problem.ops[i].writes if v in runs.saved_for_backward)
@@ -63,9 +66,16 @@ def by_kind(step: Step, planned: Replay) -> list[Held]:
     transient = _transient(problem, planned)
     live = list(resident(step.account))
     kind_of: dict[int, int] = {}  # of the values held
+    away: dict[int, int] = {}  # of those that have left
     seen: set[int] = set()
     found = []
-    for i, gone, others in zip(steps, planned.timeline.frees, planned.others, strict=True):
+    moments = list(live)
+    for at, move in events(steps, planned.schedule.moves):
+        if move is not None:
+            _move(problem, move, live, kind_of, away)
+            moments = max(moments, list(live), key=sum)
+            continue
+        i, gone, others = steps[at], planned.timeline.frees[at], planned.others[at]
         op = problem.ops[i]
         replaced = []  # values that are still held: their old copies go when the op has ended
         for v in op.writes:
@@ -73,13 +83,26 @@ def by_kind(step: Step, planned: Replay) -> list[Held]:
                 replaced.append((v, kind_of[v]))
             kind_of[v] = kind = _kind(step, i, v, i in seen or step.origins[i].again, transient)
             live[kind] += problem.sizes[v]
-        found.append(Held._make([*live[:-2], others, op.workspace]))
+        now = [*live[:-2], others, op.workspace]
+        found.append(Held._make(now if sum(now) >= sum(moments) else moments))  # moves may take more for a moment
+        moments = []
         for v, kind in replaced:
             live[kind] -= problem.sizes[v]
         for v in gone:
             live[kind_of.pop(v)] -= problem.sizes[v]
         seen.add(i)
     return found
+
+
+def _move(problem: Problem, move: Move, live: list[int], kind_of: dict[int, int], away: dict[int, int]) -> None:
+    """Take a value off the bytes of its kind, or add it to them."""
+    v = move.value
+    if move.kind == "free":
+        away[v] = kind_of.pop(v)
+        live[away[v]] -= problem.sizes[v]
+    elif move.kind == "fetch":
+        kind_of[v] = away.pop(v)
+        live[kind_of[v]] += problem.sizes[v]
 
 
 def _kind(step: Step, i: int, value: int, again: bool, transient: set[int]) -> int:

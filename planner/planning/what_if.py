@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from itertools import accumulate
 
 from planner.core.plan import PlanRecord
 from planner.core.step import live_before
 from planner.core.what_if import Cost, WhatIf
-from solvers import Problem, Schedule, simulate
+from solvers import Move, Problem, ProblemError, Schedule, simulate
 
 
 def costs_of(plan: PlanRecord) -> tuple[Cost, ...]:
@@ -52,18 +54,40 @@ def what_if(plan: PlanRecord, values: Collection[int], *, kept: bool) -> WhatIf 
         kept: whether to keep or to recompute them.
 
     Returns:
-        None in eager mode, where there is no problem to simulate.
+        None in eager mode, where there is no problem to simulate, and where it would need what is offloaded meanwhile.
     """
     problem, schedule = plan.problem, plan.schedule
     if problem is None or schedule is None:
         return None
     changed = (keeping if kept else recomputing)(problem, schedule, values)
-    timeline = simulate(problem, changed)
+    moves = _moved_along(schedule, changed.steps, values)
+    try:
+        timeline = simulate(problem, changed := replace(changed, moves=moves))
+    except ProblemError:
+        return None
     at = timeline.held.index(timeline.peak)
     moment = dict(zip(schedule.steps, plan.timeline, strict=True))[changed.steps[at]]
     again = moment.phase == "forward" and at > changed.steps.index(problem.boundary)
     place = f", {moment.module}: {moment.op.strip('_')}" if moment.module else ""
     return WhatIf(timeline.peak, timeline.cost, f"{'backward' if again else moment.phase}{place}")
+
+
+def _moved_along(schedule: Schedule, steps: Sequence[int], values: Collection[int]) -> tuple[Move, ...]:
+    """The moves of other values than these, at the first runs of their ops in changed steps that are not before.
+
+    Each stands before the run that has as many first runs before it as the one that it stood before.
+    """
+    places: dict[int, int] = {}
+    for at, done in enumerate(_first_runs(steps)):
+        places.setdefault(done, at)
+    before = _first_runs(schedule.steps)
+    return tuple(replace(m, at=places[before[m.at]]) for m in schedule.moves if m.value not in values)
+
+
+def _first_runs(steps: Sequence[int]) -> list[int]:
+    """For each step how many ops ran for the first time before it. O(steps)."""
+    first = {i: at for at, i in reversed(list(enumerate(steps)))}
+    return [0, *accumulate(first[i] == at for at, i in enumerate(steps))][:-1]
 
 
 def keeping(problem: Problem, schedule: Schedule, values: Collection[int]) -> Schedule:

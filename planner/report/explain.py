@@ -41,6 +41,7 @@ def explain(plan: PlanRecord, path: str, costs: Sequence[Cost], otherwise: Try) 
         modules=modules,
         kept_bytes=sum(plan.decisions[at].nbytes for at in chosen if plan.decisions[at].action == "keep"),
         recomputed_bytes=sum(plan.decisions[at].nbytes for at in chosen if plan.decisions[at].action == "recompute"),
+        offloaded_bytes=sum(plan.decisions[at].nbytes for at in chosen if plan.decisions[at].action == "offload"),
         seconds=sum(plan.decisions[at].recompute_seconds for at in chosen),
         budget_bytes=plan.budget_bytes,
         peak_bytes=plan.peak_bytes,
@@ -119,7 +120,7 @@ class _Words:
             changed = [at for at in changed if not self.reason(at)]
         if not self.costs or not changed:
             return None
-        return self.otherwise([self.costs[at].value for at in changed], action == "recompute")
+        return self.otherwise([self.costs[at].value for at in changed], action != "keep")
 
     def group(self, ats: Sequence[int]) -> Group:
         ds = [self.plan.decisions[at] for at in ats]
@@ -153,6 +154,10 @@ class _Words:
             yield self._eager(ats[0], first, nbytes, again)
         elif first.action == "keep" and reason:
             yield f"Kept, as {reason}."
+        elif first.action == "offload":
+            yield from self._offloaded(ds, nbytes, changed)
+        elif first.action == "keep" and not self.recomputed and plan.moved_bytes:
+            yield "Kept: the step fits with it, and with what is offloaded away."
         elif first.action == "keep" and not self.recomputed:
             yield f"Kept: the step fits with everything kept ({gb(plan.peak_bytes)}), so that nothing has to run again."
         elif changed is not None and again is not None:
@@ -175,6 +180,19 @@ class _Words:
         yield f"Kept: making {what} again would take {duration(more)} for {gb(nbytes)} ({rate(more, nbytes)}){beside}; "
         yield f"{self._elsewhere(more, nbytes)}. Recomputed too, the step would peak at {gb(changed.peak_bytes)}"
         yield f", {gb(self.plan.peak_bytes - changed.peak_bytes)} lower." if lower else ", no lower than now."
+
+    def _offloaded(self, ds: Sequence[Decision], nbytes: int, changed: WhatIf | None) -> Iterable[str]:
+        timeline, d = self.plan.timeline, ds[0]
+        places = [timeline[at] for at in (d.leaves, d.returns) if at is not None]
+        left, back = (f"{title(m.module, m.op, '')} ({m.phase})" for m in places)
+        yield f"Offloaded: {gb(nbytes)} leave before {left}, and their way back begins before {back}"
+        yield "" if len(ds) == 1 else ", for the first of them"
+        if changed is None:
+            yield "."
+            return
+        more = changed.peak_bytes - self.plan.budget_bytes
+        beyond = f", {gb(more)} more than the budget" if more > 0 else ""
+        yield f". Kept, the step would peak at {gb(changed.peak_bytes)} ({changed.peak_at}){beyond}."
 
     def _elsewhere(self, seconds: float, nbytes: int) -> str:
         most = max(self.recomputed, key=self._rate)

@@ -50,6 +50,7 @@ class Explanation:
         modules: the modules that the path names; empty for a value.
         kept_bytes, recomputed_bytes: of the saved values of these modules and of all modules inside them.
         seconds: time paid for recomputing.
+        offloaded_bytes: of these values.
         budget_bytes, peak_bytes, step_seconds: of the plan.
         groups: the values, the largest groups first.
         all_kept, all_recomputed: the step with all of them kept, or recomputed as far as that can be; None where
@@ -67,6 +68,7 @@ class Explanation:
     groups: tuple[Group, ...] = field(repr=False)
     all_kept: WhatIf | None
     all_recomputed: WhatIf | None
+    offloaded_bytes: int = 0
 
     def __str__(self) -> str:
         return to_text(self, style_of(colour=False))
@@ -103,7 +105,8 @@ def _lead(e: Explanation) -> str:
         return f"{e.path or '(the model)'}{many}: makes nothing that the backward pass needs."
     paid = f" for {duration(e.seconds)} a step of {duration(e.step_seconds)}" if e.seconds else ""
     return (
-        f"{e.path or '(the model)'}{many}: keeps {gb(e.kept_bytes)}, recomputes {gb(e.recomputed_bytes)}{paid}. "
+        f"{e.path or '(the model)'}{many}: keeps {gb(e.kept_bytes)}, recomputes {gb(e.recomputed_bytes)}{paid}"
+        f"{f', offloads {gb(e.offloaded_bytes)}' if e.offloaded_bytes else ''}. "
         f"The plan peaks at {gb(e.peak_bytes)} of {gb(e.budget_bytes)}."
     )
 

@@ -89,25 +89,35 @@ def surety(plan: PlanRecord) -> str:
 def modules(rows: Sequence[ModuleRow]) -> str:
     """The table per module: the largest first, small ones added up in the last row."""
     first, rest = largest(rows, ROWS)
-    most = max((r.kept + r.recomputed for r in first), default=0) or 1
+    most = max((r.kept + r.recomputed + r.offloaded for r in first), default=0) or 1
+    leaves = any(r.offloaded for r in rows)
     common = shared_path([r.name for r in first])
     lines = []
     for row in (*first, *([rest] if rest else [])):
         name = escape(row.name or "(the model)")
         label = escape(row.label) if row is rest else _code(row.name or "(the model)", common)
-        bar = _bar([(row.kept, "keep"), (row.recomputed, "recompute")], most)
+        bar = _bar([(row.kept, "keep"), (row.recomputed, "recompute"), (row.offloaded, "offload")], most)
         if row is not rest and row.repeats:
             label += f"<br><span style='{SMALL}'>{escape(row.repeats)}</span>"
         data = f" data-module='{name}' data-kept='{row.kept}' data-recomputed='{row.recomputed}'"
-        lines.append(cells([label, bar, *_sizes(row)], 2, f"{data} data-seconds='{row.seconds!r}'"))
-    total = ModuleRow("", 1, *(sum(getattr(r, of) for r in rows) for of in ("kept", "recomputed", "seconds")))
-    lines.append(cells([f"<b>{x}</b>" for x in ("total", "", *_sizes(total))], 2))
-    heads = [f"in {_code(common)}" if common else "module", "", "kept", "recomputed", "extra time"]
+        data += f" data-offloaded='{row.offloaded}'" if leaves else ""
+        lines.append(cells([label, bar, *_sizes(row, leaves)], 2, f"{data} data-seconds='{row.seconds!r}'"))
+    summed = {of: sum(getattr(r, of) for r in rows) for of in ("kept", "recomputed", "seconds", "offloaded")}
+    total = ModuleRow("", 1, **summed)
+    lines.append(cells([f"<b>{x}</b>" for x in ("total", "", *_sizes(total, leaves))], 2))
+    heads = [
+        f"in {_code(common)}" if common else "module",
+        "",
+        "kept",
+        "recomputed",
+        *["offloaded"] * leaves,
+        "extra time",
+    ]
     return table([cells(heads, 2, tag="th"), *lines])
 
 
-def _sizes(row: ModuleRow) -> list[str]:
-    sizes = [gb(size) if size else "–" for size in (row.kept, row.recomputed)]
+def _sizes(row: ModuleRow, leaves: bool) -> list[str]:
+    sizes = [gb(size) if size else "–" for size in (row.kept, row.recomputed, *[row.offloaded] * leaves)]
     return [*sizes, duration(row.seconds, MICRO) if row.seconds else "–"]
 
 

@@ -23,6 +23,7 @@ from planner.core.step import replay
 from planner.devices.caching_allocator import FREE, Event, Placed, place
 from planner.report.names import title
 from solvers import Problem, Schedule
+from solvers.moves import events
 
 BASE = 0x7F0000000000  # where addresses begin, as on a GPU
 PROTOCOL = 4  # the viewer's own reader of pickles knows no later one
@@ -81,17 +82,32 @@ def _tensors(problem: Problem, schedule: Schedule) -> Iterator[Change]:
     copies: dict[int, int] = {}  # live values -> the step that wrote them
     seen: set[int] = set()
     replayed = replay(problem, schedule)
-    for at, (i, gone) in enumerate(zip(schedule.steps, replayed.timeline.frees, strict=True)):
+    fetched: list[tuple[Any, int, str]] = []
+    before: Change | None = None  # a value that leaves before a step is freed at the end of the one before it
+    for at, move in events(schedule.steps, schedule.moves):
+        if move is not None:
+            if move.kind == "free" and before is not None:
+                before = before[0], [*before[1], (move.value, copies.pop(move.value))]
+            elif move.kind == "fetch":
+                copies[move.value] = ~at  # no step wrote it
+                fetched.append(((move.value, ~at), problem.sizes[move.value], "activations"))
+            continue
+        if before is not None:
+            yield before
+        i, gone = schedule.steps[at], replayed.timeline.frees[at]
         op = problem.ops[i]
         category = "recomputed" if i in seen else "activations" if i < problem.boundary else "gradients"
         seen.add(i)
-        made: list[tuple[Any, int, str]] = [((v, at), problem.sizes[v], category) for v in op.writes]
+        made: list[tuple[Any, int, str]] = [*fetched, *(((v, at), problem.sizes[v], category) for v in op.writes)]
+        fetched = []
         made += [((None, at), op.workspace, "workspace"), (("others", at), replayed.others[at], "other microbatches")]
         freed: list[Any] = [(None, at), ("others", at)]
         freed += [(v, at) for v in op.writes if v in copies]  # the older copy stays
         for v in op.writes:
             copies.setdefault(v, at)
-        yield made, [*freed, *((v, copies.pop(v)) for v in gone)]
+        before = made, [*freed, *((v, copies.pop(v)) for v in gone)]
+    if before is not None:
+        yield before
 
 
 def _kinds(held: Sequence[Held], always: Held) -> Iterator[Change]:

@@ -26,6 +26,7 @@ class ModuleRow:
         seconds: time paid for recomputing.
         layers: the numbers, as "0–79"; empty for a single module.
         patterns: how many different sets of decisions these modules have.
+        offloaded: bytes that leave the device for a while.
     """
 
     name: str
@@ -35,6 +36,7 @@ class ModuleRow:
     seconds: float
     layers: str = ""
     patterns: int = 1
+    offloaded: int = 0
 
     @property
     def label(self) -> str:
@@ -78,7 +80,7 @@ def by_module(decisions: Iterable[Decision]) -> list[ModuleRow]:
     for d in decisions:
         groups[folded(d.module)].setdefault(d.module, []).append(d)
     rows = [_row(name, modules) for name, modules in groups.items()]
-    return sorted(rows, key=lambda r: (-(r.kept + r.recomputed), r.name))
+    return sorted(rows, key=lambda r: (-(r.kept + r.recomputed + r.offloaded), r.name))
 
 
 def _row(name: str, modules: Mapping[str, Sequence[Decision]]) -> ModuleRow:
@@ -98,6 +100,7 @@ def _row(name: str, modules: Mapping[str, Sequence[Decision]]) -> ModuleRow:
         seconds=sum(d.recompute_seconds for d in decisions),
         layers=spans(sorted(n[differing[0]] for n in numbers)) if len(differing) == 1 else "",
         patterns=len(ways),
+        offloaded=total("offload"),
     )
 
 
@@ -132,6 +135,7 @@ def largest(rows: Sequence[ModuleRow], most: int) -> tuple[Sequence[ModuleRow], 
         sum(r.kept for r in rest),
         sum(r.recomputed for r in rest),
         sum(r.seconds for r in rest),
+        offloaded=sum(r.offloaded for r in rest),
     )
 
 

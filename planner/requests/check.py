@@ -26,6 +26,7 @@ from planner.requests.batch import Batch, arguments, maxima_of
 from planner.requests.budget import budget_of
 from planner.requests.cautions import warn_on_gpu
 from planner.requests.inductor import refuse_inductor
+from planner.requests.offload import refuse_offload
 from planner.requests.optimizers import check_optimizer, optimizers_of, weakly
 from planner.requests.request import Request
 
@@ -54,6 +55,7 @@ def check(
     check_values(options)
     check_together(options, model)
     refuse_inductor(options, target[1].type)
+    refuse_offload(options, target[1].type)
     check_optimizer(given.get("optimizer"), model)
     check_loss_fn(loss_fn)
     warn_on_gpu(model, target[0], options)

@@ -22,6 +22,7 @@ from planner.core.options import Checkpoints
 from planner.core.plan import PlanRecord
 from planner.core.recipe import Choice, Recipe
 from planner.errors import ApplyError, BatchError, CaptureError, InfeasibleBudgetError, PlannerError, PlanWarning
+from planner.offload.store import Store
 from planner.requests.planned import Planned
 from planner.runtime.events import PlanProvider
 from planner.runtime.families import Family, GraphChanged, Shapes, recipe_of
@@ -40,6 +41,9 @@ def _always(recipe: Recipe) -> Callable[[], Recipe]:
 class Runtime(Applied):
     """Runs compiled graphs.
 
+    Args:
+        stores: makes the place where values go that leave the device.
+
     Attributes:
         shapes: the plans that serve calls of several shapes.
         serving: which of them serves a kind of call, by signature.
@@ -55,14 +59,15 @@ class Runtime(Applied):
         shapes: Shapes,
         checkpoints: Checkpoints = "replace",
         *,
+        stores: Callable[[], Store | None] = lambda: None,
         alone: bool = False,
     ) -> None:
         super().__init__(model, provider, alone=alone)
-        self.checkpoints = checkpoints
+        self.checkpoints, self.stores = checkpoints, stores
         self.shapes = shapes
         self.serving: dict[Signature, Family] = {}
         self.ways: dict[Signature, list[PlanRecord]] = {}
-        self.regions = Regions(model)
+        self.regions = Regions(model, stores())
         self.settled = self.traced = False
         self.unguarded: object = None
         self.current = Recipe({}, {})
@@ -95,7 +100,8 @@ class Runtime(Applied):
         )
 
     def like(self, model: nn.Module) -> Runtime:
-        copied = Runtime(model, self.provider, self.shapes.without_families(), self.checkpoints)
+        shapes = self.shapes.without_families()
+        copied = Runtime(model, self.provider, shapes, self.checkpoints, stores=self.stores)
         copied.plans = {signature: plan for signature, plan in self.plans.items() if signature not in self.serving}
         copied.newest = self.newest and self.newest.of(model)
         for kind, families in self.shapes.families.items():

@@ -22,6 +22,8 @@ from planner.devices.accelerator import accelerator_of
 from planner.errors import ApplyError
 from planner.inductor.backend import compiling
 from planner.inductor.emit import emit_planned
+from planner.offload.store import Store
+from planner.offload.transfers import enter
 from planner.runtime.families import GraphChanged, recipe_of
 from planner.runtime.modes import backward_node, waits
 from planner.runtime.outputs import with_nodes
@@ -43,10 +45,13 @@ class Regions:
         compiling: whether torch.compile waits for one of these graphs to be compiled.
         ran: how often a region ran, in all calls of the model.
         made: the tensors that the graphs returned in this call of the model.
+        store: where values go that leave the device; None where none do.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, store: Store | None = None) -> None:
         self.model = model
+        self.store = store
+        self.store_number = 0 if store is None else enter(store)
         self.calls: Counter[str] = Counter()
         self.compiling = False
         self.ran = 0
@@ -133,7 +138,7 @@ class _Graph:
         def partition(region: Region) -> tuple[fx.GraphModule, fx.GraphModule]:
             if planned is None or region.fingerprint != planned.fingerprint:
                 raise GraphChanged
-            written = emit_planned(region, planned)
+            written = emit_planned(region, planned, self.regions.store_number)
             if written is None:
                 raise GraphChanged
             return written

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -13,6 +14,7 @@ from planner.core.loop import Loop
 from planner.core.maxima import Maxima
 from planner.core.surroundings import under
 from planner.core.verification import Verification
+from planner.offload.links import store_of
 from planner.requests.batch import named_maxima
 from planner.requests.check import with_batch
 from planner.requests.planned import Filed, Known, Pending, Planned
@@ -105,14 +107,15 @@ def _runtime(target: nn.Module, request: Request, provider: PlanProvider, alone:
     if options.mode == "eager":
         return EagerRuntime(target, provider, alone=alone)
     shapes: Shapes
-    if options.mode == "inductor":
+    if options.mode == "inductor" or options.offload is not None:
         shapes = Shapes(False, Maxima({}))
     elif options.dynamic is None:
         shapes = LearntShapes(request.maxima or Maxima({}), tells=options.progress is not False)
     else:
         shapes = Shapes(options.dynamic is True, named_maxima(options.dynamic))
         shapes.limit(request.maxima or Maxima({}))
-    return Runtime(target, provider, shapes, options.checkpoints, alone=alone)
+    stores = partial(store_of, options, request.model_device)
+    return Runtime(target, provider, shapes, options.checkpoints, stores=stores, alone=alone)
 
 
 def applied(model: nn.Module) -> Planned | None:

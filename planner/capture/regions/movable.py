@@ -1,0 +1,56 @@
+"""The values of a region that may leave the device for a while."""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+
+import torch
+from torch import fx
+
+from planner.capture.joint_graph import may_write, tensors
+from planner.capture.recomputability import is_collective
+from planner.capture.regions.region import Region
+
+
+def movable(region: Region) -> frozenset[int]:
+    """The values of which nothing but the region's own ops can hold or write a copy. O(nodes + edges).
+
+    Results of the region are not among them, which the caller holds, nor gradients that go out, nor what an op writes
+    into or processes send each other, nor a value of which a tensor is neither its owner nor a view that is derived
+    from the owner.
+    """
+    held = set(region.values_in((*region.fwd_outputs, *region.grads)))
+    holders: dict[int, list[fx.Node]] = defaultdict(list)
+    for node, values in region.value_of.items():
+        for v in values:
+            holders[v].append(node)
+        if is_collective(node.target) or may_write(node):
+            held.update(values)
+            held.update(v for n in node.all_input_nodes for v in region.value_of[n])
+    made = {v for op in region.ops[: region.boundary] if op.kind == "call" for v in op.writes}
+    return frozenset(v for v in made - held if _is_whole(region, v, holders[v]))
+
+
+def _is_whole(region: Region, value: int, holders: list[fx.Node]) -> bool:
+    """Whether one plain tensor is all of a value, and every other tensor of it a view of that one."""
+    owner, nbytes = region.values[value].owner, region.values[value].nbytes
+    found = list(tensors(owner))
+    if owner not in holders or not isinstance(owner.meta.get("val"), torch.Tensor) or not nbytes:
+        return False
+    if found[0].layout != torch.strided or found[0].storage_offset() or _spans(found[0]) != nbytes:
+        return False
+    parent = owner.args[0] if owner.target is operator.getitem else None
+    derived: set[fx.Node] = set()
+    for node in holders:  # in the order of the graph
+        if node is parent:  # a tuple, of which the owner is taken out
+            continue
+        if node is not owner and derived.isdisjoint(node.all_input_nodes):
+            return False
+        derived.add(node)
+    return True
+
+
+def _spans(t: torch.Tensor) -> int:
+    """Bytes from the first to the last element."""
+    return t.element_size() * int(1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)))

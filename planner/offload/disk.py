@@ -1,0 +1,278 @@
+"""Room on a disk: one file without a name, two threads that copy, direct I/O where the file system has it.
+
+The file has no name from the moment it is made (or loses it at once), so that nothing is left of it when the process
+ends, however that is. Direct I/O goes past the page cache, which would take the memory that is to be saved.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import tempfile
+import threading
+import warnings
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable
+from itertools import count
+from queue import SimpleQueue
+
+import torch
+
+from planner.errors import OffloadError, PlanWarning, gb
+from planner.offload.layout import rounded
+from planner.offload.store import Frame, Wait
+
+STAGING = 2**22  # bytes of each thread's buffer for direct I/O
+_DIRECT, _NAMELESS = getattr(os, "O_DIRECT", 0), getattr(os, "O_TMPFILE", 0)
+_NO_SUCH_FLAG = (errno.EINVAL, errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT)  # what file systems say of these
+_warned: set[str] = set()
+
+
+class Disk:
+    """A store in a folder.
+
+    Args:
+        folder: where the file is made, when the first frame is opened.
+        most: bytes that all frames together may take; None for what the file system has.
+    """
+
+    def __init__(self, folder: str, most: int | None = None) -> None:
+        self.folder, self.most = folder, most
+        self._file: _File | None = None
+        self._unused: dict[int, deque[int]] = defaultdict(deque)  # offsets, by size; closed extents return here
+        self._writer, self._reader = _Worker("offload: write"), _Worker("offload: read")
+
+    def open(self, nbytes: int) -> Frame:
+        """A frame of so many bytes. Raises OffloadError where there is no room for it."""
+        nbytes = rounded(nbytes)
+        if self._file is None:
+            self._file = _File(self.folder)
+        unused = self._unused[nbytes]
+        at = unused.popleft() if unused else self._file.grow(nbytes, self.most)
+        return Frame(_DiskExtent(self._file, at, self._writer, self._reader, unused))
+
+
+class _DiskExtent:
+    def __init__(self, file: _File, start: int, writer: _Worker, reader: _Worker, unused: deque[int]) -> None:
+        self._file, self._start, self._writer, self._reader = file, start, writer, reader
+        self._unused = unused
+        self._copies: list[tuple[_Worker, _Copy]] = []
+
+    def out(self, x: torch.Tensor, at: int) -> Wait:
+        return self._begin(self._writer, x, self._file.write, at)
+
+    def back(self, x: torch.Tensor, at: int) -> Wait:
+        return self._begin(self._reader, x, self._file.read, at)
+
+    def _begin(self, worker: _Worker, x: torch.Tensor, run: _Transfer, at: int) -> Wait:
+        copy = _Copy(x, run, self._start + at)
+        self._copies.append((worker, copy))
+        worker.add(copy)
+        return copy.wait
+
+    def close(self) -> None:
+        """Called by the garbage collector, in any thread: waits for nothing, and takes no lock."""
+        busy = {worker for worker, copy in self._copies if copy.cancel()}
+        if not busy:
+            self._unused.append(self._start)
+        last = _Return(self._unused, self._start, len(busy))
+        for worker in busy:
+            worker.add(last)
+
+
+_Transfer = Callable[[int, int, int, memoryview], None]  # address, bytes, offset in the file, staging buffer
+
+
+class _Copy:
+    """A copy between a tensor and the file. The tensor is let go of before the copy counts as ended."""
+
+    def __init__(self, x: torch.Tensor, transfer: _Transfer, at: int) -> None:
+        self._x: torch.Tensor | None = x
+        self._transfer, self._at = transfer, at
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+        self._cancelled = False
+
+    def run(self, staging: memoryview) -> None:
+        try:
+            if self._x is not None and not self._cancelled:
+                self._transfer(self._x.data_ptr(), self._x.nbytes, self._at, staging)
+        except BaseException as e:  # of whatever kind: it is raised where the copy is waited for
+            self._error = e
+        finally:
+            self._x = None
+            self._done.set()
+
+    def cancel(self) -> bool:
+        """Have it not begin; whether it may still run."""
+        self._cancelled = True
+        return not self._done.is_set()
+
+    def wait(self) -> None:
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+
+
+class _Return:
+    """Returns an extent once so many threads have done all copies that they had of it."""
+
+    def __init__(self, unused: deque[int], start: int, threads: int) -> None:
+        self._unused, self._start, self._threads = unused, start, threads
+        self._ended = count(1)  # one step of it is atomic
+
+    def run(self, _staging: memoryview) -> None:
+        if next(self._ended) == self._threads:
+            self._unused.append(self._start)
+
+
+class _Worker:
+    """A thread that does one copy after another, from the first copy to the end of the worker."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._queue: SimpleQueue[_Copy | _Return | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def add(self, copy: _Copy | _Return) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=_work, args=(self._queue,), name=self._name, daemon=True)
+            self._thread.start()
+            weakref.finalize(self, self._queue.put, None)
+        self._queue.put(copy)
+
+
+def _work(queue: SimpleQueue[_Copy | _Return | None]) -> None:
+    staging = memoryview(mmap.mmap(-1, STAGING))
+    while (copy := queue.get()) is not None:
+        copy.run(staging)
+        del copy
+
+
+class _File:
+    """The file: grows, and is read and written at offsets."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        self.size = 0
+        self._fd, self._direct = _opened(folder)
+        weakref.finalize(self, os.close, self._fd)
+
+    def grow(self, nbytes: int, most: int | None) -> int:
+        """Take room at the end. Returns its offset."""
+        start = self.size
+        if most is not None and start + nbytes > most:
+            raise OffloadError(
+                f"offload to {self.folder}: {gb(start + nbytes)} are needed there at once, and host_gb= allows "
+                f"{gb(most)}: several forward passes wait for their backward pass, or calls of several shapes "
+                "take room each. Give more host_gb, or run each backward pass before the next forward pass"
+            )
+        try:
+            _allocate(self._fd, start, nbytes)
+        except OSError as e:
+            raise _refused(self.folder, f"taking {gb(nbytes)}", e) from e
+        self.size += nbytes
+        return start
+
+    def write(self, address: int, nbytes: int, at: int, staging: memoryview) -> None:
+        try:
+            self._write(address, nbytes, at, staging)
+        except OSError as e:
+            raise _refused(self.folder, f"writing {gb(nbytes)}", e) from e
+
+    def _write(self, address: int, nbytes: int, at: int, staging: memoryview) -> None:
+        buffer = _address(staging)
+        for start in range(0, nbytes, STAGING):
+            size = min(STAGING, nbytes - start)
+            ctypes.memmove(buffer, address + start, size)
+            whole, done = rounded(size), 0
+            while done < whole:
+                try:
+                    done += os.pwrite(self._fd, staging[done:whole], at + start + done)
+                except OSError as e:
+                    if not (self._direct and e.errno == errno.EINVAL):
+                        raise
+                    self._buffered()
+
+    def read(self, address: int, nbytes: int, at: int, staging: memoryview) -> None:
+        try:
+            self._read(address, nbytes, at, staging)
+        except OSError as e:
+            raise _refused(self.folder, f"reading {gb(nbytes)}", e) from e
+
+    def _read(self, address: int, nbytes: int, at: int, staging: memoryview) -> None:
+        buffer = _address(staging)
+        for start in range(0, nbytes, STAGING):
+            size = min(STAGING, nbytes - start)
+            whole, done = rounded(size), 0
+            while done < whole:
+                got = os.preadv(self._fd, [staging[done:whole]], at + start + done)
+                if not got:
+                    raise OSError(errno.EIO, "the file is shorter than what was written")
+                done += got
+            ctypes.memmove(address + start, buffer, size)
+
+    def _buffered(self) -> None:
+        """Go on without direct I/O."""
+        self._direct = False
+        fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~_DIRECT)
+        _say_buffered(self.folder)
+
+
+def _address(staging: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(staging))
+
+
+def _opened(folder: str) -> tuple[int, bool]:
+    """A new file without a name in a folder, and whether its I/O is direct."""
+    for flags in (_NAMELESS | _DIRECT, _NAMELESS, 0):
+        try:
+            if flags & _NAMELESS:
+                fd = os.open(folder, os.O_RDWR | flags | os.O_CLOEXEC, 0o600)
+            else:
+                fd, path = tempfile.mkstemp(prefix="checkpoint-planner-", dir=folder)
+                os.unlink(path)
+        except OSError as e:
+            if flags and e.errno in _NO_SUCH_FLAG and os.path.isdir(folder):
+                continue
+            raise _refused(folder, "making a file", e) from e
+        direct = bool(flags & _DIRECT)
+        if not direct:
+            _say_buffered(folder)
+        return fd, direct
+    raise AssertionError("mkstemp returns or raises")
+
+
+def _allocate(fd: int, start: int, nbytes: int) -> None:
+    try:
+        os.posix_fallocate(fd, start, nbytes)
+    except OSError as e:
+        if e.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+        os.ftruncate(fd, start + nbytes)
+
+
+def _say_buffered(folder: str) -> None:
+    if folder not in _warned:
+        _warned.add(folder)
+        warnings.warn(
+            f"the file system of {folder} has no direct I/O: what is offloaded there goes through the page cache, "
+            "which is not counted. Name a folder of another file system by offload_dir=",
+            PlanWarning,
+            stacklevel=2,
+        )
+
+
+def _refused(folder: str, what: str, e: OSError) -> OffloadError:
+    advice = {
+        errno.ENOSPC: "free room there, name another folder by offload_dir=, or plan with a larger budget_gb",
+        errno.EDQUOT: "the quota is used up: name another folder by offload_dir=",
+        errno.EACCES: "name a folder that can be written to by offload_dir=",
+        errno.EPERM: "name a folder that can be written to by offload_dir=",
+        errno.ENOENT: "make the folder, or name another by offload_dir=",
+    }.get(e.errno or 0, "name another folder by offload_dir=")
+    return OffloadError(f"offload to {folder}: {what} failed ({os.strerror(e.errno or 0)}): {advice}")

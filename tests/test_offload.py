@@ -1,0 +1,200 @@
+"""Training steps whose activations leave for a disk: within the budget, with the gradients of eager mode."""
+
+import copy
+import gc
+import os
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import solvers
+from planner import InfeasibleBudgetError, OffloadError, Plan, PlannerError, applied_plan, plan
+from planner.devices.specs import DEVICES
+from planner.offload import transfers
+from solvers import Answer, Move, Schedule, every_op_once
+
+from .measure import beside_the_loop, peak_of
+
+
+def mlp():
+    torch.manual_seed(0)
+    layers = [m for _ in range(8) for m in (nn.Linear(64, 64), nn.Tanh())]
+    return nn.Sequential(*layers, nn.Linear(64, 4)), torch.randn(4096, 64), {"keep": ["aten.tanh"]}
+
+
+class Transformer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.1, batch_first=True)
+        self.layers = nn.ModuleList([copy.deepcopy(layer) for _ in range(2)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def transformer():
+    torch.manual_seed(0)
+    return Transformer(), torch.randn(16, 64, 32), {"keep": ["layers.*.linear1"]}
+
+
+def loss_of(y):
+    return y.square().mean()
+
+
+def gradients(model, x):
+    torch.manual_seed(3)
+    loss_of(model(x)).backward()
+    found = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("case", [mlp, transformer])
+def test_a_budget_below_any_plan_without_offload_is_met(case, short_searches, tmp_path):
+    model, x, options = case()
+    expected = gradients(model, x)
+    options |= {"loss_fn": loss_of, "progress": False, "optimizer": "sgd"}
+    with pytest.raises(InfeasibleBudgetError) as e:
+        plan(model, x, budget_gb="1 MB", **options)
+    p = plan(model, x, budget_gb=0.8 * e.value.minimum_gb, offload="disk", offload_dir=str(tmp_path), **options)
+    assert p.moved_bytes > 0
+    p.apply()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    with beside_the_loop():
+        assert all(map(torch.equal, gradients(model, x), expected))
+
+    def step():
+        optimizer.zero_grad()
+        loss_of(model(x)).backward()
+        optimizer.step()
+
+    step()
+    held = sum(t.nbytes for t in (x, *model.parameters()))
+    optimizer.zero_grad()
+    peak = held + peak_of(step, tmp_path)
+    planned = applied_plan(model)
+    assert peak <= planned.budget_bytes
+    assert peak == pytest.approx(planned.peak_bytes, rel=0.01)
+    assert transfers.open_frames() == 0
+    assert os.listdir(tmp_path) == ["trace.json"]
+
+
+def interrupt(_):
+    raise KeyboardInterrupt
+
+
+def everything_leaves(problem, **_):
+    """A solver: nothing runs again, and what the backward pass needs leaves."""
+    moves = []
+    for v in sorted(problem.movable):
+        uses = sorted((problem.producer[v], *problem.readers[v]))
+        before = [at for at in uses if at < problem.boundary]
+        after = [at for at in uses if at > problem.boundary]
+        if after and problem.ops[before[-1] + 1].region == problem.ops[before[0]].region:
+            moves += [Move("send", v, before[0] + 1), Move("free", v, before[-1] + 1), Move("fetch", v, after[0])]
+    order = ("send", "free", "fetch")
+    moves.sort(key=lambda m: (m.at, order.index(m.kind)))
+    return Answer(Schedule(every_op_once(problem).steps, tuple(moves)))
+
+
+def test_steps_that_fail_or_wait_leave_no_trace(unwatched):
+    model, x, _ = mlp()
+    expected = gradients(model, x)
+    whole = plan(model, x, budget_gb=1, loss_fn=loss_of, progress=False)
+    solvers.register_solver("leaves", everything_leaves)
+    budget = 0.8 * whole.peak_bytes / 2**30
+    p = plan(model, x, budget_gb=budget, loss_fn=loss_of, progress=False, offload="disk", solver="leaves")
+    p.apply()
+    threads = threading.active_count()
+    assert all(map(torch.equal, gradients(model, x), expected))
+    with beside_the_loop():
+        y = model(x)
+        assert transfers.open_frames() == 1
+        y.register_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            loss_of(y).backward()
+        del y
+        gc.collect()
+        assert transfers.open_frames() == 0
+        assert all(map(torch.equal, gradients(model, x), expected))
+        loss = loss_of(model(x))
+        with pytest.raises(OffloadError, match="several forward passes wait"):
+            model(x)
+        loss.backward(retain_graph=True)
+        model.zero_grad()
+        loss.backward()
+        assert all(torch.equal(q.grad, g) for q, g in zip(model.parameters(), expected, strict=True))
+    assert threading.active_count() <= threads + 2
+    p.remove()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"offload": "cpu"}, "for one on the CPU, whose memory that is, 'disk'"),
+        ({"offload": "gpu"}, "offload='gpu' must be one of None, 'cpu', 'disk'"),
+        ({"offload": "disk", "device": "h100"}, "not for a cuda device: give 'cpu'"),
+        ({"offload": "disk", "mode": "eager"}, "not for mode='eager' yet"),
+        ({"offload": "disk", "in_flight": 2, "solver": "ilp"}, "not for solver='ilp', in_flight=2 yet"),
+        ({"offload": "disk", "offload_dir": "/no/such"}, "is no folder: name a folder of a fast disk"),
+        ({"offload": "disk", "host_gb": 1e5}, r"host_gb=100000\.0: .* has .* free; give at most"),
+        ({"host_gb": 1}, "give offload='disk' or 'cpu', too"),
+        ({"offload": "cpu", "device": "h100", "offload_dir": "/tmp"}, "is the folder of offload='disk'; leave it out"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_words(options, words):
+    with pytest.raises(PlannerError, match=words):
+        plan(nn.Linear(4, 4), torch.zeros(2, 4), budget_gb=1, loss_fn=loss_of, progress=False, **options)
+
+
+def test_a_plan_for_a_card_offloads_to_host_memory_and_runs_here(unwatched, tmp_path):
+    model, x, _ = mlp()
+    expected = gradients(model, x)
+    solvers.register_solver("leaves", everything_leaves)
+    options = {"loss_fn": loss_of, "progress": False, "device": "rtx4090", "costs": "roofline"}
+    p = plan(model, x, budget_gb=4, offload="cpu", solver="leaves", **options)
+    assert p.problem.link.out == p.problem.link.back == DEVICES["rtx4090"].link
+    assert 0 < p.host_peak_bytes < p.moved_bytes
+    assert {d.action for d in p.decisions} == {"offload", "keep"}
+    text = str(p)
+    assert "offloaded to host memory" in text
+    assert max(map(len, text.splitlines())) <= 80
+    assert "Offloaded: " in str(p.explain())
+    p.apply()
+    assert all(map(torch.equal, gradients(model, x), expected))
+    p.remove()
+    p.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json", loss_fn=loss_of)
+    assert loaded.decisions == p.decisions
+    loaded.apply(model)
+    assert all(map(torch.equal, gradients(model, x), expected))
+    again = plan(model, x, budget_gb=4, known=p, **options)  # nothing may leave here
+    assert "Solved anew" in again.note
+    assert again.moved_bytes == 0
+
+
+def test_a_loop_that_holds_its_loss_and_clears_gradients_late_is_planned_anew(short_searches, tmp_path):
+    model, x, options = mlp()
+    whole = plan(model, x, budget_gb=1, loss_fn=loss_of, progress=False)
+    budget = 0.7 * whole.peak_bytes / 2**30
+    p = plan(model, x, budget_gb=budget, offload="disk", loss_fn=loss_of, progress=False, **options)
+    p.apply()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+
+    def step(held):
+        held["y"] = model(x)
+        optimizer.zero_grad()
+        loss_of(held["y"]).backward()
+        optimizer.step()
+
+    held = {}
+    for _ in range(3):
+        step(held)
+    planned = applied_plan(model)
+    assert planned.moved_bytes > 0
+    assert planned.peak_bytes <= planned.budget_bytes
+    assert "bytes of the step before" in {m.op for m in planned.timeline}

@@ -1,0 +1,159 @@
+"""A store on a disk, without a model: what comes back, what goes wrong, and what is left behind."""
+
+import errno
+import gc
+import os
+import threading
+import warnings
+
+import pytest
+import torch
+
+from planner.errors import OffloadError, PlanWarning
+from planner.offload import disk
+from planner.offload.disk import STAGING, Disk
+from planner.offload.layout import ALIGNMENT, Stay, lay_out, rounded
+from planner.offload.transfers import begin, enter, fetch, free, open_frames, ready, send
+
+
+def there_and_back(number, tensors):
+    """Tensors that left, as they came back."""
+    rooms = [rounded(t.untyped_storage().nbytes()) for t in tensors]
+    ticket = begin(number, sum(rooms))
+    for v, t in enumerate(tensors):
+        send(ticket, t, v, sum(rooms[:v]), rooms[v])
+    for v, t in enumerate(tensors):
+        free(ticket, t, v)
+    coming = [fetch(ticket, v) for v in range(len(tensors))]
+    return [ready(ticket, t, v) for v, t in enumerate(coming)]
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_tensors_come_back_as_they_were(tmp_path, direct, monkeypatch):
+    if not direct:
+        monkeypatch.setattr(disk, "_DIRECT", 0)
+    tensors = [
+        torch.randn(STAGING // 4 + 5),  # more than one buffer
+        torch.randn(7, 5).t(),
+        torch.arange(3),
+        torch.randn(4, 6)[:, ::2],
+        torch.tensor(2.0, dtype=torch.bfloat16),
+        torch.zeros(2, 2, dtype=torch.complex64),
+        torch.ones(9, dtype=torch.bool),
+    ]
+    store = Disk(str(tmp_path))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        back = there_and_back(enter(store), tensors)
+    for before, after in zip(tensors, back, strict=True):
+        assert torch.equal(before, after)
+        assert (before.stride(), before.dtype) == (after.stride(), after.dtype)
+    assert os.listdir(tmp_path) == []  # the file has no name
+
+
+def test_calls_that_wait_have_room_each_and_give_it_back(tmp_path):
+    store = Disk(str(tmp_path), most=2 * ALIGNMENT)
+    number = enter(store)
+    first, second = begin(number, 10), begin(number, 10)
+    for ticket, x in ((first, 1.0), (second, 2.0)):
+        send(ticket, torch.full((2,), x), 0, 0, ALIGNMENT)
+        free(ticket, None, 0)
+    assert [ready(t, fetch(t, 0), 0).tolist() for t in (first, second)] == [[1.0, 1.0], [2.0, 2.0]]
+    with pytest.raises(OffloadError, match=r"host_gb= allows 8\.00 kB"):
+        begin(number, 10)
+    del first  # as a step that fails lets go of it, its copies done or not
+    third = begin(number, 10)
+    assert store._file.size == 2 * ALIGNMENT
+    del second, third, ticket
+    assert open_frames() == 0
+
+
+def test_an_extent_returns_once_its_copies_have_ended(tmp_path, monkeypatch):
+    store = Disk(str(tmp_path))
+    number, go = enter(store), threading.Event()
+    write = disk._File.write
+    monkeypatch.setattr(disk._File, "write", lambda *given: go.wait() and write(*given))
+    ticket = begin(number, 10)
+    send(ticket, torch.ones(2), 0, 0, ALIGNMENT)
+    del ticket  # the step failed, and the thread writes yet
+    other = begin(number, 10)
+    assert store._file.size == 2 * ALIGNMENT
+    go.set()
+    send(other, torch.ones(2), 0, 0, ALIGNMENT)
+    free(other, None, 0)
+    begin(number, 10)
+    assert store._file.size == 2 * ALIGNMENT
+
+
+def test_a_full_disk_is_told_where_it_is_waited_for_and_the_next_copy_works(tmp_path, monkeypatch):
+    number = enter(store := Disk(str(tmp_path)))
+    ticket = begin(number, ALIGNMENT)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "no space")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        send(ticket, torch.ones(2), 0, 0, ALIGNMENT)
+        with pytest.raises(OffloadError, match=f"{tmp_path}: writing 8 bytes failed.*No space.*offload_dir="):
+            free(ticket, None, 0)
+        patch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(OffloadError, match=r"taking 8\.00 kB failed.*free room there"):
+            begin(number, 2 * ALIGNMENT)
+    assert torch.equal(there_and_back(number, [torch.ones(3)])[0], torch.ones(3))
+    assert store._file.size == 2 * ALIGNMENT
+
+
+def test_without_direct_writes_the_page_cache_is_used_and_it_is_said_once(tmp_path, monkeypatch):
+    write, refused = os.pwrite, []
+
+    def pwrite(*given):
+        if not refused:
+            refused.append(1)
+            raise OSError(errno.EINVAL, "no direct I/O here")
+        return write(*given)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    opened = disk._opened
+    monkeypatch.setattr(disk, "_opened", lambda folder: (opened(folder)[0], True))
+    number = enter(store := Disk(str(tmp_path)))
+    with pytest.warns(PlanWarning, match=f"{tmp_path} has no direct I/O"):
+        assert torch.equal(there_and_back(number, [torch.ones(3)])[0], torch.ones(3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(there_and_back(number, [torch.ones(3)])[0], torch.ones(3))
+    assert store._file.size == ALIGNMENT
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path):
+    number = enter(store := Disk(str(tmp_path / "no")))
+    with pytest.raises(OffloadError, match=r"no: making a file failed.*make the folder"):
+        begin(number, 10)
+    del store
+    with pytest.raises(OffloadError, match="not that of a plan that is applied"):
+        begin(number, 10)
+
+
+def test_nothing_is_left_of_a_store(tmp_path):
+    before, files = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
+    store = Disk(str(tmp_path))
+    there_and_back(enter(store), [torch.ones(3)])
+    started = set(threading.enumerate()) - before
+    assert len(started) == 2
+    del store
+    gc.collect()
+    for thread in started:
+        thread.join(10)
+    assert set(threading.enumerate()) <= before
+    assert len(os.listdir("/proc/self/fd")) == files
+
+
+def test_values_that_meet_lie_apart_and_others_share_room():
+    stays = [Stay(10_000, 0, 5), Stay(10_000, 2, 3), Stay(5_000, 4, 9), Stay(20_000, 6, 9), Stay(3, 6, 6)]
+    offsets, nbytes = lay_out(stays)
+    for i, a in enumerate(stays):
+        assert offsets[i] % ALIGNMENT == 0
+        for j, b in enumerate(stays[:i]):
+            if a.begin <= b.end and b.begin <= a.end:
+                assert offsets[i] >= offsets[j] + b.nbytes or offsets[j] >= offsets[i] + a.nbytes
+    assert nbytes < sum(rounded(s.nbytes) for s in stays)
