@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from planner.core.maxima import Maxima
+from planner.core.pieces import Split
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,12 +17,14 @@ class PlannedRegion:
         fingerprint: of the region.
         forward, backward: the ops that each pass runs, in order.
         realised: in mode="inductor", the ops of the region that these are the fused ones of; None: they run op by op.
+        splits: sets of the region's ops that run in pieces; these steps are of the region with them as single ops.
     """
 
     fingerprint: str
     forward: tuple[int, ...]
     backward: tuple[int, ...]
     realised: tuple[int, ...] | None = None
+    splits: tuple[Split, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from planner.capture.regions.region import Region
 from planner.codegen.emit import emit, runnable
 from planner.core.recipe import PlannedRegion
 from planner.inductor.realise import Fused, fuse
+from planner.pieces.rewrite import in_pieces
 
 OP = "planner_op"  # in a node's `meta`: the coarse op that it is
 STEP = "planner_step"  # the step of the schedule that a node is of, as `compat.inductor_hooks` reads it
@@ -35,9 +36,10 @@ def emit_fused(fused: Fused, forward: Sequence[int], backward: Sequence[int]) ->
 def emit_planned(region: Region, planned: PlannedRegion) -> tuple[fx.GraphModule, fx.GraphModule] | None:
     """The graphs of a planned region, in the mode that it was planned in; None where the schedule is not of it."""
     if planned.realised is None:
-        if not runnable(region, planned.forward, planned.backward):
+        written = in_pieces(region, planned.splits)
+        if written is None or not runnable(written, planned.forward, planned.backward):
             return None
-        return emit(region, planned.forward, planned.backward)
+        return emit(written, planned.forward, planned.backward)
     if any(not 0 <= i < len(region.ops) for i in planned.realised):
         return None
     fused = fuse(region, planned.realised)

@@ -293,6 +293,8 @@ def write(request: Request, graph: TrainingGraph, step: Step, solution: Solution
 
 
 def _recipe(graph: TrainingGraph, passes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> Recipe:
-    planned = [PlannedRegion(r.fingerprint, *each) for r, each in zip(graph.regions, passes, strict=True)]
+    planned = [
+        PlannedRegion(r.fingerprint, *each, splits=r.splits) for r, each in zip(graph.regions, passes, strict=True)
+    ]
     calls = {key: tuple(None if r is None else planned[r] for r in order) for key, order in graph.order.items()}
     return Recipe(calls, graph.detached, graph.maxima, graph.asked)
