@@ -25,6 +25,7 @@ Mode = Literal["aten", "inductor", "eager"]
 MODES = get_args(Mode)
 OLD_MODES: dict[str, Mode] = {"compiled": "aten"}  # what they were called before
 OnFailure = Literal["raise", "warn"]
+Pieces = Literal["auto", False]
 
 GB = 2**30
 PLANNED_LINES = ("activations", "gradients")  # lines of the account that the schedule decides
@@ -279,6 +280,15 @@ class Options:
             "mode",
         ),
     )
+    pieces: Pieces = option(
+        False,
+        About(
+            lambda given: None if given is False or given == "auto" else "must be 'auto', or False for ops as they are",
+            Flag("auto: run ops in pieces where the budget needs it", choices=lambda: ("auto",)),
+            "ops in pieces",
+            _yes,
+        ),
+    )
     in_flight: int = option(
         1,
         About(
@@ -319,6 +329,7 @@ class OptionArguments(TypedDict, total=False):
     progress: bool | None
     dynamic: Dynamic
     keep: Sequence[str]
+    pieces: Pieces
     in_flight: int
 
 

@@ -154,6 +154,31 @@ class Curve:
 
 
 @dataclass(frozen=True, slots=True)
+class InPieces:
+    """A set of ops that runs in pieces, in one pass of the step.
+
+    Attributes:
+        name: of the one op that they are in the emitted graphs.
+        phase: the pass.
+        pieces: how many.
+        parts: size of what is cut, as a number of tokens or of samples.
+        workspace: bytes that are held inside a piece, at most.
+        seconds: of all pieces.
+        module: path of the module that the largest of the ops belongs to.
+        source: its line: "file:line: code".
+    """
+
+    name: str
+    phase: Phase
+    pieces: int
+    parts: int
+    workspace: int
+    seconds: float
+    module: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
 class GraphModules:
     """The emitted graphs of one region."""
 
@@ -227,6 +252,7 @@ class PlanRecord:
         known_curve: the trade-off curve that the plan is from, where `pareto()` made it.
         verification: the last measurement of `verify()`.
         eager_peak_bytes: predicted peak of the step in eager mode, without a plan; None where it is not known.
+        pieces: sets of ops that run in pieces; all other figures, those with nothing recomputed too, are with them so.
     """
 
     budget_bytes: int
@@ -254,6 +280,7 @@ class PlanRecord:
     known_curve: Curve | None = field(default=None, repr=False)
     verification: Verification | None = field(default=None, repr=False)
     eager_peak_bytes: int | None = None
+    pieces: tuple[InPieces, ...] = field(default=(), repr=False)
 
     @property
     def kept_bytes(self) -> int:

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from torch import fx
 
 from planner.capture.joint_graph import tensors
-from planner.pieces import rules, rules_nn
+from planner.pieces import rules, rules_nn, rules_products
 from planner.pieces.groups import Group, groups_of
 from planner.pieces.ways import PARTS, SUMS, Parts, Way, given, shape_of
 
-TABLES = (rules, rules_nn)  # importing them enters their rules
+TABLES = (rules, rules_nn, rules_products)  # importing them enters their rules
 
 
 def _rule(node: fx.Node) -> Parts | None:
