@@ -293,6 +293,8 @@ def test_pieces_that_cannot_be_are_refused_and_room_leaves_ops_whole() -> None:
     model, batch = words()
     with pytest.raises(OptionError, match="pieces='yes'"):
         plan(model, batch, pieces="yes")  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="keep="):
+        plan(model, batch, budget_gb=1, pieces="auto", keep=["aten.bmm"])
     with pytest.raises(OptionError, match="mode='aten'"):
         plan(model, batch, budget_gb=1, pieces="auto", mode="eager")
     assert not plan(model, batch, budget_gb=1, pieces="auto", progress=False).record.pieces

@@ -98,8 +98,8 @@ def plan(
             the budget is too small for anything else, or where that takes clearly less time than recomputation: the
             loss of a language model from its hidden states, without whole logits in either pass, or an MLP. What the
             pieces add up (the gradients of weights, the loss) is summed in another order: it equals what there is
-            without a plan within rounding, and not bit for bit. False runs all ops whole. Only with mode="aten", and
-            where sizes are fixed.
+            without a plan within rounding, and not bit for bit. False runs all ops whole. Only with mode="aten",
+            where sizes are fixed, and not beside `keep`.
         in_flight: how many forward passes wait for their backward pass at once, the one that runs counted: microbatches
             of a pipeline, or of a loop that calls the model several times before `backward()`. What each of them keeps
             is counted, and part of what is decided. Without `accumulate`, so many forward passes run, then as many

@@ -11,6 +11,7 @@ from torch import fx
 
 from planner.capture.joint_graph import may_write, tensors
 from planner.capture.passes.checkpoints import clone_of
+from planner.capture.passes.tangents import is_mark
 from planner.capture.recomputability import is_random
 from planner.capture.regions.region import Region
 from planner.capture.shapes import SYMBOLIC
@@ -90,6 +91,8 @@ class _Growth:
     def _may(self, node: fx.Node) -> bool:
         if node.op != "call_function" or clone_of(node) is not None or is_random(node) or SYMBOLIC in node.meta:
             return False
+        if is_mark(node) or not all(map(is_plain, given(node))):
+            return False
         return is_plain(node) and (not may_write(node) or node.target in IN_PLACE)
 
     def add(self, node: fx.Node, way: Way) -> None:
@@ -116,6 +119,12 @@ class _Growth:
 
     def big(self, node: fx.Node) -> bool:
         return max((t.numel() for t in tensors(node)), default=0) >= self.floor
+
+    def overwritten(self, op: fx.Node) -> bool:
+        """Whether an op reads an input that the step writes into, of which a second run would find another value."""
+        region = self.region
+        places = [at for x in given(op) for at in region.primal_of.get(x, ())]
+        return any(region.primals[at] in region.mutated for at in places)
 
     def grow(self, first: fx.Node) -> None:
         """Pass the group on, through big values, to the ops that make and read them."""
@@ -225,7 +234,7 @@ def _repeated(growth: _Growth, forward: Mapping[fx.Node, Way], backward: Mapping
         op = source(x)[0]
         if op in found or op not in forward or wanted is None or growth.made(x) != wanted:
             continue
-        if growth.big(x) and held.isdisjoint(storages(x.meta["val"])):
+        if growth.big(x) and held.isdisjoint(storages(x.meta["val"])) and not growth.overwritten(op):
             found.add(op)
             stack += zip(given(op), forward[op].reads, strict=True)
     return frozenset(found)

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from planner.capture.joint_graph import may_write
 from planner.capture.passes.order import Order
 from planner.capture.provenance import op_kind
 from planner.capture.regions.region import Region, analyse
+from planner.core.call import storages
 from planner.core.pieces import Split, run_in_pieces
 from planner.pieces.ends import Piecewise, piecewise
 from planner.pieces.groups import SUM
@@ -58,12 +60,15 @@ def in_pieces(region: Region, splits: Sequence[Split]) -> Region | None:
 
 
 def _written(region: Region, sets: Sequence[tuple[Piecewise, int]]) -> tuple[fx.GraphModule, Order] | None:
-    """The joint graph with the sets as single ops, and the order in which its nodes run; None where two sets wait for
-    each other.
+    """The joint graph with the sets as single ops, and the order in which its nodes run; None where ops
+    would wait for each other.
     """
     sequence: list[Any] = list(region.order.nodes)
     for at, _ in enumerate(sets):
-        sequence = _collapsed(sequence, [each for each, _ in sets], at)
+        collapsed = _collapsed(sequence, [each for each, _ in sets], at)
+        if collapsed is None:
+            return None
+        sequence = collapsed
     joint = fx.GraphModule(region.joint, fx.Graph())
     writer = _Writer(joint, {})
     for node in region.joint.graph.find_nodes(op="placeholder"):
@@ -88,31 +93,39 @@ def _written(region: Region, sets: Sequence[tuple[Piecewise, int]]) -> tuple[fx.
     return joint, order
 
 
-def _collapsed(sequence: Sequence[Any], sets: Sequence[Piecewise], at: int) -> list[Any]:
-    """The sequence with a set's ops as one item, its number; what depends on it comes after it."""
+def _collapsed(sequence: Sequence[Any], sets: Sequence[Piecewise], at: int) -> list[Any] | None:
+    """The sequence with a set's ops as one item, its number, where the last of them was; None where that cannot be.
+
+    What reads the set's results comes after it, and so does what writes into a tensor that the set reads, or that an op
+    reads which comes after it.
+    """
     each = sets[at]
-    own = each.own
-    gone = [
-        i
-        for i, n in enumerate(sequence)
-        if isinstance(n, fx.Node) and source(n)[0] in own and source(n)[0] not in each.views
-    ]
-    last = max(gone)
-    removed = set(gone)
+    removed = {i for i, n in enumerate(sequence) if isinstance(n, fx.Node) and _is_inside(n, each)}
+    last = max(removed)
     late: set[fx.Node] = {t for t, _ in each.makes}
+    still_read: set[int] = set()  # storages of which later ops read what they hold now
     before: list[Any] = []
     after: list[Any] = []
     for i, item in enumerate(sequence[: last + 1]):
-        if i in removed:
-            continue
         single = isinstance(item, fx.Node)
         reads = item.all_input_nodes if single else [x for x, _ in sets[item].reads]
-        if late.isdisjoint(reads):
+        writes = storages(item.args[0].meta.get("val")) if single and may_write(item) and item.args else {}
+        if i not in removed and late.isdisjoint(reads) and still_read.isdisjoint(writes):
             before.append(item)
-        else:
+            continue
+        still_read.update(key for x in reads for key in storages(x.meta.get("val")))
+        if i not in removed:
             after.append(item)
             late.update([item] if single else [t for t, _ in sets[item].makes])
+    if not late.isdisjoint(x for x, _ in each.reads):
+        return None
     return [*before, at, *after, *sequence[last + 1 :]]
+
+
+def _is_inside(node: fx.Node, each: Piecewise) -> bool:
+    """Whether a node runs in the pieces of a set, and nowhere else."""
+    op = source(node)[0]
+    return op in each.own and op not in each.views
 
 
 class _Writer:
