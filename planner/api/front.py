@@ -13,7 +13,7 @@ from torch import nn
 
 from planner.api.plan import Plan
 from planner.capture.passes.checkpoints import Checkpoints
-from planner.core.options import Costs, Dynamic, Mode, Offload, OnFailure, Options
+from planner.core.options import Costs, Dynamic, Mode, Offload, OnFailure, Options, Pieces
 from planner.errors import UNPLANNABLE, BatchError, CaptureError, OptionError
 from planner.planfile import files
 from planner.planning.early import refuse_hopeless
@@ -46,6 +46,7 @@ def plan(
     dynamic: Dynamic = None,
     keep: Sequence[str] = (),
     mode: Mode = "aten",
+    pieces: Pieces = False,
     in_flight: int = 1,
     offload: Offload | None = None,
     host_gb: float | None = None,
@@ -96,6 +97,12 @@ def plan(
             for one process on a CPU, one graph and fixed shapes), or "eager": whole modules checkpointed, with some of
             their results kept, for code that cannot or shall not be compiled. That has a search of its own: `solver`
             and `time_limit` do not count.
+        pieces: "auto" lets ops that are independent along rows of tokens, or along the batch, run piece by piece where
+            the budget is too small for anything else, or where that takes clearly less time than recomputation: the
+            loss of a language model from its hidden states, without whole logits in either pass, or an MLP. What the
+            pieces add up (the gradients of weights, the loss) is summed in another order: it equals what there is
+            without a plan within rounding, and not bit for bit. False runs all ops whole. Only with mode="aten",
+            where sizes are fixed, and not beside `keep`.
         in_flight: how many forward passes wait for their backward pass at once, the one that runs counted: microbatches
             of a pipeline, or of a loop that calls the model several times before `backward()`. What each of them keeps
             is counted, and part of what is decided. Without `accumulate`, so many forward passes run, then as many

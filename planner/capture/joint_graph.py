@@ -14,6 +14,7 @@ from torch import fx
 from planner.compat import pytree
 from planner.compat.fake import FakeTensor
 from planner.compat.ops import FUNCTIONAL, OpOverload, schema_of
+from planner.core.pieces import run_in_pieces
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ def ancestors(roots: Iterable[fx.Node]) -> set[fx.Node]:
 
 def may_write(node: fx.Node) -> bool:
     """Whether a node's operator writes into its inputs; so may a call of something that is no operator of torch."""
-    if node.op != "call_function" or node.target is operator.getitem or node.target in FUNCTIONAL:
+    if node.op != "call_function" or node.target is operator.getitem or node.target in (*FUNCTIONAL, run_in_pieces):
         return False
     return not isinstance(node.target, OpOverload) or schema_of(node.target).is_mutable
 

@@ -11,6 +11,7 @@ from torch import fx
 
 from planner.capture.joint_graph import tensors
 from planner.compat.ops import FUNCTIONAL, OpOverload, is_functional, name_of, schema_of
+from planner.core.pieces import run_in_pieces
 
 _ATEN = torch.ops.aten
 
@@ -61,6 +62,9 @@ def keep_reason(node: fx.Node, tainted: Collection[fx.Node]) -> str:
         tainted: nodes that hold an input which the step overwrites.
     """
     target = node.target
+    overwritten = "it reads a buffer or an input that the step overwrites"
+    if target is run_in_pieces:
+        return overwritten if any(n in tainted for n in node.all_input_nodes) else ""
     if not isinstance(target, OpOverload):
         return _opaque_reason(node)
     name = schema_of(target).name.split("::")[1]
@@ -83,7 +87,7 @@ def keep_reason(node: fx.Node, tainted: Collection[fx.Node]) -> str:
     if statistics is not None:
         inputs = [n for i, n in enumerate(node.args) if i not in statistics and isinstance(n, fx.Node)]
     if any(n in tainted for n in inputs):
-        return "it reads a buffer or an input that the step overwrites"
+        return overwritten
     return ""
 
 

@@ -26,6 +26,7 @@ MODES = get_args(Mode)
 Offload = Literal["cpu", "disk"]
 OLD_MODES: dict[str, Mode] = {"compiled": "aten"}  # what they were called before
 OnFailure = Literal["raise", "warn"]
+Pieces = Literal["auto", False]
 
 GB = 2**30
 PLANNED_LINES = ("activations", "gradients")  # lines of the account that the schedule decides
@@ -280,6 +281,15 @@ class Options:
             "mode",
         ),
     )
+    pieces: Pieces = option(
+        False,
+        About(
+            lambda given: None if given is False or given == "auto" else "must be 'auto', or False for ops as they are",
+            Flag("auto: run ops in pieces where the budget needs it", choices=lambda: ("auto",)),
+            "ops in pieces",
+            _yes,
+        ),
+    )
     in_flight: int = option(
         1,
         About(
@@ -344,6 +354,7 @@ class OptionArguments(TypedDict, total=False):
     progress: bool | None
     dynamic: Dynamic
     keep: Sequence[str]
+    pieces: Pieces
     in_flight: int
     offload: Offload | None
     host_gb: float | None

@@ -158,6 +158,31 @@ class Curve:
 
 
 @dataclass(frozen=True, slots=True)
+class InPieces:
+    """A set of ops that runs in pieces, in one pass of the step.
+
+    Attributes:
+        name: of the one op that they are in the emitted graphs.
+        phase: the pass.
+        pieces: how many.
+        parts: size of what is cut, as a number of tokens or of samples.
+        workspace: bytes that are held inside a piece, at most.
+        seconds: of all pieces.
+        module: path of the module that the largest of the ops belongs to.
+        source: its line: "file:line: code".
+    """
+
+    name: str
+    phase: Phase
+    pieces: int
+    parts: int
+    workspace: int
+    seconds: float
+    module: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
 class GraphModules:
     """The emitted graphs of one region."""
 
@@ -234,6 +259,7 @@ class PlanRecord:
         stall_seconds: of `step_seconds`, what the step waits for values that leave or come back.
         moved_bytes: copied out of the device and back in one step.
         host_peak_bytes: room that one step takes where values go that leave the device.
+        pieces: sets of ops that run in pieces; all other figures, those with nothing recomputed too, are with them so.
     """
 
     budget_bytes: int
@@ -264,6 +290,7 @@ class PlanRecord:
     stall_seconds: float = 0.0
     moved_bytes: int = 0
     host_peak_bytes: int = 0
+    pieces: tuple[InPieces, ...] = field(default=(), repr=False)
 
     @property
     def kept_bytes(self) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from planner.core.maxima import Maxima
+from planner.core.pieces import Split
 from solvers import Move
 
 
@@ -18,6 +19,7 @@ class PlannedRegion:
         forward, backward: the ops that each pass runs, in order.
         realised: in mode="inductor", the ops of the region that these are the fused ones of; None: they run op by op.
         moves: of values of the region to the host and back; `at` counts the steps of both passes.
+        splits: sets of the region's ops that run in pieces; these steps are of the region with them as single ops.
     """
 
     fingerprint: str
@@ -25,6 +27,7 @@ class PlannedRegion:
     backward: tuple[int, ...]
     realised: tuple[int, ...] | None = None
     moves: tuple[Move, ...] = ()
+    splits: tuple[Split, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from planner.compat.ops import OpOverload, schema_of
 from planner.core.call import Call, describe_call
 from planner.costs.measure_op import Allocated
 from planner.costs.measured_ops import measure
+from planner.costs.pieces import cost_in_pieces, pieces_of
 from planner.costs.predicted_workspace import predicted_workspace
 from planner.devices.specs import Device
 
@@ -86,6 +87,15 @@ def estimate_nodes(
     progress: bool | None = None,
 ) -> dict[fx.Node, OpEstimate]:
     """Estimates for nodes that call ops, each on its own; arguments as for `estimate()`."""
+    inside = {node: runs for node in nodes if (runs := pieces_of(node))}
+    if inside:
+        in_them = [op.node for runs in inside.values() for region, _ in runs for op in region.ops]
+        whole = [*(node for node in nodes if node not in inside), *in_them]
+        of = estimate_nodes(whole, device, measure_on=measure_on, timed=timed, progress=progress)
+        granularity = 512 if device.caches else 1
+        for node, runs in inside.items():
+            of[node] = OpEstimate(*cost_in_pieces(runs, of, granularity))
+        return of
     measured: dict[fx.Node, Allocated] = {}
     if measure_on is not None:
         calls = {node: call_of(node) for node in nodes if _measurable(node)}

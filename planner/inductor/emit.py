@@ -12,6 +12,7 @@ from planner.codegen.emit import emit, runnable
 from planner.codegen.moving import moves_fit
 from planner.core.recipe import PlannedRegion
 from planner.inductor.realise import Fused, fuse
+from planner.pieces.rewrite import in_pieces
 
 OP = "planner_op"  # in a node's `meta`: the coarse op that it is
 STEP = "planner_step"  # the step of the schedule that a node is of, as `compat.inductor_hooks` reads it
@@ -44,10 +45,12 @@ def emit_planned(
         store: where values go that leave, as for `emit`.
     """
     if planned.realised is None:
-        steps = (*planned.forward, *planned.backward)
-        if not runnable(region, planned.forward, planned.backward) or not moves_fit(region, steps, planned.moves):
+        written, steps = in_pieces(region, planned.splits), (*planned.forward, *planned.backward)
+        if written is None or not runnable(written, planned.forward, planned.backward):
             return None
-        return emit(region, planned.forward, planned.backward, planned.moves, store)
+        if not moves_fit(written, steps, planned.moves):
+            return None
+        return emit(written, planned.forward, planned.backward, planned.moves, store)
     if any(not 0 <= i < len(region.ops) for i in planned.realised):
         return None
     fused = fuse(region, planned.realised)

@@ -45,6 +45,8 @@ from planner.planning.eager_peak import no_higher_than_eager
 from planner.planning.fragmentation import solve_with_margin
 from planner.planning.inductor import in_aten, make_inductor_plan, without_inductor
 from planner.planning.outside import TANGENTS_FREED, outside_loss, pinned_tangents
+from planner.planning.pieces import Solved, as_in, described, solve_in_pieces
+from planner.planning.pieces import in_words as pieces_in_words
 from planner.planning.recipe import recipe_of, room_taken
 from planner.planning.record import record_of
 from planner.requests.inductor import refuse_inductor
@@ -88,10 +90,21 @@ def make_plan(
             graph = captured or graph_of(request)
             with eager_attention_as_on(card):
                 graph = replace(graph, eager=eager_step(request))
-    solve_here = partial(_solve, request=request, graph=graph, others=others, known=known, must_match=must_match)
-    lowered = lower(request, graph, planned_before=bool(others))
-    step, solution = solve_with_margin(lowered, request, solve_here)
-    return write(request, graph, step, solution)
+
+    def problem_of(of: TrainingGraph) -> Step:
+        return lower(request, of, planned_before=bool(others))
+
+    def solved(of: TrainingGraph, lowered: Step) -> Solved:
+        solve_here = partial(_solve, request=request, graph=of, others=others, known=known, must_match=must_match)
+        return of, *solve_with_margin(lowered, request, solve_here)
+
+    if known is not None and (must_match or request.options.pieces):
+        again = as_in(graph, known.record)
+        if must_match or again is not graph:
+            return write(request, *solved(again, problem_of(again)), captured=graph)
+    if request.options.pieces:
+        return write(request, *solve_in_pieces(graph, problem_of, solved), captured=graph)
+    return write(request, *solved(graph, problem_of(graph)))
 
 
 def graph_of(request: Request, compiler: GraphCompiler | None = None) -> TrainingGraph:
@@ -273,8 +286,10 @@ def _notes(request: Request, graph: TrainingGraph) -> Iterator[str]:
         yield told(graph.asked, "is planned when it comes")
 
 
-def write(request: Request, graph: TrainingGraph, step: Step, solution: Solution) -> Planned:
-    """The plan that a solution of the step is."""
+def write(
+    request: Request, graph: TrainingGraph, step: Step, solution: Solution, captured: TrainingGraph | None = None
+) -> Planned:
+    """The plan that a solution of the step is; `captured` is the step with every op whole, where it is another."""
     problem = step.problem
     planned = replay(problem, solution.schedule, solution.timeline)
     passes = split_by_region(step, solution.schedule, len(graph.regions))
@@ -285,11 +300,11 @@ def write(request: Request, graph: TrainingGraph, step: Step, solution: Solution
         rows = zip(graph.regions, passes, moves, strict=True)
         return tuple(GraphModules(*emit(region, *each, own)) for region, each, own in rows if region.fingerprint)
 
-    note = " ".join(
-        filter(None, [_sentence(solution.note), in_words(problem, planned), graph.note, *_notes(request, graph)])
-    )
+    cut = described(graph, step)
+    words = [_sentence(solution.note), in_words(problem, planned), pieces_in_words(cut), graph.note]
+    note = " ".join(filter(None, [*words, *_notes(request, graph)]))
     recipe = recipe_of(graph, passes, moves)
     host_bytes = room_taken(request, graph, passes, moves)
     record = record_of(request, step, planned, replace(solution, note=note), recipe, host_bytes=host_bytes)
-    record = replace(record, eager_peak_bytes=graph.eager.peak_bytes if graph.eager else None)
-    return Planned(record, request, graphs, captured=graph)
+    record = replace(record, eager_peak_bytes=graph.eager.peak_bytes if graph.eager else None, pieces=cut)
+    return Planned(record, request, graphs, captured=captured or graph)

@@ -37,7 +37,7 @@ def recipe_of(
 ) -> Recipe:
     """What the runtime reads: for each region the ops of its passes, and its moves."""
     planned = [
-        PlannedRegion(r.fingerprint, *each, moves=own)
+        PlannedRegion(r.fingerprint, *each, moves=own, splits=r.splits)
         for r, each, own in zip(graph.regions, passes, moves, strict=True)
     ]
     calls = {key: tuple(None if r is None else planned[r] for r in order) for key, order in graph.order.items()}

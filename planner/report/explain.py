@@ -13,6 +13,7 @@ from planner.core.what_if import Cost, WhatIf
 from planner.errors import OptionError, gb
 from planner.report.explanation import Explanation, Group
 from planner.report.names import folded, modules_of, title
+from planner.report.table import in_pieces
 from planner.report.words import duration, rate, shown
 
 Try = Callable[[Collection[int], bool], WhatIf | None]
@@ -49,7 +50,12 @@ def explain(plan: PlanRecord, path: str, costs: Sequence[Cost], otherwise: Try) 
         groups=tuple(sorted(map(told.group, groups.values()), key=lambda g: (-g.nbytes, g.label))),
         all_kept=told.instead(chosen, "recompute"),
         all_recomputed=told.instead(chosen, "keep"),
+        pieces=tuple(in_pieces(row for row in plan.pieces if _within(row.module, modules))),
     )
+
+
+def _within(module: str, modules: Collection[str]) -> bool:
+    return any(module == name or not name or module.startswith(f"{name}.") for name in modules)
 
 
 def _named(plan: PlanRecord, path: str) -> tuple[tuple[str, ...], list[int]]:

@@ -55,6 +55,7 @@ class Explanation:
         groups: the values, the largest groups first.
         all_kept, all_recomputed: the step with all of them kept, or recomputed as far as that can be; None where
             nothing would change, or it is not known (eager mode).
+        pieces: the sets of ops that run in pieces, in words.
     """
 
     path: str
@@ -69,6 +70,7 @@ class Explanation:
     all_kept: WhatIf | None
     all_recomputed: WhatIf | None
     offloaded_bytes: int = 0
+    pieces: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return to_text(self, style_of(colour=False))
@@ -112,9 +114,9 @@ def _lead(e: Explanation) -> str:
 
 
 def _conclusions(e: Explanation) -> list[str]:
+    sentences = [f"In pieces: {row}." for row in e.pieces]
     if len(e.groups) < 2:
-        return []
-    sentences = []
+        return sentences
     for what, changed in (("kept", e.all_kept), ("recomputed, but for what has to be kept", e.all_recomputed)):
         if changed is not None:
             more = changed.peak_bytes - e.budget_bytes

@@ -8,9 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from planner.core.plan import Action, Decision
+from planner.core.plan import Action, Decision, InPieces
 from planner.errors import gb
 from planner.report.names import NUMBER, folded
+from planner.report.words import duration
 
 WORTH_SAYING_ONCE = 12  # characters
 
@@ -66,6 +67,22 @@ def by_reason(decisions: Iterable[Decision]) -> list[str]:
             groups[f"kept, as {d.reason}" if d.action == "keep" else d.reason].append(d.nbytes)
     rows = sorted(groups.items(), key=lambda row: (-sum(row[1]), row[0]))
     return [f"{text}: {len(sizes)} activation{'s' * (len(sizes) > 1)}, {gb(sum(sizes))}" for text, sizes in rows]
+
+
+def in_pieces(rows: Iterable[InPieces]) -> list[str]:
+    """Sets of ops that run in pieces, a sentence for each kind of them, repeated layers folded."""
+    groups: dict[tuple[object, ...], list[InPieces]] = defaultdict(list)
+    for row in rows:
+        groups[folded(row.module), row.phase, row.pieces, row.parts, row.workspace].append(row)
+    return [_piece_row(folded(each[0].module), each) for each in groups.values()]
+
+
+def _piece_row(path: str, rows: Sequence[InPieces]) -> str:
+    first, many = rows[0], f" x{len(rows)}" if len(rows) > 1 else ""
+    return (
+        f"{path or '(the model)'}{many}, {first.phase}: {first.parts} rows in {first.pieces} pieces, at most "
+        f"{gb(first.workspace)} inside one, {duration(sum(row.seconds for row in rows))} a step"
+    )
 
 
 def by_module(decisions: Iterable[Decision]) -> list[ModuleRow]:

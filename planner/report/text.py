@@ -9,7 +9,7 @@ from planner.core.plan import PlanRecord
 from planner.errors import gb
 from planner.report.answer import answer, fits, without_a_plan
 from planner.report.moves import away, in_words
-from planner.report.table import ModuleRow, by_module, by_reason, largest
+from planner.report.table import ModuleRow, by_module, by_reason, in_pieces, largest
 from planner.report.terminal import BARS, Colour, Style
 from planner.report.words import clip, duration, pad, wrapped
 
@@ -62,6 +62,9 @@ def summary(plan: PlanRecord, style: Style) -> str:
     lines += [_row(row, style, leaves) for row in rows]
     if rest is not None:
         lines.append(_row(replace(rest, count=1), style, leaves))
+    if plan.pieces:
+        lines += ["", style.paint("In pieces:", "bold")]
+        lines += [line for row in in_pieces(plan.pieces) for line in wrapped(style.name(row), "    ", "  ")]
     if reasons := by_reason(plan.decisions):
         lines += ["", style.paint("Unsafe to run again as they are:", "bold")]
         lines += [line for reason in reasons for line in wrapped(style.name(reason), indent="    ", first="  ")]

@@ -111,6 +111,13 @@ def check_together(options: Options, model: nn.Module) -> None:
             f"dynamic={options.dynamic!r} is for compiled plans; with mode='eager', leave it out: each new shape is "
             "checked against the budget, and planned anew where it does not fit"
         )
+    if options.pieces and mode != "aten":
+        raise OptionError(f"pieces={options.pieces!r} is for graphs that run op by op: plan with mode='aten'")
+    if options.pieces and options.keep:
+        raise OptionError(
+            f"pieces={options.pieces!r} lets the backward pass run ops of the forward pass again inside its pieces, "
+            f"and keep={list(options.keep)!r} says that some must not: leave one of them out"
+        )
     if on_mesh(model) and (mode != "aten" or shard > 1):
         what = f"mode={mode!r}" if mode != "aten" else f"shard={shard}"
         raise OptionError(

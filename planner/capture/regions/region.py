@@ -26,6 +26,7 @@ from planner.capture.recomputability import (
 )
 from planner.capture.regions.fingerprint import fingerprint
 from planner.compat.tensors import storage_key
+from planner.core.pieces import Split
 
 Kind = Literal["call", "rng_state"]
 
@@ -81,6 +82,8 @@ class Region:
         fingerprint: equal for graphs of equal structure, shapes, dtypes and devices; empty for ops outside graphs.
         checkpointed: calls in it that the model itself checkpoints.
         module: path of the module whose call it was made of.
+        order: in which the nodes of the graph run.
+        splits: the sets of its ops that run in pieces, as one op each.
     """
 
     joint: fx.GraphModule
@@ -99,6 +102,8 @@ class Region:
     fingerprint: str = ""
     checkpointed: int = 0
     module: str = ""
+    order: Order = field(default=Order((), ()), repr=False)
+    splits: tuple[Split, ...] = ()
 
     def input_at(self, at: int) -> int | None:
         """Position of the primal that stands for the region's argument number `at`."""
@@ -149,6 +154,7 @@ def analyse(joint: fx.GraphModule, num_fwd_outputs: int, order: Order, outside: 
         primal_of=table.primal_of,
         fingerprint="" if outside else fingerprint(joint.graph),
         checkpointed=checkpointed_calls(joint.graph),
+        order=order,
     )
 
 

@@ -1,0 +1,86 @@
+"""The sets of ops of a step that are worth running in pieces, and into how many for each size of a piece."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from planner.capture.joint_graph import tensors
+from planner.capture.regions.region import Region
+from planner.core.pieces import Split
+from planner.pieces.ends import Piecewise, piecewise
+from planner.pieces.groups import SUM, groups_of
+from planner.pieces.recognise import seeds
+from planner.pieces.rewrite import in_pieces
+from planner.pieces.ways import shape_of
+
+LEAST = 1 / 64  # share of the largest value below which values are too small to be worth it
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Ops of a region that could run in pieces.
+
+    Attributes:
+        region: number of the region.
+        split: what to run in pieces, so far in one.
+        parts: how many pieces there could be.
+        nbytes: of the largest value that is never whole then.
+    """
+
+    region: int
+    split: Split
+    parts: int
+    nbytes: int
+
+    def at(self, nbytes: float) -> Split | None:
+        """In so many pieces, a power of two where that can be, that no piece of the value has more bytes; None for
+        whole.
+        """
+        pieces = 1
+        while pieces < self.parts and self.nbytes > nbytes * pieces:
+            pieces *= 2
+        pieces = min(pieces, self.parts)
+        return Split(self.split.seed, self.split.first, self.split.last, pieces) if pieces > 1 else None
+
+
+def candidates(regions: Sequence[Region]) -> tuple[Candidate, ...]:
+    """The sets around the largest values of each region, the largest first; no op is in two."""
+    found = [each for r, region in enumerate(regions) if region.fingerprint for each in _of(r, region)]
+    return tuple(sorted(found, key=lambda each: -each.nbytes))
+
+
+def _of(number: int, region: Region) -> Iterator[Candidate]:
+    place = {node: at for at, node in enumerate(region.order.nodes)}
+    taken: set[fx.Node] = set()
+    chosen: list[Split] = []
+    for seed in seeds(region, LEAST):
+        if seed in taken:
+            continue
+        best: tuple[int, Candidate, set[fx.Node]] | None = None
+        for group in groups_of(shape_of(seed)):
+            sets = piecewise(region, seed, group)
+            own = {node for each in sets for node in each.own}
+            sizes = [size for each in sets for size in _never_whole(each)]
+            if not sizes or sets[0].found.parts < 2 or not own.isdisjoint(taken):
+                continue
+            if best is None or sum(sizes) > best[0]:
+                split = Split(place[seed], *group, 1)
+                best = sum(sizes), Candidate(number, split, sets[0].found.parts, max(sizes)), own
+        if best is not None and in_pieces(region, [*chosen, best[1].split]) is not None:
+            yield best[1]
+            chosen.append(best[1].split)
+            taken |= best[2]
+
+
+def _never_whole(each: Piecewise) -> list[int]:
+    """Bytes of the values of a set that exist in pieces only."""
+    made = {t for t, _ in each.makes}
+    sizes = []
+    for node, way in each.found.ways.items():
+        if node in each.views or node in made or any(user in made for user in node.users) or way.makes[0] == SUM:
+            continue
+        sizes.append(max((t.nbytes for t in tensors(node)), default=0))
+    return sizes

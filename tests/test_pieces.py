@@ -1,0 +1,300 @@
+"""Sets of ops that run in pieces: the same results as whole ops, never an illegal split, and less memory, measured."""
+
+import copy
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.nn import functional as F
+
+from planner import plan
+from planner.capture.joint_graph import tensors
+from planner.capture.regions.region import Region
+from planner.capture.trace.step import capture
+from planner.codegen.emit import keep_everything
+from planner.core.pieces import Split
+from planner.errors import InfeasibleBudgetError, OptionError
+from planner.pieces.groups import Group, groups_of, size_of
+from planner.pieces.recognise import recognise, seeds
+from planner.pieces.rewrite import in_pieces
+from planner.pieces.ways import shape_of
+
+from .measure import peak_of
+
+
+def region_of(model: nn.Module, *batch: torch.Tensor, loss: Any = None) -> Region:
+    (region,) = capture(model, batch, {}, keep_everything, loss).regions
+    return region
+
+
+def splits_of(region: Region) -> Iterator[tuple[fx.Node, Group]]:
+    for seed in seeds(region, 0.0):
+        for group in groups_of(shape_of(seed)):
+            yield seed, group
+
+
+def run(region: Region, inputs: list[Any]) -> list[torch.Tensor]:
+    """The results of a joint graph."""
+    found = fx.Interpreter(region.joint).run(*inputs)
+    flat = [t for part in found for t in (part if isinstance(part, (tuple, list)) else [part])]
+    return [t for t in flat if isinstance(t, torch.Tensor)]
+
+
+def inputs_of(region: Region) -> list[torch.Tensor]:
+    """Real tensors for the placeholders of a joint graph; indices are 0 and 1."""
+    torch.manual_seed(0)
+    made = []
+    for node in region.joint.graph.find_nodes(op="placeholder"):
+        (fake,) = tensors(node)
+        strided = torch.empty_strided(tuple(fake.shape), fake.stride(), dtype=fake.dtype)
+        made.append(strided.normal_() if fake.dtype.is_floating_point else strided.random_(0, 2))
+    return made
+
+
+def compare_all_splits(region: Region, tolerance: float, most: int = 20) -> int:
+    """Run a joint graph whole and with legal splits of it, chosen at random; returns how many were looked at."""
+    inputs = inputs_of(region)
+    whole = run(region, [t.clone() for t in inputs])
+    legal, chooser = set(), random.Random(0)
+    for seed, group in chooser.sample(splits := list(splits_of(region)), len(splits)):
+        if len(legal) == most:
+            break
+        sets = recognise(region, seed, group)
+        same = tuple(tuple(each.ways) for each in sets)
+        size = size_of(shape_of(seed), group)
+        split = Split(region.order.nodes.index(seed), *group, min(size, chooser.choice((2, 3, size))))
+        if (same, group) in legal or not sets or (cut := in_pieces(region, [split])) is None:
+            continue
+        legal.add((same, group))
+        keep_everything(cut)
+        for one, other in zip(run(cut, [t.clone() for t in inputs]), whole, strict=True):
+            assert one.stride() == other.stride()
+            torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+    return len(legal)
+
+
+class Steps(nn.Module):
+    """Random ops on tokens, one after the other, some beside a residual connection."""
+
+    def __init__(self, seed: int, width: int = 6) -> None:
+        super().__init__()
+        self.random = random.Random(seed)
+        self.table = nn.Embedding(5, width)
+        self.layers = nn.ModuleList(nn.Linear(width, width * n, bias=n == 2) for n in (2, 1, 2))
+        self.back = nn.ModuleList(nn.Linear(width * n, width) for n in (2, 1, 2))
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(3))
+        self.head = nn.Linear(width, 11, bias=False)
+        self.plan = [self.random.randrange(7) for _ in range(5)]
+
+    def step(self, kind: int, x: torch.Tensor, at: int) -> torch.Tensor:
+        wide, back, norm = self.layers[at % 3], self.back[at % 3], self.norms[at % 3]
+        if kind == 0:
+            return x + back(F.gelu(wide(norm(x))))
+        if kind == 1:
+            return x + back(F.silu(wide(x)) * wide(norm(x)))
+        if kind == 2:
+            scores = (x @ norm(x).transpose(1, 2)).masked_fill(torch.ones(x.shape[1], x.shape[1]).triu(1) > 0, -9.0)
+            return x + scores.softmax(-1) @ x
+        if kind == 3:
+            q = x.view(*x.shape[:2], 2, -1).transpose(1, 2)
+            return x + F.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2).reshape(x.shape)
+        if kind == 4:
+            return x * (x.pow(2).mean(-1, keepdim=True) + 1).rsqrt() - x.amax(-1, keepdim=True)
+        if kind == 5:
+            return torch.cat([x[..., :3].tanh(), x[:, :, 3:]], -1) + x.mean(1, keepdim=True)
+        return x.transpose(0, 1).contiguous().transpose(0, 1) * torch.where(x > 0, x, 2.0)
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.table(tokens)
+        for at, kind in enumerate(self.plan):
+            x = self.step(kind, x, at)
+        logits = self.head(x)
+        return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1), ignore_index=0) + x.pow(2).mean()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_steps_in_pieces_equal_whole_ones(seed: int) -> None:
+    tokens = torch.randint(0, 5, (3, 7))
+    assert compare_all_splits(region_of(Steps(seed).double(), tokens, tokens), 1e-12) > 15
+
+
+def images() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1),
+        nn.GroupNorm(2, 4),
+        nn.SiLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(4, 6, 3, stride=2),
+        nn.ReLU(),
+        nn.Upsample(scale_factor=2),
+        nn.Flatten(),
+        nn.Linear(6 * 36, 5),
+    )
+
+
+def test_images_in_pieces_equal_whole_ones_and_are_cut_along_the_batch_alone() -> None:
+    region = region_of(images().double(), torch.randn(5, 2, 16, 16).double(), loss=torch.Tensor.sum)
+    assert compare_all_splits(region, 1e-12) > 5
+    for target, group in ways_seen(region):
+        assert "convolution" not in target or group == (0, 0)
+
+
+def test_half_precision_sums_are_added_in_single() -> None:
+    tokens = torch.randint(0, 5, (8, 16))
+    model = Steps(0).bfloat16()
+    region = region_of(model, tokens, tokens)
+    inputs = inputs_of(region)
+    (seed,) = [n for n in region.order.nodes if n.name == "mm"]
+    cut = in_pieces(region, [Split(region.order.nodes.index(seed), 0, 0, 64)])
+    assert cut is not None
+    for one, other in zip(run(cut, inputs), run(region, inputs), strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+
+
+def ways_seen(region: Region) -> set[tuple[str, Group]]:
+    """All ops that any split of a region cuts, with the groups of their first results."""
+    sets = (each for seed, group in splits_of(region) for each in recognise(region, seed, group))
+    return {(str(node.target), way.makes[0]) for each in sets for node, way in each.ways.items()}
+
+
+class Then(nn.Module):
+    """A linear layer, an op, and a linear layer."""
+
+    def __init__(self, op: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.one, self.two, self.op = nn.Linear(6, 6), nn.Linear(6, 6), op
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.two(self.op(self.one(x))).sum()
+
+
+@pytest.mark.parametrize(
+    ("op", "names", "allowed"),
+    [
+        (nn.BatchNorm1d(6), ("batch_norm",), ()),
+        (lambda x: x.cumsum(0), ("cumsum",), ()),
+        (lambda x: x.sort(0).values, ("sort", "scatter"), ()),
+        (nn.Dropout(0.5), ("bernoulli", "dropout"), ()),
+        (lambda x: x.softmax(0), ("softmax",), ((1, 1),)),
+        (lambda x: x - x.mean(0), ("mean",), ((0, 0), (-1, -1))),
+        (lambda x: F.conv1d(x[None], torch.ones(8, 8, 3), padding=1)[0], ("convolution",), ()),
+        (lambda x: x / x.norm(dim=0), ("norm",), ((0, 0),)),
+        (lambda x: x.roll(1, 0), ("roll",), ()),
+    ],
+)
+def test_illegal_splits_are_never_proposed(op: Any, names: tuple[str, ...], allowed: tuple[Group, ...]) -> None:
+    region = region_of(Then(op), torch.randn(8, 6))
+    assert any(name in str(node.target) for name in names for node in region.order.nodes)
+    for target, group in ways_seen(region):
+        assert group in allowed or not any(name in target for name in names), (target, group)
+    if not any("bernoulli" in str(node.target) for node in region.order.nodes):
+        assert compare_all_splits(region, 1e-4) > 0
+
+
+class Block(nn.Module):
+    def __init__(self, d: int) -> None:
+        super().__init__()
+        self.n1, self.n2 = nn.LayerNorm(d), nn.LayerNorm(d)
+        self.qkv, self.o = nn.Linear(d, 3 * d), nn.Linear(d, d)
+        self.up, self.down = nn.Linear(d, 4 * d), nn.Linear(4 * d, d)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.unflatten(-1, (4, -1)).transpose(1, 2) for t in self.qkv(self.n1(x)).chunk(3, -1))
+        x = x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.n2(x))))
+
+
+class Words(nn.Module):
+    """A small language model with a large vocabulary, which computes its own loss."""
+
+    def __init__(self, vocabulary: int = 8000, d: int = 64, layers: int = 1) -> None:
+        super().__init__()
+        self.table = nn.Embedding(vocabulary, d)
+        self.blocks = nn.ModuleList(Block(d) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(d), nn.Linear(d, vocabulary, bias=False)
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.table(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x)).float() if x.dtype is torch.bfloat16 else self.head(self.norm(x))
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+
+
+def words() -> tuple[Words, tuple[torch.Tensor, torch.Tensor]]:
+    torch.manual_seed(0)
+    tokens = torch.randint(0, 8000, (2, 128))
+    labels = tokens.clone()
+    labels[:, :9] = -100
+    return Words(), (tokens, labels)
+
+
+def least(model: nn.Module, batch: Any, **options: Any) -> InfeasibleBudgetError:
+    with pytest.raises(InfeasibleBudgetError) as e:
+        plan(model, batch, budget_gb=1e-4, progress=False, **options)
+    return e.value
+
+
+def test_a_language_model_trains_in_half_the_memory_that_recomputation_needs(tmp_path: Path) -> None:
+    model, batch = words()
+    reference = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    resident = 3 * sum(p.nbytes for p in model.parameters())
+    whole, pieces = (least(model, batch, optimizer=optimizer, pieces=given) for given in (False, "auto"))
+    assert pieces.minimum_bytes - resident <= 0.5 * (whole.minimum_bytes - resident)
+
+    p = plan(model, batch, budget_gb=pieces.minimum_gb, optimizer=optimizer, pieces="auto", progress=False)
+    assert p.record.pieces
+    assert "in pieces" in str(p)
+    assert "In pieces: head, backward: 256 rows in" in str(p.explain("head"))
+    p.apply()
+    reference(*batch).backward()
+    model(*batch).backward()
+    for one, other in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(*batch).backward()
+        optimizer.step()
+
+    step()
+    optimizer.zero_grad()
+    held = resident + sum(t.nbytes for t in batch)
+    measured = held + peak_of(step, tmp_path)
+    assert measured <= p.budget_bytes
+    assert measured == pytest.approx(p.peak_bytes, rel=0.01)
+
+
+def test_its_loss_and_gradients_are_those_of_whole_ops_and_a_file_keeps_the_pieces(tmp_path: Path) -> None:
+    model, batch = words()
+    model.double()
+    reference = copy.deepcopy(model)
+    budget = 0.6 * least(model, batch).minimum_gb
+    p = plan(model, batch, budget_gb=budget, pieces="auto", progress=False)
+    p.save(tmp_path / "plan.json")
+    assert p.record.pieces
+    loaded = type(p).load(tmp_path / "plan.json")
+    assert loaded.record.pieces == p.record.pieces
+    loaded.apply(model)
+    losses = [m(*batch) for m in (model, reference)]
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(*losses, rtol=1e-12, atol=1e-12)
+    for one, other in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_pieces_that_cannot_be_are_refused_and_room_leaves_ops_whole() -> None:
+    model, batch = words()
+    with pytest.raises(OptionError, match="pieces='yes'"):
+        plan(model, batch, pieces="yes")  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="keep="):
+        plan(model, batch, budget_gb=1, pieces="auto", keep=["aten.bmm"])
+    with pytest.raises(OptionError, match="mode='aten'"):
+        plan(model, batch, budget_gb=1, pieces="auto", mode="eager")
+    assert not plan(model, batch, budget_gb=1, pieces="auto", progress=False).record.pieces
