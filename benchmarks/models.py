@@ -1,4 +1,4 @@
-"""A survey of models, each planned at 60 % of its peak and compared with eager: `python -m benchmarks.models`.
+"""A survey of models, each planned at 60 or 70 % of its peak and compared with eager: `python -m benchmarks.models`.
 
 One process a model; what was found is written after each, to benchmarks/results/models_cpu.json and docs/models.md;
 with `--libraries`, of the models that libraries ship, to benchmarks/results/libraries_cpu.json and docs/libraries.md.

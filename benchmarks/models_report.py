@@ -44,7 +44,8 @@ LIBRARIES = """# Models of libraries
 
 What the planner does with {count} small models that {libraries} libraries ship, with random weights, as
 `python -m benchmarks.models --libraries` measured it: {device}, torch {torch}, {platform}, {date}. {ran}
-Columns, budget and verdicts are those of [the other survey](models.md).
+Each is planned at 70% of the peak that `torch.profiler` measures without a plan, or at the least that is feasible
+(marked *); columns and verdicts are those of [the other survey](models.md).
 """
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import timm
-from timm.models import mlp_mixer
+from timm.models import metaformer, mlp_mixer
 
 from ..case import Case, images, uneven
 
@@ -19,12 +19,15 @@ def _model(name: str, size: int = 64, batch: int = 8, **options: Any) -> Callabl
     return make
 
 
-def _mixer(block: Any) -> Callable[[], Case]:
-    def make() -> Case:
-        model = mlp_mixer.MlpMixer(10, img_size=64, patch_size=8, num_blocks=3, embed_dim=48, block_layer=block)
-        return Case(model.train(), images(8, 64), uneven)
+def _mixer() -> Case:
+    model = mlp_mixer.MlpMixer(10, img_size=64, patch_size=8, num_blocks=3, embed_dim=48)
+    return Case(model.train(), images(8, 64), uneven)
 
-    return make
+
+def _poolformer() -> Case:
+    return Case(
+        metaformer.MetaFormer(num_classes=10, depths=(1,) * 4, dims=(16, 24, 32, 48)).train(), images(8), uneven
+    )
 
 
 ONE = {"depths": (1, 1, 1, 1)}
@@ -65,9 +68,8 @@ CASES = {
     "eva02": _model("eva02_tiny_patch14_224", **VIT, patch_size=8),
     "cait": _model("cait_xxs24_224", **VIT, patch_size=8),
     "xcit": _model("xcit_nano_12_p16_224", img_size=64, embed_dim=48, depth=2, num_heads=3),
-    "mixer": _mixer(mlp_mixer.MixerBlock),
-    "resmlp": _mixer(mlp_mixer.ResBlock),
-    "poolformer": _model("poolformerv2_s12", depths=(1, 1, 1, 1), dims=(16, 24, 32, 48)),
+    "mixer": _mixer,
+    "poolformer": _poolformer,
     "pvt_v2": _model("pvt_v2_b0", depths=(1, 1, 1, 1), embed_dims=(16, 32, 48, 64), num_heads=(1, 2, 3, 4)),
     "maxvit": _model("maxvit_rmlp_pico_rw_256", img_size=64, embed_dim=(32, 32, 64, 64), depths=(1, 1, 1, 1), batch=4),
     "twins_svt": _model("twins_svt_small", img_size=64, embed_dims=(16, 24, 32, 48), depths=(2, 2, 2, 2),
