@@ -88,7 +88,12 @@ def generators_of(model: nn.Module) -> list[torch.Generator]:
 
 
 def _plain(module: nn.Module) -> dict[str, Any]:
-    return {k: v for k, v in vars(module).items() if v is None or isinstance(v, (bool, int, float, str, torch.Tensor))}
+    """None, numbers, text, and tensors that hold no graph of an earlier call alive."""
+    return {
+        k: v
+        for k, v in vars(module).items()
+        if v is None or isinstance(v, (bool, int, float, str)) or (isinstance(v, torch.Tensor) and v.grad_fn is None)
+    }
 
 
 def _parts(module: nn.Module) -> tuple[list[str], list[str]]:
