@@ -89,6 +89,7 @@ def write(survey_of: Survey, rows: Rows, skipped: Mapping[str, str]) -> None:
         "pairs": PAIRS,
         "versions": versions(survey_of.families),
         "skipped": dict(skipped),
+        "unmeasured": [name for _, name in listed(survey_of.families)[0] if name not in rows],
         "models": sorted(rows.values(), key=lambda row: survey_of.families.index(row["family"])),
     }
     survey_of.results.parent.mkdir(parents=True, exist_ok=True)

@@ -57,6 +57,8 @@ def libraries_page(report: Mapping[str, Any]) -> str:
     for name, why in report["skipped"].items():
         ran += f" {name} was skipped: {_plain(why)}."
     titles = {family: f"`{family}`" for family in dict.fromkeys(r["family"] for r in rows)}
+    if missing := report.get("unmeasured"):
+        ran += f" Not measured yet: {', '.join(missing)}."
     text = LIBRARIES.format(count=len(rows), libraries=len(titles), ran=ran, **report)
     return _written(text, rows, titles)
 
