@@ -40,11 +40,39 @@ plan that holds and a refusal in words are both right; a wrong gradient, a silen
 """
 
 
+LIBRARIES = """# Models of libraries
+
+What the planner does with {count} small models that {libraries} libraries ship, with random weights, as
+`python -m benchmarks.models --libraries` measured it: {device}, torch {torch}, {platform}, {date}. {ran}
+Each is planned at 70% of the peak that `torch.profiler` measures without a plan, or at the least that is feasible
+(marked *); columns and verdicts are those of [the other survey](models.md).
+"""
+
+
+def libraries_page(report: Mapping[str, Any]) -> str:
+    """The page of the models that libraries ship."""
+    rows: Rows = report["models"]
+    versions: Mapping[str, str] = report["versions"]
+    ran = "Versions: " + ", ".join(f"{name} {version}" for name, version in versions.items()) + "."
+    for name, why in report["skipped"].items():
+        ran += f" {name} was skipped: {_plain(why)}."
+    titles = {family: f"`{family}`" for family in dict.fromkeys(r["family"] for r in rows)}
+    if missing := report.get("unmeasured"):
+        ran += f" Not measured yet: {', '.join(missing)}."
+    text = LIBRARIES.format(count=len(rows), libraries=len(titles), ran=ran, **report)
+    return _written(text, rows, titles)
+
+
 def page(report: Mapping[str, Any]) -> str:
     """All of it."""
     rows: Rows = report["models"]
-    parts = [INTRODUCTION.format(count=len(rows), **{k: v for k, v in report.items() if k != "models"}), _summary(rows)]
-    for family, title in TITLES.items():
+    return _written(INTRODUCTION.format(count=len(rows), **report), rows, TITLES)
+
+
+def _written(introduction: str, rows: Rows, titles: Mapping[str, str]) -> str:
+    """An introduction, the counts, a table a family, and all refusals and failures in their words."""
+    parts = [introduction, _summary(rows, titles)]
+    for family, title in titles.items():
         mine = [r for r in rows if r["family"] == family]
         if mine:
             parts.append(f"## {title}\n{AWKWARD if family == 'awkward' else ''}\n{_table(mine)}")
@@ -55,13 +83,13 @@ def page(report: Mapping[str, Any]) -> str:
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
-def _summary(rows: Rows) -> str:
+def _summary(rows: Rows, titles: Mapping[str, str]) -> str:
     lines = [
         "| | models | planned | refused | above budget | wrong | crashed | results equal to the last bit |",
         "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
-    groups = {title: [r for r in rows if r["family"] == family] for family, title in TITLES.items()}
-    groups["all but the awkward"] = [r for r in rows if r["family"] != "awkward"]
+    groups = {title: [r for r in rows if r["family"] == family] for family, title in titles.items()}
+    groups["all but the awkward" if "awkward" in titles else "all"] = [r for r in rows if r["family"] != "awkward"]
     for title, mine in groups.items():
         counts = [
             sum(r["verdict"] == v for r in mine) for v in ("planned", "refused", "above budget", "wrong", "crashed")
@@ -77,7 +105,7 @@ def _table(rows: Rows) -> str:
         "|---|---:|---:|---:|---:|---:|---:|---|---:|---:|",
     ]
     for r in rows:
-        named = r["name"] if r["family"] in ("plain", "awkward") or not r["model"] else f"{r['model']}<br>{r['name']}"
+        named = _named(r)
         size = "" if r["parameters"] is None else f"{r['parameters'] / 1e6:.2f} M"
         start = f"| {named} | {size} | {r['regions'] or ''} | {_mb(r['baseline_bytes'])}"
         if r["measured_bytes"] is None:
@@ -91,6 +119,11 @@ def _table(rows: Rows) -> str:
             f"| {verdict}{_results(r)} | {time} | {r['plan_seconds']:.0f} s |"
         )
     return "\n".join(lines)
+
+
+def _named(row: Mapping[str, Any]) -> str:
+    name: str = row["name"].removeprefix(f"{row['family']}/")
+    return name if row["family"] in ("plain", "awkward") or not row["model"] else f"{row['model']}<br>{name}"
 
 
 def _results(row: Mapping[str, Any]) -> str:

@@ -1,13 +1,16 @@
 """The survey of models: its models build, and its rows say what happened."""
 
 import math
+import sys
+from dataclasses import asdict
 
 import pytest
 import torch
 
-from benchmarks.models_report import page
-from benchmarks.survey import differing, error, survey
-from benchmarks.zoo import FAMILIES, build, cases
+from benchmarks.models import listed
+from benchmarks.models_report import libraries_page, page
+from benchmarks.survey import Row, differing, error, survey
+from benchmarks.zoo import FAMILIES, LIBRARIES, build, cases
 
 NAMES = [(family, name) for family in FAMILIES for name in cases(family)]
 
@@ -16,6 +19,25 @@ def test_every_name_is_there_once():
     names = [name for _, name in NAMES]
     assert len(names) == len(set(names)) >= 80
     assert len(cases("plain")) >= 20
+
+
+def test_libraries_that_are_not_here_are_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "timm", None)
+    monkeypatch.delitem(sys.modules, "benchmarks.zoo.libraries.timm", raising=False)
+    todo, absent = listed(("timm", "plain"))
+    assert absent.keys() == {"timm"}
+    assert {family for family, _ in todo} == {"plain"}
+    row = asdict(Row("plain/perceptron", "plain", "Sequential", "refused", why="no"))
+    report = {"date": "2026-01-01", "versions": {"timm": "1"}, "skipped": absent}
+    text = libraries_page({**_report_of(row), **report})
+    assert f"timm was skipped: {absent['timm']}" in text
+    assert "timm 1" in text
+
+
+@pytest.mark.parametrize("family", LIBRARIES)
+def test_the_models_of_a_library_have_names(family):
+    pytest.importorskip("dynamic_network_architectures" if family == "nnunet" else family)
+    assert all(name.startswith(f"{family}/") for name in cases(family))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -62,6 +84,8 @@ def test_a_wrong_result_is_seen():
 
 
 def _report(row):
-    from dataclasses import asdict
+    return _report_of(asdict(row))
 
-    return {"device": "", "platform": "", "torch": "", "pairs": 5, "models": [asdict(row)]}
+
+def _report_of(row):
+    return {"device": "", "platform": "", "torch": "", "pairs": 5, "models": [row]}

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,12 @@ def square(output: Any) -> torch.Tensor:
         output = output.to_tuple()
     leaves = [output] if isinstance(output, torch.Tensor) else [t for t in output if isinstance(t, torch.Tensor)]
     return torch.stack([t.float().square().mean() for t in leaves if t.requires_grad]).sum()
+
+
+def uneven(output: Any) -> torch.Tensor:
+    """A loss of all that an output holds in floating point, whose gradient normalised outputs do not make vanish."""
+    leaves = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
+    return torch.stack([t.float().sigmoid().square().mean() for t in leaves]).sum()
 
 
 def sample(output: Any) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, cast
@@ -31,6 +32,7 @@ from planner.runtime.modes import unguarded
 from planner.runtime.regions import Regions
 from planner.runtime.signature import Signature, call_signature
 
+SETTLES = 2  # calls of a kind, after which its graphs are expected to stay: the first may make what the second uses
 WARN_WAYS, MOST_WAYS = 8, 32  # through a model's code: when to warn, and how many plans to keep
 
 
@@ -47,6 +49,7 @@ class Runtime(Applied):
     Attributes:
         shapes: the plans that serve calls of several shapes.
         serving: which of them serves a kind of call, by signature.
+        came: how many calls of a kind were served, up to those in which graphs settle.
         ways: for a kind of call whose graphs depend on values, the plans of all that came, the latest first.
         regions: runs the model's graphs.
         traced: whether torch.compile has taken the model's call since it was compiled anew.
@@ -66,6 +69,7 @@ class Runtime(Applied):
         self.checkpoints, self.stores = checkpoints, stores
         self.shapes = shapes
         self.serving: dict[Signature, Family] = {}
+        self.came: Counter[Signature] = Counter()
         self.ways: dict[Signature, list[PlanRecord]] = {}
         self.regions = Regions(model, stores())
         self.settled = self.traced = False
@@ -212,11 +216,12 @@ class Runtime(Applied):
                     self.call_eagerly(*own_args, **own_kwargs)
                 self._compile_anew()  # what was compiled before may be cut into other graphs
                 return self(*args, **kwargs)
+            undone = self._undoes(signature)
             tried = self.plans.pop(signature)
             family = self.serving.pop(signature, None)
             if family is not None:
                 self.shapes.differs(self._kind(args, kwargs))
-            if self.regions.calls and not recipe_of(tried).asks and (family is None or signature in family.came):
+            if self.regions.calls and not undone and (family is None or signature in family.came):
                 raise
         for way in self._other_ways(signature, tried):
             self.plans[signature] = way
@@ -253,6 +258,11 @@ class Runtime(Applied):
             )
         return ways
 
+    def _undoes(self, signature: Signature) -> bool:
+        """Whether the model's state is put back where a graph turns out to be another after others have run."""
+        recipe = recipe_of(self.plans[signature])
+        return bool(recipe.asks) or (len(recipe.calls) > 1 and self.came[signature] < SETTLES)
+
     def _run(self, signature: Signature, args: Any, kwargs: Any) -> Any:
         self.regions.call_begins()
         family = self.serving.get(signature)
@@ -262,13 +272,15 @@ class Runtime(Applied):
                     result = family.run(self.model, signature, args, kwargs)
                 else:
                     self.current = recipe_of(self.plans[signature])
-                    undone = undone_on(GraphChanged, self.model) if self.current.asks else nullcontext()
+                    undone = undone_on(GraphChanged, self.model) if self._undoes(signature) else nullcontext()
                     with helpers(), undone:
                         result = self.compiled(*args, **kwargs)
         except BaseException as e:  # an interruption, too
             if self.regions.compiling or not isinstance(e, GraphChanged):
                 self._compile_anew()  # torch.compile runs code that it failed to compile without its plan from then on
             raise
+        if self.came[signature] < SETTLES:
+            self.came[signature] += 1
         may_drop_all = self.traced and recipe_of(self.plans[signature]).asks
         if not self.regions.calls and not may_drop_all:
             raise ApplyError(

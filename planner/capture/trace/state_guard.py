@@ -22,8 +22,32 @@ from planner.devices.accelerator import accelerator_of
 _LRU_CACHE = type(functools.cache(lambda: None))
 
 
+class Attributes:
+    """The buffers, tensors and plain values that the modules of a model have by name, which a call may replace.
+
+    A module that got parameters or modules of its own since then keeps what came with them.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._buffers = [(module, dict(buffers_of(module))) for module in model.modules()]
+        self._values = [(module, _plain(module), set(vars(module)), _parts(module)) for module in model.modules()]
+
+    def restore(self) -> None:
+        """Put them back, and take away those that were not there."""
+        for module, buffers in self._buffers:
+            table = buffers_of(module)
+            table.clear()
+            table.update(buffers)
+        for module, values, names, parts in self._values:
+            own = vars(module)
+            own.update({k: v for k, v in values.items() if own.get(k, own) is not v})
+            if _parts(module) == parts:
+                for name in _plain(module).keys() - names:
+                    del own[name]
+
+
 class ModelSnapshot:
-    """The state of a model that a call may change: buffers, plain attributes of modules, and the random state.
+    """The state of a model that a call may change: buffers, attributes of modules, and the random state.
 
     The copies are NumPy arrays in the host's memory, which torch's allocator does not count.
 
@@ -33,8 +57,7 @@ class ModelSnapshot:
     """
 
     def __init__(self, model: nn.Module, others: Iterable[torch.Tensor] = ()) -> None:
-        self._bound = [(module, dict(buffers_of(module))) for module in model.modules()]
-        self._plain = [(module, _plain(module)) for module in model.modules()]
+        self._attributes = Attributes(model)
         buffers = [inner for b in model.buffers() if not b.is_meta for inner in inside(b)]
         self._contents = [(b, _bytes_of(b)) for b in buffers]
         devices = dict.fromkeys(t.device for t in (*model.parameters(), *others))
@@ -45,12 +68,7 @@ class ModelSnapshot:
 
     def restore(self) -> None:
         """Put the state back; buffers that have not changed are not written into."""
-        for module, buffers in self._bound:
-            table = buffers_of(module)
-            table.clear()
-            table.update(buffers)
-        for module, attributes in self._plain:
-            vars(module).update({k: v for k, v in attributes.items() if vars(module).get(k) is not v})
+        self._attributes.restore()
         with torch.no_grad():
             for buffer, saved in self._contents:
                 if not np.array_equal(_bytes_of(buffer), saved):
@@ -70,7 +88,16 @@ def generators_of(model: nn.Module) -> list[torch.Generator]:
 
 
 def _plain(module: nn.Module) -> dict[str, Any]:
-    return {k: v for k, v in vars(module).items() if v is None or isinstance(v, (bool, int, float, str))}
+    """None, numbers, text, and tensors that hold no graph of an earlier call alive."""
+    return {
+        k: v
+        for k, v in vars(module).items()
+        if v is None or isinstance(v, (bool, int, float, str)) or (isinstance(v, torch.Tensor) and v.grad_fn is None)
+    }
+
+
+def _parts(module: nn.Module) -> tuple[list[str], list[str]]:
+    return [name for name, _ in module.named_children()], [name for name, _ in module.named_parameters(recurse=False)]
 
 
 def _bytes_of(t: torch.Tensor) -> Any:

@@ -21,7 +21,7 @@ from planner.capture.trace.quiet import quietly
 from planner.capture.trace.random_state import random_kept
 from planner.capture.trace.recording import Recording
 from planner.capture.trace.refusals import LIMITS, refusal
-from planner.capture.trace.state_guard import fakes_forgotten, forget_fakes, untouched
+from planner.capture.trace.state_guard import Attributes, fakes_forgotten, forget_fakes, untouched
 from planner.compat.fake import DataDependentOutputException, FakeTensorMode, forget_constants
 from planner.core.account import EagerStep
 from planner.core.call import storages, tensors_in
@@ -121,6 +121,8 @@ def _captured(
             raise CaptureError("torch.compile has no symbols for sizes of DTensors")
         if maxima is not None:
             fake_args, fake_kwargs = enlarged(fake_args, fake_kwargs, maxima, recording.mode)
+        # a call may make what the next one uses (a table that is kept): the step is that of the model as it is
+        before = Attributes(fake_model)
         trial = recording.mode, fake_model, fake_args, fake_kwargs, loss_fn, answers
         with _drawing(fake_model, answers) as undraw:
             unsure = _try_eagerly(*trial)
@@ -130,6 +132,7 @@ def _captured(
                     unsure = _try_eagerly(*trial)
         cut: dict[str, tuple[int, ...]] | None = None
         for _ in range(2):
+            before.restore()
             detach = lone_loss if cut is None and loss_fn is None else (cut or {})
             step = FakeStep(recording, split, detach, compiler)
             answers.begin()
