@@ -16,12 +16,16 @@ class PlannedRegion:
         fingerprint: of the region.
         forward, backward: the ops that each pass runs, in order.
         realised: in mode="inductor", the ops of the region that these are the fused ones of; None: they run op by op.
+        own: whether Inductor partitions the graph itself, as without a plan; the schedule is then every op once.
+        draws: whether the region draws random numbers.
     """
 
     fingerprint: str
     forward: tuple[int, ...]
     backward: tuple[int, ...]
     realised: tuple[int, ...] | None = None
+    own: bool = False
+    draws: bool = False
 
 
 @dataclass(frozen=True)
