@@ -312,5 +312,41 @@ def test_wrong_gradients_leave_the_model_with_aten_and_a_note(everything, monkey
     assert "differ from those of mode='aten'" in found.record.note
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_compiled_model_is_planned_in_this_mode_and_with_its_options(in_place, monkeypatch):
+    monkeypatch.setattr("planner.session.apply.trusted", lambda planned: planned)
+    model, batch = Net(layers=1), batch_of(64)
+    options = {"epilogue_fusion": False}
+    if in_place:
+        model.compile(options=options)
+    given = model if in_place else torch.compile(model, options=options)
+    before = model._compiled_call_impl
+    p = plan(given, batch, budget_gb=1, progress=False)
+    assert p.options.mode == "inductor"
+    regions = [r for calls in p.record.recipe.calls.values() for r in calls]
+    assert [r.settings for r in regions] == [(("epilogue_fusion", False),)]
+    assert p.apply() is model
+    given(*batch).backward()
+    assert model._compiled_call_impl.regions_run == 1
+    p.remove()
+    assert model._compiled_call_impl is before
+    assert plan(model, batch, budget_gb=1, mode="aten", progress=False).options.mode == "aten"
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ({"backend": "eager"}, "backend='eager'"),
+        ({"mode": "reduce-overhead"}, "CUDA graphs"),
+        ({"mode": "max-autotune-no-cudagraphs"}, "max_autotune=True"),
+        ({"options": {"cpp_wrapper": True}}, "cpp_wrapper=True"),
+        ({"dynamic": True}, "dynamic=True"),
+    ],
+)
+def test_what_a_model_is_compiled_with_and_cannot_be_kept_is_refused_in_words(how, words):
+    with pytest.raises(OptionError, match=words):
+        plan(torch.compile(Net(), **how), batch_of(), budget_gb=1, progress=False)
+
+
 def test_op_by_op_plans_have_their_old_name_too():
     assert plan(Net(), batch_of(), budget_gb=1, mode="compiled", progress=False).options.mode == "aten"

@@ -45,7 +45,7 @@ def plan(
     progress: bool | None = None,
     dynamic: Dynamic = None,
     keep: Sequence[str] = (),
-    mode: Mode = "aten",
+    mode: Mode | None = None,
     in_flight: int = 1,
     on_failure: OnFailure = "raise",
     known: Plan | str | os.PathLike[str] | None = None,
@@ -92,7 +92,8 @@ def plan(
         mode: "aten" (torch.compile's graphs, rewritten, run op by op), "inductor" (compiled by Inductor, fused; so far
             for one process on a CPU, one graph and fixed shapes), or "eager": whole modules checkpointed, with some of
             their results kept, for code that cannot or shall not be compiled. That has a search of its own: `solver`
-            and `time_limit` do not count.
+            and `time_limit` do not count. None: "inductor" for a model that is compiled (`torch.compile(model)`,
+            `model.compile()`), with the options that it is compiled with; "aten" for others.
         in_flight: how many forward passes wait for their backward pass at once, the one that runs counted: microbatches
             of a pipeline, or of a loop that calls the model several times before `backward()`. What each of them keeps
             is counted, and part of what is decided. Without `accumulate`, so many forward passes run, then as many

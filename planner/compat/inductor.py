@@ -79,6 +79,7 @@ def compile_graph(
     inner: Callable[[Inner], Inner],
     *,
     near: bool = False,
+    settings: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
     """A Dynamo graph by Inductor's own pipeline, with a partition of ours (`compile_fx`, torch 2.11 to 2.15).
 
@@ -91,13 +92,14 @@ def compile_graph(
         partition: as `CustomPartitionerFn`: a joint graph, its inputs, `num_fwd_outputs` -> forward and backward.
         inner: Inductor's own compiler of one graph -> what compiles each graph in its place.
         near: whether only nodes may be fused whose steps (`meta[STEP]`) are near each other.
+        settings: of `torch._inductor.config`, by name, as `torch.compile(options=)` takes them.
     """
     from torch._inductor import compile_fx as module
 
     from planner.compat.inductor_hooks import Near, Partitioner, chosen
 
     own = copied(graph)
-    patches = {"custom_partitioner_fn": Partitioner(partition), "cpp_wrapper": False}
+    patches = {**(settings or {}), "custom_partitioner_fn": Partitioner(partition), "cpp_wrapper": False}
     if near:
         patches |= {"inductor_choices_class": Near, "reorder_for_peak_memory": False}
     together = chosen() if near else nullcontext()

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from planner.core.maxima import Maxima
 
+Settings = tuple[tuple[str, bool | int | float | str], ...]  # of Inductor, by name
+
 
 @dataclass(frozen=True, slots=True)
 class PlannedRegion:
@@ -18,6 +20,7 @@ class PlannedRegion:
         realised: in mode="inductor", the ops of the region that these are the fused ones of; None: they run op by op.
         own: whether Inductor partitions the graph itself, as without a plan; the schedule is then every op once.
         draws: whether the region draws random numbers.
+        settings: what Inductor is set to while it compiles the region, beside its defaults.
     """
 
     fingerprint: str
@@ -26,6 +29,7 @@ class PlannedRegion:
     realised: tuple[int, ...] | None = None
     own: bool = False
     draws: bool = False
+    settings: Settings = ()
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from planner.capture.trace.dynamo import GraphCompiler, Partition, out_of_sight
 from planner.compat.fake import FakeTensorMode, detect_fake_mode
 from planner.compat.fx import boxed
 from planner.compat.inductor import Generated, Inner, compile_graph, copied, default_partition, generate
+from planner.core.recipe import Settings
 from planner.errors import CaptureError
 from planner.inductor.dry_run import DryRun, dry_run
 from planner.inductor.realise import read
@@ -111,7 +112,7 @@ def _op_by_op(_own: Inner) -> Inner:
     return lambda graph, _inputs, **_options: boxed(graph)
 
 
-def look(source: Source, partition: Partition | None) -> Look:
+def look(source: Source, partition: Partition | None, settings: Settings = ()) -> Look:
     """What Inductor would make of a captured graph by a partition, or by its own for None; nothing is compiled.
 
     Raises:
@@ -135,15 +136,17 @@ def look(source: Source, partition: Partition | None) -> Look:
         found.append((parts, num_fwd_outputs))
         return parts
 
-    compile_graph(source.graph, source.inputs, split, looking.compiler, near=partition is not None)
+    near = partition is not None
+    compile_graph(source.graph, source.inputs, split, looking.compiler, near=near, settings=dict(settings))
     return looking.look(*found[-1])
 
 
-def compiling(*, own: bool = False) -> GraphCompiler:
+def compiling(*, own: bool = False, settings: Settings = ()) -> GraphCompiler:
     """The compiler of planned graphs.
 
     Args:
         own: whether Inductor partitions the graph itself; the partition that is given only says whether it is the one.
+        settings: what Inductor is set to meanwhile.
     """
 
     def compile(
@@ -164,6 +167,6 @@ def compiling(*, own: bool = False) -> GraphCompiler:
 
             return compile_one
 
-        return compile_graph(graph, examples, split, compiler, near=not own)
+        return compile_graph(graph, examples, split, compiler, near=not own, settings=dict(settings))
 
     return compile

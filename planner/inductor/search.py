@@ -82,15 +82,19 @@ class Search:
 
     def trial(self, schedule: Schedule) -> Trial:
         """What Inductor makes of a schedule. Raises CaptureError where it cannot compile the graphs."""
-        planned = planned_region(self.fused, *split_by_region(self.step, schedule, 1)[0])
-        seen = look(self.source, lambda region: emit_planned(region, planned) or _unplanned())
+        planned = self.planned(schedule)
+        seen = look(self.source, lambda region: emit_planned(region, planned) or _unplanned(), planned.settings)
         return self.seen(schedule, planned, seen)
 
     def own(self) -> Trial:
         """What Inductor makes of the step by its own partition: the step as torch.compile runs it without a plan."""
         schedule = every_op_once(self.step.problem)
+        return self.seen(schedule, replace(self.planned(schedule), own=True), self.default)
+
+    def planned(self, schedule: Schedule) -> PlannedRegion:
+        """A schedule of the modelled step's ops as that of the region."""
         planned = planned_region(self.fused, *split_by_region(self.step, schedule, 1)[0])
-        return self.seen(schedule, replace(planned, own=True), self.default)
+        return replace(planned, settings=self.request.settings)
 
     def seen(self, schedule: Schedule, planned: PlannedRegion, seen: Look) -> Trial:
         """The trial of a schedule that was looked at."""
@@ -110,7 +114,7 @@ def search_of(
     request: Request, graph: TrainingGraph, source: Source, lower: Lower, tried: Callable[[], None]
 ) -> Search:
     """The search for a captured step; what Inductor realises by its own partition are the values."""
-    looked = look(source, None)
+    looked = look(source, None, request.settings)
     both = (looked.forward, looked.backward)
     fused = fused_as(source.region, looked)
     taken = workspaces(looked.run, request.measure_on, request.options.progress)

@@ -130,6 +130,8 @@ def _same(
         return None
     if planned.fingerprint != region.fingerprint or record.budget_bytes != request.budget_bytes:
         return None
+    if planned.settings != request.settings:
+        return None
     fused = fuse(region, planned.realised)
     step = lower(replace(graph, regions=(fused.coarse,)), (costs_of(fused, request.device, {}),))
     here = planned_step(request, step.account["optimizer state"], step.optimizer_step)
