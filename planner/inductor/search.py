@@ -186,8 +186,12 @@ def find(search: Search, first: Iterable[Schedule]) -> tuple[Trial, Trial, Solut
         target += budget - trial.peak
         if trial.schedule == every_op_once(search.step.problem) and target >= found.timeline.peak:
             break
-    if best is None:
-        raise TooSmall(leanest)
+    if best is None:  # the least budget that is named is that of this schedule, so that it is reached where it is given
+        lean = search.trial(_leanest(search))
+        leanest = min(leanest, lean, key=lambda t: t.peak)
+        if leanest.peak > budget:
+            raise TooSmall(leanest)
+        best = leanest
     return best, own, _solution(search, best, own, note, seconds)
 
 
@@ -207,6 +211,14 @@ def _solved(search: Search, target: int) -> Solution:
     options = search.request.options
     problem = search.step.problem.with_budget(max(0, target))
     return solve(problem, options.solver, time_limit=options.time_limit, progress=options.progress)
+
+
+def _leanest(search: Search) -> Schedule:
+    """The schedule with the lowest peak, as it is modelled."""
+    try:
+        return _solved(search, 0).schedule
+    except InfeasibleError as e:
+        return e.schedule
 
 
 def _solution(search: Search, best: Trial, own: Trial, note: str, seconds: float) -> Solution:
