@@ -22,11 +22,12 @@ import transformers
 from torch import nn
 
 from planner import plan
-from tests.real_models import CASES, Case
+from tests.real_models import CASES, Case, gpt2, resnet50
 
 from . import measure
 from .blocks import checkpoint_blocks
 from .peers import t5, vit
+from .zoo.plain import mlp
 
 Row = dict[str, Any]
 
@@ -39,7 +40,35 @@ def convnext() -> Case:
     return Case(model, {"pixel_values": pixels, "labels": torch.arange(4) % 10})
 
 
+def _square(output: torch.Tensor) -> torch.Tensor:
+    return output.square().mean()
+
+
+class Perceptron(nn.Module):
+    """Layers of a perceptron in a class of its own: `compile()` skips frames of torch, as nn.Sequential's is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp(rate=0.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layers(x)
+        return found
+
+
+def small_mlp() -> Case:
+    """Four layers of a perceptron."""
+    inputs = torch.randn(2048, 128, generator=torch.Generator().manual_seed(0))
+    return Case(Perceptron(), {"x": inputs}, _square)
+
+
+SMALL: dict[str, Callable[[], Case]] = {  # a few minutes each, for a look at all ways
+    "small_gpt2": lambda: gpt2(layers=2),
+    "small_mlp": small_mlp,
+    "small_resnet": lambda: resnet50(depths=(1, 1, 1, 1)),
+}
 MODELS: dict[str, Callable[[], Case]] = {**CASES, "t5": t5, "vit": vit, "convnext": convnext}
+PLANNED = {"aten": "aten", "inductor": "inductor", "modules": "eager"}  # the name of a way -> its mode
 BUDGETS = tuple(f"budget {n / 10}" for n in range(7, 0, -1))
 SHARES = (0.8, 0.6, 0.45)  # of the peak under torch.compile
 
@@ -48,7 +77,7 @@ def make(name: str) -> Case:
     """A model, always with the same weights."""
     transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     torch.manual_seed(0)
-    return MODELS[name]()
+    return {**MODELS, **SMALL}[name]()
 
 
 def put(case: Case, way: str, budget: int) -> nn.Module:
@@ -63,7 +92,7 @@ def put(case: Case, way: str, budget: int) -> nn.Module:
     elif kind != "eager":
         held = measure.held_bytes(case.model, case.batch)
         gb = (held + budget) / 2**30
-        p = plan(case.model, case.batch, budget_gb=gb, loss_fn=case.loss_fn, mode=kind, progress=False)  # type: ignore[arg-type]
+        p = plan(case.model, case.batch, budget_gb=gb, loss_fn=case.loss_fn, mode=PLANNED[kind], progress=False)  # type: ignore[arg-type]
         print(f"  {way}: predicted {(p.peak_bytes - held) / 2**20:.2f} MiB of {budget / 2**20:.2f}", flush=True)
         p.apply()
     return case.model
@@ -98,8 +127,8 @@ def compare(name: str, ways: Sequence[str], shares: Sequence[float], pairs: int,
     """Every way on one model: torch's own, then plans at shares of torch.compile's peak."""
     rows = []
     base = 0
-    for way in ("eager", "compile", *ways, *(f"{mode} {share}" for share in shares for mode in ("aten", "inductor"))):
-        share = float(way.split()[1]) if way.split()[0] in ("aten", "inductor") else 0.0
+    for way in ("eager", "compile", *ways, *(f"{way} {share}" for share in shares for way in PLANNED)):
+        share = float(way.split()[1]) if way.split()[0] in PLANNED else 0.0
         try:
             row = measure.in_own_process(measure_way, name, way, round(share * base), pairs, time_limit=limit)
         except RuntimeError as e:
@@ -123,7 +152,9 @@ def line(row: Row) -> str:
 def main() -> None:
     """Write a table, and the figures as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("models", nargs="*", default=list(MODELS), help="default: all")
+    parser.add_argument(
+        "models", nargs="*", default=list(MODELS), help=f"default: {', '.join(MODELS)}; {', '.join(SMALL)}"
+    )
     parser.add_argument("--ways", nargs="*", default=["blocks", *BUDGETS])
     parser.add_argument("--shares", nargs="*", type=float, default=list(SHARES))
     parser.add_argument("--pairs", type=int, default=15)

@@ -488,6 +488,18 @@ def test_a_compiled_module_has_the_module_inside():
     assert dynamo.inner_module(model) is None
 
 
+def test_how_a_model_was_compiled_is_read_off_it():
+    model = nn.Linear(2, 2)
+    assert dynamo.compiled_by(model) is None
+    wrapped = dynamo.compiled_by(torch.compile(model, dynamic=True, options={"epilogue_fusion": False}))
+    assert wrapped == dynamo.Compiled("inductor", {"epilogue_fusion": False}, True)
+    model.compile(backend="aot_eager")
+    assert dynamo.compiled_by(model) == dynamo.Compiled("aot_eager", {}, None)
+    assert dynamo.compiled_call(model) is model._compiled_call_impl
+    model._compiled_call_impl = print
+    assert dynamo.compiled_by(model) is None
+
+
 # layers
 
 

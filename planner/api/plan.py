@@ -34,8 +34,7 @@ from planner.report.explanation import Explanation
 from planner.report.terminal import style_of
 from planner.requests.planned import Filed, Known, Pending, Planned, Unplanned
 from planner.requests.request import Request
-from planner.runtime.interception import detach
-from planner.session.apply import apply
+from planner.session.apply import apply, remove
 from planner.session.attach import applied, note_verification
 from planner.session.binding import no_model
 from planner.session.repair import repaired
@@ -242,9 +241,7 @@ class Plan:
         """Take the plan off the planned model, or the one it was applied to; ApplyError where none is on."""
         if isinstance(self._source, Unplanned):
             return self._source.request.model if model is None else model
-        target = self.request.model if model is None else model
-        detach(target)
-        return target
+        return remove(self.request.model if model is None else model)
 
     def verify(self, batch: Any = None, kwargs: Mapping[str, Any] | None = None) -> Verification:
         """One real step with the plan and one without: peaks measured by torch's allocator, gradients compared.

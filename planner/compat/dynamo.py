@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
@@ -14,14 +15,17 @@ import torch._functorch.config as functorch_config
 from torch import nn
 from torch._C._dynamo.eval_frame import reset_code
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.eval_frame import OptimizeContext, cached_backends
+from torch._dynamo.eval_frame import OptimizeContext, cached_backends, innermost_backend
 from torch._dynamo.exc import Unsupported
 from torch._guards import TracingContext
 
 __all__ = [
+    "Compiled",
     "Unsupported",
     "aot_autograd",
     "compile_call",
+    "compiled_by",
+    "compiled_call",
     "dynamo_config",
     "forget_compiled",
     "functorch_config",
@@ -91,6 +95,37 @@ def forget_compiled(compiled: Any) -> None:
 def is_tracing() -> bool:
     """Whether AOTAutograd traces a graph now, on fake tensors (`TracingContext.try_get`, torch 2.11 to 2.15)."""
     return TracingContext.try_get() is not None
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """How a model was compiled: the name of the backend, the settings of Inductor, and what `dynamic` was given."""
+
+    backend: str
+    settings: Mapping[str, Any]
+    dynamic: bool | None
+
+
+def compiled_by(module: Any) -> Compiled | None:
+    """How a module is compiled, by `torch.compile(module)` or `module.compile()`; None where it is not (2.11 to 2.15).
+
+    Read off `OptimizedModule.dynamo_ctx`, or the closure of `Module._compiled_call_impl`, and the backend inside.
+    """
+    context = getattr(module, "dynamo_ctx", None)
+    if context is None and (call := compiled_call(module)) is not None:
+        names = zip(call.__code__.co_freevars, call.__closure__ or (), strict=True)
+        context = next((cell.cell_contents for name, cell in names if name == "self"), None)
+    if context is None:
+        return None
+    backend: Any = innermost_backend(context.callback)
+    name = getattr(backend, "compiler_name", None) or getattr(backend, "__name__", type(backend).__name__)
+    return Compiled(str(name), dict(getattr(backend, "config", {})), context._dynamic)
+
+
+def compiled_call(module: Any) -> Any:
+    """What `module.compile()` put in the place of its call; None where something else, or nothing, is there."""
+    call = getattr(module, "_compiled_call_impl", None)
+    return call if hasattr(call, "_torchdynamo_orig_callable") else None
 
 
 def inner_module(module: nn.Module) -> nn.Module | None:

@@ -39,7 +39,7 @@ PARTS = {
     "torch._inductor.custom_graph_pass": "CustomPartitionerFn",
     "torch._inductor.graph": "GraphLowering",
     "torch._functorch.partitioners": "min_cut_rematerialization_partition",
-    "torch._inductor.codegen.cpp": "CppScheduling",
+    "torch._inductor.codegen.cpp": "CppScheduling TilingSelect",
     "torch._inductor.virtualized": "V",
     "torch._functorch.config": "enable_autograd_cache force_non_lazy_backward_lowering",
 }
@@ -79,6 +79,7 @@ def compile_graph(
     inner: Callable[[Inner], Inner],
     *,
     near: bool = False,
+    settings: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
     """A Dynamo graph by Inductor's own pipeline, with a partition of ours (`compile_fx`, torch 2.11 to 2.15).
 
@@ -91,14 +92,14 @@ def compile_graph(
         partition: as `CustomPartitionerFn`: a joint graph, its inputs, `num_fwd_outputs` -> forward and backward.
         inner: Inductor's own compiler of one graph -> what compiles each graph in its place.
         near: whether only nodes may be fused whose steps (`meta[STEP]`) are near each other.
+        settings: of `torch._inductor.config`, by name, as `torch.compile(options=)` takes them.
     """
     from torch._inductor import compile_fx as module
 
     from planner.compat.inductor_hooks import Near, Partitioner, chosen
 
-    own = fx.GraphModule(graph, copy.deepcopy(graph.graph))
-    own.meta = dict(graph.meta)
-    patches = {"custom_partitioner_fn": Partitioner(partition), "cpp_wrapper": False}
+    own = copied(graph)
+    patches = {**(settings or {}), "custom_partitioner_fn": Partitioner(partition), "cpp_wrapper": False}
     if near:
         patches |= {"inductor_choices_class": Near, "reorder_for_peak_memory": False}
     together = chosen() if near else nullcontext()
@@ -108,6 +109,22 @@ def compile_graph(
             own, inputs, inner_compile=inner(module.compile_fx_inner), config_patches=patches
         )
     return compiled
+
+
+def copied(graph: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a Dynamo graph, with the sources of its inputs.
+
+    By these AOTAutograd tells parameters, which stay where they are, from other inputs, and Inductor's own partition
+    depends on that (`_try_get_metadata_from_dynamo`, 2.11 to 2.15).
+    """
+    own = fx.GraphModule(graph, copy.deepcopy(graph.graph))
+    own.meta = dict(graph.meta)
+    if hasattr(graph, "_param_name_to_source"):
+        own._param_name_to_source = graph._param_name_to_source
+    for new, old in zip(*(g.graph.find_nodes(op="placeholder") for g in (own, graph)), strict=True):
+        if hasattr(old, "_dynamo_source"):
+            new._dynamo_source = old._dynamo_source
+    return own
 
 
 def default_partition(joint: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Partitioned:
@@ -144,6 +161,8 @@ class _Stopped(BaseException):
 def generate(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Generated:
     """The wrapper that Inductor generates for a graph, with no kernel compiled (torch 2.11 to 2.15).
 
+    Kernels of C++ are written without vector instructions, which take more than half of the time of writing them: the
+    wrapper does not depend on these (the scalar kernel decides about buffers, `CppKernelProxy.codegen_functions`).
     AOTAutograd is told the strides of the results, as it is by a graph that is compiled.
 
     Args:
@@ -152,6 +171,7 @@ def generate(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Ge
         options: as `compile_fx` hands them on.
     """
     from torch._inductor import config
+    from torch._inductor.codegen.cpp import TilingSelect
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.graph import GraphLowering
 
@@ -166,7 +186,11 @@ def generate(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Ge
         raise _Stopped(Generated(code.value, realised, dict(lowering.constants)), strides)
 
     stopped = _Stopped(Generated("def call(args):\n    raise NotImplementedError", {}, {}), [])
-    with config.patch(force_disable_caches=True), mock.patch.object(GraphLowering, "compile_to_module", stop):
+    with (
+        config.patch(force_disable_caches=True),
+        mock.patch.object(GraphLowering, "compile_to_module", stop),
+        mock.patch.object(TilingSelect, "select_tiling", return_value=([], [], None)),
+    ):
         try:
             compile_fx_inner(graph, inputs, **options)
         except _Stopped as e:

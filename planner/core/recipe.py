@@ -9,6 +9,8 @@ from planner.core.maxima import Maxima
 from planner.core.pieces import Split
 from solvers import Move
 
+Settings = tuple[tuple[str, bool | int | float | str], ...]  # of Inductor, by name
+
 
 @dataclass(frozen=True, slots=True)
 class PlannedRegion:
@@ -20,6 +22,9 @@ class PlannedRegion:
         realised: in mode="inductor", the ops of the region that these are the fused ones of; None: they run op by op.
         moves: of values of the region to the host and back; `at` counts the steps of both passes.
         splits: sets of the region's ops that run in pieces; these steps are of the region with them as single ops.
+        own: whether Inductor partitions the graph itself, as without a plan; the schedule is then every op once.
+        draws: whether the region draws random numbers.
+        settings: what Inductor is set to while it compiles the region, beside its defaults.
     """
 
     fingerprint: str
@@ -28,6 +33,9 @@ class PlannedRegion:
     realised: tuple[int, ...] | None = None
     moves: tuple[Move, ...] = ()
     splits: tuple[Split, ...] = ()
+    own: bool = False
+    draws: bool = False
+    settings: Settings = ()
 
 
 @dataclass(frozen=True)

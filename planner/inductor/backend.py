@@ -16,7 +16,8 @@ from planner.capture.trace.arrival import Arrivals
 from planner.capture.trace.dynamo import GraphCompiler, Partition, out_of_sight
 from planner.compat.fake import FakeTensorMode, detect_fake_mode
 from planner.compat.fx import boxed
-from planner.compat.inductor import Generated, Inner, compile_graph, default_partition, generate
+from planner.compat.inductor import Generated, Inner, compile_graph, copied, default_partition, generate
+from planner.core.recipe import Settings
 from planner.errors import CaptureError
 from planner.inductor.dry_run import DryRun, dry_run
 from planner.inductor.realise import read
@@ -47,16 +48,12 @@ class Source:
         inputs: fake tensors that it is called with.
         cut: the outputs that get no gradient.
         region: its joint graph, after Inductor's passes.
-        default: what Inductor would make of it by its own partition.
-        parts: the graphs of that partition.
     """
 
     graph: fx.GraphModule
     inputs: Sequence[Any]
     cut: Sequence[int]
     region: Region
-    default: Look
-    parts: Graphs
 
 
 @dataclass
@@ -86,7 +83,7 @@ class _Looking:
 
 
 def capturing(sources: list[Source]) -> GraphCompiler:
-    """A compiler that runs Inductor's own partition on fake tensors, and notes what it was given.
+    """A compiler that runs Inductor's own partition op by op, and notes what it was given.
 
     Args:
         sources: takes one entry for each graph that is compiled.
@@ -95,35 +92,35 @@ def capturing(sources: list[Source]) -> GraphCompiler:
     def compile(
         graph: fx.GraphModule, examples: Sequence[Any], partition: Partition, arrivals: Arrivals
     ) -> Callable[..., Any]:
-        looking, own, found = _Looking(), fx.GraphModule(graph, copy.deepcopy(graph.graph)), dict[str, Any]()
-        own.meta = dict(graph.meta)
+        own, found = copied(graph), list[Region]()
 
         def split(joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Graphs:
             arrivals.read(joint.graph)
             region = read(joint, num_fwd_outputs)
             partition(region)
-            parts = default_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **options)
-            found.update(region=region, parts=parts, results=num_fwd_outputs)
-            return parts
+            found.append(region)
+            return default_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **options)
 
-        compiled = compile_graph(graph, examples, split, looking.compiler)
-        if found:
-            look = looking.look(found["parts"], found["results"])
-            sources.append(Source(own, examples, tuple(arrivals.cut), found["region"], look, found["parts"]))
+        compiled = compile_graph(graph, examples, split, _op_by_op)
+        sources.extend(Source(own, examples, tuple(arrivals.cut), region) for region in found)
         return compiled
 
     return compile
 
 
-def look(source: Source, partition: Partition) -> Look:
-    """What Inductor would make of a captured graph by a partition; nothing is compiled.
+def _op_by_op(_own: Inner) -> Inner:
+    return lambda graph, _inputs, **_options: boxed(graph)
+
+
+def look(source: Source, partition: Partition | None, settings: Settings = ()) -> Look:
+    """What Inductor would make of a captured graph by a partition, or by its own for None; nothing is compiled.
 
     Raises:
         CaptureError: the graph is not traced to the same joint graph again.
     """
     looking, found = _Looking(), list[tuple[Graphs, int]]()
 
-    def split(joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Graphs:
+    def split(joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Graphs:
         Arrivals(source.cut, lambda: None).read(joint.graph)
         region = read(joint, num_fwd_outputs)
         if region.fingerprint != source.region.fingerprint:
@@ -131,22 +128,35 @@ def look(source: Source, partition: Partition) -> Look:
                 "the step has another graph each time that it is traced, and mode='inductor' has to trace it again: "
                 "plan with mode='aten'"
             )
-        found.append((partition(region), num_fwd_outputs))
-        return found[-1][0]
+        parts = (
+            default_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **options)
+            if partition is None
+            else partition(region)
+        )
+        found.append((parts, num_fwd_outputs))
+        return parts
 
-    compile_graph(source.graph, source.inputs, split, looking.compiler, near=True)
+    near = partition is not None
+    compile_graph(source.graph, source.inputs, split, looking.compiler, near=near, settings=dict(settings))
     return looking.look(*found[-1])
 
 
-def compiling() -> GraphCompiler:
-    """The compiler of planned graphs."""
+def compiling(*, own: bool = False, settings: Settings = ()) -> GraphCompiler:
+    """The compiler of planned graphs.
+
+    Args:
+        own: whether Inductor partitions the graph itself; the partition that is given only says whether it is the one.
+        settings: what Inductor is set to meanwhile.
+    """
 
     def compile(
         graph: fx.GraphModule, examples: Sequence[Any], partition: Partition, arrivals: Arrivals
     ) -> Callable[..., Any]:
-        def split(joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Graphs:
+        def split(joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Graphs:
             arrivals.read(joint.graph)
             forward, backward = partition(read(joint, num_fwd_outputs))
+            if own:
+                forward, backward = default_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **options)
             arrivals.write(backward)
             return forward, backward
 
@@ -157,6 +167,6 @@ def compiling() -> GraphCompiler:
 
             return compile_one
 
-        return compile_graph(graph, examples, split, compiler, near=True)
+        return compile_graph(graph, examples, split, compiler, near=not own, settings=dict(settings))
 
     return compile

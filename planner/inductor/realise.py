@@ -6,7 +6,6 @@ these ops; `expanded` says which nodes that are.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -94,21 +93,15 @@ def realised_ops(region: Region, named: Collection[str]) -> tuple[int, ...]:
 
     Args:
         region: as `read` returns it.
-        named: names of nodes whose results Inductor realises where it partitions the graph itself.
+        named: names of nodes whose results, or views of them, Inductor realises where it partitions the graph itself.
     """
-    ends = {v for outputs in (region.fwd_outputs, region.grads) for v in region.values_in(outputs)}
-    found = []
-    for i, op in enumerate(region.ops):
-        users = [u.name for u in op.node.users if u.target is operator.getitem]
-        inlined = (
-            _is_pointwise(op.node)
-            and not op.keep_because
-            and ends.isdisjoint(op.writes)
-            and not any(name in named for name in (op.node.name, *users))
-        )
-        if not inlined:
-            found.append(i)
-    return tuple(found)
+    there = {v for outputs in (region.fwd_outputs, region.grads) for v in region.values_in(outputs)}
+    there.update(region.values_in(n for n in region.joint.graph.nodes if n.name in named))
+    return tuple(
+        i
+        for i, op in enumerate(region.ops)
+        if op.keep_because or not _is_pointwise(op.node) or not there.isdisjoint(op.writes)
+    )
 
 
 def _is_pointwise(node: fx.Node) -> bool:

@@ -6,21 +6,22 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
+from planner.capture.regions.region import Region
 from planner.capture.trace.step import TrainingGraph
 from planner.core.recipe import PlannedRegion
 from planner.core.step import Replay, Runs, Step, replay
 from planner.costs.ops import OpEstimate
 from planner.errors import CaptureError, PlannerError
-from planner.inductor.backend import Source, look
-from planner.inductor.emit import emit_planned
+from planner.inductor.backend import Look, Source, look
+from planner.inductor.emit import OP, emit_planned
 from planner.inductor.observe import Observed, observe, told, workspaces
-from planner.inductor.realise import Fused, costs_of, fuse, realised_ops
+from planner.inductor.realise import DRAWS, Fused, costs_of, fuse, realised_ops
 from planner.lowering.build import split_by_region
 from planner.requests.request import Request
 from solvers import InfeasibleError, Schedule, Solution, every_op_once, solve
 
-ROUNDS = 4  # looks at schedules, at most, beside that which keeps everything
-NEAR = 0.02  # of the budget: room that is left is not looked for again
+ROUNDS = 4  # looks at schedules, at most, beside that at Inductor's own partition
+NEAR = 0.05  # of the budget: room that is left is not looked for again, as a look takes seconds
 
 Estimates = Sequence[Sequence[OpEstimate]]
 Lower = Callable[[TrainingGraph, Estimates], Step]
@@ -67,6 +68,7 @@ class Search:
         step: the step as it is modelled: fused ops, and the values that they realise.
         lower: a graph with such regions, and estimates -> the step.
         tried: after each trial, called.
+        default: what Inductor makes of the step by its own partition.
     """
 
     request: Request
@@ -76,13 +78,27 @@ class Search:
     step: Step
     lower: Lower
     tried: Callable[[], None]
+    default: Look
 
     def trial(self, schedule: Schedule) -> Trial:
         """What Inductor makes of a schedule. Raises CaptureError where it cannot compile the graphs."""
+        planned = self.planned(schedule)
+        seen = look(self.source, lambda region: emit_planned(region, planned) or _unplanned(), planned.settings)
+        return self.seen(schedule, planned, seen)
+
+    def own(self) -> Trial:
+        """What Inductor makes of the step by its own partition: the step as torch.compile runs it without a plan."""
+        schedule = every_op_once(self.step.problem)
+        return self.seen(schedule, replace(self.planned(schedule), own=True), self.default)
+
+    def planned(self, schedule: Schedule) -> PlannedRegion:
+        """A schedule of the modelled step's ops as that of the region."""
+        planned = planned_region(self.fused, *split_by_region(self.step, schedule, 1)[0])
+        return replace(planned, settings=self.request.settings)
+
+    def seen(self, schedule: Schedule, planned: PlannedRegion, seen: Look) -> Trial:
+        """The trial of a schedule that was looked at."""
         fused, request = self.fused, self.request
-        ((forward, backward),) = split_by_region(self.step, schedule, 1)
-        planned = PlannedRegion(fused.fine.fingerprint, forward, backward, fused.realised)
-        seen = look(self.source, lambda region: emit_planned(region, planned) or _unplanned())
         taken = workspaces(seen.run, request.measure_on, request.options.progress)
         observed = observe(fused, seen, request.device, taken)
         step = told(self.lower(replace(self.graph, regions=(observed.region,)), (observed.estimates,)), observed)
@@ -98,10 +114,9 @@ def search_of(
     request: Request, graph: TrainingGraph, source: Source, lower: Lower, tried: Callable[[], None]
 ) -> Search:
     """The search for a captured step; what Inductor realises by its own partition are the values."""
-    looked = source.default
+    looked = look(source, None, request.settings)
     both = (looked.forward, looked.backward)
-    named = {node.name for generated in both for node in generated.realised.values()}
-    fused = fuse(source.region, realised_ops(source.region, named))
+    fused = fused_as(source.region, looked)
     taken = workspaces(looked.run, request.measure_on, request.options.progress)
     bytes_of: dict[str, int] = {}
     for launch in looked.run.launches:
@@ -111,13 +126,33 @@ def search_of(
                 bytes_of[realised[name].name] = taken[launch.call.key].workspace
     estimates = (costs_of(fused, request.device, bytes_of),)
     step = lower(replace(graph, regions=(fused.coarse,)), estimates)
-    return Search(request, graph, source, fused, step, lower, tried)
+    return Search(request, graph, source, fused, step, lower, tried, looked)
+
+
+def planned_region(fused: Fused, forward: Sequence[int], backward: Sequence[int]) -> PlannedRegion:
+    """The schedule of a region's fused ops as the runtime reads it."""
+    draws = any(op.keep_because == DRAWS for op in fused.fine.ops)
+    return PlannedRegion(fused.fine.fingerprint, tuple(forward), tuple(backward), fused.realised, draws=draws)
+
+
+def fused_as(region: Region, looked: Look) -> Fused:
+    """The region with the ops that Inductor fuses by its own partition, whose nodes are tagged with them."""
+    realised = [node for generated in (looked.forward, looked.backward) for node in generated.realised.values()]
+    fused = fuse(region, realised_ops(region, {node.name for node in realised}))
+    writer = {v: i for i, op in enumerate(fused.coarse.ops) for v in op.writes}
+    held = {node.name: fused.coarse.value_of[node] for node in region.joint.graph.nodes}
+    for node in realised:
+        for v in held.get(node.name, ())[:1]:
+            if v in writer:
+                node.meta[OP] = writer[v]
+    return fused
 
 
 def find(search: Search, first: Iterable[Schedule]) -> tuple[Trial, Trial, Solution]:
-    """The fastest trial within the budget, that which keeps everything, and what the solver said.
+    """The fastest trial within the budget, that of Inductor's own partition, and what the solver said.
 
-    The solver's model of memory is not exact: it is given less, or more, by as much as its last schedule's exact peak
+    Inductor's own is taken where it is within the budget: the step is then what torch.compile runs without a plan. Else
+    the solver's model of memory is not exact: it is given less, or more, by as much as its last schedule's exact peak
     was off.
 
     Args:
@@ -127,14 +162,12 @@ def find(search: Search, first: Iterable[Schedule]) -> tuple[Trial, Trial, Solut
     Raises:
         TooSmall: the leanest schedule is above the budget.
     """
-    budget, problem = search.request.budget_bytes, search.step.problem
-    everything = search.trial(every_op_once(problem))
-    known = next((t for t in map(search.trial, first) if t.peak <= budget), None)
-    if everything.peak <= budget or known is not None:
-        best = everything if everything.peak <= budget else known
-        assert best is not None
-        return best, everything, _solution(search, best, everything, "", 0.0)
-    best, leanest, note, seconds = None, everything, "", 0.0
+    budget = search.request.budget_bytes
+    own = search.own()
+    best = own if own.peak <= budget else next((t for t in map(search.trial, first) if t.peak <= budget), None)
+    if best is not None:
+        return best, own, _solution(search, best, own, "", 0.0)
+    leanest, note, seconds = own, "", 0.0
     target = budget
     for _ in range(ROUNDS):
         try:
@@ -151,11 +184,15 @@ def find(search: Search, first: Iterable[Schedule]) -> tuple[Trial, Trial, Solut
         if 0 <= budget - trial.peak <= NEAR * budget:
             break
         target += budget - trial.peak
-        if best is not None and target >= everything.peak:
+        if trial.schedule == every_op_once(search.step.problem) and target >= found.timeline.peak:
             break
-    if best is None:
-        raise TooSmall(leanest)
-    return best, everything, _solution(search, best, everything, note, seconds)
+    if best is None:  # the least budget that is named is that of this schedule, so that it is reached where it is given
+        lean = search.trial(_leanest(search))
+        leanest = min(leanest, lean, key=lambda t: t.peak)
+        if leanest.peak > budget:
+            raise TooSmall(leanest)
+        best = leanest
+    return best, own, _solution(search, best, own, note, seconds)
 
 
 class TooSmall(PlannerError):
@@ -176,14 +213,22 @@ def _solved(search: Search, target: int) -> Solution:
     return solve(problem, options.solver, time_limit=options.time_limit, progress=options.progress)
 
 
-def _solution(search: Search, best: Trial, everything: Trial, note: str, seconds: float) -> Solution:
-    """The trial as a solution, of which no more is known than that recomputing nothing takes the least time."""
-    bound = min(best.seconds, everything.seconds)
+def _leanest(search: Search) -> Schedule:
+    """The schedule with the lowest peak, as it is modelled."""
+    try:
+        return _solved(search, 0).schedule
+    except InfeasibleError as e:
+        return e.schedule
+
+
+def _solution(search: Search, best: Trial, own: Trial, note: str, seconds: float) -> Solution:
+    """The trial as a solution; no more is known than that Inductor's own partition is made to take the least time."""
+    bound = min(best.seconds, own.seconds)
     return Solution(best.replay.schedule, best.replay.timeline, search.request.options.solver, seconds, bound, note)
 
 
 def runs_under(search: Search, everything: Trial, best: Trial) -> Runs:
-    """What a trial makes of the launches of the one that keeps everything. O(launches)."""
+    """What a trial makes of the launches of another one, which recomputes nothing. O(launches)."""
     problem = search.step.problem
     planned = replay(problem, best.schedule)
     counts = [0] * len(problem.ops)

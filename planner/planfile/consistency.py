@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from planner.core.plan import PlanRecord
-from planner.core.recipe import Choice
+from planner.core.recipe import Choice, Recipe
 from planner.planfile.schema import LARGEST, Unexpected
 from solvers import Problem, ProblemError, Schedule, every_op_once, simulate, validate
 
@@ -21,7 +21,7 @@ def check(plan: PlanRecord) -> None:
     """
     if plan.problem is not None and plan.schedule is not None:
         _check_schedule(plan, plan.problem, plan.schedule)
-    elif (plan.problem is None) != (plan.schedule is None) or not isinstance(plan.recipe, Choice):
+    elif (plan.problem is None) != (plan.schedule is None) or not _has_no_problem(plan.recipe):
         raise Unexpected("plan", "a problem and its schedule", "not both")
     for i, moment in enumerate(plan.baseline_timeline):
         if not all(0 <= at < len(plan.baseline_timeline) for at in moment.reads):
@@ -42,6 +42,13 @@ def check(plan: PlanRecord) -> None:
                 if len(name) > LONGEST_NAME:
                     at = f"plan.{table}[{i}]"
                     raise Unexpected(at, f"names of at most {LONGEST_NAME} characters", f"{len(name)} of them")
+
+
+def _has_no_problem(recipe: Recipe | Choice) -> bool:
+    """Whether plans with such a recipe have no problem: what runs is found by running modules, or generated code."""
+    if isinstance(recipe, Choice):
+        return True
+    return any(r is not None and r.realised is not None for calls in recipe.calls.values() for r in calls)
 
 
 def _check_schedule(plan: PlanRecord, problem: Problem, schedule: Schedule) -> None:
@@ -80,8 +87,10 @@ def _check_times(plan: PlanRecord) -> None:
     """Times are nonnegative and finite, and so are shares of the step's time."""
     for name in ("step_seconds", "bound", "solve_seconds", "stall_seconds"):
         _within(getattr(plan, name), f"plan.{name}", "seconds")
-    for name in ("overhead", "gap"):
-        _within(getattr(plan, name), f"plan.{name}", "a share of the time", -ROUNDING)
+    # Inductor may be estimated to take less time for the plan's graphs than for those of its own
+    least = {"overhead": -1.0 if plan.problem is None else -ROUNDING, "gap": -ROUNDING}
+    for name in least:
+        _within(getattr(plan, name), f"plan.{name}", "a share of the time", least[name])
     _within(plan.eager_peak_bytes or 0, "plan.eager_peak_bytes", "bytes")
     _within(plan.host_peak_bytes, "plan.host_peak_bytes", "bytes")
     for i, d in enumerate(plan.decisions):

@@ -9,11 +9,13 @@ from planner.capture.trace.dynamo import GraphCompiler
 from planner.capture.trace.step import TrainingGraph
 from planner.compat.inductor import missing_parts
 from planner.core.plan import GraphModules
-from planner.core.recipe import Recipe
+from planner.core.recipe import PlannedRegion, Recipe
 from planner.core.step import Step
+from planner.costs.account import planned_step
 from planner.errors import CaptureError, InfeasibleBudgetError, PlannerError
 from planner.inductor.backend import Source, capturing
 from planner.inductor.emit import emit_planned
+from planner.inductor.realise import costs_of, fuse
 from planner.inductor.search import Estimates, Search, TooSmall, find, runs_under, search_of
 from planner.planning.decisions import peak_account
 from planner.planning.record import Unplanned, record_of
@@ -73,6 +75,9 @@ def make_inductor_plan(
     def lowered(of: TrainingGraph, estimates: Estimates) -> Step:
         return lower(request, of, planned_before=True, estimates=estimates)
 
+    if known is not None and (same := _same(request, graph, known, lowered)) is not None:
+        return same
+
     shown_as = "{desc}: {n} schedules looked at, {elapsed}"
     with bar("planning", request.options.progress, bar_format=shown_as) as shown, clock(shown):
         try:
@@ -92,20 +97,54 @@ def make_inductor_plan(
                 "mode='aten'"
             ) from e
     planned = best.planned
-
-    def graphs() -> tuple[GraphModules, ...]:
-        written = emit_planned(search.fused.fine, planned)
-        assert written is not None
-        return (GraphModules(*written),)
-
     if known is not None and best.schedule in first:
         solution = replace(solution, note=f"Taken from {source_of(known)}: the same step and budget.")
     note = f"{solution.note} {graph.note} {LATER}".strip()
-    calls = {key: tuple(None if r is None else planned for r in order) for key, order in graph.order.items()}
-    recipe = Recipe(calls, graph.detached, None, graph.asked)
+    recipe = _recipe(graph, planned)
     unplanned = Unplanned(everything.step, runs_under(search, everything, best))
     record = record_of(request, best.step, best.replay, replace(solution, note=note), recipe, unplanned)
-    return Planned(replace(record, eager_peak_bytes=None), request, graphs, captured=graph)
+    return Planned(replace(record, eager_peak_bytes=None), request, _graphs(graph, planned), captured=graph)
+
+
+def _recipe(graph: FusedGraph, planned: PlannedRegion) -> Recipe:
+    calls = {key: tuple(None if r is None else planned for r in order) for key, order in graph.order.items()}
+    return Recipe(calls, graph.detached, None, graph.asked)
+
+
+def _graphs(graph: FusedGraph, planned: PlannedRegion) -> Callable[[], tuple[GraphModules, ...]]:
+    def graphs() -> tuple[GraphModules, ...]:
+        written = emit_planned(graph.regions[0], planned)
+        assert written is not None
+        return (GraphModules(*written),)
+
+    return graphs
+
+
+def _same(
+    request: Request, graph: FusedGraph, known: Known, lower: Callable[[TrainingGraph, Estimates], Step]
+) -> Planned | None:
+    """A known plan, where it is of this step, budget and torch, so that Inductor is not asked what it makes of it."""
+    record, region = known.record, graph.regions[0]
+    planned = next(iter(_regions(known)), None)
+    if planned is None or planned.realised is None or record.recipe != _recipe(graph, planned):
+        return None
+    if planned.fingerprint != region.fingerprint or record.budget_bytes != request.budget_bytes:
+        return None
+    if planned.settings != request.settings:
+        return None
+    fused = fuse(region, planned.realised)
+    step = lower(replace(graph, regions=(fused.coarse,)), (costs_of(fused, request.device, {}),))
+    here = planned_step(request, step.account["optimizer state"], step.optimizer_step)
+    if step.problem.resident != record.resident_bytes or here != record.step:
+        return None
+    note = f"Taken from {source_of(known)}: the same step and budget. {LATER}"
+    record = replace(record, note=note, options=request.options, solver=request.options.solver)
+    return Planned(record, request, _graphs(graph, planned), captured=graph)
+
+
+def _regions(plan: Known) -> list[PlannedRegion]:
+    recipe = plan.record.recipe
+    return [r for calls in recipe.calls.values() for r in calls if r] if isinstance(recipe, Recipe) else []
 
 
 LATER = "The peak is that of the code which Inductor generates, run on fake tensors."
@@ -132,9 +171,7 @@ def _schedules(search: Search, plans: Sequence[Known]) -> Iterator[Schedule]:
     number = {o.index: i for i, o in enumerate(step.origins) if o.region is not None}
     own = [i for i, o in enumerate(step.origins) if o.region is None]
     for plan in plans:
-        recipe = plan.record.recipe
-        regions = [r for calls in recipe.calls.values() for r in calls if r] if isinstance(recipe, Recipe) else []
-        for region in regions:
+        for region in _regions(plan):
             fused = search.fused
             if region.realised == fused.realised and region.fingerprint == fused.fine.fingerprint:
                 loss = [i for i in own if step.origins[i].phase == "loss"]

@@ -25,6 +25,7 @@ from planner.parallel.meshes import on_mesh
 from planner.requests.batch import Batch, arguments, maxima_of
 from planner.requests.budget import budget_of
 from planner.requests.cautions import warn_on_gpu
+from planner.requests.compiled import options_as_compiled, unwrapped
 from planner.requests.inductor import refuse_inductor
 from planner.requests.offload import refuse_offload
 from planner.requests.optimizers import check_optimizer, optimizers_of, weakly
@@ -49,7 +50,9 @@ def check(
         TorchError: the torch that is installed lacks private parts that are needed.
     """
     check_torch()
+    given_model, model = model, unwrapped(model)
     _check_model(model)
+    given, settings = options_as_compiled(given_model, given)
     target = find_target(model, given.get("device"))
     options = options_of(kind, given)
     check_values(options)
@@ -72,6 +75,7 @@ def check(
         maxima=None if args is None else maxima_of(options.dynamic, args, extra),
         found=() if given.get("optimizer") is not None else weakly(optimizers_of(model)),
         surroundings=None if args is None else surroundings_of(model),
+        settings=settings,
         **_resolved(*target, options.costs),
     )
     return replace(request, budget_gb=budget_of(request))

@@ -15,6 +15,7 @@ from planner.core.loop import Loop
 from planner.core.maxima import Maxima
 from planner.core.occupancy import Occupancy
 from planner.core.options import GB, Costs, Options
+from planner.core.recipe import Settings
 from planner.core.surroundings import Surroundings
 from planner.devices.specs import Device
 from planner.errors import ModelError
@@ -48,6 +49,7 @@ class Request:
         loop: what the training loop was seen to do around the planned graphs.
         runs: whether the model runs with the plan now: it is traced as it runs, for whatever device that is.
         surroundings: what was on where the step was asked for; None where that is still to come.
+        settings: those of Inductor that the model was compiled with by its user.
     """
 
     options: Options
@@ -70,6 +72,7 @@ class Request:
     surroundings: Surroundings | None = None
     found: Found = ()
     runs: bool = False
+    settings: Settings = ()
 
     @property
     def foreign(self) -> bool:

@@ -48,7 +48,10 @@ class Applied:
         unplanned: kinds of calls that run as without a plan, as there is none for them.
         newest: the plan made last, with the request and the batch that it was made for.
         state: that of the model in its latest training call.
+        aside: what the model was compiled to by its user, which comes back when the plan is taken off.
     """
+
+    aside: Any = None
 
     def __init__(self, model: nn.Module, provider: PlanProvider, *, alone: bool = False) -> None:
         self.model = model

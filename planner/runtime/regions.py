@@ -146,7 +146,9 @@ class _Graph:
         cut = self.recipe().detached.get(self.key, ())
         if (planned, cut) not in self.compiled:
             arrivals = Arrivals(cut, _unplanned)
-            by = compiling() if planned is not None and planned.realised is not None else None
+            by = None
+            if planned is not None and planned.realised is not None:
+                by = compiling(own=planned.own, settings=planned.settings)
             self.compiled[planned, cut] = self.compile_region(partition, inputs, arrivals, by), arrivals
             if self.regions.shown is not None:
                 self.regions.shown.update()

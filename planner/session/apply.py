@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
+from planner.compat.dynamo import compiled_call
+from planner.compat.modules import replace_call
 from planner.compat.self_check import check_torch
 from planner.core.identity import difference, identity
 from planner.core.options import OLD_MODES, Mode, check_values
 from planner.errors import ApplyError, gb
 from planner.planning.pipeline import make_plan
 from planner.requests.check import check_mode, refuse_wrapped
+from planner.requests.compiled import unwrapped
 from planner.requests.inductor import refuse_inductor
 from planner.requests.planned import Filed, Known, Pending, Planned, Unplanned
 from planner.requests.request import Request
+from planner.runtime.interception import attached, detach
 from planner.session.attach import Around, as_it_is, put_on
 from planner.session.binding import bound
 from planner.session.repair import repaired
@@ -42,7 +48,7 @@ def apply(
         alone: whether plans are for this process alone, whatever others train the model with it.
     """
     check_torch()
-    refuse_wrapped(model)
+    refuse_wrapped(unwrapped(model))
     if isinstance(source, Unplanned):  # its user was warned
         return _target(source.request, model)
     known: Known | None = source if isinstance(source, Filed) else source.known
@@ -53,13 +59,39 @@ def apply(
     target = _target(source.request, model)
     judge = repaired if verify else None
     check = trusted if source.request.options.mode == "inductor" else None
-    put_on(source, target, known=known, judge=judge, check=check, around=around, alone=alone)
+    with _set_aside(target):
+        put_on(source, target, known=known, judge=judge, check=check, around=around, alone=alone)
     return target
+
+
+@contextmanager
+def _set_aside(model: nn.Module) -> Iterator[None]:
+    """While a plan is put on a model, take off what `model.compile()` put there; it stays in the plan's runtime."""
+    compiled = compiled_call(model)
+    if compiled is not None:
+        replace_call(model, None)
+    try:
+        yield
+    finally:
+        if compiled is not None and (runtime := attached(model)) is None:
+            replace_call(model, compiled)
+        elif compiled is not None and runtime is not None:
+            runtime.aside = compiled
+
+
+def remove(model: nn.Module) -> nn.Module:
+    """Take the plan off a model, which is then compiled as it was before; ApplyError where no plan is on."""
+    model = unwrapped(model)
+    runtime = attached(model)
+    detach(model)
+    if runtime is not None and runtime.aside is not None:
+        replace_call(model, runtime.aside)
+    return model
 
 
 def _target(request: Request, model: Any) -> nn.Module:
     """The model that a plan goes on; ApplyError where it is not the one that the plan was made for."""
-    target = request.model if model is None else model
+    target = request.model if model is None else unwrapped(model)
     if not isinstance(target, nn.Module):
         raise ApplyError(f"apply() needs a torch.nn.Module; it was given {target!r} of type {type(target).__name__}")
     if target is not request.model:

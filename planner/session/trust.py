@@ -7,14 +7,11 @@ from dataclasses import replace
 
 import torch
 
-from planner.core.options import GB
-from planner.core.recipe import Recipe
+from planner.core.recipe import PlannedRegion, Recipe
 from planner.errors import InfeasibleBudgetError, PlanWarning
-from planner.inductor.realise import DRAWS
 from planner.planning.inductor import in_aten
 from planner.planning.pipeline import make_plan
 from planner.requests.planned import Planned
-from planner.requests.request import Request
 from planner.session.verify import compare, gradients_of
 
 
@@ -27,12 +24,13 @@ def trusted(planned: Planned) -> Planned:
         InfeasibleBudgetError: the gradients are wrong, and mode "aten" needs more than the budget.
     """
     recipe, request = planned.record.recipe, planned.request
-    if not isinstance(recipe, Recipe) or planned.captured is None or not _fused(recipe) or request.args is None:
+    regions = _fused(recipe) if isinstance(recipe, Recipe) else []
+    if not regions or request.args is None:
         return planned
-    draws = any(op.keep_because == DRAWS for region in planned.captured.regions for op in region.ops)
-    if draws and not planned.record.overhead:
+    draws = any(r.draws for r in regions)
+    if draws and all(r.own for r in regions):
         return planned
-    other = _roomy(planned, request) if draws else _op_by_op(planned)
+    other = _own(planned) if draws else _op_by_op(planned)
     with_what = "Inductor with everything kept" if draws else "mode='aten'"
     try:
         error, agree = compare(gradients_of(planned), gradients_of(other))
@@ -48,8 +46,8 @@ def trusted(planned: Planned) -> Planned:
     return _noted(make_plan(in_aten(request)), f"{text[:1].upper()}{text[1:]}.")
 
 
-def _fused(recipe: Recipe) -> bool:
-    return any(r is not None and r.realised is not None for calls in recipe.calls.values() for r in calls)
+def _fused(recipe: Recipe) -> list[PlannedRegion]:
+    return [r for calls in recipe.calls.values() for r in calls if r is not None and r.realised is not None]
 
 
 def _noted(planned: Planned, note: str) -> Planned:
@@ -57,14 +55,21 @@ def _noted(planned: Planned, note: str) -> Planned:
 
 
 def _op_by_op(planned: Planned) -> Planned:
-    """A plan in mode "aten", within the same budget if there is one."""
+    """A plan in mode "aten", within the same budget if there is one; any schedule will do."""
     asked = in_aten(planned.request)
-    try:
-        return make_plan(asked)
-    except InfeasibleBudgetError as e:
-        return make_plan(replace(asked, budget_gb=e.minimum_gb))
+    quick = replace(asked, options=replace(asked.options, solver="chen"))
+    for request in (quick, asked):
+        try:
+            return make_plan(request)
+        except InfeasibleBudgetError as e:
+            least = e.minimum_gb
+    return make_plan(replace(asked, budget_gb=least))
 
 
-def _roomy(planned: Planned, request: Request) -> Planned:
-    """The same step by Inductor, with everything kept."""
-    return make_plan(replace(request, budget_gb=2 * planned.record.baseline_peak_bytes / GB))
+def _own(planned: Planned) -> Planned:
+    """The same step by Inductor's own partition, as torch.compile runs it."""
+    recipe = planned.record.recipe
+    assert isinstance(recipe, Recipe)
+    calls = {key: tuple(r and replace(r, own=True) for r in order) for key, order in recipe.calls.items()}
+    record = replace(planned.record, recipe=replace(recipe, calls=calls))
+    return replace(planned, record=record)
