@@ -47,6 +47,7 @@ def plan(
     keep: Sequence[str] = (),
     mode: Mode = "aten",
     in_flight: int = 1,
+    step_in_backward: bool = False,
     on_failure: OnFailure = "raise",
     known: Plan | str | os.PathLike[str] | None = None,
 ) -> Plan:
@@ -97,6 +98,10 @@ def plan(
             of a pipeline, or of a loop that calls the model several times before `backward()`. What each of them keeps
             is counted, and part of what is decided. Without `accumulate`, so many forward passes run, then as many
             backward passes; with it, gradients are there already while as many wait.
+        step_in_backward: whether `optimizer`, an object of `torch.optim`, steps each parameter in the backward pass, as
+            soon as its gradient is whole; that is freed then, and no gradient waits for the others. `optimizer.step()`
+            and `zero_grad()` stay in the loop and do nothing more. Whatever reads or adds up gradients (clipping,
+            scaling, accumulation) is refused with an error that says so.
         on_failure: what becomes of a model that cannot be planned: "raise" ends in an error, before its first step;
             "warn" lets it train as it is, after one PlanWarning that says why. Arguments that cannot be used are errors
             either way.

@@ -112,6 +112,11 @@ def runs_in_this_pass(node: Node) -> bool:
     return torch._C._will_engine_execute_node(node)
 
 
+def comes_to_leaves(node: Node) -> bool:
+    """In a backward pass: whether it comes to every leaf whose gradient a node gives; see `runs_in_this_pass`."""
+    return all(runs_in_this_pass(n) for n, _ in node.next_functions if n is not None and "AccumulateGrad" in n.name())
+
+
 def compiled_node(t: Any) -> Any:
     """Autograd's node of a compiled graph that a tensor comes right out of; None for another tensor, and for a view."""
     if not isinstance(t, torch.Tensor) or t.grad_fn is None or t._is_view():

@@ -291,6 +291,18 @@ class Options:
             "microbatches in flight",
         ),
     )
+    step_in_backward: bool = option(
+        False,
+        About(
+            _unless(
+                lambda x: isinstance(x, bool),
+                "must be True where the optimizer is to step in the backward pass, or False",
+            ),
+            Flag("the optimizer steps each parameter as soon as its gradient is whole", kind=bool),
+            "steps in the backward pass",
+            _yes,
+        ),
+    )
     on_failure: OnFailure = option(
         "raise",
         About(
@@ -320,6 +332,7 @@ class OptionArguments(TypedDict, total=False):
     dynamic: Dynamic
     keep: Sequence[str]
     in_flight: int
+    step_in_backward: bool
 
 
 def check_values(options: Options) -> None:

@@ -55,10 +55,12 @@ class Runtime(Applied):
         shapes: Shapes,
         checkpoints: Checkpoints = "replace",
         *,
+        step_in_backward: bool = False,
         alone: bool = False,
     ) -> None:
         super().__init__(model, provider, alone=alone)
         self.checkpoints = checkpoints
+        self.step_in_backward = step_in_backward
         self.shapes = shapes
         self.serving: dict[Signature, Family] = {}
         self.ways: dict[Signature, list[PlanRecord]] = {}
@@ -90,12 +92,12 @@ class Runtime(Applied):
             own.traced = True
             return dynamo_settings()
 
-        return compile_call(
-            self.model, make_backend(self.regions.serving(recipe), op_by_op(self.checkpoints)), settings
-        )
+        compiler = op_by_op(self.checkpoints, step_in_backward=self.step_in_backward)
+        return compile_call(self.model, make_backend(self.regions.serving(recipe), compiler), settings)
 
     def like(self, model: nn.Module) -> Runtime:
-        copied = Runtime(model, self.provider, self.shapes.without_families(), self.checkpoints)
+        shapes, steps = self.shapes.without_families(), self.step_in_backward
+        copied = Runtime(model, self.provider, shapes, self.checkpoints, step_in_backward=steps)
         copied.plans = {signature: plan for signature, plan in self.plans.items() if signature not in self.serving}
         copied.newest = self.newest and self.newest.of(model)
         for kind, families in self.shapes.families.items():
