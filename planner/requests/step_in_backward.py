@@ -52,13 +52,11 @@ def refuse_step_in_backward(options: Options, optimizer: object, model: nn.Modul
 def _unable(optimizer: optim.Optimizer, model: nn.Module) -> dict[str, bool]:
     """What of the model's parameters does not go with it, in words, and whether there are such."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    there = trained_by(optimizer)
+    kind, there = type(optimizer).__name__, trained_by(optimizer)
     used = Counter(s for t in (*model.parameters(), *model.buffers()) for s in storages(t))
     shared = [name for name, p in trained.items() if any(used[s] > 1 for s in storages(p))]
     found = {
-        f"parameters that {type(optimizer).__name__} lacks": [
-            name for name, p in trained.items() if id(p) not in there
-        ],
+        f"parameters that {kind} lacks": [name for name, p in trained.items() if id(p) not in there],
         "hooks on gradients of parameters": [name for name, p in trained.items() if has_gradient_hooks(p)],
         "parameters that share their storage": shared,
     }

@@ -82,8 +82,8 @@ def put_on(
     attach(target, runtime)
     _TRAINED_BY.pop(target, None)
     optimizer = request.optimizer
-    if request.options.step_in_backward and isinstance(optimizer, optim.Optimizer):
-        runtime.stepping = Stepping(target, optimizer, runtime.waiting)
+    if isinstance(runtime, Runtime) and runtime.step_in_backward and isinstance(optimizer, optim.Optimizer):
+        runtime.stepping = Stepping(target, optimizer, runtime.regions.others_waiting)
         runtime.watched = watch(target, lambda: False)
     elif request.occupancy is None and request.options.in_flight == 1:
         _watch_entries(target, runtime, request, judge, check)

@@ -13,9 +13,9 @@ from torch.fx.node import has_side_effect
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from planner.compat.autograd import (
-    comes_to_leaves,
     graph_is_kept,
     hooks_of,
+    is_backward_call,
     post_accumulate_hooks,
     running_node,
     running_pass,
@@ -73,12 +73,13 @@ class Stepping:
     Args:
         model: whose parameters.
         optimizer: has all of them that need gradients, and their state; it is not kept alive.
-        waiting: how many calls of the model have not had their backward pass, the one that runs counted.
+        waiting: a method: autograd's node -> how many calls of the model beside its own wait for their backward pass;
+            what it is of is not kept alive.
     """
 
-    def __init__(self, model: nn.Module, optimizer: optim.Optimizer, waiting: Callable[[], int]) -> None:
+    def __init__(self, model: nn.Module, optimizer: optim.Optimizer, waiting: Callable[[Any], int]) -> None:
         self._model, self._optimizer = weakref.ref(model), weakref.ref(optimizer)
-        self._waiting = waiting
+        self._waiting = weakref.WeakMethod(waiting)
         self._pass = -1  # the number of the latest backward pass
         self._group_of: Mapping[int, dict[str, Any]] = {}
         for p in model.parameters():
@@ -134,14 +135,15 @@ class Stepping:
                 "gradients are there that neither optimizer.step() nor zero_grad() has cleared, and a gradient that is "
                 "used at once cannot be added to others (gradient accumulation)"
             )
-        if self._waiting() > 1:
+        waiting = self._waiting()
+        if waiting is not None and waiting(running_node()):
             return (
-                f"{self._waiting()} calls of the model wait for their backward pass, and a step changes the weights "
-                "that the others were computed with (call the model under no_grad() where no gradient is taken)"
+                "another call of the model waits for its backward pass, and a step changes the weights that it was "
+                "computed with (call the model under no_grad() where no gradient is taken)"
             )
         if graph_is_kept():
             return "the backward pass keeps its graph (retain_graph=True), whose weights are changed as it runs"
-        if not comes_to_leaves(running_node()):
+        if not is_backward_call(running_node()):
             return "torch.autograd.grad, or backward(inputs=...), asks for some gradients and not for a step"
         if any(map(has_gradient_hooks, trained)):
             return "a parameter has a hook on its gradient, which would not run"
