@@ -18,6 +18,7 @@ from planner.core.call import here, storages
 from planner.errors import OptionError
 from planner.stepping.step import step_of
 
+NUMBERS = 64  # bytes: the tensors that a CPU makes of the numbers which ops take, and fake tensors do not; 8 bytes each
 FORMS = {"foreach": {"foreach": True}, "fused": {"fused": True}, "forloop": {"foreach": False}}
 
 
@@ -90,9 +91,9 @@ def optimizer_memory(
 
 
 def step_workspace(optimizer: optim.Optimizer, group: Mapping[str, Any], parameter: torch.Tensor, *, cuda: bool) -> int:
-    """Bytes that a step of one parameter alone, by the options of its group, holds beside its state."""
+    """Bytes that a step of one parameter alone, by the options of its group, holds beside its state, or hardly less."""
     groups = [{**group, "params": [parameter]}]
-    return _two_steps(type(optimizer), optimizer.defaults, groups, cuda).step
+    return _two_steps(type(optimizer), optimizer.defaults, groups, cuda).step + (0 if cuda else NUMBERS)
 
 
 def _named(name: str) -> tuple[type[optim.Optimizer], dict[str, Any]]:
