@@ -1,6 +1,8 @@
 """The optimizer inside the backward pass: the same training, to the bit, without gradients that wait for it."""
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from functools import partial
 
@@ -360,10 +362,30 @@ def test_a_step_waits_for_all_that_may_be_computed_from_its_parameter():
     assert graph.output_node().args[0] == (out, None, None)
 
 
-def test_the_plan_says_so():
+def test_a_plan_may_wait_for_the_first_step_and_keeps_no_model_alive():
+    model = seeded(partial(mlp, 128, 6))
+    optimizer, batch = optim.SGD(model.parameters(), lr=0.1), torch.randn(2, 128)
+    parameters = sum(p.nbytes for p in model.parameters())
+    asked = {"loss_fn": torch.mean, "optimizer": optimizer, "step_in_backward": True, "progress": False}
+    p = plan(model, budget_gb=1.5 * parameters / 2**30, **asked)  # gradients of all would not fit
+    p.apply()
+    for _ in range(2):
+        model(batch).mean().backward()
+        optimizer.step()
+    held = weakref.ref(model[0].weight)
+    del model, optimizer, p, asked
+    gc.collect()
+    assert held() is None
+
+
+def test_the_plan_says_so(tmp_path):
     model = nn.Linear(4, 4)
     optimizer = optim.SGD(model.parameters(), lr=0.1)
     asked = {"budget_gb": 1, "loss_fn": torch.mean, "optimizer": optimizer, "progress": False}
     usual, stepping = (plan(model, torch.zeros(2, 4), step_in_backward=given, **asked) for given in (False, True))
     assert "steps in the backward pass" in str(planner.compare(usual, stepping))
     assert "optimizer step" not in stepping.phase_peaks
+    stepping.save(tmp_path / "plan.json")
+    filed = planner.Plan.load(tmp_path / "plan.json")
+    with pytest.raises(OptionError, match="needs the optimizer that steps"):
+        filed.apply(model)

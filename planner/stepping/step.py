@@ -81,7 +81,7 @@ class Stepping:
         self._model, self._optimizer = weakref.ref(model), weakref.ref(optimizer)
         self._waiting = weakref.WeakMethod(waiting)
         self._pass = -1  # the number of the latest backward pass
-        self._group_of: Mapping[int, dict[str, Any]] = {}
+        self._group_of: dict[int, int] = {}  # id of a parameter -> number of its group, which would keep it alive
         for p in model.parameters():
             if p.requires_grad:
                 _STEPPED[p] = self
@@ -105,14 +105,14 @@ class Stepping:
         if running_pass() != self._pass:
             self._begin(optimizer)
             self._pass = running_pass()
-        group = self._group_of.get(id(parameter))
-        if group is None or not is_clear(parameter.grad):
-            what = "is not in the optimizer any more" if group is None else "gets a gradient from elsewhere, too"
+        at = self._group_of.get(id(parameter))
+        if at is None or not is_clear(parameter.grad):
+            what = "is not in the optimizer any more" if at is None else "gets a gradient from elsewhere, too"
             raise ApplyError(
                 f"a parameter of shape {tuple(parameter.shape)} {what}, so that it cannot be stepped in the backward "
                 "pass. Others are stepped already. Plan with step_in_backward=False"
             )
-        with _alone(optimizer, group, parameter):
+        with _alone(optimizer, optimizer.param_groups[at], parameter):
             parameter.grad = gradient
             step_of(type(optimizer))(optimizer)
         parameter.grad = spent(parameter)
@@ -126,7 +126,7 @@ class Stepping:
                 f"step_in_backward=True: {wrong}. No parameter was stepped in this backward pass. Change that, or "
                 "plan with step_in_backward=False; the next step trains by the plan after zero_grad()"
             )
-        self._group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        self._group_of = {id(p): at for at, group in enumerate(optimizer.param_groups) for p in group["params"]}
 
     def _wrong(self, trained: list[nn.Parameter]) -> str:
         """What is wrong with stepping in this backward pass, in words; empty for nothing."""
