@@ -22,7 +22,6 @@ from planner.capture.trace.state_guard import fakes_forgotten
 from planner.capture.trace.step import TrainingGraph, capture
 from planner.codegen.emit import emit, keep_everything
 from planner.compat.dispatch import lasting_modes_off
-from planner.core.options import Options
 from planner.core.plan import GraphModules
 from planner.core.recipe import PlannedRegion, Recipe
 from planner.core.step import Pass, Step, replay, run_passes
@@ -46,7 +45,7 @@ from planner.planning.fragmentation import solve_with_margin
 from planner.planning.inductor import in_aten, make_inductor_plan, without_inductor
 from planner.planning.outside import outside_loss
 from planner.planning.record import record_of
-from planner.planning.steps import refuse_unsafe_steps, with_steps
+from planner.planning.steps import with_steps
 from planner.requests.inductor import refuse_inductor
 from planner.requests.planned import Filed, Known, Planned, source_of
 from planner.requests.request import Request
@@ -89,8 +88,6 @@ def make_plan(
             return replace(planned, record=replace(planned.record, note=f"{planned.record.note} {why}".strip()))
         with collector_paused():
             graph = captured or graph_of(request)
-            if request.options.step_in_backward:
-                refuse_unsafe_steps(graph)
             with eager_attention_as_on(card):
                 graph = replace(graph, eager=eager_step(request))
     solve_here = partial(_solve, request=request, graph=graph, others=others, known=known, must_match=must_match)
@@ -107,10 +104,11 @@ def graph_of(request: Request, compiler: GraphCompiler | None = None) -> Trainin
             shown.update()
             return keep_everything(region)
 
-        card = request.device if request.foreign else None
+        card, options = request.device if request.foreign else None, request.options
+        own = op_by_op(options.checkpoints, step_in_backward=options.step_in_backward)
         try:
             with attention_as_on(card), planned_for((request.device if request.foreign else request.model_device).type):
-                return _graph_of(request, split, compiler or _compiler(request.options))
+                return _graph_of(request, split, compiler or own)
         except (PlannerError, torch.OutOfMemoryError):
             raise
         except Exception as e:
@@ -118,10 +116,6 @@ def graph_of(request: Request, compiler: GraphCompiler | None = None) -> Trainin
                 f"{type(request.model).__name__} cannot be captured: {type(e).__name__}: {e}. Plan with mode='eager', "
                 "or a submodule of it"
             ) from e
-
-
-def _compiler(options: Options) -> GraphCompiler:
-    return op_by_op(options.checkpoints, step_in_backward=options.step_in_backward)
 
 
 def _graph_of(request: Request, split: Partition, compiler: GraphCompiler) -> TrainingGraph:
@@ -166,8 +160,7 @@ def lower(
     account, optimizer_step = account_of(request)
     if loss.read:
         account |= {TARGETS: loss.read}
-    groups = groups_of(request.model)
-    options = request.options
+    groups, options = groups_of(request.model), request.options
     settings = BuildSettings(
         account=account,
         modules={name for name, _ in request.model.named_modules()},
@@ -188,10 +181,7 @@ def lower(
     if estimates is None:
         timed = request.costs == "measured"
         estimates = estimate(graph.regions, device, measure_on=here, timed=timed, progress=options.progress)
-    if options.step_in_backward:
-        assert isinstance(request.optimizer, torch.optim.Optimizer)
-        estimates = with_steps(graph.regions, estimates, request.optimizer, cuda=device.caches)
-    step = build(graph.regions, estimates, graph.links, settings)
+    step = build(graph.regions, with_steps(request, graph, estimates), graph.links, settings)
     if not planned_before:
         refuse_unmatched(places(step), options.keep, settings.modules)
     passes: list[Pass] = [

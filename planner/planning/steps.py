@@ -17,15 +17,23 @@ from planner.core.call import here
 from planner.costs.ops import OpEstimate
 from planner.costs.optimizer import step_workspace
 from planner.errors import CaptureError
+from planner.requests.request import Request
 
 
 def with_steps(
-    regions: Sequence[Region], estimates: Sequence[Sequence[OpEstimate]], optimizer: optim.Optimizer, *, cuda: bool
-) -> list[list[OpEstimate]]:
+    request: Request, graph: TrainingGraph, estimates: Sequence[Sequence[OpEstimate]]
+) -> Sequence[Sequence[OpEstimate]]:
     """The estimates, those of steps with the temporaries that the optimizer takes for that parameter.
 
     Parameters of equal layout may be in groups of several options: the one that takes the most counts.
+
+    Raises:
+        CaptureError: a parameter would be stepped before all of its gradient is there.
     """
+    optimizer = request.optimizer
+    if not request.options.step_in_backward or not isinstance(optimizer, optim.Optimizer):
+        return estimates
+    _refuse_unsafe(graph)
     groups: dict[Any, list[tuple[torch.Tensor, dict[str, Any]]]] = {}
     for group in optimizer.param_groups:
         for p in group["params"]:
@@ -35,13 +43,13 @@ def with_steps(
 
     @cache
     def workspace(layout: Any) -> int:
-        return max(step_workspace(optimizer, group, p, cuda=cuda) for p, group in groups[layout])
+        return max(step_workspace(optimizer, group, p, cuda=request.device.caches) for p, group in groups[layout])
 
     def of(region: Region, i: int, known: OpEstimate) -> OpEstimate:
         node: Any = region.ops[i].node
         return replace(known, workspace=workspace(_layout(node.args[0].meta["val"]))) if is_step(node) else known
 
-    pairs = zip(regions, estimates, strict=True)
+    pairs = zip(graph.regions, estimates, strict=True)
     return [[of(region, i, known) for i, known in enumerate(each)] for region, each in pairs]
 
 
@@ -50,11 +58,8 @@ def _layout(t: torch.Tensor) -> tuple[object, ...]:
     return tuple(t.shape), t.stride(), t.dtype
 
 
-def refuse_unsafe_steps(graph: TrainingGraph) -> None:
-    """Raise CaptureError where a parameter would be stepped before all of its gradient is there.
-
-    It is used in several captured graphs, in several calls of one, or by code that runs between the graphs.
-    """
+def _refuse_unsafe(graph: TrainingGraph) -> None:
+    """Refuse a parameter in several captured graphs, in several calls of one, or in code that runs between them."""
     shared = [link for link in graph.links if link.producer is None]
     outside = [region for region in graph.regions if not region.fingerprint]
     named = [n for region in outside for n in region.primals if isinstance(n.meta["val"], nn.Parameter)]
