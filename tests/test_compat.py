@@ -172,6 +172,23 @@ def test_wrapper_subclasses_are_told_from_plain_tensors():
     assert not tensors.is_traceable_wrapper_subclass(torch.ones(2))
 
 
+def test_a_tensor_without_memory_stands_for_another_and_may_be_its_gradient():
+    class Refusing(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            raise RuntimeError("refused")
+
+    p = torch.nn.Parameter(torch.randn(4, 3).t())
+    t = tensors.without_memory(Refusing, p.detach())
+    p.grad = t
+    assert p.grad is t
+    assert (t.shape, t.stride(), t.dtype) == (p.shape, p.stride(), p.dtype)
+    with pytest.raises(RuntimeError, match="invalid python storage"):
+        t.untyped_storage().data_ptr()
+    with pytest.raises(RuntimeError, match="refused"):
+        t + 1
+
+
 def test_trees_are_mapped_with_paths():
     tree = ({"a": 1}, [2, 3])
     assert pytree.tree_leaves(tree) == [1, 2, 3]
@@ -661,6 +678,28 @@ def test_a_backward_pass_has_a_number_and_comes_to_leaves_that_are_not_asked_for
     assert (reached, asked) == (True, False)
     assert len(autograd.hooks_of(y)) == 1
     assert autograd.hooks_of(x) == {}
+
+
+def test_a_compiled_graph_saves_a_parameter_as_itself_and_tells_who_runs_its_backward_pass():
+    seen = []
+
+    class Watched(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, p):
+            ctx.save_for_backward(p)
+            return p * 2
+
+        @staticmethod
+        def backward(ctx, gradient):
+            seen.append((ctx.saved_tensors[0], autograd.is_backward_call(autograd.running_node())))
+            return gradient
+
+    p = torch.nn.Parameter(torch.randn(3))
+    Watched.apply(p).sum().backward()
+    torch.autograd.grad(Watched.apply(p).sum(), p)
+    (one, backward), (_, asked) = seen
+    assert one is p
+    assert (backward, asked) == (True, False)
 
 
 @pytest.mark.parametrize("defined", [True, False])

@@ -51,6 +51,7 @@ def plan(
     offload: Offload | None = None,
     host_gb: float | None = None,
     offload_dir: str | None = None,
+    step_in_backward: bool = False,
     on_failure: OnFailure = "raise",
     known: Plan | str | os.PathLike[str] | None = None,
 ) -> Plan:
@@ -114,6 +115,10 @@ def plan(
         host_gb: the most that may lie there at once, in GB; None for what is free.
         offload_dir: the folder of offload="disk", in a file without a name that nothing leaves behind; None for that of
             temporary files.
+        step_in_backward: whether `optimizer`, an object of `torch.optim`, steps each parameter in the backward pass, as
+            soon as its gradient is whole; that is freed then, and no gradient waits for the others. `optimizer.step()`
+            and `zero_grad()` stay in the loop and do nothing more. Whatever reads or adds up gradients (clipping,
+            scaling, accumulation) is refused with an error that says so.
         on_failure: what becomes of a model that cannot be planned: "raise" ends in an error, before its first step;
             "warn" lets it train as it is, after one PlanWarning that says why. Arguments that cannot be used are errors
             either way.

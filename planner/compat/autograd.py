@@ -112,6 +112,18 @@ def runs_in_this_pass(node: Node) -> bool:
     return torch._C._will_engine_execute_node(node)
 
 
+def is_backward_call(node: Node) -> bool:
+    """In a node of a backward pass: whether `backward()` runs it, for the gradients of all leaves.
+
+    Other than in `runs_in_this_pass`, `torch.autograd.grad` is told where it asks for leaves, too: there torch raises.
+    """
+    leaves = [n for n, _ in node.next_functions if n is not None and "AccumulateGrad" in n.name()]
+    try:
+        return all(map(runs_in_this_pass, leaves))
+    except RuntimeError:
+        return False
+
+
 def compiled_node(t: Any) -> Any:
     """Autograd's node of a compiled graph that a tensor comes right out of; None for another tensor, and for a view."""
     if not isinstance(t, torch.Tensor) or t.grad_fn is None or t._is_view():

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-__all__ = ["TorchDispatchMode", "is_traceable_wrapper_subclass", "no_dispatch", "storage_key", "version_of", "viewed"]
+__all__ = [
+    "TorchDispatchMode",
+    "is_traceable_wrapper_subclass",
+    "no_dispatch",
+    "storage_key",
+    "version_of",
+    "viewed",
+    "without_memory",
+]
+
+Wrapper = TypeVar("Wrapper", bound=torch.Tensor)
 
 
 def storage_key(t: torch.Tensor) -> int:
@@ -21,6 +33,16 @@ def storage_key(t: torch.Tensor) -> int:
 def viewed(t: torch.Tensor) -> torch.Tensor | None:
     """The tensor that a differentiable view is of (`Tensor._base`, torch 2.11 to 2.15); None for what is no view."""
     return t._base
+
+
+def without_memory(kind: type[Wrapper], like: torch.Tensor) -> Wrapper:
+    """A tensor of a class that has `__torch_dispatch__`, with the shape, strides, dtype and device of another one, and
+    no storage (`Tensor._make_wrapper_subclass`, 2.11 to 2.15).
+    """
+    made: Wrapper = torch.Tensor._make_wrapper_subclass(
+        kind, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
+    )
+    return made
 
 
 def version_of(t: torch.Tensor) -> int:

@@ -326,6 +326,18 @@ class Options:
             Flag("the folder of offload='disk' (default: that of temporary files)", "FOLDER"),
         ),
     )
+    step_in_backward: bool = option(
+        False,
+        About(
+            _unless(
+                lambda x: isinstance(x, bool),
+                "must be True where the optimizer is to step in the backward pass, or False",
+            ),
+            Flag("the optimizer steps each parameter as soon as its gradient is whole", kind=bool),
+            "steps in the backward pass",
+            _yes,
+        ),
+    )
     on_failure: OnFailure = option(
         "raise",
         About(
@@ -359,6 +371,7 @@ class OptionArguments(TypedDict, total=False):
     offload: Offload | None
     host_gb: float | None
     offload_dir: str | None
+    step_in_backward: bool
 
 
 def check_values(options: Options) -> None:

@@ -46,7 +46,8 @@ def account_of(request: Request) -> tuple[dict[str, int], int | None]:
         lines["NCCL buffers"] = buffers
     if others := request.loop.beside + request.loop.around:
         lines[OTHERS] = others
-    counted = bool(request.optimizers) or OPTIMIZER_STEP in given
+    # in the backward pass, each parameter's step is an op of its own
+    counted = OPTIMIZER_STEP in given or (bool(request.optimizers) and not request.options.step_in_backward)
     step = given.pop(OPTIMIZER_STEP, -(-optimizer.step // request.options.shard))
     return {**lines, **given}, step if counted else None
 

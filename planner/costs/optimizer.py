@@ -16,7 +16,9 @@ from planner.compat import pytree
 from planner.compat.fake import FakeTensorMode
 from planner.core.call import here, storages
 from planner.errors import OptionError
+from planner.stepping.step import step_of
 
+NUMBERS = 64  # bytes: the tensors that a CPU makes of the numbers which ops take, and fake tensors do not; 8 bytes each
 FORMS = {"foreach": {"foreach": True}, "fused": {"fused": True}, "forloop": {"foreach": False}}
 
 
@@ -88,6 +90,12 @@ def optimizer_memory(
         return OptimizerMemory(nbytes, 0)
 
 
+def step_workspace(optimizer: optim.Optimizer, group: Mapping[str, Any], parameter: torch.Tensor, *, cuda: bool) -> int:
+    """Bytes that a step of one parameter alone, by the options of its group, holds beside its state, or hardly less."""
+    groups = [{**group, "params": [parameter]}]
+    return _two_steps(type(optimizer), optimizer.defaults, groups, cuda).step + (0 if cuda else NUMBERS)
+
+
 def _named(name: str) -> tuple[type[optim.Optimizer], dict[str, Any]]:
     """A name's class and options."""
     # optimizers that need a closure or sparse gradients cannot be tried, nor train most models
@@ -124,9 +132,7 @@ def _two_steps(
             for group in twin.param_groups:
                 if cuda and _foreach_by_default(kind, group):
                     group["foreach"] = True
-            step: Any = kind.step
-            if hasattr(step, "hooked"):
-                step = step.__wrapped__  # torch wraps it to call hooks, of which some are global
+            step = step_of(kind)
             step(twin)
             step(twin)
     return OptimizerMemory(

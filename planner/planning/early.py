@@ -18,7 +18,7 @@ def refuse_hopeless(request: Request) -> None:
         lines, _ = account_of(request)
     except OptionError:
         return
-    if not request.gradients_copied:
+    if not request.gradients_copied and not request.options.step_in_backward:
         trained = (p for p in parameters_of(request.model) if p.requires_grad)
         lines = {**lines, "gradients": storage_bytes(trained, request.options.shard)}
     least = sum(lines.values())

@@ -49,6 +49,7 @@ from planner.planning.pieces import Solved, as_in, described, solve_in_pieces
 from planner.planning.pieces import in_words as pieces_in_words
 from planner.planning.recipe import recipe_of, room_taken
 from planner.planning.record import record_of
+from planner.planning.steps import with_steps
 from planner.requests.inductor import refuse_inductor
 from planner.requests.planned import Filed, Known, Planned, source_of
 from planner.requests.request import Request
@@ -115,10 +116,11 @@ def graph_of(request: Request, compiler: GraphCompiler | None = None) -> Trainin
             shown.update()
             return keep_everything(region)
 
-        card = request.device if request.foreign else None
+        card, options = request.device if request.foreign else None, request.options
+        own = op_by_op(options.checkpoints, step_in_backward=options.step_in_backward)
         try:
             with attention_as_on(card), planned_for((request.device if request.foreign else request.model_device).type):
-                return _graph_of(request, split, compiler or op_by_op(request.options.checkpoints))
+                return _graph_of(request, split, compiler or own)
         except (PlannerError, torch.OutOfMemoryError):
             raise
         except Exception as e:
@@ -170,8 +172,7 @@ def lower(
     account, optimizer_step = account_of(request)
     if loss.read:
         account |= {TARGETS: loss.read}
-    groups = groups_of(request.model)
-    options = request.options
+    groups, options = groups_of(request.model), request.options
     settings = BuildSettings(
         account=account,
         modules={name for name, _ in request.model.named_modules()},
@@ -191,7 +192,7 @@ def lower(
     if estimates is None:
         timed = request.costs == "measured"
         estimates = estimate(graph.regions, device, measure_on=here, timed=timed, progress=options.progress)
-    step = build(graph.regions, estimates, graph.links, settings)
+    step = build(graph.regions, with_steps(request, graph, estimates), graph.links, settings)
     if not planned_before:
         refuse_unmatched(places(step), options.keep, settings.modules)
     passes: list[Pass] = [

@@ -30,6 +30,7 @@ from planner.requests.inductor import refuse_inductor
 from planner.requests.offload import refuse_offload
 from planner.requests.optimizers import check_optimizer, optimizers_of, weakly
 from planner.requests.request import Request
+from planner.requests.step_in_backward import refuse_step_in_backward
 
 
 def check(
@@ -60,6 +61,7 @@ def check(
     refuse_inductor(options, target[1].type)
     refuse_offload(options, target[1].type)
     check_optimizer(given.get("optimizer"), model)
+    refuse_step_in_backward(options, given.get("optimizer"), model)
     check_loss_fn(loss_fn)
     warn_on_gpu(model, target[0], options)
     if kwargs is not None and not isinstance(kwargs, Mapping):

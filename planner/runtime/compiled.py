@@ -63,10 +63,12 @@ class Runtime(Applied):
         checkpoints: Checkpoints = "replace",
         *,
         stores: Callable[[], Store | None] = lambda: None,
+        step_in_backward: bool = False,
         alone: bool = False,
     ) -> None:
         super().__init__(model, provider, alone=alone)
         self.checkpoints, self.stores = checkpoints, stores
+        self.step_in_backward = step_in_backward
         self.shapes = shapes
         self.serving: dict[Signature, Family] = {}
         self.came: Counter[Signature] = Counter()
@@ -99,13 +101,12 @@ class Runtime(Applied):
             own.traced = True
             return dynamo_settings()
 
-        return compile_call(
-            self.model, make_backend(self.regions.serving(recipe), op_by_op(self.checkpoints)), settings
-        )
+        compiler = op_by_op(self.checkpoints, step_in_backward=self.step_in_backward)
+        return compile_call(self.model, make_backend(self.regions.serving(recipe), compiler), settings)
 
     def like(self, model: nn.Module) -> Runtime:
-        shapes = self.shapes.without_families()
-        copied = Runtime(model, self.provider, shapes, self.checkpoints, stores=self.stores)
+        shapes, steps = self.shapes.without_families(), self.step_in_backward
+        copied = Runtime(model, self.provider, shapes, self.checkpoints, stores=self.stores, step_in_backward=steps)
         copied.plans = {signature: plan for signature, plan in self.plans.items() if signature not in self.serving}
         copied.newest = self.newest and self.newest.of(model)
         for kind, families in self.shapes.families.items():

@@ -28,6 +28,7 @@ from planner.runtime.modes import redirected, refuse_compiled, refuse_transforme
 from planner.runtime.recorder import Recorder
 from planner.runtime.signature import ModelState, Signature, Walk, call_signature, walk
 from planner.runtime.watch import Watch
+from planner.stepping.step import Stepping
 
 # Where a model keeps its runtime beside `_compiled_call_impl`, which its copies lose. Python calls an object by its
 # class's `__call__`; torch.compile, around a planned model, goes past the plan unless the object has one as well.
@@ -68,6 +69,7 @@ class Applied:
         self._reported = False  # whether the first step was reported
         self.watched: Handle | None = None  # warns where the model trains and is not called
         self.points: list[EntryPoint] = []  # that see where the loop goes into the model without calling it
+        self.stepping: Stepping | None = None  # steps the model's parameters in the backward pass
         self.lock = threading.RLock()  # threads take turns in the forward pass
         self.call_eagerly = call_of(model)
 
@@ -277,6 +279,8 @@ def detach(model: nn.Module) -> None:
     if not isinstance(runtime, Applied):
         raise ApplyError(f"no plan is applied to this {type(model).__name__}")
     runtime.unwatch()
+    if runtime.stepping is not None:
+        runtime.stepping.end()
     put(model, None)
 
 

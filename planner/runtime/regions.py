@@ -71,6 +71,11 @@ class Regions:
         self.nodes = [(call, node) for call, node in self.nodes if waits(node)]
         return len({call for call, _ in self.nodes})
 
+    def others_waiting(self, node: Any) -> int:
+        """How many calls of the model wait for their backward pass, beside the one that a node is of."""
+        own = {call for call, held in self.nodes if held() is node}
+        return len({call for call, held in self.nodes if waits(held)} - own)
+
     def call_begins(self) -> None:
         """The model is called."""
         self.calls.clear()

@@ -22,6 +22,7 @@ from planner.costs.measured_ops import measure
 from planner.requests.optimizers import trained_by
 from planner.runtime.recorded import loss_seen, stays
 from planner.runtime.recorder import Recorder
+from planner.stepping.spent import SpentGradient
 
 TRIES = 3  # steps in which nothing could be recorded, before no more are tried
 
@@ -182,7 +183,7 @@ class Watch:
         Those that an optimizer has used, and that nothing has changed since, are expected to be cleared before the
         backward pass.
         """
-        there = [(p, p.grad) for p in parameters if p.grad is not None]
+        there = [(p, p.grad) for p in parameters if p.grad is not None and not isinstance(p.grad, SpentGradient)]
         if not there:
             self._used.clear()
             return None

@@ -21,6 +21,7 @@ from planner.requests.compiled import unwrapped
 from planner.requests.inductor import refuse_inductor
 from planner.requests.planned import Filed, Known, Pending, Planned, Unplanned
 from planner.requests.request import Request
+from planner.requests.step_in_backward import refuse_step_in_backward, refuse_trial_step
 from planner.runtime.interception import attached, detach
 from planner.session.attach import Around, as_it_is, put_on
 from planner.session.binding import bound
@@ -57,6 +58,8 @@ def apply(
     if mode is not None:
         source = in_mode(source, mode)
     target = _target(source.request, model)
+    if verify:
+        refuse_trial_step(source.request.options)
     judge = repaired if verify else None
     check = trusted if source.request.options.mode == "inductor" else None
     with _set_aside(target):
@@ -106,6 +109,7 @@ def in_mode(source: Planned | Pending, mode: Mode) -> Planned | Pending:
     options = replace(source.request.options, mode=OLD_MODES.get(mode, mode))
     check_values(options)
     check_mode(mode, options.in_flight)
+    refuse_step_in_backward(options, source.request.optimizer, source.request.model)
     refuse_inductor(options, source.request.device.type)
     if mode == source.request.options.mode:
         return source

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from weakref import WeakKeyDictionary
 
-from torch import nn
+from torch import nn, optim
 
 from planner.core.loop import Loop
 from planner.core.maxima import Maxima
@@ -19,6 +19,7 @@ from planner.requests.batch import named_maxima
 from planner.requests.check import with_batch
 from planner.requests.planned import Filed, Known, Pending, Planned
 from planner.requests.request import Request
+from planner.requests.step_in_backward import refuse_step_in_backward
 from planner.runtime.bypassed import watch
 from planner.runtime.compiled import Runtime
 from planner.runtime.eager import EagerRuntime
@@ -29,6 +30,7 @@ from planner.runtime.learnt_shapes import LearntShapes
 from planner.runtime.steps import StepRuntime
 from planner.session.binding import Awaited
 from planner.session.provider import Judge, Provider
+from planner.stepping.step import Stepping
 
 _TRAINED_BY: WeakKeyDictionary[nn.Module, tuple[Planned, ...]] = WeakKeyDictionary()  # until a new plan is applied
 
@@ -62,6 +64,7 @@ def put_on(
         alone: whether plans are for this process alone, whatever others train the model with it.
     """
     request = source.request
+    refuse_step_in_backward(request.options, request.optimizer, target)
     awaited: Awaited | None = None
     ready: Planned | None = None
     if isinstance(source, Planned) and request.args is None:
@@ -80,7 +83,11 @@ def put_on(
         runtime.newest = awaited.planned
     attach(target, runtime)
     _TRAINED_BY.pop(target, None)
-    if request.occupancy is None and request.options.in_flight == 1:
+    optimizer = request.optimizer
+    if isinstance(runtime, Runtime) and runtime.step_in_backward and isinstance(optimizer, optim.Optimizer):
+        runtime.stepping = Stepping(target, optimizer, runtime.regions.others_waiting)
+        runtime.watched = watch(target, lambda: False)
+    elif request.occupancy is None and request.options.in_flight == 1:
         _watch_entries(target, runtime, request, judge, check)
     else:
         runtime.watched = watch(target, lambda: False)
@@ -114,8 +121,8 @@ def _runtime(target: nn.Module, request: Request, provider: PlanProvider, alone:
     else:
         shapes = Shapes(options.dynamic is True, named_maxima(options.dynamic))
         shapes.limit(request.maxima or Maxima({}))
-    stores = partial(store_of, options, request.model_device)
-    return Runtime(target, provider, shapes, options.checkpoints, stores=stores, alone=alone)
+    stores, steps = partial(store_of, options, request.model_device), options.step_in_backward
+    return Runtime(target, provider, shapes, options.checkpoints, stores=stores, step_in_backward=steps, alone=alone)
 
 
 def applied(model: nn.Module) -> Planned | None:

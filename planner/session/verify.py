@@ -28,6 +28,7 @@ from planner.planning.pipeline import make_plan
 from planner.requests.batch import Batch, arguments
 from planner.requests.planned import Pending, Planned
 from planner.requests.request import Request
+from planner.requests.step_in_backward import refuse_trial_step
 from planner.runtime.interception import attached, detach, taken_off
 from planner.runtime.signature import call_signature
 from planner.session.attach import put_on
@@ -43,6 +44,7 @@ def verify(planned: Planned | Pending, batch: Any = None, kwargs: Mapping[str, A
     """
     request = planned.request
     model = request.model
+    refuse_trial_step(request.options)
     args, extra = (
         (request.args, request.kwargs) if batch is None and kwargs is None else arguments(model, batch, kwargs)
     )

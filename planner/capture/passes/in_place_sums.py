@@ -45,7 +45,7 @@ def add_in_place(graph: fx.Graph, order: Order) -> None:
     held_by = {node: frozenset(storages(node.meta.get("val"))) for node in graph.nodes}
     at = {node: i for i, node in enumerate(order.nodes)}
     last = _last_reads(graph, at, held_by)
-    own = _made_in_backward(order, held_by)
+    own = made_in_backward(order, held_by)
     moved: set[fx.Node] = set()  # their results are in other storages now
     for node in graph.nodes:
         if any(n in moved and not held_by[n].isdisjoint(held_by[node]) for n in node.all_input_nodes):
@@ -88,7 +88,7 @@ def _last_reads(graph: fx.Graph, at: Mapping[fx.Node, int], held_by: Storages) -
     return last
 
 
-def _made_in_backward(order: Order, held_by: Storages) -> Collection[int]:
+def made_in_backward(order: Order, held_by: Storages) -> Collection[int]:
     """Storages that torch's own ops allocate in the backward pass; what other processes send or are sent is not."""
     made: set[int] = set()
     others: set[int] = set()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import fx
 
@@ -11,6 +13,7 @@ from planner.capture.passes.dropout import split_dropouts
 from planner.capture.passes.duplicates import merge_duplicates
 from planner.capture.passes.in_place_sums import add_in_place
 from planner.capture.passes.order import Order, execution_order, tagged_forward
+from planner.capture.passes.steps import add_steps
 from planner.capture.recomputability import is_random
 
 _ATEN = torch.ops.aten
@@ -21,7 +24,9 @@ _BATCH_NORM_BACKWARD = {
 }
 
 
-def rewrite(joint: fx.GraphModule, num_fwd_outputs: int, checkpoints: Checkpoints) -> Order:
+def rewrite(
+    joint: fx.GraphModule, num_fwd_outputs: int, checkpoints: Checkpoints, stepped: Collection[int] = ()
+) -> Order:
     """Rewrite a joint graph for planning, in place; returns the order in which its nodes are to run.
 
     Nodes that neither feed the forward outputs nor depend on a gradient run in the backward pass, just before they
@@ -31,6 +36,7 @@ def rewrite(joint: fx.GraphModule, num_fwd_outputs: int, checkpoints: Checkpoint
         joint: the graph; forward nodes are tagged as AOTAutograd does.
         num_fwd_outputs: how many of its outputs the forward pass returns.
         checkpoints: "keep" for calls that the model itself checkpoints to run again as it asks.
+        stepped: positions of the parameters that an optimizer steps in the backward pass, among the traced inputs.
     """
     graph = joint.graph
     split_dropouts(graph)
@@ -45,6 +51,8 @@ def rewrite(joint: fx.GraphModule, num_fwd_outputs: int, checkpoints: Checkpoint
         repeat_checkpointed(graph, forward, signature.mutated)
     order = execution_order(graph, forward, ancestors(nodes_in(signature.grads)))
     order = Order(merge_duplicates(graph, order.nodes), order.forward)
+    if stepped:
+        order = add_steps(graph, order, num_fwd_outputs, stepped)
     add_in_place(graph, order)  # the last: no value may be read later than the order says
     return order
 

@@ -17,6 +17,7 @@ from torch import fx
 from planner.capture.joint_graph import Signature, index_of, may_write, nodes_in, signature_of, tensors
 from planner.capture.passes.checkpoints import checkpointed_calls, clone_of
 from planner.capture.passes.order import Order
+from planner.capture.passes.steps import is_step
 from planner.capture.recomputability import (
     is_replayed,
     keep_reason,
@@ -189,6 +190,9 @@ def _read_ops(
         ops.append(GraphOp(node, "call", reads, writes, reason, takes))
         if node in order.forward:
             boundary += len(ops) - before
+    if any(is_step(op.node) for op in ops):
+        because = "parameters are stepped in the backward pass, and it may read one"
+        ops[boundary:] = [replace(op, keep_because=op.keep_because or because) for op in ops[boundary:]]
     # those that read or make a value into which another writes must not run twice
     into = [n for node in order.nodes if may_write(node) for n in node.args[:1] if isinstance(n, fx.Node)]
     written = {v for n in into for v in table.value_of[n]}

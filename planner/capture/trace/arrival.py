@@ -13,6 +13,7 @@ from torch import fx
 
 from planner.capture.joint_graph import is_tangent
 from planner.capture.passes.in_place_sums import add_apart
+from planner.capture.passes.steps import steps_in
 from planner.capture.passes.tangents import (
     add_entering,
     entering,
@@ -172,6 +173,8 @@ class Arrivals:
                 take_whole(graph, at)
             if way.result is not None:
                 graph.output_node().args = ((whole_gradients(graph)[way.result][0],),)
+                for step in steps_in(graph):
+                    graph.erase_node(step)
             leave_out(graph, [n for at, n in enumerate(inputs) if at in way.missing])
             self._written[way] = boxed(fx.GraphModule(self._graph, graph))
         return self._written[way]

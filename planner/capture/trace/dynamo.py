@@ -77,11 +77,12 @@ def dynamo_settings() -> Iterator[None]:
             raise
 
 
-def op_by_op(checkpoints: Checkpoints = "replace") -> GraphCompiler:
+def op_by_op(checkpoints: Checkpoints = "replace", *, step_in_backward: bool = False) -> GraphCompiler:
     """A compiler of Dynamo graphs whose partitioned graphs run op by op.
 
     Args:
         checkpoints: whether calls that the model itself checkpoints stay as they are.
+        step_in_backward: whether an optimizer steps each parameter as soon as its gradient is whole.
     """
 
     def compiler(graph: fx.GraphModule, _inputs: Any) -> Callable[[list[Any]], Any]:
@@ -90,12 +91,14 @@ def op_by_op(checkpoints: Checkpoints = "replace") -> GraphCompiler:
     def compile_graph(
         graph: fx.GraphModule, examples: Sequence[Any], partition: Partition, arrivals: Arrivals
     ) -> Callable[..., Any]:
+        trained = [at for at, t in enumerate(examples) if isinstance(t, nn.Parameter) and t.requires_grad]
+
         def split(
             joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
             symbolic = at_hints(joint)
             arrivals.read(joint.graph)
-            order = rewrite(joint, num_fwd_outputs, checkpoints)
+            order = rewrite(joint, num_fwd_outputs, checkpoints, trained if step_in_backward else ())
             forward, backward = partition(analyse(joint, num_fwd_outputs, order))
             if symbolic:
                 forward, backward = symbolic_again(forward), symbolic_again(backward)
