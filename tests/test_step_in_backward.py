@@ -164,6 +164,8 @@ def test_no_gradient_waits(optimizer, tmp_path):
         ({"accumulate": True}, "cannot be added"),
         ({"shard": 2}, "shard=2"),
         ({"in_flight": 2}, "in_flight=2"),
+        ({"pieces": "auto"}, "pieces="),
+        ({"offload": "disk"}, "offload="),
         ({"mode": "eager"}, "mode='eager'"),
         ({"step_in_backward": 1}, "must be True"),
     ],
