@@ -46,7 +46,10 @@ class InfeasibleBudgetError(BudgetError):
         asked = f"budget_gb={budget_gb!r} ({gb(budget_gb * 2**30)}) is too small: "
         if whole:
             needs = "the leanest plan found needs "
-            advice = "Give that much, or make the batch or the model smaller."
+            advice = (
+                "Give that much, or make the batch or the model smaller. pieces='auto', offload= and step_in_backward=True "
+                "reach lower."
+            )
         else:
             needs = "before a batch is known, what any step holds is at least "
             advice = (
