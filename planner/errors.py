@@ -47,8 +47,8 @@ class InfeasibleBudgetError(BudgetError):
         if whole:
             needs = "the leanest plan found needs "
             advice = (
-                "Give that much, or make the batch or the model smaller. pieces='auto', offload= and step_in_backward=True "
-                "reach lower."
+                "Give that much, or make the batch or the model smaller. "
+                "pieces='auto', offload= and step_in_backward=True reach lower."
             )
         else:
             needs = "before a batch is known, what any step holds is at least "
