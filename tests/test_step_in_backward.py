@@ -108,6 +108,24 @@ def test_training_is_the_same_to_the_bit(optimizer):
     like_usual(Tied, optimizer, WORDS_IN)
 
 
+def test_a_gradient_is_laid_out_as_its_parameter():
+    batches = [torch.randn(2, 3, 5, 5, generator=torch.Generator().manual_seed(i)) for i in range(2)]
+
+    def make() -> nn.Module:
+        return nn.Conv2d(3, 6, 3).to(memory_format=torch.channels_last)
+
+    optimizer = partial(optim.SGD, lr=0.1, momentum=0.9)
+    model, usual = seeded(make), seeded(make)
+    ours, theirs = optimizer(model.parameters()), optimizer(usual.parameters())
+    plan(
+        model, batches[0], budget_gb=1, optimizer=ours, step_in_backward=True, loss_fn=torch.mean, progress=False
+    ).apply()
+    train(model, ours, batches)
+    train(usual, theirs, batches)
+    momenta = [o.state[m.weight]["momentum_buffer"] for o, m in ((ours, model), (theirs, usual))]
+    assert momenta[0].stride() == momenta[1].stride() == usual.weight.stride()
+
+
 def test_values_are_recomputed_from_weights_as_they_were():
     batches = [torch.randn(64, 8, generator=torch.Generator().manual_seed(i)) for i in range(2)]
     make, optimizer = partial(mlp, 8, 6), partial(optim.SGD, lr=0.1)

@@ -22,6 +22,7 @@ from planner.core.call import storages
 from planner.stepping.step import step_now
 
 _CLONE = torch.ops.aten.clone.default
+_FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
 Storages = Mapping[fx.Node, frozenset[int]]
 
 
@@ -39,7 +40,8 @@ def add_steps(graph: fx.Graph, order: Order, num_fwd_outputs: int, inputs: Colle
     """Let gradients of parameters go into steps and no further, in place; returns the order with the steps.
 
     An optimizer may write into a gradient (SGD with Nesterov's momentum does): one that something else holds or reads
-    later, or that does not fill its storage, is copied before, as autograd copies it into `.grad`. O(nodes + edges).
+    later, that does not fill its storage, or that has another layout than the parameter, is copied before, as
+    autograd copies it into `.grad` (`torch/csrc/autograd/functions/accumulate_grad.h`). O(nodes + edges).
 
     Args:
         graph: a joint graph.
@@ -63,7 +65,9 @@ def add_steps(graph: fx.Graph, order: Order, num_fwd_outputs: int, inputs: Colle
         place = max(first - 1, reads[primal], at.get(gradient, -1))
         alone = all(s in made and goes_out[s] == 1 for s in held_by[gradient])
         shared = not alone or not is_dense(gradient.meta["val"]) or _read_after(gradient, place, at, held_by)
-        placed[place] += _step(graph, primal, gradient, copied=shared)
+        layout = _layout_of(primal)
+        alike = layout is None or gradient.meta["val"].is_contiguous(memory_format=layout)
+        placed[place] += _step(graph, primal, gradient, None if alike and not shared else layout or _FORMATS[0])
         results[num_fwd_outputs + k] = None
     output.args = (tuple(results),)
     nodes = placed[-1]
@@ -72,13 +76,18 @@ def add_steps(graph: fx.Graph, order: Order, num_fwd_outputs: int, inputs: Colle
     return Order(nodes, order.forward)
 
 
-def _step(graph: fx.Graph, primal: fx.Node, gradient: fx.Node, *, copied: bool) -> list[fx.Node]:
-    """The nodes that step a parameter."""
+def _layout_of(primal: fx.Node) -> torch.memory_format | None:
+    """The memory format of a parameter; None for another layout."""
+    return next((f for f in _FORMATS if primal.meta["val"].is_contiguous(memory_format=f)), None)
+
+
+def _step(graph: fx.Graph, primal: fx.Node, gradient: fx.Node, copied: torch.memory_format | None) -> list[fx.Node]:
+    """The nodes that step a parameter, by a copy of its gradient where that is to have a memory format."""
     place: dict[str, Any] = {key: gradient.meta.get(key) for key in ("stack_trace", "nn_module_stack")}
     nodes = []
     with graph.inserting_before(graph.output_node()):
-        if copied:
-            gradient = graph.call_function(_CLONE, (gradient,), {"memory_format": torch.contiguous_format})
+        if copied is not None:
+            gradient = graph.call_function(_CLONE, (gradient,), {"memory_format": copied})
             gradient.meta = {**place, "val": fake_result(gradient)}
             nodes.append(gradient)
         step = graph.call_function(step_now, (primal, gradient))
