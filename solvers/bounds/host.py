@@ -9,12 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
+from solvers.bounds.program import Program
 from solvers.problem import Problem
-
-if TYPE_CHECKING:
-    from solvers.bounds.relaxation import Program
 
 LONGEST = 4.0  # of the cost of every op once: what a stage may take beside its first runs and the re-runs that count
 
