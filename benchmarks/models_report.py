@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -58,7 +59,9 @@ def libraries_page(report: Mapping[str, Any]) -> str:
         ran += f" {name} was skipped: {_plain(why)}."
     titles = {family: f"`{family}`" for family in dict.fromkeys(r["family"] for r in rows)}
     if missing := report.get("unmeasured"):
-        ran += f" Not measured yet: {', '.join(missing)}."
+        left = Counter(name.partition("/")[0] for name in missing)
+        words = ", ".join(f"{number} of `{family}`" for family, number in left.items())
+        ran += f" Listed and not measured yet: {len(missing)} more, {words}."
     text = LIBRARIES.format(count=len(rows), libraries=len(titles), ran=ran, **report)
     return _written(text, rows, titles)
 
