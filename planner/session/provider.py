@@ -175,6 +175,11 @@ class Provider:
             late = self.heard > 1 and captured is not None
             hardly = self.loop != self.request.loop and (late or least <= request.budget_bytes * (1 + HARDLY))
             if not hardly and not around:
+                if self.loop.in_flight > 1:
+                    e.add_note(
+                        f"{self.loop.in_flight} calls of the model are counted whose results were there at once, to be "
+                        "differentiated. One that is not, such as an evaluation, runs under torch.no_grad()"
+                    )
                 raise
         if not hardly:  # what is used between the steps is not the model's
             self.loop, self.apart = replace(self.loop, around=0), True
