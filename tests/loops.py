@@ -828,7 +828,7 @@ LOOPS: dict[str, Loop] = {
     "variational": Loop(variational),
     "modules_by_themselves": Loop(modules_by_themselves),
     "gan_generator": Loop(gan_generator, share=0.77),
-    "gan_both": Loop(gan_both, plans=5),
+    "gan_both": Loop(gan_both, plans=7),
     "ema": Loop(ema),
     "autocast_scaler": Loop(autocast_scaler, tolerance=1e-2),
     "trainer": Loop(trainer),

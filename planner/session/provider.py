@@ -208,7 +208,7 @@ class Provider:
         others = [optimizer for optimizer in found if weakref.ref(optimizer) not in self.counted]
         if not others and seen in (self.loop, self.accepted):
             return False
-        if not others and self._counts(seen, self.request.budget_bytes // TOLERANCE):
+        if not others and self._counts(seen, self._tolerance()):
             self.accepted = seen
             return False
         self.why, self.again = _learnt(self.loop, seen, others), True
@@ -217,6 +217,14 @@ class Provider:
         self.own = [planned for planned in self.own if not planned.record.overhead]
         self.awaited, self.early = None, {}
         return True
+
+    def _tolerance(self) -> int:
+        """Bytes that parts of a loop may differ by; later than in its first steps, a part of what plans leave free."""
+        tolerance = self.request.budget_bytes // TOLERANCE
+        if self.heard == 1 or not self.own:
+            return tolerance
+        free = self.request.budget_bytes - max(planned.record.peak_bytes for planned in self.own)
+        return max(tolerance, free // 4)
 
     def _counts(self, seen: Loop, tolerance: int) -> bool:
         """Whether the plans count what was seen of the loop, within so many bytes."""
