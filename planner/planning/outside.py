@@ -95,15 +95,15 @@ def pinned_tangents(source: str, seen: LossSeen | None) -> Literal["all", "loss"
     return "loss" if source == "model" else "none"
 
 
-def same_loss(request: Request, seen: Loop, graph: TrainingGraph, tolerance: int) -> bool:
-    """Whether a plan for the request counts the loss as it was seen, within so many bytes."""
+def more_of_loss(request: Request, seen: Loop, graph: TrainingGraph) -> list[int]:
+    """Bytes by which the parts of the loss as it was seen take more than a plan for the request counts; or less."""
     now, then = outside_loss(request, graph), outside_loss(replace(request, loop=seen), graph)
     sizes = [(now.left, then.left), (now.read, then.read), (now.stays, then.stays), (now.waiting, then.waiting)]
     others = now.let_go ^ then.let_go
     sizes.append((0, sum(graph.regions[r].values[v].nbytes for r, at in others for v in _values_out(graph, r, at))))
     sizes.append((now.waiting_backward, then.waiting_backward))
     sizes.append((now.workspace, max(then.workspace, then.forward if then.let_go else 0)))
-    return all(abs(a - b) <= tolerance for a, b in sizes)
+    return [b - a for a, b in sizes]
 
 
 def _values_out(graph: TrainingGraph, region: int, at: int) -> tuple[int, ...]:

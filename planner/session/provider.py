@@ -27,7 +27,7 @@ from planner.errors import InfeasibleBudgetError, PlannerError, PlanWarning, gb
 from planner.parallel.buckets import buckets_of
 from planner.parallel.group import refuse_verification
 from planner.parallel.sharded import unreduced_bytes
-from planner.planning.outside import same_loss
+from planner.planning.outside import more_of_loss
 from planner.planning.pipeline import make_plan
 from planner.requests.check import with_batch
 from planner.requests.optimizers import Found, optimizers_of, weakly
@@ -208,7 +208,7 @@ class Provider:
         others = [optimizer for optimizer in found if weakref.ref(optimizer) not in self.counted]
         if not others and seen in (self.loop, self.accepted):
             return False
-        if not others and self._counts(seen, self._tolerance()):
+        if not others and self._counts(seen):
             self.accepted = seen
             return False
         self.why, self.again = _learnt(self.loop, seen, others), True
@@ -218,21 +218,23 @@ class Provider:
         self.awaited, self.early = None, {}
         return True
 
-    def _tolerance(self) -> int:
-        """Bytes that parts of a loop may differ by; later than in its first steps, a part of what plans leave free."""
-        tolerance = self.request.budget_bytes // TOLERANCE
-        if self.heard == 1 or not self.own:
-            return tolerance
-        free = self.request.budget_bytes - max(planned.record.peak_bytes for planned in self.own)
-        return max(tolerance, free // 4)
+    def _counts(self, seen: Loop) -> bool:
+        """Whether the plans count what was seen of the loop.
 
-    def _counts(self, seen: Loop, tolerance: int) -> bool:
-        """Whether the plans count what was seen of the loop, within so many bytes."""
-        if not same_facts(seen, self.loop, tolerance):
+        In its first steps, each part of it within a thousandth of the budget; later, whatever they leave free.
+        """
+        tolerance = free = self.request.budget_bytes // TOLERANCE
+        if self.heard > 1 and self.own:
+            free = max(free, self.request.budget_bytes - max(p.record.peak_bytes for p in self.own))
+        if not same_facts(seen, self.loop, free):
             return False
         if seen.loss is None or self.captured is None:
             return (seen.outputs_held, seen.loss) == (self.loop.outputs_held, self.loop.loss)
-        return same_loss(replace(self.request, loop=self.loop), seen, self.captured[1], tolerance)
+        more = more_of_loss(replace(self.request, loop=self.loop), seen, self.captured[1])
+        beside = seen.beside + seen.around - self.loop.beside - self.loop.around
+        return all(abs(each) <= tolerance for each in more) or (
+            free > tolerance and sum(max(0, each) for each in (*more, beside)) <= free
+        )
 
     def on_no_plan(self, model: nn.Module, error: PlannerError) -> bool:
         """See `PlanProvider`; warns once where the user asked for that, whatever number of kinds of calls there is."""
