@@ -437,38 +437,6 @@ def adversarial(put: Put, ended: Ended) -> None:
         ended(loss)
 
 
-def perturbed(put: Put, ended: Ended) -> None:
-    """A perturbation of the data, made larger twice, and a step on the two: batches are sums of what stays (PGD)."""
-    model = put(mlp(96, 4, 8))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for _ in range(STEPS):
-        x, y = torch.randn(512, 96), torch.randint(8, (512,))
-        added = torch.zeros_like(x, requires_grad=True)
-        for _ in range(2):
-            F.cross_entropy(model(x + added), y).backward()
-            added.data = (added + 0.01 * added.grad.sign()).clamp(-0.03, 0.03)
-            added.grad = None
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x + added.detach()), y)
-        loss.backward()
-        optimizer.step()
-        ended(loss)
-
-
-def data_on_the_device(put: Put, ended: Ended) -> None:
-    """All the data are where the model is, and batches are drawn from them."""
-    data, targets = torch.randn(2048, 96), torch.randint(8, (2048,))
-    model = put(mlp(96, 4, 8))
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    for _ in range(STEPS):
-        drawn = torch.randint(2048, (512,))
-        loss = F.cross_entropy(model(data[drawn]), targets[drawn])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        ended(loss)
-
-
 class Reconstructs(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -839,8 +807,6 @@ LOOPS: dict[str, Loop] = {
     "triplet": Loop(triplet),
     "target_network": Loop(target_network),
     "adversarial": Loop(adversarial, plans=3),
-    "perturbed": Loop(perturbed, plans=3),
-    "data_on_the_device": Loop(data_on_the_device),
     "two_sources_of_loss": Loop(two_sources_of_loss),
     "given_gradients": Loop(given_gradients),
     "features_by_a_hook": Loop(features_by_a_hook),

@@ -130,6 +130,7 @@ def test_emitted_graphs_are_clean_and_name_what_runs_again(real):
         assert [n.target for n in inputs] == [n.name for n in inputs]  # two of one target would be one variable
     nodes = (*region.forward.graph.nodes, *region.backward.graph.nodes)  # what is dropped early runs again early
     again = [n for n in nodes if n.meta.get("runs_again")]
-    assert len(again) == sum(m.recomputed for m in p.timeline) > 0
+    drawn = sum("bernoulli" in n.name for n in again)  # at once as noise, without the room for a mask
+    assert 0 < len(again) <= sum(m.recomputed for m in p.timeline) <= len(again) + drawn
     assert {d.module for d in p.decisions} <= {name for name, _ in real.case.model.named_modules()}
     assert all(re.match(r".+\.py:\d+: ", d.source) for d in p.decisions)

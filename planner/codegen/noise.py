@@ -30,7 +30,7 @@ def make_noise_in_place(graph: fx.Graph) -> None:
         elif not copied:
             with graph.inserting_before(noise):
                 source = graph.call_function(_ATEN._to_copy.default, (mask,), {"dtype": noise.meta["val"].dtype})
-            source.meta = {**noise.meta}
+            source.meta = {"val": noise.meta["val"]}
         if set(source.users) <= {noise}:
             noise.target, noise.args = _ATEN.mul_.Scalar, (source, scale)
 

@@ -117,7 +117,8 @@ def _because(solved: Solved, why: str, whole: Step) -> Solved:
     """A solution with a remark on why it is in pieces, and on what they cost."""
     graph, step, solution = solved
     more = step.problem.total_cost / whole.problem.total_cost - 1
-    note = f"{solution.note} {why}; the pieces themselves take {more:.1%} of its time.".strip()
+    cost = f"{more:.1%} more" if more >= 0 else f"{-more:.1%} less"
+    note = f"{solution.note} {why}; in pieces, ops take {cost} time, as estimated.".strip()
     return graph, step, replace(solution, note=note)
 
 

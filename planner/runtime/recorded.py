@@ -10,6 +10,8 @@ from planner.core.call import storages
 from planner.core.loop import LossSeen
 from planner.runtime.recorder import Event, LossEvents, Made, Recorder
 
+HOSTS = ("cpu",)  # kinds of devices whose memory has data sets and the like, which no budget of a step is for
+
 
 def loss_seen(recorder: Recorder, workspaces: Mapping[str, int], left: int, read: int) -> LossSeen | None:
     """The loss that was recorded, the most of each where there were several backward passes; None where there was none.
@@ -50,8 +52,9 @@ class Stays:
         beside: from step to step: parameters of other modules and tensors that were written into, as far as the loss
             used them, what was made before the backward pass and is still there, gradients that are no `.grad`, batches
             of earlier calls that get gradients.
-        around: the same of what was used between one step and the next, such as the data that a batch is made of, and
-            what was made and used there, where another model is trained there; else that is part of `beside`.
+        around: the same of what was used between one step and the next, and what was made and used there, where another
+            model is trained there; else that is part of `beside`. On a GPU, what was only read there is among it, such
+            as the data that a batch is drawn from.
         read: what the loss is computed from.
         left: from the loss to the end of the backward pass.
     """
@@ -91,7 +94,8 @@ def stays(recorder: Recorder, counted: Any) -> Stays:
     unread = sum(nbytes for _, nbytes in fresh) - new  # targets of the next loss, as a rule
     read = max((sum(loss.read.values()) for loss in recorder.losses), default=0)
     beside = sum(nbytes for key, nbytes in stay.items() if key not in own) + sum(other.stays() for other in others)
-    between = [each for key, each in used.items() if key not in stay and (each.stays or not each.in_step)]
+    data = recorder.device.type not in HOSTS
+    between = [each for key, each in used.items() if key not in stay and (each.stays or (data and not each.in_step))]
     around = sum(each.nbytes for each in between) + max(0, new - max(0, read - unread))
     trains = any(each.trained for each in between)
     return Stays(beside + (0 if trains else around), around if trains else 0, read, left)
