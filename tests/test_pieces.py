@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from planner import plan
 from planner.capture.joint_graph import tensors
+from planner.capture.recomputability import is_random
 from planner.capture.regions.region import Region
 from planner.capture.trace.step import capture
 from planner.codegen.emit import keep_everything
@@ -143,6 +144,27 @@ def test_images_in_pieces_equal_whole_ones_and_are_cut_along_the_batch_alone() -
         assert "convolution" not in target or group == (0, 0)
 
 
+class Masked(nn.Module):
+    """Attention with a mask."""
+
+    def __init__(self, mask: torch.Tensor) -> None:
+        super().__init__()
+        self.projection, self.mask = nn.Linear(8, 8), mask
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q = self.projection(x).unflatten(-1, (2, 4)).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=self.mask).sum()
+
+
+@pytest.mark.parametrize(("batch", "length", "mask"), [(5, 5, (5, 5)), (3, 2, (2, 2)), (4, 5, (4, 1, 5, 5))])
+def test_a_mask_of_two_dimensions_is_whole_where_its_sizes_are_those_of_batch_or_heads(
+    batch: int, length: int, mask: tuple[int, ...]
+) -> None:
+    region = region_of(Masked(torch.randn(mask).double()).double(), torch.randn(batch, length, 8).double())
+    assert any("attention" in target for target, _ in ways_seen(region))
+    assert compare_all_splits(region, 1e-12) > 3
+
+
 def test_half_precision_sums_are_added_in_single() -> None:
     tokens = torch.randint(0, 5, (8, 16))
     model = Steps(0).bfloat16()
@@ -193,6 +215,29 @@ def test_illegal_splits_are_never_proposed(op: Any, names: tuple[str, ...], allo
         assert group in allowed or not any(name in target for name in names), (target, group)
     if not any("bernoulli" in str(node.target) for node in region.order.nodes):
         assert compare_all_splits(region, 1e-4) > 0
+
+
+class Drops(nn.Module):
+    """Two dropouts, of which only the first reads what may be made in pieces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.one(x)
+        aside, mask = F.dropout(h), F.dropout(x)
+        return self.two(F.gelu(h) * mask).sum() + aside.pow(2).sum()
+
+
+def test_random_numbers_are_drawn_in_the_order_of_the_model() -> None:
+    region = region_of(Drops(), torch.randn(8, 6))
+    drawn = [n.name for n in region.order.nodes if is_random(n)]
+    assert len(drawn) == 2
+    cut = [in_pieces(region, [Split(region.order.nodes.index(n), *group, 2)]) for n, group in splits_of(region)]
+    orders = [[n.name for n in each.order.nodes if is_random(n)] for each in cut if each is not None]
+    assert len(orders) > 5
+    assert all(order == drawn for order in orders)
 
 
 class Block(nn.Module):
@@ -256,6 +301,7 @@ def test_a_language_model_trains_in_half_the_memory_that_recomputation_needs(tmp
     model(*batch).backward()
     for one, other in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6)
+    del reference, one, other  # a budget counts what the loop holds
 
     def step() -> None:
         optimizer.zero_grad()

@@ -301,6 +301,21 @@ def test_backward_passes_that_must_not_step_step_nothing(planned):
     assert not torch.equal(before, model[0].weight)
 
 
+def test_a_learning_rate_that_is_set_too_late_is_refused(planned):
+    _, optimizer, loss = planned
+    schedule = optim.lr_scheduler.StepLR(optimizer, 1)
+    loss().backward()
+    optimizer.step()
+    schedule.step()
+    loss().backward()
+    schedule.step()  # the parameters are stepped already
+    with pytest.raises(ApplyError, match=r"lr=0\.001.* was set between loss\.backward\(\)"):
+        optimizer.step()
+    optimizer.zero_grad()
+    loss().backward()  # by the rate that was set
+    optimizer.step()
+
+
 def test_gradients_are_cleared_as_a_loop_clears_them(planned, monkeypatch):
     model, optimizer, loss = planned
     for clear in (

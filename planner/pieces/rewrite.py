@@ -97,25 +97,29 @@ def _collapsed(sequence: Sequence[Any], sets: Sequence[Piecewise], at: int) -> l
     """The sequence with a set's ops as one item, its number, where the last of them was; None where that cannot be.
 
     What reads the set's results comes after it, and so does what writes into a tensor that the set reads, or that an op
-    reads which comes after it.
+    reads which comes after it. What draws random numbers, or has other effects, does not go past its like.
     """
     each = sets[at]
     removed = {i for i, n in enumerate(sequence) if isinstance(n, fx.Node) and _is_inside(n, each)}
     last = max(removed)
     late: set[fx.Node] = {t for t, _ in each.makes}
     still_read: set[int] = set()  # storages of which later ops read what they hold now
+    effects_follow = False  # whether one that has effects comes after
     before: list[Any] = []
     after: list[Any] = []
     for i, item in enumerate(sequence[: last + 1]):
         single = isinstance(item, fx.Node)
         reads = item.all_input_nodes if single else [x for x, _ in sets[item].reads]
         writes = storages(item.args[0].meta.get("val")) if single and may_write(item) and item.args else {}
-        if i not in removed and late.isdisjoint(reads) and still_read.isdisjoint(writes):
+        has_effects = single and item.is_impure()
+        waits = not late.isdisjoint(reads) or not still_read.isdisjoint(writes) or (has_effects and effects_follow)
+        if i not in removed and not waits:
             before.append(item)
             continue
         still_read.update(key for x in reads for key in storages(x.meta.get("val")))
         if i not in removed:
             after.append(item)
+            effects_follow = effects_follow or has_effects
             late.update([item] if single else [t for t, _ in sets[item].makes])
     if not late.isdisjoint(x for x, _ in each.reads):
         return None

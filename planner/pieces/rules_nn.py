@@ -135,13 +135,13 @@ def _upsample_backward(node: fx.Node, group: Group) -> Way | None:
 @parts(_ATEN._scaled_dot_product_flash_attention_for_cpu.default)
 @parts(_ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default)
 def _attention(node: fx.Node, group: Group) -> Way | None:
-    """Attention of a batch, or of heads; a mask is broadcast over what it does not have."""
+    """Attention of a batch, or of heads; a mask is broadcast over what it lacks: one of rows and columns, over both."""
     if group not in ((0, 0), (1, 1)) or is_random(node):
         return None
     size = shape_of(node)[group[0]]
-    tensors_in = given(node)
-    whole = [shape_of(n)[group[0]] == 1 and size > 1 if len(shape_of(n)) == 4 else False for n in tensors_in]
-    if any(len(shape_of(n)) <= group[0] or (shape_of(n)[group[0]] not in (1, size)) for n in tensors_in):
+    shapes = [shape_of(n) for n in given(node)]
+    whole = [len(shape) == 2 or shape[group[0]] == 1 < size for shape in shapes]
+    if any(not alone and shape[group[0]] != size for shape, alone in zip(shapes, whole, strict=True)):
         return None
     masks = 1 if node.kwargs.get("attn_mask") is not None else 0
     if any(whole[: len(whole) - masks]):

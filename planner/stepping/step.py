@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -82,10 +83,11 @@ class Stepping:
         self._waiting = weakref.WeakMethod(waiting)
         self._pass = -1  # the number of the latest backward pass
         self._group_of: dict[int, int] = {}  # id of a parameter -> number of its group, which would keep it alive
+        self._settings: list[dict[str, Any]] = []  # of each group, in the latest backward pass
         for p in model.parameters():
             if p.requires_grad:
                 _STEPPED[p] = self
-        self._handle = optimizer.register_step_pre_hook(_loop_steps)
+        self._handle = optimizer.register_step_pre_hook(self._loop_steps)
 
     def end(self) -> None:
         """The optimizer steps as usual from now on."""
@@ -127,6 +129,27 @@ class Stepping:
                 "plan with step_in_backward=False; the next step trains by the plan after zero_grad()"
             )
         self._group_of = {id(p): at for at, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        self._settings = [_settings(group) for group in optimizer.param_groups]
+
+    def _loop_steps(self, optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """The loop calls `optimizer.step()`: parameters that were stepped have no gradient any more."""
+        if any(closure is not None for closure in (*args[1:], *kwargs.values())):
+            raise ApplyError(
+                "optimizer.step(closure) runs a backward pass inside the step, and with step_in_backward=True the step "
+                "is inside the backward pass: call loss.backward(), then optimizer.step() without a closure"
+            )
+        for group, used in zip_longest(optimizer.param_groups, self._settings[: len(optimizer.param_groups)]):
+            now = _settings(group)
+            for p in group["params"]:
+                if not isinstance(p.grad, SpentGradient):
+                    continue
+                if changed := [f"{key}={x!r}" for key, x in now.items() if used is not None and used.get(key) != x]:
+                    raise ApplyError(
+                        f"{', '.join(changed)} was set between loss.backward(), in which step_in_backward=True has "
+                        "stepped the parameters by what was set before, and optimizer.step(): set it before "
+                        "loss.backward(), and call a scheduler's step() after optimizer.step()"
+                    )
+                p.grad = None
 
     def _wrong(self, trained: list[nn.Parameter]) -> str:
         """What is wrong with stepping in this backward pass, in words; empty for nothing."""
@@ -163,14 +186,6 @@ def _alone(optimizer: optim.Optimizer, group: Mapping[str, Any], parameter: torc
         parameter.grad = None
 
 
-def _loop_steps(optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """The loop calls `optimizer.step()`: parameters that were stepped have no gradient any more."""
-    if any(closure is not None for closure in (*args[1:], *kwargs.values())):
-        raise ApplyError(
-            "optimizer.step(closure) runs a backward pass inside the step, and with step_in_backward=True the step "
-            "is inside the backward pass: call loss.backward(), then optimizer.step() without a closure"
-        )
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            if isinstance(p.grad, SpentGradient):
-                p.grad = None
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Learning rate, weight decay and the like of a group of parameters, as they are now."""
+    return {key: x.item() if isinstance(x, torch.Tensor) else x for key, x in group.items() if key != "params"}
