@@ -240,6 +240,29 @@ def test_random_numbers_are_drawn_in_the_order_of_the_model() -> None:
     assert all(order == drawn for order in orders)
 
 
+class Capped(nn.Module):
+    """A loss of which one result is used in the backward pass alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(6, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits = torch.tanh(self.head(x))
+        loss = F.cross_entropy(logits, torch.zeros(8, dtype=torch.long), ignore_index=3, label_smoothing=0.1)
+        return loss + logits.logsumexp(-1).pow(2).mean()
+
+
+def test_a_set_of_the_forward_pass_stays_in_it() -> None:
+    region = region_of(Capped().double(), torch.randn(8, 6).double())
+    splits = [Split(region.order.nodes.index(n), *group, 2) for n, group in splits_of(region)]
+    cut = [each for split in splits if (each := in_pieces(region, [split])) is not None]
+    assert len(cut) > 5
+    for each in cut:
+        first = {v for op in each.ops[: each.boundary] for v in op.reads}
+        assert first.isdisjoint(each.values_in(each.tangents))
+
+
 class Block(nn.Module):
     def __init__(self, d: int) -> None:
         super().__init__()

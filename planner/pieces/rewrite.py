@@ -74,6 +74,7 @@ def _written(region: Region, sets: Sequence[tuple[Piecewise, int]]) -> tuple[fx.
     for node in region.joint.graph.find_nodes(op="placeholder"):
         writer.copy(node)
     forward: set[fx.Node] = {writer.now[n] for n in region.order.forward if n.op == "placeholder"}
+    turned = False  # whether an op of the backward pass came
     for item in sequence:
         reads = item.all_input_nodes if isinstance(item, fx.Node) else [x for x, _ in sets[item][0].reads]
         if any(x not in writer.now for x in reads):
@@ -85,6 +86,9 @@ def _written(region: Region, sets: Sequence[tuple[Piecewise, int]]) -> tuple[fx.
             each, count = sets[item]
             new = writer.write(each, count, item)
             first = any(n in region.order.forward for n in each.own)
+            if first and turned:
+                return None
+        turned = turned or not first
         forward.update(new if first else ())
     output = region.joint.graph.output_node()
     writer.copy(output)
@@ -101,7 +105,7 @@ def _collapsed(sequence: Sequence[Any], sets: Sequence[Piecewise], at: int) -> l
     """
     each = sets[at]
     removed = {i for i, n in enumerate(sequence) if isinstance(n, fx.Node) and _is_inside(n, each)}
-    last = max(removed)
+    last = max(i for i in removed if source(sequence[i])[0] is sequence[i])  # results may be told apart much later
     late: set[fx.Node] = {t for t, _ in each.makes}
     still_read: set[int] = set()  # storages of which later ops read what they hold now
     effects_follow = False  # whether one that has effects comes after
@@ -123,7 +127,8 @@ def _collapsed(sequence: Sequence[Any], sets: Sequence[Piecewise], at: int) -> l
             late.update([item] if single else [t for t, _ in sets[item].makes])
     if not late.isdisjoint(x for x, _ in each.reads):
         return None
-    return [*before, at, *after, *sequence[last + 1 :]]
+    rest = [item for i, item in enumerate(sequence[last + 1 :], last + 1) if i not in removed]
+    return [*before, at, *after, *rest]
 
 
 def _is_inside(node: fx.Node, each: Piecewise) -> bool:
