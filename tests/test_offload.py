@@ -102,11 +102,17 @@ def everything_leaves(problem, **_):
     return Answer(Schedule(every_op_once(problem).steps, tuple(moves)))
 
 
+@pytest.fixture
+def leaves(monkeypatch):
+    """`solver="leaves"`, for a while."""
+    monkeypatch.setitem(solvers.SOLVERS, "leaves", everything_leaves)
+
+
+@pytest.mark.usefixtures("leaves")
 def test_steps_that_fail_or_wait_leave_no_trace(unwatched):
     model, x, _ = mlp()
     expected = gradients(model, x)
     whole = plan(model, x, budget_gb=1, loss_fn=loss_of, progress=False)
-    solvers.register_solver("leaves", everything_leaves)
     budget = 0.8 * whole.peak_bytes / 2**30
     p = plan(model, x, budget_gb=budget, loss_fn=loss_of, progress=False, offload="disk", solver="leaves")
     p.apply()
@@ -152,10 +158,10 @@ def test_what_cannot_be_is_refused_in_words(options, words):
         plan(nn.Linear(4, 4), torch.zeros(2, 4), budget_gb=1, loss_fn=loss_of, progress=False, **options)
 
 
+@pytest.mark.usefixtures("leaves")
 def test_a_plan_for_a_card_offloads_to_host_memory_and_runs_here(unwatched, tmp_path):
     model, x, _ = mlp()
     expected = gradients(model, x)
-    solvers.register_solver("leaves", everything_leaves)
     options = {"loss_fn": loss_of, "progress": False, "device": "rtx4090", "costs": "roofline"}
     p = plan(model, x, budget_gb=4, offload="cpu", solver="leaves", **options)
     assert p.problem.link.out == p.problem.link.back == DEVICES["rtx4090"].link

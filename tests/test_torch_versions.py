@@ -27,8 +27,11 @@ ELSEWHERE = {  # read where they are there, or written for others to read
     "_accelerator_getAllocatorSettings",
     "_cuda_clearCublasWorkspaces",
     "_dynamo_propagated_dynamic_indices",
+    "_dynamo_source",
+    "_dynamic",
     "_fsdp_param_groups",
     "_getframe",
+    "_param_name_to_source",
     "_tensors_no_vc_check",
 }
 
