@@ -8,7 +8,6 @@ to those of earlier microbatches; the optimizer's step comes last.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate as totals
@@ -264,21 +263,18 @@ def _pinned(parts: _Parts) -> frozenset[int]:
     """The values that the caller, autograd or `.grad` hold to the end of the step."""
     settings, linked = parts.settings, parts.linked
     pinned: set[int] = set()
+    tangents: set[int] = set()
     for r, region in enumerate(parts.regions):
         pinned.update(parts.offset[r] + v for v in region.values_in(region.returned))
         if not settings.accumulate and not settings.reduced:
             pinned.update(linked.gradients[r])
+        every = settings.tangents_pinned == "all"
+        held = [n for n in region.tangents if every or all(t.dim() == 0 for t in tensors(n))]
+        tangents.update(parts.offset[r] + v for v in region.values_in(held))
     pinned -= linked.freed | parts.let_go
     if settings.tangents_pinned != "none":
-        every = settings.tangents_pinned == "all"
-        pinned.update(v for v in parts.incoming if v not in linked.same and (every or _is_scalar(parts, v)))
+        pinned.update(tangents.difference(linked.same))
     return frozenset(pinned)
-
-
-def _is_scalar(parts: _Parts, incoming: int) -> bool:
-    r = bisect_right(parts.offset, incoming) - 1
-    owner = parts.regions[r].values[incoming - parts.offset[r]].owner
-    return all(t.dim() == 0 for t in tensors(owner))
 
 
 def split_by_region(

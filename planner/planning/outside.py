@@ -73,8 +73,8 @@ def outside_loss(request: Request, graph: TrainingGraph) -> CountedLoss:
         forward, backward = max(seen.computed, forward - used), max(seen.computed + used, backward)
         backward = seen.backward if gone else backward
     others = max(0, seen.tangents - arriving) if loop.in_flight > 1 else 0
-    if seen.given:  # those of the step before are there until the new ones are
-        forward, backward = forward + seen.given, backward + seen.given
+    # gradients that the loop gave in the step before are there until the new ones are
+    forward, backward = forward + seen.given, backward + seen.given
     workspace = max(0, backward - seen.left - arriving - others)
     kept = sum(graph.regions[r].values[v].nbytes for r, at in results - gone for v in _values_out(graph, r, at))
     waits = max(0, seen.waiting - kept)
