@@ -10,6 +10,8 @@ from torch import nn
 
 from planner import OptionError, applied_plan, plan
 from planner.compat.dispatch import modes_here
+from planner.runtime.recorded import loss_seen, stays
+from planner.runtime.recorder import LossEvents, Recorder
 
 pytestmark = pytest.mark.usefixtures("short_searches")
 
@@ -115,3 +117,16 @@ def test_gradients_that_stay_are_planned_for_once():
     for _ in range(4):
         model(batch).mean().backward()
     assert applied_plan(model).step.loop.gradients == "accumulated"
+
+
+def test_the_address_of_a_gradient_that_is_gone_may_come_again():
+    """As the allocator gives it to the loss of the next microbatch."""
+    recorder = Recorder(nn.Linear(2, 2), torch.device("cpu"), (), ())
+    left = [{1: (1, 400), 2: (2, 4)}, {1: (3, 4), 2: (4, 400)}]
+    recorder.losses += [LossEvents((), 0, (), each, frozenset(), {}) for each in left]
+    recorder.arrived += [{1: (1, 400)}, {2: (4, 400)}]
+    found = stays(recorder, ())
+    assert found.left == 4
+    seen = loss_seen(recorder, {}, found.left, found.read)
+    assert seen is not None
+    assert seen.tangents == 400

@@ -29,15 +29,15 @@ def loss_seen(recorder: Recorder, workspaces: Mapping[str, int], left: int, read
     backward = max(_most(loss.events[loss.let_go :], workspaces) for loss in recorder.losses)
     computed = max(_most([event for event in each if not event.backward], workspaces) for each in events)
     stays = sum(storages([t for ref in recorder.outputs.values() if (t := ref()) is not None]).values())
-    tangents = max(_tangents(recorder, loss) for loss in recorder.losses)
+    tangents = max(map(_tangents, recorder.losses, recorder.arrived))
     given = recorder.given.live
     return LossSeen(
         recorder.output_bytes, forward, backward, computed, left, read, stays, tangents, *recorder.waiting, given
     )
 
 
-def _tangents(recorder: Recorder, loss: LossEvents) -> int:
-    return sum(nbytes for key, (_, nbytes) in loss.left.items() if key in recorder.tangents)
+def _tangents(loss: LossEvents, arrived: Mapping[int, Made]) -> int:
+    return sum(nbytes for key, (number, nbytes) in loss.left.items() if (number, nbytes) == arrived.get(key))
 
 
 def _most(events: Iterable[Event], workspaces: Mapping[str, int]) -> int:
@@ -80,11 +80,11 @@ def stays(recorder: Recorder, counted: Any) -> Stays:
     stay |= {key: nbytes for each in kept_on for key, (_, nbytes) in each.made.items()}
     left, before = 0, set[Made]()
     for loss, arrived in zip(recorder.losses, recorder.arrived, strict=True):
-        made = {key: each for key, each in loss.left.items() if key not in recorder.tangents}
+        made = {key: each for key, each in loss.left.items() if arrived.get(key) != each}
         kept = {key: each[1] for key, each in made.items() if alive.get(key) == each}
         # of a gradient that came later, in another storage
         parts = sum(each[1] for key, each in made.items() if key in loss.parts and key not in kept)
-        later = sum(nbytes for key, nbytes in arrived.items() if key not in loss.left)
+        later = sum(each[1] for key, each in arrived.items() if loss.left.get(key) != each)
         held = sum(nbytes for _, nbytes in made.values()) - sum(kept.values())
         left = max(left, held - min(parts, later))
         stay |= kept

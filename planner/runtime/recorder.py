@@ -128,8 +128,7 @@ class Recorder(LastingMode):
         output_bytes: of the storages of the outputs.
         outputs: those of the outputs that are tensors, held weakly, by position.
         made: the tensors that were made and are alive.
-        tangents: storages of gradients of outputs.
-        arrived: of the same, for each backward pass, the bytes.
+        arrived: gradients of outputs, for each backward pass: storage -> as it was made, or 0 and its bytes.
         given: of the same, those that are alive.
         reached: positions of the outputs that got one.
         others: other planned models that ran before the backward pass.
@@ -151,8 +150,7 @@ class Recorder(LastingMode):
         self.events: list[Event] = []
         self.calls: dict[str, Call] = {}
         self.losses: list[LossEvents] = []
-        self.tangents: set[int] = set()
-        self.arrived: list[dict[int, int]] = []
+        self.arrived: list[dict[int, Made]] = []
         self.reached: set[int] = set()
         self.graph_retained = False
         self.outputs: dict[int, weakref.ref[torch.Tensor]] = {}
@@ -238,7 +236,6 @@ class Recorder(LastingMode):
             return
         self.reached.add(at)
         found = storages(gradient)
-        self.tangents.update(found)
         self.graph_retained |= graph_is_kept()
         if self.phase == "loss":
             self.phase = "backward"
@@ -247,7 +244,7 @@ class Recorder(LastingMode):
             self.events.clear()
             self.in_loss.clear()
             when_backward_ends(self._backward_ended)
-        self.arrived[-1].update(found)
+        self.arrived[-1] |= {key: self.made.made.get(key, (0, nbytes)) for key, nbytes in found.items()}
         for t in tensors_in(gradient):
             self.given.add(t.untyped_storage(), storage_key(t))
 
