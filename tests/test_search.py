@@ -33,9 +33,9 @@ from solvers.search import annealing, effort, evaluation, rounds
 from solvers.search.annealing import PAUSES, Search
 from solvers.search.arrays import Journal, Policy, Scratch, Tables
 from solvers.search.evaluation import Evaluator
-from solvers.search.kernels import move, put, take_back
 from solvers.search.machine import INTERPRETED, machine_code
 from solvers.search.policy import choices, copy, keep_only, scratch, tables
+from solvers.search.walk import move, put, take_back
 
 from .naive import replay
 from .problems import (

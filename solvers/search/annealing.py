@@ -24,7 +24,7 @@ from solvers.search.machine import machine_code
 from solvers.search.policy import choices, copy, keep_only, nest, scratch
 
 PAUSES = 20  # how often a walk looks at the clock and shows its progress
-Anneal = Callable[[Chain, Goal, Cooling, float, float], float]  # as `kernels.anneal`, the problem aside
+Anneal = Callable[[Chain, Goal, Cooling, float, float], float]  # as `walk.anneal`, the problem aside
 
 LARGEST_MOVE = 1024  # gaps that one move changes, at most
 

@@ -2,8 +2,7 @@
 
 All arrays are indexed by op, value or gap. A gap is the time between two consecutive uses of a value: from `start[g]`
 (its producer or a reader) to `uses[g]` (the next reader, or the number of ops for the end of the schedule). Gaps are
-numbered as `uses` is. Compiled functions address the fields of a record by position, and numba's cache on disk only
-notices that a function's own file or a field's type has changed: whoever reorders fields here also changes `kernels`.
+numbered as `uses` is.
 """
 
 from __future__ import annotations

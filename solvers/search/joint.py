@@ -1,7 +1,6 @@
-"""Annealing over what is kept on the device, kept on the host, and recomputed: `kernels.anneal` with a link.
+"""Annealing over what is kept on the device, kept on the host, and recomputed: `walk.anneal` with a link.
 
-Compiled as `kernels` is; it calls functions of `kernels` and `layout`. (numba's cache on disk looks at a function's own
-file only: whoever changes one of these touches this file, too.)
+Compiled as `kernels` is.
 """
 
 from __future__ import annotations
@@ -9,8 +8,9 @@ from __future__ import annotations
 import math
 
 from solvers.search.arrays import Chain, Choices, Cooling, Goal, Journal, Policy, Random, Scratch, Tables
-from solvers.search.kernels import _search, below, move, put, random, take_back, unroll
+from solvers.search.kernels import unroll
 from solvers.search.layout import find_stays, lay_out, place_fetches, run_clocks
+from solvers.search.walk import below, first_at_least, move, put, random, take_back
 from solvers.search.wires import AWAY, Line, Wires
 
 MOVED = 0.6  # share of changes that decide which values stay on the host
@@ -22,7 +22,7 @@ def decide(t: Tables, w: Wires, p: Policy, s: Scratch, c: Choices, journal: Jour
     """Change at random which values are kept on the device, kept on the host, or recomputed."""
     journal.used[0] = 0
     n = len(c.gaps)
-    at = min(n - 1, _search(c.weight, random(rng)))
+    at = min(n - 1, first_at_least(c.weight, random(rng)))
     g = c.gaps[at]
     keep = _other(t, w, p, rng, g)
     _put(t, p, s, journal, g, keep)
@@ -67,7 +67,7 @@ def anneal_moves(
     begin: float,
     end: float,
 ) -> float:
-    """As `kernels.anneal`, with moves: waiting costs as much as running.
+    """As `walk.anneal`, with moves: waiting costs as much as running.
 
     `choices` are the gaps of values that may be recomputed, and the gaps of these and of values that may leave.
     """

@@ -8,15 +8,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import cache
-from inspect import isfunction
+from hashlib import sha256
+from inspect import getsource, isfunction
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
-from solvers.search import joint, kernels, layout
+from solvers.search import arrays, joint, kernels, layout, walk, wires
 
 
 class Kernels(NamedTuple):
-    """The kernels that Python calls, see `kernels`."""
+    """The kernels that Python calls, see `kernels` and `walk`."""
 
     link_all: Callable[..., None]
     unroll: Callable[..., tuple[int, float]]
@@ -24,7 +25,7 @@ class Kernels(NamedTuple):
     anneal: Callable[..., float]
 
 
-INTERPRETED = Kernels(kernels.link_all, kernels.unroll, kernels.peak_of, kernels.anneal)
+INTERPRETED = Kernels(kernels.link_all, kernels.unroll, kernels.peak_of, walk.anneal)
 
 
 class MoveKernels(NamedTuple):
@@ -37,7 +38,8 @@ class MoveKernels(NamedTuple):
 @cache
 def machine_code() -> Kernels:
     """The kernels as functions that run without the interpreter's lock."""
-    return Kernels(*(_compiled(kernels)[name] for name in Kernels._fields))
+    found = _compiled(kernels) | _compiled(walk)
+    return Kernels(*(found[name] for name in Kernels._fields))
 
 
 @cache
@@ -57,6 +59,8 @@ def _compiled(module: ModuleType) -> dict[str, Any]:
         # kernels that only kernels call need no way in from Python, which takes as long to compile as they do
         inside = function.__name__ not in Kernels._fields + MoveKernels._fields
         own = FunctionType(function.__code__, namespace, function.__name__)  # calls what is compiled
+        if options:
+            own.__qualname__ = f"{function.__name__}_{_sources()}"
         return njit(nogil=True, no_cpython_wrapper=inside, no_cfunc_wrapper=True, **options)(own)
 
     namespace = dict(vars(module))
@@ -68,6 +72,13 @@ def _compiled(module: ModuleType) -> dict[str, Any]:
             continue
         try:
             namespace[name] = compiled(value, cache=True)
-        except RuntimeError:  # numba has nowhere to write a cache: it compiles anew in each process
+        except (RuntimeError, OSError):  # nowhere to write a cache, or no sources: numba compiles in each process
             namespace[name] = compiled(value)
     return namespace
+
+
+@cache
+def _sources() -> str:
+    """A digest of all kernels: numba's cache on disk looks at a function's own file, not at those of what it calls."""
+    text = "".join(getsource(module) for module in (arrays, joint, kernels, layout, walk, wires))
+    return sha256(text.encode()).hexdigest()[:8]
