@@ -15,6 +15,7 @@ from planner.compat.ops import schema_of
 from planner.core.call import TensorSpec
 from planner.costs.ops import estimate_nodes, reads_workspace
 from planner.eager.trace import DistinctOp, Trace
+from planner.errors import CaptureError
 from planner.requests.request import Request
 
 
@@ -93,6 +94,11 @@ def _node(op: DistinctOp, mode: Any, device: torch.device) -> fx.Node:
     graph = fx.Graph()
 
     def fake(spec: TensorSpec) -> torch.Tensor:
+        if not all(isinstance(n, int) for n in spec.shape):
+            raise CaptureError(
+                f"{op.target} runs on a nested tensor, whose sizes depend on the values of tensors: eager mode is not "
+                "planned with one. Pad the tensor, plan a submodule, or plan in another mode"
+            )
         with mode:
             return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)
 

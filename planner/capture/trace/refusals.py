@@ -27,7 +27,8 @@ from planner.parallel.meshes import on_mesh
 Frame = tuple[str, int, Any]  # file, line, the object whose method runs there
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = f"{Path(__file__).parents[2]}{os.sep}"
-_OUTSIDE = {str(Path(p).resolve()) for p in sys.path if p.endswith("-packages")} | {sysconfig.get_path("stdlib")}
+_OUTSIDE = {str(Path(p).resolve()) for p in sys.path if p.endswith("-packages")}
+_SPARSE = "SparseTensorImpl"  # in what torch says of an op that asks for a sparse tensor's storage
 LIMITS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)  # of fake tensors
 _VALUE = (  # what a line that asks for a tensor's value looks like
     (r"\.item\(", "`.item()`"),
@@ -58,18 +59,20 @@ def refusal(model: nn.Module, error: BaseException, *, eagerly: bool) -> str:
     ran = traceback.walk_tb(error.__traceback__)
     traced: list[Frame] = [(f.filename, f.lineno or 0, None) for f in getattr(error, "real_stack", None) or ()]
     frames: list[Frame] = [(f.f_code.co_filename, line, variable_of(f, "self")) for f, line in ran]
-    frames = [f for f in (*frames, *traced) if not f[0].startswith(_OURS)]
+    frames = [f for f in (*frames, *traced) if not (f[0].startswith(_OURS) or _of_python(f[0]))]
     at, asking = _user_frame(frames), _asking_frame(frames)
-    path = _module(model, frames, traced)
+    path, sparse = _module(model, frames, traced), _SPARSE in str(error)
+    if path is None and sparse:  # its backward pass fails, in which no module runs
+        path = next((name for name, module in model.named_modules() if getattr(module, "sparse", False) is True), None)
     owner = "" if path is None else f"in {path or 'its own forward()'} ({type(model.get_submodule(path)).__name__})"
     lines = list(dict.fromkeys(_line(f) for f in (at, asking) if f is not None))
     place = ", ".join(filter(None, [owner, *(f"{file}:{number}: `{code}`" for file, number, code in lines)]))
     words, cure = _reason(error, [code for *_, code in lines])
-    trials = [] if eagerly or on_mesh(model) else ['mode="eager", which does not compile']
+    trials = [] if eagerly or sparse or on_mesh(model) else ['mode="eager", which does not compile']
     if (other := _submodule(model, path)) is not None:
         trials.append(f"a submodule without it, such as {other!r}")
     tried = f" or plan {' or '.join(trials)}" if trials else ""
-    return f"{type(model).__name__} cannot be captured: {words}, {place or 'at a place unknown'}. {cure}{tried}"
+    return f"{type(model).__name__} cannot be captured: {', '.join(filter(None, [words, place]))}. {cure}{tried}"
 
 
 def _reason(error: BaseException, code: Sequence[str]) -> tuple[str, str]:
@@ -90,8 +93,10 @@ def _reason(error: BaseException, code: Sequence[str]) -> tuple[str, str]:
         return f"{op} does not run on fake tensors, from which a plan is made", "Replace it,"
     error = getattr(error, "inner_exception", None) or error  # what torch.compile wraps
     lines = str(error).strip().splitlines() or [""]
-    if "SparseTensorImpl" in lines[0]:
+    if _SPARSE in lines[0]:
         return "a gradient is sparse (nn.Embedding(sparse=True)), which cannot be planned", "Make it dense,"
+    if "set_ on a graph input" in lines[0]:
+        return "its forward() gives a parameter or an input another storage (`.data =`, `set_`)", "Do that elsewhere,"
     if isinstance(error, Unsupported):
         given = re.search(r"Explanation: (.+)", str(error))
         why = (given[1] if given else lines[0]).rstrip(".")
@@ -102,6 +107,11 @@ def _reason(error: BaseException, code: Sequence[str]) -> tuple[str, str]:
         )
     inner = re.search(r"got (\w+\(.*\))", str(error))  # torch.compile's report of what a traced op raised
     return f"{type(error).__name__}: {inner[1] if inner else lines[0]}", "Move it out of forward(),"
+
+
+def _of_python(file: str) -> bool:
+    """Whether a file is of the standard library, such as `functools`, which calls what is cached."""
+    return file.startswith(sysconfig.get_path("stdlib")) and "-packages" not in file
 
 
 def _user_frame(frames: Sequence[Frame]) -> Frame | None:
