@@ -171,7 +171,7 @@ def generate(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Ge
         options: as `compile_fx` hands them on.
     """
     from torch._inductor import config
-    from torch._inductor.codegen.cpp import TilingSelect
+    from torch._inductor.codegen import cpp
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.graph import GraphLowering
 
@@ -185,11 +185,12 @@ def generate(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Ge
         strides = [_strides(out) for out in lowering.graph_outputs or ()]
         raise _Stopped(Generated(code.value, realised, dict(lowering.constants)), strides)
 
+    untiled = ([], [], None) if hasattr(cpp, "KernelOpStats") else ([], [])  # torch 2.11 has no statistics there
     stopped = _Stopped(Generated("def call(args):\n    raise NotImplementedError", {}, {}), [])
     with (
         config.patch(force_disable_caches=True),
         mock.patch.object(GraphLowering, "compile_to_module", stop),
-        mock.patch.object(TilingSelect, "select_tiling", return_value=([], [], None)),
+        mock.patch.object(cpp.TilingSelect, "select_tiling", return_value=untiled),
     ):
         try:
             compile_fx_inner(graph, inputs, **options)
