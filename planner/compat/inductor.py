@@ -185,7 +185,7 @@ def generate(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Ge
         strides = [_strides(out) for out in lowering.graph_outputs or ()]
         raise _Stopped(Generated(code.value, realised, dict(lowering.constants)), strides)
 
-    untiled = ([], [], None) if hasattr(cpp, "KernelOpStats") else ([], [])  # torch 2.11 has no statistics there
+    untiled: tuple[Any, ...] = ([], [], None) if hasattr(cpp, "KernelOpStats") else ([], [])  # the latter in torch 2.11
     stopped = _Stopped(Generated("def call(args):\n    raise NotImplementedError", {}, {}), [])
     with (
         config.patch(force_disable_caches=True),
