@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn, optim
@@ -18,11 +18,12 @@ from planner.compat.autograd import in_backward
 from planner.compat.dispatch import LastingMode, lasting_modes_off, modes_here, switch_off, switch_on
 from planner.compat.tensors import storage_key, version_of
 from planner.core.call import storages
-from planner.core.loop import Gradients, Loop, most_of
+from planner.core.loop import Gradients, Loop
 from planner.costs.measured_ops import measure
 from planner.requests.optimizers import trained_by
 from planner.runtime.fates import Fates
 from planner.runtime.first_step import when_begun
+from planner.runtime.learnt import Learnt
 from planner.runtime.recorded import loss_seen, stays
 from planner.runtime.recorder import Recorder
 from planner.runtime.signature import Role
@@ -42,22 +43,17 @@ class Watch:
         stepped: the optimizers that stepped parameters of the model.
         seen: those that stepped any.
         recorder: of what runs between two calls of the model, while it is on.
-        fresh: whether the latest call was the first in its role, and others came before in other roles.
     """
 
     def __init__(self, model: nn.Module, loop: Loop) -> None:
         self._model = weakref.ref(model)
-        self._loops: dict[Role, Loop] = {}
-        self._base, self._role = loop, cast(Role, ())
+        self._learnt = Learnt(loop)
         self._fates = Fates()
-        self._settled: set[Role] = set()
         self._late: Gradients | None = None  # found where the latest call began; counts if a backward pass comes of it
         self._recorded: dict[Role, None] = {}  # the roles of the calls that the recorder has seen
         self._numbers: list[int | None] = []  # of these calls
         self._number: int | None = None  # of the latest call
         self._earlier: Recorder | None = None  # of calls that came to nothing, just before
-        self._heard = False  # whether a recording has ended
-        self.fresh = False
         self.stepped: list[weakref.ref[optim.Optimizer]] = []
         self.seen: weakref.WeakSet[optim.Optimizer] = weakref.WeakSet()
         self.recorder: Recorder | None = None
@@ -80,7 +76,12 @@ class Watch:
     @property
     def loop(self) -> Loop:
         """What was seen of the loop around calls in the role of the latest one."""
-        return self._loops.get(self._role, self._base)
+        return self._learnt.loop
+
+    @property
+    def fresh(self) -> bool:
+        """Whether the latest call was the first in its role, and others came before in other roles."""
+        return self._learnt.fresh
 
     @property
     def settled(self) -> bool:
@@ -89,7 +90,7 @@ class Watch:
         What a step holds may change later (weights are averaged from some step on, another loss is added), so that
         after 2, 4, 8, ... more steps another one is recorded.
         """
-        return self._role in self._settled
+        return self._learnt.role in self._learnt.settled
 
     def call_begins(
         self, parameters: Sequence[nn.Parameter], batch: Any, waiting: Collection[int], role: Role = ()
@@ -107,28 +108,18 @@ class Watch:
         others = [number for number in waiting if number not in left_over]
         self._begin(role, others)
         recorder = self.recorder
-        if recorder is not None and recorder.over:
-            self._finished(recorder, None)
-        elif recorder is not None and recorder.losses:
+        if recorder is not None and (recorder.losses or recorder.over):
             self._finished(recorder, [batch, [p.grad for p in parameters]])
         elif recorder is not None and self._first and self._ended(left_over):
             self._came_to_nothing()
         elif recorder is None and self._first and not self.settled:
             self._missed()
-        self._note(self._gradients(parameters), sum(left_over.values()))
+        self._note(parameters, sum(left_over.values()))
         return self.loop
 
     def _begin(self, role: Role, others: Sequence[int]) -> None:
         """A call begins while others wait for their backward pass."""
-        known, before = role in self._loops, self.loop
-        self.fresh = bool(self._loops) and not known
-        self._role = role
-        if not known:
-            self._loops[role] = replace(before, in_flight=1, unused=False) if self.fresh else before
-        roles = {role, *(own for number in others if (own := self._fates.role(number)) is not None)}
-        for each in roles & self._loops.keys():
-            loop = self._loops[each]
-            self._loops[each] = replace(loop, in_flight=max(loop.in_flight, len(others) + 1))
+        self._learnt.begin(role, [self._fates.role(number) for number in others])
         self._first = not others
         if self._first and self.settled:
             self._steps += 1
@@ -139,27 +130,25 @@ class Watch:
         """Whether no backward pass comes of the calls that the recorder has seen."""
         return bool(self._numbers) and self._fates.without(self._numbers, left_over)
 
-    def _note(self, gradients: Gradients | None, left_over: int) -> None:
-        """What the beginning of a call tells by itself: gradients that are there, and calls that are left over."""
-        unused = self._fates.unused(self._role)
-        loop = replace(self.loop, unused=unused, left_over=max(left_over, self.loop.left_over))
-        self._late = None
-        if gradients is not None and loop.gradients != "accumulated":
-            if self._role in self._fates.dropped or unused:
-                self._late = gradients
-            else:
-                loop = replace(
-                    loop, gradients="accumulated" if self.fresh and loop.gradients == "cleared" else gradients
-                )
-        self._loops[self._role] = loop
+    def _note(self, parameters: Sequence[nn.Parameter], left_over: int) -> None:
+        """What the beginning of a call tells by itself: calls that are left over, and gradients that are there."""
+        learnt, role, self._late = self._learnt, self._learnt.role, None
+        unused = self._fates.unused(role)
+        learnt.loop = replace(self.loop, unused=unused, left_over=max(left_over, self.loop.left_over))
+        if self.loop.gradients == "accumulated" or (gradients := self._gradients(parameters)) is None:
+            return
+        if unused or role in self._fates.dropped:
+            self._late = gradients
+        else:
+            learnt.gradients_there(gradients)
 
     def _came_to_nothing(self) -> None:
         """No backward pass comes of the calls that were recorded."""
         self._earlier = self.recorder
         self.stop()
         self._in_vain += 1
-        if self._heard or self._in_vain > VAIN:
-            self._settled.update(role for role in self._recorded if self._fates.unused(role))
+        if self._learnt.heard or self._in_vain > VAIN:
+            self._learnt.settled.update(role for role in self._recorded if self._fates.unused(role))
 
     def _finished(self, recorder: Recorder, counted: Any) -> None:
         """Enter what a step's recording has shown; the account has lines for `counted`."""
@@ -184,25 +173,13 @@ class Watch:
             around=found.around,
             graph_retained=recorder.graph_retained,
         )
-        # the next call in that role has another batch in its place
-        again = 0 if self._role in roles else found.batches
-        for role in roles:
-            before = self._loops[role]
-            own = _with(before, replace(shown, beside=shown.beside - again))
-            own = most_of(before, own) if role in self._settled else own
-            self._loops[role] = _most_beside(own, before) if self._heard else own
-        # what stays from one call to the next stays whatever role the next is in
-        others = self._loops.keys() - roles if self._heard else {self._role}.difference(roles)
-        self._loops |= {role: _most_beside(self._loops[role], shown) for role in others}
-        self._heard = True
-        if came_round:
-            self._settled.update(roles)
+        self._learnt.enter(shown, roles, found.batches, settles=came_round)
 
     def _missed(self) -> None:
         """A step came of which nothing was recorded."""
         self._tries += 1
         if self._tries > TRIES:
-            self._settled.add(self._role)
+            self._learnt.settled.add(self._learnt.role)
 
     def called(self, number: int, kept: int, results: Any) -> None:
         """A call by a plan has returned.
@@ -212,21 +189,21 @@ class Watch:
             kept: bytes that it saved.
             results: of the call, and of its graphs.
         """
-        asks = not self.settled or not self._fates.certain(self._role)
-        self._fates.add(number, self._role, kept)
+        asks = not self.settled or not self._fates.certain(self._learnt.role)
+        self._fates.add(number, self._learnt.role, kept)
         self._number = number
         if asks:
             when_begun(results, partial(_backward_of, weakref.ref(self), number))
 
     def was_trained(self) -> bool:
         """Whether a backward pass has come of some call."""
-        return bool(self._fates.used) or self._heard
+        return bool(self._fates.used) or self._learnt.heard
 
     def backward_of(self, number: int) -> None:
         """A backward pass has come to the results of a call."""
         self._fates.use(number)
         if number == self._number and self._late is not None and self.loop.gradients != "accumulated":
-            self._loops[self._role] = replace(self.loop, gradients=self._late)
+            self._learnt.loop = replace(self.loop, gradients=self._late)
 
     def call_ended(self, args: Any, kwargs: Any, result: Any, made: Callable[[], Sequence[torch.Tensor]]) -> None:
         """A training call has returned: record what comes until the next one, where that is not known yet.
@@ -247,7 +224,7 @@ class Watch:
         aside = [t for t in made() if storage_key(t) not in returned]
         if self.recorder is not None:
             self.recorder.expect((args, kwargs), outputs, aside)
-            self._recorded[self._role] = None
+            self._recorded[self._learnt.role] = None
             self._numbers.append(self._number)
         elif self._first:  # from the middle of a step on, it would miss what earlier calls hold
             self._record(model, (args, kwargs), outputs, aside)
@@ -278,7 +255,7 @@ class Watch:
         earlier, self._earlier = self._earlier, None
         if _may_record():
             self.recorder = Recorder(model, next(model.parameters()).device, batch, outputs, aside, earlier)
-            self._recorded, self._numbers = {self._role: None}, [self._number]
+            self._recorded, self._numbers = {self._learnt.role: None}, [self._number]
             weakref.finalize(model, self.recorder.end).atexit = False
             switch_on(self.recorder)
 
@@ -304,7 +281,7 @@ class Watch:
 
     def backward_begins(self) -> None:
         """Gradients that were there in the forward pass are still there."""
-        self._loops[self._role] = replace(self.loop, gradients="accumulated")
+        self._learnt.loop = replace(self.loop, gradients="accumulated")
 
     def _measure(self) -> None:
         """Measure the workspaces of the ops that were recorded."""
@@ -337,24 +314,6 @@ class Watch:
 def _backward_of(own: weakref.ref[Watch], number: int) -> None:
     if (watch := own()) is not None:
         watch.backward_of(number)
-
-
-def _with(loop: Loop, shown: Loop) -> Loop:
-    """The loop with what a recording has shown."""
-    retained = loop.graph_retained or shown.graph_retained
-    return replace(
-        loop,
-        outputs_held=shown.outputs_held,
-        only_loss=shown.only_loss,
-        loss=shown.loss,
-        beside=shown.beside,
-        around=shown.around,
-        graph_retained=retained,
-    )
-
-
-def _most_beside(loop: Loop, shown: Loop) -> Loop:
-    return replace(loop, beside=max(loop.beside, shown.beside), around=max(loop.around, shown.around))
 
 
 def _may_record() -> bool:
