@@ -138,7 +138,7 @@ class Provider:
         if request.optimizer is not None:
             return request
         stepped = [optimizer for ref in self.stepped if (optimizer := ref()) is not None]
-        self.counted[role] = weakly(optimizers_of(request.model, stepped))
+        self.counted[role] = self.counted[()] = weakly(optimizers_of(request.model, stepped))
         return replace(request, found=self.counted[role])
 
     def _keep(self, planned: Planned) -> None:
