@@ -603,6 +603,49 @@ def gan_both(put: Put, ended: Ended) -> None:
     _gan(put(_generator()), put(_discriminator()), ended)
 
 
+def wasserstein_gan(put: Put, ended: Ended) -> None:
+    """Two steps of the critic, to which the generator gives samples without their graph, for one of the generator."""
+    generator, critic = put(mlp(depth=3)), put(mlp(depth=3, out=1))
+    optimizer_g = torch.optim.RMSprop(generator.parameters(), lr=5e-5)
+    optimizer_c = torch.optim.RMSprop(critic.parameters(), lr=5e-5)
+    for _ in range(STEPS):
+        for _ in range(2):
+            real = torch.randn(256, 64)
+            optimizer_c.zero_grad()
+            z = torch.randn(256, 64)
+            fake = generator(z).detach()
+            loss_c = -torch.mean(critic(real)) + torch.mean(critic(fake))
+            loss_c.backward()
+            optimizer_c.step()
+            for p in critic.parameters():
+                p.data.clamp_(-0.01, 0.01)
+        optimizer_g.zero_grad()
+        made = generator(torch.randn(256, 64))
+        loss_g = -torch.mean(critic(made))
+        loss_g.backward()
+        optimizer_g.step()
+        ended([loss_c, loss_g])
+
+
+def evaluated_with_gradients(put: Put, ended: Ended) -> None:
+    """An evaluation without `torch.no_grad()`, whose result holds its graph during the next step."""
+    model = put(nn.Sequential(mlp(), nn.Dropout(0.5), nn.Linear(64, 8)))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=5e-4)
+    x, y = torch.randn(512, 64), torch.randint(8, (512,))
+    train, held_out = torch.arange(400), torch.arange(400, 512)
+    for _ in range(STEPS):
+        model.train()
+        optimizer.zero_grad()
+        output = model(x)
+        loss = F.cross_entropy(output[train], y[train])
+        loss.backward()
+        optimizer.step()
+        model.eval()
+        output = model(x)
+        validation = F.cross_entropy(output[held_out], y[held_out])
+        ended([loss, validation])
+
+
 # Sequences
 
 
@@ -796,7 +839,9 @@ LOOPS: dict[str, Loop] = {
     "variational": Loop(variational),
     "modules_by_themselves": Loop(modules_by_themselves),
     "gan_generator": Loop(gan_generator, share=0.77),
-    "gan_both": Loop(gan_both, plans=7),
+    "gan_both": Loop(gan_both, plans=5),
+    "wasserstein_gan": Loop(wasserstein_gan, plans=5),
+    "evaluated_with_gradients": Loop(evaluated_with_gradients, plans=3),
     "ema": Loop(ema),
     "autocast_scaler": Loop(autocast_scaler, tolerance=1e-2),
     "trainer": Loop(trainer),

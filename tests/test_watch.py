@@ -10,6 +10,7 @@ from torch import nn
 
 from planner import OptionError, applied_plan, plan
 from planner.compat.dispatch import modes_here
+from planner.runtime.interception import attached
 from planner.runtime.recorded import loss_seen, stays
 from planner.runtime.recorder import LossEvents, Recorder
 
@@ -130,3 +131,40 @@ def test_the_address_of_a_gradient_that_is_gone_may_come_again():
     seen = loss_seen(recorder, {}, found.left, found.read)
     assert seen is not None
     assert seen.tangents == 400
+
+
+def test_a_backward_pass_of_results_that_were_let_go_of_before_is_eagers():
+    model, batch = nn.Sequential(perceptron(), nn.BatchNorm1d(32)), torch.randn(16, 32)
+    eager = copy.deepcopy(model)
+    plan(model, budget_gb=1).apply()
+
+    def train(model):
+        losses = []
+        for used in (False, False, True, True):
+            model.train()
+            model(batch).square().mean().backward()
+            model.eval()
+            losses.append(model(batch).abs().mean())
+            if used:
+                losses[-1].backward()
+                assert applied_plan(model) is None or len(losses) < 4 or not applied_plan(model).step.loop.unused
+        return [*losses, *(p.grad for p in model.parameters())]
+
+    for ours, theirs in zip(train(model), train(eager), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_calls_whose_results_are_let_go_of_are_in_flight_no_more():
+    model, batch = perceptron(), torch.randn(16, 32)
+    plan(model, budget_gb=1).apply()
+    held = None
+    for _ in range(3):
+        model.train()
+        model(batch).square().mean().backward()
+        loop = attached(model).watch.loop
+        model.zero_grad()
+        model.eval()
+        held = model(batch)
+    assert loop.in_flight == 1
+    assert 0 < loop.left_over < 7 * batch.nbytes
+    assert held.requires_grad

@@ -66,6 +66,8 @@ class Loop:
         in_flight: how many calls of the model waited for their backward pass at once.
         graph_retained: whether a backward pass ran with `retain_graph=True`, so that saved tensors stay to the end of
             the step.
+        unused: whether no backward pass comes of such calls, as of an evaluation that is not under `torch.no_grad()`.
+        left_over: bytes that earlier calls of that kind still hold while another call runs.
     """
 
     outputs_held: tuple[int, ...] | None = None
@@ -76,6 +78,13 @@ class Loop:
     gradients: Gradients = "cleared"
     in_flight: int = 1
     graph_retained: bool = False
+    unused: bool = False
+    left_over: int = 0
+
+    @property
+    def others(self) -> int:
+        """Bytes of all that the loop holds beside the planned step."""
+        return self.beside + self.around + self.left_over
 
 
 def most_of(one: Loop, other: Loop) -> Loop:
@@ -97,7 +106,6 @@ def same_facts(one: Loop, other: Loop, tolerance: int) -> bool:
     """Whether two loops do the same with the model, but for its loss; what is beside may differ by so many bytes."""
 
     def facts(loop: Loop) -> Loop:
-        return replace(loop, outputs_held=None, loss=None, beside=0, around=0)
+        return replace(loop, outputs_held=None, loss=None, beside=0, around=0, left_over=0)
 
-    more = one.beside + one.around - other.beside - other.around
-    return facts(one) == facts(other) and abs(more) <= tolerance
+    return facts(one) == facts(other) and abs(one.others - other.others) <= tolerance

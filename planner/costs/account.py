@@ -44,7 +44,7 @@ def account_of(request: Request) -> tuple[dict[str, int], int | None]:
     lines |= request.beside
     if buffers := communication_buffers(request.model_device):
         lines["NCCL buffers"] = buffers
-    if others := request.loop.beside + request.loop.around:
+    if others := request.loop.others:
         lines[OTHERS] = others
     # in the backward pass, each parameter's step is an op of its own
     counted = OPTIMIZER_STEP in given or (bool(request.optimizers) and not request.options.step_in_backward)

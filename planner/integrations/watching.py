@@ -30,6 +30,7 @@ from planner.requests.batch import LATER
 from planner.requests.planned import Pending, Planned
 from planner.runtime.events import Call, Caller, PlanProvider
 from planner.runtime.interception import detach
+from planner.runtime.signature import Role
 from planner.session.apply import apply
 from planner.session.provider import uncounted
 
@@ -128,9 +129,9 @@ class Watching:
         """See `PlanProvider`."""
         return self.own.loop
 
-    def on_loop_seen(self, seen: Loop, stepped: Sequence[optim.Optimizer]) -> bool:
+    def on_loop_seen(self, seen: Loop, stepped: Sequence[optim.Optimizer], role: Role = ()) -> bool:
         """See `PlanProvider`; the plan that is made anew is told of."""
-        learnt = self.own.on_loop_seen(seen, stepped)
+        learnt = self.own.on_loop_seen(seen, stepped, role)
         if learnt:
             self.told, self.anew = False, True
         return learnt

@@ -30,7 +30,7 @@ from planner.runtime.families import Family, GraphChanged, Shapes, recipe_of
 from planner.runtime.interception import Applied
 from planner.runtime.modes import unguarded
 from planner.runtime.regions import Regions
-from planner.runtime.signature import Signature, call_signature
+from planner.runtime.signature import Role, Signature, call_signature
 
 SETTLES = 2  # calls of a kind, after which its graphs are expected to stay: the first may make what the second uses
 WARN_WAYS, MOST_WAYS = 8, 32  # through a model's code: when to warn, and how many plans to keep
@@ -134,14 +134,17 @@ class Runtime(Applied):
             args, kwargs = enlarged(args, kwargs, maxima, FakeTensorMode(allow_non_fake_inputs=True))
         super().add(args, kwargs, planned)
 
-    def forget(self) -> None:
-        super().forget()
-        self.serving.clear()
+    def forget(self, role: Role | None = None) -> None:
+        super().forget(role)
+        self.serving = {signature: family for signature, family in self.serving.items() if signature in self.plans}
         self.shapes = self.shapes.without_families()
         self.shapes.apart.clear()
 
-    def waiting(self) -> int:
+    def waiting_calls(self) -> frozenset[int]:
         return self.regions.waiting()
+
+    def call_number(self) -> int | None:
+        return self.regions.call
 
     def made(self) -> list[torch.Tensor]:
         return [t for ref in self.regions.made if (t := ref()) is not None]

@@ -13,6 +13,7 @@ from planner.core.maxima import Maxima
 from planner.core.plan import PlanRecord
 from planner.errors import PlannerError
 from planner.requests.planned import Planned
+from planner.runtime.signature import Role
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,10 +56,10 @@ class PlanProvider(Protocol):
     def on_missing_plan(self, caller: Caller, call: Call) -> Planned:
         """A plan for a kind of call that comes for the first time. Raises PlannerError where there is none."""
 
-    def on_loop_seen(self, seen: Loop, stepped: Sequence[optim.Optimizer]) -> bool:
-        """A training call is about to run, and this is what the loop was seen to do; `stepped` are its optimizers.
+    def on_loop_seen(self, seen: Loop, stepped: Sequence[optim.Optimizer], role: Role = ()) -> bool:
+        """A training call is about to run, and this is what the loop was seen to do with calls in that role.
 
-        True where plans are to be made anew.
+        `stepped` are its optimizers. True where plans for such calls are to be made anew.
         """
 
     def on_no_plan(self, model: nn.Module, error: PlannerError) -> bool:

@@ -26,7 +26,7 @@ from planner.runtime.events import Call, PlanProvider
 from planner.runtime.first_step import begin, report_after, when_begun
 from planner.runtime.modes import redirected, refuse_compiled, refuse_transformed, trains
 from planner.runtime.recorder import Recorder
-from planner.runtime.signature import ModelState, Signature, Walk, call_signature, walk
+from planner.runtime.signature import ModelState, Role, Signature, Walk, call_signature, role_of, walk
 from planner.runtime.watch import Watch
 from planner.stepping.step import Stepping
 
@@ -109,9 +109,10 @@ class Applied:
         self.newest = planned
         self.plans[call_signature(self.model, args, kwargs)] = planned.record
 
-    def forget(self) -> None:
-        """Forget the plans that were made so far: other ranks may have others, or the loop is not as they count it."""
-        self.plans.clear()
+    def forget(self, role: Role | None = None) -> None:
+        """Forget plans: other ranks may have others, or the loop is not as they count it; of one role, or all."""
+        for signature in [s for s in self.plans if role in (None, role_of(s))]:
+            del self.plans[signature]
 
     # a compiled model around this one would have it in its own graph, without the plan
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -135,8 +136,8 @@ class Applied:
             refuse_transformed(self.model, parameters, args, kwargs)
             self.state = self.walked.state
             signature = call_signature(self.model, args, kwargs, state=self.state)
-            if self.watch is not None and self._learns(self.watch, parameters, (args, kwargs)):
-                self.forget()
+            if self.watch is not None and self._learns(self.watch, parameters, (args, kwargs), role_of(signature)):
+                self.forget(role_of(signature))
             if signature not in self.plans and not self._found(signature, args, kwargs):
                 return self.call_eagerly(*args, **kwargs)
             for recorder in others:
@@ -150,6 +151,8 @@ class Applied:
             self._reported |= reports
             before = begin(self.model) if reports else None
             result = self.run(signature, args, kwargs)
+            if self.watch is not None and (number := self.call_number()) is not None and signature in self.plans:
+                self.watch.called(number, self.plans[signature].kept_bytes, (result, self.made()))
             if self.newest is not None and self.newest.request.batch is not None:
                 self.newest.request.batch.release()
             if any(p.grad is not None for p in parameters):
@@ -165,12 +168,12 @@ class Applied:
         else:
             self.watch = Watch(self.model, self.provider.loop)
 
-    def _learns(self, watch: Watch, parameters: Sequence[nn.Parameter], batch: Any) -> bool:
-        """Whether plans have to be made anew, for what the loop was seen to do."""
-        seen = watch.call_begins(parameters, batch, self.waiting())
-        if not watch.settled:
+    def _learns(self, watch: Watch, parameters: Sequence[nn.Parameter], batch: Any, role: Role) -> bool:
+        """Whether plans for calls in a role have to be made anew, for what the loop was seen to do."""
+        seen = watch.call_begins(parameters, batch, self.waiting_calls(), role)
+        if not watch.settled and not watch.fresh:
             return False
-        return self.provider.on_loop_seen(seen, watch.optimizers())
+        return self.provider.on_loop_seen(seen, watch.optimizers(), role)
 
     def _backward_begins(self, signature: Signature) -> None:
         """Gradients that were there in the forward pass are there still, if they are."""
@@ -196,6 +199,10 @@ class Applied:
         record, gradients = self.newest.record, [p for p in self.model.parameters() if p.requires_grad]
         lines = sum(record.account.get(name, 0) for name in ("parameters", "buffers", "optimizer state"))
         return lines + storage_bytes(gradients)
+
+    def was_trained(self) -> bool:
+        """Whether a backward pass has come of some call, as far as that is known."""
+        return self.watch is None or self.watch.was_trained()
 
     def _taken(self, record: PlanRecord) -> int:
         """Bytes that a call takes by a plan, with earlier ones that wait for their backward pass."""
@@ -246,9 +253,17 @@ class Applied:
         """The tensors that planned graphs returned in the latest call, as far as they are alive."""
         return []
 
+    def waiting_calls(self) -> frozenset[int]:
+        """The numbers of earlier calls that still wait for their backward pass, as far as that is known."""
+        return frozenset()
+
     def waiting(self) -> int:
-        """How many earlier calls still wait for their backward pass, as far as that is known."""
-        return 0
+        """How many these are."""
+        return len(self.waiting_calls())
+
+    def call_number(self) -> int | None:
+        """The number of the latest call, where it is known which of them wait."""
+        return None
 
     def run(self, signature: Signature, args: Any, kwargs: Any) -> Any:
         """Call the model under its plan."""

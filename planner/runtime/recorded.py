@@ -57,12 +57,14 @@ class Stays:
             as the data that a batch is drawn from.
         read: what the loss is computed from.
         left: from the loss to the end of the backward pass.
+        batches: of `beside`, what the calls were given that gets gradients.
     """
 
     beside: int
     around: int
     read: int
     left: int
+    batches: int = 0
 
 
 def stays(recorder: Recorder, counted: Any) -> Stays:
@@ -72,7 +74,7 @@ def stays(recorder: Recorder, counted: Any) -> Stays:
         recorder: of the step before.
         counted: a tree of tensors that the account has lines for, the batch of the next step among them.
     """
-    others = {*recorder.others, *(other for other in recorder.passing if other.waiting())}
+    others = {*recorder.others, *recorder.passing}
     own, alive = storages([counted, [other.tensors() for other in others]]).keys(), recorder.made.made
     used = {key: used for key, used in recorder.used.items() if key not in own}
     stay = {key: each.nbytes for key, each in used.items() if each.in_step and each.stays}
@@ -93,9 +95,12 @@ def stays(recorder: Recorder, counted: Any) -> Stays:
     new = sum(nbytes for number, nbytes in fresh if number in recorder.read_again)
     unread = sum(nbytes for _, nbytes in fresh) - new  # targets of the next loss, as a rule
     read = max((sum(loss.read.values()) for loss in recorder.losses), default=0)
+    stay = {**recorder.before, **stay}
     beside = sum(nbytes for key, nbytes in stay.items() if key not in own) + sum(other.stays() for other in others)
     data = recorder.device.type not in HOSTS
     between = [each for key, each in used.items() if key not in stay and (each.stays or (data and not each.in_step))]
     around = sum(each.nbytes for each in between) + max(0, new - max(0, read - unread))
     trains = any(each.trained for each in between)
-    return Stays(beside + (0 if trains else around), around if trains else 0, read, left)
+    given = recorder.batches.made.items() if recorder.calls_made == 1 else ()
+    batches = sum(nbytes for key, (_, nbytes) in given if key not in own)
+    return Stays(beside + (0 if trains else around), around if trains else 0, read, left, batches)

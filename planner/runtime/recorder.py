@@ -87,6 +87,9 @@ class PlannedModel(Protocol):
     def stays(self) -> int:
         """Bytes of all of these, as its plan counts them."""
 
+    def was_trained(self) -> bool:
+        """Whether a backward pass has come of some call."""
+
 
 Made = tuple[int, int]  # a storage that was made: a number that no other one has, and its bytes
 
@@ -121,6 +124,7 @@ class Recorder(LastingMode):
         batch: what the model was called with.
         outputs: the leaves of what it returned.
         aside: tensors that its graphs made for code of the loop's own, such as a forward hook that keeps what it sees.
+        earlier: a recorder of calls that were over without a backward pass.
 
     Attributes:
         losses: what was recorded before each backward pass of the planned graphs.
@@ -135,10 +139,18 @@ class Recorder(LastingMode):
         passing: others that ran after it.
         graph_retained: whether a backward pass was asked to keep its graph.
         waiting: bytes of the outputs of an earlier call, and of what was made of them, while the next one ran.
+        older: what earlier recorders have seen to be made, and what their calls took and gave.
+        before: of these, by storage, what was alive when a backward pass began.
     """
 
     def __init__(
-        self, model: nn.Module, device: torch.device, batch: Any, outputs: Sequence[Any], aside: Sequence[Any] = ()
+        self,
+        model: nn.Module,
+        device: torch.device,
+        batch: Any,
+        outputs: Sequence[Any],
+        aside: Sequence[Any] = (),
+        earlier: Recorder | None = None,
     ) -> None:
         super().__init__()
         self.device, self.process = device, os.getpid()
@@ -163,6 +175,13 @@ class Recorder(LastingMode):
         self.given = _Made()
         self.batches = _Made()  # that the model was called with, and that get gradients
         self.waiting = 0, 0
+        self.passed = _Made()  # what calls took and gave
+        self.older: list[_Made] = [] if earlier is None else [*earlier.older, earlier.made, earlier.passed]
+        self.before: dict[int, int] = {}
+        for key in self.known:
+            self._drop_older(key)
+        self.known.update(*(older.made for older in self.older))
+        self._pass([batch, outputs])
         self._returned = [list(map(_weakly, outputs))]  # by call
         self._hooks: list[Any] = []
         for at, t in enumerate(outputs):
@@ -175,6 +194,15 @@ class Recorder(LastingMode):
     def _watch(self, at: int, output: torch.Tensor) -> None:
         let_go, events = self.let_go, self.events
         self.outputs[at] = weakref.ref(output, lambda _: let_go.setdefault(at, len(events)))
+
+    def _drop_older(self, key: int) -> None:
+        for older in self.older:
+            older.drop(key)
+
+    def _pass(self, tensors: Any) -> None:
+        for t in tensors_in(tensors):
+            if t.device == self.device:
+                self.passed.add(t.untyped_storage(), storage_key(t))
 
     def _given(self, batch: Any) -> None:
         for t in tensors_in(batch):
@@ -201,7 +229,9 @@ class Recorder(LastingMode):
         for key in storages([batch, *outputs, *aside]):
             self.known.add(key)
             self.made.drop(key)
+            self._drop_older(key)
         self._given(batch)
+        self._pass([batch, outputs])
         self._hook(outputs)
         self._hook(aside, len(outputs))
 
@@ -216,6 +246,13 @@ class Recorder(LastingMode):
         for t in tensors_in(results):
             if t.device == self.device:
                 self.gradients.add(t.untyped_storage(), storage_key(t))
+
+    @property
+    def came_round(self) -> bool:
+        """Whether the loop has come to the end of its first step, as far as the planned models in it show: none has run
+        whose results are gone, and that is trained later on.
+        """
+        return all(other.waiting() or other.was_trained() for other in self.passing)
 
     def end(self) -> None:
         """Record no more, and hold nothing of what was."""
@@ -240,6 +277,9 @@ class Recorder(LastingMode):
         if self.phase == "loss":
             self.phase = "backward"
             self.losses.append(self._loss_events())
+            own = storages([other.tensors() for other in {*self.others, *self.passing}] if self.older else [])
+            alive = {key: n for older in self.older for key, (_, n) in older.made.items() if key not in own}
+            self.before = max(self.before, alive, key=lambda each: sum(each.values()))
             self.arrived.append({})
             self.events.clear()
             self.in_loss.clear()

@@ -42,6 +42,7 @@ class Regions:
 
     Attributes:
         calls: how often each graph ran in this call of the model, by the graph's fingerprint.
+        call: the number of this call.
         compiling: whether torch.compile waits for one of these graphs to be compiled.
         ran: how often a region ran, in all calls of the model.
         made: the tensors that the graphs returned in this call of the model.
@@ -66,10 +67,10 @@ class Regions:
         self.begun = []
         self.compiling = False
 
-    def waiting(self) -> int:
-        """How many calls of the model wait for their backward pass: a region of theirs holds its activations."""
+    def waiting(self) -> frozenset[int]:
+        """The calls of the model that wait for their backward pass: a region of theirs holds its activations."""
         self.nodes = [(call, node) for call, node in self.nodes if waits(node)]
-        return len({call for call, _ in self.nodes})
+        return frozenset(call for call, _ in self.nodes)
 
     def others_waiting(self, node: Any) -> int:
         """How many calls of the model wait for their backward pass, beside the one that a node is of."""

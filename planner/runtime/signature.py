@@ -19,7 +19,9 @@ from planner.compat.tensors import is_traceable_wrapper_subclass
 from planner.core.maxima import Maxima, layout
 from planner.parallel.sharded import parameters_among
 
-Signature = tuple[object, ...]
+Signature = tuple[Any, ...]
+Role = tuple[object, ...]
+TENSOR = 7  # parts of what a signature says of a tensor
 _LEAVES = (torch.Tensor, int, float, str, bool, type(None))  # of a batch, which is mostly these alone
 
 _mode = attrgetter("training")
@@ -176,3 +178,18 @@ def call_signature(
         state,
         tuple((torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in state.device_types),
     )
+
+
+def role_of(signature: Signature) -> Role:
+    """What tells calls apart that a loop makes for different ends: the modes of the modules, and whether inputs get
+    gradients. Shapes do not: batches of other sizes are trained alike.
+    """
+    described, _, state, *_ = signature
+    given = any(len(each) == TENSOR and each[4] is True for each in described if isinstance(each, tuple))
+    return given, state.described[1]
+
+
+def evaluates(role: Role) -> bool:
+    """Whether the model as a whole is in evaluation mode."""
+    modes = role[1] if len(role) > 1 else ()
+    return isinstance(modes, tuple) and modes[:1] == (False,)

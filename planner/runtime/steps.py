@@ -163,7 +163,7 @@ class StepRuntime(Applied):
         """Plan for the step that has ended, as the next one will be like it."""
         assert self.watch is not None
         seen, self.seen, self.present = self.seen, CallsSeen(), None
-        loop = self.watch.call_begins(parameters, batch, self.waiting())
+        loop = self.watch.call_begins(parameters, batch, self.waiting_calls())
         if seen.why:
             self._warn(seen.why)
             return
@@ -239,7 +239,7 @@ class StepRuntime(Applied):
                 stacklevel=6,
             )
 
-    def waiting(self) -> int:
+    def waiting_calls(self) -> frozenset[int]:
         return self.regions.waiting()
 
     def _run(self, entry: Entry, args: Any, kwargs: Any) -> Any:

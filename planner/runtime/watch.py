@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,14 +18,19 @@ from planner.compat.autograd import in_backward
 from planner.compat.dispatch import LastingMode, lasting_modes_off, modes_here, switch_off, switch_on
 from planner.compat.tensors import storage_key, version_of
 from planner.core.call import storages
-from planner.core.loop import Gradients, Loop, most_of
+from planner.core.loop import Gradients, Loop
 from planner.costs.measured_ops import measure
 from planner.requests.optimizers import trained_by
+from planner.runtime.fates import Fates
+from planner.runtime.first_step import when_begun
+from planner.runtime.learnt import Learnt
 from planner.runtime.recorded import loss_seen, stays
 from planner.runtime.recorder import Recorder
+from planner.runtime.signature import Role
 from planner.stepping.spent import SpentGradient
 
 TRIES = 3  # steps in which nothing could be recorded, before no more are tried
+VAIN = 100  # the same of steps without a backward pass
 
 _watches: weakref.WeakSet[Watch] = weakref.WeakSet()
 _handles: list[Any] = []
@@ -34,26 +40,27 @@ class Watch:
     """What the loop around one model was seen to do.
 
     Attributes:
-        loop: so far.
         stepped: the optimizers that stepped parameters of the model.
         seen: those that stepped any.
         recorder: of what runs between two calls of the model, while it is on.
-        settled: whether nothing more is to be learnt but what each call tells by itself. What a step holds may change
-            later (weights are averaged from some step on, another loss is added), so that after 2, 4, 8, ... more steps
-            another one is recorded.
     """
 
     def __init__(self, model: nn.Module, loop: Loop) -> None:
         self._model = weakref.ref(model)
-        self.loop = loop
+        self._learnt = Learnt(loop)
+        self._fates = Fates()
+        self._late: Gradients | None = None  # found where the latest call began; counts if a backward pass comes of it
+        self._recorded: dict[Role, None] = {}  # the roles of the calls that the recorder has seen
+        self._numbers: list[int | None] = []  # of these calls
+        self._number: int | None = None  # of the latest call
+        self._earlier: Recorder | None = None  # of calls that came to nothing, just before
         self.stepped: list[weakref.ref[optim.Optimizer]] = []
         self.seen: weakref.WeakSet[optim.Optimizer] = weakref.WeakSet()
-        self.settled = False
         self.recorder: Recorder | None = None
         self._workspaces: dict[str, int] = {}
         self.between = 0  # bytes that the loop made between the calls of a step, and that stayed
         self._loss_at = -1  # of what may be the loss, or not, its position among the leaves of the output
-        self._tries = 0
+        self._tries = self._in_vain = 0
         self._steps, self._next = 0, 2  # since it settled, and after how many another one is recorded
         self._again = False  # it is the present one
         self._first = True  # whether no earlier call waited when the latest one began
@@ -66,59 +73,137 @@ class Watch:
         """Those that stepped parameters of the model, and still exist."""
         return [optimizer for ref in self.stepped if (optimizer := ref()) is not None]
 
-    def call_begins(self, parameters: Sequence[nn.Parameter], batch: Any, waiting: int) -> Loop:
+    @property
+    def loop(self) -> Loop:
+        """What was seen of the loop around calls in the role of the latest one."""
+        return self._learnt.loop
+
+    @property
+    def fresh(self) -> bool:
+        """Whether the latest call was the first in its role, and others came before in other roles."""
+        return self._learnt.fresh
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing more is to be learnt of calls in that role but what each tells by itself.
+
+        What a step holds may change later (weights are averaged from some step on, another loss is added), so that
+        after 2, 4, 8, ... more steps another one is recorded.
+        """
+        return self._learnt.role in self._learnt.settled
+
+    def call_begins(
+        self, parameters: Sequence[nn.Parameter], batch: Any, waiting: Collection[int], role: Role = ()
+    ) -> Loop:
         """What was seen of the loop when another training call begins.
 
         Args:
             parameters: of the model.
             batch: that it is called with.
-            waiting: earlier calls that wait for their backward pass.
+            waiting: the numbers of earlier calls that wait for their backward pass.
+            role: of the call.
         """
-        self._first = not waiting
+        self._fates.settle(waiting)
+        left_over = self._fates.left_over(waiting)
+        others = [number for number in waiting if number not in left_over]
+        self._begin(role, others)
+        recorder = self.recorder
+        if recorder is not None and (recorder.losses or recorder.over):
+            self._finished(recorder, [batch, [p.grad for p in parameters]])
+        elif recorder is not None and self._first and self._ended(left_over):
+            self._came_to_nothing()
+        elif recorder is None and self._first and not self.settled:
+            self._missed()
+        self._note(parameters, sum(left_over.values()))
+        return self.loop
+
+    def _begin(self, role: Role, others: Sequence[int]) -> None:
+        """A call begins while others wait for their backward pass."""
+        self._learnt.begin(role, [self._fates.role(number) for number in others])
+        self._first = not others
         if self._first and self.settled:
             self._steps += 1
             self._again = self._steps == self._next
             self._next *= 1 + self._again
-        loop = replace(self.loop, in_flight=max(self.loop.in_flight, waiting + 1))
-        if self.loop.gradients != "accumulated" and (gradients := self._gradients(parameters)) is not None:
-            loop = replace(loop, gradients=gradients)
-        recorder = self.recorder
-        if recorder is not None and (recorder.losses or recorder.over):
-            loop = self._finished(recorder, loop, [batch, [p.grad for p in parameters]])
-        elif recorder is None and self._first and not self.settled:
-            self._missed()
-        self.loop = loop
-        return loop
 
-    def _finished(self, recorder: Recorder, loop: Loop, counted: Any) -> Loop:
-        """The loop with what a step's recording has shown; the account has lines for `counted`."""
+    def _ended(self, left_over: Collection[int]) -> bool:
+        """Whether no backward pass comes of the calls that the recorder has seen."""
+        return bool(self._numbers) and self._fates.without(self._numbers, left_over)
+
+    def _note(self, parameters: Sequence[nn.Parameter], left_over: int) -> None:
+        """What the beginning of a call tells by itself: calls that are left over, and gradients that are there."""
+        learnt, role, self._late = self._learnt, self._learnt.role, None
+        unused = self._fates.unused(role)
+        learnt.loop = replace(self.loop, unused=unused, left_over=max(left_over, self.loop.left_over))
+        if self.loop.gradients == "accumulated" or (gradients := self._gradients(parameters)) is None:
+            return
+        if unused or role in self._fates.dropped:
+            self._late = gradients
+        else:
+            learnt.gradients_there(gradients)
+
+    def _came_to_nothing(self) -> None:
+        """No backward pass comes of the calls that were recorded."""
+        self._earlier = self.recorder
+        self.stop()
+        self._in_vain += 1
+        if self._learnt.heard or self._in_vain > VAIN:
+            self._learnt.settled.update(role for role in self._recorded if self._fates.unused(role))
+
+    def _finished(self, recorder: Recorder, counted: Any) -> None:
+        """Enter what a step's recording has shown; the account has lines for `counted`."""
         self._measure()
         found = stays(recorder, [counted, *(list(o.state.values()) for o in self.optimizers())])
         seen = loss_seen(recorder, self._workspaces, found.left, found.read)
         held = {at for loss in recorder.losses for at in loss.held}
+        roles, came_round = [*self._recorded], recorder.came_round
         self.recorder, between, self.between = None, self.between, 0
+        self._recorded.clear()
+        self._numbers.clear()
         recorder.end()
-        before = loop if self.settled else None
         if seen is None:
-            if before is None:
+            if not self.settled:
                 self._missed()
-            return loop
-        self.settled = True
-        loop = replace(
-            loop,
+            return
+        shown = Loop(
             outputs_held=None if len(held) == len(recorder.outputs) else tuple(sorted(held)),
             only_loss=recorder.reached == {self._loss_at},
             loss=seen,
             beside=found.beside + between,
             around=found.around,
-            graph_retained=recorder.graph_retained or loop.graph_retained,
+            graph_retained=recorder.graph_retained,
         )
-        return loop if before is None else most_of(before, loop)
+        self._learnt.enter(shown, roles, found.batches, settles=came_round)
 
     def _missed(self) -> None:
         """A step came of which nothing was recorded."""
         self._tries += 1
-        self.settled = self._tries > TRIES
+        if self._tries > TRIES:
+            self._learnt.settled.add(self._learnt.role)
+
+    def called(self, number: int, kept: int, results: Any) -> None:
+        """A call by a plan has returned.
+
+        Args:
+            number: of the call.
+            kept: bytes that it saved.
+            results: of the call, and of its graphs.
+        """
+        asks = not self.settled or not self._fates.certain(self._learnt.role)
+        self._fates.add(number, self._learnt.role, kept)
+        self._number = number
+        if asks:
+            when_begun(results, partial(_backward_of, weakref.ref(self), number))
+
+    def was_trained(self) -> bool:
+        """Whether a backward pass has come of some call."""
+        return bool(self._fates.used) or self._learnt.heard
+
+    def backward_of(self, number: int) -> None:
+        """A backward pass has come to the results of a call."""
+        self._fates.use(number)
+        if number == self._number and self._late is not None and self.loop.gradients != "accumulated":
+            self._learnt.loop = replace(self.loop, gradients=self._late)
 
     def call_ended(self, args: Any, kwargs: Any, result: Any, made: Callable[[], Sequence[torch.Tensor]]) -> None:
         """A training call has returned: record what comes until the next one, where that is not known yet.
@@ -139,6 +224,8 @@ class Watch:
         aside = [t for t in made() if storage_key(t) not in returned]
         if self.recorder is not None:
             self.recorder.expect((args, kwargs), outputs, aside)
+            self._recorded[self._learnt.role] = None
+            self._numbers.append(self._number)
         elif self._first:  # from the middle of a step on, it would miss what earlier calls hold
             self._record(model, (args, kwargs), outputs, aside)
 
@@ -165,8 +252,10 @@ class Watch:
         self._record(model, batch, outputs)
 
     def _record(self, model: nn.Module, batch: Any, outputs: Sequence[Any], aside: Sequence[Any] = ()) -> None:
+        earlier, self._earlier = self._earlier, None
         if _may_record():
-            self.recorder = Recorder(model, next(model.parameters()).device, batch, outputs, aside)
+            self.recorder = Recorder(model, next(model.parameters()).device, batch, outputs, aside, earlier)
+            self._recorded, self._numbers = {self._learnt.role: None}, [self._number]
             weakref.finalize(model, self.recorder.end).atexit = False
             switch_on(self.recorder)
 
@@ -192,7 +281,7 @@ class Watch:
 
     def backward_begins(self) -> None:
         """Gradients that were there in the forward pass are still there."""
-        self.loop = replace(self.loop, gradients="accumulated")
+        self._learnt.loop = replace(self.loop, gradients="accumulated")
 
     def _measure(self) -> None:
         """Measure the workspaces of the ops that were recorded."""
@@ -220,6 +309,11 @@ class Watch:
             self.stepped.append(weakref.ref(optimizer))
         self._used |= {p: version_of(p.grad) for p in trained if p.grad is not None}
         self._measure()
+
+
+def _backward_of(own: weakref.ref[Watch], number: int) -> None:
+    if (watch := own()) is not None:
+        watch.backward_of(number)
 
 
 def _may_record() -> bool:

@@ -34,7 +34,7 @@ from planner.requests.optimizers import Found, optimizers_of, weakly
 from planner.requests.planned import Known, Planned
 from planner.requests.request import Request
 from planner.runtime.events import Call, Caller
-from planner.runtime.signature import Signature, call_signature
+from planner.runtime.signature import Role, Signature, call_signature, role_of
 from planner.session.agreement import agreed
 from planner.session.announce import announce, warn_unplanned
 from planner.session.binding import Awaited
@@ -42,6 +42,7 @@ from planner.session.counted import counted, with_buckets
 
 TOLERANCE = 1000  # plans are made anew for what is more than this part of the budget
 
+LEAST = 1  # byte, which no plan is for
 HARDLY = 0.01  # of the budget: how much more a plan may take that is made anew
 Judge = Callable[[Planned], Planned]
 
@@ -63,7 +64,8 @@ class Provider:
         check: the same for every plan.
 
     Attributes:
-        loop: what the training loop does, as far as plans are made for it.
+        loop: what the training loop does, as far as plans are made for it, where calls have no role of their own.
+        loops: the same for each role that calls are in.
     """
 
     def __init__(
@@ -82,14 +84,16 @@ class Provider:
         self.model, self.request = model, request
         self.known, self.awaited, self.judge, self.check = known, awaited, judge, check
         self.loop = request.loop
-        self.accepted: Loop | None = None  # what was seen, for which the plans are good enough
+        self.loops: dict[Role, Loop] = {}
+        self.accepted: dict[Role, Loop] = {}  # what was seen, for which the plans are good enough
         self.why = ""  # plans are made anew for the loop
         self.heard = 0  # how often the loop was looked at
         self.apart = False  # what is used between the steps is left out of account
         self.again = False  # the next plan is for a step that was captured, and another loop
         self.stepped: list[weakref.ref[optim.Optimizer]] = []  # that were seen to step the model's parameters
-        self.counted: Found = request.found  # the optimizers in the plans
-        self.captured: tuple[Signature, TrainingGraph] | None = None  # the latest step that was
+        self.counted: dict[Role, Found] = {}  # the optimizers in the plans
+        self.captured: dict[Role, tuple[Signature, TrainingGraph]] = {}  # the latest step of each role that was
+        self.peaks: dict[Role, int] = {}  # the highest of the plans for it
         self.warned = False  # that there is no plan
         self.own: list[Planned] = []  # whose schedules may serve other sizes
         self.early: dict[Signature, Planned] = {}  # for the ranks to agree on
@@ -97,6 +101,7 @@ class Provider:
             self.own.append(ready.without_batch())
             asked = ready.request
             self.early[_kind(asked)] = ready
+            self.loops[role_of(_kind(asked))] = self.loop
             self._keep(ready)
         if awaited is not None:
             self.own.append(awaited.planned)
@@ -128,15 +133,18 @@ class Provider:
 
     def _with_loop(self, request: Request) -> Request:
         """The request for what is known of the loop, and with the optimizers that there are now."""
-        request = replace(request, loop=self.loop)
-        if request.optimizer is None:
-            stepped = [optimizer for ref in self.stepped if (optimizer := ref()) is not None]
-            self.counted = weakly(optimizers_of(request.model, stepped))
-        return replace(request, found=self.counted)
+        role = role_of(_kind(request))
+        request = replace(request, loop=self.loops.setdefault(role, self.loop))
+        if request.optimizer is not None:
+            return request
+        stepped = [optimizer for ref in self.stepped if (optimizer := ref()) is not None]
+        self.counted[role] = self.counted[()] = weakly(optimizers_of(request.model, stepped))
+        return replace(request, found=self.counted[role])
 
     def _keep(self, planned: Planned) -> None:
         if planned.captured is not None and planned.request.model is self.model:
-            self.captured = _kind(planned.request), planned.captured
+            kind = _kind(planned.request)
+            self.captured[role_of(kind)] = kind, planned.captured
 
     def _plan(self, request: Request) -> Planned:
         """The plan for a request, without other processes."""
@@ -146,15 +154,17 @@ class Provider:
         if own and self.awaited is not None:
             planned = self.awaited.take(request)
         if planned is None:
-            same = self.again and own and self.captured is not None and self.captured[0] == _kind(request)
-            captured = self.captured[1] if same and self.captured is not None else None
+            kind = _kind(request)
+            before = self.captured.get(role_of(kind)) if self.again and own else None
+            captured = before[1] if before is not None and before[0] == kind else None
             self.again = False
             start = time.perf_counter()
             planned = self._made(request, captured)
             announce(planned, time.perf_counter() - start, self.why or (_NEW_KIND if self.own else ""))
             self.why = ""
+            self.peaks[role_of(kind)] = max(planned.record.peak_bytes, self.peaks.get(role_of(kind), 0))
         planned = counted(planned, request)
-        judges = [self.check, self.judge if self.loop == self.request.loop else None]
+        judges = [self.check, self.judge if request.loop == self.request.loop else None]
         for judge in filter(None, judges):
             planned = judge(planned)
             # with what a real step was found to take
@@ -169,25 +179,24 @@ class Provider:
         """
         make = partial(make_plan, others=self.own, captured=captured)
         try:
-            return make(request, known=self.known)
+            return _leanest(make, request) if request.loop.unused else make(request, known=self.known)
         except InfeasibleBudgetError as e:
-            around, least, gb_needed = self.loop.around, e.minimum_bytes, e.minimum_gb
+            loop, least, gb_needed = request.loop, e.minimum_bytes, e.minimum_gb
             late = self.heard > 1 and captured is not None
-            hardly = self.loop != self.request.loop and (late or least <= request.budget_bytes * (1 + HARDLY))
-            if not hardly and not around:
-                if self.loop.in_flight > 1:
+            hardly = loop != self.request.loop and (late or least <= request.budget_bytes * (1 + HARDLY))
+            if not hardly and not loop.around:
+                if loop.in_flight > 1:
                     e.add_note(
-                        f"{self.loop.in_flight} calls of the model are counted whose results were there at once, to be "
+                        f"{loop.in_flight} calls of the model are counted whose results were there at once, to be "
                         "differentiated. One that is not, such as an evaluation, runs under torch.no_grad()"
                     )
                 raise
         if not hardly:  # what is used between the steps is not the model's
             self.loop, self.apart = replace(self.loop, around=0), True
-            planned = self._made(replace(request, loop=self.loop), captured)
+            self.loops = {role: replace(own, around=0) for role, own in self.loops.items()}
+            planned = self._made(replace(request, loop=replace(loop, around=0)), captured)
         else:
-            planned = make(replace(request, budget_gb=least / GB))
-            record = replace(planned.record, budget_bytes=request.budget_bytes)
-            planned = replace(planned, record=record, request=request)
+            planned = _within(make, request, least)
         text = (
             f"the step takes {gb(least)}, with what the training loop holds beside the model: more than its budget of "
             f"{gb(request.budget_bytes)}. Give budget_gb={gb_needed!r}, or free what is held"
@@ -195,43 +204,55 @@ class Provider:
         warnings.warn_explicit(text, PlanWarning, *user_place(inspect.currentframe()))
         return planned
 
-    def on_loop_seen(self, seen: Loop, stepped: Sequence[optim.Optimizer]) -> bool:
+    def on_loop_seen(self, seen: Loop, stepped: Sequence[optim.Optimizer], role: Role = ()) -> bool:
         """See `PlanProvider`."""
-        self.heard += 1
         if self.request.occupancy is not None:  # the schedule of a pipeline says it all
             return False
         if self.request.options.accumulate:  # they are counted
-            seen = replace(seen, gradients=self.loop.gradients)
+            seen = replace(seen, gradients=self.loops.get(role, self.loop).gradients)
         if self.apart:
             seen = replace(seen, around=0)
         found = [] if self.request.optimizer is not None else stepped
-        others = [optimizer for optimizer in found if weakref.ref(optimizer) not in self.counted]
-        if not others and seen in (self.loop, self.accepted):
+        if role and self.loops and role not in self.loops:  # there is no plan yet
+            self.loops[role], self.stepped = seen, [weakref.ref(o) for o in found]
             return False
-        if not others and self._counts(seen):
-            self.accepted = seen
+        self.heard += 1
+        before, counted = self.loops.get(role, self.loop), self.counted.get(role, self.request.found)
+        others = [optimizer for optimizer in found if weakref.ref(optimizer) not in counted]
+        if not others and seen in (before, self.accepted.get(role)):
             return False
-        self.why, self.again = _learnt(self.loop, seen, others), True
-        self.loop, self.stepped = seen, [weakref.ref(o) for o in stepped]
+        if not others and self._counts(seen, before, role):
+            self.accepted[role] = seen
+            return False
+        self.why, self.again = _learnt(before, seen, others), True
+        self.stepped = [weakref.ref(o) for o in stepped]
+        if role:
+            self.loops[role] = seen
+            self.peaks.pop(role, None)
+        else:
+            self.loop, self.loops = seen, {}
+            self.peaks.clear()
         # a schedule that recomputes nothing stays the best where it fits; another one may recompute too much now
         self.own = [planned for planned in self.own if not planned.record.overhead]
         self.awaited, self.early = None, {}
         return True
 
-    def _counts(self, seen: Loop) -> bool:
+    def _counts(self, seen: Loop, before: Loop, role: Role) -> bool:
         """Whether the plans count what was seen of the loop.
 
         In its first steps, each part of it within a thousandth of the budget; later, whatever they leave free.
         """
         tolerance = free = self.request.budget_bytes // TOLERANCE
-        if self.heard > 1 and self.own:
-            free = max(free, self.request.budget_bytes - max(p.record.peak_bytes for p in self.own))
-        if not same_facts(seen, self.loop, free):
+        if self.heard > 1 and self.peaks:
+            peak = self.peaks.get(role, max(self.peaks.values()))
+            free = max(free, self.request.budget_bytes - peak)
+        if not same_facts(seen, before, free):
             return False
-        if seen.loss is None or self.captured is None:
-            return (seen.outputs_held, seen.loss) == (self.loop.outputs_held, self.loop.loss)
-        more = more_of_loss(replace(self.request, loop=self.loop), seen, self.captured[1])
-        beside = seen.beside + seen.around - self.loop.beside - self.loop.around
+        captured = self.captured.get(role, next(iter(self.captured.values()), None))
+        if seen.loss is None or captured is None:
+            return (seen.outputs_held, seen.loss) == (before.outputs_held, before.loss)
+        more = more_of_loss(replace(self.request, loop=before), seen, captured[1])
+        beside = seen.others - before.others
         return all(abs(each) <= tolerance for each in more) or (
             free > tolerance and sum(max(0, each) for each in (*more, beside)) <= free
         )
@@ -254,6 +275,20 @@ class Provider:
     def on_backward_begin(self, model: nn.Module, record: PlanRecord) -> bool:
         """Warn of gradients that are there and not counted."""
         return _gradients_warned(model, record, True)
+
+
+def _leanest(make: Callable[[Request], Planned], request: Request) -> Planned:
+    """The plan for calls that get no backward pass, in which what is recomputed takes no time: it saves little."""
+    try:
+        return _within(make, request, LEAST)
+    except InfeasibleBudgetError as e:
+        return _within(make, request, min(e.minimum_bytes, request.budget_bytes))
+
+
+def _within(make: Callable[[Request], Planned], request: Request, nbytes: int) -> Planned:
+    """The plan for a budget in bytes, as one for the budget that was asked for."""
+    planned = make(replace(request, budget_gb=nbytes / GB))
+    return replace(planned, record=replace(planned.record, budget_bytes=request.budget_bytes), request=request)
 
 
 def _free_others(model: nn.Module) -> None:
@@ -281,6 +316,10 @@ def _learnt(before: Loop, seen: Loop, optimizers: Sequence[optim.Optimizer]) -> 
         return f"{', '.join(type(o).__name__ for o in optimizers)} steps the model's parameters"
     if seen.in_flight > before.in_flight:
         return f"{seen.in_flight} calls of the model wait for their backward pass at once"
+    if seen.unused > before.unused:
+        return "the results of such calls are let go of without a backward pass"
+    if seen.left_over > before.left_over:
+        return "an earlier call, of which no backward pass comes, still holds what it saved"
     if seen.graph_retained > before.graph_retained:
         return "a backward pass keeps its graph (retain_graph=True)"
     return "the first step showed what the training loop holds beside the model"

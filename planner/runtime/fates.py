@@ -1,0 +1,77 @@
+"""What becomes of a model's calls: a backward pass runs through them, or their results are let go of without one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from planner.runtime.signature import Role, evaluates
+
+LATEST = 100  # calls of which it is known that they got no backward pass
+
+
+@dataclass(slots=True)
+class _Made:
+    """A call: in which role, the bytes that it saved, and whether a backward pass has come to its results."""
+
+    role: Role
+    kept: int
+    used: bool
+
+
+class Fates:
+    """The calls of a model that are not over, and what became of those that are.
+
+    Attributes:
+        used: the roles of which some call got a backward pass.
+        dropped: those of which some call got none.
+    """
+
+    def __init__(self) -> None:
+        self.used: set[Role] = set()
+        self.dropped: set[Role] = set()
+        self._calls: dict[int, _Made] = {}
+        self._without: tuple[int, ...] = ()
+
+    def certain(self, role: Role) -> bool:
+        """Whether each call in a role is taken to get a backward pass."""
+        return role in self.used and role not in self.dropped
+
+    def add(self, number: int, role: Role, kept: int) -> None:
+        """A call has run, and saved so many bytes."""
+        self._calls[number] = _Made(role, kept, self.certain(role))
+
+    def use(self, number: int) -> None:
+        """A backward pass has come to the results of a call."""
+        if number in self._calls:
+            self._calls[number].used = True
+            self.used.add(self._calls[number].role)
+
+    def settle(self, waiting: Collection[int]) -> None:
+        """Calls that do not wait any more are over."""
+        for number in self._calls.keys() - set(waiting):
+            made = self._calls.pop(number)
+            if not made.used:
+                self.dropped.add(made.role)
+                self._without = (*self._without[-LATEST:], number)
+
+    def without(self, numbers: Collection[int | None], left_over: Collection[int]) -> bool:
+        """Whether all of these calls, which are among the latest, are over without a backward pass, or left over."""
+        return all(number in self._without or number in left_over for number in numbers)
+
+    def unused(self, role: Role) -> bool:
+        """Whether no backward pass is expected of calls in a role: none came of earlier ones; or a model that is
+        trained in training mode is in evaluation mode.
+        """
+        if role in self.used:
+            return False
+        return role in self.dropped or (evaluates(role) and not all(map(evaluates, self.used)))
+
+    def role(self, number: int) -> Role | None:
+        """The role of a call that is not over; None where it is not known."""
+        return self._calls[number].role if number in self._calls else None
+
+    def left_over(self, waiting: Collection[int]) -> dict[int, int]:
+        """Of calls that wait for a backward pass, those of which none is expected, and the bytes that each holds."""
+        own = {number: self._calls[number] for number in waiting if number in self._calls}
+        return {number: made.kept for number, made in own.items() if not made.used and self.unused(made.role)}

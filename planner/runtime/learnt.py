@@ -1,0 +1,100 @@
+"""What was learnt of a training loop: for each role that calls of the model are in, what the loop does around them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import cast
+
+from planner.core.loop import Gradients, Loop, most_of
+from planner.runtime.signature import Role
+
+
+class Learnt:
+    """The loops around the calls of one model, by role.
+
+    Args:
+        base: what is known before the first call.
+
+    Attributes:
+        role: of the latest call.
+        fresh: whether that was the first in its role, and others came before in other roles.
+        heard: whether a recording has ended.
+        settled: the roles of whose calls nothing more is to be learnt but what each tells by itself.
+    """
+
+    def __init__(self, base: Loop) -> None:
+        self._base = base
+        self._loops: dict[Role, Loop] = {}
+        self.role = cast(Role, ())
+        self.fresh = self.heard = False
+        self.settled: set[Role] = set()
+
+    @property
+    def loop(self) -> Loop:
+        """The loop around calls in the role of the latest one."""
+        return self._loops.get(self.role, self._base)
+
+    @loop.setter
+    def loop(self, loop: Loop) -> None:
+        self._loops[self.role] = loop
+
+    def begin(self, role: Role, waiting: Sequence[Role | None]) -> None:
+        """A call begins while others, in these roles, wait for their backward pass."""
+        known, before = role in self._loops, self.loop
+        self.fresh = bool(self._loops) and not known
+        self.role = role
+        if not known:
+            self._loops[role] = replace(before, in_flight=1, unused=False) if self.fresh else before
+        for each in self._loops.keys() & {role, *waiting}:
+            loop = self._loops[each]
+            self._loops[each] = replace(loop, in_flight=max(loop.in_flight, len(waiting) + 1))
+
+    def gradients_there(self, gradients: Gradients) -> None:
+        """Gradients are there when a call begins.
+
+        Where others are cleared before a call, and these were not as the first call in another role came, nothing
+        clears them before such calls.
+        """
+        added = self.fresh and self.loop.gradients == "cleared"
+        self.loop = replace(self.loop, gradients="accumulated" if added else gradients)
+
+    def enter(self, shown: Loop, roles: Collection[Role], batches: int, *, settles: bool) -> None:
+        """Enter what a recording of calls in these roles has shown.
+
+        Args:
+            shown: by the recording.
+            roles: of its calls.
+            batches: of the bytes beside the step, those of the calls' own batches.
+            settles: whether it has shown all of a step.
+        """
+        # the next call in that role has another batch in its place
+        own = replace(shown, beside=shown.beside - (0 if self.role in roles else batches))
+        for role in roles:
+            before = self._loops[role]
+            loop = _with(before, own)
+            loop = most_of(before, loop) if role in self.settled else loop
+            self._loops[role] = _most_beside(loop, before) if self.heard else loop
+        # what stays from one call to the next stays whatever role the next is in
+        others = self._loops.keys() - roles if self.heard else {self.role}.difference(roles)
+        self._loops |= {role: _most_beside(self._loops[role], shown) for role in others}
+        self.heard = True
+        if settles:
+            self.settled.update(roles)
+
+
+def _with(loop: Loop, shown: Loop) -> Loop:
+    """The loop with what a recording has shown."""
+    return replace(
+        loop,
+        outputs_held=shown.outputs_held,
+        only_loss=shown.only_loss,
+        loss=shown.loss,
+        beside=shown.beside,
+        around=shown.around,
+        graph_retained=loop.graph_retained or shown.graph_retained,
+    )
+
+
+def _most_beside(loop: Loop, shown: Loop) -> Loop:
+    return replace(loop, beside=max(loop.beside, shown.beside), around=max(loop.around, shown.around))
