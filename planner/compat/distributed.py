@@ -24,6 +24,7 @@ __all__ = [
     "FSDPState",
     "QuietTracker",
     "autocast_policy",
+    "bucket_sizes",
     "forward_hooks",
     "gathered_parameter",
     "gradient_dtype",
@@ -46,6 +47,12 @@ __all__ = [
 def running_ddp() -> DistributedDataParallel | None:
     """The DistributedDataParallel whose forward pass runs, or None (torch 2.11 to 2.15)."""
     return DistributedDataParallel._active_ddp_module
+
+
+def bucket_sizes(ddp: DistributedDataParallel) -> tuple[int, int]:
+    """Bytes of gradients that fill the first bucket, and each later one (`bucket_bytes_cap`, 2.11 to 2.15)."""
+    cap = int(ddp.bucket_bytes_cap)
+    return (min(cap, torch.distributed._DEFAULT_FIRST_BUCKET_BYTES) if ddp.bucket_bytes_cap_default else cap), cap
 
 
 def swapped_by_ddp(parameter: nn.Parameter) -> bool:

@@ -13,7 +13,8 @@ from torch import fx
 from planner.capture.joint_graph import is_tangent
 from planner.capture.regions.region import Region
 from planner.capture.trace.arrival import Arrivals
-from planner.capture.trace.dynamo import GraphCompiler, Partition, out_of_sight
+from planner.capture.trace.dynamo import GraphCompiler, Partition
+from planner.capture.trace.out_of_sight import out_of_sight
 from planner.compat.fake import FakeTensorMode, detect_fake_mode
 from planner.compat.fx import boxed
 from planner.compat.inductor import Generated, Inner, compile_graph, copied, default_partition, generate
