@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -50,9 +50,10 @@ def running_ddp() -> DistributedDataParallel | None:
 
 
 def bucket_sizes(ddp: DistributedDataParallel) -> tuple[int, int]:
-    """Bytes of gradients that fill the first bucket, and each later one (`bucket_bytes_cap`, 2.11 to 2.15)."""
+    """Bytes of gradients that fill the first bucket, and each later one (2.11 to 2.15)."""
     cap = int(ddp.bucket_bytes_cap)
-    return (min(cap, torch.distributed._DEFAULT_FIRST_BUCKET_BYTES) if ddp.bucket_bytes_cap_default else cap), cap
+    first: int = distributed._DEFAULT_FIRST_BUCKET_BYTES  # type: ignore[attr-defined]
+    return (first if ddp.bucket_bytes_cap_default else cap), cap
 
 
 def swapped_by_ddp(parameter: nn.Parameter) -> bool:

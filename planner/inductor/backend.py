@@ -158,7 +158,7 @@ def compiling(*, own: bool = False, settings: Settings = ()) -> GraphCompiler:
             forward, backward = partition(read(joint, num_fwd_outputs))
             if own:
                 forward, backward = default_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **options)
-            arrivals.write(backward)
+            arrivals.write(forward, backward)
             return forward, backward
 
         def compiler(own: Inner) -> Inner:

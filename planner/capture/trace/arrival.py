@@ -90,9 +90,9 @@ class Arrivals:
         tangents = entering(joint)
         leave_out(joint, [tangents[at] for at in self.cut if at in tangents])
 
-    def write(self, backward: fx.GraphModule) -> None:
+    def write(self, forward: fx.GraphModule, backward: fx.GraphModule) -> None:
         """Take a copy of the backward graph, to write others from, and cut it where its gradients are to go out."""
-        self._parts = in_parts(backward, self.sizes) if self.sizes else None
+        self._parts = in_parts(backward, forward, self.sizes) if self.sizes else None
         self._graph = fx.GraphModule(backward, copy.deepcopy(backward.graph))
         add_apart(self._graph.graph)  # what enters in the place of a term must not be written into
         inputs = backward.graph.find_nodes(op="placeholder")

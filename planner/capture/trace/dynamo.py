@@ -102,7 +102,7 @@ def op_by_op(checkpoints: Checkpoints = "replace", *, step_in_backward: bool = F
             forward, backward = partition(analyse(joint, num_fwd_outputs, order))
             if symbolic:
                 forward, backward = symbolic_again(forward), symbolic_again(backward)
-            arrivals.write(backward)
+            arrivals.write(forward, backward)
             return forward, backward
 
         def backward_compiler(backward: fx.GraphModule, _inputs: Any) -> Callable[[list[Any]], Any]:

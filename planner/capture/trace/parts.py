@@ -1,19 +1,20 @@
 """A backward graph in parts: gradients go out to autograd after each part, and no longer all at the end.
 
-DistributedDataParallel adds up the gradients of all processes bucket by bucket, each once its gradients are there, while
-the backward pass goes on (`torch/csrc/distributed/c10d/reducer.cpp`). A compiled graph is one node of autograd's graph.
-Here a chain of nodes stands between it and its inputs, one for each part after the first: the compiled graph's node runs
-the first part, and each of the others runs its own when autograd comes to it, which is after the gradients that are out
-have been accumulated (such nodes come first of all that are ready). Where a backward pass has to run whole, it does so
-in the compiled graph's node, and the others hand its gradients on.
+DistributedDataParallel adds up the gradients of all processes bucket by bucket, each once its gradients are there,
+while the backward pass goes on (`torch/csrc/distributed/c10d/reducer.cpp`). A compiled graph is one node of autograd's
+graph. Here a chain of nodes stands between it and its inputs, one for each part after the first: the compiled graph's
+node runs the first part, and each of the others runs its own when autograd comes to it, which is after the gradients
+that are out have been accumulated (autograd runs such nodes first, of all that are ready). Where a backward pass has to
+run whole, it does so in the compiled graph's node, and the others hand its gradients on.
 """
 
 from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -49,64 +50,75 @@ class Parts:
     results: int
 
 
-def in_parts(graph: fx.GraphModule, sizes: Sequence[int]) -> Parts | None:
+def in_parts(graph: fx.GraphModule, forward: fx.GraphModule, sizes: Sequence[int]) -> Parts | None:
     """Cut a backward graph where enough gradients are made; None where there is nothing to cut. O(nodes + edges).
 
-    A gradient goes out once nothing touches its storage any more, as autograd and hooks may write into it.
+    A gradient goes out once nothing touches its storage any more, nor that of the parameter: autograd and hooks may
+    write into the one, and a hook may step the other.
 
     Args:
         graph: the backward graph; it is not changed.
+        forward: the forward graph.
         sizes: bytes of gradients of the first part, of the second, ...; the last of them for all that follow.
     """
     nodes = [n for n in graph.graph.nodes if n.op != "output"]
     output = graph.graph.output_node()
     results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
     descs = output.meta.get("desc") or [None] * len(results)
-    inputs = [index_of(getattr(desc, "grad_of", None)) for desc in descs]
-    ready = _ready(nodes, results)
-    if any(inputs[k] is None or _is_wrapper(results[k]) for k in ready):
+    inputs = {index_of(n.meta.get("desc")): n.meta.get("val") for n in forward.graph.find_nodes(op="placeholder")}
+    of = {k: index_of(getattr(d, "grad_of", None)) for k, d in enumerate(descs) if isinstance(results[k], fx.Node)}
+    if any(at is None or not _is_plain(inputs.get(at)) or not _is_plain(_val(results[k])) for k, at in of.items()):
         return None
+    ready = _ready(nodes, {k: (_val(results[k]), inputs[at]) for k, at in of.items()})
     cuts = _cuts(nodes, results, ready, sizes)
     if not cuts:
         return None
-    part_of = {k: sum(cut < at for cut in cuts) for k, at in ready.items()}
-    gradients = tuple(tuple(k for k in ready if part_of[k] == part) for part in range(len(cuts) + 1))
-    given = tuple(tuple(at for k in part if (at := inputs[k]) is not None) for part in gradients)
+    begins = [-1, *cuts, len(nodes)]
+    gradients = tuple(tuple(k for k in ready if a < ready[k] <= b) for a, b in pairwise(begins))
+    given = tuple(tuple(at for k in part if (at := of[k]) is not None) for part in gradients)
     return Parts(tuple(_written(graph, nodes, cuts, gradients)), gradients, given, len(results))
 
 
-def _is_wrapper(gradient: fx.Node) -> bool:
-    return is_traceable_wrapper_subclass(gradient.meta.get("val"))
+def _val(node: fx.Node) -> Any:
+    return node.meta.get("val")
 
 
-def _ready(nodes: Sequence[fx.Node], results: Sequence[Any]) -> dict[int, int]:
-    """For each gradient among the results, the place of the last node that touches its storage, earliest first.
+def _is_plain(t: Any) -> bool:
+    return isinstance(t, torch.Tensor) and not is_traceable_wrapper_subclass(t)
 
-    Those that an input of the graph holds are ready at the end.
+
+def _ready(nodes: Sequence[fx.Node], gradients: Mapping[int, Any]) -> dict[int, int]:
+    """For each gradient, the place of the last node that touches it, or what it is the gradient of; earliest first.
+
+    Gradients that an input of the graph holds are ready at the end.
+
+    Args:
+        nodes: of the backward graph.
+        gradients: each with what it is the gradient of, by its position among the results.
     """
     last: dict[int, int] = {}
     for at, node in enumerate(nodes):
-        for each in (node, *node.all_input_nodes):
-            last.update(dict.fromkeys(storages(each.meta.get("val")), at))
-    for node in nodes:
-        if node.op != "call_function":
-            last.update(dict.fromkeys(storages(node.meta.get("val")), len(nodes)))
+        for each in () if node.op == "placeholder" else (node, *node.all_input_nodes):
+            last.update(dict.fromkeys(storages(_val(each)), at))
+    held = {s for node in nodes if node.op != "call_function" for s in storages(_val(node))}
     places = {}
-    for k, gradient in enumerate(results):
-        if isinstance(gradient, fx.Node):
-            own = storages(gradient.meta.get("val"))
-            places[k] = max((last[s] for s in own), default=len(nodes))
+    for k, (gradient, of) in gradients.items():
+        own = storages(gradient)
+        touched = max(last.get(s, -1) for s in (*own, *storages(of)))
+        places[k] = touched if held.isdisjoint(own) else len(nodes)
     return dict(sorted(places.items(), key=lambda item: item[1]))
 
 
-def _cuts(nodes: Sequence[fx.Node], results: Sequence[Any], ready: dict[int, int], sizes: Sequence[int]) -> list[int]:
+def _cuts(
+    nodes: Sequence[fx.Node], results: Sequence[Any], ready: Mapping[int, int], sizes: Sequence[int]
+) -> list[int]:
     """The places of the last nodes of all parts but the last one; at each of them gradients are ready."""
     cuts: list[int] = []
     made = 0
     for k, at in ready.items():
         if cuts and at <= cuts[-1]:
             continue  # it is ready as early
-        made += results[k].meta["val"].nbytes
+        made += _val(results[k]).nbytes
         if made >= sizes[min(len(cuts), len(sizes) - 1)] and at < len(nodes):
             cuts.append(_with_outputs(nodes, at))
             made = 0
