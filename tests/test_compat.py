@@ -619,6 +619,31 @@ def test_saved_tensors_are_there_until_the_backward_pass():
         autograd.saved_by(z.grad_fn)
 
 
+def test_leaves_are_found_behind_nodes_that_hand_gradients_on():
+    class HandsOn(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.marked = True
+            return x.detach()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient
+
+    x, y = (torch.ones(2, requires_grad=True) for _ in range(2))
+    node = (HandsOn.apply(x) * y).grad_fn
+    assert [t is y for t in autograd.leaves_of(node)] == [True]
+    assert sorted(t is y for t in autograd.leaves_of(node, "marked")) == [False, True]
+
+
+def test_backward_graphs_run_without_autocast_on_any_device():
+    with torch.autocast("cpu", torch.bfloat16):
+        with autograd.autocast_off():
+            assert not torch.is_autocast_enabled("cpu")
+            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32
+        assert torch.is_autocast_enabled("cpu")
+
+
 def test_the_node_of_a_compiled_graph_passes_undefined_gradients_on_and_runs_again():
     came, kept = [], []
 

@@ -40,6 +40,11 @@ def test_ddp_is_known_while_it_calls_the_model(mesh):
     assert compat.running_ddp() is None
 
 
+def test_the_sizes_of_buckets_are_those_that_ddp_fills(mesh):
+    for given, sizes in (({}, (2**20, 25 * 2**20)), ({"bucket_cap_mb": 2}, (2 * 2**20,) * 2)):
+        assert compat.bucket_sizes(DistributedDataParallel(network(), **given)) == sizes
+
+
 def test_ddp_on_a_mesh_marks_the_parameters_that_it_swaps(mesh):
     squared = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "parts"))
     model = distribute_module(network(), squared["parts"])

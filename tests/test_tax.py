@@ -45,16 +45,17 @@ def encoder(dropout):
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize(("dropout", "most"), [(0.0, 26), (0.1, 32)])
+@pytest.mark.parametrize(("dropout", "most"), [(0.0, 24), (0.1, 34)])
 def test_a_transformer_calls_few_views_and_no_identities(dropout, most, tmp_path):
     p = trains_as_eager(encoder(dropout), tmp_path)
     forward, backward = called(p)
     assert not forward["aten.detach.default"] + backward["aten.detach.default"]
     # of each of its matrices, the weight's gradient takes one transposition
-    assert backward["aten.t.default"] == 2 * 4
-    views = sum(backward[f"aten.{name}"] for name in ("reshape.default", "transpose.int", "permute.default"))
-    assert views < 2 * most
-    assert not sum(backward[f"aten.{name}"] for name in ("squeeze.dim", "unsqueeze.default", "expand.default"))
+    assert backward["aten.t.default"] <= 2 * 4
+    names = ("reshape.default", "transpose.int", "permute.default", "t.default", "as_strided.default")
+    assert sum(backward[f"aten.{name}"] for name in names) < 2 * most
+    gone = ("squeeze.dim", "unsqueeze.default", "expand.default", "alias.default")
+    assert not sum(backward[f"aten.{name}"] for name in gone)
 
 
 class Views(nn.Module):

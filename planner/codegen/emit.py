@@ -24,13 +24,19 @@ from planner.capture.shapes import is_size
 from planner.codegen.moving import Moving
 from planner.codegen.noise import make_noise_in_place
 from planner.codegen.replay import run_and_save_state, run_with_state
-from planner.codegen.views import compose_views, keep_views
+from planner.codegen.views import compose_views, keep_views, stride_views
 from planner.compat.fx import root_of
 from solvers import Move
 
 
 def emit(
-    region: Region, forward: Sequence[int], backward: Sequence[int], moves: Sequence[Move] = (), store: int = 0
+    region: Region,
+    forward: Sequence[int],
+    backward: Sequence[int],
+    moves: Sequence[Move] = (),
+    store: int = 0,
+    *,
+    fused: bool = False,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Write the forward and backward graphs of a region.
 
@@ -40,6 +46,7 @@ def emit(
         backward: the same for the backward pass.
         moves: as in `PlannedRegion`.
         store: where values go that leave, by `offload.transfers.enter`; 0 for graphs that are only shown.
+        fused: whether a compiler is to fuse the ops, which looks through views but not through strides.
 
     Returns:
         Forward: primals -> forward outputs, then the tensors and then the sizes that are kept. Backward: these sizes
@@ -72,7 +79,10 @@ def emit(
     _close(second, grads, region.output_descs[len(outputs) :])
     for writer in (first, second):
         make_noise_in_place(writer.graph)
-    keep_views(first.graph, second.graph, compose_views(first.graph), compose_views(second.graph), len(outputs))
+    before, after = compose_views(first.graph), compose_views(second.graph)
+    keep_views(first.graph, second.graph, before, after, len(outputs))
+    for writer, layouts in () if fused else ((first, before), (second, after)):
+        stride_views(writer.graph, layouts)
     return _module(region, first, "forward"), _module(region, second, "backward")
 
 

@@ -1,6 +1,6 @@
 """Views in an emitted graph: chains become one or two ops, equal views one, and those that change nothing go.
 
-A view is described by what it would be of a contiguous base (`_Layout`), so that nothing here depends on the strides
+A view is described by what it would be of a contiguous base (`Layout`), so that nothing here depends on the strides
 that a kernel gives its result: where these are not those of the fake tensor, the ops that are left do as eager code
 does. No storage lives longer or shorter: a view is written where the first of the equal ones stood, and holds the
 storage that the others hold.
@@ -38,6 +38,9 @@ _VIEWS = {
     _ATEN.transpose.int,
     _ATEN.unsqueeze.default,
 }
+# of strided tensors, these give contiguous ones, whatever the strides of what they read
+_CONTIGUOUS = {_ATEN.addmm.default, _ATEN.baddbmm.default, _ATEN.bmm.default, _ATEN.mm.default}
+_SAME = {_ATEN.alias.default, _ATEN.detach.default}
 _PARTS = {_ATEN.expand.default, _ATEN.select.int, _ATEN.slice.Tensor}  # fewer or more elements than their input
 _Shape = tuple[int, ...]
 
@@ -99,6 +102,8 @@ class _Composed:
         source = node.args[0]
         if not isinstance(source, fx.Node) or not isinstance(node.meta.get("val"), torch.Tensor):
             return
+        if node.target in _SAME:  # its strides are those of its source, whatever the fake tensors' are
+            self._replace(node, source)
         layout = _layout(node, self._known(source, self.layouts))
         near = self._known(node, self.near) if node.target in _PARTS else _layout(node, self._known(source, self.near))
         if layout is None or near is None:  # it copies
@@ -218,6 +223,39 @@ def keep_views(forward: fx.Graph, backward: fx.Graph, before: Layouts, after: La
     descs = output.meta["desc"]
     output.args = ((*returned[:results], *kept),)
     output.meta["desc"] = [*descs[:results], *[None] * len(kept)]
+
+
+def stride_views(graph: fx.Graph, layouts: Layouts) -> None:
+    """Write chains of views of tensors that are surely contiguous as one op each, in place. O(nodes + edges).
+
+    A view goes where all that read it are views, which read the tensor itself then.
+
+    Args:
+        graph: the graph.
+        layouts: of its views, as `compose_views` found them.
+    """
+    results = set(graph.output_node().all_input_nodes)
+    for source in list(graph.nodes):
+        layout = layouts.get(source)
+        if layout is None or source is layout.base or source in results or not _is_contiguous(layout.base):
+            continue
+        views = [n for n in source.users if _is_view(n) and n in layouts and layouts[n].base is layout.base]
+        if not views or len(views) < len(source.users):
+            continue
+        for node in views:
+            value = node.meta["val"]
+            node.target, node.kwargs = _ATEN.as_strided.default, {}
+            node.args = (layout.base, list(value.shape), list(value.stride()), int(value.storage_offset()))
+        graph.erase_node(source)
+
+
+def _is_contiguous(node: fx.Node) -> bool:
+    """Whether a tensor is contiguous in a storage of its own, when the graph runs."""
+    copied = node.target is _ATEN.clone.default and node.kwargs.get("memory_format") is torch.contiguous_format
+    if not copied and node.target not in _CONTIGUOUS:
+        return False
+    value = node.meta["val"]
+    return bool(value.is_contiguous() and value.storage_offset() == 0)
 
 
 def _is_view(node: fx.Node) -> bool:

@@ -93,10 +93,18 @@ def running_node() -> Any:
     return torch._C._current_autograd_node()
 
 
-def leaves_of(node: Node) -> list[torch.Tensor]:
-    """The leaves whose gradients a node gives, each once."""
+def leaves_of(node: Node, hands_on: str = "") -> list[torch.Tensor]:
+    """The leaves whose gradients a node gives, itself or through nodes that have such an attribute, each once."""
     following: set[Any] = {n for n, _ in node.next_functions if n is not None}
+    for n in list(following):
+        if hands_on and hasattr(n, hands_on):
+            following.update(after for after, _ in n.next_functions if after is not None)
     return [n.variable for n in following if "AccumulateGrad" in n.name()]
+
+
+def autocast_off() -> Any:
+    """A context without autocast on any device, as backward graphs run in (`_DisableAutocast`, 2.11 to 2.15)."""
+    return torch._C._DisableAutocast()
 
 
 def running_pass() -> int:

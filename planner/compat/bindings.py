@@ -15,9 +15,10 @@ __all__ = ["BOUND", "bind"]
 _ATEN = torch.ops.aten
 # each takes the arguments of its overload, under the same names and in the same order
 _FUNCTIONS = (
-    "abs", "addmm", "baddbmm", "bmm", "cat", "clone", "convolution", "cos", "embedding", "exp", "log", "mm",
-    "native_dropout", "native_layer_norm", "neg", "permute", "relu", "reshape", "rsqrt", "sigmoid", "sin", "sqrt", "t",
-    "tanh", "unsqueeze", "_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data",
+    "abs", "addmm", "as_strided", "baddbmm", "bmm", "cat", "clone", "convolution", "cos", "embedding", "exp", "log",
+    "mm", "native_dropout", "native_layer_norm", "neg", "permute", "relu", "reshape", "rsqrt", "sigmoid", "sin",
+    "sqrt", "t", "tanh", "unsqueeze", "_softmax", "_softmax_backward_data", "_log_softmax",
+    "_log_softmax_backward_data",
 )  # fmt: skip
 _OVERLOADED = {
     "add": "Tensor", "div": "Tensor", "mean": "dim", "mul": "Tensor", "pow": "Tensor_Scalar", "rsub": "Tensor",

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -24,6 +24,7 @@ __all__ = [
     "FSDPState",
     "QuietTracker",
     "autocast_policy",
+    "bucket_sizes",
     "forward_hooks",
     "gathered_parameter",
     "gradient_dtype",
@@ -46,6 +47,13 @@ __all__ = [
 def running_ddp() -> DistributedDataParallel | None:
     """The DistributedDataParallel whose forward pass runs, or None (torch 2.11 to 2.15)."""
     return DistributedDataParallel._active_ddp_module
+
+
+def bucket_sizes(ddp: DistributedDataParallel) -> tuple[int, int]:
+    """Bytes of gradients that fill the first bucket, and each later one (2.11 to 2.15)."""
+    cap = int(ddp.bucket_bytes_cap)
+    first: int = distributed._DEFAULT_FIRST_BUCKET_BYTES  # type: ignore[attr-defined]
+    return (first if ddp.bucket_bytes_cap_default else cap), cap
 
 
 def swapped_by_ddp(parameter: nn.Parameter) -> bool:

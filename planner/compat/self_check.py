@@ -16,8 +16,8 @@ from planner.errors import PlanWarning, TorchError
 PARTS = {
     "torch": "_C _dynamo",
     "torch._C": (
-        "_autograd _current_autograd_node _current_graph_task_id _dispatch_tls_is_dispatch_key_included "
-        "_get_tracing_state _storage_Use_Count _will_engine_execute_node"
+        "_DisableAutocast _autograd _current_autograd_node _current_graph_task_id "
+        "_dispatch_tls_is_dispatch_key_included _get_tracing_state _storage_Use_Count _will_engine_execute_node"
     ),
     "torch._C._autograd": "_get_current_graph_task_keep_graph",
     "torch._C:_FunctionBase": "_raw_saved_tensors _sequence_nr",
@@ -36,6 +36,7 @@ PARTS = {
     "torch.autograd.forward_ad": "_current_level",
     "torch.autograd.function": "_forward_cls",
     "torch.autograd:Variable": "_execution_engine",
+    "torch.distributed": "_DEFAULT_FIRST_BUCKET_BYTES",
     "torch.distributed.fsdp._fully_shard._fully_shard": "_is_fsdp_managed_module",
     "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam": (
         "_unsharded_param is_dtensor mp_policy padded_sharded_param_size sharded_param"

@@ -13,7 +13,8 @@ from torch import fx
 from planner.capture.joint_graph import is_tangent
 from planner.capture.regions.region import Region
 from planner.capture.trace.arrival import Arrivals
-from planner.capture.trace.dynamo import GraphCompiler, Partition, out_of_sight
+from planner.capture.trace.dynamo import GraphCompiler, Partition
+from planner.capture.trace.out_of_sight import out_of_sight
 from planner.compat.fake import FakeTensorMode, detect_fake_mode
 from planner.compat.fx import boxed
 from planner.compat.inductor import Generated, Inner, compile_graph, copied, default_partition, generate
@@ -157,7 +158,7 @@ def compiling(*, own: bool = False, settings: Settings = ()) -> GraphCompiler:
             forward, backward = partition(read(joint, num_fwd_outputs))
             if own:
                 forward, backward = default_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **options)
-            arrivals.write(backward)
+            arrivals.write(forward, backward)
             return forward, backward
 
         def compiler(own: Inner) -> Inner:

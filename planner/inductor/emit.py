@@ -28,7 +28,7 @@ def emit_fused(fused: Fused, forward: Sequence[int], backward: Sequence[int]) ->
     """
     for i, op in enumerate(fused.coarse.ops):
         op.node.meta[OP] = i
-    graphs = emit(fused.fine, fused.expanded(forward), fused.expanded(backward))
+    graphs = emit(fused.fine, fused.expanded(forward), fused.expanded(backward), fused=True)
     for graph in graphs:
         _tag(graph.graph)
     return graphs

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from planner.compat.distributed import bucket_sizes
 from planner.parallel.group import ddp_of
 
 LINE = "DDP buckets"  # of the account
@@ -41,3 +42,11 @@ def buckets_of(model: nn.Module) -> Buckets | None:
         if p.requires_grad and name not in ddp.parameters_to_ignore and id(p) not in sparse
     ]
     return Buckets(sum(p.numel() * p.element_size() for p in reduced), bool(ddp.gradient_as_bucket_view))
+
+
+def gradients_together(model: nn.Module) -> tuple[int, ...]:
+    """Bytes of gradients that the DistributedDataParallel around a model waits for, before it sends them: for its first
+    bucket, and for each of the others. Empty where none calls the model at the moment.
+    """
+    ddp = ddp_of(model)
+    return () if ddp is None else bucket_sizes(ddp)

@@ -24,6 +24,7 @@ from planner.inductor.backend import compiling
 from planner.inductor.emit import emit_planned
 from planner.offload.store import Store
 from planner.offload.transfers import enter
+from planner.parallel.buckets import gradients_together
 from planner.runtime.families import GraphChanged, recipe_of
 from planner.runtime.modes import backward_node, waits
 from planner.runtime.outputs import with_nodes
@@ -128,7 +129,7 @@ class _Graph:
         self.regions, self.recipe, self.graph, self.compile_region = regions, recipe, graph, compile_region
         self.key = fingerprint(graph.graph)
         self.device = next(regions.model.parameters()).device
-        self.compiled: dict[object, tuple[Callable[..., Any], Arrivals]] = {}  # by region, and outputs without gradient
+        self.compiled: dict[object, tuple[Callable[..., Any], Arrivals]] = {}  # by region, cut, and buckets
 
     def planned_now(self) -> PlannedRegion | None:
         """The region of the present call of this graph."""
@@ -150,15 +151,17 @@ class _Graph:
             return written
 
         cut = self.recipe().detached.get(self.key, ())
-        if (planned, cut) not in self.compiled:
-            arrivals = Arrivals(cut, _unplanned)
+        fused = planned is not None and planned.realised is not None
+        kind = planned, cut, () if fused else gradients_together(self.regions.model)
+        if kind not in self.compiled:
+            arrivals = Arrivals(cut, _unplanned, kind[2])
             by = None
             if planned is not None and planned.realised is not None:
                 by = compiling(own=planned.own, settings=planned.settings)
-            self.compiled[planned, cut] = self.compile_region(partition, inputs, arrivals, by), arrivals
+            self.compiled[kind] = self.compile_region(partition, inputs, arrivals, by), arrivals
             if self.regions.shown is not None:
                 self.regions.shown.update()
-        return self.compiled[planned, cut]
+        return self.compiled[kind]
 
     def run(self, *inputs: Any) -> Any:
         """The graph's outputs, by the region that is planned for this call."""

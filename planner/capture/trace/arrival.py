@@ -23,6 +23,7 @@ from planner.capture.passes.tangents import (
     take_whole,
     whole_gradients,
 )
+from planner.capture.trace.parts import HANDING, PART, Handing, Parts, in_parts
 from planner.compat.autograd import leaves_of, running_node, skip_undefined
 from planner.compat.fx import boxed, takes_a_list
 from planner.errors import ApplyError, PlanWarning
@@ -68,16 +69,19 @@ class Arrivals:
     Attributes:
         cut: positions of the outputs that are planned to get no gradient.
         unplanned: called where one of these gets a gradient that the graph has no place for.
+        sizes: bytes of gradients that go out together, as in `in_parts`; none for all at the end.
         feeds: for each output whose gradient the graph adds to, the outputs whose gradients it is computed from.
     """
 
     cut: Collection[int]
     unplanned: Callable[[], None]
+    sizes: Sequence[int] = ()
     feeds: Mapping[int, frozenset[int]] = field(default_factory=dict)
     _graph: fx.GraphModule | None = None
     _inputs: int = 0
     _entering: tuple[_Entering, ...] = ()
     _written: dict[_Way, Boxed] = field(default_factory=dict)
+    _parts: Parts | None = None
 
     def read(self, joint: fx.Graph) -> None:
         """Read the joint graph, and take the gradients out that are not planned, in place."""
@@ -86,8 +90,9 @@ class Arrivals:
         tangents = entering(joint)
         leave_out(joint, [tangents[at] for at in self.cut if at in tangents])
 
-    def write(self, backward: fx.GraphModule) -> None:
-        """Take a copy of the backward graph, to write others from."""
+    def write(self, forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+        """Take a copy of the backward graph, to write others from, and cut it where its gradients are to go out."""
+        self._parts = in_parts(backward, forward, self.sizes) if self.sizes else None
         self._graph = fx.GraphModule(backward, copy.deepcopy(backward.graph))
         add_apart(self._graph.graph)  # what enters in the place of a term must not be written into
         inputs = backward.graph.find_nodes(op="placeholder")
@@ -112,14 +117,20 @@ class Arrivals:
             node = running_node()
             way = self._way(arguments, frozenset(getattr(node, WHOLE, ())))
             if way == _Way(frozenset()):
-                return planned(arguments)
+                handing: Handing | None = getattr(node, HANDING, None)
+                gradients = None if handing is None else handing.begin(arguments)
+                return planned(arguments) if gradients is None else gradients
             if compiled is not None and not self._written:
                 warnings.warn(_UNFUSED, PlanWarning, stacklevel=2)
-            for leaf in leaves_of(node) if way.missing else ():
+            for leaf in leaves_of(node, PART) if way.missing else ():
                 skip_undefined(leaf)
             return self._by(way)(arguments)
 
         return takes_a_list(call)
+
+    def handing(self) -> Handing | None:
+        """For a call of the graph, whose gradients go out in parts; None where they do not."""
+        return None if self._parts is None else Handing(self._parts)
 
     def whole(
         self, saved: Sequence[Any], gradients: Mapping[int, torch.Tensor], whole: Collection[int], at: int

@@ -23,14 +23,14 @@ from planner.capture.trace.arrival import Arrivals, refuse_second_order
 from planner.capture.trace.constant_propagation import ConstantPropagation
 from planner.capture.trace.data_dependent import Answers
 from planner.capture.trace.layers import capturable_layers
+from planner.capture.trace.out_of_sight import out_of_sight
 from planner.capture.trace.recording import Recording
 from planner.capture.trace.state_guard import generators_of
 from planner.compat import pytree
 from planner.compat.autograd import like_eager
-from planner.compat.dispatch import lasting_modes_off
 from planner.compat.dynamo import aot_autograd, dynamo_config, functorch_config
 from planner.compat.fake import FakeCopyMode, FakeTensorMode
-from planner.compat.fx import boxed, takes_a_list
+from planner.compat.fx import boxed
 from planner.compat.modules import buffers_of, parameters_of, replace_call
 from planner.compat.tensors import is_traceable_wrapper_subclass
 from planner.core.options import Checkpoints
@@ -102,7 +102,7 @@ def op_by_op(checkpoints: Checkpoints = "replace", *, step_in_backward: bool = F
             forward, backward = partition(analyse(joint, num_fwd_outputs, order))
             if symbolic:
                 forward, backward = symbolic_again(forward), symbolic_again(backward)
-            arrivals.write(backward)
+            arrivals.write(forward, backward)
             return forward, backward
 
         def backward_compiler(backward: fx.GraphModule, _inputs: Any) -> Callable[[list[Any]], Any]:
@@ -148,8 +148,11 @@ def make_backend(serve: Serve, compiler: GraphCompiler = OP_BY_OP) -> Callable[.
                 compiled = (by or compiler)(graph, examples, partition, arrivals)
 
             def run(*inputs: Any) -> Any:
-                results = arrivals.watched(compiled(*inputs))
+                handing = arrivals.handing()
+                results = arrivals.watched(compiled(*(inputs if handing is None else handing.entered(inputs))))
                 like_eager(results, refuse_second_order)
+                if handing is not None:
+                    handing.belongs_to(results)
                 return results
 
             return run
@@ -157,19 +160,6 @@ def make_backend(serve: Serve, compiler: GraphCompiler = OP_BY_OP) -> Callable[.
         return serve(graph, compile_region, inputs)
 
     return backend
-
-
-def out_of_sight(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """A backward graph's callable that modes which record the training loop do not see: they are told its results."""
-
-    def call(arguments: list[Any]) -> Any:
-        with lasting_modes_off() as recording:
-            results = run(arguments)
-            for mode in recording:
-                mode.planned_results(results)
-            return results
-
-    return takes_a_list(call)
 
 
 def lone_loss(graph: fx.GraphModule) -> tuple[int, ...]:
