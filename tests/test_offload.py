@@ -95,7 +95,7 @@ def everything_leaves(problem, **_):
         uses = sorted((problem.producer[v], *problem.readers[v]))
         before = [at for at in uses if at < problem.boundary]
         after = [at for at in uses if at > problem.boundary]
-        if after and problem.ops[before[-1] + 1].region == problem.ops[before[0]].region:
+        if before and after and problem.ops[before[-1] + 1].region == problem.ops[before[0]].region:
             moves += [Move("send", v, before[0] + 1), Move("free", v, before[-1] + 1), Move("fetch", v, after[0])]
     order = ("send", "free", "fetch")
     moves.sort(key=lambda m: (m.at, order.index(m.kind)))
