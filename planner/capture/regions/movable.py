@@ -36,10 +36,10 @@ def movable(region: Region) -> frozenset[int]:
 
 
 def _touched(node: fx.Node) -> Sequence[fx.Node]:
-    """What a node that may write, or is a collective, writes into or sends; all that it is given where that is unknown."""
+    """What a node writes into, or sends as a collective; all that it is given where that is unknown."""
     if is_collective(node.target) or not isinstance(node.target, OpOverload):
         return node.all_input_nodes
-    return nodes_in(written(node.target, node.args, node.kwargs))
+    return list(nodes_in(written(node.target, node.args, node.kwargs)))
 
 
 def _is_whole(region: Region, value: int, holders: list[fx.Node]) -> bool:
