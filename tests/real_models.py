@@ -23,12 +23,14 @@ def tokens(vocabulary: int, *shape: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-def gpt2(dropout: float = 0.0, batch: int = 4, layers: int = 4) -> Case:
+def gpt2(
+    dropout: float = 0.0, batch: int = 4, layers: int = 4, heads: int = 4, width: int = 128, vocabulary: int = 500
+) -> Case:
     config = transformers.GPT2Config(
-        n_layer=layers, n_embd=128, n_head=4, vocab_size=500, n_positions=128, use_cache=False,
+        n_layer=layers, n_embd=width, n_head=heads, vocab_size=vocabulary, n_positions=128, use_cache=False,
         resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
-    return Case(transformers.GPT2LMHeadModel(config).train(), tokens(500, batch, 128))
+    return Case(transformers.GPT2LMHeadModel(config).train(), tokens(vocabulary, batch, 128))
 
 
 def llama(batch: int = 4, layers: int = 4) -> Case:

@@ -272,3 +272,14 @@ def test_solvers_without_moves_still_answer_problems_with_a_link():
 
 def test_the_exact_search_leaves_what_it_cannot_judge():
     assert cheapest_with_moves(with_rates(SMALL, both=0.9).with_budget(16)) is None
+
+
+@pytest.mark.parametrize("seed", [35, 65, 81, 105, 111])
+def test_the_leanest_schedule_with_moves_is_no_higher_than_without(seed, monkeypatch):
+    monkeypatch.setattr("solvers.search.effort.STEPS", 2e5)
+    monkeypatch.setattr("solvers.search.effort.STEPS_PER_OP", 0.0)
+    problem = linked(seed)
+    without = minimum_peak(problem.without_link(), progress=False)
+    found = minimum_peak(problem, progress=False)
+    assert found.peak <= without.peak
+    assert validate(problem.with_budget(None), found.schedule).peak == found.peak

@@ -3,6 +3,9 @@
 import errno
 import gc
 import os
+import re
+import resource
+import signal
 import threading
 import warnings
 
@@ -11,8 +14,9 @@ import torch
 
 from planner.errors import OffloadError, PlanWarning
 from planner.offload import disk
-from planner.offload.disk import STAGING, Disk
+from planner.offload.disk import Disk
 from planner.offload.layout import ALIGNMENT, Stay, lay_out, rounded
+from planner.offload.threads import STAGING
 from planner.offload.transfers import begin, enter, fetch, free, open_frames, ready, send
 
 
@@ -146,6 +150,63 @@ def test_nothing_is_left_of_a_store(tmp_path):
         thread.join(10)
     assert set(threading.enumerate()) <= before
     assert len(os.listdir("/proc/self/fd")) == files
+
+
+def in_a_fork(run):
+    """What a function returns in a child of this process."""
+    read, write = os.pipe()
+    if not (child := os.fork()):
+        signal.alarm(20)  # a child that waits for ever
+        try:
+            os.write(write, repr(run()).encode())
+        except BaseException as e:
+            os.write(write, f"{type(e).__name__}: {e}".encode())
+        os._exit(0)
+    os.close(write)
+    os.waitpid(child, 0)
+    with os.fdopen(read) as told:
+        return told.read()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_process_has_a_file_and_threads_of_its_own(tmp_path):
+    number = enter(store := Disk(str(tmp_path)))
+    ticket, x = begin(number, ALIGNMENT), torch.ones(3)
+    send(ticket, x, 0, 0, ALIGNMENT)
+    free(ticket, x, 0)
+
+    def train():
+        return [there_and_back(number, [torch.full((3,), value)])[0].tolist() for value in (2.0, 3.0)]
+
+    assert in_a_fork(train) == "[[2.0, 2.0, 2.0], [3.0, 3.0, 3.0]]"
+    assert "was forked (os.fork, a worker) between a forward pass" in in_a_fork(lambda: fetch(ticket, 0))
+    assert ready(ticket, fetch(ticket, 0), 0).tolist() == [1.0, 1.0, 1.0]
+    assert train()[1] == [3.0, 3.0, 3.0]
+    assert store._file.size == 2 * ALIGNMENT
+
+
+def test_a_thread_that_cannot_start_is_told_and_tried_again(tmp_path, monkeypatch):
+    number = enter(store := Disk(str(tmp_path)))
+
+    def refused(_):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        with pytest.raises(OffloadError, match="no thread, or no memory"):
+            there_and_back(number, [torch.ones(3)])
+    assert torch.equal(there_and_back(number, [torch.ones(3)])[0], torch.ones(3))
+    assert store._file.size == ALIGNMENT
+
+
+def test_a_limit_of_file_sizes_is_named(tmp_path):
+    def limited():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2 * ALIGNMENT, 2 * ALIGNMENT))
+        begin(enter(store), 3 * ALIGNMENT)
+
+    store = Disk(str(tmp_path))
+    assert re.search("taking 12.00 kB failed .*too large.*ulimit -f", in_a_fork(limited))
+    assert os.listdir(tmp_path) == []
 
 
 def test_values_that_meet_lie_apart_and_others_share_room():

@@ -1,6 +1,7 @@
 """Emitted graphs that move values have every wait that they need: on a simulated device that finds races."""
 
 import random
+from contextlib import suppress
 from itertools import pairwise
 
 import pytest
@@ -142,7 +143,8 @@ def test_no_schedule_races_and_each_wait_is_needed(step_and_region):
             assert all(map(torch.equal, found, expected))
         for wait in device.waits if number % 20 == 0 else ():
             broken = Device("late", [wait])
-            run(graphs, region, broken, *inputs)
+            with suppress(RuntimeError):  # an op may refuse what it is given too early
+                run(graphs, region, broken, *inputs)
             assert broken.races, wait
             removed += 1
     assert moved > SCHEDULES

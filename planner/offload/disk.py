@@ -1,4 +1,4 @@
-"""Room on a disk: one file without a name, two threads that copy, direct I/O where the file system has it.
+"""Room on a disk: one file without a name, threads that copy, direct I/O where the file system has it.
 
 The file has no name from the moment it is made (or loses it at once), so that nothing is left of it when the process
 ends, however that is. Direct I/O goes past the page cache, which would take the memory that is to be saved.
@@ -9,24 +9,19 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
-import mmap
 import os
 import tempfile
-import threading
 import warnings
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable
-from itertools import count
-from queue import SimpleQueue
 
 import torch
 
 from planner.errors import OffloadError, PlanWarning, gb
 from planner.offload.layout import rounded
 from planner.offload.store import Frame, Wait
+from planner.offload.threads import STAGING, Copy, Return, Transfer, Worker
 
-STAGING = 2**22  # bytes of each thread's buffer for direct I/O
 _DIRECT, _NAMELESS = getattr(os, "O_DIRECT", 0), getattr(os, "O_TMPFILE", 0)
 _NO_SUCH_FLAG = (errno.EINVAL, errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT)  # what file systems say of these
 _warned: set[str] = set()
@@ -42,13 +37,19 @@ class Disk:
 
     def __init__(self, folder: str, most: int | None = None) -> None:
         self.folder, self.most = folder, most
+        self._begin()
+
+    def _begin(self) -> None:
+        self._process = os.getpid()
         self._file: _File | None = None
         self._unused: dict[int, deque[int]] = defaultdict(deque)  # offsets, by size; closed extents return here
-        self._writer, self._reader = _Worker("offload: write"), _Worker("offload: read")
+        self._writer, self._reader = Worker("offload: write"), Worker("offload: read")
 
     def open(self, nbytes: int) -> Frame:
         """A frame of so many bytes. Raises OffloadError where there is no room for it."""
         nbytes = rounded(nbytes)
+        if self._process != os.getpid():  # forked: the file is that of the other process, and threads stay there
+            self._begin()
         if self._file is None:
             self._file = _File(self.folder)
         unused = self._unused[nbytes]
@@ -57,10 +58,11 @@ class Disk:
 
 
 class _DiskExtent:
-    def __init__(self, file: _File, start: int, writer: _Worker, reader: _Worker, unused: deque[int]) -> None:
+    def __init__(self, file: _File, start: int, writer: Worker, reader: Worker, unused: deque[int]) -> None:
         self._file, self._start, self._writer, self._reader = file, start, writer, reader
         self._unused = unused
-        self._copies: list[tuple[_Worker, _Copy]] = []
+        self._process = os.getpid()
+        self._copies: list[tuple[Worker, Copy]] = []
 
     def out(self, x: torch.Tensor, at: int) -> Wait:
         return self._begin(self._writer, x, self._file.write, at)
@@ -68,89 +70,35 @@ class _DiskExtent:
     def back(self, x: torch.Tensor, at: int) -> Wait:
         return self._begin(self._reader, x, self._file.read, at)
 
-    def _begin(self, worker: _Worker, x: torch.Tensor, run: _Transfer, at: int) -> Wait:
-        copy = _Copy(x, run, self._start + at)
-        self._copies.append((worker, copy))
+    def _begin(self, worker: Worker, x: torch.Tensor, run: Transfer, at: int) -> Wait:
+        self._refuse_fork()
+        copy = Copy(x, run, self._start + at)
         worker.add(copy)
-        return copy.wait
+        self._copies.append((worker, copy))
+
+        def wait() -> None:
+            self._refuse_fork()
+            copy.wait()
+
+        return wait
+
+    def _refuse_fork(self) -> None:
+        if self._process != os.getpid():
+            raise OffloadError(
+                f"offload to {self._file.folder}: this process was forked (os.fork, a worker) between a forward pass "
+                "and its backward pass, and what was offloaded is with the process before: run both in one process"
+            )
 
     def close(self) -> None:
         """Called by the garbage collector, in any thread: waits for nothing, and takes no lock."""
+        if self._process != os.getpid():
+            return
         busy = {worker for worker, copy in self._copies if copy.cancel()}
         if not busy:
             self._unused.append(self._start)
-        last = _Return(self._unused, self._start, len(busy))
+        last = Return(self._unused, self._start, len(busy))
         for worker in busy:
             worker.add(last)
-
-
-_Transfer = Callable[[int, int, int, memoryview], None]  # address, bytes, offset in the file, staging buffer
-
-
-class _Copy:
-    """A copy between a tensor and the file. The tensor is let go of before the copy counts as ended."""
-
-    def __init__(self, x: torch.Tensor, transfer: _Transfer, at: int) -> None:
-        self._x: torch.Tensor | None = x
-        self._transfer, self._at = transfer, at
-        self._done = threading.Event()
-        self._error: BaseException | None = None
-        self._cancelled = False
-
-    def run(self, staging: memoryview) -> None:
-        try:
-            if self._x is not None and not self._cancelled:
-                self._transfer(self._x.data_ptr(), self._x.nbytes, self._at, staging)
-        except BaseException as e:  # of whatever kind: it is raised where the copy is waited for
-            self._error = e
-        finally:
-            self._x = None
-            self._done.set()
-
-    def cancel(self) -> bool:
-        """Have it not begin; whether it may still run."""
-        self._cancelled = True
-        return not self._done.is_set()
-
-    def wait(self) -> None:
-        self._done.wait()
-        if self._error is not None:
-            raise self._error
-
-
-class _Return:
-    """Returns an extent once so many threads have done all copies that they had of it."""
-
-    def __init__(self, unused: deque[int], start: int, threads: int) -> None:
-        self._unused, self._start, self._threads = unused, start, threads
-        self._ended = count(1)  # one step of it is atomic
-
-    def run(self, _staging: memoryview) -> None:
-        if next(self._ended) == self._threads:
-            self._unused.append(self._start)
-
-
-class _Worker:
-    """A thread that does one copy after another, from the first copy to the end of the worker."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._queue: SimpleQueue[_Copy | _Return | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
-
-    def add(self, copy: _Copy | _Return) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=_work, args=(self._queue,), name=self._name, daemon=True)
-            self._thread.start()
-            weakref.finalize(self, self._queue.put, None)
-        self._queue.put(copy)
-
-
-def _work(queue: SimpleQueue[_Copy | _Return | None]) -> None:
-    staging = memoryview(mmap.mmap(-1, STAGING))
-    while (copy := queue.get()) is not None:
-        copy.run(staging)
-        del copy
 
 
 class _File:
@@ -270,6 +218,7 @@ def _say_buffered(folder: str) -> None:
 def _refused(folder: str, what: str, e: OSError) -> OffloadError:
     advice = {
         errno.ENOSPC: "free room there, name another folder by offload_dir=, or plan with a larger budget_gb",
+        errno.EFBIG: "the limit of file sizes is lower (ulimit -f): raise it, or plan with a larger budget_gb",
         errno.EDQUOT: "the quota is used up: name another folder by offload_dir=",
         errno.EACCES: "name a folder that can be written to by offload_dir=",
         errno.EPERM: "name a folder that can be written to by offload_dir=",

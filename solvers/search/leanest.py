@@ -47,10 +47,13 @@ def leanest_of(search: Search, effort: Effort, target: int = 0, enough: int = 0)
     """The leanest start, annealed for its peak down to `target`; cost only breaks ties.
 
     The walks end at a peak of `enough`, and are the same for any `enough`: a peak that one call reaches, another call
-    reaches too.
+    reaches too. Where values may leave, the leanest schedule in which none does is a start: no peak is above its.
     """
     problem = search.problem
     starts = [search.leaner(c) for c in chained(nested(search), segments(search), iter([search.keep_only()]))]
+    if problem.link is not None:
+        plain = leanest_of(Search(problem.without_link(), search.tick), effort, target, enough)
+        starts += [c for c in (search.judge(plain.policy, 0.0), search.leaner(plain)) if c is not None]
     best = min(starts, key=lambda c: (c.peak, c.extra))
     variable = max(1, best.peak - problem.resident)
     goal = Goal(TIE / (problem.total_cost or 1.0), 1 / variable, float(target), float("inf"), problem.resident)
