@@ -16,6 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from solvers.search import effort
+
 # ranks are forked from a process that has imported this and run nothing: it is imported once for all of them
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["planner", "torch.distributed", "functorch.compile", "torch.profiler", "tqdm"])
@@ -43,7 +45,7 @@ class Ended:
         return self.exitcode == 0 and self.error is None
 
 
-def on_ranks(ranks: int, function: Callable[..., Any], *args: Any, limit: float = 100, **options: Any) -> list[Any]:
+def on_ranks(ranks: int, function: Callable[..., Any], *args: Any, limit: float = 300, **options: Any) -> list[Any]:
     """What a function returns on each rank, as `function(*args)`; where one fails, all are ended, and the test fails.
 
     Args:
@@ -63,7 +65,7 @@ def ends_of(
     ranks: int,
     function: Callable[..., Any],
     *args: Any,
-    limit: float = 30,
+    limit: float = 100,
     together: bool = False,
     **options: Any,
 ) -> list[Ended]:
@@ -73,7 +75,8 @@ def ends_of(
         processes, pipes = [], {}
         found: dict[int, Any] = {}
         ended: dict[int, Ended] = {}
-        work = pickle.dumps((function, args))
+        searches = effort.STEPS, effort.STEPS_PER_OP  # as short as here
+        work = pickle.dumps((searches, function, args))
         for rank in range(ranks):
             ours, theirs = _CONTEXT.Pipe(duplex=False)
             process = _CONTEXT.Process(target=_rank, args=(rank, ranks, folder, work, options, theirs), daemon=True)
@@ -112,7 +115,7 @@ def _rank(rank: int, ranks: int, folder: str, work: bytes, options: dict[str, An
     failed = None
     try:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks, **options)
-        function, args = pickle.loads(work)
+        (effort.STEPS, effort.STEPS_PER_OP), function, args = pickle.loads(work)
         value = function(*args)
         told = pickle.dumps((value, None))
     except BaseException:

@@ -53,13 +53,15 @@ def _square(output: Any) -> torch.Tensor:
     return output.sample.square().mean()
 
 
-def unet(batch: int = 2) -> Case:
+def unet(batch: int = 2, channels: tuple[int, ...] = (32, 64, 64)) -> Case:
+    """Of one block for each count of channels, the second with attention."""
     import diffusers
 
+    kinds = ["Attn" if level == 1 else "" for level in range(len(channels))]
     model = diffusers.UNet2DModel(
-        sample_size=32, in_channels=3, out_channels=3, layers_per_block=1, block_out_channels=(32, 64, 64),
-        down_block_types=("DownBlock2D", "AttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "AttnUpBlock2D", "UpBlock2D"), norm_num_groups=8,
+        sample_size=32, in_channels=3, out_channels=3, layers_per_block=1, block_out_channels=channels,
+        down_block_types=tuple(f"{kind}DownBlock2D" for kind in kinds),
+        up_block_types=tuple(f"{kind}UpBlock2D" for kind in reversed(kinds)), norm_num_groups=8,
     )  # fmt: skip
     sample = torch.randn(batch, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     return Case(model.train(), {"sample": sample, "timestep": torch.arange(batch)}, _square)
@@ -71,4 +73,13 @@ CASES: dict[str, Callable[[], Case]] = {
     "gpt2": gpt2,
     "llama": llama,
     "resnet50": resnet50,
+}
+
+# the same of two layers, or of a block a stage: what holds for every schedule holds or does not at any depth
+SMALL: dict[str, Callable[[], Case]] = {
+    "gpt2_dropout": lambda: gpt2(dropout=0.1, layers=2),
+    "unet": lambda: unet(channels=(32, 64)),
+    "gpt2": lambda: gpt2(layers=2),
+    "llama": lambda: llama(layers=2),
+    "resnet50": lambda: resnet50(depths=(1, 1, 1, 1)),
 }

@@ -10,7 +10,7 @@ from torch import nn
 from planner import OptionError, compare, plan
 from planner.core.plan import Decision
 from planner.report.words import cells
-from tests.plans import changed
+from tests.plans import changed, for_budget
 
 
 def layers(width=64, count=8):
@@ -20,7 +20,7 @@ def layers(width=64, count=8):
 def planned(model, batch, share=None, **options):
     options = {"loss_fn": torch.Tensor.mean, "solver": "chen", **options}
     top = plan(model, batch, budget_gb=1, **options)
-    return top if share is None else plan(model, batch, budget_gb=share * top.peak_bytes / 2**30, **options)
+    return top if share is None else for_budget(top, share * top.peak_bytes / 2**30)
 
 
 @pytest.fixture(scope="module")

@@ -11,13 +11,14 @@ from torch import fx, nn
 from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_functional
 from torch.utils.checkpoint import checkpoint
 
-from planner import InfeasibleBudgetError, OptionError, Plan, plan
+from planner import OptionError, Plan, plan
 from planner.capture.recomputability import keep_reason
 from planner.cli.arguments import parser
 from planner.codegen.replay import run_and_save_state, run_with_state
 from planner.compat.ops import FUNCTIONAL, name_of
 
 from .measure import held_before, results, step_peak
+from .plans import leanest
 from .real_models import Case
 
 pytestmark = pytest.mark.usefixtures("short_searches")
@@ -105,10 +106,7 @@ def case(op=scale) -> Case:
 
 
 def lean(of: Case, **options) -> Plan:
-    try:
-        return plan(of.model, of.batch, budget_gb=1e-4, **options)
-    except InfeasibleBudgetError as e:
-        return plan(of.model, of.batch, budget_gb=e.minimum_gb, **options)
+    return leanest(plan(of.model, of.batch, budget_gb=1, **options))
 
 
 def counted_in_a_step(of: Case) -> list[int]:

@@ -193,7 +193,7 @@ def fails(what, where):
     ],
 )
 def test_a_rank_that_fails_ends_all_with_its_name(what, where, told):
-    ended = ends_of(3, fails, what, where, limit=30, timeout=timedelta(seconds=2 if what == "does not come" else 60))
+    ended = ends_of(3, fails, what, where, timeout=timedelta(seconds=2 if what == "does not come" else 60))
     for rank, end in enumerate(ended):
         assert end.exitcode not in (0, None)  # it ended by itself
         if rank != where:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from html import unescape
 from pathlib import Path
+from types import ModuleType
 from urllib.parse import unquote, urlsplit
 
 import nbformat
@@ -24,6 +25,7 @@ from planner.cli.arguments import parser
 from planner.cli.commands import COMMANDS
 
 from .problems import shorten
+from .real_models import gpt2
 
 ROOT = Path(__file__).parent.parent
 README, CHANGELOG = ROOT / "README.md", ROOT / "CHANGELOG.md"
@@ -111,7 +113,9 @@ def test_lines_of_cells_are_named_by_the_cell(tmp_path):
 def test_the_code_on_each_page_runs(path, short_searches, tmp_path, monkeypatch):
     """From top to bottom, as a reader runs it; what needs several processes or the reader's own is checked by name."""
     monkeypatch.chdir(tmp_path)
-    names = {"__name__": "page"}
+    page = ModuleType("page")
+    monkeypatch.setitem(sys.modules, "page", page)  # torch.compile may import where a function is from
+    names = vars(page)
     for note, block in PYTHON.findall(path.read_text()):
         code = compile(block, str(path), "exec")
         if "not run" not in note:
@@ -207,6 +211,8 @@ def test_the_demo_holds():
 
 def test_the_demo_says_when_nothing_fits(monkeypatch, capsys):
     shorten(monkeypatch)
+    small = gpt2(layers=1)
+    monkeypatch.setattr("planner.cli.demo.small_gpt2", lambda: (small.model, small.batch))
     assert main(["demo", "--budget", "0.01", "--quiet"]) == 1
     said = capsys.readouterr().err
     assert re.search(r"^InfeasibleBudgetError: budget_gb=.*minimum_gb=", said, flags=re.MULTILINE)

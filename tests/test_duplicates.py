@@ -11,7 +11,7 @@ from planner.capture.passes import rewrite
 from planner.capture.passes.duplicates import merge_duplicates
 
 from .measure import held_before, results, step_peak
-from .real_models import CASES, Case
+from .real_models import SMALL, Case
 
 
 class MixedPrecision(nn.Module):
@@ -32,7 +32,7 @@ def mixed_precision():
     return Case(MixedPrecision(), {"x": torch.randn(8, 64, 64)}, lambda loss: loss)
 
 
-@pytest.mark.parametrize("make", [mixed_precision, CASES["unet"]])
+@pytest.mark.parametrize("make", [mixed_precision, SMALL["unet"]], ids=["mixed precision", "unet"])
 def test_a_step_with_equal_values_holds_less(make, tmp_path):
     case = make()
     eager = step_peak(case, tmp_path)

@@ -20,7 +20,7 @@ from planner.errors import gb
 from solvers import every_op_once, simulate
 
 from .measure import held_before, results, step_peak
-from .real_models import CASES, Case
+from .real_models import SMALL, Case
 
 
 class Block(nn.Module):
@@ -79,7 +79,7 @@ def assert_holds(case: Case, p, folder):
     ("name", "fraction"), [("gpt2_dropout", 0.6), ("llama", 0.5), ("resnet50", 0.92), ("unet", 0.62)]
 )
 def test_the_promises_hold_on_real_models(name, fraction, tmp_path):
-    case = CASES[name]()
+    case = SMALL[name]()
     p = eager_plan(case, fraction)
     assert p.overhead > 0
     assert p.baseline_peak_bytes == pytest.approx(held_before(case) + step_peak(case, tmp_path), rel=0.02)

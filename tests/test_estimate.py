@@ -487,7 +487,8 @@ def test_writing_into_a_part_copies_all_that_is_behind_it(tmp_path):
     model, x = WritesParts(), torch.randn(16, 64)
     p = plan(model, x, budget_gb=1)
     p.apply()
-    model(x).backward()
-    model.zero_grad(set_to_none=True)
+    for _ in range(2):  # the first shows the loop, for which the second may be planned anew
+        model(x).backward()
+        model.zero_grad(set_to_none=True)
     measured = peak_of(lambda: model(x).backward(), tmp_path)
     assert p.resident_bytes + measured == p.peak_bytes

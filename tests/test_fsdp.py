@@ -18,6 +18,8 @@ from planner.runtime.interception import attached
 from .measure import peak_of
 from .processes import on_ranks
 
+pytestmark = pytest.mark.usefixtures("short_searches")
+
 WIDTH, HEADS, TOKENS = 32, 4, 50
 
 
@@ -108,9 +110,10 @@ def held(*tensors):
 
 
 def measured(model, batch):
-    """Bytes at the peak of a second step, with what is there before it; and gradients."""
-    step(model, batch)
-    model.zero_grad()
+    """Bytes at the peak of a step of a loop that is known, with what is there before it; and gradients."""
+    for _ in range(2):  # the first shows the loop, for which the second may be planned anew
+        step(model, batch)
+        model.zero_grad()
     with tempfile.TemporaryDirectory() as folder:
         peak = peak_of(lambda: step(model, batch), Path(folder)) + held(*model.parameters(), *batch)
     return peak, [g.clone() for g in here(p.grad for p in model.parameters())]

@@ -242,8 +242,9 @@ def test_what_a_kept_graph_holds_is_counted(kind, share, tmp_path):
         loss.backward(retain_graph=True)
         loss.backward()
 
-    step()
-    model.zero_grad()
+    for _ in range(2):  # the first shows the loop, for which the second may be planned anew
+        step()
+        model.zero_grad()
     measured = peak_of(step, tmp_path) + sum(t.nbytes for t in (*model.parameters(), x))
     assert measured <= found.budget_bytes
     assert measured == pytest.approx(found.peak_bytes, rel=0.01)

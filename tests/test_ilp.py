@@ -262,7 +262,7 @@ def test_interrupting_stops_the_search() -> None:
     def interrupt(best: float, bound: float) -> None:
         raise KeyboardInterrupt
 
-    before = threading.active_count()
+    before = set(threading.enumerate())
     with pytest.raises(KeyboardInterrupt):
         highs.solve(problem, model, 20.0, None, interrupt)
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= before  # those of earlier tests may end

@@ -234,7 +234,7 @@ TIGHT = ("--budget-gb", "0.0034", "--solver", "chen")
 def run(folder, *arguments, **more):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **more}
     return subprocess.run(
-        [sys.executable, *map(str, arguments)], cwd=folder, env=environment, capture_output=True, text=True, timeout=100
+        [sys.executable, *map(str, arguments)], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
     )
 
 

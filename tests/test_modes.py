@@ -20,7 +20,10 @@ from planner.devices.specs import DEVICES
 from planner.requests.check import with_batch
 
 from .measure import peak_of
+from .plans import for_budget
 from .real_models import llama
+
+pytestmark = pytest.mark.usefixtures("short_searches")
 
 BATCH, WIDTH = 256, 64
 
@@ -47,8 +50,8 @@ def applied(model, x, share=0.8):
     """The model, planned for a share of its peak, and an unplanned twin."""
     twin = copy.deepcopy(model)
     options = {"loss_fn": square, "solver": "chen"}
-    baseline = plan(model, x, budget_gb=1, **options).baseline_peak_bytes
-    p = plan(model, x, budget_gb=share * baseline / 2**30, **options)
+    everything = plan(model, x, budget_gb=1, **options)
+    p = for_budget(everything, share * everything.baseline_peak_bytes / 2**30)
     assert p.overhead > 0 or share > 1
     p.apply()
     return p, twin

@@ -139,6 +139,7 @@ def test_a_folder_that_is_not_there_is_named(tmp_path):
 
 
 def test_nothing_is_left_of_a_store(tmp_path):
+    gc.collect()  # what earlier tests left closes its files
     before, files = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
     store = Disk(str(tmp_path))
     there_and_back(enter(store), [torch.ones(3)])
@@ -149,7 +150,7 @@ def test_nothing_is_left_of_a_store(tmp_path):
     for thread in started:
         thread.join(10)
     assert set(threading.enumerate()) <= before
-    assert len(os.listdir("/proc/self/fd")) == files
+    assert len(os.listdir("/proc/self/fd")) <= files
 
 
 def in_a_fork(run):

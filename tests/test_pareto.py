@@ -18,7 +18,7 @@ from solvers.search.curve import curve
 from .brute_force import cheapest
 from .measure import held_before, results, step_peak
 from .problems import random_training_graph, reused_problems, shorten, small_problems
-from .real_models import CASES
+from .real_models import SMALL
 
 quick = settings(max_examples=25, deadline=None, derandomize=True)
 medium = st.builds(random_training_graph, st.integers(0, 99), st.integers(4, 8), st.booleans())
@@ -96,7 +96,7 @@ def test_a_curve_needs_a_model_and_a_batch():
     with pytest.raises(BatchError, match=r"no batch was given for Linear.*pareto\(model, batch\)"):
         pareto(nn.Linear(4, 4))
     with pytest.raises(BatchError, match="no batch was given for ResNet"):
-        pareto(CASES["resnet50"]().model)
+        pareto(SMALL["resnet50"]().model)
 
 
 def test_a_problem_gives_its_solutions():
@@ -107,7 +107,7 @@ def test_a_problem_gives_its_solutions():
 
 def test_the_plans_of_a_real_model_hold(tmp_path, monkeypatch):
     shorten(monkeypatch)
-    case = CASES["llama"]()
+    case = SMALL["llama"]()
     eager = results(case)
     plans = pareto(case.model, case.batch, points=4, progress=False)
     assert len(plans) == 4

@@ -10,12 +10,13 @@ import torch
 from planner import InfeasibleBudgetError, Plan, plan
 
 from .measure import held_before, results, step_peak
-from .real_models import CASES
+from .plans import for_budget
+from .real_models import SMALL
 
 pytestmark = pytest.mark.usefixtures("short_searches")
 ROOM_TO_SPARE = float("inf")  # as a fraction of the peak
 # tests of one model follow one another and share its plans
-every_model = pytest.mark.parametrize("name", CASES, scope="module")
+every_model = pytest.mark.parametrize("name", SMALL, scope="module")
 two_models = pytest.mark.parametrize("name", ["gpt2_dropout", "unet"], scope="module")
 
 
@@ -32,24 +33,22 @@ class Real:
     """A model, its plans, and real steps by them, each made once."""
 
     def __init__(self, name, folder):
-        self.case = CASES[name]()
+        self.case = SMALL[name]()
         self.folder = folder
         self.eager = results(self.case)
         self.plan = functools.cache(self._plan)
         self.trained = functools.cache(self._trained)
 
-    def at(self, budget, **options):
-        return plan(self.case.model, self.case.batch, budget_gb=budget, loss_fn=self.case.loss_fn, **options)
-
     def _plan(self, fraction, *solver):
         """A plan at a fraction of the baseline peak, or at the smallest budget that is feasible."""
         if fraction == ROOM_TO_SPARE:
-            return self.at("100%")
-        options = {"solver": solver[0], "time_limit": 10} if solver else {}
+            return plan(self.case.model, self.case.batch, budget_gb="100%", loss_fn=self.case.loss_fn)
+        options = {"solver": solver[0], "time_limit": 2.0} if solver else {}
+        everything = self.plan(ROOM_TO_SPARE)
         try:
-            return self.at(fraction * self.plan(ROOM_TO_SPARE).baseline_peak_bytes / 2**30, **options)
+            return for_budget(everything, fraction * everything.baseline_peak_bytes / 2**30, **options)
         except InfeasibleBudgetError as e:
-            return self.at(e.minimum_gb, **options)
+            return for_budget(everything, e.minimum_gb, **options)
 
     def _trained(self, fraction, *solver):
         p = self.plan(fraction, *solver)
@@ -114,7 +113,7 @@ def test_every_solver_holds_its_budget(real, solver):
 def test_auto_is_no_worse_than_chen(real):
     chen, auto = real.plan(0.6, "chen"), real.plan(0.6)
     if auto.budget_bytes != chen.budget_bytes:
-        auto = real.at(chen.budget_bytes / 2**30)
+        auto = for_budget(chen, chen.budget_bytes / 2**30, solver="auto", time_limit=None)
     assert auto.overhead <= chen.overhead
     assert auto.bound <= auto.step_seconds
 

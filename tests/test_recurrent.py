@@ -5,9 +5,10 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from planner import CaptureError, InfeasibleBudgetError, plan
+from planner import CaptureError, plan
 
 from .measure import held_before, results, step_peak
+from .plans import leanest
 from .real_models import Case
 
 pytestmark = pytest.mark.usefixtures("short_searches")
@@ -65,10 +66,7 @@ MODELS = {
 def test_recurrent_layers_train_as_before_within_the_budget(name, tmp_path):
     case = case_of(MODELS[name]())
     eager = results(case)
-    try:
-        p = plan(case.model, case.batch, budget_gb=1e-4, solver="chen")
-    except InfeasibleBudgetError as e:
-        p = plan(case.model, case.batch, budget_gb=e.minimum_gb, solver="chen")
+    p = leanest(plan(case.model, case.batch, budget_gb=1, solver="chen"))
     assert p.overhead > 0
     assert len(p.graph_modules) == 1
     p.apply()
@@ -87,9 +85,7 @@ def test_dropout_between_layers_is_drawn_once_and_as_without_a_plan(kind):
     full.apply()
     expected = results(case)
     full.remove()
-    with pytest.raises(InfeasibleBudgetError) as e:
-        plan(case.model, case.batch, budget_gb=1e-4, solver="chen")
-    plan(case.model, case.batch, budget_gb=e.value.minimum_gb, solver="chen").apply()
+    leanest(full, solver="chen").apply()
     ours = results(case)
     assert all(torch.equal(ours[key], value) for key, value in expected.items())
     for key, value in eager.items():

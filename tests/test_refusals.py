@@ -12,6 +12,8 @@ from planner import CaptureError, InfeasibleBudgetError, plan
 
 from .measure import peak_of
 
+pytestmark = pytest.mark.usefixtures("short_searches")
+
 
 class Inner(nn.Module):
     def __init__(self, ask):
@@ -272,7 +274,8 @@ def test_the_size_of_ctc_loss_is_known_by_its_targets(tmp_path):
 
     eager = gradients()
     p.apply()
-    assert all(map(torch.equal, gradients(), eager))
+    for _ in range(2):  # the first shows the loop, for which the second may be planned anew
+        assert all(map(torch.equal, gradients(), eager))
     model.zero_grad(set_to_none=True)
     assert p.resident_bytes + peak_of(lambda: model(*batch).backward(), tmp_path) <= p.peak_bytes
 

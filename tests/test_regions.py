@@ -17,6 +17,7 @@ from planner.planning.pipeline import lower
 from planner.requests.check import check
 from solvers import InfeasibleError, Problem, Schedule, every_op_once, simulate, solve
 
+from .plans import for_budget
 from .real_models import gpt2
 from .test_capture import Base, Block, make, trains_as_before
 
@@ -163,7 +164,7 @@ def test_a_region_without_backward_ops_where_gradients_are_held(monkeypatch):
 def test_calls_of_one_graph_get_schedules_of_their_own():
     case = make(Repeated)
     full = plan(case.model, case.batch, budget_gb=1)
-    p = plan(case.model, case.batch, budget_gb=0.75 * full.baseline_peak_bytes / 2**30)
+    p = for_budget(full, 0.75 * full.baseline_peak_bytes / 2**30)
     forwards = {str(g.forward.graph) for g in p.graph_modules}
     assert len(forwards) > 1
 

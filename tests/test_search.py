@@ -306,7 +306,7 @@ def test_interrupting_stops_every_walk(by_signal, monkeypatch):
             auto(problem, time_limit=300.0)
     finally:
         signal.signal(signal.SIGINT, usual)
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before  # those of earlier tests may end
     assert ticks < PAUSES  # the first round alone has eight times as many
 
 

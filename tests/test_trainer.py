@@ -17,6 +17,8 @@ from planner.runtime.interception import attached
 
 from .measure import peak_of
 
+pytestmark = pytest.mark.usefixtures("short_searches")
+
 BUDGET = 0.0048  # GB; a plan has to recompute
 
 
@@ -168,8 +170,9 @@ def test_the_loss_is_the_trainers_own_and_its_peak_is_predicted(tmp_path, kind, 
     def step():
         t.compute_loss(t.model, dict(batch), num_items_in_batch=torch.tensor(8 * 31)).backward()
 
-    step()
-    t.model.zero_grad()
+    for _ in range(2):  # the first shows the loop, for which the second may be planned anew
+        step()
+        t.model.zero_grad()
     seen = peak_of(step, tmp_path) + p.resident_bytes
     assert max(p.phase_peaks[phase] for phase in ("forward", "loss", "backward")) == pytest.approx(seen, rel=0.04)
 

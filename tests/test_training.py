@@ -8,6 +8,7 @@ from torch import nn
 
 from planner import ApplyError, plan
 
+from .plans import for_budget
 from .real_models import gpt2, resnet50
 
 pytestmark = pytest.mark.usefixtures("short_searches")
@@ -45,8 +46,8 @@ def test_five_adamw_steps_with_a_smaller_last_batch_and_an_evaluation(make):
     smaller = {k: v[:2] for k, v in case.batch.items()}
     batches = [case.batch] * 4 + [smaller]
     options = {"account_gb": {"optimizer state": 0, "optimizer step": 0}}  # for the step up to its backward pass
-    baseline = plan(case.model, case.batch, budget_gb="100%", **options).baseline_peak_bytes
-    p = plan(case.model, case.batch, budget_gb=0.9 * baseline / 2**30, **options)
+    everything = plan(case.model, case.batch, budget_gb="100%", **options)
+    p = for_budget(everything, 0.9 * everything.baseline_peak_bytes / 2**30)
     assert p.overhead > 0
     p.apply()
     assert train(case.model, batches, case.batch) == train(plain, batches, case.batch)
@@ -116,8 +117,8 @@ def test_apply_keeps_the_object_names_and_state_and_remove_undoes_it():
 def test_verify_measures_a_real_step_and_leaves_no_trace():
     case = resnet()
     state = {k: v.clone() for k, v in case.model.state_dict().items()}
-    baseline = plan(case.model, case.batch, budget_gb="100%").baseline_peak_bytes
-    p = plan(case.model, case.batch, budget_gb=0.93 * baseline / 2**30)
+    everything = plan(case.model, case.batch, budget_gb="100%")
+    p = for_budget(everything, 0.93 * everything.baseline_peak_bytes / 2**30)
     random_state = torch.get_rng_state()
     checked = p.verify()
     assert checked.within_budget

@@ -11,11 +11,12 @@ import torch.distributed._functional_collectives as collectives
 from torch import nn
 from torch.nn import functional as F
 
-from planner import InfeasibleBudgetError, Plan, plan
+from planner import Plan, plan
 from planner.costs import measured_ops as workspace
 from planner.planning.decisions import REPLAYED
 
 from .measure import held_before, results, step_peak
+from .plans import leanest
 from .real_models import Case
 
 pytestmark = pytest.mark.usefixtures("short_searches")
@@ -177,13 +178,6 @@ CASES: dict[str, tuple[list[Callable], list[str]]] = {
 }
 
 
-def lean(case: Case) -> Plan:
-    try:
-        return plan(case.model, case.batch, budget_gb=1e-4, solver="chen")
-    except InfeasibleBudgetError as e:
-        return plan(case.model, case.batch, budget_gb=e.minimum_gb, solver="chen")
-
-
 def checked(case: Case) -> Plan:
     """A lean plan whose step gives what the step that keeps everything gives, to the bit; and eager's, but rounding."""
     eager = results(case)
@@ -191,7 +185,7 @@ def checked(case: Case) -> Plan:
     full.apply()
     expected = results(case)
     full.remove()
-    p = lean(case)
+    p = leanest(full, solver="chen")
     p.apply()
     ours = results(case)
     p.remove()
@@ -294,7 +288,8 @@ def test_the_report_says_what_and_why():
         def __init__(self):
             super().__init__(lambda x: routed(F.dropout(torch.sin(torch.rand_like(x) * x), 0.1)))
 
-    p = lean(Case(Both(), {"x": torch.randn(512, 64)}))
+    case = Case(Both(), {"x": torch.randn(512, 64)})
+    p = leanest(plan(case.model, case.batch, budget_gb=1, solver="chen"))
     assert any(d.reason == REPLAYED and d.action == "recompute" for d in p.decisions)
     for text in (" ".join(p.summary().split()), p._repr_html_()):
         assert "kept, as topk chooses among equal values" in text
