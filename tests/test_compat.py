@@ -334,6 +334,7 @@ def _calls_of_bound_ops():
     yield aten.add_.Tensor, (x.clone(), y), {}
     yield aten.clone.default, (image.permute(0, 2, 3, 1),), {"memory_format": torch.contiguous_format}
     yield aten.addmm.default, (y[0], x, y), {}
+    yield aten.as_strided.default, (x, [2, 3], [1, 4], 5), {}
     yield aten.baddbmm.default, (batch, batch, batch), {"beta": 2}
     yield aten.bmm.default, (batch, batch), {}
     yield aten.mm.default, (x, y), {}
