@@ -25,15 +25,15 @@ class Copy:
         self._x: torch.Tensor | None = x
         self._transfer, self._at = transfer, at
         self._done = threading.Event()
-        self._error: BaseException | None = None
+        self._failed = ""  # in words: an exception would hold the frames through which it is raised, and so the ticket
         self._cancelled = False
 
     def run(self, staging: memoryview) -> None:
         try:
             if self._x is not None and not self._cancelled:
                 self._transfer(self._x.data_ptr(), self._x.nbytes, self._at, staging)
-        except BaseException as e:  # of whatever kind: it is raised where the copy is waited for
-            self._error = e
+        except BaseException as e:  # of whatever kind: it is told where the copy is waited for
+            self._failed = str(e) if isinstance(e, OffloadError) else f"offload: {type(e).__name__}: {e}"
         finally:
             self._x = None
             self._done.set()
@@ -45,8 +45,8 @@ class Copy:
 
     def wait(self) -> None:
         self._done.wait()
-        if self._error is not None:
-            raise self._error
+        if self._failed:
+            raise OffloadError(self._failed)
 
 
 class Return:
