@@ -7,11 +7,14 @@ from functools import cache
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from torch import nn
 
 from planner import Plan, plan
 
+from .plans import for_budget
+from .problems import shorten
 from .real_models import gpt2
 
 HOSTILE = "<script>alert('1')&\"[" + "x" * 180
@@ -73,11 +76,8 @@ def square(output: torch.Tensor) -> torch.Tensor:
 
 def at(share: float, whole: Plan, **options: Any) -> Plan:
     """A plan with a share of what keeping everything needs beside what is always there."""
-    request = whole.request
     budget = whole.resident_bytes + share * (whole.baseline_peak_bytes - whole.resident_bytes)
-    batch = request.args or None
-    given = {"optimizer": request.optimizer, "loss_fn": request.loss_fn, **options}
-    return plan(request.model, batch, request.kwargs, budget_gb=budget / 2**30, time_limit=0.3, progress=False, **given)
+    return for_budget(whole, budget / 2**30, **options)
 
 
 @cache
@@ -89,10 +89,12 @@ def pictures() -> dict[str, tuple[Plan, nn.Module]]:
     whole = plan(model, case.batch, budget_gb="100%", optimizer="adamw", progress=False)
     three = plan(broken, torch.zeros(256, 128), budget_gb="100%", loss_fn=square, progress=False)
     awkward = plan(hostile, torch.zeros(256, 64), budget_gb="100%", loss_fn=square, progress=False)
-    return {
-        "gpt2": (at(0.4, whole), model),
-        "everything kept": (whole, model),
-        "eager": (at(0.6, whole, mode="eager"), model),
-        "regions": (at(0.6, three), broken),
-        "hostile": (at(0.7, awkward), hostile),
-    }
+    with pytest.MonkeyPatch.context() as short:
+        shorten(short)
+        return {
+            "gpt2": (at(0.4, whole), model),
+            "everything kept": (whole, model),
+            "eager": (at(0.6, whole, mode="eager"), model),
+            "regions": (at(0.6, three), broken),
+            "hostile": (at(0.7, awkward), hostile),
+        }

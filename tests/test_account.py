@@ -14,7 +14,7 @@ from torch import nn
 from planner import applied_plan, pareto
 
 from .measure import held_before, peak_of
-from .real_models import CASES, Case, gpt2, llama, resnet50
+from .real_models import SMALL, Case, llama
 
 pytestmark = pytest.mark.usefixtures("short_searches")
 
@@ -64,7 +64,7 @@ def convolutions() -> Case:
 
 def attention_dropout() -> Case:
     config = transformers.BertConfig(
-        num_hidden_layers=3, hidden_size=128, num_attention_heads=4, intermediate_size=256, vocab_size=300,
+        num_hidden_layers=2, hidden_size=128, num_attention_heads=4, intermediate_size=256, vocab_size=300,
         attention_probs_dropout_prob=0.2, hidden_dropout_prob=0.0, num_labels=3,
     )  # fmt: skip
     ids = torch.randint(0, 300, (8, 64))
@@ -80,16 +80,16 @@ def foreach(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, foreach=True)
 
 
-# of two layers, or one block a stage: a prediction is as exact or not at any depth
+# of one or two layers, or one block a stage: a prediction is as exact or not at any depth
 SETTINGS = {
-    "gpt2": Setting(partial(gpt2, layers=2), foreach),
-    "llama": Setting(partial(llama, layers=2), torch.optim.Adafactor),
-    "resnet": Setting(partial(resnet50, depths=(1, 1, 1, 1)), momentum),
-    "unet": Setting(CASES["unet"]),
+    "gpt2": Setting(SMALL["gpt2"], foreach),
+    "llama": Setting(SMALL["llama"], torch.optim.Adafactor),
+    "resnet": Setting(SMALL["resnet50"], momentum),
+    "unet": Setting(SMALL["unet"]),
     "batch norm": Setting(convolutions, momentum),
     "attention dropout": Setting(attention_dropout),
-    "bf16 autocast": Setting(partial(gpt2, layers=2), autocast=True),
-    "gradient accumulation": Setting(partial(llama, layers=2), microbatches=3),
+    "bf16 autocast": Setting(SMALL["gpt2"], autocast=True),
+    "gradient accumulation": Setting(partial(llama, layers=1), microbatches=3),
 }
 
 

@@ -36,6 +36,8 @@ from planner.planfile.schema import LARGEST
 from .measure import held_before, results, step_peak
 from .real_models import Case, gpt2
 
+pytestmark = pytest.mark.usefixtures("short_searches")
+
 SCHEMA = os.path.join(os.path.dirname(__file__), "..", "docs", f"plan-{VERSION}.schema.json")
 EVERYTHING: dict[str, int] = {}
 KINDS = {"compiled": {}, "eager": {"mode": "eager"}, "dynamic": {"dynamic": True}}

@@ -14,6 +14,8 @@ from planner.api.max_batch import Trial, _faster, _fastest, _larger, max_batch
 from .measure import held_before, step_peak
 from .real_models import Case, gpt2, tokens
 
+pytestmark = pytest.mark.usefixtures("short_searches")
+
 GB = 2**30
 BUDGET = 2e-4
 

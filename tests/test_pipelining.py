@@ -16,6 +16,8 @@ from planner.integrations.pipelining import plan_schedule
 from .measure import peak_of
 from .processes import on_ranks
 
+pytestmark = pytest.mark.usefixtures("short_searches")
+
 BATCH, LENGTH, WIDTH = 32, 64, 64
 
 

@@ -21,6 +21,8 @@ from planner.stepping.step import ONE_BY_ONE
 
 from .measure import peak_of
 
+pytestmark = pytest.mark.usefixtures("short_searches")
+
 B, D, WORDS = 8, 16, 32
 
 

@@ -183,8 +183,9 @@ def compared(folder: Path, mesh: DeviceMesh, rows: Placement) -> dict[str, Any]:
     model.zero_grad()
     p = within(model, x, SHARE, unplanned)
     p.apply()
-    step(model, x)
-    planned = gradients(model)
+    for _ in range(2):  # the first shows the loop, for which the second may be planned anew
+        step(model, x)
+        planned = gradients(model)
     peak = peak_of(lambda: step(model, x), folder)
     return {
         "equal": [name for name in without if not torch.equal(without[name], planned[name])] == [],
@@ -228,7 +229,7 @@ def alone() -> list[str]:
 
 
 def test_a_rank_plans_alone() -> None:
-    assert on_ranks(2, alone, limit=60)[1]
+    assert on_ranks(2, alone)[1]
 
 
 @pytest.fixture
@@ -247,8 +248,10 @@ def test_collectives_run_once_and_in_their_order(mesh: DeviceMesh, tmp_path: Pat
     assert sum(d.action == "recompute" for d in tight.decisions) > 3
     received = [d for d in tight.decisions if "collective" in d.reason]
     assert [d.action for d in received] == ["keep"] * 4  # what the matrices of two blocks read
-    step(tight.apply(), x)
-    model.zero_grad()
+    tight.apply()
+    for _ in range(2):  # the first shows the loop, for which the second may be planned anew
+        step(model, x)
+        model.zero_grad()
     predicted = tight.peak_bytes - tight.resident_bytes
     assert peak_of(lambda: step(model, x), tmp_path) == pytest.approx(predicted, rel=0.005)
 
@@ -304,8 +307,9 @@ def test_what_is_gathered_is_held_once(mesh: DeviceMesh, tmp_path: Path) -> None
     x = torch.distributed.tensor.distribute_tensor(torch.randn(512, 1), mesh, [Shard(0)])
     p = plan(model, x, budget_gb=1)
     p.apply()
-    model(x).backward()
-    model.zero_grad()
+    for _ in range(2):  # the first shows the loop, for which the second may be planned anew
+        model(x).backward()
+        model.zero_grad()
     assert peak_of(lambda: model(x).backward(), tmp_path) == pytest.approx(p.peak_bytes - p.resident_bytes, rel=0.03)
 
 
