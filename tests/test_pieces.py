@@ -18,7 +18,7 @@ from planner.capture.regions.region import Region
 from planner.capture.trace.step import capture
 from planner.codegen.emit import keep_everything
 from planner.core.pieces import Split
-from planner.errors import InfeasibleBudgetError, OptionError
+from planner.errors import InfeasibleBudgetError, OptionError, PlanWarning
 from planner.pieces.groups import Group, groups_of, size_of
 from planner.pieces.recognise import recognise, seeds
 from planner.pieces.rewrite import in_pieces
@@ -125,7 +125,7 @@ def test_random_steps_in_pieces_equal_whole_ones(seed: int) -> None:
     assert compare_all_splits(region_of(Steps(seed).double(), tokens, tokens), 1e-12) > 15
 
 
-def images() -> nn.Module:
+def images(mode: str) -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(2, 4, 3, padding=1),
         nn.GroupNorm(2, 4),
@@ -134,16 +134,20 @@ def images() -> nn.Module:
         nn.Conv2d(4, 6, 3, stride=2),
         nn.ReLU(),
         nn.Upsample(scale_factor=2),
+        nn.Upsample(size=(6, 6), mode=mode),
         nn.Flatten(),
         nn.Linear(6 * 36, 5),
     )
 
 
-def test_images_in_pieces_equal_whole_ones_and_are_cut_along_the_batch_alone() -> None:
-    region = region_of(images().double(), torch.randn(5, 2, 16, 16).double(), loss=torch.Tensor.sum)
+@pytest.mark.parametrize("mode", ["bilinear", "bicubic", "nearest-exact"])
+def test_images_in_pieces_equal_whole_ones_and_are_cut_along_the_batch_alone(mode: str) -> None:
+    region = region_of(images(mode).double(), torch.randn(5, 2, 16, 16).double(), loss=torch.Tensor.sum)
     assert compare_all_splits(region, 1e-12) > 5
-    for target, group in ways_seen(region):
-        assert "convolution" not in target or group == (0, 0)
+    seen = ways_seen(region)
+    for target, group in seen:
+        assert not any(name in target for name in ("convolution", "upsample")) or group == (0, 0)
+    assert any("upsample" in target and "backward" in target and mode.split("-")[0] in target for target, _ in seen)
 
 
 class Masked(nn.Module):
@@ -369,3 +373,61 @@ def test_pieces_that_cannot_be_are_refused_and_room_leaves_ops_whole() -> None:
     with pytest.raises(OptionError, match="mode='aten'"):
         plan(model, batch, budget_gb=1, pieces="auto", mode="eager")
     assert not plan(model, batch, budget_gb=1, pieces="auto", progress=False).record.pieces
+
+
+class Shown(Words):
+    """A language model that returns its logits beside its loss."""
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> Any:
+        logits = self.head(self.norm(self.table(tokens)).flatten(0, 1))
+        return F.cross_entropy(logits, labels.flatten()), logits
+
+
+def shown() -> tuple[Shown, tuple[torch.Tensor, torch.Tensor]]:
+    torch.manual_seed(0)
+    return Shown(1000, 16).double(), (torch.randint(0, 1000, (2, 64)),) * 2
+
+
+def test_the_gradient_of_logits_that_are_returned_is_never_whole(tmp_path: Path) -> None:
+    model, batch = shown()
+    held = sum(p.nbytes for p in model.parameters()) + batch[0].nbytes
+    whole, pieces = (least(model, batch, pieces=given) for given in (False, "auto"))
+    assert pieces.minimum_bytes - held <= 0.4 * (whole.minimum_bytes - held)
+    plan(model, batch, budget_gb=pieces.minimum_gb, pieces="auto", progress=False).apply()
+
+    def step() -> None:
+        for p in model.parameters():
+            p.grad = None
+        output = model(*batch)
+        output[0].backward()
+
+    step()
+    assert held + peak_of(step, tmp_path) == pytest.approx(pieces.minimum_bytes, rel=0.01)
+
+
+@pytest.mark.parametrize("ask", ["hook", "retain_grad", "grad"])
+def test_a_gradient_in_pieces_is_whole_for_those_who_ask(ask: str) -> None:
+    model, batch = shown()
+    reference = copy.deepcopy(model)
+
+    def loss(output: Any) -> torch.Tensor:
+        return output[0] + output[1].sum() / 1000  # which takes no room of its own
+
+    budget = 0.8 * least(model, batch, loss_fn=loss).minimum_gb
+    plan(model, batch, budget_gb=budget, loss_fn=loss, pieces="auto", progress=False).apply()
+    with pytest.warns(PlanWarning, match="in pieces"):
+        ones = gradients(model, batch, loss, ask)
+    torch.testing.assert_close(ones, gradients(reference, batch, loss, ask), rtol=1e-12, atol=1e-12)
+
+
+def gradients(model: nn.Module, batch: Any, loss: Any, ask: str) -> list[torch.Tensor]:
+    """Of a model's parameters, and of the logits where they are asked for."""
+    output, seen = model(*batch), []
+    if ask == "hook":
+        output[1].register_hook(seen.append)
+    if ask == "retain_grad":
+        output[1].retain_grad()
+    if ask == "grad":
+        seen += torch.autograd.grad(loss(output), [output[1]], retain_graph=True)
+    loss(output).backward()
+    return [*(p.grad for p in model.parameters()), *seen, *([output[1].grad] if ask == "retain_grad" else [])]

@@ -12,8 +12,9 @@ from planner.capture.regions.region import Region
 from planner.core.pieces import Split
 from planner.pieces.ends import Piecewise, piecewise
 from planner.pieces.groups import SUM, groups_of
+from planner.pieces.known import Known
 from planner.pieces.recognise import seeds
-from planner.pieces.rewrite import in_pieces
+from planner.pieces.rewrite import fit_together
 from planner.pieces.ways import shape_of
 
 LEAST = 1 / 64  # share of the largest value below which values are too small to be worth it
@@ -54,25 +55,26 @@ def candidates(regions: Sequence[Region]) -> tuple[Candidate, ...]:
 
 def _of(number: int, region: Region) -> Iterator[Candidate]:
     place = {node: at for at, node in enumerate(region.order.nodes)}
+    known = Known()
     taken: set[fx.Node] = set()
-    chosen: list[Split] = []
+    chosen: list[Piecewise] = []
     for seed in seeds(region, LEAST):
         if seed in taken:
             continue
-        best: tuple[int, Candidate, set[fx.Node]] | None = None
+        best: tuple[int, Candidate, tuple[Piecewise, ...]] | None = None
         for group in groups_of(shape_of(seed)):
-            sets = piecewise(region, seed, group)
+            sets = piecewise(region, seed, group, known)
             own = {node for each in sets for node in each.own}
             sizes = [size for each in sets for size in _never_whole(each)]
             if not sizes or sets[0].found.parts < 2 or not own.isdisjoint(taken):
                 continue
             if best is None or sum(sizes) > best[0]:
                 split = Split(place[seed], *group, 1)
-                best = sum(sizes), Candidate(number, split, sets[0].found.parts, max(sizes)), own
-        if best is not None and in_pieces(region, [*chosen, best[1].split]) is not None:
+                best = sum(sizes), Candidate(number, split, sets[0].found.parts, max(sizes)), sets
+        if best is not None and fit_together(region, [*chosen, *best[2]]):
             yield best[1]
-            chosen.append(best[1].split)
-            taken |= best[2]
+            chosen += best[2]
+            taken.update(node for each in best[2] for node in each.own)
 
 
 def _never_whole(each: Piecewise) -> list[int]:

@@ -10,9 +10,11 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from planner.capture.joint_graph import tensors
+from planner.capture.passes.tangents import is_mark
 from planner.capture.regions.region import Region
 from planner.core.call import storages
 from planner.pieces.groups import SUM, Group, can_be_cut
+from planner.pieces.known import Known
 from planner.pieces.recognise import Found, recognise, results, source
 from planner.pieces.rules import IN_PLACE
 from planner.pieces.ways import given
@@ -45,11 +47,11 @@ class Piecewise:
         return max(self.own, key=_weight)
 
 
-def piecewise(region: Region, seed: fx.Node, group: Group) -> tuple[Piecewise, ...]:
+def piecewise(region: Region, seed: fx.Node, group: Group, known: Known | None = None) -> tuple[Piecewise, ...]:
     """The sets around an op's result that is cut along a group, with what goes in and out; none where there is no such
     set, or where a result cannot be written in pieces.
     """
-    sets = recognise(region, seed, group)
+    sets = recognise(region, seed, group, known)
     found = tuple(_ends(each, sets) for each in sets)
     if None in found:
         return ()
@@ -63,6 +65,8 @@ def _reads(found: Found) -> dict[tuple[fx.Node, Group | None], None]:
 
 
 def _ends(found: Found, sets: Sequence[Found]) -> Piecewise | None:
+    if any(map(is_mark, found.ways)) and any(way.quotient for way in found.ways.values()):
+        return None  # `write_whole` knows no quotients
     reads = _reads(found)
     others = {x for other in sets if other is not found for x, _ in _reads(other)}
     inside = {node for each in sets for node in each.ways}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from torch import fx
 
@@ -20,22 +21,31 @@ def _rule(node: fx.Node) -> Parts | None:
     return PARTS.get(node.target, rules.elementwise if rules.is_elementwise(node.target) else None)
 
 
-def ways_to_make(node: fx.Node, result: int, group: Group) -> Iterator[Way]:
-    """The ways in which result number `result` of an op is cut along a group."""
-    rule = _rule(node)
-    if rule is None:
-        return
-    for first in [group] if result == 0 else groups_of(shape_of(node)):
-        way = rule(node, first)
-        if way is not None and result < len(way.makes) and way.makes[result] == group:
-            yield way
+@dataclass(frozen=True)
+class Known:
+    """The ways of the ops of one graph, each looked up once."""
 
+    _cut: dict[tuple[fx.Node, Group], Way | None] = field(default_factory=dict)
 
-def ways_to_read(node: fx.Node, argument: fx.Node, group: Group) -> Iterator[Way]:
-    """The ways in which an op reads an argument cut along a group, wherever it is given it."""
-    at = [i for i, n in enumerate(given(node)) if n is argument]
-    rule = _rule(node)
-    found = [rule(node, first) for first in groups_of(shape_of(node))] if rule is not None else []
-    if (add := SUMS.get(node.target)) is not None:
-        found.append(add(node, at[0], group))
-    yield from (way for way in found if way is not None and all(way.reads[i] == group for i in at))
+    def to_make(self, node: fx.Node, result: int, group: Group) -> Iterator[Way]:
+        """The ways in which result number `result` of an op is cut along a group."""
+        for first in [group] if result == 0 else groups_of(shape_of(node)):
+            way = self._way(node, first)
+            if way is not None and result < len(way.makes) and way.makes[result] == group:
+                yield way
+
+    def to_read(self, node: fx.Node, argument: fx.Node, group: Group) -> Iterator[Way]:
+        """The ways in which an op reads an argument cut along a group, wherever it is given it."""
+        if not any(True for _ in tensors(node)):
+            return
+        at = [i for i, n in enumerate(given(node)) if n is argument]
+        found = [self._way(node, first) for first in groups_of(shape_of(node))]
+        if (add := SUMS.get(node.target)) is not None:
+            found.append(add(node, at[0], group))
+        yield from (way for way in found if way is not None and all(way.reads[i] == group for i in at))
+
+    def _way(self, node: fx.Node, group: Group) -> Way | None:
+        if (node, group) not in self._cut:
+            rule = _rule(node)
+            self._cut[node, group] = None if rule is None else rule(node, group)
+        return self._cut[node, group]

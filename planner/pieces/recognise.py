@@ -11,13 +11,12 @@ from torch import fx
 
 from planner.capture.joint_graph import may_write, tensors
 from planner.capture.passes.checkpoints import clone_of
-from planner.capture.passes.tangents import is_mark
 from planner.capture.recomputability import is_random
 from planner.capture.regions.region import Region
 from planner.capture.shapes import SYMBOLIC
 from planner.core.call import storages
 from planner.pieces.groups import SUM, Group, can_be_cut, size_of
-from planner.pieces.known import ways_to_make, ways_to_read
+from planner.pieces.known import Known
 from planner.pieces.rules import IN_PLACE
 from planner.pieces.ways import Way, given, is_plain, shape_of
 
@@ -47,6 +46,7 @@ class _Growth:
         region: the graph.
         floor: elements of a big value.
         parts: how many parts each group has.
+        known: the ways of its ops.
         ways: how each op of the set runs.
         demands: what the ops of the set ask of each node: the group that they read cut.
         refused: ops that were taken out again.
@@ -55,6 +55,7 @@ class _Growth:
     region: Region
     floor: float
     parts: int
+    known: Known
     ways: dict[fx.Node, Way] = field(default_factory=dict)
     demands: dict[fx.Node, set[tuple[Group | None, bool]]] = field(default_factory=lambda: defaultdict(set))
     refused: set[fx.Node] = field(default_factory=set)
@@ -91,7 +92,7 @@ class _Growth:
     def _may(self, node: fx.Node) -> bool:
         if node.op != "call_function" or clone_of(node) is not None or is_random(node) or SYMBOLIC in node.meta:
             return False
-        if is_mark(node) or not all(map(is_plain, given(node))):
+        if not all(map(is_plain, given(node))):
             return False
         return is_plain(node) and (not may_write(node) or node.target in IN_PLACE)
 
@@ -103,7 +104,7 @@ class _Growth:
     def try_to_make(self, x: fx.Node, group: Group) -> fx.Node | None:
         """Take the op that makes a node into the set, where it can make it in pieces."""
         op, result = source(x)
-        for way in ways_to_make(op, result, group):
+        for way in self.known.to_make(op, result, group):
             if self.admits(op, way):
                 self.add(op, way)
                 return op
@@ -111,7 +112,7 @@ class _Growth:
 
     def try_to_read(self, user: fx.Node, x: fx.Node, group: Group) -> fx.Node | None:
         """Take an op that reads a node into the set, where it can read it in pieces."""
-        for way in ways_to_read(user, x, group):
+        for way in self.known.to_read(user, x, group):
             if self.admits(user, way):
                 self.add(user, way)
                 return user
@@ -151,34 +152,37 @@ class _Growth:
             pass
 
     def _close_once(self) -> bool:
+        """Whether ops were taken in; what is taken out changes nothing that came before it."""
         after: dict[bool, set[fx.Node]] = {True: set(), False: set()}
         for node in self.region.order.nodes:
             op, phase = source(node)[0], self.forward(node)
             late = [x for x in node.all_input_nodes if x in after[phase]]
+            if op in self.ways and late and op is node:
+                before = len(self.ways)
+                if self._fill(node, late):
+                    return True
+                self._drop(node)
+                if len(self.ways) >= before:
+                    return True
             if op not in self.ways:
                 inside = any(source(x)[0] in self.ways and self.forward(x) == phase for x in node.all_input_nodes)
                 if late or inside:
                     after[phase].add(node)
-            elif late and op is node:
-                self._fill(node, late)
-                return True
         return False
 
-    def _fill(self, node: fx.Node, late: Sequence[fx.Node]) -> None:
+    def _fill(self, node: fx.Node, late: Sequence[fx.Node]) -> bool:
+        """Take in the ops that make what an op of the set reads; whether all of them could be."""
         reads = dict(zip(given(node), self.ways[node].reads, strict=True))
-        for x in late:
-            wanted = reads[x]
-            if wanted is None or self.try_to_make(x, wanted) is None:
-                self._drop(node)
-                return
+        wanted = [(x, reads[x]) for x in late]
+        return all(group is not None and self.try_to_make(x, group) is not None for x, group in wanted)
 
     def _drop(self, node: fx.Node) -> None:
         del self.ways[node]
         self.refused.add(node)
-        self.demands.clear()
-        for user, way in self.ways.items():
-            for x, wanted in zip(given(user), way.reads, strict=True):
-                self.demands[x].add((wanted, self.forward(user)))
+        for x in given(node):
+            users = [user for user in x.users if user in self.ways]
+            pairs = [(user, *pair) for user in users for pair in zip(given(user), self.ways[user].reads, strict=True)]
+            self.demands[x] = {(wanted, self.forward(user)) for user, y, wanted in pairs if y is x}
 
 
 def source(node: fx.Node) -> tuple[fx.Node, int]:
@@ -194,7 +198,7 @@ def results(node: fx.Node) -> list[fx.Node]:
     return parts if isinstance(node.meta.get("val"), (tuple, list)) else [node]
 
 
-def recognise(region: Region, seed: fx.Node, group: Group) -> tuple[Found, ...]:
+def recognise(region: Region, seed: fx.Node, group: Group, known: Known | None = None) -> tuple[Found, ...]:
     """The sets around the big values that are made or read with a node cut along a group: of the forward and the
     backward pass, as far as there are any.
 
@@ -202,10 +206,11 @@ def recognise(region: Region, seed: fx.Node, group: Group) -> tuple[Found, ...]:
         region: the captured region.
         seed: an op of it.
         group: of its first result.
+        known: the ways of the region's ops, as far as they were looked up before.
     """
     shape = shape_of(seed)
-    growth = _Growth(region, BIG * next(tensors(seed)).numel(), size_of(shape, group))
-    for way in ways_to_make(seed, 0, group):
+    growth = _Growth(region, BIG * next(tensors(seed)).numel(), size_of(shape, group), known or Known())
+    for way in growth.known.to_make(seed, 0, group):
         if growth.admits(seed, way):
             growth.add(seed, way)
             growth.grow(seed)

@@ -12,6 +12,7 @@ from torch import fx
 
 from planner.capture.joint_graph import may_write
 from planner.capture.passes.order import Order
+from planner.capture.passes.whole_ops import WholeOps, remember
 from planner.capture.provenance import op_kind
 from planner.capture.regions.region import Region, analyse
 from planner.core.call import storages
@@ -19,7 +20,7 @@ from planner.core.pieces import Split, run_in_pieces
 from planner.pieces.ends import Piecewise, piecewise
 from planner.pieces.groups import SUM
 from planner.pieces.piece import body_of
-from planner.pieces.recognise import source
+from planner.pieces.recognise import results, source
 
 _ATEN = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)  # sums of many pieces are kept in single precision
@@ -63,38 +64,57 @@ def _written(region: Region, sets: Sequence[tuple[Piecewise, int]]) -> tuple[fx.
     """The joint graph with the sets as single ops, and the order in which its nodes run; None where ops
     would wait for each other.
     """
-    sequence: list[Any] = list(region.order.nodes)
-    for at, _ in enumerate(sets):
-        collapsed = _collapsed(sequence, [each for each, _ in sets], at)
-        if collapsed is None:
-            return None
-        sequence = collapsed
+    sequence = _sequence(region, [each for each, _ in sets])
+    if sequence is None:
+        return None
     joint = fx.GraphModule(region.joint, fx.Graph())
     writer = _Writer(joint, {})
     for node in region.joint.graph.find_nodes(op="placeholder"):
         writer.copy(node)
     forward: set[fx.Node] = {writer.now[n] for n in region.order.forward if n.op == "placeholder"}
-    turned = False  # whether an op of the backward pass came
     for item in sequence:
-        reads = item.all_input_nodes if isinstance(item, fx.Node) else [x for x, _ in sets[item][0].reads]
-        if any(x not in writer.now for x in reads):
-            return None
         if isinstance(item, fx.Node):
-            new = [writer.copy(item)]
-            first = item in region.order.forward
+            new, first = [writer.copy(item)], item in region.order.forward
         else:
             each, count = sets[item]
-            new = writer.write(each, count, item)
-            first = any(n in region.order.forward for n in each.own)
-            if first and turned:
-                return None
-        turned = turned or not first
+            new, first = writer.write(each, count, item), _of_forward_pass(region, each)
         forward.update(new if first else ())
     output = region.joint.graph.output_node()
     writer.copy(output)
     order = Order([n for n in joint.graph.nodes if n.op not in ("placeholder", "output")], forward)
     joint.recompile()
     return joint, order
+
+
+def fit_together(region: Region, sets: Sequence[Piecewise]) -> bool:
+    """Whether sets of a region's ops, no op in two, can run as single ones, none of which waits for itself."""
+    return _sequence(region, sets) is not None
+
+
+def _sequence(region: Region, sets: Sequence[Piecewise]) -> list[Any] | None:
+    """The nodes of a region in the order in which they run, with each set as one item, its number; None where ops would
+    wait for each other.
+    """
+    sequence: list[Any] | None = list(region.order.nodes)
+    for at in range(len(sets)):
+        sequence = _collapsed(sequence, sets, at) if sequence is not None else None
+    if sequence is None:
+        return None
+    there = set(region.joint.graph.find_nodes(op="placeholder"))
+    turned = False  # whether an op of the backward pass came
+    for item in sequence:
+        single = isinstance(item, fx.Node)
+        reads = item.all_input_nodes if single else [x for x, _ in sets[item].reads]
+        first = item in region.order.forward if single else _of_forward_pass(region, sets[item])
+        if not there.issuperset(reads) or (not single and first and turned):
+            return None
+        turned = turned or not first
+        there.update([item] if single else [t for t, _ in sets[item].makes])
+    return sequence
+
+
+def _of_forward_pass(region: Region, each: Piecewise) -> bool:
+    return any(n in region.order.forward for n in each.own)
 
 
 def _collapsed(sequence: Sequence[Any], sets: Sequence[Piecewise], at: int) -> list[Any] | None:
@@ -171,6 +191,8 @@ class _Writer:
             name=f"{op_kind(main)}_in_{count}_pieces",
         )
         node.meta = {**main.meta, "val": tuple(values)}
+        nodes = [n for op in each.found.ways for n in dict.fromkeys([op, *results(op)])]
+        remember(node, WholeOps(tuple(x for x, _ in each.reads), tuple(nodes), tuple(t for t, _ in each.makes)))
         new = [*bodies, node]
         for i, ((t, _), value) in enumerate(zip(each.makes, values, strict=True)):
             part = self.graph.call_function(operator.getitem, (node, i))

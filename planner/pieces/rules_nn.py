@@ -115,12 +115,35 @@ def _pool(node: fx.Node, group: Group) -> Way | None:
     return Way((_BATCH,) * len(given(node)), (_BATCH,) * count(node))
 
 
-@parts(_ATEN.upsample_nearest2d.vec, _ATEN.upsample_bilinear2d.vec, _ATEN.upsample_nearest2d.default)
+# each image for itself; their backward passes, with the size of the whole input as argument 2
+_UPSAMPLE = (
+    _ATEN.upsample_nearest1d,
+    _ATEN.upsample_nearest2d,
+    _ATEN.upsample_nearest3d,
+    _ATEN._upsample_nearest_exact2d,
+    _ATEN.upsample_linear1d,
+    _ATEN.upsample_bilinear2d,
+    _ATEN.upsample_bicubic2d,
+    _ATEN.upsample_trilinear3d,
+)
+_UPSAMPLE_BACKWARD = (
+    _ATEN.upsample_nearest1d_backward,
+    _ATEN.upsample_nearest2d_backward,
+    _ATEN.upsample_nearest3d_backward,
+    _ATEN._upsample_nearest_exact2d_backward,
+    _ATEN.upsample_linear1d_backward,
+    _ATEN.upsample_bilinear2d_backward,
+    _ATEN.upsample_bicubic2d_backward,
+    _ATEN.upsample_trilinear3d_backward,
+)
+
+
+@parts(*[op.vec for op in _UPSAMPLE], *[op.default for op in _UPSAMPLE])
 def _upsample(node: fx.Node, group: Group) -> Way | None:
     return Way((_BATCH,), (_BATCH,)) if group == _BATCH and len(given(node)) == 1 else None
 
 
-@parts(_ATEN.upsample_nearest2d_backward.default)
+@parts(*[op.default for op in _UPSAMPLE_BACKWARD])
 def _upsample_backward(node: fx.Node, group: Group) -> Way | None:
     if group != _BATCH:
         return None

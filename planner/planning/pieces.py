@@ -61,18 +61,24 @@ def solve_in_pieces(
         least, at_least = e, e.minimum_bytes
     else:
         return _cheaper(solved, lower, solve)
-    bound = minimum_peak_bound(whole.problem)
+    why = f"With every op whole, the leanest schedule found needs {gb(at_least)}"
+    bound, leanest = minimum_peak_bound(whole.problem), None
     for finer in _ladder(graph, candidates(graph.regions)):
         step = lower(finer)
         lowest = minimum_peak_bound(step.problem)
         if lowest > LOWER * bound:
             continue
-        bound = lowest
-        if step.problem.budget is not None and lowest > step.problem.budget and lowest >= least.minimum_bytes:
+        bound, leanest = lowest, (finer, step)
+        if step.problem.budget is not None and lowest > step.problem.budget:
             continue
+        leanest = None
         try:
-            why = f"With every op whole, the leanest schedule found needs {gb(at_least)}"
             return _because(solve(finer, step), why, whole)
+        except InfeasibleBudgetError as e:
+            least = min(least, e, key=lambda each: each.minimum_bytes)
+    if leanest is not None:
+        try:
+            return _because(solve(*leanest), why, whole)
         except InfeasibleBudgetError as e:
             least = min(least, e, key=lambda each: each.minimum_bytes)
     raise least

@@ -23,6 +23,7 @@ from planner.capture.passes.tangents import (
     take_whole,
     whole_gradients,
 )
+from planner.capture.passes.whole_ops import write_whole
 from planner.capture.trace.parts import HANDING, PART, Handing, Parts, in_parts
 from planner.compat.autograd import leaves_of, running_node, skip_undefined
 from planner.compat.fx import boxed, takes_a_list
@@ -31,6 +32,11 @@ from planner.errors import ApplyError, PlanWarning
 _UNFUSED = (
     "some outputs of the model get no gradient that the plan counts on: this backward pass runs op by op, not as "
     "Inductor compiled it, and may take more memory. Plan with loss_fn=, which says which outputs do, or mode='aten'"
+)
+_WHOLE_OPS = (
+    "a hook, retain_grad() or torch.autograd.grad asks for the gradient of a model output, or one arrives that was not "
+    "planned, where the plan has that gradient in pieces: these ops run whole, and may take more memory than the "
+    "budget. Plan with pieces=False, or do not ask for it"
 )
 Boxed = Callable[[list[Any]], Any]
 WHOLE = "planned_whole"  # on autograd's node of a compiled graph: outputs whose whole gradients enter its backward pass
@@ -177,6 +183,9 @@ class Arrivals:
         if way not in self._written:
             assert self._graph is not None
             graph = copy.deepcopy(self._graph.graph)
+            if (way.late or way.whole or way.result is not None) and write_whole(graph):
+                warnings.warn(_WHOLE_OPS, PlanWarning, stacklevel=2)
+                add_apart(graph)
             inputs = graph.find_nodes(op="placeholder")
             for at in way.late:
                 add_entering(graph, at)
