@@ -119,6 +119,31 @@ def test_a_gradient_that_does_not_come_is_no_zero_that_meets_an_infinity():
         assert models[0].body.weight.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_hook_of_logits_of_three_dimensions_sees_the_gradient_of_the_loss_too(bias):
+    """Without a bias they are a view of what the kernel makes."""
+
+    class Head(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(16, 16, bias=bias)
+
+        def forward(self, x):
+            logits = self.head(x)
+            return logits.square().mean(), logits
+
+    x = torch.randn(2, 5, 16)
+    model = Head()
+    plain = copy.deepcopy(model)
+    plan(model, x, budget_gb=1, loss_fn=lambda output: output[0] + output[1].sum()).apply()
+    found = []
+    for each in (model, plain):
+        loss, logits = each(x)
+        logits.register_hook(lambda g: found.append(g.clone()))
+        (loss + logits.sum()).backward()
+    assert torch.equal(*found)
+
+
 def test_hooks_of_outputs_that_others_are_computed_from_see_the_whole_gradient():
     models = planned(Chain())
 

@@ -133,8 +133,11 @@ def is_backward_call(node: Node) -> bool:
 
 
 def compiled_node(t: Any) -> Any:
-    """Autograd's node of a compiled graph that a tensor comes right out of; None for another tensor, and for a view."""
-    if not isinstance(t, torch.Tensor) or t.grad_fn is None or t._is_view():
+    """Autograd's node of a compiled graph that a tensor comes right out of; None for another tensor.
+
+    The tensor may be a view of one that the graph made, and that nobody else has.
+    """
+    if not isinstance(t, torch.Tensor) or t.grad_fn is None:
         return None
     return t.grad_fn if "CompiledFunction" in t.grad_fn.name() else None
 

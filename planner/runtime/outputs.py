@@ -9,6 +9,7 @@ that it is computed from. Where somebody asks for the whole gradient of such an 
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -43,8 +44,9 @@ def with_nodes(results: Sequence[Any], arrivals: Arrivals) -> Sequence[Any]:
 
     Views of each other stay as they are.
     """
-    bases = {id(viewed(t)) for t in results if isinstance(t, torch.Tensor)}
-    own = [at for at, t in enumerate(results) if compiled_node(t) is not None and id(t) not in bases]
+    bases = Counter(id(base) for t in results if isinstance(t, torch.Tensor) and (base := viewed(t)) is not None)
+    own = [at for at, t in enumerate(results) if compiled_node(t) is not None and not bases[id(t)]]
+    own = [at for at in own if bases[id(viewed(results[at]))] < 2]
     if len(own) < 2:
         return results
     call = _Call(arrivals, compiled_node(results[own[0]]))
