@@ -135,7 +135,7 @@ PLACES = [
     (planner.planning.pipeline, "estimate", {}),
     (planner.planning.pipeline, "split_by_region", {}),
     (planner.planning.record, "planned_timeline", {}),
-    (solvers.search.annealing, "machine_code", {"solver": "auto"}),
+    (solvers.search.annealing, "machine_code", {"solver": "auto", "time_limit": 60}),
     (planner.eager.pipeline, "trace_step", {"mode": "eager", "budget_gb": 0.002}),
     (planner.eager.pipeline, "search", {"mode": "eager", "budget_gb": 0.002}),
 ]
