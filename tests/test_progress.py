@@ -22,8 +22,6 @@ from planner import Plan, applied_plan, max_batch, pareto, plan
 from planner.runtime import regions as run
 from planner.runtime.interception import attached
 
-pytestmark = pytest.mark.usefixtures("short_searches")
-
 
 class Net(nn.Module):
     def __init__(self):
@@ -47,7 +45,7 @@ def step():
     return Net().train(), torch.randn(512, 64)
 
 
-TIGHT = {"budget_gb": 0.00125, "loss_fn": loss}
+TIGHT = {"budget_gb": 0.00125, "loss_fn": loss, "time_limit": 0.2}
 
 
 @pytest.fixture
@@ -65,7 +63,7 @@ def stages(model, x, progress):
     yield "step", p
     p.remove()
     yield "eager", plan(model, x, progress=progress, mode="eager", budget_gb=0.002, loss_fn=loss)
-    options = {"loss_fn": loss, "progress": progress}
+    options = {"loss_fn": loss, "time_limit": 0.2, "progress": progress}
     yield "pareto", pareto(model, x, points=3, **options)
     yield "max_batch", max_batch(model, lambda n: x[: 16 * n], budget_gb=0.002, most=2, **options)
 
@@ -135,7 +133,7 @@ PLACES = [
     (planner.planning.pipeline, "estimate", {}),
     (planner.planning.pipeline, "split_by_region", {}),
     (planner.planning.record, "planned_timeline", {}),
-    (solvers.search.annealing, "machine_code", {"solver": "auto", "time_limit": 60}),
+    (solvers.search.annealing, "machine_code", {"solver": "auto"}),
     (planner.eager.pipeline, "trace_step", {"mode": "eager", "budget_gb": 0.002}),
     (planner.eager.pipeline, "search", {"mode": "eager", "budget_gb": 0.002}),
 ]
