@@ -401,8 +401,9 @@ def test_the_gradient_of_logits_that_are_returned_is_never_whole(tmp_path: Path)
         output = model(*batch)
         output[0].backward()
 
-    step()
-    assert held + peak_of(step, tmp_path) == pytest.approx(pieces.minimum_bytes, rel=0.01)
+    for _ in range(2):  # the first shows the loop, for which the second may be planned anew
+        step()
+    assert 0.9 * pieces.minimum_bytes <= held + peak_of(step, tmp_path) <= 1.01 * pieces.minimum_bytes
 
 
 @pytest.mark.parametrize("ask", ["hook", "retain_grad", "grad"])
