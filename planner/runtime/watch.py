@@ -181,19 +181,20 @@ class Watch:
         if self._tries > TRIES:
             self._learnt.settled.add(self._learnt.role)
 
-    def called(self, number: int, kept: int, results: Any) -> None:
+    def called(self, number: int, kept: int, result: Any, made: Callable[[], Sequence[torch.Tensor]]) -> None:
         """A call by a plan has returned.
 
         Args:
             number: of the call.
             kept: bytes that it saved.
-            results: of the call, and of its graphs.
+            result: of the call.
+            made: as in `call_ended`.
         """
         asks = not self.settled or not self._fates.certain(self._learnt.role)
         self._fates.add(number, self._learnt.role, kept)
         self._number = number
         if asks:
-            when_begun(results, partial(_backward_of, weakref.ref(self), number))
+            when_begun((result, made()), partial(_backward_of, weakref.ref(self), number))
 
     def was_trained(self) -> bool:
         """Whether a backward pass has come of some call."""
