@@ -3,6 +3,8 @@ import functools
 import gc
 import os
 import tempfile
+import time
+from collections.abc import Generator
 
 import pytest
 import torch
@@ -11,6 +13,8 @@ import torch._dynamo.guards
 from planner.compat.dispatch import modes_here, switch_off
 
 from .problems import shorten
+
+LONG = 1.0  # seconds of the processor, after which what a test has left is frozen
 
 os.environ["CHECKPOINT_PLANNER_CACHE"] = tempfile.mkdtemp(prefix="checkpoint-planner-")  # not the user's
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler of torch 2.13 otherwise announces itself on stderr
@@ -23,10 +27,14 @@ def pytest_collection_finish() -> None:
     _freeze()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _frozen_after_each_module():
-    yield
-    _freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Generator[None, object, object]:
+    started = time.process_time()
+    try:
+        return (yield)
+    finally:
+        if time.process_time() - started > LONG:
+            _freeze()
 
 
 def _freeze() -> None:

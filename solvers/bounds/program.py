@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -31,7 +32,9 @@ class Stage:
 
 @dataclass
 class Program:
-    """Minimise `costs` x over x in [0, 1], each row between its limits; the rows as (row, column, factor) entries.
+    """Minimise `costs` x over x in [0, 1], each row between its limits.
+
+    The rows follow one another in `columns` and `factors`, each from its entry in `starts` on.
 
     Where there is a link, `away` has for each point the columns of the values that are on the host only, and `spare`
     for each stage the column of the time that is neither a first run nor a re-run of the stage's.
@@ -40,7 +43,9 @@ class Program:
     costs: list[float] = field(default_factory=list)
     low: list[float] = field(default_factory=list)
     high: list[float] = field(default_factory=list)
-    entries: list[tuple[int, int, float]] = field(default_factory=list)
+    starts: array[int] = field(default_factory=lambda: array("i", [0]))
+    columns: array[int] = field(default_factory=lambda: array("i"))
+    factors: array[float] = field(default_factory=lambda: array("d"))
     stages: list[Stage] = field(default_factory=list)
     away: list[dict[int, int]] = field(default_factory=list)
     spare: list[int] = field(default_factory=list)
@@ -55,6 +60,9 @@ class Program:
         return len(self.costs) - 1
 
     def row(self, terms: Iterable[tuple[int, float]], low: float, high: float = math.inf) -> None:
-        self.entries += [(len(self.low), column, factor) for column, factor in terms]
+        for column, factor in terms:
+            self.columns.append(column)
+            self.factors.append(factor)
+        self.starts.append(len(self.columns))
         self.low.append(low)
         self.high.append(high)

@@ -172,14 +172,14 @@ def solve(problem: Problem, program: Program, nodes: int = 0) -> Relaxed:
         import highspy
     except ImportError:
         return Relaxed(0.0, {}, at)
-    rows, columns, factors = _arrays(program)
+    starts, columns, factors = (np.array(each) for each in (program.starts, program.columns, program.factors))
     costs, low, high = np.array(program.costs), np.array(program.low), np.array(program.high)
     lp = highspy.HighsLp()
     lp.num_col_, lp.num_row_ = len(costs), len(low)
     lp.col_cost_, lp.col_lower_, lp.col_upper_ = costs, np.zeros(len(costs)), np.ones(len(costs))
     lp.row_lower_, lp.row_upper_ = low, high
     lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-    lp.a_matrix_.start_ = np.concatenate(([0], np.cumsum(np.bincount(rows, minlength=len(low)))))
+    lp.a_matrix_.start_ = starts
     lp.a_matrix_.index_, lp.a_matrix_.value_ = columns, factors
     highs = highspy.Highs()  # type: ignore[no-untyped-call]
     options: dict[str, bool | int | float] = {"output_flag": False, "threads": 1, "random_seed": 1}
@@ -209,7 +209,7 @@ def solve(problem: Problem, program: Program, nodes: int = 0) -> Relaxed:
     if len(prices) != len(low) or not np.isfinite(prices).all():
         return Relaxed(0.0, again, at, away)
     prices = np.where(np.isfinite(low), np.maximum(prices, 0.0), np.minimum(prices, 0.0))
-    reduced = costs - np.bincount(columns, factors * prices[rows], minlength=len(costs))
+    reduced = costs - np.bincount(columns, factors * np.repeat(prices, np.diff(starts)), minlength=len(costs))
     limits = np.where(np.isfinite(low), low, high)
     bound = max(0.0, float(prices @ limits + np.minimum(reduced, 0.0).sum())) * unit
     return Relaxed(min(bound, most_spent(problem)), again, at, away)
@@ -218,8 +218,3 @@ def solve(problem: Problem, program: Program, nodes: int = 0) -> Relaxed:
 def _cost_unit(problem: Problem) -> float:
     """The problem's cost for 1 of a program's: the dearest op has 1,000, far above solvers' tolerances."""
     return max(op.cost for op in problem.ops) / COST or 1.0
-
-
-def _arrays(program: Program) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    rows, columns, factors = zip(*program.entries, strict=True) if program.entries else ((), (), ())
-    return np.array(rows, dtype=np.int32), np.array(columns, dtype=np.int32), np.array(factors, dtype=float)
