@@ -77,7 +77,7 @@ def ends_of(
         processes, pipes = [], {}
         found: dict[int, Any] = {}
         ended: dict[int, Ended] = {}
-        work = pickle.dumps((effort.STEPS == EFFORT["solvers.search.effort.STEPS"], function, args))
+        work = pickle.dumps((EFFORT["solvers.search.effort.STEPS"] == effort.STEPS, function, args))
         for rank in range(ranks):
             ours, theirs = _CONTEXT.Pipe(duplex=False)
             process = _CONTEXT.Process(target=_rank, args=(rank, ranks, folder, work, options, theirs), daemon=True)

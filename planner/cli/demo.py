@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import time
+from dataclasses import dataclass
+from operator import truediv
+from statistics import median
 from typing import Any
 
 import torch
@@ -51,9 +54,8 @@ def run(fraction: float, steps: int, solver: str, progress: bool | None) -> int:
     )
     print(p.summary(), "\n")
     plain = copy.deepcopy(model)
-    without = _train(plain, batch, steps, "without", progress)
     p.apply()
-    with_plan = _train(model, batch, steps, "with the plan", progress)
+    without, with_plan = _train([plain, model], batch, steps, progress)
     checked = p.verify()
     print(f"predicted peak   {gb(checked.predicted_bytes)}")
     unplanned = gb(checked.unplanned_bytes or 0)
@@ -66,31 +68,35 @@ def run(fraction: float, steps: int, solver: str, progress: bool | None) -> int:
         f"losses           {'equal' if with_plan.losses == without.losses else 'close'}: "
         f"{' '.join(f'{x:.4f}' for x in with_plan.losses)}"
     )
-    overhead = with_plan.seconds / without.seconds - 1
+    overhead = median(map(truediv, with_plan.seconds, without.seconds)) - 1
     print(f"overhead         {overhead:+.1%} measured over {steps} steps, {p.overhead:+.1%} estimated")
     if not (checked.gradients_agree and checked.within_budget):
         raise CaptureError("the demo's plan did not hold; this is a bug: please report the lines above")
     return 0
 
 
+@dataclass(frozen=True)
 class _Trained:
-    def __init__(self, losses: list[float], seconds: float) -> None:
-        self.losses = losses
-        self.seconds = seconds
+    """Losses, and the processor's seconds that each step took, without the first two: they compile."""
+
+    losses: list[float]
+    seconds: list[float]
 
 
-def _train(model: nn.Module, batch: dict[str, Any], steps: int, what: str, progress: bool | None) -> _Trained:
-    """AdamW steps from one seed; the seconds leave out the first step, which compiles."""
-    torch.manual_seed(1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    losses: list[float] = []
-    times: list[float] = []
-    for _ in bar(f"training {what}", progress, iterable=range(steps + 1), unit=" steps"):
-        start = time.perf_counter()
-        loss = model(**batch).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-        times.append(time.perf_counter() - start)
-    return _Trained(losses, sorted(times[1:])[len(times[1:]) // 2])
+def _train(models: list[nn.Module], batch: dict[str, Any], steps: int, progress: bool | None) -> list[_Trained]:
+    """AdamW steps of several models in turn, each by the same draws, so that what else runs slows all of them down."""
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in models]
+    trained = [_Trained([], []) for _ in models]
+    for number in bar("training", progress, iterable=range(steps + 2), unit=" steps"):
+        for model, optimizer, found in zip(models, optimizers, trained, strict=True):
+            torch.manual_seed(number)
+            start = time.process_time()
+            loss = model(**batch).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.losses.append(loss.item())
+            del loss
+            if number > 1:
+                found.seconds.append(time.process_time() - start)
+    return trained
