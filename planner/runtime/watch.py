@@ -172,6 +172,9 @@ class Watch:
             beside=found.beside + between,
             around=found.around,
             graph_retained=recorder.graph_retained,
+            kept_beside=found.kept_passes,
+            freed_beside=found.freed_passes,
+            asks_first=recorder.asks_first,
         )
         self._learnt.enter(shown, roles, found.batches, settles=came_round)
 
@@ -281,7 +284,7 @@ class Watch:
         return "cleared late" if used else "accumulated"
 
     def backward_begins(self) -> None:
-        """Gradients that were there in the forward pass are still there."""
+        """Gradients that were there in the forward pass are still there, and are added to."""
         self._learnt.loop = replace(self.loop, gradients="accumulated")
 
     def _measure(self) -> None:
