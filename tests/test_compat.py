@@ -740,6 +740,21 @@ def test_a_compiled_graph_saves_a_parameter_as_itself_and_tells_who_runs_its_bac
     assert (backward, asked) == (True, False)
 
 
+def test_a_backward_pass_adds_to_the_gradient_of_a_leaf_only_where_it_is_one_of_its_own():
+    leaf, other = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    seen = []
+
+    def loss():
+        y = leaf * other
+        y.register_hook(lambda _: seen.append((autograd.adds_to_gradient(leaf), autograd.adds_to_gradient(other))))
+        return y.sum()
+
+    loss().backward()
+    loss().backward(inputs=[leaf])
+    torch.autograd.grad(loss(), leaf)
+    assert seen == [(True, True), (True, False), (False, False)]
+
+
 @pytest.mark.parametrize("defined", [True, False])
 def test_hooks_of_a_leaf_do_not_run_where_no_gradient_arrives(defined):
     ran = []

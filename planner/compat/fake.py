@@ -81,8 +81,8 @@ def copy_constants(t: FakeTensor, borrowed: Collection[int]) -> None:
     refs = known.pop(StorageWeakRef(t.constant._typed_storage()))  # type: ignore[no-untyped-call]
     memo: dict[int, Any] = {}  # views go on sharing a storage
     with no_dispatch():
-        for alias in filter(None, (ref() for ref in refs)):
-            if alias.constant is not None:
+        for ref in refs:
+            if (alias := ref()) is not None and alias.constant is not None:
                 set_constant(alias, copy.deepcopy(alias.constant, memo))
 
 

@@ -235,15 +235,15 @@ class Recorder(LastingMode):
     def expect(self, batch: Any, outputs: Sequence[Any], aside: Sequence[Any] = ()) -> None:
         """Another call of the model, with this batch, has returned these before the backward pass of the first."""
         alive = sum(storages([t for call in self._returned for ref in call if (t := ref()) is not None]).values())
-        calls, (most_alive, most_made) = len(self._returned), self.waiting
-        self.waiting = max(most_alive, -(-alive // calls)), max(most_made, -(-self.made.live // calls))
-        self._returned.append(list(map(_weakly, outputs)))
         before = storages([t for t in tensors_in(batch) if t.device == self.device])
         self.later += sum(n for key, n in before.items() if key not in self.known and key not in self.made.made)
         for key in storages([batch, *outputs, *aside]):
             self.known.add(key)
             self.made.drop(key)
             self._drop_older(key)
+        calls, (most_alive, most_made) = len(self._returned), self.waiting
+        self.waiting = max(most_alive, -(-alive // calls)), max(most_made, -(-self.made.live // calls))
+        self._returned.append(list(map(_weakly, outputs)))
         self._given(batch)
         self._pass([batch, outputs])
         self._hook(outputs)
