@@ -20,7 +20,7 @@ from planner.compat.tensors import storage_key, version_of
 from planner.core.call import storages
 from planner.core.loop import Gradients, Loop
 from planner.costs.measured_ops import measure
-from planner.requests.optimizers import trained_by
+from planner.requests.optimizers import trained_by, wraps_another
 from planner.runtime.fates import Fates
 from planner.runtime.first_step import when_begun
 from planner.runtime.learnt import Learnt
@@ -305,6 +305,8 @@ class Watch:
         if model is None:
             return
         self.seen.add(optimizer)
+        if wraps_another(optimizer):
+            return
         own = {id(p): p for p in model.parameters()}
         trained = [own[at] for at in trained_by(optimizer) & own.keys()]
         if not trained:
