@@ -447,6 +447,86 @@ class Reconstructs(nn.Module):
         return y, y.square().mean()
 
 
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.heads = mlp(depth=4), nn.ModuleList(nn.Linear(64, 16) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        h = self.body(x)
+        return [head(h) for head in self.heads]
+
+
+def losses_one_by_one(put: Put, ended: Ended) -> None:
+    """A backward pass for each of three losses, all but the last of which keep the graph; gradients are compared."""
+    model = put(Heads())
+    optimizer = torch.optim.Adam(model.parameters())
+    before = None
+    for _ in range(STEPS):
+        outputs = model(torch.randn(512, 64))
+        optimizer.zero_grad()
+        losses = [F.mse_loss(output, torch.randn(512, 16)) for output in outputs]
+        for at, loss in enumerate(losses):
+            loss.backward(retain_graph=at < 2)
+        now = torch.cat([p.grad.flatten() for p in model.parameters()])
+        alike = 0.0 if before is None else F.cosine_similarity(now, before, dim=0)
+        before = now.clone()
+        optimizer.step()
+        ended([*losses, alike])
+
+
+def weights_from_gradients(put: Put, ended: Ended) -> None:
+    """The weight of a loss is computed from the gradients of both, before those of the last step are cleared."""
+    model = put(mlp(out=8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    shared = model[-3].weight
+    for _ in range(STEPS):
+        output, y = model(torch.randn(512, 64)), torch.randint(8, (512,))
+        one, other = F.cross_entropy(output, y), output.square().mean()
+        (a,) = torch.autograd.grad(one, shared, retain_graph=True)
+        (b,) = torch.autograd.grad(other, shared, retain_graph=True)
+        loss = one + (a.norm() / b.norm()).clamp(0, 10) * other
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ended(loss)
+
+
+def own_predictions(put: Put, ended: Ended) -> None:
+    """A model of dynamics goes on from its own predictions, and is differentiated through all of them."""
+    model = put(mlp(depth=3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(STEPS):
+        states = torch.randn(4, 256, 64)
+        at, loss = states[0], torch.zeros(())
+        for target in states[1:]:
+            at = at + model(at)
+            loss = loss + F.mse_loss(at, target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ended(loss)
+
+
+def bootstrapped(put: Put, ended: Ended) -> None:
+    """Two views of each batch, and a target network whose parameters are new tensors after each step."""
+    online = put(mlp(out=32))
+    target = copy.deepcopy(online).requires_grad_(False)
+    optimizer = torch.optim.Adam(online.parameters())
+    for _ in range(STEPS):
+        one, other = torch.randn(256, 64), torch.randn(256, 64)
+        a, b = online(one), online(other)
+        with torch.no_grad():
+            u, v = target(one), target(other)
+        loss = 2 - F.cosine_similarity(a, v).mean() - F.cosine_similarity(b, u).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        for p, q in zip(target.parameters(), online.parameters(), strict=True):
+            p.data = 0.99 * p.data + 0.01 * q.data
+        ended(loss)
+
+
 def two_sources_of_loss(put: Put, ended: Ended) -> None:
     """A part of the loss is the model's own, as in a VQ-VAE; nobody holds the gradient of the other output."""
     model = put(Reconstructs())
@@ -853,6 +933,10 @@ LOOPS: dict[str, Loop] = {
     "target_network": Loop(target_network),
     "adversarial": Loop(adversarial, plans=3),
     "two_sources_of_loss": Loop(two_sources_of_loss),
+    "losses_one_by_one": Loop(losses_one_by_one),
+    "weights_from_gradients": Loop(weights_from_gradients),
+    "own_predictions": Loop(own_predictions, plans=4, off=0.03),
+    "bootstrapped": Loop(bootstrapped, off=0.03),
     "given_gradients": Loop(given_gradients),
     "features_by_a_hook": Loop(features_by_a_hook),
     "sharpness_aware": Loop(sharpness_aware),

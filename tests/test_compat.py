@@ -267,6 +267,18 @@ def test_a_fake_tensor_knows_a_constant_until_it_is_written_into():
         later.item()
 
 
+def test_borrowed_constants_are_copied_with_all_that_share_them():
+    mode, values = fake.FakeTensorMode(), torch.arange(4)
+    fake.allow_constants(mode, 4)
+    known = fake.fake_of_constant(mode, values)
+    row = known[:2]
+    fake.copy_constants(row, {tensors.storage_key(torch.ones(1))})
+    assert row.constant.data_ptr() == values.data_ptr()
+    fake.copy_constants(row, {tensors.storage_key(values)})
+    assert row.constant.data_ptr() == known.constant.data_ptr() != values.data_ptr()
+    assert known.constant.tolist() == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize("elements", [1, 8])
 def test_constants_of_more_elements_are_known_where_that_is_allowed(elements):
     mode = fake.FakeTensorMode()
@@ -726,6 +738,21 @@ def test_a_compiled_graph_saves_a_parameter_as_itself_and_tells_who_runs_its_bac
     (one, backward), (_, asked) = seen
     assert one is p
     assert (backward, asked) == (True, False)
+
+
+def test_a_backward_pass_adds_to_the_gradient_of_a_leaf_only_where_it_is_one_of_its_own():
+    leaf, other = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    seen = []
+
+    def loss():
+        y = leaf * other
+        y.register_hook(lambda _: seen.append((autograd.adds_to_gradient(leaf), autograd.adds_to_gradient(other))))
+        return y.sum()
+
+    loss().backward()
+    loss().backward(inputs=[leaf])
+    torch.autograd.grad(loss(), leaf)
+    assert seen == [(True, True), (True, False), (False, False)]
 
 
 @pytest.mark.parametrize("defined", [True, False])

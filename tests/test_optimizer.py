@@ -177,8 +177,11 @@ def test_an_optimizer_not_of_torch_is_tried_too_and_left_as_it_was():
 
 
 def test_what_cannot_be_tried_is_counted_once_it_has_stepped():
+    class Another(optim.LBFGS):
+        pass
+
     weight = nn.Parameter(torch.randn(64, 64))
-    optimizer = optim.LBFGS([weight])
+    optimizer = Another([weight])
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
@@ -186,13 +189,28 @@ def test_what_cannot_be_tried_is_counted_once_it_has_stepped():
         loss.backward()
         return loss
 
-    with pytest.raises(OptionError, match=r"LBFGS .* has no state yet"):
+    with pytest.raises(OptionError, match=r"Another .* has no state yet"):
         optimizer_memory([weight], optimizer, cuda=False)
     optimizer.step(closure)
     with pytest.warns(UserWarning, match="not known"):
         found = optimizer_memory([weight], optimizer, cuda=False)
     assert found == OptimizerMemory(state_bytes(optimizer), 0)
     assert found.state >= weight.numel() * 4
+
+
+def test_lbfgs_is_counted_with_its_whole_history_before_its_first_step():
+    weight = nn.Parameter(torch.randn(64, 64))
+    optimizer = optim.LBFGS([weight], lr=1e-3, max_iter=6, history_size=3, tolerance_grad=0, tolerance_change=0)
+    before = optimizer_memory([weight], optimizer, cuda=False)
+
+    def closure() -> torch.Tensor:
+        weight.grad = None
+        loss = weight.square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert before.state == pytest.approx(state_bytes(optimizer), rel=0.01)
 
 
 def test_nothing_takes_nothing():

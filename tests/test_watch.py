@@ -13,6 +13,7 @@ from planner.compat.dispatch import modes_here
 from planner.runtime.interception import attached
 from planner.runtime.recorded import loss_seen, stays
 from planner.runtime.recorder import LossEvents, Recorder
+from planner.session import provider
 
 pytestmark = pytest.mark.usefixtures("short_searches")
 
@@ -168,3 +169,47 @@ def test_calls_whose_results_are_let_go_of_are_in_flight_no_more():
     assert loop.in_flight == 1
     assert 0 < loop.left_over < 7 * batch.nbytes
     assert held.requires_grad
+
+
+class Around(torch.optim.Optimizer):
+    """Steps by another optimizer, and keeps weights of its own."""
+
+    def __init__(self, base):
+        super().__init__(base.param_groups, {})
+        self.base = base
+
+    def step(self):
+        self.base.step()
+        for p in self.param_groups[0]["params"]:
+            self.state[p].setdefault("slow", p.detach().clone()).lerp_(p.detach(), 0.5)
+
+
+def test_an_optimizer_around_another_one_is_planned_for_once(monkeypatch):
+    accounts, make_plan = [], provider.make_plan
+
+    def counting(*args, **kwargs):
+        planned = make_plan(*args, **kwargs)
+        accounts.append(planned.record.account)
+        return planned
+
+    monkeypatch.setattr(provider, "make_plan", counting)
+    model = plan(perceptron(), budget_gb=2e-3).apply()
+    optimizer = Around(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(torch.randn(64, 32)).square().mean().backward()
+        optimizer.step()
+    size = sum(p.nbytes for p in model.parameters())
+    assert len(accounts) == 2
+    assert accounts[-1]["optimizer state"] == size
+    assert accounts[-1]["other tensors of the training loop"] >= size
+
+
+def test_two_optimizers_that_step_the_same_parameters_are_both_counted():
+    model = plan(perceptron(), budget_gb=1).apply()
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for _ in range(2)]
+    for at in range(4):
+        model.zero_grad()
+        model(torch.randn(64, 32)).square().mean().backward()
+        optimizers[at % 2].step()
+    assert applied_plan(model).account["optimizer state"] == 2 * sum(p.nbytes for p in model.parameters())

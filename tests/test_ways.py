@@ -10,6 +10,10 @@ import torch
 from torch import nn
 
 from planner import PlanWarning, applied_plan, plan
+from planner.capture.trace.constant_propagation import ConstantPropagation
+from planner.capture.trace.data_dependent import Answers
+from planner.compat.fake import FakeTensorMode
+from planner.compat.tensors import storage_key
 
 from .measure import peak_of
 from .plans import for_budget
@@ -242,3 +246,15 @@ def test_what_a_cache_kept_of_planning_is_forgotten():
     model = Cached(lambda x: False)
     plan(model, torch.randn(64, 32), budget_gb=1, progress=False)
     assert torch.equal(positions(32), torch.arange(32.0))
+
+
+def test_values_of_a_batch_are_known_without_a_copy_until_a_model_writes_into_them():
+    batch = torch.arange(6.0).reshape(2, 3)
+    propagation = ConstantPropagation(FakeTensorMode(), Answers())
+    whole, again, row = propagation.fake((batch, batch, batch[1]))
+    assert whole is again
+    assert all(storage_key(t.constant) == storage_key(batch) for t in (whole, row))
+    with propagation.mode:
+        row.mul_(2)
+        assert whole.sum().item() == 3 + 24
+    assert batch.sum() == 15

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
-from torch.autograd.graph import Node
+from torch.autograd.graph import Node, get_gradient_edge
 
 Known = TypeVar("Known")
 _REFUSES = "planner_refuses"  # on the class of a compiled graph's node: what is called for a second derivative
@@ -118,6 +118,17 @@ def runs_in_this_pass(node: Node) -> bool:
     It comes to a leaf's node in `backward()`, and in `torch.autograd.grad` only where the leaf is asked for.
     """
     return torch._C._will_engine_execute_node(node)
+
+
+def adds_to_gradient(leaf: torch.Tensor) -> bool:
+    """In a backward pass: whether it adds to the `.grad` of a leaf (`_will_engine_execute_node`, 2.11 to 2.15).
+
+    In `torch.autograd.grad` torch raises where the leaf is asked for.
+    """
+    try:
+        return runs_in_this_pass(get_gradient_edge(leaf).node)
+    except RuntimeError:
+        return False
 
 
 def is_backward_call(node: Node) -> bool:

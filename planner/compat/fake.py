@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -16,6 +17,9 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
     unset_fake_temporarily,
 )
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from planner.compat.tensors import no_dispatch, storage_key
 
 __all__ = [
     "DataDependentOutputException",
@@ -25,6 +29,7 @@ __all__ = [
     "FakeTensorMode",
     "UnsupportedOperatorException",
     "allow_constants",
+    "copy_constants",
     "detect_fake_mode",
     "fake_of_constant",
     "forget_constants",
@@ -57,9 +62,28 @@ def allow_constants(mode: FakeTensorMode, elements: int) -> None:
 def fake_of_constant(mode: FakeTensorMode, t: torch.Tensor) -> FakeTensor:
     """A fake tensor that knows the values of a real one (`FakeTensorConverter`, torch 2.11 to 2.15).
 
-    The real tensor belongs to the fake one from then on. What is written into the fake one makes its values unknown.
+    An op that writes into the fake one may write into the real one, too: `copy_constants` is called before.
     """
     return mode.fake_tensor_converter.from_real_tensor(mode, t, make_constant=True)
+
+
+def copy_constants(t: FakeTensor, borrowed: Collection[int]) -> None:
+    """Have a fake tensor, and those that share its values, know a copy of them, where their storage is a borrowed one
+    (`constant_storage_mapping`, `Tensor._typed_storage`, torch 2.11 to 2.15).
+
+    Args:
+        t: the fake tensor, whose values are known.
+        borrowed: storages, by `storage_key`.
+    """
+    if t.constant is None or storage_key(t.constant) not in borrowed:
+        return
+    known = t.fake_mode.fake_tensor_converter.constant_storage_mapping
+    refs = known.pop(StorageWeakRef(t.constant._typed_storage()))  # type: ignore[no-untyped-call]
+    memo: dict[int, Any] = {}  # views go on sharing a storage
+    with no_dispatch():
+        for ref in refs:
+            if (alias := ref()) is not None and alias.constant is not None:
+                set_constant(alias, copy.deepcopy(alias.constant, memo))
 
 
 def set_constant(t: FakeTensor, value: torch.Tensor) -> None:

@@ -27,6 +27,8 @@ class LossSeen:
         waiting: of a call's outputs that were still there while another call of the model ran before the backward pass.
         made: of what the loop had made of them.
         given: of the gradients of the model's outputs that the loop still holds while the next forward pass runs.
+        held: of the gradients of the model's outputs that were there still when the planned graphs had used them.
+        inputs: of what all calls of a step were given.
     """
 
     output_bytes: int
@@ -40,6 +42,8 @@ class LossSeen:
     waiting: int = 0
     made: int = 0
     given: int = 0
+    held: int = 0
+    inputs: int = 0
 
     def of(self, output_bytes: int) -> LossSeen:
         """The same for a step with other outputs."""
@@ -66,6 +70,11 @@ class Loop:
         in_flight: how many calls of the model waited for their backward pass at once.
         graph_retained: whether a backward pass ran with `retain_graph=True`, so that saved tensors stay to the end of
             the step.
+        kept_beside: bytes of gradients that earlier backward passes have left, at most, when one begins that keeps its
+            graph.
+        freed_beside: the same when one begins that does not; None: those of all parameters.
+        asks_first: whether `torch.autograd.grad` ran before the pass that adds to `.grad`: gradients that are cleared
+            late may be there by then.
         unused: whether no backward pass comes of such calls, as of an evaluation that is not under `torch.no_grad()`.
         left_over: bytes that earlier calls of that kind still hold while another call runs.
     """
@@ -78,6 +87,9 @@ class Loop:
     gradients: Gradients = "cleared"
     in_flight: int = 1
     graph_retained: bool = False
+    kept_beside: int = 0
+    freed_beside: int | None = None
+    asks_first: bool = False
     unused: bool = False
     left_over: int = 0
 
@@ -91,6 +103,7 @@ def most_of(one: Loop, other: Loop) -> Loop:
     """What a loop that was seen twice does, where another step may do other things: the most of each."""
     positions = (one.outputs_held, other.outputs_held)
     held = None if None in positions else sorted({at for each in positions for at in each or ()})
+    freed = (one.freed_beside, other.freed_beside)
     losses = [asdict(loop.loss) for loop in (one, other) if loop.loss is not None]
     return replace(
         other,
@@ -99,6 +112,8 @@ def most_of(one: Loop, other: Loop) -> Loop:
         loss=LossSeen(**{name: max(each[name] for each in losses) for name in losses[0]}) if losses else None,
         beside=max(one.beside, other.beside),
         around=max(one.around, other.around),
+        kept_beside=max(one.kept_beside, other.kept_beside),
+        freed_beside=None if None in freed else max(n for n in freed if n is not None),
     )
 
 
@@ -106,6 +121,11 @@ def same_facts(one: Loop, other: Loop, tolerance: int) -> bool:
     """Whether two loops do the same with the model, but for its loss; what is beside may differ by so many bytes."""
 
     def facts(loop: Loop) -> Loop:
-        return replace(loop, outputs_held=None, loss=None, beside=0, around=0, left_over=0)
+        none = 0 if loop.freed_beside is not None else None
+        return replace(
+            loop, outputs_held=None, loss=None, beside=0, around=0, left_over=0, kept_beside=0, freed_beside=none
+        )
 
-    return facts(one) == facts(other) and abs(one.others - other.others) <= tolerance
+    sizes = [(one.others, other.others), (one.kept_beside, other.kept_beside)]
+    sizes.append((one.freed_beside or 0, other.freed_beside or 0))
+    return facts(one) == facts(other) and all(abs(a - b) <= tolerance for a, b in sizes)

@@ -22,6 +22,7 @@ from planner.parallel.sharded import parameters_of
 from planner.requests.request import Request
 
 OPTIMIZER_STEP = "optimizer step"  # a line that can be set, and is not held all the time
+BATCH = "batch"  # as in `static_memory.account`
 OTHERS = "other tensors of the training loop"
 
 
@@ -40,7 +41,7 @@ def account_of(request: Request) -> tuple[dict[str, int], int | None]:
         shard=request.options.shard,
     )
     if request.occupancy is None and request.in_flight > 1:
-        lines["batch"] = _batches(args, kwargs, request)
+        lines[BATCH] = _batches(args, kwargs, request)
     lines |= request.beside
     if buffers := communication_buffers(request.model_device):
         lines["NCCL buffers"] = buffers

@@ -72,6 +72,8 @@ def optimizer_memory(
     if not isinstance(optimizer, optim.Optimizer):
         raise OptionError(f"optimizer={optimizer!r} is neither a name nor a torch.optim.Optimizer")
     kind = type(optimizer)
+    if type(optimizer) is optim.LBFGS:
+        return _lbfgs(optimizer)
     try:
         return _two_steps(kind, optimizer.defaults, optimizer.param_groups, cuda)
     except Exception as e:
@@ -94,6 +96,16 @@ def step_workspace(optimizer: optim.Optimizer, group: Mapping[str, Any], paramet
     """Bytes that a step of one parameter alone, by the options of its group, holds beside its state, or hardly less."""
     groups = [{**group, "params": [parameter]}]
     return _two_steps(type(optimizer), optimizer.defaults, groups, cuda).step + (0 if cuda else NUMBERS)
+
+
+def _lbfgs(optimizer: optim.LBFGS) -> OptimizerMemory:
+    """What LBFGS keeps once its history is full: two vectors per entry, a direction and a gradient.
+
+    Source: `torch.optim.LBFGS.step`, which needs a closure; what it makes while that runs is seen in the loop.
+    """
+    (group,) = optimizer.param_groups
+    flat = sum(here(p).nbytes for p in group["params"])
+    return OptimizerMemory((2 * group["history_size"] + 2) * flat, 0)
 
 
 def _named(name: str) -> tuple[type[optim.Optimizer], dict[str, Any]]:

@@ -89,26 +89,31 @@ def add_microbatches(step: Step, request: Request, *, waits: tuple[int, int], lo
     return _merging(step, occupancy.merged, outputs) if occupancy.merged else step
 
 
-def add_second_backward(step: Step, loss_bytes: int) -> Step:
-    """Count a backward pass that keeps its graph (`retain_graph=True`), and the one after it, which frees that. O(ops).
+def add_second_backward(step: Step, request: Request, loss_bytes: int) -> Step:
+    """Count backward passes that keep their graph (`retain_graph=True`), and the one that frees it. O(ops).
 
     Args:
         step: with one backward pass.
+        request: what was asked for, and what was seen of the loop.
         loss_bytes: saved by a loss outside the model, which its graph keeps as well.
     """
     problem, at = step.problem, step.problem.boundary
     until = _optimizer_at(step)
     waiting = problem.waiting or Waiting(((0, 0),), ((0, 0),), until)
-    gradients = sum(problem.sizes[v] for v in step.final)
-    kept = len(problem.sizes)
+    loop = request.loop
+    kept = loop.kept_beside
+    if loop.asks_first and loop.gradients == "cleared late":
+        kept = max(kept, _gradients(request))
+    results = sum(problem.sizes[v] for v in step.final) if loop.freed_beside is None else loop.freed_beside
+    saved = len(problem.sizes)
     reader = max(i for i in range(until) if step.origins[i].phase == "backward")
     ops = list(problem.ops)
-    made = (*ops[at].writes[:-1], kept, ops[at].writes[-1])
+    made = (*ops[at].writes[:-1], saved, ops[at].writes[-1])
     ops[at] = replace(ops[at], writes=made, workspace=max(0, ops[at].workspace - loss_bytes))
-    ops[reader] = replace(ops[reader], reads=(*ops[reader].reads, kept))
-    problem = replace(
-        problem, ops=tuple(ops), sizes=(*problem.sizes, loss_bytes), waiting=replace(waiting, again=gradients)
-    )
+    ops[reader] = replace(ops[reader], reads=(*ops[reader].reads, saved))
+    backward = tuple((number, beside + kept) for number, beside in waiting.backward)
+    waiting = replace(waiting, backward=backward, again=max(0, results - kept))
+    problem = replace(problem, ops=tuple(ops), sizes=(*problem.sizes, loss_bytes), waiting=waiting)
     return replace(step, problem=problem, names=(*step.names, ""))
 
 

@@ -34,6 +34,7 @@ class CountedLoss:
         stays: outputs of the step before, and gradients of them, which are still there in the forward pass.
         waiting_backward: what it holds in the backward pass of another: where one pass is that of all, the gradients of
             its outputs.
+        inputs: of all calls whose backward passes come together; None where that was not seen.
     """
 
     workspace: int
@@ -45,6 +46,7 @@ class CountedLoss:
     read: int = 0
     stays: int = 0
     waiting_backward: int = 0
+    inputs: int | None = None
 
 
 def outside_loss(request: Request, graph: TrainingGraph) -> CountedLoss:
@@ -80,17 +82,29 @@ def outside_loss(request: Request, graph: TrainingGraph) -> CountedLoss:
     waits = max(0, seen.waiting - kept)
     each = -(-others // (loop.in_flight - 1)) if others else waits  # else each call has a backward pass of its own
     return CountedLoss(
-        workspace, seen.left, waits + seen.made, 0, forward, gone, seen.read, seen.stays + seen.given, each
+        workspace,
+        seen.left,
+        waits + seen.made,
+        forward=forward,
+        let_go=gone,
+        read=seen.read,
+        stays=seen.stays + seen.given,
+        waiting_backward=each,
+        inputs=seen.inputs if loop.in_flight > 1 and request.occupancy is None else None,
     )
 
 
 def pinned_tangents(source: str, seen: LossSeen | None) -> Literal["all", "loss", "none"]:
     """The gradients that come into the graphs and that others hold, by the loss's `source` and what was seen of it.
 
-    `loss.backward()` holds that of the model's own loss, a pipeline's schedule each that it receives, and a loop those
-    that it gives itself, as in `output.backward(gradient)`.
+    `loss.backward()` holds that of the model's own loss, a pipeline's schedule each that it receives, a loop those that
+    it gives itself, as in `output.backward(gradient)`, and autograd one that another node gets as well.
     """
-    if source == "received" or not TANGENTS_FREED or (seen is not None and seen.given):
+    if (
+        source == "received"
+        or not TANGENTS_FREED
+        or (seen is not None and (seen.given or 2 * seen.held > seen.tangents))
+    ):
         return "all"
     return "loss" if source == "model" else "none"
 
@@ -102,6 +116,7 @@ def more_of_loss(request: Request, seen: Loop, graph: TrainingGraph) -> list[int
     others = now.let_go ^ then.let_go
     sizes.append((0, sum(graph.regions[r].values[v].nbytes for r, at in others for v in _values_out(graph, r, at))))
     sizes.append((now.waiting_backward, then.waiting_backward))
+    sizes.append((now.inputs or 0, then.inputs or 0))
     sizes.append((now.workspace, max(then.workspace, then.forward if then.let_go else 0)))
     return [b - a for a, b in sizes]
 

@@ -25,7 +25,7 @@ from planner.compat.dispatch import lasting_modes_off
 from planner.core.plan import GraphModules
 from planner.core.step import Pass, Step, replay, run_passes
 from planner.core.surroundings import under
-from planner.costs.account import account_of
+from planner.costs.account import BATCH, account_of
 from planner.costs.ops import OpEstimate, estimate
 from planner.eager.unplanned import eager_step
 from planner.errors import CaptureError, InfeasibleBudgetError, PlannerError, RankError
@@ -167,12 +167,14 @@ def lower(
 
     Raises OptionError where a name in `keep` names nothing; a step after the first may do without it.
     """
-    device, here = request.device, request.measure_on
+    device, here, options = request.device, request.measure_on, request.options
     loss = outside_loss(request, graph)
     account, optimizer_step = account_of(request)
     if loss.read:
         account |= {TARGETS: loss.read}
-    groups, options = groups_of(request.model), request.options
+    if loss.inputs is not None and BATCH not in options.account_gb:
+        account |= {BATCH: loss.inputs}
+    groups = groups_of(request.model)
     settings = BuildSettings(
         account=account,
         modules={name for name, _ in request.model.named_modules()},
@@ -207,7 +209,7 @@ def lower(
         ),
     ]
     if request.loop.graph_retained:
-        passes.append(partial(add_second_backward, loss_bytes=loss.waiting_backward))
+        passes.append(partial(add_second_backward, request=request, loss_bytes=loss.waiting_backward))
     if options.offload is not None:
         passes.append(partial(add_link, regions=graph.regions, link=link_of(options, device, here)))
     return run_passes(step, passes)

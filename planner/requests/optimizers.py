@@ -14,25 +14,27 @@ Found = tuple[weakref.ref[optim.Optimizer], ...]
 
 
 def optimizers_of(model: nn.Module, stepped: Iterable[optim.Optimizer] = ()) -> list[optim.Optimizer]:
-    """The optimizers that train a model's parameters, each parameter by one of them.
+    """The optimizers that train a model's parameters.
 
-    Those that were seen to step come first, then others that exist, the latest first: an earlier one with the same
-    parameters is taken for one that is no longer used. O(objects of the process).
+    All that were seen to step come first, as their state is there; then others that exist, the latest first: an earlier
+    one with the same parameters is taken for one that is no longer used. O(objects of the process).
     """
     own = {id(p) for p in model.parameters() if p.requires_grad}
     # isinstance() asks objects for their class, and some raise
-    there = [o for o in gc.get_objects() if issubclass(type(o), optim.Optimizer)]
-    there = [
-        o for o in there if not any(issubclass(type(v), optim.Optimizer) for v in vars(o).values())
-    ]  # around others
-    found: list[optim.Optimizer] = []
-    taken: set[int] = set()
-    for optimizer in [*stepped, *reversed(there)]:
+    there = [o for o in gc.get_objects() if issubclass(type(o), optim.Optimizer) and not wraps_another(o)]
+    found = [optimizer for optimizer in stepped if trained_by(optimizer) & own]
+    taken = {p for optimizer in found for p in trained_by(optimizer)} & own
+    for optimizer in reversed(there):
         trains = trained_by(optimizer) & own
         if trains and not trains & taken:
             taken |= trains
             found.append(optimizer)
     return found
+
+
+def wraps_another(optimizer: optim.Optimizer) -> bool:
+    """Whether an optimizer steps by another one, whose state counts as an optimizer's; its own is the loop's."""
+    return any(issubclass(type(value), optim.Optimizer) for value in vars(optimizer).values())
 
 
 def trained_by(optimizer: optim.Optimizer) -> set[int]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from planner.compat.autograd import adds_to_gradient
 from planner.compat.dispatch import lasting_modes_off
 from planner.compat.modules import call_of, replace_call, replaced_call
 from planner.core.maxima import Maxima
@@ -177,7 +178,7 @@ class Applied:
 
     def _backward_begins(self, signature: Signature) -> None:
         """Gradients that were there in the forward pass are there still, if they are."""
-        still = any(p.grad is not None for p in self.model.parameters())
+        still = any(p.grad is not None and adds_to_gradient(p) for p in self.model.parameters())
         if self.watch is not None and still:
             self.watch.backward_begins()
         elif self.watch is None and not self._listened and signature in self.plans:

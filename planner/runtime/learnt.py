@@ -85,6 +85,7 @@ class Learnt:
 
 def _with(loop: Loop, shown: Loop) -> Loop:
     """The loop with what a recording has shown."""
+    kept = shown if shown.graph_retained else loop
     return replace(
         loop,
         outputs_held=shown.outputs_held,
@@ -93,6 +94,9 @@ def _with(loop: Loop, shown: Loop) -> Loop:
         beside=shown.beside,
         around=shown.around,
         graph_retained=loop.graph_retained or shown.graph_retained,
+        kept_beside=kept.kept_beside,
+        freed_beside=kept.freed_beside,
+        asks_first=kept.asks_first,
     )
 
 

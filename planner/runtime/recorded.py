@@ -30,9 +30,21 @@ def loss_seen(recorder: Recorder, workspaces: Mapping[str, int], left: int, read
     computed = max(_most([event for event in each if not event.backward], workspaces) for each in events)
     stays = sum(storages([t for ref in recorder.outputs.values() if (t := ref()) is not None]).values())
     tangents = max(map(_tangents, recorder.losses, recorder.arrived))
-    given = recorder.given.live
+    waiting, made = recorder.waiting
     return LossSeen(
-        recorder.output_bytes, forward, backward, computed, left, read, stays, tangents, *recorder.waiting, given
+        output_bytes=recorder.output_bytes,
+        forward=forward,
+        backward=backward,
+        computed=computed,
+        left=left,
+        read=read,
+        stays=stays,
+        tangents=tangents,
+        waiting=waiting,
+        made=made,
+        given=recorder.given.live,
+        held=recorder.held,
+        inputs=recorder.inputs_at_once,
     )
 
 
@@ -58,6 +70,9 @@ class Stays:
         read: what the loss is computed from.
         left: from the loss to the end of the backward pass.
         batches: of `beside`, what the calls were given that gets gradients.
+        kept_passes: the gradients that earlier backward passes have left, at most, when one begins that keeps its
+            graph, without those in `beside`.
+        freed_passes: the same when one begins that does not keep it.
     """
 
     beside: int
@@ -65,6 +80,8 @@ class Stays:
     read: int
     left: int
     batches: int = 0
+    kept_passes: int = 0
+    freed_passes: int = 0
 
 
 def stays(recorder: Recorder, counted: Any) -> Stays:
@@ -92,15 +109,26 @@ def stays(recorder: Recorder, counted: Any) -> Stays:
         stay |= kept
         before.update(loss.left.values())
     fresh = {each for key, each in alive.items() if key not in own and key not in stay} - before
-    new = sum(nbytes for number, nbytes in fresh if number in recorder.read_again)
-    unread = sum(nbytes for _, nbytes in fresh) - new  # targets of the next loss, as a rule
+    new = sum(nbytes for _, nbytes in fresh)  # targets of the next loss and inputs of its later calls are among it
     read = max((sum(loss.read.values()) for loss in recorder.losses), default=0)
     stay = {**recorder.before, **stay}
     beside = sum(nbytes for key, nbytes in stay.items() if key not in own) + sum(other.stays() for other in others)
     data = recorder.device.type not in HOSTS
     between = [each for key, each in used.items() if key not in stay and (each.stays or (data and not each.in_step))]
-    around = sum(each.nbytes for each in between) + max(0, new - max(0, read - unread))
+    around = sum(each.nbytes for each in between) + max(0, new - read - recorder.later)
     trains = any(each.trained for each in between)
     given = recorder.batches.made.items() if recorder.calls_made == 1 else ()
     batches = sum(nbytes for key, (_, nbytes) in given if key not in own)
-    return Stays(beside + (0 if trains else around), around if trains else 0, read, left, batches)
+    passes = [
+        (kept, sum(each[1] for key, each in there.items() if key in own or recorder.gradients.made.get(key) != each))
+        for kept, there in recorder.passes
+    ]
+    return Stays(
+        beside + (0 if trains else around),
+        around if trains else 0,
+        read,
+        left,
+        batches,
+        max((nbytes for kept, nbytes in passes if kept), default=0),
+        max((nbytes for kept, nbytes in passes if not kept), default=0),
+    )

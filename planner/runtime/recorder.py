@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import nn
 
-from planner.compat.autograd import graph_is_kept, in_backward, when_backward_ends
+from planner.compat.autograd import adds_to_gradient, graph_is_kept, in_backward, when_backward_ends
 from planner.compat.dispatch import LastingMode, finds_ops, written
 from planner.compat.ops import OpOverload
 from planner.compat.pytree import tree_leaves
@@ -134,10 +134,16 @@ class Recorder(LastingMode):
         made: the tensors that were made and are alive.
         arrived: gradients of outputs, for each backward pass: storage -> as it was made, or 0 and its bytes.
         given: of the same, those that are alive.
+        held: the most bytes of these that were still there when the planned graphs had used them.
+        inputs: what the calls were given that is alive.
+        inputs_at_once: its bytes when a backward pass began, at most.
+        later: bytes of what calls after the first were given and that was there before the first.
         reached: positions of the outputs that got one.
         others: other planned models that ran before the backward pass.
         passing: others that ran after it.
-        graph_retained: whether a backward pass was asked to keep its graph.
+        passes: for each backward pass of the planned graphs, whether it keeps its graph, and the gradients that earlier
+            ones of the step have left when it begins.
+        asks_first: whether the first of them adds to no parameter's gradient.
         waiting: bytes of the outputs of an earlier call, and of what was made of them, while the next one ran.
         older: what earlier recorders have seen to be made, and what their calls took and gave.
         before: of these, by storage, what was alive when a backward pass began.
@@ -164,7 +170,9 @@ class Recorder(LastingMode):
         self.losses: list[LossEvents] = []
         self.arrived: list[dict[int, Made]] = []
         self.reached: set[int] = set()
-        self.graph_retained = False
+        self.passes: list[tuple[bool, dict[int, Made]]] = []
+        self.asks_first = False
+        self._model = weakref.ref(model)
         self.outputs: dict[int, weakref.ref[torch.Tensor]] = {}
         self.let_go: dict[int, int] = {}  # position of an output -> how many events came before its end
         self.others: weakref.WeakSet[PlannedModel] = weakref.WeakSet()
@@ -173,6 +181,8 @@ class Recorder(LastingMode):
         self.read_again: set[int] = set()  # numbers of tensors that were made and read later
         self.gradients = _Made()  # by the planned graphs
         self.given = _Made()
+        self.held = self.inputs_at_once = self.later = 0
+        self.inputs = _Made()
         self.batches = _Made()  # that the model was called with, and that get gradients
         self.waiting = 0, 0
         self.passed = _Made()  # what calls took and gave
@@ -206,8 +216,10 @@ class Recorder(LastingMode):
 
     def _given(self, batch: Any) -> None:
         for t in tensors_in(batch):
-            if t.device == self.device and t.requires_grad:
-                self.batches.add(t.untyped_storage(), storage_key(t))
+            if t.device == self.device:
+                self.inputs.add(t.untyped_storage(), storage_key(t))
+                if t.requires_grad:
+                    self.batches.add(t.untyped_storage(), storage_key(t))
 
     def _hook(self, outputs: Sequence[Any], first: int = 0) -> None:
         for at, t in enumerate(outputs, first):
@@ -223,13 +235,15 @@ class Recorder(LastingMode):
     def expect(self, batch: Any, outputs: Sequence[Any], aside: Sequence[Any] = ()) -> None:
         """Another call of the model, with this batch, has returned these before the backward pass of the first."""
         alive = sum(storages([t for call in self._returned for ref in call if (t := ref()) is not None]).values())
-        calls, (most_alive, most_made) = len(self._returned), self.waiting
-        self.waiting = max(most_alive, -(-alive // calls)), max(most_made, -(-self.made.live // calls))
-        self._returned.append(list(map(_weakly, outputs)))
+        before = storages([t for t in tensors_in(batch) if t.device == self.device])
+        self.later += sum(n for key, n in before.items() if key not in self.known and key not in self.made.made)
         for key in storages([batch, *outputs, *aside]):
             self.known.add(key)
             self.made.drop(key)
             self._drop_older(key)
+        calls, (most_alive, most_made) = len(self._returned), self.waiting
+        self.waiting = max(most_alive, -(-alive // calls)), max(most_made, -(-self.made.live // calls))
+        self._returned.append(list(map(_weakly, outputs)))
         self._given(batch)
         self._pass([batch, outputs])
         self._hook(outputs)
@@ -243,9 +257,16 @@ class Recorder(LastingMode):
 
     def planned_results(self, results: Any) -> None:
         """The planned graphs have made these gradients."""
+        arrived = self.arrived[-1] if self.arrived else {}
+        self.held = max(self.held, sum(nbytes for key, (_, nbytes) in arrived.items() if key in self.given.made))
         for t in tensors_in(results):
             if t.device == self.device:
                 self.gradients.add(t.untyped_storage(), storage_key(t))
+
+    @property
+    def graph_retained(self) -> bool:
+        """Whether a backward pass was asked to keep its graph."""
+        return any(kept for kept, _ in self.passes)
 
     @property
     def came_round(self) -> bool:
@@ -273,10 +294,13 @@ class Recorder(LastingMode):
             return
         self.reached.add(at)
         found = storages(gradient)
-        self.graph_retained |= graph_is_kept()
         if self.phase == "loss":
             self.phase = "backward"
             self.losses.append(self._loss_events())
+            if not self.passes and (model := self._model()) is not None:
+                self.asks_first = not any(map(adds_to_gradient, model.parameters()))
+            self.passes.append((graph_is_kept(), dict(self.gradients.made)))
+            self.inputs_at_once = max(self.inputs_at_once, self.inputs.live)
             own = storages([other.tensors() for other in {*self.others, *self.passing}] if self.older else [])
             alive = {key: n for older in self.older for key, (_, n) in older.made.items() if key not in own}
             self.before = max(self.before, alive, key=lambda each: sum(each.values()))
@@ -294,7 +318,8 @@ class Recorder(LastingMode):
     def _loss_events(self) -> LossEvents:
         held = tuple(at for at, ref in self.outputs.items() if ref() is not None)
         let_go = max((n for at, n in self.let_go.items() if at not in held), default=0)
-        read = {key: used.nbytes for key, used in self.used.items() if not used.stays}
+        own = self.gradients.made
+        read = {key: used.nbytes for key, used in self.used.items() if not used.stays and key not in own}
         made = dict(self.made.made)
         parts = frozenset(key for key, (number, _) in made.items() if number in self.in_loss)
         return LossEvents(tuple(self.events), let_go, held, made, parts, read)

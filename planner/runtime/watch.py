@@ -20,7 +20,7 @@ from planner.compat.tensors import storage_key, version_of
 from planner.core.call import storages
 from planner.core.loop import Gradients, Loop
 from planner.costs.measured_ops import measure
-from planner.requests.optimizers import trained_by
+from planner.requests.optimizers import trained_by, wraps_another
 from planner.runtime.fates import Fates
 from planner.runtime.first_step import when_begun
 from planner.runtime.learnt import Learnt
@@ -172,6 +172,9 @@ class Watch:
             beside=found.beside + between,
             around=found.around,
             graph_retained=recorder.graph_retained,
+            kept_beside=found.kept_passes,
+            freed_beside=found.freed_passes,
+            asks_first=recorder.asks_first,
         )
         self._learnt.enter(shown, roles, found.batches, settles=came_round)
 
@@ -281,7 +284,7 @@ class Watch:
         return "cleared late" if used else "accumulated"
 
     def backward_begins(self) -> None:
-        """Gradients that were there in the forward pass are still there."""
+        """Gradients that were there in the forward pass are still there, and are added to."""
         self._learnt.loop = replace(self.loop, gradients="accumulated")
 
     def _measure(self) -> None:
@@ -302,6 +305,8 @@ class Watch:
         if model is None:
             return
         self.seen.add(optimizer)
+        if wraps_another(optimizer):
+            return
         own = {id(p): p for p in model.parameters()}
         trained = [own[at] for at in trained_by(optimizer) & own.keys()]
         if not trained:

@@ -14,18 +14,20 @@ import torch
 
 from planner.capture.trace.data_dependent import Answers, asks
 from planner.compat import pytree
+from planner.compat.dispatch import written
 from planner.compat.dynamo import is_tracing
 from planner.compat.fake import (
     DataDependentOutputException,
     FakeTensor,
     FakeTensorMode,
     allow_constants,
+    copy_constants,
     fake_of_constant,
     replace_dispatch,
     set_constant,
 )
 from planner.compat.ops import OpOverload, schema_of
-from planner.compat.tensors import no_dispatch
+from planner.compat.tensors import no_dispatch, storage_key
 
 _ATEN = torch.ops.aten
 MOST_ELEMENTS = 2**22  # of a tensor that is known: a mask of 2048 by 2048 tokens
@@ -42,18 +44,24 @@ class ConstantPropagation:
     def __init__(self, mode: FakeTensorMode, answers: Answers) -> None:
         self.mode = mode
         self.answers = answers
+        self._borrowed: set[int] = set()  # storages of tensors that were given
         self._dispatch = replace_dispatch(mode, self.dispatch)
         allow_constants(mode, MOST_ELEMENTS)
 
     def fake(self, tree: Any) -> Any:
         """A tree with fake tensors for its tensors, known where they are small; writing into them changes nothing."""
-        memo: dict[int, Any] = {}  # tensors that share a storage go on sharing one
+        memo: dict[int, Any] = {}  # what is there twice stays one
 
         def fake(t: torch.Tensor) -> Any:
             if type(t) is not torch.Tensor or t.requires_grad or t.is_meta or t.numel() > MOST_ELEMENTS:
                 return self.mode.from_tensor(t)
-            own = copy.deepcopy(t, memo)
-            return fake_of_constant(self.mode, own)
+            if t.layout is not torch.strided or t.is_conj() or t.is_neg():
+                return fake_of_constant(self.mode, copy.deepcopy(t, memo))
+            if id(t) not in memo:
+                self._borrowed.add(storage_key(t))
+                same = t.new_empty(0).set_(t.untyped_storage(), t.storage_offset(), t.shape, t.stride())
+                memo[id(t)] = fake_of_constant(self.mode, same)
+            return memo[id(t)]
 
         return pytree.tree_map_only(torch.Tensor, fake, tree)
 
@@ -71,6 +79,9 @@ class ConstantPropagation:
             return result
         if _uninitialised(func):
             return self._unknowing(known, func, types, args, kwargs)
+        if known and len(known) == len(inputs):  # else what is written into is known no more
+            for t in pytree.tree_leaves(written(func, tuple(args), dict(kwargs))):
+                copy_constants(t, self._borrowed)
         if len(known) < len(inputs) or not _repeatable(func):
             result = self._dispatch(func, types, args, kwargs)
             if func is _ATEN.rand.default and result.numel() == 1 and self.answers.chance is not None:
