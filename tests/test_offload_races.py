@@ -98,6 +98,24 @@ def random_schedule(problem, choose):
     return Schedule(steps, random_moves(problem, steps, choose))
 
 
+def dropping(problem, choose, share):
+    """Steps after each of which a share of what is held, at random, goes: it is made again where it is read."""
+    may = {v for v, i in enumerate(problem.producer) if problem.ops[i].recomputable} - problem.pinned
+    held, steps = set(), []
+
+    def run(i):
+        for v in problem.ops[i].reads:
+            if v not in held:
+                run(problem.producer[v])
+        steps.append(i)
+        held.update(problem.ops[i].writes)
+
+    for i in range(len(problem.ops)):
+        run(i)
+        held.difference_update([v for v in sorted(may & held) if choose.random() < share])
+    return tuple(steps)
+
+
 def inputs_of(region):
     torch.manual_seed(1)
 
@@ -191,12 +209,13 @@ def test_emitted_graphs_take_what_was_predicted_whatever_the_schedule(tmp_path):
     asked = check(model, torch.zeros(8, 32, 16), None, budget_gb=1, loss_fn=torch.sum, offload="disk", progress=False)
     graph = graph_of(asked)
     (region,), step = graph.regions, lower(asked, graph)
-    inputs, choose, store = inputs_of(region), random.Random(5), Disk(str(tmp_path))
-    number, moved = transfers.enter(store), 0
-    for _ in range(16):
-        schedule = random_schedule(step.problem, choose)
-        graphs, moves = emitted(step, region, schedule, number)
-        moved += len(moves)
+    inputs, store = inputs_of(region), Disk(str(tmp_path))
+    number = transfers.enter(store)
+    for seed in range(9, 25):
+        choose = random.Random(seed)
+        steps = dropping(step.problem, choose, choose.choice([0.02, 0.05, 0.1, 0.3]))
+        schedule = Schedule(steps, random_moves(step.problem, steps, choose))
+        assert len(schedule.moves) > 40
+        graphs, _ = emitted(step, region, schedule, number)
         predicted = simulate(step.problem, schedule).peak - step.problem.resident
-        assert 0.9 * predicted <= peak_here(region, graphs, inputs, tmp_path) <= predicted
-    assert moved > 100
+        assert 0.95 * predicted <= peak_here(region, graphs, inputs, tmp_path) <= predicted, seed
