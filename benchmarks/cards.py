@@ -109,7 +109,7 @@ def main() -> None:
     """Plan the cases; print a Markdown table and the accounts, and write JSON where asked."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cards", description=__doc__)
     parser.add_argument("--output", type=Path, help="write the rows as JSON")
-    parser.add_argument("--offload", action="store_true", help='plan each case with offload="cpu", too')
+    parser.add_argument("--offload", action="store_true", help='plan each case of one card with offload="cpu", too')
     parser.add_argument("--only", default="", help="plan the cases whose model and card contain this, as '8B on h100'")
     options = parser.parse_args()
     rows = []
@@ -118,7 +118,8 @@ def main() -> None:
     print(f"|{5 * '---|'}{len(heads) * '---:|'}", flush=True)
     context = multiprocessing.get_context("spawn")
     asked = [case for case in CASES if options.only in f"{case.name} on {case.device}"]
-    both = [replace(case, offload=to) for case in asked for to in ((None, "cpu") if options.offload else (None,))]
+    ways = (None, "cpu") if options.offload else (None,)
+    both = [replace(case, offload=to) for case in asked for to in ways if to is None or case.shard == 1]
     for case in both:
         with context.Pool(1) as pool:
             rows.append(row := pool.apply(measure, (case,)))
