@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import resource
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ class Case:
     device: str
     shard: int = 1
     optimizer: str = "adamw"
+    offload: str | None = None
 
 
 CASES = (
@@ -64,11 +65,12 @@ def measure(case: Case) -> dict[str, Any]:
         "device": case.device,
         "shard": case.shard,
         "optimizer": case.optimizer,
+        "offload": case.offload,
     }
     try:
         p = plan(
             model, {"input_ids": ids, "labels": ids}, device=case.device, optimizer=case.optimizer, shard=case.shard,
-            progress=False,
+            offload=case.offload, progress=False,
         )  # fmt: skip
     except InfeasibleBudgetError as e:
         row |= {"minimum_bytes": e.minimum_gb * 2**30, "account": e.takes}
@@ -80,6 +82,9 @@ def measure(case: Case) -> dict[str, Any]:
             "baseline_peak_bytes": p.baseline_peak_bytes,
             "overhead": p.overhead,
             "gap": p.gap,
+            "moved_bytes": p.moved_bytes,
+            "host_peak_bytes": p.host_peak_bytes,
+            "stall_seconds": p.stall_seconds,
             "account": dict(p.account),
             "phases": p.phase_peaks,
         }
@@ -90,31 +95,38 @@ def measure(case: Case) -> dict[str, Any]:
 
 def line(row: dict[str, Any]) -> str:
     """A row of the table."""
-    head = f"| {row['model']} | {row['device']} | 1/{row['shard']} | {row['optimizer']} |"
+    head = f"| {row['model']} | {row['device']} | 1/{row['shard']} | {row['optimizer']} | {row['offload'] or ''} |"
     cost = f" {row['seconds']:.0f} s | {gb(row['planner_memory_bytes'])} |"
     if "minimum_bytes" in row:
-        return f"{head} does not fit; {gb(row['minimum_bytes'])} would do | | |{cost}"
+        return f"{head} does not fit; {gb(row['minimum_bytes'])} would do | | | | |{cost}"
     return (
         f"{head} {gb(row['peak_bytes'])} of {gb(row['budget_bytes'])} | {gb(row['baseline_peak_bytes'])} "
-        f"| {row['overhead']:+.1%} |{cost}"
+        f"| {row['overhead']:+.1%} | {row['gap']:.1%} | {gb(row['moved_bytes'])} |{cost}"
     )
 
 
 def main() -> None:
-    """Plan every case; print a Markdown table and the accounts, and write JSON where asked."""
+    """Plan the cases; print a Markdown table and the accounts, and write JSON where asked."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cards", description=__doc__)
     parser.add_argument("--output", type=Path, help="write the rows as JSON")
+    parser.add_argument("--offload", action="store_true", help='plan each case of one card with offload="cpu", too')
+    parser.add_argument("--only", default="", help="plan the cases whose model and card contain this, as '8B on h100'")
     options = parser.parse_args()
     rows = []
-    print("| model | card | share | optimizer | peak | with everything kept | more time | to plan | memory to plan |")
-    print("|---|---|---|---|---:|---:|---:|---:|---:|", flush=True)
+    heads = ("peak", "with everything kept", "more time", "gap to the bound", "moved", "to plan", "memory to plan")
+    print("|", " | ".join(("model", "card", "share", "optimizer", "offload", *heads)), "|")
+    print(f"|{5 * '---|'}{len(heads) * '---:|'}", flush=True)
     context = multiprocessing.get_context("spawn")
-    for case in CASES:
+    asked = [case for case in CASES if options.only in f"{case.name} on {case.device}"]
+    ways = (None, "cpu") if options.offload else (None,)
+    both = [replace(case, offload=to) for case in asked for to in ways if to is None or case.shard == 1]
+    for case in both:
         with context.Pool(1) as pool:
             rows.append(row := pool.apply(measure, (case,)))
         print(line(row), flush=True)
     for row in rows:
-        print(f"\n{row['model']} on {row['device']}, 1/{row['shard']} of it, {row['optimizer']}:")
+        how = f"{row['optimizer']}, offload={row['offload']!r}"
+        print(f"\n{row['model']} on {row['device']}, 1/{row['shard']} of it, {how}:")
         print("\n".join(f"  {name:<60.60} {gb(size):>12}" for name, size in row["account"].items() if size))
     if options.output:
         options.output.parent.mkdir(parents=True, exist_ok=True)

@@ -10,13 +10,17 @@ from torch import nn
 
 from planner.codegen.emit import emit, keep_everything
 from planner.codegen.moving import moves_fit
+from planner.compat.fx import boxed
 from planner.lowering.build import split_by_region
 from planner.lowering.offload import moves_by_region
+from planner.offload import transfers
+from planner.offload.disk import Disk
 from planner.planning.pipeline import graph_of, lower
 from planner.planning.what_if import recomputing
 from planner.requests.check import check
-from solvers import Move, ProblemError, Schedule, every_op_once, validate
+from solvers import Move, ProblemError, Schedule, every_op_once, simulate, validate
 
+from .measure import peak_of
 from .simulated_device import Device
 
 
@@ -94,6 +98,24 @@ def random_schedule(problem, choose):
     return Schedule(steps, random_moves(problem, steps, choose))
 
 
+def dropping(problem, choose, share):
+    """Steps after each of which a share of what is held, at random, goes: it is made again where it is read."""
+    may = {v for v, i in enumerate(problem.producer) if problem.ops[i].recomputable} - problem.pinned
+    held, steps = set(), []
+
+    def run(i):
+        for v in problem.ops[i].reads:
+            if v not in held:
+                run(problem.producer[v])
+        steps.append(i)
+        held.update(problem.ops[i].writes)
+
+    for i in range(len(problem.ops)):
+        run(i)
+        held.difference_update([v for v in sorted(may & held) if choose.random() < share])
+    return tuple(steps)
+
+
 def inputs_of(region):
     torch.manual_seed(1)
 
@@ -119,12 +141,12 @@ def run(graphs, region, device, primals, tangents):
     return [t for t in (*own, *gradients) if isinstance(t, torch.Tensor)]
 
 
-def emitted(step, region, schedule):
+def emitted(step, region, schedule, store=0):
     """The graphs of a schedule, and its moves as the region numbers them."""
     ((forward, backward),) = split_by_region(step, schedule, 1)
     (moves,) = moves_by_region(step, schedule, [region])
     assert moves_fit(region, (*forward, *backward), moves)
-    return emit(region, forward, backward, moves), moves
+    return emit(region, forward, backward, moves, store), moves
 
 
 def test_no_schedule_races_and_each_wait_is_needed(step_and_region):
@@ -164,3 +186,36 @@ def test_moves_that_cannot_be_written_are_known(step_and_region):
     assert not moves_fit(region, steps, [*moves, Move("free", moves[-1].value, len(steps))])
     outputs = region.values_in(region.returned)
     assert not moves_fit(region, steps, [Move(kind, outputs[0], len(steps) - 1) for kind in ("send", "free", "fetch")])
+
+
+def peak_here(region, graphs, inputs, folder):
+    """The most bytes that graphs take beside their inputs, by the profiler."""
+    forward, backward = map(boxed, graphs)
+    primals, tangents = inputs
+
+    def both():
+        results = list(forward(list(primals)))
+        kept = [*results[len(region.fwd_outputs) :], *tangents]
+        own = results[: len(region.fwd_outputs)]
+        del results
+        return own, backward(kept)
+
+    return peak_of(both, folder)
+
+
+def test_emitted_graphs_take_what_was_predicted_whatever_the_schedule(tmp_path):
+    """Re-runs and moves at random places: nothing may be held that has been freed or has left."""
+    model = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
+    asked = check(model, torch.zeros(8, 32, 16), None, budget_gb=1, loss_fn=torch.sum, offload="disk", progress=False)
+    graph = graph_of(asked)
+    (region,), step = graph.regions, lower(asked, graph)
+    inputs, store = inputs_of(region), Disk(str(tmp_path))
+    number = transfers.enter(store)
+    for seed in range(9, 25):
+        choose = random.Random(seed)
+        steps = dropping(step.problem, choose, choose.choice([0.02, 0.05, 0.1, 0.3]))
+        schedule = Schedule(steps, random_moves(step.problem, steps, choose))
+        assert len(schedule.moves) > 40
+        graphs, _ = emitted(step, region, schedule, number)
+        predicted = simulate(step.problem, schedule).peak - step.problem.resident
+        assert 0.95 * predicted <= peak_here(region, graphs, inputs, tmp_path) <= predicted, seed

@@ -128,7 +128,7 @@ def test_dropout_on_a_cpu_runs_the_ops_of_eager_mode(dtype, tmp_path):
     case = Case(model, {"input": torch.randn(256, 64, dtype=dtype)}, lambda y: y.float().square().mean())
     p = trains_as_eager(case, tmp_path)
     forward, backward = called(p)
-    assert forward["aten.bernoulli.p"] == forward["aten.mul_.Scalar"] == 3
+    assert forward["aten.bernoulli_.float"] == forward["aten.mul_.Scalar"] == 3
     assert not forward["aten.empty_like.default"]  # no mask of booleans
     assert not forward["aten.native_dropout.default"] + backward["aten.native_dropout_backward.default"]
     assert not backward["aten._to_copy.default"]

@@ -24,6 +24,7 @@ from planner.capture.shapes import is_size
 from planner.codegen.moving import Moving
 from planner.codegen.noise import make_noise_in_place
 from planner.codegen.replay import run_and_save_state, run_with_state
+from planner.codegen.saved import save_no_unread
 from planner.codegen.views import compose_views, keep_views, stride_views
 from planner.compat.fx import root_of
 from solvers import Move
@@ -74,12 +75,13 @@ def emit(
     sizes = [n for n in second.kept if is_size(n)]
     for n in reversed(sizes):
         root_of(second.graph).append(second.now[n])
-    kept = [second.kept[n] for n in (*(n for n in second.kept if not is_size(n)), *sizes)]
-    _close(first, [*outputs, *kept], region.output_descs[: len(outputs)])
+    saved = [*(n for n in second.kept if not is_size(n)), *sizes]
+    _close(first, [*outputs, *(second.kept[n] for n in saved)], region.output_descs[: len(outputs)])
     _close(second, grads, region.output_descs[len(outputs) :])
     for writer in (first, second):
         make_noise_in_place(writer.graph)
     before, after = compose_views(first.graph), compose_views(second.graph)
+    save_no_unread(first.graph, second.graph, [second.given[n] for n in saved], len(outputs))
     keep_views(first.graph, second.graph, before, after, len(outputs))
     for writer, layouts in () if fused else ((first, before), (second, after)):
         stride_views(writer.graph, layouts)
@@ -115,6 +117,7 @@ class _Writer:
         self.replayed = replayed  # nodes that run more than once
         self.before = before  # the forward pass, when this is the backward pass
         self.kept: dict[fx.Node, fx.Node] = {}  # node of the joint graph -> output of the forward graph
+        self.given: dict[fx.Node, fx.Node] = {}  # the same -> input of this graph
         self.now: dict[fx.Node, fx.Node] = {}
         self.states: dict[fx.Node, fx.Node] = {}  # random node -> its generator state
         self.ran: set[fx.Node] = set()
@@ -138,7 +141,7 @@ class _Writer:
     def _kept(self, node: fx.Node) -> fx.Node:
         """An input for a tensor that the forward pass saved; these stand before the gradients that come in."""
         with self.graph.inserting_after(self.last_kept or root_of(self.graph)):
-            self.last_kept = self._input(node)
+            self.last_kept = self.given[node] = self._input(node)
         return self.last_kept
 
     def get(self, node: fx.Node) -> fx.Node:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
+from collections.abc import Sequence
 
 import torch
 from torch import fx
 
-from planner.capture.joint_graph import may_write, tensors
+from planner.capture.joint_graph import may_write, nodes_in, tensors
 from planner.capture.recomputability import is_collective
 from planner.capture.regions.region import Region
+from planner.compat.dispatch import written
+from planner.compat.ops import OpOverload
 
 
 def movable(region: Region) -> frozenset[int]:
@@ -27,9 +30,16 @@ def movable(region: Region) -> frozenset[int]:
             holders[v].append(node)
         if is_collective(node.target) or may_write(node):
             held.update(values)
-            held.update(v for n in node.all_input_nodes for v in region.value_of[n])
-    made = {v for op in region.ops[: region.boundary] if op.kind == "call" for v in op.writes}
+            held.update(v for n in _touched(node) for v in region.value_of[n])
+    made = {v for op in region.ops if op.kind == "call" for v in op.writes}
     return frozenset(v for v in made - held if _is_whole(region, v, holders[v]))
+
+
+def _touched(node: fx.Node) -> Sequence[fx.Node]:
+    """What a node writes into, or sends as a collective; all that it is given where that is unknown."""
+    if is_collective(node.target) or not isinstance(node.target, OpOverload):
+        return node.all_input_nodes
+    return list(nodes_in(written(node.target, node.args, node.kwargs)))
 
 
 def _is_whole(region: Region, value: int, holders: list[fx.Node]) -> bool:
