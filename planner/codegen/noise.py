@@ -53,8 +53,10 @@ def _draw_in_dtype(mask: fx.Node, noise: fx.Node, source: fx.Node) -> bool:
         return False
     graph = mask.graph
     with graph.inserting_before(call):
+        # in the layout of the mask's room: on a GPU the order of draws depends on it
+        layout = (list(value.shape), list(room.meta["val"].stride()))
         like = {"dtype": value.dtype, "device": value.device}
-        whole = graph.call_function(_ATEN.empty.memory_format, (list(value.shape),), like)
+        whole = graph.call_function(_ATEN.empty_strided.default, layout, like)
     whole.meta = {**room.meta, "val": value}
     given = [_ATEN.bernoulli_.float if a is _ATEN.bernoulli.p else a for a in (call.target, *call.args[:-2])]
     call.target, call.args = given[0], (*given[1:], whole, keep)
