@@ -267,6 +267,14 @@ class Runtime(Applied):
         recipe = recipe_of(self.plans[signature])
         return bool(recipe.asks) or (len(recipe.calls) > 1 and self.came[signature] < SETTLES)
 
+    def has_run(self, signature: Signature) -> bool:
+        plan = self.plans.get(signature)
+        return plan is not None and (isinstance(plan.recipe, Choice) or self.regions.has_run(recipe_of(plan)))
+
+    def drawn_again(self, signature: Signature) -> list[str]:
+        recipe = self.plans[signature].recipe
+        return self.regions.drawn_again(recipe) if isinstance(recipe, Recipe) else []
+
     def _run(self, signature: Signature, args: Any, kwargs: Any) -> Any:
         self.regions.call_begins()
         family = self.serving.get(signature)
