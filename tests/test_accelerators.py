@@ -18,6 +18,7 @@ from planner.core.call import describe_call
 from planner.core.options import Options
 from planner.core.recipe import Choice
 from planner.core.verification import Verification
+from planner.costs import measure_op
 from planner.costs.measure_op import run_on_accelerator
 from planner.costs.measured_ops import measure
 from planner.costs.ops import _measurable, roofline_seconds
@@ -152,6 +153,35 @@ def test_ops_are_measured_on_the_device_of_the_model(monkeypatch):
     assert seen == [CPU]
     ACCELERATORS["cpu"].empty_cache(CPU)
     assert stand.asked == [("empty_cache", CPU)]
+
+
+def test_ops_are_timed_on_values_that_are_not_zero_and_in_no_cache(monkeypatch):
+    class Clock(LastingMode):
+        """Writing the block takes 1 ms, and a product 3 ms."""
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal time
+            time += {ATEN.zero_.default: 1e-3, ATEN.mm.default: 3e-3}.get(func, 0.0)
+            products.extend(args if func is ATEN.mm.default else ())
+            return func(*args, **(kwargs or {}))
+
+    class Timed(Caching):
+        module = Stand(**BYTES)
+
+        def seconds(self, device, run):
+            nonlocal time
+            time = 0.0
+            with Clock():
+                run()
+            return time
+
+    time, products = 0.0, []
+    monkeypatch.setattr(measure_op, "_CACHED", 2**10)
+    put(monkeypatch, Timed("cuda"))
+    product = call(ATEN.mm.default, torch.zeros(4, 4), torch.zeros(8, 4)[::2])
+    found = run_on_accelerator([product], CPU, timed=True)
+    assert found[product.key].seconds == pytest.approx(3e-3)
+    assert all(x.min() > 0 for x in products)
 
 
 def test_an_op_that_puts_the_device_out_of_order_is_named(monkeypatch):
