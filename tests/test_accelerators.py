@@ -492,6 +492,7 @@ def test_plans_that_need_the_host_at_every_step_are_not_captured():
         (replace(p.record, moved_bytes=1), "Plan without offload="),
         (replace(p.record, options=options), "Plan without step_in_backward="),
         (replace(p.record, recipe=Choice({"0": {}})), "Plan with mode='aten'"),
+        (replace(p.record, recipe=replace(p.record.recipe, asks=("if x.max() > 1",))), r"max\(\) > 1.*out of forward"),
     ):
         with pytest.raises(ApplyError, match=why):
             refuse_uncapturable(model, record)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from planner.core.plan import PlanRecord
-from planner.core.recipe import Choice
+from planner.core.recipe import Choice, Recipe
 from planner.devices.accelerator import present
 from planner.errors import ApplyError
 
@@ -66,6 +66,9 @@ def refuse_uncapturable(model: nn.Module, plan: PlanRecord | None, drawn: Sequen
     elif isinstance(plan.recipe, Choice) and plan.recipe.kept:
         why = "its plan checkpoints modules, for which torch.utils.checkpoint reads the generator's state"
         advice = "Plan with mode='aten'"
+    elif isinstance(plan.recipe, Recipe) and plan.recipe.asks:
+        why = f"its Python asks for values of tensors ({'; '.join(plan.recipe.asks[:3])}), and decides by them"
+        advice = "Take the question out of forward()"
     elif plan.moved_bytes:
         why = f"its plan moves values away and back (offload={plan.options.offload!r}), to room that each call takes"
         advice = "Plan without offload="
