@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from planner import plan
 
+from . import tax_graphs
 from .measure import held_bytes, in_own_process, software, time_ratio
 from .step_bytes import step_bytes
 from .survey import fresh
@@ -168,7 +169,7 @@ def attempt(measure: Callable[..., Any], *given: Any) -> Any:
         return Row(given[1], given[0], why=str(e))
 
 
-def write(rows: Mapping[str, Any], hosts: list[Any]) -> None:
+def write(rows: Mapping[str, Any], hosts: list[Any], graphs: list[Any]) -> None:
     """The rows as JSON, in the order above, and the page."""
     names = [name for family in ZOO.values() for name in family]
     report = {
@@ -178,6 +179,7 @@ def write(rows: Mapping[str, Any], hosts: list[Any]) -> None:
         "pairs": PAIRS,
         "models": [rows[name] for name in names if name in rows],
         "host": hosts,
+        "graphs": graphs,
     }
     RESULTS.write_text(json.dumps(report, indent=1) + "\n")
     PAGE.write_text(page(report))
@@ -188,6 +190,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tax", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="only these models; other rows stay")
     parser.add_argument("--quick", action="store_true", help=f"only {', '.join(QUICK)}")
+    parser.add_argument("--graphs", action="store_true", help="only host time and nodes of emitted graphs")
     parser.add_argument("--report", action="store_true", help="measure nothing; make the page from the JSON file")
     options = parser.parse_args()
     before = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"models": [], "host": []}
@@ -196,14 +199,16 @@ def main() -> None:
     if unknown := set(wanted) - todo.keys():
         parser.error(f"no such model: {', '.join(sorted(unknown))}")
     rows = {r["name"]: r for r in before["models"]}
-    hosts = before["host"]
-    if not options.report:
+    hosts, graphs = before["host"], before.get("graphs", [])
+    if options.graphs:
+        graphs = [asdict(attempt(tax_graphs.measure, name)) for name in tax_graphs.MODELS]
+    elif not options.report:
         if not options.names:
             hosts = [asdict(attempt(host, layers, rate)) for rate in (0.0, 0.1) for layers in LAYERS]
         for name in tqdm(wanted, desc="models"):
             rows[name] = asdict(attempt(row, todo[name], name))
-            write(rows, hosts)
-    write(rows, hosts)
+            write(rows, hosts, graphs)
+    write(rows, hosts, graphs)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What is asked of an accelerator, and what becomes of its answers: by stand-ins for torch's module of its type."""
 
 import contextlib
+import copy
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -9,13 +10,15 @@ import torch
 from torch import fx, nn
 from torch.profiler import ProfilerActivity, profile
 
-from planner import DeviceError, PlanWarning, VerificationError, plan
+from planner import ApplyError, DeviceError, InfeasibleBudgetError, PlanWarning, VerificationError, plan
 from planner.capture.recomputability import keep_reason
 from planner.compat.dispatch import LastingMode, switch_off, switch_on
 from planner.compat.fake import FakeTensorMode
 from planner.core.call import describe_call
 from planner.core.options import Options
+from planner.core.recipe import Choice
 from planner.core.verification import Verification
+from planner.costs import measure_op
 from planner.costs.measure_op import run_on_accelerator
 from planner.costs.measured_ops import measure
 from planner.costs.ops import _measurable, roofline_seconds
@@ -24,6 +27,7 @@ from planner.devices.specs import DEVICES
 from planner.lowering.margin import expandable
 from planner.parallel import group
 from planner.requests.cautions import warn_on_gpu
+from planner.runtime.cuda_graphs import refuse_uncapturable
 from planner.session import verify as verify_module
 
 CPU = torch.device("cpu")
@@ -149,6 +153,35 @@ def test_ops_are_measured_on_the_device_of_the_model(monkeypatch):
     assert seen == [CPU]
     ACCELERATORS["cpu"].empty_cache(CPU)
     assert stand.asked == [("empty_cache", CPU)]
+
+
+def test_ops_are_timed_on_values_that_are_not_zero_and_in_no_cache(monkeypatch):
+    class Clock(LastingMode):
+        """Writing the block takes 1 ms, and a product 3 ms."""
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal time
+            time += {ATEN.zero_.default: 1e-3, ATEN.mm.default: 3e-3}.get(func, 0.0)
+            products.extend(args if func is ATEN.mm.default else ())
+            return func(*args, **(kwargs or {}))
+
+    class Timed(Caching):
+        module = Stand(**BYTES)
+
+        def seconds(self, device, run):
+            nonlocal time
+            time = 0.0
+            with Clock():
+                run()
+            return time
+
+    time, products = 0.0, []
+    monkeypatch.setattr(measure_op, "_CACHED", 2**10)
+    put(monkeypatch, Timed("cuda"))
+    product = call(ATEN.mm.default, torch.zeros(4, 4), torch.zeros(8, 4)[::2])
+    found = run_on_accelerator([product], CPU, timed=True)
+    assert found[product.key].seconds == pytest.approx(3e-3)
+    assert all(x.min() > 0 for x in products)
 
 
 def test_an_op_that_puts_the_device_out_of_order_is_named(monkeypatch):
@@ -360,3 +393,134 @@ CACHING = {
     "device", "get_device_properties", "memory_stats", "max_memory_reserved", "memory_reserved", "memory_allocated",
     "mem_get_info", "reset_peak_memory_stats",
 }  # fmt: skip
+
+
+# CUDA graphs
+
+
+class Captured(Stand):
+    """A stream that is captured, on which nothing may be asked of the device."""
+
+    capturing = False
+
+    def is_current_stream_capturing(self):
+        return self.capturing
+
+    def __getattribute__(self, name):
+        asks = {"synchronize", "memory_stats", "mem_get_info", "empty_cache", "get_rng_state", "set_rng_state"}
+        if name in asks | {"reset_peak_memory_stats"} and object.__getattribute__(self, "capturing"):
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return super().__getattribute__(name)
+
+
+@pytest.fixture
+def stream(monkeypatch):
+    class Card(Caching):
+        module = Captured(**BYTES)
+
+        def prepare(self, device):
+            self.synchronize(device)
+
+        def workspaces(self, device):
+            return 0
+
+        def properties(self, device):
+            return "Card", (8, 0), 2**34
+
+    monkeypatch.setitem(ACCELERATORS, "cpu", Card("cuda"))
+    return Card.module
+
+
+def deep(rate=0.0):
+    torch.manual_seed(0)
+    layers = (m for _ in range(4) for m in (nn.Linear(32, 32), nn.LayerNorm(32), nn.Dropout(rate), nn.ReLU()))
+    return nn.Sequential(*layers), torch.randn(4096, 32)
+
+
+def squared(y):
+    return y.square().mean()
+
+
+def leanest(model, x):
+    """A plan that recomputes as much as Chen's solver can."""
+    with pytest.raises(InfeasibleBudgetError) as refused:
+        plan(model, x, budget_gb=1e-6, loss_fn=squared, progress=False, solver="chen")
+    return plan(model, x, budget_gb=refused.value.minimum_gb, loss_fn=squared, progress=False, solver="chen").apply()
+
+
+@pytest.mark.filterwarnings("ignore::planner.PlanWarning")
+def test_a_captured_step_asks_the_device_for_nothing_and_computes_what_others_do(stream):
+    model, x = deep()
+    usual = copy.deepcopy(model)
+    squared(usual(x)).backward()
+    leanest(model, x)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    squared(model(x)).backward()  # what it shows of the loop is not planned for while another one is captured
+    optimizer.step()
+    stream.capturing = True
+    for _ in range(3):
+        optimizer.zero_grad()
+        squared(model(x)).backward()
+        optimizer.step()
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), usual.parameters(), strict=True))
+    stream.capturing = False
+    squared(model(x)).backward()
+
+
+@pytest.mark.filterwarnings("ignore::planner.PlanWarning")
+def test_a_capture_of_what_has_not_run_or_draws_again_is_refused_before_anything_runs(stream):
+    model, x = deep(0.5)
+    leanest(model, x)
+    stream.capturing = True
+    with pytest.raises(ApplyError, match="three whole steps on a side stream"):
+        model(x)
+    stream.capturing = False
+    squared(model(x)).backward()
+    stream.capturing = True
+    with pytest.raises(ApplyError, match=r"draws \d+ random values again \(bernoulli.*dropout rates of 0"):
+        model(x)
+    with torch.no_grad():
+        model(x)  # by no plan
+
+
+def test_plans_that_need_the_host_at_every_step_are_not_captured():
+    model, x = deep()
+    p = plan(model, x, budget_gb=1, loss_fn=squared, progress=False)
+    refuse_uncapturable(model, p.record)
+    options = replace(p.record.options, step_in_backward=True)
+    for record, why in (
+        (replace(p.record, moved_bytes=1), "Plan without offload="),
+        (replace(p.record, options=options), "Plan without step_in_backward="),
+        (replace(p.record, recipe=Choice({"0": {}})), "Plan with mode='aten'"),
+        (replace(p.record, recipe=replace(p.record.recipe, asks=("if x.max() > 1",))), r"max\(\) > 1.*out of forward"),
+    ):
+        with pytest.raises(ApplyError, match=why):
+            refuse_uncapturable(model, record)
+
+
+def test_a_model_that_was_graphed_runs_its_graph(monkeypatch):
+    model, x = deep()
+    plan(model, x, budget_gb=1, loss_fn=squared, progress=False).apply()
+
+    def forward(x):
+        return x
+
+    forward.__module__ = torch.cuda.graphs.__name__
+    monkeypatch.setitem(vars(model), "forward", forward)
+    assert model(x) is x
+
+
+def test_a_loop_of_methods_is_not_captured(stream):
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def encode(self, x):
+            return self.layer(x)
+
+    model = Two()
+    plan(model, budget_gb=1, progress=False).apply()
+    stream.capturing = True
+    with pytest.raises(ApplyError, match="methods of this Two"):
+        model.encode(torch.randn(2, 4))

@@ -350,6 +350,8 @@ def _calls_of_bound_ops():
     yield aten.baddbmm.default, (batch, batch, batch), {"beta": 2}
     yield aten.bmm.default, (batch, batch), {}
     yield aten.mm.default, (x, y), {}
+    yield aten.matmul.default, (batch, y), {}
+    yield aten.tensordot.default, (batch, batch, [0, 1], [0, 1]), {}
     yield aten.cat.default, ([x, y], 1), {}
     yield aten.convolution.default, (image, kernel, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1), {}
     yield aten.embedding.default, (x, torch.tensor([1, 0]), 0), {}

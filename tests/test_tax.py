@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from benchmarks.step_bytes import step_bytes
 from planner import plan
-from planner.compat.ops import name_of
+from planner.compat.ops import OpOverload, name_of
 from planner.runtime.signature import walk
 
 from .measure import held_before, results, step_peak
@@ -191,3 +191,51 @@ def test_the_bytes_that_ops_move_are_those_of_their_tensors():
     peak, moved = step_bytes(step)
     assert peak == 4000
     assert moved == (2 + 1) * 4000 + 2 * 4000  # `mul_` reads what it writes
+
+
+class Dense(nn.Module):
+    """Linear layers on tensors of three dimensions, with and without bias, of activations that others read too."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(32, 32, bias=n % 2 == 0) for n in range(4)])
+        self.weight = nn.Parameter(torch.randn(32, 32))
+        self.norm = nn.LayerNorm(32)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(torch.tanh(self.norm(x)))
+        return x.transpose(0, 1) @ self.weight + torch.relu(x @ self.weight.t()).transpose(0, 1)
+
+
+@pytest.mark.parametrize("shape", [(4, 64, 32), (1, 256, 32), (2, 3, 40, 32)])
+def test_linear_layers_multiply_what_is_not_merged(shape, tmp_path):
+    case = Case(Dense().train(), {"x": torch.randn(shape)}, lambda y: y.square().mean())
+    p = trains_as_eager(case, tmp_path)
+    _, backward = called(p)
+    assert backward["aten.matmul.default"] >= 3
+    assert not backward["aten.tensordot.default"] or 1 not in shape  # it would add up what is no sum, in a copy
+
+
+def test_a_gradient_that_a_hook_on_saved_tensors_lays_out_anew_is_the_same():
+    def other_strides(t):
+        return t.transpose(0, -1).contiguous().transpose(0, -1) if t.dim() > 2 and t.shape[-1] > 1 else t
+
+    torch.manual_seed(0)
+    model, x = Dense(), torch.randn(4, 64, 32)
+    model(x).square().mean().backward()
+    usual = [w.grad for w in model.parameters()]
+    model.zero_grad()
+    plan(model, x, budget_gb=1, loss_fn=lambda y: y.square().mean(), progress=False).apply()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, other_strides):
+        model(x).square().mean().backward()
+    for w, gradient in zip(model.parameters(), usual, strict=True):
+        torch.testing.assert_close(w.grad, gradient)
+
+
+def test_a_transformers_backward_pass_calls_torch_at_most_one_and_a_half_times_per_kernel():
+    case = encoder(0.0)
+    p = plan(case.model, case.batch, budget_gb=1, loss_fn=case.loss_fn, progress=False)
+    nodes = [n for g in p.graph_modules for n in g.backward.graph.nodes]
+    calls = [n for n in nodes if isinstance(n.target, OpOverload)]  # an item of a tuple is none
+    assert len(calls) <= 1.55 * sum(not n.target.is_view for n in calls)

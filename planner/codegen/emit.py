@@ -23,6 +23,7 @@ from planner.capture.regions.region import GraphOp, Region
 from planner.capture.shapes import is_size
 from planner.codegen.moving import Moving
 from planner.codegen.noise import make_noise_in_place
+from planner.codegen.products import fold_products
 from planner.codegen.replay import run_and_save_state, run_with_state
 from planner.codegen.saved import save_no_unread
 from planner.codegen.views import compose_views, keep_views, stride_views
@@ -83,8 +84,10 @@ def emit(
     before, after = compose_views(first.graph), compose_views(second.graph)
     save_no_unread(first.graph, second.graph, [second.given[n] for n in saved], len(outputs))
     keep_views(first.graph, second.graph, before, after, len(outputs))
-    for writer, layouts in () if fused else ((first, before), (second, after)):
-        stride_views(writer.graph, layouts)
+    if not fused:
+        stride_views(first.graph, before)
+        stride_views(second.graph, after)
+        fold_products(first.graph, second.graph, len(outputs))
     return _module(region, first, "forward"), _module(region, second, "backward")
 
 

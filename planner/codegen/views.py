@@ -18,6 +18,7 @@ from torch import fx
 
 from planner.capture.passes.tangents import is_mark
 from planner.capture.shapes import SYMBOLIC
+from planner.codegen.contiguous import contiguous_results
 from planner.compat.fake import unset_fake_temporarily
 from planner.compat.tensors import storage_key
 
@@ -38,8 +39,6 @@ _VIEWS = {
     _ATEN.transpose.int,
     _ATEN.unsqueeze.default,
 }
-# of strided tensors, these give contiguous ones, whatever the strides of what they read
-_CONTIGUOUS = {_ATEN.addmm.default, _ATEN.baddbmm.default, _ATEN.bmm.default, _ATEN.mm.default}
 _SAME = {_ATEN.alias.default, _ATEN.detach.default}
 _PARTS = {_ATEN.expand.default, _ATEN.select.int, _ATEN.slice.Tensor}  # fewer or more elements than their input
 _Shape = tuple[int, ...]
@@ -235,9 +234,10 @@ def stride_views(graph: fx.Graph, layouts: Layouts) -> None:
         layouts: of its views, as `compose_views` found them.
     """
     results = set(graph.output_node().all_input_nodes)
+    sure = contiguous_results(graph) if layouts else set()
     for source in list(graph.nodes):
         layout = layouts.get(source)
-        if layout is None or source is layout.base or source in results or not _is_contiguous(layout.base):
+        if layout is None or source is layout.base or source in results or layout.base not in sure:
             continue
         views = [n for n in source.users if _is_view(n) and n in layouts and layouts[n].base is layout.base]
         if not views or len(views) < len(source.users):
@@ -247,15 +247,6 @@ def stride_views(graph: fx.Graph, layouts: Layouts) -> None:
             node.target, node.kwargs = _ATEN.as_strided.default, {}
             node.args = (layout.base, list(value.shape), list(value.stride()), int(value.storage_offset()))
         graph.erase_node(source)
-
-
-def _is_contiguous(node: fx.Node) -> bool:
-    """Whether a tensor is contiguous in a storage of its own, when the graph runs."""
-    copied = node.target is _ATEN.clone.default and node.kwargs.get("memory_format") is torch.contiguous_format
-    if not copied and node.target not in _CONTIGUOUS:
-        return False
-    value = node.meta["val"]
-    return bool(value.is_contiguous() and value.storage_offset() == 0)
 
 
 def _is_view(node: fx.Node) -> bool:

@@ -16,17 +16,26 @@ _ATEN = torch.ops.aten
 # each takes the arguments of its overload, under the same names and in the same order
 _FUNCTIONS = (
     "abs", "addmm", "as_strided", "baddbmm", "bmm", "cat", "clone", "convolution", "cos", "embedding", "exp", "log",
-    "mm", "native_dropout", "native_layer_norm", "neg", "permute", "relu", "reshape", "rsqrt", "sigmoid", "sin",
-    "sqrt", "t", "tanh", "unsqueeze", "_softmax", "_softmax_backward_data", "_log_softmax",
+    "matmul", "mm", "native_dropout", "native_layer_norm", "neg", "permute", "relu", "reshape", "rsqrt", "sigmoid",
+    "sin", "sqrt", "t", "tanh", "unsqueeze", "_softmax", "_softmax_backward_data", "_log_softmax",
     "_log_softmax_backward_data",
 )  # fmt: skip
 _OVERLOADED = {
     "add": "Tensor", "div": "Tensor", "mean": "dim", "mul": "Tensor", "pow": "Tensor_Scalar", "rsub": "Tensor",
     "select": "int", "squeeze": "dim", "sub": "Tensor", "sum": "dim_IntList", "transpose": "int", "where": "self",
 }  # fmt: skip
+
+
+def tensordot(a: torch.Tensor, b: torch.Tensor, dims_self: list[int], dims_other: list[int]) -> torch.Tensor:
+    """`aten.tensordot`; `torch.tensordot` looks at its arguments in Python (`torch._VF`, 2.11 to 2.15)."""
+    found: torch.Tensor = torch._VF.tensordot(a, b, dims_self, dims_other)  # type: ignore[attr-defined]
+    return found
+
+
 BOUND: dict[object, Any] = {
     **{getattr(_ATEN, name).default: getattr(torch, name) for name in _FUNCTIONS if hasattr(torch, name)},
     **{getattr(getattr(_ATEN, name), overload): getattr(torch, name) for name, overload in _OVERLOADED.items()},
+    _ATEN.tensordot.default: tensordot,
     _ATEN.gelu.default: torch.nn.functional.gelu,
     _ATEN.add_.Tensor: operator.iadd,
 }

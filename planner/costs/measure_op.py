@@ -23,6 +23,8 @@ from planner.errors import DeviceError
 _ROUNDS = 5
 _ROUND_SECONDS = 1e-3  # short ops are repeated to fill it
 _LONG_SECONDS = 0.02  # longer ops are run twice only
+_CACHED = 2**27  # bytes that are more than the cache of any device
+_DRAWN = {torch.float16, torch.bfloat16, torch.float32, torch.float64}  # dtypes that a generator draws
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,14 +141,24 @@ def _check_after(call: Call, device: torch.device, error: Exception) -> None:
 
 
 def _timed(call: Call, accelerator: Accelerator, device: torch.device) -> float:
-    args, kwargs = _arguments(call, device)
+    """The time of a run on values that are not zero (which draw less power), and of which no cache has any.
 
-    def run(times: int) -> float:
+    A block that is larger than the cache is written before each run: so the device has more to do than the host takes
+    to queue it, and does not wait for the host.
+    """
+    args, kwargs = _arguments(call, device, drawn=True)
+    block = torch.empty(_CACHED, dtype=torch.uint8, device=device)
+
+    def seconds(times: int, op: Callable[[], object]) -> float:
         def repeat() -> None:
             for _ in range(times):
-                call.target(*args, **kwargs)
+                block.zero_()
+                op()
 
         return accelerator.seconds(device, repeat)
+
+    def run(times: int) -> float:
+        return max(0.0, seconds(times, lambda: call.target(*args, **kwargs)) - seconds(times, lambda: None))
 
     return _median_seconds(run)
 
@@ -167,14 +179,16 @@ def _made(result: Any, args: Any, kwargs: Any) -> int:
     return sum(size for storage, size in storages(result).items() if storage not in given)
 
 
-def _arguments(call: Call, device: torch.device, worst: bool = False) -> tuple[Any, Any]:
-    """Arguments of zeros; or those for which the op takes the most memory."""
+def _arguments(call: Call, device: torch.device, worst: bool = False, drawn: bool = False) -> tuple[Any, Any]:
+    """Arguments of zeros; or those for which the op takes the most memory; or of numbers from 0 to 1, where it may."""
+    generator = torch.Generator(device).manual_seed(0) if drawn else None
 
     def real(spec: TensorSpec) -> torch.Tensor:
-        if isinstance(spec, ViewSpec):
-            behind = torch.zeros(spec.behind, dtype=spec.dtype, device=device)
-            return behind.as_strided(spec.shape, spec.stride, spec.offset)
-        return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device).zero_()
+        shape, stride = ((spec.behind,), (1,)) if isinstance(spec, ViewSpec) else (spec.shape, spec.stride)
+        t = torch.empty_strided(shape, stride, dtype=spec.dtype, device=device).zero_()
+        if drawn and spec.dtype in _DRAWN:
+            t.uniform_(generator=generator)
+        return t.as_strided(spec.shape, spec.stride, spec.offset) if isinstance(spec, ViewSpec) else t
 
     args, kwargs = pytree.tree_map_only(TensorSpec, real, (call.args, call.kwargs))
     fill_valid(call.target, args, kwargs)

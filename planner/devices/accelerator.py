@@ -29,6 +29,9 @@ class Accelerator(Protocol):
     def synchronize(self, device: torch.device) -> None:
         """Wait until all that was queued has run."""
 
+    def capturing(self) -> bool:
+        """Whether what the current stream is given is captured as a graph, and does not run yet."""
+
     def allocated(self, device: torch.device) -> int:
         """The bytes of all tensors that are there, as they were asked for."""
 
@@ -84,6 +87,11 @@ class _Module:
     def synchronize(self, device: torch.device) -> None:
         """See `Accelerator`."""
         self.module.synchronize(device)
+
+    def capturing(self) -> bool:
+        """See `Accelerator`."""
+        asked = getattr(self.module, "is_current_stream_capturing", None)
+        return asked is not None and bool(asked())
 
     def current(self, device: torch.device) -> AbstractContextManager[Any]:
         """See `Accelerator`."""
@@ -180,6 +188,10 @@ class Mps(_Module):
     def synchronize(self, device: torch.device) -> None:
         """See `Accelerator`."""
         self.module.synchronize()
+
+    def capturing(self) -> bool:
+        """See `Accelerator`: Metal has no such graphs."""
+        return False
 
     def current(self, device: torch.device) -> AbstractContextManager[Any]:
         """See `Accelerator`: there is one."""

@@ -25,6 +25,7 @@ from planner.core.recipe import Choice, Recipe
 from planner.errors import ApplyError, BatchError, CaptureError, InfeasibleBudgetError, PlannerError, PlanWarning
 from planner.offload.store import Store
 from planner.requests.planned import Planned
+from planner.runtime.cuda_graphs import captures
 from planner.runtime.events import PlanProvider
 from planner.runtime.families import Family, GraphChanged, Shapes, recipe_of
 from planner.runtime.interception import Applied
@@ -265,7 +266,16 @@ class Runtime(Applied):
     def _undoes(self, signature: Signature) -> bool:
         """Whether the model's state is put back where a graph turns out to be another after others have run."""
         recipe = recipe_of(self.plans[signature])
-        return bool(recipe.asks) or (len(recipe.calls) > 1 and self.came[signature] < SETTLES)
+        changes = bool(recipe.asks) or (len(recipe.calls) > 1 and self.came[signature] < SETTLES)
+        return changes and not captures(self.model)  # the copies would wait for the device
+
+    def has_run(self, signature: Signature) -> bool:
+        plan = self.plans.get(signature)
+        return plan is not None and (isinstance(plan.recipe, Choice) or self.regions.has_run(recipe_of(plan)))
+
+    def drawn_again(self, signature: Signature) -> list[str]:
+        recipe = self.plans[signature].recipe
+        return self.regions.drawn_again(recipe) if isinstance(recipe, Recipe) else []
 
     def _run(self, signature: Signature, args: Any, kwargs: Any) -> Any:
         self.regions.call_begins()

@@ -22,6 +22,7 @@ from planner.errors import UNPLANNABLE, ApplyError
 from planner.parallel.group import together
 from planner.requests.planned import Planned
 from planner.runtime.bypassed import Handle
+from planner.runtime.cuda_graphs import captures, is_graphed, refuse_uncapturable
 from planner.runtime.entries import EntryPoint
 from planner.runtime.events import Call, PlanProvider
 from planner.runtime.first_step import begin, report_after, when_begun
@@ -118,13 +119,39 @@ class Applied:
     # a compiled model around this one would have it in its own graph, without the plan
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if redirected(self.model) or not trains(self.model, args, kwargs):
+        if redirected(self.model) or is_graphed(self.model) or not trains(self.model, args, kwargs):
             return self.call_eagerly(*args, **kwargs)
+        if captures(self.model):
+            return self._captured(args, kwargs)
         self.unwatch()
         result = self._train(args, kwargs)
         if self.watch is not None:
             self.watch.call_ended(args, kwargs, result, self.made)
         return result
+
+    def _captured(self, args: Any, kwargs: Any) -> Any:
+        """A training call while a CUDA graph is captured."""
+        with self.lock, lasting_modes_off():
+            if self.watch is not None:
+                self.watch.stop()
+            self.walked, modules, parameters = walk(self.model, self.walked)
+            refuse_compiled(self.model, self, modules)
+            refuse_transformed(self.model, parameters, args, kwargs)
+            self.state = self.walked.state
+            signature = call_signature(self.model, args, kwargs, state=self.state)
+            if signature in self.unplanned:
+                return self.call_eagerly(*args, **kwargs)
+            plan = self.plans.get(signature) if self.has_run(signature) else None
+            refuse_uncapturable(self.model, plan, [] if plan is None else self.drawn_again(signature))
+            return self.run(signature, args, kwargs)
+
+    def has_run(self, signature: Signature) -> bool:
+        """Whether calls of a kind have run by the plan that they have now, so that nothing is left to compile."""
+        return signature in self.plans
+
+    def drawn_again(self, signature: Signature) -> list[str]:
+        """The names of random ops that a call by its plan runs again, under the saved state of the generator."""
+        return []
 
     def _train(self, args: Any, kwargs: Any) -> Any:
         """A training call."""

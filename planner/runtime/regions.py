@@ -16,6 +16,7 @@ from planner.capture.regions.fingerprint import fingerprint
 from planner.capture.regions.region import Region
 from planner.capture.trace.arrival import Arrivals
 from planner.capture.trace.dynamo import CompileRegion, Serve
+from planner.codegen.replay import run_and_save_state
 from planner.core.plan import PlanRecord
 from planner.core.recipe import PlannedRegion, Recipe
 from planner.devices.accelerator import accelerator_of
@@ -62,10 +63,12 @@ class Regions:
         self.nodes: list[tuple[int, weakref.ref[Any]]] = []  # of regions whose backward pass has not run, by the call
         self.begun: list[Recipe] = []  # whose graphs are compiled, or were begun to be
         self.shown: Any = None  # the progress of that
+        self._drawn: list[tuple[Recipe, str]] = []  # random ops that the backward pass of a recipe draws again
 
     def forget(self) -> None:
         """Forget all that is compiled."""
         self.begun = []
+        self._drawn = []
         self.compiling = False
 
     def waiting(self) -> frozenset[int]:
@@ -87,6 +90,20 @@ class Regions:
     def serving(self, recipe: Callable[[], Recipe]) -> Serve:
         """The function that gives torch.compile a callable for each graph, by the recipe of the call that runs."""
         return partial(_serve, cast(Regions, weakref.proxy(self)), recipe)  # torch holds what it compiled
+
+    def has_run(self, recipe: Recipe) -> bool:
+        """Whether the graphs of a recipe are compiled."""
+        return not self.compiling and any(r is recipe for r in self.begun)
+
+    def drawn_again(self, recipe: Recipe) -> list[str]:
+        """The random ops that the compiled graphs of a recipe run again, under the state of the generator."""
+        return [name for r, name in self._drawn if r is recipe]
+
+    def wrote(self, recipe: Recipe, forward: fx.GraphModule) -> None:
+        """A forward graph is written for a recipe."""
+        saving = forward.graph.find_nodes(op="call_function", target=run_and_save_state)
+        states = (next(iter(node.users)) for node in saving)
+        self._drawn += [(recipe, state.name.removesuffix("_rng_state")) for state in states]
 
     @contextmanager
     def progress(self, plan: PlanRecord) -> Iterator[None]:
@@ -148,6 +165,7 @@ class _Graph:
             written = emit_planned(region, planned, self.regions.store_number)
             if written is None:
                 raise GraphChanged
+            self.regions.wrote(self.recipe(), written[0])
             return written
 
         cut = self.recipe().detached.get(self.key, ())

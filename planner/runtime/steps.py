@@ -26,6 +26,7 @@ from planner.errors import UNPLANNABLE, InfeasibleBudgetError, PlanWarning
 from planner.parallel.group import together
 from planner.parallel.sharded import parameters_among
 from planner.runtime.bypassed import Handle
+from planner.runtime.cuda_graphs import captures, refuse_captured_parts
 from planner.runtime.entries import Entry, EntryPoint, entries_of, outermost
 from planner.runtime.events import Call, PlanProvider
 from planner.runtime.families import GraphChanged, recipe_of
@@ -120,6 +121,8 @@ class StepRuntime(Applied):
             or (not self._started and together(self.model))
         ):
             return function(module, *args, **kwargs)
+        if captures(self.model):
+            refuse_captured_parts(self.model)
         if self.watch is not None:
             self.watch.goes_between((args, kwargs))
         with self.lock, lasting_modes_off(), self._points_off():

@@ -21,6 +21,7 @@ from planner.core.call import storages
 from planner.core.loop import Gradients, Loop
 from planner.costs.measured_ops import measure
 from planner.requests.optimizers import trained_by, wraps_another
+from planner.runtime.cuda_graphs import captures
 from planner.runtime.fates import Fates
 from planner.runtime.first_step import when_begun
 from planner.runtime.learnt import Learnt
@@ -290,7 +291,7 @@ class Watch:
     def _measure(self) -> None:
         """Measure the workspaces of the ops that were recorded."""
         recorder, model = self.recorder, self._model()
-        if recorder is None or model is None:
+        if recorder is None or model is None or captures(model):
             return
         ran = {event.call for loss in recorder.losses for event in loss.events} - {""}
         todo = [recorder.calls[key] for key in ran - self._workspaces.keys()]

@@ -1,5 +1,6 @@
 """What a desk-check of torch's source left open, and only a card can show; `docs/limits.md` has what is known."""
 
+import copy
 import gc
 import warnings
 
@@ -9,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 
-from planner import PlanWarning, plan
+from planner import ApplyError, InfeasibleBudgetError, PlanWarning, plan
 from planner.core.call import describe_call
 from planner.costs.measure_op import run_on_accelerator
 from planner.costs.measured_ops import measure
@@ -232,3 +233,67 @@ def test_a_plan_with_room_to_spare_runs_in_a_process_that_took_other_memory_befo
     step(case)
     case.model.zero_grad(set_to_none=True)
     assert p.verify().within_budget
+
+
+# CUDA graphs
+
+
+def leaner(model, x):
+    """A plan that recomputes something."""
+    everything = plan(model, x, budget_gb=ROOM_TO_SPARE, loss_fn=torch.Tensor.mean).baseline_peak_bytes
+    p = plan(model, x, budget_gb=0.8 * everything / 2**30, loss_fn=torch.Tensor.mean).apply()
+    assert any(m.recomputed for m in p.timeline)
+
+
+def warmed_up(model, x):
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            model.zero_grad(set_to_none=True)
+            model(x).mean().backward()
+    torch.cuda.current_stream().wait_stream(side)
+    model.zero_grad(set_to_none=True)
+
+
+def same_gradients(model, usual, x):
+    usual(x).mean().backward()
+    torch.cuda.synchronize()
+    return all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), usual.parameters(), strict=True))
+
+
+def test_a_planned_step_is_captured_in_a_cuda_graph():
+    model, x = small()
+    usual = copy.deepcopy(model)
+    leaner(model, x)
+    warmed_up(model, x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        model(x).mean().backward()
+    x.copy_(torch.randn_like(x))
+    graph.replay()
+    assert same_gradients(model, usual, x)
+
+
+def test_a_planned_model_is_made_a_graphed_callable():
+    model, x = small()
+    usual = copy.deepcopy(model)
+    leaner(model, x)
+    warmed_up(model, x)
+    torch.cuda.make_graphed_callables(model, (x,))
+    fresh = torch.randn_like(x)
+    model(fresh).mean().backward()
+    assert same_gradients(model, usual, fresh)
+
+
+def test_a_plan_that_draws_again_is_not_captured_and_runs_on():
+    model = nn.Sequential(*(m for _ in range(8) for m in (nn.Linear(1024, 1024), nn.Dropout(0.5), nn.GELU()))).cuda()
+    x = torch.randn(8192, 1024, device="cuda")
+    with pytest.raises(InfeasibleBudgetError) as refused:
+        plan(model, x, budget_gb=1e-3, loss_fn=torch.Tensor.mean)
+    plan(model, x, budget_gb=refused.value.minimum_gb, loss_fn=torch.Tensor.mean).apply()
+    warmed_up(model, x)
+    with pytest.raises(ApplyError, match="random values again"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        model(x)
+    model(x).mean().backward()
+    torch.cuda.synchronize()
