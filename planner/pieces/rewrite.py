@@ -19,6 +19,7 @@ from planner.core.call import storages
 from planner.core.pieces import Split, run_in_pieces
 from planner.pieces.ends import Piecewise, piecewise
 from planner.pieces.groups import SUM
+from planner.pieces.known import Known
 from planner.pieces.piece import body_of
 from planner.pieces.recognise import results, source
 
@@ -26,20 +27,22 @@ _ATEN = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)  # sums of many pieces are kept in single precision
 
 
-def in_pieces(region: Region, splits: Sequence[Split]) -> Region | None:
+def in_pieces(region: Region, splits: Sequence[Split], known: Known | None = None) -> Region | None:
     """The region with sets of its ops in pieces; None where a split is not of it.
 
     Args:
         region: as captured.
         splits: each of other ops.
+        known: the ways of the region's ops, as far as they were looked up before.
     """
     if not splits:
         return region
     sets: list[tuple[Piecewise, int]] = []
+    known = known or Known()
     for split in splits:
         if not 0 <= split.seed < len(region.order.nodes):
             return None
-        found = piecewise(region, region.order.nodes[split.seed], (split.first, split.last))
+        found = piecewise(region, region.order.nodes[split.seed], (split.first, split.last), known, split.hops)
         if not found or split.pieces > found[0].found.parts:
             return None
         sets += [(each, split.pieces) for each in found]
