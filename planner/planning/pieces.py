@@ -23,7 +23,7 @@ from solvers import Solution, every_op_once, minimum_peak_bound, simulate
 
 SMALLER = 8  # the ops that take the most are sought down to this share of it, by this factor at a time:
 STEP = 0.8
-PATIENCE = 3  # so many finer steps in a row of no lower bound end a search
+PATIENCE = 2  # so many finer steps in a row of no lower bound end a search
 SMALLEST = 256  # no piece is smaller than the largest value by more than this factor
 LOWER = 0.98  # finer pieces that lower the bound on the peak by less are not looked at
 CHEAPER = 0.97  # of the time of the plan without pieces: only below it are pieces chosen where that fits, too
@@ -73,7 +73,7 @@ def solve_in_pieces(
         solve: a step and its problem -> its solution; InfeasibleBudgetError where there is none.
 
     Raises:
-        InfeasibleBudgetError: with the least budget of all that was looked at.
+        InfeasibleBudgetError: with the least budget, of the step whole or in the leanest pieces.
     """
     rungs, errors, slack = _descent(graph, lower), dict[int, InfeasibleBudgetError](), 1.0
     whole = rung = next(rungs)
@@ -89,13 +89,14 @@ def solve_in_pieces(
         if (finer := next(rungs, None)) is None:
             break
         rung = finer
-    for each in (rung, whole):
-        if each.bound not in errors and all(each.bound < e.minimum_bytes for e in errors.values()):
+    ends = {each.bound: errors[each.bound] for each in (rung, whole) if each.bound in errors}
+    for each in (rung, whole):  # for these alone, a budget that is their least leads to them again
+        if each.bound not in ends and all(each.bound < e.minimum_bytes for e in ends.values()):
             try:
                 return _because(solve(each.graph, each.step), why, whole.step)
             except InfeasibleBudgetError as e:
-                errors[each.bound] = e
-    raise min(errors.values(), key=lambda e: e.minimum_bytes)
+                ends[each.bound] = e
+    raise min(ends.values(), key=lambda e: e.minimum_bytes)
 
 
 def _descent(graph: TrainingGraph, lower: Callable[[TrainingGraph], Step]) -> Iterator[_Rung]:
