@@ -49,12 +49,23 @@ def peak_of(run: Callable[[], object], folder: Path) -> int:
 
 
 def peak_in(profiler: profile, folder: Path) -> int:
-    """The same for what ran while a profiler was on."""
+    """The same for what ran while a profiler was on.
+
+    The profiler tells of the free of a block that an earlier profile in this process saw, such as a gradient of another
+    test's model: it is not of this one.
+    """
     trace = folder / "trace.json"
     profiler.export_chrome_trace(str(trace))
     events = [e for e in json.loads(trace.read_text())["traceEvents"] if e["name"] == "[memory]"]
     events.sort(key=lambda e: (e["ts"], e["args"]["Ev Idx"]))
-    return max(accumulate(e["args"]["Bytes"] for e in events))
+    live: set[int] = set()
+    deltas = []
+    for event in events:
+        at, nbytes = event["args"]["Addr"], event["args"]["Bytes"]
+        if nbytes > 0 or at in live:
+            deltas.append(nbytes)
+            (live.add if nbytes > 0 else live.remove)(at)
+    return max(accumulate(deltas))
 
 
 def held_before(case: Case) -> int:

@@ -22,12 +22,14 @@ class Split:
         seed: the op around whose result they are found, by its place in the order of the region's nodes.
         first, last: the dimensions of that result that are cut, as one.
         pieces: into how many.
+        hops: how far from that op they are sought, in its pass alone; None for as far as they go, in both passes.
     """
 
     seed: int
     first: int
     last: int
     pieces: int
+    hops: int | None = None
 
 
 def size_of(shape: Sequence[int], group: Group) -> int:

@@ -17,7 +17,7 @@ from planner.pieces.recognise import seeds
 from planner.pieces.rewrite import fit_together
 from planner.pieces.ways import shape_of
 
-LEAST = 1 / 64  # share of the largest value below which values are too small to be worth it
+LEAST = 1 / 16  # share of the largest value below which values are too small to be worth it
 
 
 @dataclass(frozen=True)
@@ -47,15 +47,20 @@ class Candidate:
         return Split(self.split.seed, self.split.first, self.split.last, pieces) if pieces > 1 else None
 
 
-def candidates(regions: Sequence[Region]) -> tuple[Candidate, ...]:
-    """The sets around the largest values of each region, the largest first; no op is in two."""
-    found = [each for r, region in enumerate(regions) if region.fingerprint for each in _of(r, region)]
+def candidates(regions: Sequence[Region], known: Sequence[Known]) -> tuple[Candidate, ...]:
+    """The sets around the largest values of each region, the largest first; no op is in two.
+
+    Args:
+        regions: as captured.
+        known: what is known of the ops of each.
+    """
+    pairs = enumerate(zip(regions, known, strict=True))
+    found = [each for r, (region, ways) in pairs if region.fingerprint for each in _of(r, region, ways)]
     return tuple(sorted(found, key=lambda each: -each.nbytes))
 
 
-def _of(number: int, region: Region) -> Iterator[Candidate]:
+def _of(number: int, region: Region, known: Known) -> Iterator[Candidate]:
     place = {node: at for at, node in enumerate(region.order.nodes)}
-    known = Known()
     taken: set[fx.Node] = set()
     chosen: list[Piecewise] = []
     for seed in seeds(region, LEAST):

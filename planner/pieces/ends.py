@@ -47,11 +47,20 @@ class Piecewise:
         return max(self.own, key=_weight)
 
 
-def piecewise(region: Region, seed: fx.Node, group: Group, known: Known | None = None) -> tuple[Piecewise, ...]:
+def piecewise(
+    region: Region, seed: fx.Node, group: Group, known: Known | None = None, hops: int | None = None
+) -> tuple[Piecewise, ...]:
     """The sets around an op's result that is cut along a group, with what goes in and out; none where there is no such
-    set, or where a result cannot be written in pieces.
+    set, or where a result cannot be written in pieces. Arguments as of `recognise`.
     """
-    sets = recognise(region, seed, group, known)
+    known = known or Known()
+    key = seed, group, hops
+    if key not in known.sets:
+        known.sets[key] = _piecewise(recognise(region, *key[:2], known, hops))
+    return known.sets[key]
+
+
+def _piecewise(sets: Sequence[Found]) -> tuple[Piecewise, ...]:
     found = tuple(_ends(each, sets) for each in sets)
     if None in found:
         return ()

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
 
-from planner.capture.joint_graph import may_write, tensors
-from planner.capture.passes.checkpoints import clone_of
-from planner.capture.recomputability import is_random
+from planner.capture.joint_graph import tensors
 from planner.capture.regions.region import Region
-from planner.capture.shapes import SYMBOLIC
 from planner.core.call import storages
 from planner.pieces.groups import SUM, Group, can_be_cut, size_of
 from planner.pieces.known import Known
@@ -70,7 +67,7 @@ class _Growth:
 
     def admits(self, node: fx.Node, way: Way) -> bool:
         """Whether a way fits those of the ops that are in the set already."""
-        if node in self.ways or node in self.refused or not self._may(node):
+        if node in self.ways or node in self.refused or not self.known.may(node):
             return False
         phase = self.forward(node)
         for x, wanted in zip(given(node), way.reads, strict=True):
@@ -88,13 +85,6 @@ class _Growth:
             if any(wanted != made for wanted, asker in self.demands.get(t, ()) if asker == phase):
                 return False
         return node.target not in IN_PLACE or self.made(node.args[0]) == way.makes[0]  # type: ignore[arg-type]
-
-    def _may(self, node: fx.Node) -> bool:
-        if node.op != "call_function" or clone_of(node) is not None or is_random(node) or SYMBOLIC in node.meta:
-            return False
-        if not all(map(is_plain, given(node))):
-            return False
-        return is_plain(node) and (not may_write(node) or node.target in IN_PLACE)
 
     def add(self, node: fx.Node, way: Way) -> None:
         self.ways[node] = way
@@ -119,7 +109,7 @@ class _Growth:
         return None
 
     def big(self, node: fx.Node) -> bool:
-        return max((t.numel() for t in tensors(node)), default=0) >= self.floor
+        return self.known.numel(node) >= self.floor
 
     def overwritten(self, op: fx.Node) -> bool:
         """Whether an op reads an input that the step writes into, of which a second run would find another value."""
@@ -127,20 +117,24 @@ class _Growth:
         places = [at for x in given(op) for at in region.primal_of.get(x, ())]
         return any(region.primals[at] in region.mutated for at in places)
 
-    def grow(self, first: fx.Node) -> None:
-        """Pass the group on, through big values, to the ops that make and read them."""
-        queue = [first]
-        while queue:
-            node = queue.pop()
-            for x, group in zip(given(node), self.ways[node].reads, strict=True):
-                if group is not None and self.big(x) and (op := self.try_to_make(x, group)):
-                    queue.append(op)
-                if group is not None and self.big(x):
-                    queue += self._readers(x, group)
-            for t in results(node):
-                made = self.made(t)
-                if made is not None and made != SUM and self.big(t):
-                    queue += self._readers(t, made)
+    def grow(self, first: fx.Node, hops: int | None) -> None:
+        """Pass the group on, through big values, to the ops that make and read them, so many hops far."""
+        layer = [first]
+        while layer and hops != 0:
+            layer = [op for node in layer for op in self._neighbours(node)]
+            hops = None if hops is None else hops - 1
+
+    def _neighbours(self, node: fx.Node) -> Iterator[fx.Node]:
+        """Take the ops into the set that make what an op reads, and read what it makes."""
+        for x, group in zip(given(node), self.ways[node].reads, strict=True):
+            if group is not None and self.big(x):
+                if op := self.try_to_make(x, group):
+                    yield op
+                yield from self._readers(x, group)
+        for t in results(node):
+            made = self.made(t)
+            if made is not None and made != SUM and self.big(t):
+                yield from self._readers(t, made)
 
     def _readers(self, x: fx.Node, group: Group) -> list[fx.Node]:
         tried = (self.try_to_read(user, x, group) for user in x.users if user.target is not operator.getitem)
@@ -198,7 +192,9 @@ def results(node: fx.Node) -> list[fx.Node]:
     return parts if isinstance(node.meta.get("val"), (tuple, list)) else [node]
 
 
-def recognise(region: Region, seed: fx.Node, group: Group, known: Known | None = None) -> tuple[Found, ...]:
+def recognise(
+    region: Region, seed: fx.Node, group: Group, known: Known | None = None, hops: int | None = None
+) -> tuple[Found, ...]:
     """The sets around the big values that are made or read with a node cut along a group: of the forward and the
     backward pass, as far as there are any.
 
@@ -207,13 +203,14 @@ def recognise(region: Region, seed: fx.Node, group: Group, known: Known | None =
         seed: an op of it.
         group: of its first result.
         known: the ways of the region's ops, as far as they were looked up before.
+        hops: how far from the seed, in its pass alone; None for as far as it goes, in both passes.
     """
     shape = shape_of(seed)
     growth = _Growth(region, BIG * next(tensors(seed)).numel(), size_of(shape, group), known or Known())
     for way in growth.known.to_make(seed, 0, group):
         if growth.admits(seed, way):
             growth.add(seed, way)
-            growth.grow(seed)
+            growth.grow(seed, hops)
             growth.close()
             break
     if seed not in growth.ways:
@@ -224,6 +221,8 @@ def recognise(region: Region, seed: fx.Node, group: Group, known: Known | None =
     repeated = _repeated(growth, forward, backward)
     again = {n: forward[n] for n in forward if n in repeated}
     sets = [Found(forward, frozenset(), growth.parts), Found({**again, **backward}, frozenset(again), growth.parts)]
+    if hops is not None:
+        sets = sets[:1] if growth.forward(seed) else sets[1:]
     return tuple(each for each in sets if len(each.ways) > len(each.repeated))
 
 

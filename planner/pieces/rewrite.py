@@ -19,6 +19,7 @@ from planner.core.call import storages
 from planner.core.pieces import Split, run_in_pieces
 from planner.pieces.ends import Piecewise, piecewise
 from planner.pieces.groups import SUM
+from planner.pieces.known import Known
 from planner.pieces.piece import body_of
 from planner.pieces.recognise import results, source
 
@@ -26,20 +27,22 @@ _ATEN = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)  # sums of many pieces are kept in single precision
 
 
-def in_pieces(region: Region, splits: Sequence[Split]) -> Region | None:
+def in_pieces(region: Region, splits: Sequence[Split], known: Known | None = None) -> Region | None:
     """The region with sets of its ops in pieces; None where a split is not of it.
 
     Args:
         region: as captured.
         splits: each of other ops.
+        known: the ways of the region's ops, as far as they were looked up before.
     """
     if not splits:
         return region
     sets: list[tuple[Piecewise, int]] = []
+    known = known or Known()
     for split in splits:
         if not 0 <= split.seed < len(region.order.nodes):
             return None
-        found = piecewise(region, region.order.nodes[split.seed], (split.first, split.last))
+        found = piecewise(region, region.order.nodes[split.seed], (split.first, split.last), known, split.hops)
         if not found or split.pieces > found[0].found.parts:
             return None
         sets += [(each, split.pieces) for each in found]
@@ -68,6 +71,8 @@ def _written(region: Region, sets: Sequence[tuple[Piecewise, int]]) -> tuple[fx.
     if sequence is None:
         return None
     joint = fx.GraphModule(region.joint, fx.Graph())
+    for node in region.joint.graph.find_nodes(op="get_attr"):
+        setattr(joint, node.target, getattr(region.joint, node.target))
     writer = _Writer(joint, {})
     for node in region.joint.graph.find_nodes(op="placeholder"):
         writer.copy(node)
@@ -96,8 +101,9 @@ def _sequence(region: Region, sets: Sequence[Piecewise]) -> list[Any] | None:
     wait for each other.
     """
     sequence: list[Any] | None = list(region.order.nodes)
+    effects = frozenset(node for node in region.order.nodes if node.is_impure())
     for at in range(len(sets)):
-        sequence = _collapsed(sequence, sets, at) if sequence is not None else None
+        sequence = _collapsed(sequence, sets, at, effects) if sequence is not None else None
     if sequence is None:
         return None
     there = set(region.joint.graph.find_nodes(op="placeholder"))
@@ -117,14 +123,17 @@ def _of_forward_pass(region: Region, each: Piecewise) -> bool:
     return any(n in region.order.forward for n in each.own)
 
 
-def _collapsed(sequence: Sequence[Any], sets: Sequence[Piecewise], at: int) -> list[Any] | None:
+def _collapsed(
+    sequence: Sequence[Any], sets: Sequence[Piecewise], at: int, effects: frozenset[fx.Node]
+) -> list[Any] | None:
     """The sequence with a set's ops as one item, its number, where the last of them was; None where that cannot be.
 
     What reads the set's results comes after it, and so does what writes into a tensor that the set reads, or that an op
     reads which comes after it. What draws random numbers, or has other effects, does not go past its like.
     """
     each = sets[at]
-    removed = {i for i, n in enumerate(sequence) if isinstance(n, fx.Node) and _is_inside(n, each)}
+    inside = each.own - each.views
+    removed = {i for i, n in enumerate(sequence) if isinstance(n, fx.Node) and source(n)[0] in inside}
     last = max(i for i in removed if source(sequence[i])[0] is sequence[i])  # results may be told apart much later
     late: set[fx.Node] = {t for t, _ in each.makes}
     still_read: set[int] = set()  # storages of which later ops read what they hold now
@@ -135,7 +144,7 @@ def _collapsed(sequence: Sequence[Any], sets: Sequence[Piecewise], at: int) -> l
         single = isinstance(item, fx.Node)
         reads = item.all_input_nodes if single else [x for x, _ in sets[item].reads]
         writes = storages(item.args[0].meta.get("val")) if single and may_write(item) and item.args else {}
-        has_effects = single and item.is_impure()
+        has_effects = item in effects
         waits = not late.isdisjoint(reads) or not still_read.isdisjoint(writes) or (has_effects and effects_follow)
         if i not in removed and not waits:
             before.append(item)
@@ -149,12 +158,6 @@ def _collapsed(sequence: Sequence[Any], sets: Sequence[Piecewise], at: int) -> l
         return None
     rest = [item for i, item in enumerate(sequence[last + 1 :], last + 1) if i not in removed]
     return [*before, at, *after, *rest]
-
-
-def _is_inside(node: fx.Node, each: Piecewise) -> bool:
-    """Whether a node runs in the pieces of a set, and nowhere else."""
-    op = source(node)[0]
-    return op in each.own and op not in each.views
 
 
 class _Writer:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
+
+from torch import fx
 
 from planner.capture.regions.region import Region
 from planner.capture.trace.step import TrainingGraph
@@ -12,20 +15,29 @@ from planner.core.plan import InPieces, PlanRecord
 from planner.core.recipe import Recipe
 from planner.core.step import Step
 from planner.errors import InfeasibleBudgetError, gb
-from planner.pieces.candidates import Candidate, candidates
+from planner.pieces.around import Needs, Surroundings
+from planner.pieces.candidates import candidates
+from planner.pieces.known import Known
 from planner.pieces.rewrite import in_pieces
 from solvers import Solution, every_op_once, minimum_peak_bound, simulate
 
+SMALLER = 8  # the ops that take the most are sought down to this share of it, by this factor at a time:
+STEP = 0.8
+PATIENCE = 2  # so many finer steps in a row of no lower bound end a search
 SMALLEST = 256  # no piece is smaller than the largest value by more than this factor
 LOWER = 0.98  # finer pieces that lower the bound on the peak by less are not looked at
 CHEAPER = 0.97  # of the time of the plan without pieces: only below it are pieces chosen where that fits, too
 
 Solved = tuple[TrainingGraph, Step, Solution]
+Splits = tuple[tuple[Split, ...], ...]  # of each region
 
 
-def with_splits(graph: TrainingGraph, splits: Sequence[tuple[Split, ...]]) -> TrainingGraph | None:
+def with_splits(
+    graph: TrainingGraph, splits: Sequence[tuple[Split, ...]], known: Sequence[Known] | None = None
+) -> TrainingGraph | None:
     """The step with sets of each region's ops in pieces; None where they are not of it."""
-    regions = [in_pieces(region, own) for region, own in zip(graph.regions, splits, strict=True)]
+    rows = zip(graph.regions, splits, known or [Known() for _ in splits], strict=True)
+    regions = [in_pieces(*row) for row in rows]
     return None if None in regions else replace(graph, regions=tuple(r for r in regions if r is not None))
 
 
@@ -38,13 +50,22 @@ def as_in(graph: TrainingGraph, record: PlanRecord) -> TrainingGraph:
     return (with_splits(graph, splits) or graph) if any(splits) else graph
 
 
+@dataclass(frozen=True)
+class _Rung:
+    """A step with some of its ops in pieces, its problem, and a lower bound on its peak, in bytes."""
+
+    graph: TrainingGraph
+    step: Step
+    bound: int
+
+
 def solve_in_pieces(
     graph: TrainingGraph, lower: Callable[[TrainingGraph], Step], solve: Callable[[TrainingGraph, Step], Solved]
 ) -> Solved:
     """Solve a step; where its budget does not allow that, with as few and as large pieces as it takes.
 
-    Pieces become smaller step by step, every large value at once, in an order that does not depend on the budget: what
-    an error names as the least budget is feasible.
+    Pieces become smaller step by step, in an order that does not depend on the budget: what an error names as the least
+    budget is feasible. What cannot fit by the bound on its peak is not solved, but the leanest.
 
     Args:
         graph: the step, whole.
@@ -52,50 +73,90 @@ def solve_in_pieces(
         solve: a step and its problem -> its solution; InfeasibleBudgetError where there is none.
 
     Raises:
-        InfeasibleBudgetError: with the least budget of all that was looked at.
+        InfeasibleBudgetError: with the least budget, of the step whole or in the leanest pieces.
     """
-    whole = lower(graph)
-    try:
-        solved = solve(graph, whole)
-    except InfeasibleBudgetError as e:
-        least, at_least = e, e.minimum_bytes
-    else:
-        return _cheaper(solved, lower, solve)
-    why = f"With every op whole, the leanest schedule found needs {gb(at_least)}"
-    bound, leanest = minimum_peak_bound(whole.problem), None
-    for finer in _ladder(graph, candidates(graph.regions)):
-        step = lower(finer)
-        lowest = minimum_peak_bound(step.problem)
-        if lowest > LOWER * bound:
-            continue
-        bound, leanest = lowest, (finer, step)
-        if step.problem.budget is not None and lowest > step.problem.budget:
-            continue
-        leanest = None
-        try:
-            return _because(solve(finer, step), why, whole)
-        except InfeasibleBudgetError as e:
-            least = min(least, e, key=lambda each: each.minimum_bytes)
-    if leanest is not None:
-        try:
-            return _because(solve(*leanest), why, whole)
-        except InfeasibleBudgetError as e:
-            least = min(least, e, key=lambda each: each.minimum_bytes)
-    raise least
+    rungs, errors, slack = _descent(graph, lower), dict[int, InfeasibleBudgetError](), 1.0
+    whole = rung = next(rungs)
+    budget = whole.step.problem.budget
+    why = f"With every op whole, the step needs {gb(whole.bound)} at least"
+    while True:
+        if budget is None or slack * rung.bound <= budget:
+            try:
+                solved = solve(rung.graph, rung.step)
+                return _cheaper(solved, lower, solve) if rung is whole else _because(solved, why, whole.step)
+            except InfeasibleBudgetError as e:
+                errors[rung.bound], slack = e, e.minimum_bytes / rung.bound
+        if (finer := next(rungs, None)) is None:
+            break
+        rung = finer
+    ends = {each.bound: errors[each.bound] for each in (rung, whole) if each.bound in errors}
+    for each in (rung, whole):  # for these alone, a budget that is their least leads to them again
+        if each.bound not in ends and all(each.bound < e.minimum_bytes for e in ends.values()):
+            try:
+                return _because(solve(each.graph, each.step), why, whole.step)
+            except InfeasibleBudgetError as e:
+                ends[each.bound] = e
+    raise min(ends.values(), key=lambda e: e.minimum_bytes)
 
 
-def _ladder(graph: TrainingGraph, found: Sequence[Candidate]) -> Iterator[TrainingGraph]:
-    """The step in smaller and smaller pieces."""
+def _descent(graph: TrainingGraph, lower: Callable[[TrainingGraph], Step]) -> Iterator[_Rung]:
+    """The whole step, then the same in pieces: each takes clearly less than all before, as far as the bounds say."""
+    step = lower(graph)
+    leanest = _Rung(graph, step, minimum_peak_bound(step.problem))
+    yield leanest
+    known = tuple(Known() for _ in graph.regions)
+    for ladder in (_by_size, partial(_by_need, needs=_needs(graph, step))):
+        misses = 0
+        for finer in ladder(graph, known, tuple(region.splits for region in leanest.graph.regions)):
+            step = lower(finer)
+            bound = minimum_peak_bound(step.problem)
+            misses = misses + 1 if bound > LOWER * leanest.bound else 0
+            if not misses:
+                leanest = _Rung(finer, step, bound)
+                yield leanest
+            if misses == PATIENCE:
+                break
+
+
+def _needs(graph: TrainingGraph, step: Step) -> tuple[Needs, ...]:
+    """For each region of a step that is whole, the bytes that each of its ops takes while it runs."""
+    needs: list[dict[fx.Node, int]] = [{} for _ in graph.regions]
+    sizes = step.problem.sizes
+    for op, origin in zip(step.problem.ops, step.origins, strict=True):
+        if origin.region is not None and graph.regions[origin.region].fingerprint:
+            node = graph.regions[origin.region].ops[origin.index].node
+            needs[origin.region][node] = sum(sizes[v] for v in {*op.reads, *op.writes}) + op.workspace
+    return tuple(needs)
+
+
+def _by_need(
+    graph: TrainingGraph, known: Sequence[Known], splits: Splits, needs: Sequence[Needs]
+) -> Iterator[TrainingGraph]:
+    """The step with smaller and smaller needs of single ops, beside what runs in pieces already."""
+    around = [Surroundings(*row) for row in zip(graph.regions, known, needs, splits, strict=True)]
+    most = float(max((n for each in needs for n in each.values()), default=0))
+    least, before = most / SMALLER, splits
+    while most > least:
+        most *= STEP
+        finer = tuple((*own, *each.above(most)) for own, each in zip(splits, around, strict=True))
+        if finer != before and (cut := with_splits(graph, finer, known)) is not None:
+            yield cut
+        before = finer
+
+
+def _by_size(graph: TrainingGraph, known: Sequence[Known], splits: Splits) -> Iterator[TrainingGraph]:
+    """The step, whole, with its largest values in smaller and smaller pieces."""
+    found = candidates(graph.regions, known)
     largest = max((each.nbytes for each in found), default=0)
-    before: list[tuple[Split, ...]] = [() for _ in graph.regions]
+    before = splits
     pieces = 2
     while pieces <= SMALLEST and found:
         pairs = [(each.region, each.at(largest / pieces)) for each in found]
-        splits = [tuple(s for r, s in pairs if r == at and s is not None) for at in range(len(graph.regions))]
+        finer = tuple(tuple(s for r, s in pairs if r == at and s is not None) for at in range(len(graph.regions)))
         pieces *= 2
-        if splits != before and (finer := with_splits(graph, splits)) is not None:
-            yield finer
-        before = splits
+        if finer != before and (cut := with_splits(graph, finer, known)) is not None:
+            yield cut
+        before = finer
 
 
 def _cheaper(
@@ -108,7 +169,7 @@ def _cheaper(
     problem = step.problem
     if problem.budget is None or solution.timeline.cost * CHEAPER <= problem.total_cost:
         return solved
-    for finer in _ladder(graph, candidates(graph.regions)):
+    for finer in _by_size(graph, [Known() for _ in graph.regions], tuple(region.splits for region in graph.regions)):
         cut = lower(finer)
         once = simulate(cut.problem, every_op_once(cut.problem))
         if once.cost > CHEAPER * solution.timeline.cost:
