@@ -2,8 +2,8 @@
 
 One process a model; what was found is written after each, to benchmarks/results/models_cpu.json and docs/models.md;
 with `--libraries`, of the models that libraries ship, to benchmarks/results/libraries_cpu.json and docs/libraries.md.
-A library that is not here is skipped and named. `--missing` goes on where a run was stopped. `--short` takes a fraction of
-the time: the plans' searches are short, so that they cost more time of the step than they need to; such rows are marked.
+A library that is not here is skipped and named. `--missing` goes on where a run was stopped. `--short` is for many
+models in little time: searches are short, so that plans may cost more time than they need to; such rows are marked.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from planner.compat.autograd import graph_is_kept, in_backward, when_backward_en
 from planner.compat.dispatch import LastingMode, finds_ops, written
 from planner.compat.ops import OpOverload
 from planner.compat.pytree import tree_leaves
-from planner.compat.tensors import is_traceable_wrapper_subclass, storage_key
+from planner.compat.tensors import dense_parts, is_traceable_wrapper_subclass, storage_key
 from planner.core.call import Call, describe_call, storages, tensors_in
 from planner.runtime.outputs import Unasking
 
@@ -243,7 +243,7 @@ class Recorder(LastingMode):
 
     def planned_results(self, results: Any) -> None:
         """The planned graphs have made these gradients."""
-        for t in tensors_in(results):
+        for t in (part for outer in tensors_in(results) for part in dense_parts(outer)):
             if t.device == self.device:
                 self.gradients.add(t.untyped_storage(), storage_key(t))
 
