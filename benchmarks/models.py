@@ -2,7 +2,8 @@
 
 One process a model; what was found is written after each, to benchmarks/results/models_cpu.json and docs/models.md;
 with `--libraries`, of the models that libraries ship, to benchmarks/results/libraries_cpu.json and docs/libraries.md.
-A library that is not here is skipped and named. `--missing` goes on where a run was stopped.
+A library that is not here is skipped and named. `--missing` goes on where a run was stopped. `--short` is for many
+models in little time: searches are short, so that plans may cost more time than they need to; such rows are marked.
 """
 
 from __future__ import annotations
@@ -49,12 +50,12 @@ OF_LIBRARIES = Survey(
 )
 
 
-def attempt(family: str, name: str) -> Row:
-    """The row of one model, from a process of its own."""
+def attempt(family: str, name: str, short: bool) -> Row:
+    """The row of one model, from a process of its own; `short` as in `survey`."""
     try:
-        row: Row = in_own_process(survey, family, name, time_limit=TIME_LIMIT)
+        row: Row = in_own_process(survey, family, name, short, time_limit=TIME_LIMIT)
     except RuntimeError as e:
-        row = Row(name, family, "", "crashed", why=str(e))
+        row = Row(name, family, "", "crashed", short=short, why=str(e))
     return row
 
 
@@ -96,10 +97,12 @@ def write(survey_of: Survey, rows: Rows, skipped: Mapping[str, str]) -> None:
     survey_of.results.write_text(json.dumps(report, indent=1) + "\n")
 
 
-def measure(survey_of: Survey, todo: Sequence[tuple[str, str]], rows: Rows, jobs: int, absent: dict[str, str]) -> None:
+def measure(
+    survey_of: Survey, todo: Sequence[tuple[str, str]], rows: Rows, jobs: int, absent: dict[str, str], short: bool
+) -> None:
     """Each model that is to do, in a process of its own; its row is written as soon as it is known."""
     with ThreadPoolExecutor(jobs) as pool:
-        running = {pool.submit(attempt, *each): each[1] for each in todo}
+        running = {pool.submit(attempt, *each, short): each[1] for each in todo}
         for done in tqdm(as_completed(running), total=len(running), desc="models"):
             row = done.result()
             rows[running[done]] = asdict(row)
@@ -113,6 +116,7 @@ def main() -> None:
     parser.add_argument("--libraries", action="store_true", help="the models that libraries ship")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="only these models or families; other rows stay")
     parser.add_argument("--missing", action="store_true", help="only models that have no row yet")
+    parser.add_argument("--short", action="store_true", help="short searches: quicker, and plans that cost more time")
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     parser.add_argument("--report", action="store_true", help="measure nothing; make the page from the JSON file")
     options = parser.parse_args()
@@ -130,7 +134,7 @@ def main() -> None:
         if options.missing:
             todo = [each for each in todo if each[1] not in rows]
         PRELOAD.extend(module_of(family) for family in survey_of.families if family not in absent)
-        measure(survey_of, todo, rows, options.jobs, absent)
+        measure(survey_of, todo, rows, options.jobs, absent, options.short)
     survey_of.page.write_text(survey_of.written(json.loads(survey_of.results.read_text())))
 
 

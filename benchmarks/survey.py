@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from planner import InfeasibleBudgetError, Plan, PlannerError, plan
+from solvers.search import effort
 
 from .measure import step_peak, time_ratio
 from .zoo import LIBRARIES, build
@@ -30,6 +31,7 @@ PAIRS = 5  # of steps that are timed
 PLENTY = "100%"  # room to keep everything
 FLOOR = 1e-3  # a tensor's error is relative to its largest entry, or to this share of the largest of all gradients
 ROUNDING = 1e-5  # relative error that single precision accounts for where eager's own is smaller or not known
+SHORT = 2e6  # steps of a short search
 SLACK = 4  # how many times eager's own error against float64 a planned step may have
 
 
@@ -54,6 +56,7 @@ class Row:
         overhead, measured_overhead: estimated; median over pairs of steps of processor time, planned over eager, less
             one.
         plan_seconds: of `plan()` at the budget.
+        short: whether the plan's search did a small part of its work.
         why: what was wrong, or the text of the refusal.
         trace: the last lines of a crash's traceback.
         warnings: of the planner, in the order in which they came.
@@ -78,13 +81,16 @@ class Row:
     overhead: float | None = None
     measured_overhead: float | None = None
     plan_seconds: float | None = None
+    short: bool = False
     why: str = ""
     trace: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
 
-def survey(family: str, name: str) -> Row:
-    """The row of one model: every error is a verdict."""
+def survey(family: str, name: str, short: bool = False) -> Row:
+    """The row of one model: every error is a verdict. With `short`, searches are short in this process from here on."""
+    if short:
+        effort.STEPS, effort.STEPS_PER_OP = SHORT, 0.0
 
     def make() -> Case:
         torch.manual_seed(0)
@@ -95,6 +101,7 @@ def survey(family: str, name: str) -> Row:
         "name": name,
         "family": family,
         "model": type(case.model).__name__,
+        "short": short,
         "parameters": sum(p.numel() for p in case.model.parameters()),
     }
     with warnings.catch_warnings(record=True) as caught:

@@ -1075,3 +1075,15 @@ def test_fake_tensors_forget_what_they_know():
     assert known.constant is None
     with mode:
         assert (known + 1).shape == (8,)
+
+
+@pytest.mark.parametrize("fakes", [False, True])
+def test_the_parts_of_a_sparse_tensor_have_its_storages(fakes):
+    with fake.FakeTensorMode() if fakes else torch.device("cpu"):
+        weight = torch.ones(8, 4, requires_grad=True)
+        looked_up = nn.functional.embedding(torch.zeros(3, dtype=torch.long), weight, sparse=True)
+        (gradient,) = torch.autograd.grad(looked_up.sum(), weight)
+    indices, values = tensors.dense_parts(gradient)
+    assert (tuple(indices.shape), tuple(values.shape)) == ((1, 3), (3, 4))
+    assert tensors.storage_key(values) == tensors.storage_key(tensors.dense_parts(gradient)[1])
+    assert tensors.dense_parts(weight) == [weight]

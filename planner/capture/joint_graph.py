@@ -14,6 +14,7 @@ from torch import fx
 from planner.compat import pytree
 from planner.compat.fake import FakeTensor
 from planner.compat.ops import FUNCTIONAL, OpOverload, schema_of
+from planner.compat.tensors import dense_parts
 from planner.core.pieces import run_in_pieces
 
 
@@ -88,7 +89,8 @@ def tensors(node: fx.Node, value: Any = None) -> Iterator[torch.Tensor]:
     """The fake tensors that a node returns, or those in another value of the node."""
     if value is None:
         value = node.meta.get("val", node.meta.get("example_value"))  # AOTAutograd's name for it, Dynamo's
-    return (t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor))
+    outer = (t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor))
+    return (t for each in outer for t in dense_parts(each))
 
 
 def map_nodes(arguments: Any, of: Callable[[fx.Node], Any]) -> Any:

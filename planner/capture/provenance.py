@@ -67,6 +67,15 @@ def running_module(frame: FrameType | None, paths: Mapping[int, str]) -> str:
     return ""
 
 
+def running_forward(frame: FrameType | None, paths: Mapping[int, str]) -> str:
+    """As `running_module`, of the innermost module whose `forward` runs."""
+    while frame is not None:
+        if frame.f_code.co_name == "forward" and (path := paths.get(id(variable_of(frame, "self")))) is not None:
+            return path
+        frame = frame.f_back
+    return ""
+
+
 def _parts(path: str) -> tuple[str, ...]:
     return tuple(p for p in re.split(r"[\[\].'\"\\]+", path) if p and p != "_modules")
 

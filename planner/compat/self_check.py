@@ -21,7 +21,9 @@ PARTS = {
     ),
     "torch._C._autograd": "_get_current_graph_task_keep_graph",
     "torch._C:_FunctionBase": "_raw_saved_tensors _sequence_nr",
-    "torch:Tensor": ("_backward_hooks _base _make_wrapper_subclass _post_accumulate_grad_hooks _use_count _version"),
+    "torch:Tensor": (
+        "_backward_hooks _base _indices _make_wrapper_subclass _post_accumulate_grad_hooks _use_count _values _version"
+    ),
     "torch:UntypedStorage": "_cdata",
     "torch._decomp.decompositions": "_rnn_helper",
     "torch._dynamo.decorators": "_dynamo_weak_dynamic_indices",

@@ -30,6 +30,14 @@ def storage_key(t: torch.Tensor) -> int:
     return key
 
 
+def dense_parts(t: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that have the storages: of a sparse COO tensor its indices and values, else the tensor itself.
+
+    Fake tensors, and those not coalesced, have them too (`Tensor._indices`, `Tensor._values`, torch 2.11 to 2.15).
+    """
+    return [t._indices(), t._values()] if t.layout == torch.sparse_coo else [t]
+
+
 def viewed(t: torch.Tensor) -> torch.Tensor | None:
     """The tensor that a differentiable view is of (`Tensor._base`, torch 2.11 to 2.15); None for what is no view."""
     return t._base

@@ -9,7 +9,7 @@ import torch
 
 from planner.compat import pytree
 from planner.compat.ops import OpOverload
-from planner.compat.tensors import is_traceable_wrapper_subclass, storage_key
+from planner.compat.tensors import dense_parts, is_traceable_wrapper_subclass, storage_key
 
 _ATEN = torch.ops.aten
 # their kernels copy the whole storage behind the tensor that they write into (`at::clone_preserve_strides`), where fake
@@ -90,9 +90,9 @@ def storages(tree: Any) -> dict[int, int]:
 
 
 def inside(t: torch.Tensor) -> list[torch.Tensor]:
-    """The plain tensors of a tensor: itself, or those in a wrapper, as the local shard in a `DTensor`."""
+    """The plain tensors of a tensor: itself, or those in a sparse one, or in a wrapper as a `DTensor`."""
     if not is_traceable_wrapper_subclass(t):
-        return [t]
+        return dense_parts(t)
     parts = [getattr(t, name) for name in t.__tensor_flatten__()[0]]
     return [inner for part in parts if isinstance(part, torch.Tensor) for inner in inside(part)]
 

@@ -48,12 +48,16 @@ class Recipe:
         detached: for each Dynamo graph, by key, the outputs that get no gradient.
         maxima: where sizes are symbols in the graphs, the largest for which the plan holds.
         asks: lines of Python that ask for values of tensors, so that another step may have other graphs.
+        apart: paths of the modules that torch.compile leaves alone, with all that they call.
+        inner: paths of the parts of these that are compiled for themselves.
     """
 
     calls: Mapping[str, tuple[PlannedRegion | None, ...]] = field(repr=False)
     detached: Mapping[str, tuple[int, ...]] = field(repr=False)
     maxima: Maxima | None = field(default=None, repr=False)
     asks: tuple[str, ...] = ()
+    apart: tuple[str, ...] = ()
+    inner: tuple[str, ...] = ()
 
 
 Kept = Mapping[int, str]  # op of a module's call, by its number -> its target

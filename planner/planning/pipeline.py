@@ -285,6 +285,12 @@ def _notes(request: Request, graph: TrainingGraph) -> Iterator[str]:
         yield f"{calls} of the model planned like the rest (checkpoints='keep' leaves them as they are)."
     if graph.loss.name:
         yield f"The loss was taken to be {graph.loss.name}."
+    if graph.paths.apart:
+        names = (path or "the model's own forward()" for path in graph.paths.apart)
+        yield (
+            f"Sizes in {', '.join(names)} depend on values, and are counted as they are for this batch: what is "
+            "computed there is kept, and a step in which more is may take more."
+        )
     if graph.asked:
         yield told(graph.asked, "is planned when it comes")
 

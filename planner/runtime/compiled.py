@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from planner.capture.shapes import enlarged
+from planner.capture.trace.apart import Apart, Paths
 from planner.capture.trace.dynamo import dynamo_settings, make_backend, op_by_op
 from planner.capture.trace.layers import helpers
 from planner.capture.trace.state_guard import undone_on, untouched
@@ -78,6 +79,7 @@ class Runtime(Applied):
         self.settled = self.traced = False
         self.unguarded: object = None
         self.current = Recipe({}, {})
+        self._apart: dict[Paths, Apart] = {}
         self._compile_anew()
 
     @property
@@ -90,12 +92,14 @@ class Runtime(Applied):
         own = weakref.proxy(self)  # torch holds what it compiled until the model is gone
         self.regions.forget()
         self.traced = False
+        self._apart.clear()
         self.compiled = self._compiled(lambda: own.current)
         for families in self.shapes.families.values():
             for family in families:
                 family.compiled = self._compiled(_always(recipe_of(family.plan)))
 
-    def _compiled(self, recipe: Callable[[], Recipe]) -> Callable[..., Any]:
+    def _compiled(self, recipe: Callable[[], Recipe], module: nn.Module | None = None) -> Callable[..., Any]:
+        """The call of the model, or of a module in it."""
         own = cast(Runtime, weakref.proxy(self))
 
         def settings() -> AbstractContextManager[None]:
@@ -103,7 +107,7 @@ class Runtime(Applied):
             return dynamo_settings()
 
         compiler = op_by_op(self.checkpoints, step_in_backward=self.step_in_backward)
-        return compile_call(self.model, make_backend(self.regions.serving(recipe), compiler), settings)
+        return compile_call(module or self.model, make_backend(self.regions.serving(recipe), compiler), settings)
 
     def like(self, model: nn.Module) -> Runtime:
         shapes, steps = self.shapes.without_families(), self.step_in_backward
@@ -277,11 +281,22 @@ class Runtime(Applied):
         recipe = self.plans[signature].recipe
         return self.regions.drawn_again(recipe) if isinstance(recipe, Recipe) else []
 
+    def _leaving_alone(self, recipe: Recipe) -> AbstractContextManager[None]:
+        """Has torch.compile leave alone the modules that run apart."""
+        paths = Paths(recipe.apart, recipe.inner)
+        if not recipe.apart:
+            return nullcontext()
+        if paths not in self._apart:
+            own = weakref.proxy(self)
+            self._apart[paths] = Apart(self.model, paths, lambda module: self._compiled(lambda: own.current, module))
+        return self._apart[paths].here()
+
     def _run(self, signature: Signature, args: Any, kwargs: Any) -> Any:
         self.regions.call_begins()
         family = self.serving.get(signature)
         try:
-            with self.regions.progress(self.plans[signature]):
+            plan = self.plans[signature]
+            with self.regions.progress(plan), self._leaving_alone(recipe_of(plan)):
                 if family is not None:
                     result = family.run(self.model, signature, args, kwargs)
                 else:

@@ -21,7 +21,7 @@ from planner.compat.autograd import adds_to_gradient, graph_is_kept, in_backward
 from planner.compat.dispatch import LastingMode, finds_ops, written
 from planner.compat.ops import OpOverload
 from planner.compat.pytree import tree_leaves
-from planner.compat.tensors import is_traceable_wrapper_subclass, storage_key
+from planner.compat.tensors import dense_parts, is_traceable_wrapper_subclass, storage_key
 from planner.core.call import Call, describe_call, storages, tensors_in
 from planner.runtime.outputs import Unasking
 
@@ -259,7 +259,7 @@ class Recorder(LastingMode):
         """The planned graphs have made these gradients."""
         arrived = self.arrived[-1] if self.arrived else {}
         self.held = max(self.held, sum(nbytes for key, (_, nbytes) in arrived.items() if key in self.given.made))
-        for t in tensors_in(results):
+        for t in (part for outer in tensors_in(results) for part in dense_parts(outer)):
             if t.device == self.device:
                 self.gradients.add(t.untyped_storage(), storage_key(t))
 

@@ -7,17 +7,20 @@ answer. Fake tensors propagate constants of one element (`torch._subclasses.fake
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from planner.capture.provenance import running_forward
 from planner.capture.trace.data_dependent import Answers, asks
 from planner.compat import pytree
 from planner.compat.dispatch import written
 from planner.compat.dynamo import is_tracing
 from planner.compat.fake import (
     DataDependentOutputException,
+    DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
     allow_constants,
@@ -28,6 +31,7 @@ from planner.compat.fake import (
 )
 from planner.compat.ops import OpOverload, schema_of
 from planner.compat.tensors import no_dispatch, storage_key
+from planner.core.call import TensorSpec
 
 _ATEN = torch.ops.aten
 MOST_ELEMENTS = 2**22  # of a tensor that is known: a mask of 2048 by 2048 tokens
@@ -38,13 +42,15 @@ class ConstantPropagation:
 
     Args:
         mode: the fake mode.
-        answers: the values that Python code asks for where they are not known.
+        answers: the values that Python code asks for where they are not known, and sizes that depend on values.
+        paths: of the model's modules, by their identities.
     """
 
-    def __init__(self, mode: FakeTensorMode, answers: Answers) -> None:
+    def __init__(self, mode: FakeTensorMode, answers: Answers, paths: Mapping[int, str]) -> None:
         self.mode = mode
         self.answers = answers
         self._borrowed: set[int] = set()  # storages of tensors that were given
+        self.paths = paths
         self._dispatch = replace_dispatch(mode, self.dispatch)
         allow_constants(mode, MOST_ELEMENTS)
 
@@ -55,12 +61,13 @@ class ConstantPropagation:
         def fake(t: torch.Tensor) -> Any:
             if type(t) is not torch.Tensor or t.requires_grad or t.is_meta or t.numel() > MOST_ELEMENTS:
                 return self.mode.from_tensor(t)
-            if t.layout is not torch.strided or t.is_conj() or t.is_neg():
-                return fake_of_constant(self.mode, copy.deepcopy(t, memo))
             if id(t) not in memo:
-                self._borrowed.add(storage_key(t))
-                same = t.new_empty(0).set_(t.untyped_storage(), t.storage_offset(), t.shape, t.stride())
-                memo[id(t)] = fake_of_constant(self.mode, same)
+                if plain := t.layout is torch.strided and not (t.is_conj() or t.is_neg()):
+                    self._borrowed.add(storage_key(t))
+                    same = t.new_empty(0).set_(t.untyped_storage(), t.storage_offset(), t.shape, t.stride())
+                known: Any = fake_of_constant(self.mode, same if plain else copy.deepcopy(t, memo))
+                known.planner_given = True
+                memo[id(t)] = known
             return memo[id(t)]
 
         return pytree.tree_map_only(torch.Tensor, fake, tree)
@@ -68,8 +75,28 @@ class ConstantPropagation:
     def dispatch(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        """Run an op on fake tensors; where only values tell the size of its result, that is as in the real call."""
+        specs = None if is_tracing() else self.answers.specs(func)
+        try:
+            return self._propagate(func, types, args, kwargs or {})
+        except DynamicOutputShapeException:
+            leaves = pytree.tree_leaves(specs)
+            if not leaves or not all(isinstance(spec, TensorSpec) for spec in leaves):
+                raise
+            self.answers.sized.add(running_forward(inspect.currentframe(), self.paths))
+            device = next(t.device for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor))
+
+            def made(spec: TensorSpec) -> torch.Tensor:
+                shape = self.answers.enlarged(func, args, spec)
+                if shape != spec.shape:
+                    return torch.empty(shape, dtype=spec.dtype, device=device)
+                return torch.empty_strided(shape, spec.stride, dtype=spec.dtype, device=device)
+
+            with self.mode:
+                return pytree.tree_map_only(TensorSpec, made, specs)
+
+    def _propagate(self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run an op on fake tensors, and for real where all its inputs are known and the result is small."""
-        kwargs = kwargs or {}
         inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         known = [t for t in inputs if isinstance(t, FakeTensor) and t.constant is not None]
         result: Any
@@ -77,7 +104,9 @@ class ConstantPropagation:
             return self._answer(func, types, args, kwargs)
         if func in _CTC and (result := _ctc_loss(*args, **kwargs)) is not None:
             return result
-        if _uninitialised(func):
+        given = any(getattr(t, "planner_given", False) for t in known)
+        sized = given and self.answers.doubted and torch.Tag.dynamic_output_shape in func.tags
+        if _uninitialised(func) or sized:
             return self._unknowing(known, func, types, args, kwargs)
         if known and len(known) == len(inputs):  # else what is written into is known no more
             for t in pytree.tree_leaves(written(func, tuple(args), dict(kwargs))):
@@ -100,6 +129,8 @@ class ConstantPropagation:
             with no_dispatch():
                 real = func(*real_args, **real_kwargs)
             self._learn(results, pytree.tree_leaves(real))
+            for each in pytree.tree_leaves(result):
+                each.planner_given = given
         return result
 
     def _answer(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:

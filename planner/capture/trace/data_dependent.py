@@ -1,4 +1,4 @@
-"""Values that Python code decides by: of tensors, learnt from a real call of the model, and of random numbers."""
+"""Values that Python code decides by, and sizes that depend on values: learnt from a real call of the model."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from torch import nn
 
 from planner.capture.provenance import line_at, user_place
 from planner.capture.trace.state_guard import untouched
+from planner.compat import pytree
 from planner.compat.fake import FakeTensor
 from planner.compat.tensors import TorchDispatchMode
-from planner.core.call import tensors_in
+from planner.core.call import TensorSpec, tensors_in
 
 Place = tuple[str, int]  # file and line
+_INDEX = torch.ops.aten.index.Tensor
 DRAWN = "random numbers of Python's random, or of NumPy"
 # what a random number between 0 and 1 is taken for: its median says what a model does most often (a layer that is
 # dropped now and then is not); one that drops most of its layers keeps them by a high number, or by a low one
@@ -24,9 +26,12 @@ CHANCES = (0.5, 1 - 2**-24, 0.0)
 
 
 class Answers:
-    """The values that one call of the model asked for, by the line that did, in order.
+    """The values that one call of the model asked for, and the tensors that it made, by the line that did, in order.
 
     Attributes:
+        doubted: whether sizes that depend on the batch's values are as unknown as others: another batch has other ones.
+        more: how many more rows the tensors have whose sizes depend on values, than in the real call.
+        sized: paths of the modules whose `forward` made tensors whose sizes depend on values.
         chance: what a single random number between 0 and 1 is taken for; None for what the real call draws.
         asked: the lines that asked outside every compiled graph since `begin()`, and how often.
         drew: whether Python code between the graphs drew random numbers of Python's or NumPy's since then.
@@ -37,7 +42,12 @@ class Answers:
         self.chance = chance
         self.asked: Counter[Place] = Counter()
         self.drew = self.guessed = False
+        self.doubted = True
+        self.more = 0
+        self.sized: set[str] = set()
         self._given: dict[Place, list[Any]] = {}
+        self._made: dict[tuple[Place, str], list[Any]] = {}
+        self._ran: Counter[tuple[Place, str]] = Counter()
 
     def learn(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Run the model for real, without gradients, unless it is no real model; it is as before afterwards."""
@@ -47,12 +57,13 @@ class Answers:
         listener = _Listener()
         with untouched(model, args, kwargs) as (own_args, own_kwargs), listener:
             model(*own_args, **own_kwargs)
-        self._given = dict(listener.given)
+        self._given, self._made = dict(listener.given), dict(listener.made)
         return True
 
     def begin(self) -> None:
         """A call of the model begins."""
         self.asked.clear()
+        self._ran.clear()
         self.drew = False
 
     def answer(self) -> Any:
@@ -62,23 +73,54 @@ class Answers:
         self.asked[place] += 1
         return given[min(self.asked[place], len(given)) - 1] if given else None
 
+    def specs(self, func: Any) -> Any:
+        """What the real call's next such op at the line that runs now made, as specs; None where there was none.
+
+        It is called for every op outside the graphs, as it counts them.
+        """
+        if not self._made:
+            return None
+        key = user_place(inspect.currentframe()), str(func)
+        made = self._made.get(key)
+        self._ran[key] += 1
+        return made[min(self._ran[key], len(made)) - 1] if made else None
+
+    def enlarged(self, func: Any, args: Any, spec: TensorSpec) -> tuple[int, ...]:
+        """The shape of such a tensor, with so many more rows."""
+        at = next((i for i, x in enumerate(args[1]) if x is not None), 0) if func is _INDEX else 0
+        return (*spec.shape[:at], spec.shape[at] + self.more, *spec.shape[at + 1 :]) if self.more else spec.shape
+
+    def forget_sizes(self) -> None:
+        """Know values only: an op whose size depends on values raises again, unless the batch tells its size."""
+        self.doubted = False
+        self.sized.clear()
+        self._made.clear()
+
     def lines(self) -> tuple[str, ...]:
         """What asked: lines as "file:line: code", and generators of random numbers."""
         return (*(line_at(*place) for place in self.asked), *([DRAWN] if self.drew else []))
 
 
 class _Listener(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the values that ops hand to Python."""
+    """Notes the values that ops hand to Python, and the shapes of what ops make."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.given: dict[Place, list[Any]] = defaultdict(list)
+        self.made: dict[tuple[Place, str], list[Any]] = defaultdict(list)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        place = user_place(inspect.currentframe())
         if asks(func):
-            self.given[user_place(inspect.currentframe())].append(result)
+            self.given[place].append(result)
+        else:
+            self.made[place, str(func)].append(pytree.tree_map_only(torch.Tensor, _spec, result))
         return result
+
+
+def _spec(t: torch.Tensor) -> TensorSpec | None:
+    return TensorSpec(tuple(t.shape), tuple(t.stride()), t.dtype) if t.layout == torch.strided else None
 
 
 def told(asked: Sequence[str], otherwise: str) -> str:

@@ -204,10 +204,10 @@ def to_fake(
             for name, t in table.items():
                 if t is not None and t.device.type == "meta":
                     table[name] = landed.setdefault(id(t), _landed(t, mode))
-    fake_args, fake_kwargs = pytree.tree_map_only(
-        torch.Tensor, fake, ConstantPropagation(mode, answers).fake((tuple(args), dict(kwargs)))
-    )
     paths = {id(module): name for name, module in fake_model.named_modules()}
+    fake_args, fake_kwargs = pytree.tree_map_only(
+        torch.Tensor, fake, ConstantPropagation(mode, answers, paths).fake((tuple(args), dict(kwargs)))
+    )
     return Recording(mode, paths), fake_model, fake_args, fake_kwargs
 
 

@@ -23,7 +23,7 @@ from planner.capture.trace.recording import EagerCall
 from planner.compat import pytree
 from planner.compat.fx import PlainAOTInput, PlainAOTOutput, TangentAOTInput
 from planner.compat.ops import schema_of
-from planner.compat.tensors import storage_key, version_of
+from planner.compat.tensors import dense_parts, storage_key, version_of
 from planner.core.call import storages, tensors_in
 
 REASON = "it runs outside every compiled graph"
@@ -115,7 +115,7 @@ class _Recorder:
             self._record(call)
         for t in inputs:
             gradient = part.gradients.get(edge_of(t)) if t.requires_grad else None
-            outputs.append(None if gradient is None else self.holder.get(storage_key(gradient)))
+            outputs.append(None if gradient is None else self.holder.get(storage_key(dense_parts(gradient)[-1])))
         output = self.graph.output(tuple(outputs))
         output.meta["desc"] = descs + [None] * len(inputs)
         joint = fx.GraphModule(torch.nn.Module(), self.graph)
@@ -130,7 +130,8 @@ class _Recorder:
 
     def _know(self, t: torch.Tensor, node: fx.Node) -> None:
         self.node_of[id(t)] = node
-        self.holder.setdefault(storage_key(t), node)
+        for part in dense_parts(t):
+            self.holder.setdefault(storage_key(part), node)
 
     def _node(self, t: torch.Tensor) -> fx.Node:
         """The node of a tensor: known, a view of one that holds its storage, or a gradient from elsewhere."""

@@ -15,6 +15,7 @@ from planner.capture.regions.calls import RegionCall, version
 from planner.capture.regions.fingerprint import fingerprint
 from planner.capture.regions.region import Region
 from planner.capture.shapes import marked
+from planner.capture.trace.apart import COMPILED, Apart, Paths
 from planner.capture.trace.arrival import Arrivals
 from planner.capture.trace.backward_trace import watch_backward
 from planner.capture.trace.dynamo import (
@@ -44,6 +45,9 @@ class NothingCapturedError(CaptureError):
 class FakeStep:
     """One call of the fake model through `torch.compile`, then its backward pass.
 
+    Args:
+        paths: of the modules that run apart.
+
     Attributes:
         calls: of compiled graphs, in order; one graph may serve several. After `gradients()`, calls for the ops that
             ran between them are among these.
@@ -53,12 +57,18 @@ class FakeStep:
     """
 
     def __init__(
-        self, recording: Recording, split: Partition, detach: Detach, compiler: GraphCompiler = OP_BY_OP
+        self,
+        recording: Recording,
+        split: Partition,
+        detach: Detach,
+        compiler: GraphCompiler = OP_BY_OP,
+        paths: Paths = COMPILED,
     ) -> None:
         self.recording = recording
         self.split = split
         self.detach = detach
         self.compiler = compiler
+        self.paths = paths
         self.calls: list[RegionCall] = []
         self.cut: dict[str, tuple[int, ...]] = {}
         self.frames = 0
@@ -80,14 +90,19 @@ class FakeStep:
 
     def _call(self, model: nn.Module, args: Any, kwargs: Any, maxima: Maxima | None, *, whole: bool = False) -> Any:
         """The output of the compiled model; with `whole`, what breaks the graph is raised."""
-        compiled = compile_call(model, make_backend(self._serve, self.compiler), self._frame_begins, whole=whole)
-        with self.recording.mode, dynamo_settings(), torch.enable_grad(), marked(args, kwargs, maxima):
+
+        def compiled_call(module: nn.Module) -> Callable[..., Any]:
+            return compile_call(module, make_backend(self._serve, self.compiler), self._frame_begins, whole=whole)
+
+        compiled, apart = compiled_call(model), Apart(model, self.paths, compiled_call)
+        with self.recording.mode, dynamo_settings(), torch.enable_grad(), marked(args, kwargs, maxima), apart.here():
             self.recording.resume()
             try:
                 return compiled(*args, **kwargs)
             finally:
                 self.recording.pause()
-                forget_compiled(compiled)
+                for each in (compiled, *(call for _, call in apart.inner)):
+                    forget_compiled(each)
 
     def nothing_captured(self, model: nn.Module, args: Any, kwargs: Any, maxima: Maxima | None) -> CaptureError:
         """The error for a model whose graph breaks in a loop or block, so that torch.compile leaves all of it alone."""

@@ -13,6 +13,7 @@ from torch import nn
 from planner.capture.regions.calls import Link, links_of, order_of, outputs_of, regions_of
 from planner.capture.regions.region import Region
 from planner.capture.shapes import enlarged, is_size
+from planner.capture.trace.apart import COMPILED, Paths, Shapes, inner_parts, shapes_of_calls
 from planner.capture.trace.data_dependent import CHANCES, Answers
 from planner.capture.trace.dynamo import OP_BY_OP, GraphCompiler, Partition, lone_loss, to_fake
 from planner.capture.trace.fake_step import FakeStep, NothingCapturedError
@@ -22,7 +23,12 @@ from planner.capture.trace.random_state import random_kept
 from planner.capture.trace.recording import Recording
 from planner.capture.trace.refusals import LIMITS, refusal
 from planner.capture.trace.state_guard import Attributes, fakes_forgotten, forget_fakes, untouched
-from planner.compat.fake import DataDependentOutputException, FakeTensorMode, forget_constants
+from planner.compat.fake import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    forget_constants,
+)
 from planner.core.account import EagerStep
 from planner.core.call import storages, tensors_in
 from planner.core.maxima import Maxima
@@ -44,6 +50,7 @@ class TrainingGraph:
         output_bytes: of the storages of all of them.
         maxima: where sizes are symbols in the graphs, the largest, for which the step is read.
         asked: lines of Python that asked for values of tensors outside the graphs; other values may have other graphs.
+        paths: of the modules that run as without a plan.
         note: a remark for the user; empty for none.
         eager: the same step in eager mode; None where that is not known.
     """
@@ -57,6 +64,7 @@ class TrainingGraph:
     output_bytes: int = 0
     maxima: Maxima | None = None
     asked: tuple[str, ...] = ()
+    paths: Paths = field(default=COMPILED, repr=False)
     note: str = ""
     eager: EagerStep | None = None
 
@@ -125,21 +133,24 @@ def _captured(
         before = Attributes(fake_model)
         trial = recording.mode, fake_model, fake_args, fake_kwargs, loss_fn, answers
         with _drawing(fake_model, answers) as undraw:
-            unsure = _try_eagerly(*trial)
-            if isinstance(unsure, DataDependentOutputException):
+            unsure = first = _try_eagerly(*trial)
+            paths = COMPILED
+            if isinstance(unsure, (DataDependentOutputException, DynamicOutputShapeException)):
                 undraw()
-                if learnt(answers, model, args, kwargs):
-                    unsure = _try_eagerly(*trial)
+                knows = learnt(answers, model, args, kwargs)
+                unsure, paths = _try_again(knows, before, *trial)
         cut: dict[str, tuple[int, ...]] | None = None
         for _ in range(2):
             before.restore()
             detach = lone_loss if cut is None and loss_fn is None else (cut or {})
-            step = FakeStep(recording, split, detach, compiler)
+            step = FakeStep(recording, split, detach, compiler, paths)
             answers.begin()
             try:
                 with _drawing(fake_model, answers):
                     output = step.run(fake_model, fake_args, fake_kwargs, maxima if symbolic else None)
             except CaptureError as e:
+                if paths.apart and first is not None:
+                    raise CaptureError(refusal(fake_model, first, eagerly=True)) from first
                 if unsure is None:
                     raise
                 blame(model, args, kwargs, unsure)
@@ -163,6 +174,7 @@ def _captured(
                     output_bytes=sum(storages(ends).values()),
                     maxima=maxima if any(is_size(n) for region in regions for n in region.primals) else None,
                     asked=asked,
+                    paths=paths,
                 )
         raise CaptureError(f"{type(model).__name__}: which outputs get a gradient changes from one pass to the next")
 
@@ -212,6 +224,29 @@ def _try_eagerly(
         with mode:
             checked_loss(loss_fn, output)
     return None
+
+
+def _try_again(knows: bool, before: Attributes, *trial: Any) -> tuple[Exception | None, Paths]:
+    """As `_try_eagerly(*trial)`, with what a real call told, if one did; without its sizes where these do not help.
+
+    Returns also the modules that run apart: those whose sizes depend on values.
+    """
+    model, answers = trial[1], trial[-1]
+    errors: list[Exception | None] = []
+    shapes: list[Shapes] = []
+    for answers.more in (0, 1) if knows else ():
+        before.restore()
+        shapes.append(shapes_of_calls(model, lambda: errors.append(_try_eagerly(*trial))))
+        if not answers.sized:
+            return errors[0], COMPILED
+    answers.more = 0
+    sized = tuple(sorted(answers.sized))
+    inner = () if any(errors) or not sized else inner_parts(model, sized, *shapes)
+    if sized and errors[0] is None and ("" not in sized or inner):
+        return None, Paths(sized, inner)
+    answers.forget_sizes()
+    before.restore()
+    return _try_eagerly(*trial), COMPILED
 
 
 def learnt(answers: Answers, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -1,0 +1,134 @@
+"""Modules that run as without a plan: torch.compile leaves their `forward` alone, and what it calls.
+
+What they compute becomes regions of ops that are kept (`eager_parts`). So a module may make tensors whose sizes depend
+on values: the graphs around it stay the same. Parts of it that see none of these tensors are compiled for themselves.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from planner.compat import pytree
+from planner.compat.modules import replace_call, replaced_call
+
+Shapes = Mapping[str, list[list[Any]]]  # path of a module -> the shapes and plain values of each call's arguments
+
+
+@dataclass(frozen=True)
+class Paths:
+    """Paths of modules of a model.
+
+    Attributes:
+        apart: those that torch.compile leaves alone, as they make tensors whose sizes depend on values.
+        inner: the parts of these that are compiled for themselves.
+    """
+
+    apart: tuple[str, ...] = ()
+    inner: tuple[str, ...] = ()
+
+
+COMPILED = Paths()  # nothing runs apart
+
+
+class Apart:
+    """The modules of a model that run apart.
+
+    Args:
+        model: which has them.
+        paths: of the modules.
+        compiled: compiles the call of a module.
+    """
+
+    def __init__(self, model: nn.Module, paths: Paths, compiled: Callable[[nn.Module], Callable[..., Any]]) -> None:
+        self._apart = [(module, _uncompiled(module)) for module in map(model.get_submodule, paths.apart)]
+        self.inner = [(module, compiled(module)) for module in map(model.get_submodule, paths.inner)]
+
+    @contextmanager
+    def here(self) -> Iterator[None]:
+        """Has torch.compile leave the modules alone, when it traces and when it runs."""
+        before = [vars(module).get("forward") for module, _ in self._apart]
+        calls = [replaced_call(module) for module, _ in self.inner]
+        try:
+            for module, forward in self._apart:
+                vars(module)["forward"] = forward
+            for module, call in self.inner:
+                replace_call(module, call)
+            yield
+        finally:
+            for (module, _), own in zip(self._apart, before, strict=True):
+                if own is None:
+                    vars(module).pop("forward", None)
+                else:
+                    vars(module)["forward"] = own
+            for (module, _), call in zip(self.inner, calls, strict=True):
+                replace_call(module, call)
+
+
+def _uncompiled(module: nn.Module) -> Callable[..., Any]:
+    """A module's `forward` under `torch.compiler.disable`; it does not keep the module alive."""
+    reference, own = weakref.ref(module), vars(module).get("forward")
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if own is not None:
+            return own(*args, **kwargs)
+        alive = reference()
+        assert alive is not None
+        return type(alive).forward(alive, *args, **kwargs)
+
+    disabled: Callable[..., Any] = torch.compiler.disable(forward)  # type: ignore[no-untyped-call]
+    return disabled
+
+
+def shapes_of_calls(model: nn.Module, run: Callable[[], Any]) -> Shapes:
+    """What the modules of a model are called with while something runs."""
+    shapes: dict[str, list[list[Any]]] = defaultdict(list)
+
+    def noting(path: str) -> Callable[..., None]:
+        def note(_: nn.Module, args: Any, kwargs: Any) -> None:
+            leaves = pytree.tree_leaves((args, kwargs))
+            shapes[path].append([tuple(x.shape) if isinstance(x, torch.Tensor) else repr(x) for x in leaves])
+
+        return note
+
+    hooks = [m.register_forward_pre_hook(noting(path), with_kwargs=True) for path, m in model.named_modules()]
+    try:
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return shapes
+
+
+def inner_parts(model: nn.Module, sized: Collection[str], shapes: Shapes, others: Shapes) -> tuple[str, ...]:
+    """Paths of the parts of modules whose sizes depend on values, for which these do not matter.
+
+    Args:
+        model: which has them.
+        sized: paths of the modules.
+        shapes: of the calls in one step.
+        others: of those in a step whose tensors have other sizes where these depend on values.
+    """
+
+    def within(path: str) -> Iterator[str]:
+        for name, child in model.get_submodule(path).named_children():
+            own = f"{path}.{name}" if path else name
+            if own in sized:
+                continue
+            if own not in shapes:  # a list of modules is not called
+                yield from within(own)
+            elif shapes[own] == others.get(own) and any(child.children()) and _trains(child):
+                yield own
+
+    return tuple(dict.fromkeys(inner for path in sized for inner in within(path)))
+
+
+def _trains(module: nn.Module) -> bool:
+    return any(p.requires_grad for p in module.parameters())
