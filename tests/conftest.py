@@ -12,7 +12,7 @@ import torch._dynamo.guards
 
 from planner.compat.dispatch import modes_here, switch_off
 
-from .problems import shorten
+from .problems import hardly_search
 
 LONG = 1.0  # seconds of the processor, after which what a test has left is frozen
 
@@ -76,5 +76,5 @@ def unwatched(monkeypatch):
 def short_searches():
     """For tests of what holds for every schedule, the best or not: each search does a small part of its work."""
     with pytest.MonkeyPatch.context() as patch:
-        shorten(patch)
+        hardly_search(patch)
         yield

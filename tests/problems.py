@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from solvers.problem import Op, Problem
 
+HARDLY = 5e5  # steps of a search by `hardly_search`
+
 
 @st.composite
 def small_problems(draw: st.DrawFn, most_ops: int = 8, most_values: int = 10) -> Problem:
@@ -171,16 +173,15 @@ def transformer(layers: int) -> Problem:
     return Problem(tuple(ops), tuple(sizes), boundary, frozenset(pinned))
 
 
-# what a search may do, by count: the default of each is for the best schedule
-EFFORT = {
-    "solvers.search.effort.STEPS": 5e5,
-    "solvers.search.effort.STEPS_PER_OP": 0.0,
-    "solvers.bounds.cost.NODES": 0,
-    "solvers.search.lp_starts.NODES": 0,
-}
-
-
 def shorten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give every search a small part of its work: by count, so that it stays repeatable."""
-    for name, value in EFFORT.items():
-        monkeypatch.setattr(name, value)
+    monkeypatch.setattr("solvers.search.effort.STEPS", 2e6)
+    monkeypatch.setattr("solvers.search.effort.STEPS_PER_OP", 0.0)
+
+
+def hardly_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give every search a few steps, and no integer programs: what it finds is any schedule that fits."""
+    shorten(monkeypatch)
+    monkeypatch.setattr("solvers.search.effort.STEPS", HARDLY)
+    monkeypatch.setattr("solvers.bounds.cost.NODES", 0)
+    monkeypatch.setattr("solvers.search.lp_starts.NODES", 0)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from solvers.search import effort
 
-from .problems import EFFORT, shorten
+from .problems import HARDLY, hardly_search
 
 # ranks are forked from a process that has imported this and run nothing: it is imported once for all of them
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -77,7 +77,7 @@ def ends_of(
         processes, pipes = [], {}
         found: dict[int, Any] = {}
         ended: dict[int, Ended] = {}
-        work = pickle.dumps((EFFORT["solvers.search.effort.STEPS"] == effort.STEPS, function, args))
+        work = pickle.dumps((effort.STEPS <= HARDLY, function, args))
         for rank in range(ranks):
             ours, theirs = _CONTEXT.Pipe(duplex=False)
             process = _CONTEXT.Process(target=_rank, args=(rank, ranks, folder, work, options, theirs), daemon=True)
@@ -118,7 +118,7 @@ def _rank(rank: int, ranks: int, folder: str, work: bytes, options: dict[str, An
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks, **options)
         short, function, args = pickle.loads(work)
         if short:  # as where it was asked for
-            shorten(pytest.MonkeyPatch())
+            hardly_search(pytest.MonkeyPatch())
         value = function(*args)
         told = pickle.dumps((value, None))
     except BaseException:

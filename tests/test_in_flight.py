@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from planner import InfeasibleBudgetError, OptionError, Plan, PlanFileError, applied_plan, compare, plan
+from planner import InfeasibleBudgetError, OptionError, Plan, PlanFileError, applied_plan, applied_plans, compare, plan
 from planner.__main__ import main
 from planner.lowering.microbatches import _highest
 from planner.report.snapshot import snapshot
@@ -196,3 +196,23 @@ def test_the_command_line_counts_them(tmp_path, monkeypatch, capsys):
     assert account["microbatches in flight"] > 0
     with pytest.raises(SystemExit):
         main(["plan", "several.py:make", "--budget-gb", "1", "--in-flight", "0"])
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_the_batches_of_calls_that_were_seen_are_counted_at_the_size_of_the_step(kept, short_searches):
+    class Summed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.line = nn.Linear(512, 4, bias=False)
+
+        def forward(self, x):
+            return self.line(x).square().mean()
+
+    model = Summed()
+    plan(model, budget_gb=1, progress=False).apply()
+    for rows in (8, 8, 8, 64, 64):
+        batches = [torch.randn(rows, 512) for _ in range(3)] if kept else (torch.randn(rows, 512) for _ in range(3))
+        sum(map(model, batches)).backward()
+        model.zero_grad()
+        latest = max(applied_plans(model), key=lambda p: p.account["batch"])
+    assert latest.account["batch"] >= 3 * 64 * 512 * 4

@@ -113,7 +113,7 @@ def test_a_budget_below_any_plan_without_offload_is_met(name, short_searches, tm
 
     for _ in range(2):  # the first shows the loop, for which the second may be planned anew
         step()
-    held = sum(t.nbytes for t in (*batch, *model.parameters(), *model.buffers()))
+    held = sum(t.nbytes for t in (*batch, *model.parameters(), *model.buffers(), *found))
     optimizer.zero_grad()
     peak = held + peak_of(step, tmp_path)
     planned = applied_plan(model)

@@ -10,6 +10,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from planner.costs.optimizer import OptimizerMemory, optimizer_memory
 from planner.errors import OptionError
+from planner.requests.optimizers import wraps_another
 
 from .measure import peak_of
 
@@ -231,3 +232,11 @@ def test_what_is_no_optimizer_is_refused_by_name(given: object):
 def test_a_name_that_does_not_suit_the_parameters_is_refused():
     with pytest.raises(OptionError, match="2D"):
         optimizer_memory(parameters(), "muon", cuda=False)
+
+
+def test_an_optimizer_that_knows_one_of_other_parameters_counts():
+    own, other = (nn.Parameter(torch.zeros(4)) for _ in range(2))
+    around, partner = optim.Adam([own]), optim.Adam([own])
+    around.inner, partner.partner = optim.SGD([own]), optim.SGD([other])
+    assert wraps_another(around)
+    assert not wraps_another(partner)

@@ -239,3 +239,22 @@ def test_a_transformers_backward_pass_calls_torch_at_most_one_and_a_half_times_p
     nodes = [n for g in p.graph_modules for n in g.backward.graph.nodes]
     calls = [n for n in nodes if isinstance(n.target, OpOverload)]  # an item of a tuple is none
     assert len(calls) <= 1.55 * sum(not n.target.is_view for n in calls)
+
+
+def test_what_is_taken_to_be_contiguous_is_so_whatever_a_fake_tensor_says():
+    """A kernel lays out what `copysign` gives otherwise than its fake: a gradient is then laid out as that is."""
+
+    class Turned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x, y, z):
+            return self.second(torch.relu(torch.copysign(y, z) + self.first(x))).square().mean()
+
+    batch = torch.randn(4, 6, 8), torch.randn(8, 6, 4).permute(2, 1, 0), torch.randn(8)
+    model = Turned()
+    usual = torch.autograd.grad(model(*batch), list(model.parameters()))
+    plan(model, batch, budget_gb=1, progress=False).apply()
+    model(*batch).backward()
+    assert all(map(torch.equal, (w.grad for w in model.parameters()), usual))

@@ -332,3 +332,14 @@ def test_what_depends_on_values_is_kept_and_the_rest_is_planned(kind, tmp_path):
     state = sum(t.numel() * t.element_size() for t in (*model.parameters(), x))
     model.zero_grad()
     assert state + peak_of(lambda: model(x).backward(), tmp_path) <= least.budget_bytes
+
+
+def test_a_forward_that_is_put_on_a_module_that_runs_apart_is_what_runs():
+    model, x = AroundRouting(), torch.randn(64, 16)
+    plan(model, x, budget_gb=1, progress=False).apply()
+    model(x).backward()
+    routed = model.routed
+    routed.forward = lambda h: 3 * Routed.forward(routed, h)
+    loss = model(x)
+    del routed.forward
+    assert loss == model.last(3 * model.routed(model.first(x))).square().mean()

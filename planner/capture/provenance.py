@@ -70,8 +70,11 @@ def running_module(frame: FrameType | None, paths: Mapping[int, str]) -> str:
 def running_forward(frame: FrameType | None, paths: Mapping[int, str]) -> str:
     """As `running_module`, of the innermost module whose `forward` runs."""
     while frame is not None:
-        if frame.f_code.co_name == "forward" and (path := paths.get(id(variable_of(frame, "self")))) is not None:
-            return path
+        code = frame.f_code
+        if code.co_name == "forward" and code.co_argcount:
+            path = paths.get(id(variable_of(frame, code.co_varnames[0])))
+            if path is not None:
+                return path
         frame = frame.f_back
     return ""
 

@@ -20,6 +20,7 @@ _CONTIGUOUS = {_ATEN.addmm.default, _ATEN.baddbmm.default, _ATEN.bmm.default, _A
 # the first result of each is so, by `empty_like(..., MemoryFormat::Contiguous)` in native/{cpu,cuda}/layer_norm*
 _FIRST_CONTIGUOUS = {_ATEN.native_layer_norm.default, _ATEN.native_layer_norm_backward.default}
 # pointwise ops that give `TensorIterator` their arguments in the order of their signatures
+# (`threshold_backward` gives it the second first)
 _IN_ORDER = {
     _ATEN.add.Tensor,
     _ATEN.div.Tensor,
@@ -29,7 +30,6 @@ _IN_ORDER = {
     _ATEN.silu_backward.default,
     _ATEN.sub.Tensor,
     _ATEN.tanh_backward.default,
-    _ATEN.threshold_backward.default,
 }
 
 

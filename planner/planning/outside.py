@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -10,8 +11,9 @@ import torch
 from planner.capture.regions.region import Region
 from planner.capture.trace.step import TrainingGraph
 from planner.core.loop import Loop, LossSeen
+from planner.costs.account import batch_of
 from planner.costs.measured_ops import measure
-from planner.costs.static_memory import storage_bytes
+from planner.costs.static_memory import batch_tensors, storage_bytes
 from planner.parallel.sharded import parameters_of
 from planner.requests.request import Request
 
@@ -90,8 +92,13 @@ def outside_loss(request: Request, graph: TrainingGraph) -> CountedLoss:
         read=seen.read,
         stays=seen.stays + seen.given,
         waiting_backward=each,
-        inputs=seen.inputs if loop.in_flight > 1 and request.occupancy is None else None,
+        inputs=_inputs(request, seen) if loop.in_flight > 1 and request.occupancy is None else None,
     )
+
+
+def _inputs(request: Request, seen: LossSeen) -> int | None:
+    one = storage_bytes(batch_tensors(*batch_of(request), request.model_device))
+    return max(one, math.ceil(seen.inputs * one)) if seen.inputs else None
 
 
 def pinned_tangents(source: str, seen: LossSeen | None) -> Literal["all", "loss", "none"]:

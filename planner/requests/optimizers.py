@@ -34,7 +34,8 @@ def optimizers_of(model: nn.Module, stepped: Iterable[optim.Optimizer] = ()) -> 
 
 def wraps_another(optimizer: optim.Optimizer) -> bool:
     """Whether an optimizer steps by another one, whose state counts as an optimizer's; its own is the loop's."""
-    return any(issubclass(type(value), optim.Optimizer) for value in vars(optimizer).values())
+    others = [value for value in vars(optimizer).values() if issubclass(type(value), optim.Optimizer)]
+    return any(trained_by(other) & trained_by(optimizer) for other in others)
 
 
 def trained_by(optimizer: optim.Optimizer) -> set[int]:

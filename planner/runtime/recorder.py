@@ -136,7 +136,8 @@ class Recorder(LastingMode):
         given: of the same, those that are alive.
         held: the most bytes of these that were still there when the planned graphs had used them.
         inputs: what the calls were given that is alive.
-        inputs_at_once: its bytes when a backward pass began, at most.
+        inputs_at_once: its bytes when one of them was called, at most.
+        batch_bytes: of what the first was given.
         later: bytes of what calls after the first were given and that was there before the first.
         reached: positions of the outputs that got one.
         others: other planned models that ran before the backward pass.
@@ -198,6 +199,7 @@ class Recorder(LastingMode):
             if isinstance(t, torch.Tensor):
                 self._watch(at, t)
         self._given(batch)
+        self.batch_bytes = self.inputs.live
         self._hook(outputs)
         self._hook(aside, len(outputs))
 
@@ -220,6 +222,7 @@ class Recorder(LastingMode):
                 self.inputs.add(t.untyped_storage(), storage_key(t))
                 if t.requires_grad:
                     self.batches.add(t.untyped_storage(), storage_key(t))
+        self.inputs_at_once = max(self.inputs_at_once, self.inputs.live)
 
     def _hook(self, outputs: Sequence[Any], first: int = 0) -> None:
         for at, t in enumerate(outputs, first):
@@ -300,7 +303,6 @@ class Recorder(LastingMode):
             if not self.passes and (model := self._model()) is not None:
                 self.asks_first = not any(map(adds_to_gradient, model.parameters()))
             self.passes.append((graph_is_kept(), dict(self.gradients.made)))
-            self.inputs_at_once = max(self.inputs_at_once, self.inputs.live)
             own = storages([other.tensors() for other in {*self.others, *self.passing}] if self.older else [])
             alive = {key: n for older in self.older for key, (_, n) in older.made.items() if key not in own}
             self.before = max(self.before, alive, key=lambda each: sum(each.values()))

@@ -110,7 +110,7 @@ class Watch:
         self._begin(role, others)
         recorder = self.recorder
         if recorder is not None and (recorder.losses or recorder.over):
-            self._finished(recorder, [batch, [p.grad for p in parameters]])
+            self._finished(recorder, [batch, [(p, p.grad) for p in parameters]])
         elif recorder is not None and self._first and self._ended(left_over):
             self._came_to_nothing()
         elif recorder is None and self._first and not self.settled:

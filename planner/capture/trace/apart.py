@@ -48,33 +48,47 @@ class Apart:
     """
 
     def __init__(self, model: nn.Module, paths: Paths, compiled: Callable[[nn.Module], Callable[..., Any]]) -> None:
-        self._apart = [(module, _uncompiled(module)) for module in map(model.get_submodule, paths.apart)]
+        self._apart = [_Uncompiled(module) for module in map(model.get_submodule, paths.apart)]
         self.inner = [(module, compiled(module)) for module in map(model.get_submodule, paths.inner)]
 
     @contextmanager
     def here(self) -> Iterator[None]:
         """Has torch.compile leave the modules alone, when it traces and when it runs."""
-        before = [vars(module).get("forward") for module, _ in self._apart]
+        before = [vars(each.module).get("forward") for each in self._apart]
         calls = [replaced_call(module) for module, _ in self.inner]
         try:
-            for module, forward in self._apart:
-                vars(module)["forward"] = forward
+            for each, own in zip(self._apart, before, strict=True):
+                vars(each.module)["forward"] = each.of(own)
             for module, call in self.inner:
                 replace_call(module, call)
             yield
         finally:
-            for (module, _), own in zip(self._apart, before, strict=True):
+            for each, own in zip(self._apart, before, strict=True):
                 if own is None:
-                    vars(module).pop("forward", None)
+                    vars(each.module).pop("forward", None)
                 else:
-                    vars(module)["forward"] = own
+                    vars(each.module)["forward"] = own
             for (module, _), call in zip(self.inner, calls, strict=True):
                 replace_call(module, call)
 
 
-def _uncompiled(module: nn.Module) -> Callable[..., Any]:
-    """A module's `forward` under `torch.compiler.disable`; it does not keep the module alive."""
-    reference, own = weakref.ref(module), vars(module).get("forward")
+class _Uncompiled:
+    """A module's `forward` under `torch.compiler.disable`, the same one as long as the module has the same."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self._own: Any = module  # none of its own, nor a `forward` at all
+        self._disabled: Callable[..., Any] | None = None
+
+    def of(self, own: Callable[..., Any] | None) -> Callable[..., Any]:
+        """For the `forward` that the module has of its own now, if any; it does not keep the module alive."""
+        if self._disabled is None or own is not self._own:
+            self._own, self._disabled = own, _uncompiled(self.module, own)
+        return self._disabled
+
+
+def _uncompiled(module: nn.Module, own: Callable[..., Any] | None) -> Callable[..., Any]:
+    reference = weakref.ref(module)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if own is not None:

@@ -31,7 +31,7 @@ from planner.compat.fake import (
 )
 from planner.compat.ops import OpOverload, schema_of
 from planner.compat.tensors import no_dispatch, storage_key
-from planner.core.call import TensorSpec
+from planner.core.call import TensorSpec, tensors_in
 
 _ATEN = torch.ops.aten
 MOST_ELEMENTS = 2**22  # of a tensor that is known: a mask of 2048 by 2048 tokens
@@ -123,13 +123,13 @@ class ConstantPropagation:
                 self._learn([result], [torch.zeros(result.shape, dtype=torch.bool)])
             return result
         result = self._unknowing(known, func, types, args, kwargs)  # the result may be large
-        results = [t for t in pytree.tree_leaves(result) if isinstance(t, FakeTensor)]
+        results: list[Any] = [t for t in pytree.tree_leaves(result) if isinstance(t, FakeTensor)]
         if results and all(t.numel() <= MOST_ELEMENTS and t.device.type != "meta" for t in results):
             real_args, real_kwargs = pytree.tree_map_only(FakeTensor, lambda t: t.constant, (tuple(args), dict(kwargs)))
             with no_dispatch():
                 real = func(*real_args, **real_kwargs)
-            self._learn(results, pytree.tree_leaves(real))
-            for each in pytree.tree_leaves(result):
+            self._learn(results, tensors_in(real))
+            for each in results:
                 each.planner_given = given
         return result
 

@@ -151,9 +151,9 @@ def _keep_fakes(caches: list[Any]) -> bool:
     seen: set[int] = set()
     found = gc.get_referents(*caches)
     while found:
-        if any(isinstance(each, FakeTensor) for each in found):
+        if any(issubclass(type(each), FakeTensor) for each in found):  # some objects do not tell isinstance() a class
             return True
-        inner = [each for each in found if isinstance(each, (dict, list, tuple)) and id(each) not in seen]
+        inner = [each for each in found if issubclass(type(each), (dict, list, tuple)) and id(each) not in seen]
         seen.update(map(id, inner))
         found = gc.get_referents(*inner)
     return False
