@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from planner import InfeasibleBudgetError, Plan, PlannerError, plan
+from planner.compat.dispatch import lasting_modes_off
 from solvers.search import effort
 
 from .measure import step_peak, time_ratio
@@ -234,7 +235,8 @@ def results(case: Case, model: nn.Module) -> Results:
         found |= {f"input {i}": t for i, t in enumerate(tensors(batch))}
         found |= {f"gradient of input {i}": t.grad for i, t in enumerate(tensors(batch)) if t.grad is not None}
         found["random state"] = torch.get_rng_state()
-        found = {n: t.detach().to_dense().clone() for n, t in found.items()}
+        with lasting_modes_off():  # a plan is not to learn that the training loop keeps them
+            found = {n: t.detach().to_dense().clone() for n, t in found.items()}
         model.zero_grad(set_to_none=True)
     return found
 
@@ -257,7 +259,8 @@ def evaluated(case: Case, model: nn.Module) -> Results | None:
 @contextlib.contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
     """Put parameters, buffers and plain numbers of modules (counters) back to what they were, and clear gradients."""
-    values = [(t, t.detach().clone()) for t in (*model.parameters(), *model.buffers())]
+    with lasting_modes_off():
+        values = [(t, t.detach().clone()) for t in (*model.parameters(), *model.buffers())]
     buffers = [(m, dict(m._buffers)) for m in model.modules()]
     numbers = [(m, {k: v for k, v in vars(m).items() if isinstance(v, (int, float))}) for m in model.modules()]
     try:

@@ -99,6 +99,9 @@ class Card:
     def count(self):
         return 1
 
+    def capturing(self):
+        return False
+
     def reserved_peak(self, device):
         return None
 

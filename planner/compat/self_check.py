@@ -14,7 +14,7 @@ from planner.errors import PlanWarning, TorchError
 
 # by module, or module:class
 PARTS = {
-    "torch": "_C _dynamo",
+    "torch": "_C _VF _dynamo",
     "torch._C": (
         "_DisableAutocast _autograd _current_autograd_node _current_graph_task_id "
         "_dispatch_tls_is_dispatch_key_included _get_tracing_state _storage_Use_Count _will_engine_execute_node"
@@ -22,7 +22,8 @@ PARTS = {
     "torch._C._autograd": "_get_current_graph_task_keep_graph",
     "torch._C:_FunctionBase": "_raw_saved_tensors _sequence_nr",
     "torch:Tensor": (
-        "_backward_hooks _base _indices _make_wrapper_subclass _post_accumulate_grad_hooks _use_count _values _version"
+        "_backward_hooks _base _indices _make_wrapper_subclass _post_accumulate_grad_hooks _typed_storage _use_count "
+        "_values _version"
     ),
     "torch:UntypedStorage": "_cdata",
     "torch._decomp.decompositions": "_rnn_helper",
