@@ -28,8 +28,8 @@ class LossSeen:
         made: of what the loop had made of them.
         given: of the gradients of the model's outputs that the loop still holds while the next forward pass runs.
         held: of the gradients of the model's outputs that were there still when the planned graphs had used them.
-        inputs: of what the calls of a step were given and was there at once, at most, as a multiple of what the first
-            was given.
+        inputs: of what the calls of a step were given and was there at once, at most.
+        first_input: of what the first of them was given.
     """
 
     output_bytes: int
@@ -44,14 +44,15 @@ class LossSeen:
     made: int = 0
     given: int = 0
     held: int = 0
-    inputs: float = 0.0
+    inputs: int = 0
+    first_input: int = 0
 
     def of(self, output_bytes: int) -> LossSeen:
         """The same for a step with other outputs."""
         if output_bytes == self.output_bytes or not self.output_bytes:
             return self
         sizes = {name: -(-size * output_bytes // self.output_bytes) for name, size in asdict(self).items()}
-        return LossSeen(**{**sizes, "inputs": self.inputs})
+        return LossSeen(**{**sizes, "inputs": self.inputs, "first_input": self.first_input})
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -98,7 +97,7 @@ def outside_loss(request: Request, graph: TrainingGraph) -> CountedLoss:
 
 def _inputs(request: Request, seen: LossSeen) -> int | None:
     one = storage_bytes(batch_tensors(*batch_of(request), request.model_device))
-    return max(one, math.ceil(seen.inputs * one)) if seen.inputs else None
+    return max(one, seen.inputs, -(-seen.inputs * one // seen.first_input)) if seen.first_input else None
 
 
 def pinned_tangents(source: str, seen: LossSeen | None) -> Literal["all", "loss", "none"]:

@@ -44,7 +44,8 @@ def loss_seen(recorder: Recorder, workspaces: Mapping[str, int], left: int, read
         made=made,
         given=recorder.given.live,
         held=recorder.held,
-        inputs=recorder.inputs_at_once / recorder.batch_bytes if recorder.batch_bytes else 0.0,
+        inputs=recorder.inputs_at_once,
+        first_input=recorder.first_input,
     )
 
 

@@ -137,7 +137,7 @@ class Recorder(LastingMode):
         held: the most bytes of these that were still there when the planned graphs had used them.
         inputs: what the calls were given that is alive.
         inputs_at_once: its bytes when one of them was called, at most.
-        batch_bytes: of what the first was given.
+        first_input: bytes of what the first was given.
         later: bytes of what calls after the first were given and that was there before the first.
         reached: positions of the outputs that got one.
         others: other planned models that ran before the backward pass.
@@ -199,7 +199,7 @@ class Recorder(LastingMode):
             if isinstance(t, torch.Tensor):
                 self._watch(at, t)
         self._given(batch)
-        self.batch_bytes = self.inputs.live
+        self.first_input = self.inputs.live
         self._hook(outputs)
         self._hook(aside, len(outputs))
 
