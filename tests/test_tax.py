@@ -233,12 +233,12 @@ def test_a_gradient_that_a_hook_on_saved_tensors_lays_out_anew_is_the_same():
         torch.testing.assert_close(w.grad, gradient)
 
 
-def test_a_transformers_backward_pass_calls_torch_at_most_one_and_a_half_times_per_kernel():
+def test_a_transformers_backward_pass_calls_torch_at_most_eight_times_for_five_kernels():
     case = encoder(0.0)
     p = plan(case.model, case.batch, budget_gb=1, loss_fn=case.loss_fn, progress=False)
     nodes = [n for g in p.graph_modules for n in g.backward.graph.nodes]
     calls = [n for n in nodes if isinstance(n.target, OpOverload)]  # an item of a tuple is none
-    assert len(calls) <= 1.55 * sum(not n.target.is_view for n in calls)
+    assert len(calls) <= 1.6 * sum(not n.target.is_view for n in calls)
 
 
 def test_what_is_taken_to_be_contiguous_is_so_whatever_a_fake_tensor_says():
