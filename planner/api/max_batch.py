@@ -9,6 +9,7 @@ from typing import Any, Unpack
 from torch import nn
 
 from planner.api.plan import Plan
+from planner.core.account import BATCH
 from planner.core.options import OptionArguments
 from planner.errors import BatchError, CaptureError, InfeasibleBudgetError, OptionError, gb
 from planner.planning.pipeline import make_plan
@@ -146,7 +147,7 @@ def max_batch(
             shown.update()
 
         attempt(1)
-        fixed = plans[1].resident_bytes - plans[1].account["batch"]
+        fixed = plans[1].resident_bytes - plans[1].account[BATCH]
         while (n := _larger(trials.values(), request.budget_bytes, fixed, most)) is not None:
             attempt(n)
         for _ in range(PROBES):

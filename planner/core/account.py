@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from planner.core.plan import Held
 
+BATCH = "batch"
 UNREDUCED = "gradients not reduced yet"
 _PARAMETERS = ("parameters", "parameters gathered for use", "buffers")
 _GRADIENTS = ("gradients of earlier microbatches", UNREDUCED)

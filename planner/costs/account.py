@@ -11,6 +11,7 @@ import torch
 from planner.capture.shapes import enlarged
 from planner.compat.fake import FakeTensorMode
 from planner.compat.tensors import storage_key
+from planner.core.account import BATCH
 from planner.core.call import storages
 from planner.core.options import GB
 from planner.core.plan import PlannedStep
@@ -22,7 +23,6 @@ from planner.parallel.sharded import parameters_of
 from planner.requests.request import Request
 
 OPTIMIZER_STEP = "optimizer step"  # a line that can be set, and is not held all the time
-BATCH = "batch"  # as in `static_memory.account`
 OTHERS = "other tensors of the training loop"
 
 

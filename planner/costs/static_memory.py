@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from planner.core.account import UNREDUCED
+from planner.core.account import BATCH, UNREDUCED
 from planner.core.call import storages, tensors_in
 from planner.devices.specs import Device
 from planner.parallel.sharded import parameters_of, unreduced_bytes
@@ -45,7 +45,7 @@ def account(
         "parameters": storage_bytes(parameters_of(model), shard),
         "parameters gathered for use": gathered_bytes(model) if shard > 1 else 0,
         "buffers": storage_bytes(model.buffers()),
-        "batch": storage_bytes(batch_tensors(args, kwargs, where)),
+        BATCH: storage_bytes(batch_tensors(args, kwargs, where)),
         "optimizer state": optimizer_state,
         "CUDA context": device.context,
         "cuBLAS workspace": device.blas,

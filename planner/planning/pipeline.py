@@ -22,10 +22,11 @@ from planner.capture.trace.state_guard import fakes_forgotten
 from planner.capture.trace.step import TrainingGraph, capture
 from planner.codegen.emit import emit, keep_everything
 from planner.compat.dispatch import lasting_modes_off
+from planner.core.account import BATCH
 from planner.core.plan import GraphModules
 from planner.core.step import Pass, Step, replay, run_passes
 from planner.core.surroundings import under
-from planner.costs.account import BATCH, account_of
+from planner.costs.account import account_of
 from planner.costs.ops import OpEstimate, estimate
 from planner.eager.unplanned import eager_step
 from planner.errors import CaptureError, InfeasibleBudgetError, PlannerError, RankError

@@ -179,7 +179,6 @@ class Recorder(LastingMode):
         self.others: weakref.WeakSet[PlannedModel] = weakref.WeakSet()
         self.passing: weakref.WeakSet[PlannedModel] = weakref.WeakSet()
         self.in_loss: set[int] = set()  # numbers of tensors that a backward pass made before it came to an output
-        self.read_again: set[int] = set()  # numbers of tensors that were made and read later
         self.gradients = _Made()  # by the planned graphs
         self.given = _Made()
         self.held = self.inputs_at_once = self.later = 0
@@ -369,8 +368,6 @@ class Recorder(LastingMode):
                 continue
             key = storage_key(t)
             inputs.add(key)
-            if key in self.made.made:
-                self.read_again.add(self.made.made[key][0])
             if key in self.known or key in self.made.made:
                 continue
             used = self.used.get(key)

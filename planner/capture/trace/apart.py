@@ -77,14 +77,13 @@ class _Uncompiled:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self._own: Any = module  # none of its own, nor a `forward` at all
-        self._disabled: Callable[..., Any] | None = None
+        self._of: tuple[Any, Callable[..., Any]] | None = None
 
     def of(self, own: Callable[..., Any] | None) -> Callable[..., Any]:
         """For the `forward` that the module has of its own now, if any; it does not keep the module alive."""
-        if self._disabled is None or own is not self._own:
-            self._own, self._disabled = own, _uncompiled(self.module, own)
-        return self._disabled
+        if self._of is None or own is not self._of[0]:
+            self._of = own, _uncompiled(self.module, own)
+        return self._of[1]
 
 
 def _uncompiled(module: nn.Module, own: Callable[..., Any] | None) -> Callable[..., Any]:
