@@ -1,6 +1,7 @@
 import ctypes
 import functools
 import gc
+import logging
 import os
 import tempfile
 import time
@@ -19,8 +20,16 @@ LONG = 1.0  # seconds of the processor, after which what a test has left is froz
 os.environ["CHECKPOINT_PLANNER_CACHE"] = tempfile.mkdtemp(prefix="checkpoint-planner-")  # not the user's
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler of torch 2.13 otherwise announces itself on stderr
 
+# pytest's handlers on a logger that does not propagate would have torch.compile write out every graph and guard
+logging.getLogger("torch.__trace").propagate = True
+
 # torch.compile times each graph's guards, after it has emptied the processor's caches, for a log: up to 50 ms a graph
 torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores: tests that start processes leave a core idle for a seventh of their time."""
+    return (os.cpu_count() or 1) + 1
 
 
 def pytest_collection_finish() -> None:

@@ -151,9 +151,11 @@ def _keep_fakes(caches: list[Any]) -> bool:
     seen: set[int] = set()
     found = gc.get_referents(*caches)
     while found:
-        if any(issubclass(type(each), FakeTensor) for each in found):  # some objects do not tell isinstance() a class
+        kinds = set(map(type, found))  # some objects do not tell isinstance() a class
+        if any(issubclass(kind, FakeTensor) for kind in kinds):
             return True
-        inner = [each for each in found if issubclass(type(each), (dict, list, tuple)) and id(each) not in seen]
+        containers = {kind for kind in kinds if issubclass(kind, (dict, list, tuple))}
+        inner = [each for each in found if type(each) in containers and id(each) not in seen]
         seen.update(map(id, inner))
         found = gc.get_referents(*inner)
     return False
