@@ -184,6 +184,26 @@ def test_ops_are_timed_on_values_that_are_not_zero_and_in_no_cache(monkeypatch):
     assert all(x.min() > 0 for x in products)
 
 
+@pytest.mark.parametrize("out_of_memory", [True, False])
+def test_an_op_that_cannot_be_timed_has_its_bytes(monkeypatch, out_of_memory):
+    class Even(Caching):
+        module = Stand(**BYTES)
+
+        def seconds(self, device, run):
+            return 1e-3  # with the op and without
+
+    def empty(*args, **kwargs):
+        raise torch.OutOfMemoryError
+
+    put(monkeypatch, Even("cuda"))
+    product = call(ATEN.mm.default, torch.zeros(4, 4), torch.zeros(4, 4))
+    if out_of_memory:
+        monkeypatch.setattr(torch, "empty", empty)
+    (found,) = run_on_accelerator([product], CPU, timed=True).values()
+    assert found.seconds is None
+    assert found.workspace == 20 * MiB - 64
+
+
 def test_an_op_that_puts_the_device_out_of_order_is_named(monkeypatch):
     stand = put(monkeypatch, standing(**BYTES))
     singular = call(ATEN.linalg_inv.default, torch.eye(4))

@@ -140,14 +140,18 @@ def _check_after(call: Call, device: torch.device, error: Exception) -> None:
         ) from error
 
 
-def _timed(call: Call, accelerator: Accelerator, device: torch.device) -> float:
+def _timed(call: Call, accelerator: Accelerator, device: torch.device) -> float | None:
     """The time of a run on values that are not zero (which draw less power), and of which no cache has any.
 
     A block that is larger than the cache is written before each run: so the device has more to do than the host takes
-    to queue it, and does not wait for the host.
+    to queue it, and does not wait for the host. None where there is no room for all that, or the time cannot be told
+    from that of the block alone.
     """
-    args, kwargs = _arguments(call, device, drawn=True)
-    block = torch.empty(_CACHED, dtype=torch.uint8, device=device)
+    try:
+        args, kwargs = _arguments(call, device, drawn=True)
+        block = torch.empty(_CACHED, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError:
+        return None
 
     def seconds(times: int, op: Callable[[], object]) -> float:
         def repeat() -> None:
@@ -160,7 +164,7 @@ def _timed(call: Call, accelerator: Accelerator, device: torch.device) -> float:
     def run(times: int) -> float:
         return max(0.0, seconds(times, lambda: call.target(*args, **kwargs)) - seconds(times, lambda: None))
 
-    return _median_seconds(run)
+    return _median_seconds(run) or None
 
 
 def _median_seconds(run: Callable[[int], float]) -> float:
