@@ -3,6 +3,17 @@
 from __future__ import annotations
 
 import math
+import os
+import sys
+import warnings
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+# torch, this package and generated code are not the user's; "<stdin>" and the like may be
+_FOLDERS = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parent}{os.sep}")
+NOT_THE_USERS = (*_FOLDERS, "<frozen", "<eval")
 
 
 def gb(nbytes: float) -> str:
@@ -15,6 +26,24 @@ def gb(nbytes: float) -> str:
 
 class PlanWarning(UserWarning):
     """Something that a plan's promise does not cover, or that a real step showed of it."""
+
+
+def users_frame(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame, from this one on outwards, that is neither torch's nor this package's; None without one."""
+    while frame is not None and frame.f_code.co_filename.startswith(NOT_THE_USERS):
+        frame = frame.f_back
+    return frame
+
+
+def warn(text: str) -> None:
+    """Give a PlanWarning at the line of the user's code that runs."""
+    frame = users_frame(sys._getframe())
+    if frame is None:  # a thread of ours
+        warnings.warn(text, PlanWarning, stacklevel=2)
+        return
+    registry = frame.f_globals.setdefault("__warningregistry__", {})
+    place = frame.f_code.co_filename, frame.f_lineno
+    warnings.warn_explicit(text, PlanWarning, *place, frame.f_globals.get("__name__"), registry)
 
 
 class PlannerError(Exception):

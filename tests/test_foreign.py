@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from planner import applied_plan, plan
+from planner import PlanWarning, applied_plan, plan
 from planner.capture.trace.attention import kernel_of
 from planner.devices.specs import DEVICES
 
@@ -108,3 +108,10 @@ def test_the_kernel_is_that_of_torchs_rules(given, rest, card, kernel):
 def test_a_kernel_that_is_switched_off_is_not_taken(monkeypatch):
     monkeypatch.setattr(torch.backends.cuda, "flash_sdp_enabled", lambda: False)
     assert kernel_of(DEVICES["h100"], *qkv()) == "efficient"
+
+
+def test_a_budget_above_the_card_is_said_before_anything_is_captured():
+    linear = nn.Linear(4, 4, device="meta")
+    with pytest.warns(PlanWarning, match=r"budget_gb=100 is more than the 23\.60 GB of rtx4090.*give at most") as seen:
+        plan(linear, torch.zeros(2, 4, device="meta"), budget_gb=100, device="rtx4090", progress=False)
+    assert [w.filename for w in seen] == [__file__]

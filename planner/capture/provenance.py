@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from linecache import getline
-from pathlib import Path
 from types import FrameType
 
-import torch
 from torch import fx
 
 from planner.core.frames import variable_of
-
-# torch, this package and generated code are not the user's; "<stdin>" and the like may be
-_FOLDERS = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}")
-NOT_THE_USERS = (*_FOLDERS, "<frozen", "<eval")
+from planner.errors import NOT_THE_USERS, users_frame
 
 
 def op_kind(node: fx.Node) -> str:
@@ -90,9 +84,8 @@ def _innermost(node: fx.Node) -> str:
 
 def user_place(frame: FrameType | None) -> tuple[str, int]:
     """File and line of the innermost frame outside torch and this package; "", 0 where there is none."""
-    while frame is not None and frame.f_code.co_filename.startswith(NOT_THE_USERS):
-        frame = frame.f_back
-    return ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+    own = users_frame(frame)
+    return ("", 0) if own is None else (own.f_code.co_filename, own.f_lineno)
 
 
 def line_at(path: str, number: int) -> str:

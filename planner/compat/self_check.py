@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import inspect
 import sys
-import warnings
 from functools import cache
 
 import torch
 
 from planner.compat.versions import is_newer, missing_in_words, tested_in_words
-from planner.errors import PlanWarning, TorchError
+from planner.errors import TorchError, warn
 
 # by module, or module:class
 PARTS = {
@@ -79,11 +78,9 @@ def check_torch() -> None:
 
 @cache
 def _warn_of_newer(version: str) -> None:
-    warnings.warn(
+    warn(
         f"torch {version} is newer than those that planner was tested with ({tested_in_words()}). The private parts of "
-        "it that are used are there; Plan.verify() compares a step's gradients and its peak with those without a plan",
-        PlanWarning,
-        stacklevel=4,
+        "it that are used are there; Plan.verify() compares a step's gradients and its peak with those without a plan"
     )
 
 

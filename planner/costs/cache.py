@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import sqlite3
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 
 from planner.costs.measure_op import Allocated
 from planner.devices.accelerator import accelerator_of
+from planner.errors import warn
 
 _FORMAT = 2  # of the table, and of what is measured; a new one is a new file
 _TABLE = (
@@ -100,7 +100,7 @@ def _with_file(use: Callable[[sqlite3.Connection], T]) -> T | None:
                 return None
             for part in (path, path.with_name(f"{path.name}-journal")):
                 part.unlink(missing_ok=True)
-            warnings.warn(f"{path} was damaged ({e}); it is begun anew, and ops are measured again", stacklevel=2)
+            warn(f"{path} was damaged ({e}); it is begun anew, and ops are measured again")
             return _transaction(path, use)
     except (OSError, RuntimeError, sqlite3.Error):  # no home, no room, read-only: then ops are measured every time
         return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ from planner.capture.trace.loss_trace import LiveBytes
 from planner.compat import pytree
 from planner.compat.fake import FakeTensorMode
 from planner.core.call import here, storages
-from planner.errors import OptionError
+from planner.errors import OptionError, warn
 from planner.stepping.step import step_of
 
 NUMBERS = 64  # bytes: the tensors that a CPU makes of the numbers which ops take, and fake tensors do not; 8 bytes each
@@ -84,10 +83,9 @@ def optimizer_memory(
                 f"optimizer {kind.__name__} could not be tried on fake tensors ({e}) and has no state yet: "
                 "give the name of an optimizer that holds as much, or plan after its first step"
             ) from e
-        warnings.warn(
+        warn(
             f"optimizer {kind.__name__} could not be tried on fake tensors ({e}): its state is counted as it is, "
-            "what its step() allocates is not known and counted as nothing",
-            stacklevel=2,
+            "what its step() allocates is not known and counted as nothing"
         )
         return OptimizerMemory(nbytes, 0)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 from planner.compat.cuda import asked_blas_workspace
 from planner.devices.accelerator import ACCELERATORS, present
 from planner.devices.specs import DEVICES, Device, blas_workspace, driver_words, held_and_brought, profile_of
-from planner.errors import DeviceError, OptionError, PlanWarning
+from planner.errors import DeviceError, OptionError, warn
 
 
 def find_device(device: str | torch.device | None, model_device: torch.device) -> Device:
@@ -80,11 +79,8 @@ def _card(place: torch.device) -> Device:
     known = profile_of(name)
     alike = known or _nearest_capability(place.type, capability)
     if known is None:
-        warnings.warn(
-            f"{name} has no profile: rates that are not measured are taken from {alike}'s data sheet; memory is its "
-            "own",
-            PlanWarning,
-            stacklevel=2,
+        warn(
+            f"{name} has no profile: rates that are not measured are taken from {alike}'s data sheet; memory is its own"
         )
     rocm = torch.version.hip is not None
     config = os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")

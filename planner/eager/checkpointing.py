@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -19,7 +18,7 @@ from planner.capture.recomputability import may_draw
 from planner.capture.trace.random_state import random_kept
 from planner.compat.modules import NormBase, buffers_of
 from planner.core.recipe import Choice, Kept
-from planner.errors import ApplyError, PlanWarning
+from planner.errors import ApplyError, warn
 
 _PLAIN = (torch.Tensor, nn.Module, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, type)
 
@@ -103,7 +102,7 @@ class _Policy:
         if len(self.drawn) > 1:
             raise ApplyError(f"{told}, and would draw other random numbers when it runs again; remove() the plan")
         if self.found != len(self.kept):
-            warnings.warn(f"{told}: its peak may differ from the plan's", PlanWarning, stacklevel=4)
+            warn(f"{told}: its peak may differ from the plan's")
 
 
 def _contexts(module: nn.Module, policy: _Policy) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

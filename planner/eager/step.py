@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
-from planner.capture.provenance import NOT_THE_USERS, line_at
+from planner.capture.provenance import line_at
 from planner.capture.trace.loss_trace import LossFn, checked_loss, differentiable, find_loss, leaves
 from planner.compat.fake import FakeTensorMode
 from planner.compat.modules import buffers_of, parameters_of
@@ -22,6 +22,7 @@ from planner.devices.accelerator import random_state_kept
 from planner.eager.checkpointing import checkpointed
 from planner.eager.record import Recorder
 from planner.eager.trace import Trace
+from planner.errors import NOT_THE_USERS
 
 
 class StepFailed(Exception):

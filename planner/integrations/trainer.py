@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import nn
 from planner.api.front import applied_plans, plan
 from planner.api.plan import Plan
 from planner.core.plan import PlanRecord
-from planner.errors import OptionError, PlanFileError, PlanWarning
+from planner.errors import OptionError, PlanFileError, warn
 from planner.requests.batch import LATER
 from planner.runtime.interception import attached, detach
 from planner.session.attach import take_off
@@ -109,7 +108,7 @@ def plan_in(file: Path | None) -> Plan | None:
         try:
             return Plan.load(file)
         except PlanFileError as e:
-            warnings.warn(f"{e}: planned anew, and written again", PlanWarning, stacklevel=2)
+            warn(f"{e}: planned anew, and written again")
     return None
 
 

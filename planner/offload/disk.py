@@ -11,13 +11,12 @@ import errno
 import fcntl
 import os
 import tempfile
-import warnings
 import weakref
 from collections import defaultdict, deque
 
 import torch
 
-from planner.errors import OffloadError, PlanWarning, gb
+from planner.errors import OffloadError, gb, warn
 from planner.offload.layout import rounded
 from planner.offload.store import Frame, Wait
 from planner.offload.threads import STAGING, Copy, Return, Transfer, Worker
@@ -207,11 +206,9 @@ def _allocate(fd: int, start: int, nbytes: int) -> None:
 def _say_buffered(folder: str) -> None:
     if folder not in _warned:
         _warned.add(folder)
-        warnings.warn(
+        warn(
             f"the file system of {folder} has no direct I/O: what is offloaded there goes through the page cache, "
-            "which is not counted. Name a folder of another file system by offload_dir=",
-            PlanWarning,
-            stacklevel=2,
+            "which is not counted. Name a folder of another file system by offload_dir="
         )
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from math import ceil
 
 from planner.core.step import Step
 from planner.devices.caching_allocator import reserved, smallest_limit
-from planner.errors import InfeasibleBudgetError, PlanWarning, gb
+from planner.errors import InfeasibleBudgetError, gb, warn
 from planner.lowering.margin import CONTEXT, EXPANDABLE, MARGIN, add_margin, allocator_events, expandable, fragments
 from planner.requests.request import Request
 from solvers import Solution
@@ -58,7 +57,7 @@ def solve_with_margin(step: Step, request: Request, solve: Callable[[Step], Solu
         "what lies between its blocks: train with PYTORCH_ALLOC_CONF=expandable_segments:True, which avoids most of "
         "that, or give more."
     )
-    warnings.warn(note, PlanWarning, stacklevel=5)
+    warn(note)
     return roomy, replace(solution, note=f"{solution.note} {note}".strip())
 
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import networkx as nx
 
-from planner.errors import PlanWarning
+from planner.errors import warn
 
 INCH = 72.0  # units of a drawing
 GAP, BETWEEN = 14.0, 24.0  # between neighbours in a row, and between rows
@@ -61,7 +60,7 @@ def layout(graph: nx.DiGraph, dot: str, wide: float, tall: float) -> Layout:
         try:
             drawn = _by_graphviz(program, graph, dot, wide, tall)
         except (OSError, subprocess.SubprocessError, ValueError) as e:
-            warnings.warn(f"Graphviz ({program}) failed, and the graph is drawn without it: {e}", PlanWarning, 2)
+            warn(f"Graphviz ({program}) failed, and the graph is drawn without it: {e}")
         else:
             if drawn.width <= WIDEST:
                 return drawn

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from planner.compat.pytree import tree_leaves
 from planner.core.call import storages
 from planner.core.options import GB, is_positive
 from planner.devices.accelerator import present
-from planner.errors import BudgetError, PlanWarning, gb
+from planner.errors import BudgetError, gb, warn
 from planner.requests.request import Request
 
 RESERVE = 128 * 2**20  # bytes of a device, for kernels that are loaded later
@@ -51,11 +50,9 @@ def budget_of(request: Request) -> float:
         as_megabytes = not isinstance(given, str) and budget >= 1000
         meant = f"; for {gb(budget * 2**20)}, give '{budget:g} MB'" if as_megabytes else ""
         most = device.memory / GB
-        warnings.warn(
+        warn(
             f"budget_gb={given!r} is more than the {gb(device.memory)} of {device.name}; the plan may not fit "
-            f"there: give at most budget_gb={most:.4g}, or None for what is free{meant}",
-            PlanWarning,
-            stacklevel=5,
+            f"there: give at most budget_gb={most:.4g}, or None for what is free{meant}"
         )
     return budget
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 from torch import nn
 
 from planner.core.options import Options
-from planner.errors import PlanWarning
+from planner.errors import warn
 
 _CONVOLUTIONS = (
     nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
@@ -34,4 +32,4 @@ def warn_on_gpu(model: nn.Module, where: torch.device, options: Options) -> None
 
 
 def _warn(message: str) -> None:
-    warnings.warn(message, PlanWarning, stacklevel=5)
+    warn(message)

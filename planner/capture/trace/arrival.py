@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,7 +26,7 @@ from planner.capture.passes.whole_ops import write_whole
 from planner.capture.trace.parts import HANDING, PART, Handing, Parts, in_parts
 from planner.compat.autograd import leaves_of, running_node, skip_undefined
 from planner.compat.fx import boxed, takes_a_list
-from planner.errors import ApplyError, PlanWarning
+from planner.errors import ApplyError, warn
 
 _UNFUSED = (
     "some outputs of the model get no gradient that the plan counts on: this backward pass runs op by op, not as "
@@ -127,7 +126,7 @@ class Arrivals:
                 gradients = None if handing is None else handing.begin(arguments)
                 return planned(arguments) if gradients is None else gradients
             if compiled is not None and not self._written:
-                warnings.warn(_UNFUSED, PlanWarning, stacklevel=2)
+                warn(_UNFUSED)
             for leaf in leaves_of(node, PART) if way.missing else ():
                 skip_undefined(leaf)
             return self._by(way)(arguments)
@@ -184,7 +183,7 @@ class Arrivals:
             assert self._graph is not None
             graph = copy.deepcopy(self._graph.graph)
             if (way.late or way.whole or way.result is not None) and write_whole(graph):
-                warnings.warn(_WHOLE_OPS, PlanWarning, stacklevel=2)
+                warn(_WHOLE_OPS)
                 add_apart(graph)
             inputs = graph.find_nodes(op="placeholder")
             for at in way.late:
