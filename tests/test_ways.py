@@ -306,7 +306,8 @@ class Looking(nn.Module):
         self.table, self.body = nn.Embedding(50, 16, sparse=True), nn.Sequential(wide(), wide())
 
     def forward(self, x):
-        return self.body(self.table((x[:, 0].abs() * 9).long())).square().mean()
+        at = (x[:, 0].abs() * 9).long()
+        return self.body(self.table(at) + self.table(at + 1)).square().mean()  # two sparse gradients are added
 
 
 def wide():

@@ -17,7 +17,7 @@ from planner.capture.passes.dropout import drawn_by, is_noise
 from planner.capture.recomputability import crosses_the_link, is_collective, is_random, replay_bytes
 from planner.capture.regions.region import Region
 from planner.compat.ops import OpOverload, schema_of
-from planner.core.call import Call, describe_call
+from planner.core.call import Call, describe_call, tensors_in
 from planner.costs.measure_op import Allocated
 from planner.costs.measured_ops import measure
 from planner.costs.pieces import cost_in_pieces, pieces_of
@@ -117,9 +117,14 @@ def _share_dropouts(region: Region, estimates: list[OpEstimate]) -> tuple[OpEsti
 
 
 def _measurable(node: fx.Node) -> bool:
-    """Whether an op may run alone on arbitrary numbers: an op that checks them on a GPU would end the process."""
+    """Whether an op may run alone on arbitrary numbers: an op that checks them on a GPU would end the process.
+
+    Sparse tensors have no storage of their own that could be made alike.
+    """
     target = node.target
     if not isinstance(target, OpOverload) or is_collective(target):
+        return False
+    if any(t.layout != torch.strided for each in node.all_input_nodes for t in tensors_in(each.meta.get("val"))):
         return False
     return bool(schema_of(target).returns) and not reads_workspace(target) and not crosses_the_link(node)
 
