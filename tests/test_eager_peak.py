@@ -43,7 +43,7 @@ def mamba():
     config = transformers.MambaConfig(
         hidden_size=32, num_hidden_layers=1, vocab_size=100, state_size=8, use_cache=False
     )
-    return Case(transformers.MambaForCausalLM(config).train(), tokens(100, 2, 12))
+    return Case(transformers.MambaForCausalLM(config).train(), tokens(100, 4, 6))
 
 
 def t5():
@@ -107,7 +107,7 @@ def dropouts():
 CASES = {
     "GPT-2": lambda: gpt2(layers=1),
     "GPT-2 in bf16": lambda: autocast(gpt2(layers=1)),
-    "ResNet": lambda: resnet50(1, (1, 1, 1, 1)),
+    "ResNet": lambda: resnet50(1, (1, 1)),
     "T5": t5,
     "Mamba": mamba,
     "perceptron": perceptron,
