@@ -43,7 +43,7 @@ def mamba():
     config = transformers.MambaConfig(
         hidden_size=32, num_hidden_layers=1, vocab_size=100, state_size=8, use_cache=False
     )
-    return Case(transformers.MambaForCausalLM(config).train(), tokens(100, 4, 6))
+    return Case(transformers.MambaForCausalLM(config).train(), tokens(100, 2, 12))
 
 
 def t5():
