@@ -26,6 +26,7 @@ def _moves(problem: Problem, state: State, most_kept: int) -> Iterator[tuple[int
             yield -1, 0, 0.0, (done, held - {v})
     if done == len(problem.ops):
         return
+    taken = problem.resident + sum(problem.sizes[v] for v in held)
     for i in range(done + 1):
         op = problem.ops[i]
         again = i < done
@@ -35,8 +36,7 @@ def _moves(problem: Problem, state: State, most_kept: int) -> Iterator[tuple[int
             continue
         if any(v in held and v not in problem.pinned for v in op.writes):
             continue  # the old copy can be freed first, which is a move of its own
-        during = problem.resident + op.workspace
-        during += sum(problem.sizes[v] for v in held) + sum(problem.sizes[v] for v in op.writes)
+        during = taken + op.workspace + sum(problem.sizes[v] for v in op.writes)
         if waiting is not None:
             if i == done == problem.boundary and sum(problem.sizes[v] for v in held) > most_kept:
                 continue

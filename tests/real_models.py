@@ -42,7 +42,9 @@ def llama(batch: int = 4, layers: int = 4) -> Case:
 
 
 def resnet50(batch: int = 4, depths: tuple[int, ...] = (3, 4, 6, 3)) -> Case:
-    config = transformers.ResNetConfig(num_labels=10, depths=list(depths))
+    """Of one stage for each count of blocks; each begins with a projection as its shortcut."""
+    widths = [256, 512, 1024, 2048][: len(depths)]
+    config = transformers.ResNetConfig(num_labels=10, depths=list(depths), hidden_sizes=widths)
     model = transformers.ResNetForImageClassification(config)
     generator = torch.Generator().manual_seed(0)
     pixels = torch.randn(batch, 3, 96, 96, generator=generator)
@@ -53,8 +55,8 @@ def _square(output: Any) -> torch.Tensor:
     return output.sample.square().mean()
 
 
-def unet(batch: int = 2, channels: tuple[int, ...] = (32, 64, 64)) -> Case:
-    """Of one block for each count of channels, the second with attention."""
+def unet(batch: int = 2, channels: tuple[int, ...] = (32, 64, 64), middle: bool = True) -> Case:
+    """Of one block for each count of channels, the second with attention, and a block with attention in the middle."""
     import diffusers
 
     kinds = ["Attn" if level == 1 else "" for level in range(len(channels))]
@@ -62,6 +64,7 @@ def unet(batch: int = 2, channels: tuple[int, ...] = (32, 64, 64)) -> Case:
         sample_size=32, in_channels=3, out_channels=3, layers_per_block=1, block_out_channels=channels,
         down_block_types=tuple(f"{kind}DownBlock2D" for kind in kinds),
         up_block_types=tuple(f"{kind}UpBlock2D" for kind in reversed(kinds)), norm_num_groups=8,
+        mid_block_type="UNetMidBlock2D" if middle else None,
     )  # fmt: skip
     sample = torch.randn(batch, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     return Case(model.train(), {"sample": sample, "timestep": torch.arange(batch)}, _square)
@@ -75,11 +78,11 @@ CASES: dict[str, Callable[[], Case]] = {
     "resnet50": resnet50,
 }
 
-# the same of two layers, or of a block a stage: what holds for every schedule holds or does not at any depth
+# the same of two layers, or two stages of a block: what holds for every schedule holds or does not at any depth
 SMALL: dict[str, Callable[[], Case]] = {
     "gpt2_dropout": lambda: gpt2(dropout=0.1, layers=2),
-    "unet": lambda: unet(channels=(32, 64)),
+    "unet": lambda: unet(channels=(32, 64), middle=False),
     "gpt2": lambda: gpt2(layers=2),
     "llama": lambda: llama(layers=2),
-    "resnet50": lambda: resnet50(depths=(1, 1, 1, 1)),
+    "resnet50": lambda: resnet50(depths=(1, 1)),
 }

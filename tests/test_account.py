@@ -14,7 +14,7 @@ from torch import nn
 from planner import applied_plan, pareto
 
 from .measure import held_before, peak_of
-from .real_models import SMALL, Case, llama
+from .real_models import SMALL, Case, gpt2, llama, unet
 
 pytestmark = pytest.mark.usefixtures("short_searches")
 
@@ -64,7 +64,7 @@ def convolutions() -> Case:
 
 def attention_dropout() -> Case:
     config = transformers.BertConfig(
-        num_hidden_layers=2, hidden_size=128, num_attention_heads=4, intermediate_size=256, vocab_size=300,
+        num_hidden_layers=1, hidden_size=128, num_attention_heads=4, intermediate_size=256, vocab_size=300,
         attention_probs_dropout_prob=0.2, hidden_dropout_prob=0.0, num_labels=3,
     )  # fmt: skip
     ids = torch.randint(0, 300, (8, 64))
@@ -80,15 +80,15 @@ def foreach(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, foreach=True)
 
 
-# of one or two layers, or one block a stage: a prediction is as exact or not at any depth
+# of one layer, or two stages of a block: a prediction is as exact or not at any depth
 SETTINGS = {
-    "gpt2": Setting(SMALL["gpt2"], foreach),
-    "llama": Setting(SMALL["llama"], torch.optim.Adafactor),
+    "gpt2": Setting(partial(gpt2, layers=1), foreach),
+    "llama": Setting(partial(llama, layers=1), torch.optim.Adafactor),
     "resnet": Setting(SMALL["resnet50"], momentum),
-    "unet": Setting(SMALL["unet"]),
+    "unet": Setting(partial(unet, channels=(32,))),
     "batch norm": Setting(convolutions, momentum),
     "attention dropout": Setting(attention_dropout),
-    "bf16 autocast": Setting(SMALL["gpt2"], autocast=True),
+    "bf16 autocast": Setting(partial(gpt2, layers=1), autocast=True),
     "gradient accumulation": Setting(partial(llama, layers=1), microbatches=3),
 }
 

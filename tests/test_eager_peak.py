@@ -107,7 +107,7 @@ def dropouts():
 CASES = {
     "GPT-2": lambda: gpt2(layers=1),
     "GPT-2 in bf16": lambda: autocast(gpt2(layers=1)),
-    "ResNet": lambda: resnet50(1, (1, 1, 1, 1)),
+    "ResNet": lambda: resnet50(1, (1, 1)),
     "T5": t5,
     "Mamba": mamba,
     "perceptron": perceptron,

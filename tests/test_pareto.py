@@ -18,11 +18,19 @@ from solvers.search.curve import curve
 from .brute_force import cheapest
 from .measure import held_before, results, step_peak
 from .problems import random_training_graph, reused_problems, shorten, small_problems
-from .real_models import SMALL
+from .real_models import SMALL, llama
 
 quick = settings(max_examples=25, deadline=None, derandomize=True)
 medium = st.builds(random_training_graph, st.integers(0, 99), st.integers(4, 8), st.booleans())
 any_problem = st.one_of(small_problems(), reused_problems(), medium)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _short():
+    """What is said of a curve holds for any work that went into it."""
+    with pytest.MonkeyPatch.context() as patch:
+        shorten(patch)
+        yield
 
 
 @quick
@@ -105,9 +113,8 @@ def test_a_problem_gives_its_solutions():
     assert [s.schedule for s in ours] == [s.schedule for s in theirs]
 
 
-def test_the_plans_of_a_real_model_hold(tmp_path, monkeypatch):
-    shorten(monkeypatch)
-    case = SMALL["llama"]()
+def test_the_plans_of_a_real_model_hold(tmp_path):
+    case = llama(layers=1)
     eager = results(case)
     plans = pareto(case.model, case.batch, points=4, progress=False)
     assert len(plans) == 4

@@ -3,6 +3,7 @@
 import functools
 import re
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -11,12 +12,13 @@ from planner import InfeasibleBudgetError, Plan, plan
 
 from .measure import held_before, results, step_peak
 from .plans import for_budget
-from .real_models import SMALL
+from .real_models import SMALL, gpt2, llama
 
 pytestmark = pytest.mark.usefixtures("short_searches")
-ROOM_TO_SPARE = float("inf")  # as a fraction of the peak
+ROOM_TO_SPARE, LEAST = float("inf"), 0.01  # as fractions of the peak
 # tests of one model follow one another and share its plans
-every_model = pytest.mark.parametrize("name", SMALL, scope="module")
+CASES = {**SMALL, "gpt2": partial(gpt2, layers=1), "llama": partial(llama, layers=1)}  # with dropout: of two layers
+every_model = pytest.mark.parametrize("name", CASES, scope="module")
 two_models = pytest.mark.parametrize("name", ["gpt2_dropout", "unet"], scope="module")
 
 
@@ -33,14 +35,14 @@ class Real:
     """A model, its plans, and real steps by them, each made once."""
 
     def __init__(self, name, folder):
-        self.case = SMALL[name]()
+        self.case = CASES[name]()
         self.folder = folder
         self.eager = results(self.case)
         self.plan = functools.cache(self._plan)
         self.trained = functools.cache(self._trained)
 
     def _plan(self, fraction, *solver):
-        """A plan at a fraction of the baseline peak, or at the smallest budget that is feasible."""
+        """A plan at a fraction of the baseline peak, or 1 % above the smallest feasible, for what a loop holds."""
         if fraction == ROOM_TO_SPARE:
             return plan(self.case.model, self.case.batch, budget_gb="100%", loss_fn=self.case.loss_fn)
         options = {"solver": solver[0], "time_limit": 2.0} if solver else {}
@@ -48,7 +50,7 @@ class Real:
         try:
             return for_budget(everything, fraction * everything.baseline_peak_bytes / 2**30, **options)
         except InfeasibleBudgetError as e:
-            return for_budget(everything, e.minimum_gb, **options)
+            return for_budget(everything, 1.01 * e.minimum_gb, **options)
 
     def _trained(self, fraction, *solver):
         p = self.plan(fraction, *solver)
@@ -68,7 +70,7 @@ def real(name, tmp_path_factory):
     return Real(name, tmp_path_factory.mktemp(name))
 
 
-@pytest.mark.parametrize("fraction", [0.80, 0.60, 0.45])
+@pytest.mark.parametrize("fraction", [0.60, LEAST])
 @every_model
 def test_the_budget_holds_and_the_peak_is_as_predicted(real, fraction):
     t = real.trained(fraction)
@@ -90,7 +92,7 @@ def test_the_baseline_is_as_predicted(real):
 @every_model
 def test_gradients_loss_outputs_and_buffers_are_equal(real):
     same_graph = real.trained(ROOM_TO_SPARE).results
-    for fraction in (0.6, 0.2):
+    for fraction in (0.6, LEAST):
         t = real.trained(fraction)
         assert t.plan.overhead > 0
         assert t.results.keys() == same_graph.keys() == real.eager.keys()
@@ -120,7 +122,7 @@ def test_auto_is_no_worse_than_chen(real):
 
 @two_models
 def test_emitted_graphs_are_clean_and_name_what_runs_again(real):
-    p = real.plan(0.45)
+    p = real.plan(0.6)
     (region,) = p.graph_modules
     for module in (region.forward, region.backward):
         assert isinstance(module, torch.fx.GraphModule)

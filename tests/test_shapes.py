@@ -32,10 +32,8 @@ class Net(nn.Module):
         self.limit, self.breaks = limit, breaks
         self.embed = nn.Linear(8, width)
         self.norm = nn.BatchNorm1d(width)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Dropout(0.2), nn.Linear(4 * width, width))
-            for _ in range(2)
-        )
+        up, down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.blocks = nn.ModuleList([nn.Sequential(up, nn.GELU(), nn.Dropout(0.2), down)])
         self.extra = nn.Linear(width, width)
 
     def forward(self, x):
@@ -116,8 +114,8 @@ def test_one_compiled_graph_serves_every_length_of_gpt2_within_the_budget(tmp_pa
         check(case, plain, batch)
         peak = held_before(case) + step_peak(Case(case.model, batch), tmp_path)
         assert peak <= p.peak_bytes <= p.budget_bytes
-        eager = held_before(case) + step_peak(Case(plain, batch), tmp_path)
-        assert (rows, length) != (4, 128) or peak < eager
+        if (rows, length) == (4, 128):
+            assert peak < held_before(case) + step_peak(Case(plain, batch), tmp_path)
     assert counters["stats"]["unique_graphs"] == 1
     assert applied_plan(case.model) is p
 
@@ -148,7 +146,7 @@ def test_where_every_length_is_a_graph_all_of_them_are_planned_beyond_torchs_rec
     case = case_of(Loop(), torch.randn(8, 8, 16))
     p, plain = planned(case, 0.9, dynamic=True)
     with torch._dynamo.config.patch(recompile_limit=2):
-        for length in range(8, 2, -1):
+        for length in range(8, 4, -1):
             check(case, plain, {"x": torch.randn(8, length, 16)})
             assert applied_plan(case.model).budget_bytes == p.budget_bytes
 

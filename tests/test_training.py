@@ -15,8 +15,8 @@ pytestmark = pytest.mark.usefixtures("short_searches")
 
 
 def resnet():
-    """A ResNet-50 with the first block of each of its stages."""
-    return resnet50(depths=(1, 1, 1, 1))
+    """The first block of each of the first two stages of a ResNet-50."""
+    return resnet50(depths=(1, 1))
 
 
 def train(model, batches, evaluation):
@@ -39,7 +39,7 @@ def train(model, batches, evaluation):
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("make", [lambda: gpt2(dropout=0.1, layers=2), resnet], ids=["gpt2_dropout", "resnet"])
+@pytest.mark.parametrize("make", [lambda: gpt2(dropout=0.1, layers=1), resnet], ids=["gpt2_dropout", "resnet"])
 def test_five_adamw_steps_with_a_smaller_last_batch_and_an_evaluation(make):
     case = make()
     plain = copy.deepcopy(case.model)
@@ -153,10 +153,10 @@ def test_verify_leaves_an_optimizer_in_the_backward_pass_and_another_compiler_al
 
 
 def test_verify_sees_a_wrong_gradient(monkeypatch):
-    case = gpt2(layers=2)
+    case = gpt2(layers=1)
     baseline = plan(case.model, case.batch, budget_gb="100%").baseline_peak_bytes
     case.model.register_forward_pre_hook(_bias_when_planned, with_kwargs=True)
-    p = plan(case.model, case.batch, budget_gb=0.6 * baseline / 2**30)
+    p = plan(case.model, case.batch, budget_gb=0.8 * baseline / 2**30)
     assert not p.verify().gradients_agree
 
 
