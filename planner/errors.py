@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
-import sys
 import warnings
 from pathlib import Path
 from types import FrameType
@@ -37,7 +37,7 @@ def users_frame(frame: FrameType | None) -> FrameType | None:
 
 def warn(text: str) -> None:
     """Give a PlanWarning at the line of the user's code that runs."""
-    frame = users_frame(sys._getframe())
+    frame = users_frame(inspect.currentframe())
     if frame is None:  # a thread of ours
         warnings.warn(text, PlanWarning, stacklevel=2)
         return
