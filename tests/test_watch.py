@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from planner import OptionError, applied_plan, plan
+from planner import OptionError, PlanWarning, applied_plan, plan
 from planner.compat.dispatch import modes_here
 from planner.runtime.interception import attached
 from planner.runtime.recorded import loss_seen, stays
@@ -213,3 +213,22 @@ def test_two_optimizers_that_step_the_same_parameters_are_both_counted():
         model(torch.randn(64, 32)).square().mean().backward()
         optimizers[at % 2].step()
     assert applied_plan(model).account["optimizer state"] == 2 * sum(p.nbytes for p in model.parameters())
+
+
+def test_what_a_loop_keeps_of_each_step_is_said_and_planned_for():
+    model, kept, one = perceptron(), [], 64 * 32 * 4
+
+    def train(budget, steps):
+        plan(model, budget_gb=budget).apply()
+        for _ in range(steps):
+            model.zero_grad()
+            output = model(torch.randn(64, 32))
+            kept.append(output.detach())
+            output.square().mean().backward()
+        return applied_plan(model)
+
+    p = train(1, 2)
+    p.remove()
+    with pytest.warns(PlanWarning, match=r"between its steps.* of shape \(64, 32\)"):
+        p = train((p.peak_bytes + one) / 2**30, 6)
+    assert 3 * one <= p.account["other tensors of the training loop"] <= 6 * one

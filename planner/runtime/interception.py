@@ -198,10 +198,14 @@ class Applied:
 
     def _learns(self, watch: Watch, parameters: Sequence[nn.Parameter], batch: Any, role: Role) -> bool:
         """Whether plans for calls in a role have to be made anew, for what the loop was seen to do."""
-        seen = watch.call_begins(parameters, batch, self.waiting_calls(), role)
+        record = None if self.newest is None else self.newest.record
+        seen = watch.call_begins(parameters, batch, self.waiting_calls(), role, record)
         if not watch.settled and not watch.fresh:
             return False
-        return self.provider.on_loop_seen(seen, watch.optimizers(), role)
+        anew = self.provider.on_loop_seen(seen, watch.optimizers(), role)
+        if anew and watch.grown is not None and record is not None:
+            watch.grown.warn(record)
+        return anew
 
     def _backward_begins(self, signature: Signature) -> None:
         """Gradients that were there in the forward pass are there still, if they are."""

@@ -112,11 +112,15 @@ def stays(recorder: Recorder, counted: Any) -> Stays:
     fresh = {each for key, each in alive.items() if key not in own and key not in stay} - before
     new = sum(nbytes for _, nbytes in fresh)  # targets of the next loss and inputs of its later calls are among it
     read = max((sum(loss.read.values()) for loss in recorder.losses), default=0)
+    # those of the next loss take the place of what is gone; what is there still is read again, as by a closure
+    gone = max(
+        (sum(n for key, n in loss.read.items() if key not in recorder.used) for loss in recorder.losses), default=0
+    )
     stay = {**recorder.before, **stay}
     beside = sum(nbytes for key, nbytes in stay.items() if key not in own) + sum(other.stays() for other in others)
     data = recorder.device.type not in HOSTS
     between = [each for key, each in used.items() if key not in stay and (each.stays or (data and not each.in_step))]
-    around = sum(each.nbytes for each in between) + max(0, new - read - recorder.later)
+    around = sum(each.nbytes for each in between) + max(0, new - gone - recorder.later)
     trains = any(each.trained for each in between)
     given = recorder.batches.made.items() if recorder.calls_made == 1 else ()
     batches = sum(nbytes for key, (_, nbytes) in given if key not in own)
