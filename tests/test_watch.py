@@ -232,3 +232,25 @@ def test_what_a_loop_keeps_of_each_step_is_said_and_planned_for():
     with pytest.warns(PlanWarning, match=r"between its steps.* of shape \(64, 32\)"):
         p = train((p.peak_bytes + one) / 2**30, 6)
     assert 3 * one <= p.account["other tensors of the training loop"] <= 6 * one
+
+
+def test_an_evaluation_that_takes_more_than_the_budget_is_said(recwarn):
+    model, batch = perceptron(), torch.randn(64, 32)
+
+    def train(budget, rows):
+        plan(model, budget_gb=budget).apply()
+        for _ in range(4):
+            model(batch).square().mean().backward()
+            model.zero_grad()
+            with torch.no_grad():
+                model(torch.randn(rows, 32))
+        return applied_plan(model)
+
+    p = train(1, 64)
+    p.remove()
+    p = train(p.peak_bytes / 2**30, 64)
+    p.remove()
+    assert not [w for w in recwarn if "without gradients" in str(w.message)]
+    most = p.account["parameters"] + 3 * 4096 * 32 * 4 + batch.nbytes  # what it is given, and two layers at once
+    with pytest.warns(PlanWarning, match=rf"without gradients takes {most / 2**20:.2f} MB of .* a batch of 512.00 kB"):
+        train(p.peak_bytes / 2**30, 4096)

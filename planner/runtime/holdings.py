@@ -98,6 +98,7 @@ class Holdings:
         self._steps: Counter[Hashable] = Counter()
         self._first: dict[Hashable, tuple[Held, int]] = {}  # and bytes of it that plans count
         self._allocated: dict[Hashable, int] = {}
+        self._latest: tuple[Held, int] | None = None  # of the first
 
     def grown(self, kind: Hashable, device: torch.device, batch: Any, counts: int, least: int) -> Grown | None:
         """What a step holds more than the first of its kind, and no plan counts; None where it was not looked at, too.
@@ -109,6 +110,7 @@ class Holdings:
             counts: bytes that plans count of what the loop holds.
             least: bytes that are worth a new plan.
         """
+        self._latest = self._first.get(kind)
         if len(self._steps) == MOST_KINDS and kind not in self._steps:
             return None
         self._steps[kind] += 1
@@ -116,13 +118,22 @@ class Holdings:
         if steps & (steps - 1) and not self._allocates(kind, device, least):
             return None
         now = held(device, batch)
-        first, counted = self._first.setdefault(kind, (now, counts))
+        first, counted = self._latest = self._first.setdefault(kind, (now, counts))
         if self._more(now, first, counts - counted) <= least:
             return None
         gc.collect()
         now = held(device, batch)
         more = self._more(now, first, counts - counted)
         return Grown(more, _words(now, first)) if more > least else None
+
+    def beside(self, device: torch.device, counts: int) -> int | None:
+        """Bytes that are there now beside those with which steps like the latest begin, all batches among them; None
+        where no such step was looked at. `counts` as above.
+        """
+        if self._latest is None:
+            return None
+        first, counted = self._latest
+        return self._more(held(device), first, counts - counted)
 
     def _more(self, now: Held, first: Held, counted: int) -> int:
         return now.nbytes - first.nbytes - counted

@@ -26,7 +26,7 @@ from planner.runtime.cuda_graphs import captures, is_graphed, refuse_uncapturabl
 from planner.runtime.entries import EntryPoint
 from planner.runtime.events import Call, PlanProvider
 from planner.runtime.first_step import begin, report_after, when_begun
-from planner.runtime.modes import redirected, refuse_compiled, refuse_transformed, trains
+from planner.runtime.modes import redirected, refuse_compiled, refuse_transformed, runs_elsewhere, trains
 from planner.runtime.recorder import Recorder
 from planner.runtime.signature import ModelState, Role, Signature, Walk, call_signature, role_of, walk
 from planner.runtime.watch import Watch
@@ -120,7 +120,7 @@ class Applied:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if redirected(self.model) or is_graphed(self.model) or not trains(self.model, args, kwargs):
-            return self.call_eagerly(*args, **kwargs)
+            return self._untrained(args, kwargs)
         if captures(self.model):
             return self._captured(args, kwargs)
         self.unwatch()
@@ -128,6 +128,13 @@ class Applied:
         if self.watch is not None:
             self.watch.call_ended(args, kwargs, result, self.made)
         return result
+
+    def _untrained(self, args: Any, kwargs: Any) -> Any:
+        """A call without its plan."""
+        run = partial(self.call_eagerly, *args, **kwargs)
+        if self.watch is None or self.newest is None or runs_elsewhere(self.model):
+            return run()
+        return self.watch.untrained(run, (args, kwargs), self.newest.record)
 
     def _captured(self, args: Any, kwargs: Any) -> Any:
         """A training call while a CUDA graph is captured."""

@@ -30,6 +30,7 @@ from planner.runtime.learnt import Learnt
 from planner.runtime.recorded import loss_seen, stays
 from planner.runtime.recorder import Recorder
 from planner.runtime.signature import Role
+from planner.runtime.untrained import measured_call
 from planner.stepping.spent import SpentGradient
 
 TRIES = 3  # steps in which nothing could be recorded, before no more are tried
@@ -70,6 +71,7 @@ class Watch:
         self._first = True  # whether no earlier call waited when the latest one began
         self._holdings = Holdings()
         self.grown: Grown | None = None
+        self._evaluated = -1  # bytes that calls without gradients were given, at most
         self._used: dict[torch.Tensor, int] = {}  # parameter -> version of its gradient when an optimizer had used it
         _watches.add(self)
         if not _handles:
@@ -121,7 +123,7 @@ class Watch:
         self._begin(role, others)
         recorder = self.recorder
         if recorder is not None and (recorder.losses or recorder.over):
-            self._finished(recorder, [batch, [(p, p.grad) for p in parameters]])
+            self._finished(recorder, batch, [(p, p.grad) for p in parameters])
         elif recorder is not None and self._first and self._ended(left_over):
             self._came_to_nothing()
         elif recorder is None and self._first and not self.settled:
@@ -144,6 +146,23 @@ class Watch:
             kept = grown.nbytes + (stays if stays <= grown.nbytes else 0)
             self._learnt.loop = replace(self.loop, beside=self.loop.beside + kept)
         return grown
+
+    def untrained(self, run: Callable[[], Any], given: Any, plan: PlanRecord) -> Any:
+        """The result of a call without gradients; the first, and each that is given more than any before, is measured.
+
+        Args:
+            run: makes the call.
+            given: its arguments.
+            plan: the newest for the model's training steps.
+        """
+        batch, model = sum(storages(given).values()), self._model()
+        if model is None or batch <= self._evaluated or not _may_record() or captures(model):
+            return run()
+        beside = self._holdings.beside(next(model.parameters()).device, self.loop.others)
+        if beside is None:
+            return run()
+        self._evaluated = batch
+        return measured_call(run, model, plan, batch, beside)
 
     def _begin(self, role: Role, others: Sequence[int]) -> None:
         """A call begins while others wait for their backward pass."""
@@ -178,10 +197,11 @@ class Watch:
         if self._learnt.heard or self._in_vain > VAIN:
             self._learnt.settled.update(role for role in self._recorded if self._fates.unused(role))
 
-    def _finished(self, recorder: Recorder, counted: Any) -> None:
-        """Enter what a step's recording has shown; the account has lines for `counted`."""
+    def _finished(self, recorder: Recorder, batch: Any, counted: Any) -> None:
+        """Enter what a step's recording has shown as a call begins; the account has lines for what it is given."""
         self._measure()
-        found = stays(recorder, [counted, *(list(o.state.values()) for o in self.optimizers())])
+        states = [list(o.state.values()) for o in self.optimizers()]
+        found = stays(recorder, [batch, counted, states], batches=recorder.is_new(batch))
         seen = loss_seen(recorder, self._workspaces, found.left, found.read)
         held = {at for loss in recorder.losses for at in loss.held}
         roles, came_round = [*self._recorded], recorder.came_round
