@@ -254,3 +254,21 @@ def test_an_evaluation_that_takes_more_than_the_budget_is_said(recwarn):
     most = p.account["parameters"] + 3 * 4096 * 32 * 4 + batch.nbytes  # what it is given, and two layers at once
     with pytest.warns(PlanWarning, match=rf"without gradients takes {most / 2**20:.2f} MB of .* a batch of 512.00 kB"):
         train(p.peak_bytes / 2**30, 4096)
+
+
+def test_a_step_that_is_left_out_and_still_holds_its_activations_is_said():
+    model = perceptron()
+
+    def train(budget, steps):
+        plan(model, budget_gb=budget).apply()
+        for i in range(steps):
+            loss = model(torch.randn(64, 32)).square().mean()
+            if i != 3:
+                loss.backward()
+                model.zero_grad()
+        return applied_plan(model)
+
+    p = train(1, 2)
+    p.remove()
+    with pytest.warns(PlanWarning, match="earlier call of the model still held.*loss = None"):
+        train(p.peak_bytes / 2**30, 6)

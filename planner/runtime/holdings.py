@@ -148,6 +148,20 @@ class Holdings:
         return allocated > before + least
 
 
+def warn_waiting(plan: PlanRecord, beyond: int) -> None:
+    """Say that earlier calls, by another plan, held so many bytes more in a forward pass than the plan counts for them,
+    where it leaves too little room.
+    """
+    most = max((m.held_bytes for m in plan.timeline if m.phase in ("forward", "loss")), default=0) + beyond
+    if most > plan.budget_bytes:
+        text = (
+            f"an earlier call of the model still held what it saved for a backward pass, {gb(beyond)} more than this "
+            f"plan counts: the forward pass took up to {gb(most)} of {gb(plan.budget_bytes)}. Where a step is left "
+            "out, as one whose loss is not finite, let go of its loss before the next: loss = None"
+        )
+        warnings.warn_explicit(text, PlanWarning, *user_place(inspect.currentframe()))
+
+
 def worth(plan: PlanRecord | None) -> int | None:
     """Bytes that are worth a new plan, in the place of this one."""
     return None if plan is None else plan.budget_bytes // WORTH

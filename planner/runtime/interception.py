@@ -187,7 +187,7 @@ class Applied:
             before = begin(self.model) if reports else None
             result = self.run(signature, args, kwargs)
             if self.watch is not None and (number := self.call_number()) is not None and signature in self.plans:
-                self.watch.called(number, self.plans[signature].kept_bytes, result, self.made)
+                self.watch.called(number, self.plans[signature], result, self.made)
             if self.newest is not None and self.newest.request.batch is not None:
                 self.newest.request.batch.release()
             if any(p.grad is not None for p in parameters):

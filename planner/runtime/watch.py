@@ -25,7 +25,7 @@ from planner.requests.optimizers import trained_by, wraps_another
 from planner.runtime.cuda_graphs import captures
 from planner.runtime.fates import Fates
 from planner.runtime.first_step import when_begun
-from planner.runtime.holdings import Grown, Holdings, worth
+from planner.runtime.holdings import Grown, Holdings, warn_waiting, worth
 from planner.runtime.learnt import Learnt
 from planner.runtime.recorded import loss_seen, stays
 from planner.runtime.recorder import Recorder
@@ -232,17 +232,19 @@ class Watch:
         if self._tries > TRIES:
             self._learnt.settled.add(self._learnt.role)
 
-    def called(self, number: int, kept: int, result: Any, made: Callable[[], Sequence[torch.Tensor]]) -> None:
+    def called(self, number: int, plan: PlanRecord, result: Any, made: Callable[[], Sequence[torch.Tensor]]) -> None:
         """A call by a plan has returned.
 
         Args:
             number: of the call.
-            kept: bytes that it saved.
+            plan: by which it ran.
             result: of the call.
             made: as in `call_ended`.
         """
         asks = not self.settled or not self._fates.certain(self._learnt.role)
-        self._fates.add(number, self._learnt.role, kept)
+        if self.settled and (beyond := self._fates.beyond(plan.saved_bytes) - self.loop.left_over) > 0:
+            warn_waiting(plan, beyond)
+        self._fates.add(number, self._learnt.role, plan.saved_bytes)
         self._number = number
         if asks:
             when_begun((result, made()), partial(_backward_of, weakref.ref(self), number))
