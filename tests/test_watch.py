@@ -3,6 +3,7 @@
 import copy
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 from planner import OptionError, PlanWarning, applied_plan, plan
 from planner.compat.dispatch import modes_here
+from planner.runtime import holdings
 from planner.runtime.interception import attached
 from planner.runtime.recorded import loss_seen, stays
 from planner.runtime.recorder import LossEvents, Recorder
@@ -272,3 +274,16 @@ def test_a_step_that_is_left_out_and_still_holds_its_activations_is_said():
     p.remove()
     with pytest.warns(PlanWarning, match="earlier call of the model still held.*loss = None"):
         train(p.peak_bytes / 2**30, 6)
+
+
+def test_what_a_card_holds_is_looked_at_where_its_allocator_has_more(monkeypatch):
+    kept, here = [torch.randn(10)], torch.device("cpu")
+    monkeypatch.setattr(holdings, "ASKED", 3)
+    card = SimpleNamespace(allocated=lambda device: sum(t.nbytes for t in kept))
+    monkeypatch.setattr(holdings, "accelerator_of", lambda device: card)
+    looks = holdings.Holdings()
+    assert [looks.grown("step", here, (), 0, 1000) for _ in range(3)] == [None] * 3
+    kept += [torch.randn(37, 11), torch.randn(37, 11)]
+    found = [looks.grown("step", here, (), 0, 1000) for _ in range(3)]
+    assert found[1] is None
+    assert found[0] == found[2] == holdings.Grown(2 * 37 * 11 * 4, "2 tensors of shape (37, 11) most of all")

@@ -21,12 +21,13 @@ from torch import nn, optim
 from planner.capture.provenance import user_place
 from planner.compat.fake import FakeTensor
 from planner.compat.tensors import storage_key
-from planner.core.call import inside, storages
+from planner.core.call import inside, tensors_in
 from planner.core.plan import PlanRecord
 from planner.devices.accelerator import accelerator_of
 from planner.errors import PlanWarning, gb
 
 MOST_KINDS = 64  # of steps that are compared, each with its own
+ASKED = 16  # after so many steps an allocator is asked, which takes it 0.1 ms
 WORTH = 100  # parts of the budget: one that is held more between steps is worth a new plan
 
 Shape = tuple[int, ...]
@@ -72,26 +73,33 @@ def held(device: torch.device, counted: Any = ()) -> Held:
     # isinstance() asks objects for their class, and some raise
     tensors = [t for t in objects if issubclass(type(t), torch.Tensor) and not issubclass(type(t), FakeTensor)]
     del objects
-    own = storages([counted, states]).keys() | storages([g for t in tensors if (g := _gradient(t)) is not None]).keys()
+    gradients = [t.grad for t in tensors if issubclass(type(t), nn.Parameter)]
+    own = sizes([counted, states, gradients]).keys()
     found: dict[int, tuple[Shape, int]] = {}
     for t in tensors:
-        with suppress(RuntimeError, NotImplementedError, AttributeError):  # without a storage
-            for part in inside(t):
-                key = storage_key(part)
-                if part.device == device and key not in own and key not in found:
-                    found[key] = tuple(part.shape), part.untyped_storage().nbytes()
+        for part in _parts(t):
+            key = storage_key(part)
+            if part.device == device and key not in own and key not in found:
+                found[key] = tuple(part.shape), part.untyped_storage().nbytes()
     return Held(sum(nbytes for _, nbytes in found.values()), Counter(found.values()))
 
 
-def _gradient(t: torch.Tensor) -> torch.Tensor | None:
-    with suppress(RuntimeError, NotImplementedError, AttributeError):
-        return t.grad if isinstance(t, nn.Parameter) else None
-    return None
+def sizes(tree: Any) -> dict[int, int]:
+    """The storages of the tensors in a tree, of those that have some: identity -> bytes."""
+    parts = [part for t in tensors_in(tree) for part in _parts(t)]
+    return {storage_key(part): part.untyped_storage().nbytes() for part in parts}
+
+
+def _parts(t: torch.Tensor) -> list[torch.Tensor]:
+    with suppress(RuntimeError, NotImplementedError, AttributeError):  # without a storage
+        parts = inside(t)
+        return parts if all(part.untyped_storage() is not None for part in parts) else []
+    return []
 
 
 class Holdings:
     """What steps hold when they begin, by kind of step; each is looked at after 1, 2, 4, 8, ... steps of its kind, and
-    where the device's allocator tells that more is there.
+    where the device's allocator, asked every 16 steps, tells that more is there.
     """
 
     def __init__(self) -> None:
@@ -115,8 +123,10 @@ class Holdings:
             return None
         self._steps[kind] += 1
         steps = self._steps[kind]
-        if steps & (steps - 1) and not self._allocates(kind, device, least):
+        if steps & (steps - 1) and (steps % ASKED or not self._allocates(kind, device, least)):
             return None
+        if kind not in self._first:  # what Python frees later would hide as much that is new
+            gc.collect()
         now = held(device, batch)
         first, counted = self._latest = self._first.setdefault(kind, (now, counts))
         if self._more(now, first, counts - counted) <= least:
@@ -143,7 +153,7 @@ class Holdings:
         if accelerator is None:
             return False
         allocated = accelerator.allocated(device)
-        before = self._allocated.setdefault(kind, allocated)
+        before = self._allocated.get(kind, 0)
         self._allocated[kind] = max(before, allocated)
         return allocated > before + least
 

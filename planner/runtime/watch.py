@@ -25,7 +25,7 @@ from planner.requests.optimizers import trained_by, wraps_another
 from planner.runtime.cuda_graphs import captures
 from planner.runtime.fates import Fates
 from planner.runtime.first_step import when_begun
-from planner.runtime.holdings import Grown, Holdings, warn_waiting, worth
+from planner.runtime.holdings import Grown, Holdings, sizes, warn_waiting, worth
 from planner.runtime.learnt import Learnt
 from planner.runtime.recorded import loss_seen, stays
 from planner.runtime.recorder import Recorder
@@ -138,7 +138,7 @@ class Watch:
         model, role = self._model(), self._learnt.role
         if model is None or captures(model):
             return None
-        kind, device = (role, sum(storages(batch).values())), next(model.parameters()).device
+        kind, device = (role, sum(sizes(batch).values())), next(model.parameters()).device
         grown = self._holdings.grown(kind, device, batch, self.loop.others, least)
         if grown is not None:
             # outputs of the step before, which are there for a while, are kept for good where as much more is there
@@ -155,7 +155,7 @@ class Watch:
             given: its arguments.
             plan: the newest for the model's training steps.
         """
-        batch, model = sum(storages(given).values()), self._model()
+        batch, model = sum(sizes(given).values()), self._model()
         if model is None or batch <= self._evaluated or not _may_record() or captures(model):
             return run()
         beside = self._holdings.beside(next(model.parameters()).device, self.loop.others)
