@@ -125,6 +125,8 @@ class Holdings:
         steps = self._steps[kind]
         if steps & (steps - 1) and (steps % ASKED or not self._allocates(kind, device, least)):
             return None
+        if _in_step():
+            return None
         if kind not in self._first:  # what Python frees later would hide as much that is new
             gc.collect()
         now = held(device, batch)
@@ -175,6 +177,17 @@ def warn_waiting(plan: PlanRecord, beyond: int) -> None:
 def worth(plan: PlanRecord | None) -> int | None:
     """Bytes that are worth a new plan, in the place of this one."""
     return None if plan is None else plan.budget_bytes // WORTH
+
+
+def _in_step() -> bool:
+    """Whether an optimizer's closure runs: each of its calls finds other tensors of the step.
+
+    Every `step` is called by a wrapper in torch's module of the base class.
+    """
+    frame, place = inspect.currentframe(), inspect.getfile(optim.Optimizer)
+    while frame is not None and frame.f_code.co_filename != place:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _words(now: Held, first: Held) -> str:
