@@ -298,6 +298,11 @@ class PlanRecord:
         return [m.held_bytes for m in self.timeline if m.phase == "forward"][-1] - self.resident_bytes
 
     @property
+    def saved_bytes(self) -> int:
+        """The same of this call alone, where others wait beside it."""
+        return self.kept_bytes - [m.held.waiting for m in self.timeline if m.phase == "forward"][-1]
+
+    @property
     def passes_peak_bytes(self) -> int:
         """The peak up to the end of the backward pass, without the optimizer's step."""
         return max(m.held_bytes for m in self.timeline if m.phase != "optimizer")

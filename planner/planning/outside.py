@@ -123,8 +123,12 @@ def more_of_loss(request: Request, seen: Loop, graph: TrainingGraph) -> list[int
     sizes.append((0, sum(graph.regions[r].values[v].nbytes for r, at in others for v in _values_out(graph, r, at))))
     sizes.append((now.waiting_backward, then.waiting_backward))
     sizes.append((now.inputs or 0, then.inputs or 0))
-    sizes.append((now.workspace, max(then.workspace, then.forward if then.let_go else 0)))
+    sizes.append((_most_at_once(now), _most_at_once(then)))
     return [b - a for a, b in sizes]
+
+
+def _most_at_once(loss: CountedLoss) -> int:
+    return max(loss.workspace, loss.forward if loss.let_go else 0)
 
 
 def _values_out(graph: TrainingGraph, region: int, at: int) -> tuple[int, ...]:

@@ -41,6 +41,10 @@ class Fates:
         """A call has run, and saved so many bytes."""
         self._calls[number] = _Made(role, kept, self.certain(role))
 
+    def beyond(self, kept: int) -> int:
+        """Bytes that calls which are not over have saved beside `kept` for each."""
+        return sum(max(0, made.kept - kept) for made in self._calls.values())
+
     def use(self, number: int) -> None:
         """A backward pass has come to the results of a call."""
         if number in self._calls:

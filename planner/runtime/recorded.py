@@ -70,7 +70,7 @@ class Stays:
             as the data that a batch is drawn from.
         read: what the loss is computed from.
         left: from the loss to the end of the backward pass.
-        batches: of `beside`, what the calls were given that gets gradients.
+        batches: of `beside`, what the calls were given.
         kept_passes: the gradients that earlier backward passes have left, at most, when one begins that keeps its
             graph, without those in `beside`.
         freed_passes: the same when one begins that does not keep it.
@@ -85,19 +85,20 @@ class Stays:
     freed_passes: int = 0
 
 
-def stays(recorder: Recorder, counted: Any) -> Stays:
+def stays(recorder: Recorder, counted: Any, *, batches: bool = False) -> Stays:
     """What a loop holds, when the next step begins.
 
     Args:
         recorder: of the step before.
         counted: a tree of tensors that the account has lines for, the batch of the next step among them.
+        batches: whether the step's own batch counts where it is still there; else as far as it gets gradients.
     """
+    given = (recorder.inputs if batches else recorder.batches).made if recorder.calls_made == 1 else {}  # or in flight
     others = {*recorder.others, *recorder.passing}
     own, alive = storages([counted, [other.tensors() for other in others]]).keys(), recorder.made.made
     used = {key: used for key, used in recorder.used.items() if key not in own}
     stay = {key: each.nbytes for key, each in used.items() if each.in_step and each.stays}
-    kept_on = [recorder.gradients, *([recorder.batches] if recorder.calls_made == 1 else [])]  # else they are in flight
-    stay |= {key: nbytes for each in kept_on for key, (_, nbytes) in each.made.items()}
+    stay |= {key: nbytes for each in (recorder.gradients.made, given) for key, (_, nbytes) in each.items()}
     left, before = 0, set[Made]()
     for loss, arrived in zip(recorder.losses, recorder.arrived, strict=True):
         made = {key: each for key, each in loss.left.items() if arrived.get(key) != each}
@@ -112,14 +113,17 @@ def stays(recorder: Recorder, counted: Any) -> Stays:
     fresh = {each for key, each in alive.items() if key not in own and key not in stay} - before
     new = sum(nbytes for _, nbytes in fresh)  # targets of the next loss and inputs of its later calls are among it
     read = max((sum(loss.read.values()) for loss in recorder.losses), default=0)
+    # those of the next loss take the place of what is gone; what is there still is read again, as by a closure
+    gone = max(
+        (sum(n for key, n in loss.read.items() if key not in recorder.used) for loss in recorder.losses), default=0
+    )
     stay = {**recorder.before, **stay}
     beside = sum(nbytes for key, nbytes in stay.items() if key not in own) + sum(other.stays() for other in others)
     data = recorder.device.type not in HOSTS
     between = [each for key, each in used.items() if key not in stay and (each.stays or (data and not each.in_step))]
-    around = sum(each.nbytes for each in between) + max(0, new - read - recorder.later)
+    around = sum(each.nbytes for each in between) + max(0, new - gone - recorder.later)
     trains = any(each.trained for each in between)
-    given = recorder.batches.made.items() if recorder.calls_made == 1 else ()
-    batches = sum(nbytes for key, (_, nbytes) in given if key not in own)
+    earlier = sum(nbytes for key, (_, nbytes) in given.items() if key not in own)
     passes = [
         (kept, sum(each[1] for key, each in there.items() if key in own or recorder.gradients.made.get(key) != each))
         for kept, there in recorder.passes
@@ -129,7 +133,7 @@ def stays(recorder: Recorder, counted: Any) -> Stays:
         around if trains else 0,
         read,
         left,
-        batches,
+        earlier,
         max((nbytes for kept, nbytes in passes if kept), default=0),
         max((nbytes for kept, nbytes in passes if not kept), default=0),
     )

@@ -251,6 +251,10 @@ class Recorder(LastingMode):
         self._hook(outputs)
         self._hook(aside, len(outputs))
 
+    def is_new(self, batch: Any) -> bool:
+        """Whether the loop has made a batch since: so it makes each, and holds none because it is part of its data."""
+        return bool(there := storages(batch).keys()) and there <= self.made.made.keys()
+
     def runs_planned(self, other: PlannedModel, batch: Any, taken: int) -> None:
         """Another planned model runs a training step, which takes so many bytes beside what stays allocated."""
         (self.passing if self.losses else self.others).add(other)

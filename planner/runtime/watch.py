@@ -19,15 +19,18 @@ from planner.compat.dispatch import LastingMode, lasting_modes_off, modes_here, 
 from planner.compat.tensors import storage_key, version_of
 from planner.core.call import storages
 from planner.core.loop import Gradients, Loop
+from planner.core.plan import PlanRecord
 from planner.costs.measured_ops import measure
 from planner.requests.optimizers import trained_by, wraps_another
 from planner.runtime.cuda_graphs import captures
 from planner.runtime.fates import Fates
 from planner.runtime.first_step import when_begun
+from planner.runtime.holdings import Grown, Holdings, sizes, warn_waiting, worth
 from planner.runtime.learnt import Learnt
 from planner.runtime.recorded import loss_seen, stays
 from planner.runtime.recorder import Recorder
 from planner.runtime.signature import Role
+from planner.runtime.untrained import measured_call
 from planner.stepping.spent import SpentGradient
 
 TRIES = 3  # steps in which nothing could be recorded, before no more are tried
@@ -44,6 +47,7 @@ class Watch:
         stepped: the optimizers that stepped parameters of the model.
         seen: those that stepped any.
         recorder: of what runs between two calls of the model, while it is on.
+        grown: what the loop was found to hold more as the latest call began.
     """
 
     def __init__(self, model: nn.Module, loop: Loop) -> None:
@@ -65,6 +69,9 @@ class Watch:
         self._steps, self._next = 0, 2  # since it settled, and after how many another one is recorded
         self._again = False  # it is the present one
         self._first = True  # whether no earlier call waited when the latest one began
+        self._holdings = Holdings()
+        self.grown: Grown | None = None
+        self._evaluated = -1  # bytes that calls without gradients were given, at most
         self._used: dict[torch.Tensor, int] = {}  # parameter -> version of its gradient when an optimizer had used it
         _watches.add(self)
         if not _handles:
@@ -94,7 +101,12 @@ class Watch:
         return self._learnt.role in self._learnt.settled
 
     def call_begins(
-        self, parameters: Sequence[nn.Parameter], batch: Any, waiting: Collection[int], role: Role = ()
+        self,
+        parameters: Sequence[nn.Parameter],
+        batch: Any,
+        waiting: Collection[int],
+        role: Role = (),
+        plan: PlanRecord | None = None,
     ) -> Loop:
         """What was seen of the loop when another training call begins.
 
@@ -103,6 +115,7 @@ class Watch:
             batch: that it is called with.
             waiting: the numbers of earlier calls that wait for their backward pass.
             role: of the call.
+            plan: by which the latest call ran; None where it ran without one.
         """
         self._fates.settle(waiting)
         left_over = self._fates.left_over(waiting)
@@ -110,13 +123,46 @@ class Watch:
         self._begin(role, others)
         recorder = self.recorder
         if recorder is not None and (recorder.losses or recorder.over):
-            self._finished(recorder, [batch, [(p, p.grad) for p in parameters]])
+            self._finished(recorder, batch, [(p, p.grad) for p in parameters])
         elif recorder is not None and self._first and self._ended(left_over):
             self._came_to_nothing()
         elif recorder is None and self._first and not self.settled:
             self._missed()
         self._note(parameters, sum(left_over.values()))
+        least = worth(plan) if self._first and self.settled else None
+        self.grown = None if least is None else self._look(batch, least)
         return self.loop
+
+    def _look(self, batch: Any, least: int) -> Grown | None:
+        """Whether the loop holds more than it was seen to hold; count it, if so."""
+        model, role = self._model(), self._learnt.role
+        if model is None or captures(model):
+            return None
+        kind, device = (role, sum(sizes(batch).values())), next(model.parameters()).device
+        grown = self._holdings.grown(kind, device, batch, self.loop.others, least)
+        if grown is not None:
+            # outputs of the step before, which are there for a while, are kept for good where as much more is there
+            stays = 0 if self.loop.loss is None else self.loop.loss.stays
+            kept = grown.nbytes + (stays if stays <= grown.nbytes else 0)
+            self._learnt.loop = replace(self.loop, beside=self.loop.beside + kept)
+        return grown
+
+    def untrained(self, run: Callable[[], Any], given: Any, plan: PlanRecord) -> Any:
+        """The result of a call without gradients; the first, and each that is given more than any before, is measured.
+
+        Args:
+            run: makes the call.
+            given: its arguments.
+            plan: the newest for the model's training steps.
+        """
+        batch, model = sum(sizes(given).values()), self._model()
+        if model is None or batch <= self._evaluated or not _may_record() or captures(model):
+            return run()
+        beside = self._holdings.beside(next(model.parameters()).device, self.loop.others)
+        if beside is None:
+            return run()
+        self._evaluated = batch
+        return measured_call(run, model, plan, batch, beside)
 
     def _begin(self, role: Role, others: Sequence[int]) -> None:
         """A call begins while others wait for their backward pass."""
@@ -151,10 +197,11 @@ class Watch:
         if self._learnt.heard or self._in_vain > VAIN:
             self._learnt.settled.update(role for role in self._recorded if self._fates.unused(role))
 
-    def _finished(self, recorder: Recorder, counted: Any) -> None:
-        """Enter what a step's recording has shown; the account has lines for `counted`."""
+    def _finished(self, recorder: Recorder, batch: Any, counted: Any) -> None:
+        """Enter what a step's recording has shown as a call begins; the account has lines for what it is given."""
         self._measure()
-        found = stays(recorder, [counted, *(list(o.state.values()) for o in self.optimizers())])
+        states = [list(o.state.values()) for o in self.optimizers()]
+        found = stays(recorder, [batch, counted, states], batches=recorder.is_new(batch))
         seen = loss_seen(recorder, self._workspaces, found.left, found.read)
         held = {at for loss in recorder.losses for at in loss.held}
         roles, came_round = [*self._recorded], recorder.came_round
@@ -185,17 +232,19 @@ class Watch:
         if self._tries > TRIES:
             self._learnt.settled.add(self._learnt.role)
 
-    def called(self, number: int, kept: int, result: Any, made: Callable[[], Sequence[torch.Tensor]]) -> None:
+    def called(self, number: int, plan: PlanRecord, result: Any, made: Callable[[], Sequence[torch.Tensor]]) -> None:
         """A call by a plan has returned.
 
         Args:
             number: of the call.
-            kept: bytes that it saved.
+            plan: by which it ran.
             result: of the call.
             made: as in `call_ended`.
         """
         asks = not self.settled or not self._fates.certain(self._learnt.role)
-        self._fates.add(number, self._learnt.role, kept)
+        if self.settled and (beyond := self._fates.beyond(plan.saved_bytes) - self.loop.left_over) > 0:
+            warn_waiting(plan, beyond)
+        self._fates.add(number, self._learnt.role, plan.saved_bytes)
         self._number = number
         if asks:
             when_begun((result, made()), partial(_backward_of, weakref.ref(self), number))
