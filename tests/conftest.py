@@ -1,6 +1,3 @@
-import ctypes
-import functools
-import gc
 import os
 import tempfile
 import time
@@ -8,23 +5,22 @@ from collections.abc import Generator
 
 import pytest
 import torch
-import torch._dynamo.guards
 
 from planner.compat.dispatch import modes_here, switch_off
 
 from .problems import hardly_search
+from .quick import freeze, time_no_guards
 
 LONG = 1.0  # seconds of the processor, after which what a test has left is frozen
 
 os.environ["CHECKPOINT_PLANNER_CACHE"] = tempfile.mkdtemp(prefix="checkpoint-planner-")  # not the user's
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler of torch 2.13 otherwise announces itself on stderr
 
-# torch.compile times each graph's guards, after it has emptied the processor's caches, for a log: up to 50 ms a graph
-torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
+time_no_guards()
 
 
 def pytest_collection_finish() -> None:
-    _freeze()
+    freeze()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -34,21 +30,7 @@ def pytest_runtest_protocol() -> Generator[None, object, object]:
         return (yield)
     finally:
         if time.process_time() - started > LONG:
-            _freeze()
-
-
-def _freeze() -> None:
-    """Keep garbage collections, one of which precedes every measured step, from traversing what stays anyway.
-
-    Imported modules make one take 0.3 s, and each compiled graph, of which torch keeps guards for good, adds to it.
-    The planner clears `functools.lru_cache`s, for which it asks the collector, so these stay tracked.
-    """
-    gc.collect()
-    caches = [ctypes.py_object(c) for c in gc.get_objects() if type(c) is functools._lru_cache_wrapper]
-    gc.freeze()
-    for cache in caches:
-        ctypes.pythonapi.PyObject_GC_UnTrack(cache)
-        ctypes.pythonapi.PyObject_GC_Track(cache)
+            freeze()
 
 
 @pytest.fixture(autouse=True)
