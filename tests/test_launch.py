@@ -76,7 +76,6 @@ def main():
         shuffle=True,
         num_workers=args.workers,
         multiprocessing_context="spawn" if args.workers else None,
-        persistent_workers=args.workers > 0,
     )
     model = Net(64, 16)
     print(evaluate(model, loader))
