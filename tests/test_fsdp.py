@@ -75,12 +75,17 @@ def mixed(model):
     return by_block(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
 
 
+def gathered(model):
+    return by_block(model, reshard_after_forward=False)
+
+
 WAYS = {
     "by block": by_block,
     "bf16": mixed,
-    "gathered all the time": lambda m: by_block(m, reshard_after_forward=False),
+    "gathered all the time": gathered,
     "in parts": in_parts,
 }
+LAYERS = {gathered: 4, in_parts: 3}  # of which more are gathered at once than a block and the next
 
 
 def batch_of(rank):
@@ -90,7 +95,7 @@ def batch_of(rank):
 
 def made(shard):
     torch.manual_seed(0)
-    return shard(Net(3 if shard is in_parts else 2))
+    return shard(Net(LAYERS.get(shard, 2)))
 
 
 def step(model, batch):
