@@ -1,6 +1,3 @@
-import ctypes
-import functools
-import gc
 import logging
 import os
 import tempfile
@@ -9,11 +6,11 @@ from collections.abc import Generator
 
 import pytest
 import torch
-import torch._dynamo.guards
 
 from planner.compat.dispatch import modes_here, switch_off
 
 from .problems import hardly_search
+from .quick import freeze, time_no_guards
 
 LONG = 1.0  # seconds of the processor, after which what a test has left is frozen
 
@@ -23,8 +20,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler of torch 2.13 oth
 # pytest's handlers on a logger that does not propagate would have torch.compile write out every graph and guard
 logging.getLogger("torch.__trace").propagate = True
 
-# torch.compile times each graph's guards, after it has emptied the processor's caches, for a log: up to 50 ms a graph
-torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
+time_no_guards()
 
 
 def pytest_xdist_auto_num_workers() -> int:
@@ -33,7 +29,7 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_collection_finish() -> None:
-    _freeze()
+    freeze()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -43,21 +39,7 @@ def pytest_runtest_protocol() -> Generator[None, object, object]:
         return (yield)
     finally:
         if time.process_time() - started > LONG:
-            _freeze()
-
-
-def _freeze() -> None:
-    """Keep garbage collections, one of which precedes every measured step, from traversing what stays anyway.
-
-    Imported modules make one take 0.3 s, and each compiled graph, of which torch keeps guards for good, adds to it.
-    The planner clears `functools.lru_cache`s, for which it asks the collector, so these stay tracked.
-    """
-    gc.collect()
-    caches = [ctypes.py_object(c) for c in gc.get_objects() if type(c) is functools._lru_cache_wrapper]
-    gc.freeze()
-    for cache in caches:
-        ctypes.pythonapi.PyObject_GC_UnTrack(cache)
-        ctypes.pythonapi.PyObject_GC_Track(cache)
+            freeze()
 
 
 @pytest.fixture(autouse=True)

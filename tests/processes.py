@@ -20,9 +20,9 @@ from solvers.search import effort
 
 from .problems import HARDLY, hardly_search
 
-# ranks are forked from a process that has imported this and run nothing: it is imported once for all of them
+# ranks are forked from a process that has imported this and run nothing
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["planner", "torch.distributed", "functorch.compile", "torch.profiler", "tqdm"])
+_CONTEXT.set_forkserver_preload(["tests.preloaded"])
 
 
 @dataclass(frozen=True)

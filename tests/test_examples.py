@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+pytestmark = pytest.mark.usefixtures("short_searches")
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
