@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Collection
 from typing import Any, Protocol
@@ -11,7 +10,7 @@ from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from planner.compat.tensors import version_of
-from planner.errors import PlanWarning
+from planner.errors import warn
 from planner.runtime.entries import callable_modules, outermost
 
 
@@ -54,10 +53,8 @@ def _warn(model: nn.Module, trained: Collection[str]) -> None:
     own = [path for path in paths if any(parameter.startswith(f"{path}.") for parameter in trained)]
     calls = ", ".join(f"plan(model.{path}, ...)" for path in own[:3])
     parts = f", or plan the modules that it calls, such as {calls}, each within a share of the budget" if calls else ""
-    warnings.warn(
+    warn(
         f"{type(model).__name__} trains without its plan: an optimizer steps it, and it was not called since apply(). "
         "A plan runs where the model is called, as model(batch): not in its other methods, in model.forward(batch), "
-        f"or where a loop calls the modules in it. Let forward() do what the loop does{parts}",
-        PlanWarning,
-        stacklevel=4,
+        f"or where a loop calls the modules in it. Let forward() do what the loop does{parts}"
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from planner.core.maxima import Maxima, sizes_in
 from planner.core.options import Checkpoints
 from planner.core.plan import PlanRecord
 from planner.core.recipe import Choice, Recipe
-from planner.errors import ApplyError, BatchError, CaptureError, InfeasibleBudgetError, PlannerError, PlanWarning
+from planner.errors import ApplyError, BatchError, CaptureError, InfeasibleBudgetError, PlannerError, warn
 from planner.offload.store import Store
 from planner.requests.planned import Planned
 from planner.runtime.cuda_graphs import captures
@@ -258,12 +257,10 @@ class Runtime(Applied):
             self._compile_anew()
         self.ways[signature] = [tried, *ways]
         if len(ways) == WARN_WAYS:
-            warnings.warn(
+            warn(
                 f"the model took {WARN_WAYS + 1} ways through its code, by values that each step has anew "
                 f"({'; '.join(recipe_of(tried).asks)}): each is planned and compiled for itself. Where they do not "
-                "end, take the question out of forward(), or plan a submodule without it",
-                PlanWarning,
-                stacklevel=5,
+                "end, take the question out of forward(), or plan a submodule without it"
             )
         return ways
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from planner.compat.tensors import version_of
 from planner.core.maxima import Maxima, sizes_in
 from planner.core.plan import PlanRecord
 from planner.core.recipe import Recipe
-from planner.errors import ApplyError, InfeasibleBudgetError, PlanWarning
+from planner.errors import ApplyError, InfeasibleBudgetError, warn
 
 TRIES = 3  # shapes that turn out to have graphs of their own, before no more is expected of a kind of calls
 
@@ -122,11 +121,9 @@ class Shapes:
             return [limits]
         if not self.warned:
             self.warned = True
-            warnings.warn(
+            warn(
                 f"a batch is larger than what was planned for ({_in_words(own, limits)}): it is planned for itself. "
-                "Give plan() the largest batch, or the largest sizes by dynamic={...}, to have one plan for all",
-                PlanWarning,
-                stacklevel=6,
+                "Give plan() the largest batch, or the largest sizes by dynamic={...}, to have one plan for all"
             )
         return [own]
 
@@ -138,11 +135,9 @@ class Shapes:
             raise why
         if not self.warned:
             self.warned = True
-            warnings.warn(
+            warn(
                 "a batch with the largest sizes does not go together with what else this call is given: "
-                "it is planned for itself. dynamic={...} has to name every tensor that shares a size",
-                PlanWarning,
-                stacklevel=6,
+                "it is planned for itself. dynamic={...} has to name every tensor that shares a size"
             )
         self.apart.add(kind)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,7 @@ from planner.core.call import tensors_in
 from planner.core.plan import PlanRecord
 from planner.core.verification import FOUND
 from planner.devices.accelerator import Accelerator, accelerator_of
-from planner.errors import PlanWarning, gb
+from planner.errors import gb, warn
 from planner.runtime.outputs import Unasking
 
 OFF = 0.03  # of the prediction: when to warn
@@ -103,8 +102,4 @@ def report(plan: PlanRecord, found: int | None) -> None:
         if off > 0
         else "the plan recomputes more than it has to: a larger budget_gb costs less time"
     )
-    warnings.warn(
-        f"the first step's peak was {gb(found or 0)}, {off:+.1%} from the {gb(predicted)} predicted {of}. {advice}",
-        PlanWarning,
-        stacklevel=2,
-    )
+    warn(f"the first step's peak was {gb(found or 0)}, {off:+.1%} from the {gb(predicted)} predicted {of}. {advice}")

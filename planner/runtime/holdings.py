@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import inspect
-import warnings
 from collections import Counter
 from collections.abc import Hashable
 from contextlib import suppress
@@ -18,13 +17,12 @@ from typing import Any
 import torch
 from torch import nn, optim
 
-from planner.capture.provenance import user_place
 from planner.compat.fake import FakeTensor
 from planner.compat.tensors import storage_key
 from planner.core.call import inside, tensors_in
 from planner.core.plan import PlanRecord
 from planner.devices.accelerator import accelerator_of
-from planner.errors import PlanWarning, gb
+from planner.errors import gb, warn
 
 MOST_KINDS = 64  # of steps that are compared, each with its own
 ASKED = 16  # after so many steps an allocator is asked, which takes it 0.1 ms
@@ -53,7 +51,7 @@ class Grown:
             "for that. What grows with every step, such as a list of outputs, no plan can hold: keep numbers of it "
             "(.item()), or free it"
         )
-        warnings.warn_explicit(text, PlanWarning, *user_place(inspect.currentframe()))
+        warn(text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +169,7 @@ def warn_waiting(plan: PlanRecord, beyond: int) -> None:
             f"plan counts: the forward pass took up to {gb(most)} of {gb(plan.budget_bytes)}. Where a step is left "
             "out, as one whose loss is not finite, let go of its loss before the next: loss = None"
         )
-        warnings.warn_explicit(text, PlanWarning, *user_place(inspect.currentframe()))
+        warn(text)
 
 
 def worth(plan: PlanRecord | None) -> int | None:

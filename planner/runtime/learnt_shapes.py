@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-import warnings
 
 from planner.core.maxima import Maxima
-from planner.errors import InfeasibleBudgetError, PlanWarning
+from planner.errors import InfeasibleBudgetError, warn
 from planner.runtime.families import Shapes
 
 SHAPES = 3  # of one kind of calls: the first, that of a smaller last batch, and the one that shows that sizes change
@@ -109,11 +108,9 @@ class LearntShapes(Shapes):
     def _tell(self, why: str) -> None:
         if not self.warned:
             self.warned = True
-            warnings.warn(
+            warn(
                 "the shapes of the batch change, and each is planned and compiled for itself, which takes seconds: "
-                f"{why}. Pad batches to a few sizes, or plan with mode='eager', which compiles nothing",
-                PlanWarning,
-                stacklevel=8,
+                f"{why}. Pad batches to a few sizes, or plan with mode='eager', which compiles nothing"
             )
 
 

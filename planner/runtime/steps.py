@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ from planner.core.options import Checkpoints
 from planner.core.plan import PlanRecord
 from planner.core.recipe import Choice, Recipe
 from planner.eager.checkpointing import checkpointed
-from planner.errors import UNPLANNABLE, InfeasibleBudgetError, PlanWarning
+from planner.errors import UNPLANNABLE, InfeasibleBudgetError, warn
 from planner.parallel.group import together
 from planner.parallel.sharded import parameters_among
 from planner.runtime.bypassed import Handle
@@ -217,11 +216,9 @@ class StepRuntime(Applied):
             self.points_leave()  # until the call has returned
 
     def _warn(self, why: str) -> None:
-        warnings.warn(
+        warn(
             f"{type(self.model).__name__} trains without a plan. The loop does not call it, but methods of it, or "
-            f"modules in it, and no plan can be made of these calls: {why}. Let forward() do what the loop does",
-            PlanWarning,
-            stacklevel=6,
+            f"modules in it, and no plan can be made of these calls: {why}. Let forward() do what the loop does"
         )
 
     def _follow(self, call: EntryCall) -> None:
@@ -238,11 +235,9 @@ class StepRuntime(Applied):
             self.regions.call_begins()
         elif self.present is not None or (at == 0 and self.kinds and not fits):
             self.present = None
-            warnings.warn(
+            warn(
                 f"the calls that this step makes of {type(self.model).__name__} are not those that were planned "
-                f"({call.entry} comes as call {at + 1}): the rest of it runs as without a plan",
-                PlanWarning,
-                stacklevel=6,
+                f"({call.entry} comes as call {at + 1}): the rest of it runs as without a plan"
             )
 
     def waiting_calls(self) -> frozenset[int]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -12,14 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from planner.capture.provenance import user_place
 from planner.compat.dispatch import LastingMode
 from planner.compat.tensors import is_traceable_wrapper_subclass, storage_key
 from planner.core.account import BATCH
 from planner.core.call import storages, tensors_in
 from planner.core.plan import PlanRecord
 from planner.costs.static_memory import storage_bytes
-from planner.errors import PlanWarning, gb
+from planner.errors import gb, warn
 
 log = logging.getLogger("planner")
 
@@ -85,12 +82,10 @@ def measured_call(run: Callable[[], Any], model: nn.Module, plan: PlanRecord, ba
         return result
     room = max(0, plan.budget_bytes - held + batch) / (mode.peak + batch)
     smaller = f"give it batches of about {room:.0%} of that size, or " if room > 0.01 else ""
-    warnings.warn_explicit(
+    warn(
         f"a call of this {type(model).__name__} without gradients takes {gb(held + mode.peak)} of a budget of "
         f"{gb(plan.budget_bytes)}: {gb(mode.peak)} for a batch of {gb(batch)}, beside what the training loop holds "
         f"({gb(gradients)} of gradients). No plan is for such calls: {smaller}call it with fewer tensors there, as "
-        "after zero_grad(set_to_none=True)",
-        PlanWarning,
-        *user_place(inspect.currentframe()),
+        "after zero_grad(set_to_none=True)"
     )
     return result

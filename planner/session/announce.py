@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-import warnings
 
 from torch import nn
 
-from planner.errors import PlannerError, PlanWarning, gb
+from planner.errors import PlannerError, gb, warn
 from planner.requests.planned import Planned
 
 log = logging.getLogger("planner")
@@ -37,8 +36,4 @@ def announce(planned: Planned, seconds: float, why: str = "") -> None:
 
 def warn_unplanned(model: nn.Module, error: PlannerError) -> None:
     """Warn that a model trains as it is."""
-    warnings.warn(
-        f"this {type(model).__name__} trains without a plan, as on_failure='warn' asks: {error}",
-        PlanWarning,
-        stacklevel=3,
-    )
+    warn(f"this {type(model).__name__} trains without a plan, as on_failure='warn' asks: {error}")

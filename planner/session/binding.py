@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import fields, replace
 from typing import Any
 
@@ -14,7 +13,7 @@ from planner.core.options import GB
 from planner.core.recipe import Recipe
 from planner.costs.account import OPTIMIZER_STEP
 from planner.devices.specs import DEVICES
-from planner.errors import ApplyError, PlanWarning, gb
+from planner.errors import ApplyError, gb, warn
 from planner.parallel.group import other_world
 from planner.planning.pipeline import make_plan
 from planner.requests.check import check
@@ -55,11 +54,9 @@ def bound(filed: Filed, model: Any) -> Planned:
     }
     request = check(model, (), None, loss_fn=filed.loss_fn, kind=type(asked), **options)
     if request.device.name != record.device:
-        warnings.warn(
+        warn(
             f"{source} was made for {record.device}; on {request.device.name}, ops may take other times, and "
-            "workspaces of other sizes: verify=True measures a step",
-            PlanWarning,
-            stacklevel=4,
+            "workspaces of other sizes: verify=True measures a step"
         )
     request = replace(
         request, batch=None, maxima=step.maxima, kinds=step.batch, occupancy=step.occupancy, loop=step.loop
@@ -127,9 +124,7 @@ class Awaited:
             if self.lossless
             else ""
         )
-        warnings.warn(
+        warn(
             f"{source} does not serve this step ({why}): it is planned anew, within the same "
-            f"{gb(self.planned.record.budget_bytes)}{uncounted}",
-            PlanWarning,
-            stacklevel=7,
+            f"{gb(self.planned.record.budget_bytes)}{uncounted}"
         )

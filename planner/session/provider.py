@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,7 +11,6 @@ from functools import partial
 
 from torch import nn, optim
 
-from planner.capture.provenance import user_place
 from planner.capture.trace.step import TrainingGraph
 from planner.compat.modules import modules_in, parameters_in
 from planner.core.account import UNREDUCED
@@ -23,7 +20,7 @@ from planner.core.options import GB
 from planner.core.plan import PlanRecord
 from planner.core.surroundings import surroundings_of, under
 from planner.costs.static_memory import storage_bytes
-from planner.errors import InfeasibleBudgetError, PlannerError, PlanWarning, gb
+from planner.errors import InfeasibleBudgetError, PlannerError, gb, warn
 from planner.parallel.buckets import buckets_of
 from planner.parallel.group import refuse_verification
 from planner.parallel.sharded import unreduced_bytes
@@ -201,7 +198,7 @@ class Provider:
             f"the step takes {gb(least)}, with what the training loop holds beside the model: more than its budget of "
             f"{gb(request.budget_bytes)}. Give budget_gb={gb_needed!r}, or free what is held"
         )
-        warnings.warn_explicit(text, PlanWarning, *user_place(inspect.currentframe()))
+        warn(text)
         return planned
 
     def on_loop_seen(self, seen: Loop, stepped: Sequence[optim.Optimizer], role: Role = ()) -> bool:
@@ -332,12 +329,10 @@ def _cleared_late(record: PlanRecord) -> bool:
 def _gradients_warned(model: nn.Module, record: PlanRecord, begun: bool) -> bool:
     held = uncounted(model, record, begun)
     if held:
-        warnings.warn(
+        warn(
             f"{gb(held)} of gradients are there already, which this plan does not count: the step may take "
             f"{gb(most_held(record, begun) + held)} of {gb(record.budget_bytes)}. Plan with accumulate=True, or clear "
-            "them with zero_grad(set_to_none=True)",
-            PlanWarning,
-            stacklevel=7,
+            "them with zero_grad(set_to_none=True)"
         )
     return bool(held)
 
@@ -346,13 +341,11 @@ def _unreduced_warned(model: nn.Module, record: PlanRecord) -> bool:
     late = unreduced_bytes(model) - record.account.get(UNREDUCED, 0)
     if not late or late <= record.budget_bytes - record.peak_bytes:
         return False
-    warnings.warn(
+    warn(
         f"fully_shard keeps {gb(late)} of gradients whole until a later microbatch reduces them "
         f"(set_requires_gradient_sync(False)), which this plan does not count: the step may take "
         f"{gb(record.peak_bytes + late)} of {gb(record.budget_bytes)}. Count them with "
-        f"account_gb={{{UNREDUCED!r}: {late / GB:.3g}}}, or plan without a batch: then the first step shows them",
-        PlanWarning,
-        stacklevel=7,
+        f"account_gb={{{UNREDUCED!r}: {late / GB:.3g}}}, or plan without a batch: then the first step shows them"
     )
     return True
 
@@ -363,13 +356,11 @@ def _waiting(record: PlanRecord, waits: bool) -> bool:
     kept = record.kept_bytes
     if kept <= record.budget_bytes - record.peak_bytes:
         return False
-    warnings.warn(
+    warn(
         f"the model runs forward again before the backward pass of an earlier call, whose activations "
         f"({gb(kept)}) this plan does not count: the step may take {gb(record.peak_bytes + kept)} of "
         f"{gb(record.budget_bytes)}. Count them with in_flight=2, or as many as there are at once, "
-        "or call backward() after each",
-        PlanWarning,
-        stacklevel=7,
+        "or call backward() after each"
     )
     return True
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 
 from planner.core.options import GB
 from planner.core.verification import FOUND
-from planner.errors import PlanWarning, VerificationError, gb
+from planner.errors import VerificationError, gb, warn
 from planner.planning.pipeline import make_plan
 from planner.requests.batch import arguments, maxima_of
 from planner.requests.check import with_batch
@@ -42,7 +41,7 @@ def repaired(
             learnt.append(f"A real step ran out of memory: planned again with {gb(missing)} taken off.")
         else:
             if seen.gradients_agree is False:
-                warnings.warn(f"gradients differ from those without a plan: {seen}", PlanWarning, stacklevel=3)
+                warn(f"gradients differ from those without a plan: {seen}")
             if seen.within_budget is None:
                 raise VerificationError(
                     f"{request.model_device} keeps no peak of its allocator, so that a real step cannot show whether "

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 
 import torch
 
 from planner.core.recipe import PlannedRegion, Recipe
-from planner.errors import InfeasibleBudgetError, PlanWarning
+from planner.errors import InfeasibleBudgetError, warn
 from planner.planning.inductor import in_aten
 from planner.planning.pipeline import make_plan
 from planner.requests.planned import Planned
@@ -42,7 +41,7 @@ def trusted(planned: Planned) -> Planned:
         f"the gradients of the graphs that Inductor compiled differ from those of {with_what} (by {error:.1e} of the "
         "largest in a parameter): the model trains with mode='aten'"
     )
-    warnings.warn(text, PlanWarning, stacklevel=6)
+    warn(text)
     return _noted(make_plan(in_aten(request)), f"{text[:1].upper()}{text[1:]}.")
 
 
