@@ -3,7 +3,6 @@
 import copy
 import gc
 import weakref
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from torch import nn
 
 from planner import OptionError, PlanWarning, applied_plan, plan
 from planner.compat.dispatch import modes_here
-from planner.runtime import holdings
 from planner.runtime.interception import attached
 from planner.runtime.recorded import loss_seen, stays
 from planner.runtime.recorder import LossEvents, Recorder
@@ -217,47 +215,6 @@ def test_two_optimizers_that_step_the_same_parameters_are_both_counted():
     assert applied_plan(model).account["optimizer state"] == 2 * sum(p.nbytes for p in model.parameters())
 
 
-def test_what_a_loop_keeps_of_each_step_is_said_and_planned_for():
-    model, kept, one = perceptron(), [], 64 * 32 * 4
-
-    def train(budget, steps):
-        plan(model, budget_gb=budget).apply()
-        for _ in range(steps):
-            model.zero_grad()
-            output = model(torch.randn(64, 32))
-            kept.append(output.detach())
-            output.square().mean().backward()
-        return applied_plan(model)
-
-    p = train(1, 2)
-    p.remove()
-    with pytest.warns(PlanWarning, match=r"between its steps.* of shape \(64, 32\)"):
-        p = train((p.peak_bytes + one) / 2**30, 6)
-    assert 3 * one <= p.account["other tensors of the training loop"] <= 6 * one
-
-
-def test_an_evaluation_that_takes_more_than_the_budget_is_said(recwarn):
-    model, batch = perceptron(), torch.randn(64, 32)
-
-    def train(budget, rows):
-        plan(model, budget_gb=budget).apply()
-        for _ in range(4):
-            model(batch).square().mean().backward()
-            model.zero_grad()
-            with torch.no_grad():
-                model(torch.randn(rows, 32))
-        return applied_plan(model)
-
-    p = train(1, 64)
-    p.remove()
-    p = train(p.peak_bytes / 2**30, 64)
-    p.remove()
-    assert not [w for w in recwarn if "without gradients" in str(w.message)]
-    most = p.account["parameters"] + 3 * 4096 * 32 * 4 + batch.nbytes  # what it is given, and two layers at once
-    with pytest.warns(PlanWarning, match=rf"without gradients takes {most / 2**20:.2f} MB of .* a batch of 512.00 kB"):
-        train(p.peak_bytes / 2**30, 4096)
-
-
 def test_a_step_that_is_left_out_and_still_holds_its_activations_is_said():
     model = perceptron()
 
@@ -274,16 +231,3 @@ def test_a_step_that_is_left_out_and_still_holds_its_activations_is_said():
     p.remove()
     with pytest.warns(PlanWarning, match="earlier call of the model still held.*loss = None"):
         train(p.peak_bytes / 2**30, 6)
-
-
-def test_what_a_card_holds_is_looked_at_where_its_allocator_has_more(monkeypatch):
-    kept, here = [torch.randn(10)], torch.device("cpu")
-    monkeypatch.setattr(holdings, "ASKED", 3)
-    card = SimpleNamespace(allocated=lambda device: sum(t.nbytes for t in kept))
-    monkeypatch.setattr(holdings, "accelerator_of", lambda device: card)
-    looks = holdings.Holdings()
-    assert [looks.grown("step", here, (), 0, 1000) for _ in range(3)] == [None] * 3
-    kept += [torch.randn(37, 11), torch.randn(37, 11)]
-    found = [looks.grown("step", here, (), 0, 1000) for _ in range(3)]
-    assert found[1] is None
-    assert found[0] == found[2] == holdings.Grown(2 * 37 * 11 * 4, "2 tensors of shape (37, 11) most of all")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from planner.core.plan import PlanRecord
+from planner.errors import gb, warn
 from planner.runtime.signature import Role, evaluates
 
 LATEST = 100  # calls of which it is known that they got no backward pass
@@ -79,3 +81,16 @@ class Fates:
         """Of calls that wait for a backward pass, those of which none is expected, and the bytes that each holds."""
         own = {number: self._calls[number] for number in waiting if number in self._calls}
         return {number: made.kept for number, made in own.items() if not made.used and self.unused(made.role)}
+
+
+def warn_waiting(plan: PlanRecord, beyond: int) -> None:
+    """Say that earlier calls, by another plan, held so many bytes more in a forward pass than the plan counts for them,
+    where it leaves too little room.
+    """
+    most = max((m.held_bytes for m in plan.timeline if m.phase in ("forward", "loss")), default=0) + beyond
+    if most > plan.budget_bytes:
+        warn(
+            f"an earlier call of the model still held what it saved for a backward pass, {gb(beyond)} more than this "
+            f"plan counts: the forward pass took up to {gb(most)} of {gb(plan.budget_bytes)}. Where a step is left "
+            "out, as one whose loss is not finite, let go of its loss before the next: loss = None"
+        )

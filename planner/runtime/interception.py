@@ -26,7 +26,7 @@ from planner.runtime.cuda_graphs import captures, is_graphed, refuse_uncapturabl
 from planner.runtime.entries import EntryPoint
 from planner.runtime.events import Call, PlanProvider
 from planner.runtime.first_step import begin, report_after, when_begun
-from planner.runtime.modes import redirected, refuse_compiled, refuse_transformed, runs_elsewhere, trains
+from planner.runtime.modes import redirected, refuse_compiled, refuse_transformed, trains
 from planner.runtime.recorder import Recorder
 from planner.runtime.signature import ModelState, Role, Signature, Walk, call_signature, role_of, walk
 from planner.runtime.watch import Watch
@@ -120,7 +120,7 @@ class Applied:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if redirected(self.model) or is_graphed(self.model) or not trains(self.model, args, kwargs):
-            return self._untrained(args, kwargs)
+            return self.call_eagerly(*args, **kwargs)
         if captures(self.model):
             return self._captured(args, kwargs)
         self.unwatch()
@@ -128,13 +128,6 @@ class Applied:
         if self.watch is not None:
             self.watch.call_ended(args, kwargs, result, self.made)
         return result
-
-    def _untrained(self, args: Any, kwargs: Any) -> Any:
-        """A call without its plan."""
-        run = partial(self.call_eagerly, *args, **kwargs)
-        if self.watch is None or self.newest is None or runs_elsewhere(self.model):
-            return run()
-        return self.watch.untrained(run, (args, kwargs), self.newest.record)
 
     def _captured(self, args: Any, kwargs: Any) -> Any:
         """A training call while a CUDA graph is captured."""
@@ -205,14 +198,10 @@ class Applied:
 
     def _learns(self, watch: Watch, parameters: Sequence[nn.Parameter], batch: Any, role: Role) -> bool:
         """Whether plans for calls in a role have to be made anew, for what the loop was seen to do."""
-        record = None if self.newest is None else self.newest.record
-        seen = watch.call_begins(parameters, batch, self.waiting_calls(), role, record)
+        seen = watch.call_begins(parameters, batch, self.waiting_calls(), role)
         if not watch.settled and not watch.fresh:
             return False
-        anew = self.provider.on_loop_seen(seen, watch.optimizers(), role)
-        if anew and watch.grown is not None and record is not None:
-            watch.grown.warn(record)
-        return anew
+        return self.provider.on_loop_seen(seen, watch.optimizers(), role)
 
     def _backward_begins(self, signature: Signature) -> None:
         """Gradients that were there in the forward pass are there still, if they are."""

@@ -25,12 +25,6 @@ def trains(model: nn.Module, args: Any, kwargs: Any) -> bool:
     return any(p.requires_grad for p in model.parameters()) or any(t.requires_grad for t in tensors_in((args, kwargs)))
 
 
-def runs_elsewhere(model: nn.Module) -> bool:
-    """Whether a call is not a plain one without gradients: it is traced, exported, transformed, or called once more."""
-    traced = is_jit_tracing() or torch.compiler.is_exporting()
-    return traced or redirected(model) or torch.is_grad_enabled() or is_transformed(()) != ""
-
-
 def redirected(model: nn.Module) -> bool:
     """Whether Lightning has put another method in the place of `forward`, to call it through what DDP wraps around."""
     forward = vars(model).get("forward")

@@ -164,9 +164,8 @@ class StepRuntime(Applied):
     def _step_begins(self, parameters: Sequence[nn.Parameter], batch: Any) -> None:
         """Plan for the step that has ended, as the next one will be like it."""
         assert self.watch is not None
-        record = None if self.present is None else self.present.record
         seen, self.seen, self.present = self.seen, CallsSeen(), None
-        loop = self.watch.call_begins(parameters, batch, self.waiting_calls(), (), record)
+        loop = self.watch.call_begins(parameters, batch, self.waiting_calls())
         if seen.why:
             self._warn(seen.why)
             return
@@ -181,8 +180,6 @@ class StepRuntime(Applied):
         learns = kind.record is not None and self.watch.settled
         if learns and kind.provider.on_loop_seen(loop, self.watch.optimizers()):
             kind.record = None
-            if self.watch.grown is not None and record is not None:
-                self.watch.grown.warn(record)
         if kind.record is None and not kind.hopeless:
             self._plan(kind)
 

@@ -23,14 +23,12 @@ from planner.core.plan import PlanRecord
 from planner.costs.measured_ops import measure
 from planner.requests.optimizers import trained_by, wraps_another
 from planner.runtime.cuda_graphs import captures
-from planner.runtime.fates import Fates
+from planner.runtime.fates import Fates, warn_waiting
 from planner.runtime.first_step import when_begun
-from planner.runtime.holdings import Grown, Holdings, sizes, warn_waiting, worth
 from planner.runtime.learnt import Learnt
 from planner.runtime.recorded import loss_seen, stays
 from planner.runtime.recorder import Recorder
 from planner.runtime.signature import Role
-from planner.runtime.untrained import measured_call
 from planner.stepping.spent import SpentGradient
 
 TRIES = 3  # steps in which nothing could be recorded, before no more are tried
@@ -47,7 +45,6 @@ class Watch:
         stepped: the optimizers that stepped parameters of the model.
         seen: those that stepped any.
         recorder: of what runs between two calls of the model, while it is on.
-        grown: what the loop was found to hold more as the latest call began.
     """
 
     def __init__(self, model: nn.Module, loop: Loop) -> None:
@@ -69,9 +66,6 @@ class Watch:
         self._steps, self._next = 0, 2  # since it settled, and after how many another one is recorded
         self._again = False  # it is the present one
         self._first = True  # whether no earlier call waited when the latest one began
-        self._holdings = Holdings()
-        self.grown: Grown | None = None
-        self._evaluated = -1  # bytes that calls without gradients were given, at most
         self._used: dict[torch.Tensor, int] = {}  # parameter -> version of its gradient when an optimizer had used it
         _watches.add(self)
         if not _handles:
@@ -101,12 +95,7 @@ class Watch:
         return self._learnt.role in self._learnt.settled
 
     def call_begins(
-        self,
-        parameters: Sequence[nn.Parameter],
-        batch: Any,
-        waiting: Collection[int],
-        role: Role = (),
-        plan: PlanRecord | None = None,
+        self, parameters: Sequence[nn.Parameter], batch: Any, waiting: Collection[int], role: Role = ()
     ) -> Loop:
         """What was seen of the loop when another training call begins.
 
@@ -115,7 +104,6 @@ class Watch:
             batch: that it is called with.
             waiting: the numbers of earlier calls that wait for their backward pass.
             role: of the call.
-            plan: by which the latest call ran; None where it ran without one.
         """
         self._fates.settle(waiting)
         left_over = self._fates.left_over(waiting)
@@ -129,40 +117,7 @@ class Watch:
         elif recorder is None and self._first and not self.settled:
             self._missed()
         self._note(parameters, sum(left_over.values()))
-        least = worth(plan) if self._first and self.settled else None
-        self.grown = None if least is None else self._look(batch, least)
         return self.loop
-
-    def _look(self, batch: Any, least: int) -> Grown | None:
-        """Whether the loop holds more than it was seen to hold; count it, if so."""
-        model, role = self._model(), self._learnt.role
-        if model is None or captures(model):
-            return None
-        kind, device = (role, sum(sizes(batch).values())), next(model.parameters()).device
-        grown = self._holdings.grown(kind, device, batch, self.loop.others, least)
-        if grown is not None:
-            # outputs of the step before, which are there for a while, are kept for good where as much more is there
-            stays = 0 if self.loop.loss is None else self.loop.loss.stays
-            kept = grown.nbytes + (stays if stays <= grown.nbytes else 0)
-            self._learnt.loop = replace(self.loop, beside=self.loop.beside + kept)
-        return grown
-
-    def untrained(self, run: Callable[[], Any], given: Any, plan: PlanRecord) -> Any:
-        """The result of a call without gradients; the first, and each that is given more than any before, is measured.
-
-        Args:
-            run: makes the call.
-            given: its arguments.
-            plan: the newest for the model's training steps.
-        """
-        batch, model = sum(sizes(given).values()), self._model()
-        if model is None or batch <= self._evaluated or not _may_record() or captures(model):
-            return run()
-        beside = self._holdings.beside(next(model.parameters()).device, self.loop.others)
-        if beside is None:
-            return run()
-        self._evaluated = batch
-        return measured_call(run, model, plan, batch, beside)
 
     def _begin(self, role: Role, others: Sequence[int]) -> None:
         """A call begins while others wait for their backward pass."""
@@ -242,7 +197,8 @@ class Watch:
             made: as in `call_ended`.
         """
         asks = not self.settled or not self._fates.certain(self._learnt.role)
-        if self.settled and (beyond := self._fates.beyond(plan.saved_bytes) - self.loop.left_over) > 0:
+        beyond = self._fates.beyond(plan.saved_bytes) - self.loop.left_over
+        if self.settled and beyond > 0:
             warn_waiting(plan, beyond)
         self._fates.add(number, self._learnt.role, plan.saved_bytes)
         self._number = number
