@@ -10,7 +10,7 @@ import torch
 from planner.compat.dispatch import modes_here, switch_off
 
 from .problems import hardly_search
-from .quick import freeze, time_no_guards
+from .quick import compile_and_no_more, freeze
 
 LONG = 1.0  # seconds of the processor, after which what a test has left is frozen
 
@@ -20,12 +20,12 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler of torch 2.13 oth
 # pytest's handlers on a logger that does not propagate would have torch.compile write out every graph and guard
 logging.getLogger("torch.__trace").propagate = True
 
-time_no_guards()
+compile_and_no_more()
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """One more than there are cores: tests that start processes leave a core idle for a seventh of their time."""
-    return (os.cpu_count() or 1) + 1
+    """Two more than there are cores: tests that start processes leave cores idle for a seventh of their time."""
+    return (os.cpu_count() or 1) + 2
 
 
 def pytest_collection_finish() -> None:

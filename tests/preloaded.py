@@ -7,7 +7,7 @@ import contextlib
 import importlib
 
 from . import measure, processes  # noqa: F401  with the planner, transformers, and Hypothesis
-from .quick import freeze, time_no_guards
+from .quick import compile_and_no_more, freeze
 
 # what a process imports late: at its first plan, at its first compiled graph
 _LATE = (
@@ -38,5 +38,5 @@ for _name in _LATE:
     with contextlib.suppress(ImportError):  # of another torch: a rank imports what it has instead
         importlib.import_module(_name)
 
-time_no_guards()
+compile_and_no_more()
 freeze()

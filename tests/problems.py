@@ -180,8 +180,9 @@ def shorten(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def hardly_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give every search a few steps, and no integer programs: what it finds is any schedule that fits."""
+    """Give every search a few steps, a few relaxations and no integer programs: it finds any schedule that fits."""
     shorten(monkeypatch)
     monkeypatch.setattr("solvers.search.effort.STEPS", HARDLY)
-    monkeypatch.setattr("solvers.bounds.cost.NODES", 0)
-    monkeypatch.setattr("solvers.search.lp_starts.NODES", 0)
+    for module in ("solvers.bounds.cost", "solvers.search.lp_starts"):
+        monkeypatch.setattr(f"{module}.WORK", 1e4)
+        monkeypatch.setattr(f"{module}.NODES", 0)

@@ -18,6 +18,7 @@ from urllib.parse import unquote, urlsplit
 
 import nbformat
 import pytest
+from jupyter_client import KernelManager
 from nbclient import NotebookClient
 
 from planner.__main__ import main
@@ -41,18 +42,6 @@ def command_line(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.fixture
-def this_interpreter(tmp_path, monkeypatch):
-    """A kernel named python3 that runs the interpreter of the tests."""
-    folder = tmp_path / "kernels" / "python3"
-    folder.mkdir(parents=True)
-    argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-    (folder / "kernel.json").write_text(json.dumps({"argv": argv, "display_name": "Python 3", "language": "python"}))
-    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))
-    monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path))
-    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
-
-
 def test_there_is_something_to_run():
     assert [n.stem[:2] for n in NOTEBOOKS] == ["01", "02", "03", "04"]
     assert [p.stem for p in PAGES if PYTHON.search(p.read_text())][:3] == ["README", "budget", "first-plan"]
@@ -70,12 +59,30 @@ hardly_search(pytest.MonkeyPatch())
 """
 
 
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory):
+    """A kernel of the interpreter of the tests, for all notebooks: each begins without the names of those before."""
+    home = tmp_path_factory.mktemp("jupyter")
+    folder = home / "kernels" / "python3"
+    folder.mkdir(parents=True)
+    argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    (folder / "kernel.json").write_text(json.dumps({"argv": argv, "display_name": "Python 3", "language": "python"}))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JUPYTER_PATH", str(home))
+        patch.setenv("JUPYTER_DATA_DIR", str(home))
+        patch.setenv("IPYTHONDIR", str(home / "ipython"))
+        manager = KernelManager(kernel_name="python3")
+        yield manager
+        if manager.has_kernel:
+            manager.shutdown_kernel(now=True)
+
+
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
-def test_notebooks_run(path, this_interpreter):
+def test_notebooks_run(path, kernel):
     notebook = nbformat.read(path, as_version=4)
     which = nbformat.v4.new_code_cell(FIRST)
     notebook.cells.insert(0, which)
-    client = NotebookClient(notebook, kernel_name="python3", timeout=600, resources={"metadata": {"path": path.parent}})
+    client = NotebookClient(notebook, km=kernel, timeout=600, resources={"metadata": {"path": path.parent}})
     client.execute()  # raises CellExecutionError where a cell does
     assert which.outputs[0]["text"].strip() == sys.executable
     assert not said_aside(notebook)
