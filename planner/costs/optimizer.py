@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,8 @@ from planner.errors import OptionError, warn
 from planner.stepping.step import step_of
 
 NUMBERS = 64  # bytes: the tensors that a CPU makes of the numbers which ops take, and fake tensors do not; 8 bytes each
+MOST_SEEN = 64
+_SEEN: dict[Any, OptimizerMemory] = {}  # by what was stepped
 FORMS = {"foreach": {"foreach": True}, "fused": {"fused": True}, "forloop": {"foreach": False}}
 
 
@@ -127,12 +129,46 @@ def _two_steps(
 ) -> OptimizerMemory:
     """Two steps of a fake optimizer: the first makes the state, and either may hold the most beside it.
 
+    Each plan of a model asks several times; the answer for the same class, options and shapes is kept.
+
     Args:
         kind: its class.
         options: what to give its constructor, which may take only some of them.
         groups: its parameter groups, which hold all its options.
         cuda: where the fake parameters are.
     """
+    groups = list(groups)
+    like = _described([dict(options), *groups])
+    if like is None:
+        return _two_steps_anew(kind, options, groups, cuda)
+    key = (kind, step_of(kind), like, cuda, torch.get_default_dtype())
+    if key not in _SEEN:
+        _SEEN[key] = _two_steps_anew(kind, options, groups, cuda)
+        if len(_SEEN) > MOST_SEEN:
+            del _SEEN[next(iter(_SEEN))]
+    return _SEEN[key]
+
+
+def _described(value: Any) -> Any:
+    """A value that is equal for options and parameters that make an optimizer take the same bytes; None for others."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return type(value), value
+    if isinstance(value, (tuple, list)):
+        parts = [_described(v) for v in value]
+        return None if None in parts else (type(value), *parts)
+    if type(value) is dict:
+        options = {k: v for k, v in value.items() if k not in ("params", "param_names")}
+        parts = [_described(v) for v in options.values()]
+        local = [(p.requires_grad, here(p)) for p in value.get("params", ())]
+        shapes = tuple((needs, tuple(t.shape), t.stride(), t.dtype) for needs, t in local)
+        return None if None in parts else (tuple(options), *parts, shapes)
+    return None
+
+
+def _two_steps_anew(
+    kind: type[optim.Optimizer], options: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], cuda: bool
+) -> OptimizerMemory:
+    """As `_two_steps()`."""
     taken = inspect.signature(kind).parameters.keys() & options.keys()
     meter = _Meter()
     with FakeTensorMode(allow_non_fake_inputs=True):
