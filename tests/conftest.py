@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from planner.compat.dispatch import modes_here, switch_off
+from planner.compat.frames import with_room
 
 from .problems import hardly_search
 from .quick import compile_and_no_more, freeze
@@ -24,8 +25,8 @@ compile_and_no_more()
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """Two more than there are cores: tests that start processes leave cores idle for a seventh of their time."""
-    return (os.cpu_count() or 1) + 2
+    """One more than there are cores: tests that start processes leave cores idle for a seventh of their time."""
+    return (os.cpu_count() or 1) + 1
 
 
 def pytest_collection_finish() -> None:
@@ -40,6 +41,11 @@ def pytest_runtest_protocol() -> Generator[None, object, object]:
     finally:
         if time.process_time() - started > LONG:
             freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> None:
+    pyfuncitem.obj = with_room(pyfuncitem.obj)
 
 
 @pytest.fixture(autouse=True)

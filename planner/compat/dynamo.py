@@ -19,6 +19,8 @@ from torch._dynamo.eval_frame import OptimizeContext, cached_backends, innermost
 from torch._dynamo.exc import Unsupported
 from torch._guards import TracingContext
 
+from planner.compat.frames import with_room
+
 __all__ = [
     "Compiled",
     "Unsupported",
@@ -59,6 +61,7 @@ def compile_call(
     if isinstance(optimize, OptimizeContext):  # it is another object where torch.compile is disabled
         compile_frame: Any = optimize.callback
 
+        @with_room
         def compile_under_settings(*frame: Any) -> Any:
             with settings():
                 return compile_frame(*frame)

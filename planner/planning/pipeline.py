@@ -22,6 +22,7 @@ from planner.capture.trace.state_guard import fakes_forgotten
 from planner.capture.trace.step import TrainingGraph, capture
 from planner.codegen.emit import emit, keep_everything
 from planner.compat.dispatch import lasting_modes_off
+from planner.compat.frames import with_room
 from planner.core.account import BATCH
 from planner.core.plan import GraphModules
 from planner.core.step import Pass, Step, replay, run_passes
@@ -59,6 +60,7 @@ from solvers import InfeasibleError, Solution, cost_bound, solve
 from solvers.progress import bar, clock
 
 
+@with_room
 def make_plan(
     request: Request,
     others: Sequence[Planned] = (),

@@ -1,0 +1,28 @@
+"""Room for the frames of deep Python code, such as torch.compile's."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+SLOTS = 2**17  # pointers, 1 MiB of 8 bytes each: a chunk that has them is one of 2 MiB, of which the rest is free
+
+
+def with_room(function: Callable[P, R]) -> Callable[P, R]:
+    """The function, called so that the frames of what it calls lie in one chunk of memory.
+
+    CPython keeps frames in chunks of 16 KiB, which it maps when a call does not fit into the last one, and unmaps when
+    that call returns (`push_chunk` and `_PyThreadState_PopFrame` of Python/pystate.c, 3.11 to 3.14). A loop whose frame
+    ends where a chunk ends pays for that at each of its calls; deep code, as torch.compile's is, has many such loops.
+    A frame that needs more than a chunk gets a larger one, and leaves room there for a thousand frames; the memory that
+    no frame writes to is never taken.
+    """
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        return function(*args, **kwargs)
+
+    call.__code__ = call.__code__.replace(co_stacksize=SLOTS)
+    return functools.wraps(function)(call)
