@@ -39,6 +39,7 @@ def emit(
     store: int = 0,
     *,
     fused: bool = False,
+    on_fakes: bool = False,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Write the forward and backward graphs of a region.
 
@@ -49,6 +50,7 @@ def emit(
         moves: as in `PlannedRegion`.
         store: where values go that leave, by `offload.transfers.enter`; 0 for graphs that are only shown.
         fused: whether a compiler is to fuse the ops, which looks through views but not through strides.
+        on_fakes: whether the graphs run on fake tensors only: what saves a kernel or a call is left undone.
 
     Returns:
         Forward: primals -> forward outputs, then the tensors and then the sizes that are kept. Backward: these sizes
@@ -79,16 +81,30 @@ def emit(
     saved = [*(n for n in second.kept if not is_size(n)), *sizes]
     _close(first, [*outputs, *(second.kept[n] for n in saved)], region.output_descs[: len(outputs)])
     _close(second, grads, region.output_descs[len(outputs) :])
-    for writer in (first, second):
-        make_noise_in_place(writer.graph)
-    before, after = compose_views(first.graph), compose_views(second.graph)
-    save_no_unread(first.graph, second.graph, [second.given[n] for n in saved], len(outputs))
-    keep_views(first.graph, second.graph, before, after, len(outputs))
-    if not fused:
-        stride_views(first.graph, before)
-        stride_views(second.graph, after)
-        fold_products(first.graph, second.graph, len(outputs))
+    if not on_fakes:
+        _tidy(first.graph, second.graph, [second.given[n] for n in saved], len(outputs), fused)
     return _module(region, first, "forward"), _module(region, second, "backward")
+
+
+def _tidy(forward: fx.Graph, backward: fx.Graph, saved: Sequence[fx.Node], results: int, fused: bool) -> None:
+    """Take out of both graphs what costs a kernel, a call or a saved tensor, and changes nothing.
+
+    Args:
+        forward: the graph of the forward pass.
+        backward: that of the backward pass.
+        saved: inputs of the backward graph that the forward graph makes.
+        results: how many results the forward graph has before these.
+        fused: as for `emit()`.
+    """
+    for graph in (forward, backward):
+        make_noise_in_place(graph)
+    before, after = compose_views(forward), compose_views(backward)
+    save_no_unread(forward, backward, saved, results)
+    keep_views(forward, backward, before, after, results)
+    if not fused:
+        stride_views(forward, before)
+        stride_views(backward, after)
+        fold_products(forward, backward, results)
 
 
 def runnable(region: Region, forward: Sequence[int], backward: Sequence[int]) -> bool:
@@ -105,9 +121,9 @@ def runnable(region: Region, forward: Sequence[int], backward: Sequence[int]) ->
     return True
 
 
-def keep_everything(region: Region) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """The graphs of a region that recompute nothing."""
-    return emit(region, range(region.boundary), range(region.boundary, len(region.ops)))
+def keep_everything(region: Region, *, on_fakes: bool = False) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """The graphs of a region that recompute nothing; `on_fakes` as for `emit()`."""
+    return emit(region, range(region.boundary), range(region.boundary, len(region.ops)), on_fakes=on_fakes)
 
 
 class _Writer:

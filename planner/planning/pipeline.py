@@ -117,7 +117,7 @@ def graph_of(request: Request, compiler: GraphCompiler | None = None) -> Trainin
 
         def split(region: Region) -> tuple[fx.GraphModule, fx.GraphModule]:
             shown.update()
-            return keep_everything(region)
+            return keep_everything(region, on_fakes=True)
 
         card, options = request.device if request.foreign else None, request.options
         own = op_by_op(options.checkpoints, step_in_backward=options.step_in_backward)
