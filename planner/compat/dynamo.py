@@ -73,6 +73,7 @@ def compile_call(
     return compiled
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # it would look at each finalizer of the process
 def own_frame(module: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
     """A function that calls another one with a module, in a frame whose code no other call has (torch 2.11 to 2.15).
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -214,7 +214,7 @@ def step_model(model: nn.Module, step: StepCalls) -> nn.Module:
         results: list[Any] = []
         derived: list[torch.Tensor] = []
         for each, function in zip(step.calls, functions, strict=True):
-            run = _own_frame(self.get_submodule(each.entry.path), function)
+            run = own_frame(self.get_submodule(each.entry.path), function)
             args, kwargs = _arguments(each, given, results, derived)
             results.append(run(*args, **kwargs))
         return _outputs(step, results)
@@ -223,12 +223,6 @@ def step_model(model: nn.Module, step: StepCalls) -> nn.Module:
     for name in {CARRIER, COMPILE} & vars(made).keys():  # what stands in for its own call
         del vars(made)[name]
     return made
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _own_frame(module: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
-    """As `own_frame()`, whose finalizer has Dynamo look at every one that there is in the process."""
-    return own_frame(module, function)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
