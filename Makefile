@@ -43,10 +43,10 @@ compat: $(addprefix compat-,$(TORCH))
 compat-%: .venv-compat-%/.made
 	.venv-compat-$*/bin/python -m pytest -m compat
 
-# a torch from PyPI has CUDA with it: 6 GB, on a machine without a GPU, too
+# a torch from PyPI has CUDA with it: 6 GB, on a machine without a GPU, too; 2.11 wants an older setuptools
 .venv-compat-%/.made: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-compat-$*
-	grep --invert-match '^torch==' constraints.txt > .venv-compat-$*/constraints.txt
+	grep --invert-match --extended-regexp '^(torch|setuptools)==' constraints.txt > .venv-compat-$*/constraints.txt
 	.venv-compat-$*/bin/python -m pip install --quiet --upgrade pip
 	.venv-compat-$*/bin/python -m pip install --quiet --constraint .venv-compat-$*/constraints.txt torch==$*
 	.venv-compat-$*/bin/python -m pip install --quiet --constraint .venv-compat-$*/constraints.txt --editable '.[dev]'

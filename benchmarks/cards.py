@@ -12,10 +12,13 @@ import multiprocessing
 import os
 import resource
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
 import transformers
 
@@ -25,40 +28,81 @@ from planner.errors import gb
 
 @dataclass(frozen=True)
 class Case:
-    """A Llama in bf16 with AdamW, one sequence of 8192 tokens on each card."""
+    """A model in bf16 on a card, or a share of it on each of several.
+
+    Attributes:
+        name: of the model, in `MODELS`.
+        device: the card.
+        shard: how many cards share parameters, gradients and optimizer state.
+        optimizer: by name.
+        offload: as for `plan()`.
+    """
 
     name: str
-    layers: int
-    hidden: int
-    intermediate: int
-    heads: int
     device: str
     shard: int = 1
     optimizer: str = "adamw"
     offload: str | None = None
 
 
+Built = tuple[torch.nn.Module, dict[str, torch.Tensor], Callable[[Any], torch.Tensor] | None]
+
+
+def language_model(kind: str, layers: int, hidden: int, intermediate: int, heads: int, vocabulary: int) -> Built:
+    """A language model of transformers, and one sequence of 8192 tokens."""
+    config = transformers.AutoConfig.for_model(
+        kind, num_hidden_layers=layers, hidden_size=hidden, intermediate_size=intermediate, num_attention_heads=heads,
+        num_key_value_heads=8, vocab_size=vocabulary, max_position_embeddings=8192, use_cache=False,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    ids = torch.zeros(1, 8192, dtype=torch.long, device="cpu")
+    return model, {"input_ids": ids, "labels": ids}, None
+
+
+def diffusion_transformer(images: int) -> Built:
+    """The transformer of Stable Diffusion 3 (2 billion parameters), and latents of images of 1024 x 1024 pixels."""
+    model = diffusers.SD3Transformer2DModel(
+        sample_size=128, in_channels=16, num_layers=24, num_attention_heads=24, attention_head_dim=64,
+        joint_attention_dim=4096, caption_projection_dim=1536, pooled_projection_dim=2048, out_channels=16,
+        pos_embed_max_size=192,
+    )  # fmt: skip
+    batch = {
+        "hidden_states": torch.empty(images, 16, 128, 128, dtype=torch.bfloat16),
+        "encoder_hidden_states": torch.empty(images, 333, 4096, dtype=torch.bfloat16),
+        "pooled_projections": torch.empty(images, 2048, dtype=torch.bfloat16),
+        "timestep": torch.empty(images, dtype=torch.bfloat16),
+    }
+    return model, batch, lambda output: output.sample.float().square().mean()
+
+
+MODELS = {
+    "Llama-3-8B": partial(language_model, "llama", 32, 4096, 14336, 32, 128256),
+    "Llama-3-70B": partial(language_model, "llama", 80, 8192, 28672, 64, 128256),
+    "Qwen3-8B": partial(language_model, "qwen3", 36, 4096, 12288, 32, 151936),
+    "SD3, 8 images": partial(diffusion_transformer, 8),
+    "SD3, 32 images": partial(diffusion_transformer, 32),
+}
 CASES = (
-    Case("Llama-3-8B", 32, 4096, 14336, 32, "h200"),
-    Case("Llama-3-8B", 32, 4096, 14336, 32, "h100"),
-    Case("Llama-3-8B", 32, 4096, 14336, 32, "h100", optimizer="adamw-fused"),
-    Case("Llama-3-8B", 32, 4096, 14336, 32, "rtx4090", shard=8),
-    Case("Llama-3-70B", 80, 8192, 28672, 64, "h200", shard=32),
-    Case("Llama-3-70B", 80, 8192, 28672, 64, "h100", shard=32),
+    Case("Llama-3-8B", "h200"),
+    Case("Llama-3-8B", "h100"),
+    Case("Llama-3-8B", "h100", optimizer="adamw-fused"),
+    Case("Llama-3-8B", "rtx4090", shard=8),
+    Case("Qwen3-8B", "h200"),
+    Case("Qwen3-8B", "h100", optimizer="adamw-fused"),
+    Case("Qwen3-8B", "rtx4090", shard=8),
+    Case("SD3, 8 images", "rtx4090", optimizer="adamw-fused"),
+    Case("SD3, 32 images", "h100"),
+    Case("Llama-3-70B", "h200", shard=32),
+    Case("Llama-3-70B", "h100", shard=32),
 )
 
 
 def measure(case: Case) -> dict[str, Any]:
     """Plan a case for all of its card's memory; the row says so where that is not enough."""
     torch.set_num_threads(1)
-    config = transformers.LlamaConfig(  # type: ignore[call-arg]
-        num_hidden_layers=case.layers, hidden_size=case.hidden, intermediate_size=case.intermediate,
-        num_attention_heads=case.heads, num_key_value_heads=8, vocab_size=128256, max_position_embeddings=8192,
-        use_cache=False,
-    )  # fmt: skip
     with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16).train()
-    ids = torch.zeros(1, 8192, dtype=torch.long)
+        model, batch, loss_fn = MODELS[case.name]()
+    model = model.to(torch.bfloat16).train()
     start = time.perf_counter()
     row: dict[str, Any] = {
         "model": case.name,
@@ -69,7 +113,7 @@ def measure(case: Case) -> dict[str, Any]:
     }
     try:
         p = plan(
-            model, {"input_ids": ids, "labels": ids}, device=case.device, optimizer=case.optimizer, shard=case.shard,
+            model, batch, loss_fn=loss_fn, device=case.device, optimizer=case.optimizer, shard=case.shard,
             offload=case.offload, progress=False,
         )  # fmt: skip
     except InfeasibleBudgetError as e:
@@ -109,7 +153,7 @@ def main() -> None:
     """Plan the cases; print a Markdown table and the accounts, and write JSON where asked."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cards", description=__doc__)
     parser.add_argument("--output", type=Path, help="write the rows as JSON")
-    parser.add_argument("--offload", action="store_true", help='plan each case of one card with offload="cpu", too')
+    parser.add_argument("--offload", action="store_true", help='plan each case with offload="cpu", too')
     parser.add_argument("--only", default="", help="plan the cases whose model and card contain this, as '8B on h100'")
     options = parser.parse_args()
     rows = []
@@ -119,7 +163,7 @@ def main() -> None:
     context = multiprocessing.get_context("spawn")
     asked = [case for case in CASES if options.only in f"{case.name} on {case.device}"]
     ways = (None, "cpu") if options.offload else (None,)
-    both = [replace(case, offload=to) for case in asked for to in ways if to is None or case.shard == 1]
+    both = [replace(case, offload=to) for case in asked for to in ways]
     for case in both:
         with context.Pool(1) as pool:
             rows.append(row := pool.apply(measure, (case,)))

@@ -199,6 +199,21 @@ def test_what_cannot_be_is_refused_in_words(options, words):
         plan(nn.Linear(4, 4), torch.zeros(2, 4), budget_gb=1, loss_fn=loss_of, progress=False, **options)
 
 
+def test_a_share_of_a_model_on_a_card_offloads_what_it_would_recompute():
+    """What other cards have of parameters, gradients and states is not here, whatever leaves."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(4096, 4096), nn.GELU()) for _ in range(6)))
+        x = torch.empty(16384, 4096)
+    options = {"loss_fn": loss_of, "progress": False, "device": "rtx4090", "optimizer": "adamw", "shard": 8}
+    alone = plan(model, x, budget_gb=3.6, **options)
+    together = plan(model, x, budget_gb=3.6, offload="cpu", **options)
+    assert together.overhead < alone.overhead / 2
+    assert together.moved_bytes
+    same = ("parameters", "parameters gathered for use", "optimizer state", "batch")
+    assert [together.account[line] for line in same] == [alone.account[line] for line in same]
+    assert together.account["parameters"] == sum(-(-p.nbytes // 8) for p in model.parameters())
+
+
 @pytest.mark.usefixtures("leaves")
 def test_a_plan_for_a_card_offloads_to_host_memory_and_runs_here(unwatched, tmp_path):
     model, x, _ = mlp()

@@ -33,7 +33,6 @@ def refuse_offload(options: Options, device: str) -> None:
         f"solver={options.solver!r}": options.solver in ("chen", "ilp"),
         f"dynamic={options.dynamic!r}": bool(options.dynamic),
         f"in_flight={options.in_flight}": options.in_flight > 1,
-        f"shard={options.shard}": options.shard > 1,
         f"{world_size()} processes": world_size() > 1,
     }
     if unable := [name for name, is_given in given.items() if is_given]:
