@@ -69,7 +69,7 @@ def record_allocations(run: Callable[[], object], *, anywhere: bool = False) -> 
 
 
 def _of_this_profile(events: Iterable[tuple[int, int, int]]) -> list[tuple[int, int]]:
-    """Time and bytes of each event, but for frees of blocks that an earlier profile in this process saw allocated: those
+    """Time and bytes of each event, but for frees of blocks that an earlier profile of the process saw: those
     of blocks that none saw are not told, either.
     """
     live: set[int] = set()
