@@ -29,11 +29,11 @@ from solvers import Problem, simulate
 
 CARDS = ("h100", "rtx4090")
 KINDS = ("LoRA", "full")
-HOST_GB = 128.0
+HOST_GB = 256.0  # a card's share of a node's memory
 GRAIN = 1024  # tokens: lengths are multiples of it
 LENGTHS = (8192, 32768, 131072)
 LONGEST = 2**23
-OPTIONS: dict[str, Any] = {"pieces": "auto", "offload": "cpu", "host_gb": HOST_GB, "time_limit": 30.0}
+OPTIONS: dict[str, Any] = {"pieces": "auto", "offload": "cpu", "host_gb": HOST_GB, "time_limit": 20.0}
 PLANNED = "planned"
 FACTORS = (1.25, 1.6, 2.0)  # of the longest by hand: what is planned
 SHORTER = 1.0  # where the first has no plan

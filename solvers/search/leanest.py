@@ -56,6 +56,8 @@ def leanest_of(search: Search, effort: Effort, target: int = 0, enough: int = 0)
     """
     problem = search.problem
     starts = _starts(search)
+    if (first := min(starts, key=lambda c: (c.peak, c.extra))).peak <= enough:
+        return first
     if problem.link is not None:
         plain = leanest_of(Search(problem.without_link(), search.tick), effort, target, enough)
         starts += [c for c in (search.judge(plain.policy, 0.0), search.leaner(plain)) if c is not None]
