@@ -112,10 +112,9 @@ def planned(model: str, kind: str, card: str, length: int, results: Any) -> None
     torch.set_num_threads(1)
     start = time.perf_counter()
     module, batch = make(model, kind, length)
-    in_backward: dict[str, Any] = {"step_in_backward": True} if kind == "full" else {}
     row: dict[str, Any] = {"tokens": length}
     try:
-        p = plan(module, batch, device=card, optimizer="adamw-fused", progress=False, **OPTIONS, **in_backward)
+        p = plan(module, batch, device=card, optimizer="adamw-fused", progress=False, **OPTIONS)
         row |= {
             "peak_bytes": p.peak_bytes, "seconds": p.step_seconds, "host_bytes": p.host_peak_bytes,
             "more_time": p.overhead, "note": p.note, "account": dict(p.account),
