@@ -16,7 +16,7 @@ from solvers.protocol import Answer, Solution, Solver
 from solvers.schedule import InfeasibleError, Schedule, Timeline, every_op_once, simulate, validate
 from solvers.search.chen import chen
 from solvers.search.curve import pareto
-from solvers.search.leanest import Minimum, minimum_peak
+from solvers.search.leanest import Minimum, lean_peak, minimum_peak
 from solvers.solve import SOLVERS, register_solver, solve
 
 __all__ = [
@@ -43,6 +43,7 @@ __all__ = [
     "every_op_once",
     "from_json",
     "ilp",
+    "lean_peak",
     "load",
     "minimum_peak",
     "minimum_peak_bound",

@@ -43,7 +43,7 @@ from planner.compat.dispatch import (
     switch_on,
     written,
 )
-from planner.compat.profiler import events_of, recorded_in_thread
+from planner.compat.profiler import allocations_of, recorded_in_thread
 
 ROOT = Path(planner.__file__).parent
 NAMED_TUPLE = {"_asdict", "_field_defaults", "_fields", "_make", "_replace"}  # public, by collections' documentation
@@ -823,9 +823,13 @@ def test_a_profile_lists_allocations():
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as run:
         assert profiler.is_profiling()
         kept = torch.empty(1000)
-    events = [e for e in profiler.events_of(run) if e.name() == "[memory]"]
-    assert kept.nbytes in [e.nbytes() for e in events if e.device_type() == profiler.DeviceType.CPU]
-    assert all(e.start_ns() > 0 and e.duration_ns() >= 0 for e in events)
+        torch.empty(500)
+    assert [nbytes for _, at, nbytes in profiler.allocations_of(run) if at == kept.data_ptr()] == [4000]
+    times, places, sizes = zip(*profiler.allocations_of(run), strict=True)
+    assert sizes[-2:] == (2000, -2000)
+    assert places[-2] == places[-1]
+    assert times[0] > 0
+    assert all(e.start_ns() > 0 and e.duration_ns() >= 0 for e in profiler.events_of(run))
 
 
 # other libraries
@@ -998,7 +1002,7 @@ def test_allocations_are_recorded_in_a_thread_beside_a_profiler():
     sizes = [nbytes for kind, _, nbytes in events if kind == "memory_alloc"]
     assert sizes.count(4000) == 2
     assert sum(sizes) == 0
-    assert [e for e in events_of(outer) if e.name() == "[memory]"] == []
+    assert allocations_of(outer) == []
 
 
 def test_torch_compile_compiles_under_a_lasting_mode():

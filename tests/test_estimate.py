@@ -492,3 +492,17 @@ def test_writing_into_a_part_copies_all_that_is_behind_it(tmp_path):
         model.zero_grad(set_to_none=True)
     measured = peak_of(lambda: model(x).backward(), tmp_path)
     assert p.resident_bytes + measured == p.peak_bytes
+
+
+def test_a_block_that_an_earlier_profile_saw_is_not_of_the_next_one():
+    kept, held = [], []
+    assert record_allocations(lambda: kept.append(torch.zeros(1000))).peak() == 4000
+
+    def step():
+        kept.clear()
+        held.append(torch.zeros(10000))
+        torch.zeros(500)
+
+    recorded = record_allocations(step)
+    assert recorded.peak() == 42000
+    assert sum(recorded.deltas) == 40000

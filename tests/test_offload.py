@@ -261,3 +261,30 @@ def test_a_loop_that_holds_its_loss_and_clears_gradients_late_is_planned_anew(sh
     assert planned.moved_bytes > 0
     assert planned.peak_bytes <= planned.budget_bytes
     assert "bytes of the step before" in {m.op for m in planned.timeline}
+
+
+def gradients_leave(problem, **_):
+    """A solver: what the backward pass makes and does not read at once leaves meanwhile."""
+    moves = []
+    for v in sorted(problem.movable):
+        made, uses = problem.producer[v], sorted(problem.readers[v])
+        if made > problem.boundary and uses and uses[-1] > made + 2:
+            first = max((at for at in uses if at < uses[-1]), default=made)
+            if first + 1 < uses[-1]:
+                moves += [Move("send", v, made + 1), Move("free", v, first + 1), Move("fetch", v, uses[-1])]
+    order = ("send", "free", "fetch")
+    moves.sort(key=lambda m: (m.at, order.index(m.kind)))
+    return Answer(Schedule(every_op_once(problem).steps, tuple(moves)))
+
+
+def test_what_leaves_in_the_backward_pass_shares_its_room(monkeypatch, tmp_path):
+    monkeypatch.setitem(solvers.SOLVERS, "gradients", gradients_leave)
+    model, batch = mlp()[:2]
+    expected = gradients(model, batch)
+    options = {"budget_gb": 1, "loss_fn": loss_of, "offload": "disk", "offload_dir": str(tmp_path), "progress": False}
+    p = plan(model, batch, solver="gradients", **options)
+    moved = p.moved_bytes // 2
+    assert moved > 2 * batch.nbytes
+    assert p.host_peak_bytes <= moved / 2
+    p.apply()
+    assert all(map(torch.equal, gradients(model, batch), expected))

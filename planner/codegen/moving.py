@@ -90,9 +90,10 @@ def slab_of(
 ) -> tuple[dict[int, int], int]:
     """Where each value lies in the frame of one call, and the bytes of that frame. O(steps + reads + moves ** 2).
 
-    A value's bytes are its own from its send to the read that waits for its last fetch; to the end, where it moves in
-    the backward pass, which may run again (`retain_graph=True`).
+    A value's bytes are its own from its send to the read that waits for its last fetch; to the end, where the forward
+    pass sends it and the backward pass fetches it, which may run again (`retain_graph=True`).
     """
+    steps = (*forward, *backward)
     begun: dict[int, int] = {}
     fetched: dict[int, int] = {}
     for move in moves:
@@ -101,9 +102,10 @@ def slab_of(
             fetched[move.value] = move.at
     stays = []
     for v, start in begun.items():
-        end = next((at for at in range(fetched.get(v, 0), len(forward)) if v in region.ops[forward[at]].reads), None)
+        until = len(forward) if start < len(forward) else len(steps)
+        end = next((at for at in range(fetched.get(v, 0), until) if v in region.ops[steps[at]].reads), None)
         last = max(move.at for move in moves if move.value == v)
-        stays.append(Stay(region.values[v].nbytes, start, math.inf if end is None or last >= len(forward) else end))
+        stays.append(Stay(region.values[v].nbytes, start, math.inf if end is None or last >= until else end))
     offsets, nbytes = lay_out(stays)
     return dict(zip(begun, offsets, strict=True)), nbytes
 

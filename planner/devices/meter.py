@@ -11,7 +11,7 @@ from itertools import accumulate
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from planner.compat.profiler import DeviceType, events_of, is_profiling, recorded_in_thread
+from planner.compat.profiler import allocations_of, events_of, is_profiling, recorded_in_thread
 from planner.errors import CaptureError
 
 _MARK = "planner::"
@@ -56,21 +56,29 @@ def record_allocations(run: Callable[[], object], *, anywhere: bool = False) -> 
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         run()
-    memory: list[tuple[int, int]] = []
+    memory = _of_this_profile(allocations_of(profiler))
     spans: list[tuple[int, int, str]] = []
     for event in events_of(profiler):
-        name = event.name()
-        if name == "[memory]":
-            if event.device_type() == DeviceType.CPU:
-                memory.append((event.start_ns(), event.nbytes()))
-        elif name.startswith(_MARK):
+        if (name := event.name()).startswith(_MARK):
             spans.append((event.start_ns(), event.start_ns() + event.duration_ns(), name.removeprefix(_MARK)))
-    memory.sort(key=lambda m: m[0])
     times = [m[0] for m in memory]
     marks = tuple(
         (name, range(bisect_left(times, begin), bisect_left(times, end))) for begin, end, name in sorted(spans)
     )
     return Allocations(tuple(m[1] for m in memory), marks)
+
+
+def _of_this_profile(events: Iterable[tuple[int, int, int]]) -> list[tuple[int, int]]:
+    """Time and bytes of each event, but for frees of blocks that an earlier profile of the process saw: those
+    of blocks that none saw are not told, either.
+    """
+    live: set[int] = set()
+    found = []
+    for time, address, nbytes in events:
+        if nbytes > 0 or address in live:
+            (live.add if nbytes > 0 else live.discard)(address)
+            found.append((time, nbytes))
+    return found
 
 
 def _recorded(events: Iterable[tuple[str, str, int]]) -> Allocations:

@@ -19,7 +19,7 @@ from planner.pieces.around import Needs, Surroundings
 from planner.pieces.candidates import candidates
 from planner.pieces.known import Known
 from planner.pieces.rewrite import in_pieces
-from solvers import Solution, every_op_once, minimum_peak_bound, simulate
+from solvers import Solution, every_op_once, lean_peak, minimum_peak_bound, simulate
 
 SMALLER = 8  # the ops that take the most are sought down to this share of it, by this factor at a time:
 STEP = 0.8
@@ -60,43 +60,47 @@ class _Rung:
 
 
 def solve_in_pieces(
-    graph: TrainingGraph, lower: Callable[[TrainingGraph], Step], solve: Callable[[TrainingGraph, Step], Solved]
+    graph: TrainingGraph,
+    lower: Callable[[TrainingGraph], Step],
+    solve: Callable[[TrainingGraph, Step], Solved],
+    roomy: Callable[[Step], Step],
 ) -> Solved:
-    """Solve a step; where its budget does not allow that, with as few and as large pieces as it takes.
+    """Solve a step; where its budget does not allow that, with as few and as large pieces as it surely takes.
 
     Pieces become smaller step by step, in an order that does not depend on the budget: what an error names as the least
-    budget is feasible. What cannot fit by the bound on its peak is not solved, but the leanest.
+    budget is feasible. In pieces, only what has a schedule that fits at once is solved; where nothing has, the leanest.
 
     Args:
         graph: the step, whole.
         lower: a step -> its problem.
         solve: a step and its problem -> its solution; InfeasibleBudgetError where there is none.
+        roomy: a step -> the step as it is solved first, with a margin for the allocator.
 
     Raises:
         InfeasibleBudgetError: with the least budget, of the step whole or in the leanest pieces.
     """
-    rungs, errors, slack = _descent(graph, lower), dict[int, InfeasibleBudgetError](), 1.0
+    rungs, ends = _descent(graph, lower), dict[int, InfeasibleBudgetError]()
     whole = rung = next(rungs)
     budget = whole.step.problem.budget
     why = f"With every op whole, the step needs {gb(whole.bound)} at least"
-    while True:
-        if budget is None or slack * rung.bound <= budget:
+    if budget is None or whole.bound <= budget:
+        try:
+            return _cheaper(solve(graph, whole.step), lower, solve)
+        except InfeasibleBudgetError as e:
+            ends[whole.bound] = e
+    for rung in rungs:
+        if budget is not None and rung.bound <= budget and lean_peak(roomy(rung.step).problem) <= budget:
             try:
-                solved = solve(rung.graph, rung.step)
-                return _cheaper(solved, lower, solve) if rung is whole else _because(solved, why, whole.step)
+                return _because(solve(rung.graph, rung.step), why, whole.step)
             except InfeasibleBudgetError as e:
-                errors[rung.bound], slack = e, e.minimum_bytes / rung.bound
-        if (finer := next(rungs, None)) is None:
-            break
-        rung = finer
-    ends = {each.bound: errors[each.bound] for each in (rung, whole) if each.bound in errors}
+                ends[rung.bound] = e
     for each in (rung, whole):  # for these alone, a budget that is their least leads to them again
         if each.bound not in ends and all(each.bound < e.minimum_bytes for e in ends.values()):
             try:
                 return _because(solve(each.graph, each.step), why, whole.step)
             except InfeasibleBudgetError as e:
                 ends[each.bound] = e
-    raise min(ends.values(), key=lambda e: e.minimum_bytes)
+    raise min((ends[each.bound] for each in (rung, whole) if each.bound in ends), key=lambda e: e.minimum_bytes)
 
 
 def _descent(graph: TrainingGraph, lower: Callable[[TrainingGraph], Step]) -> Iterator[_Rung]:

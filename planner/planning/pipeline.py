@@ -34,7 +34,7 @@ from planner.errors import CaptureError, InfeasibleBudgetError, PlannerError, Ra
 from planner.lowering.build import BuildSettings, build, split_by_region
 from planner.lowering.collectives import insert_collectives
 from planner.lowering.keep import keep_asked, places, refuse_unmatched
-from planner.lowering.margin import MARGIN
+from planner.lowering.margin import MARGIN, add_margin
 from planner.lowering.microbatches import TARGETS, add_microbatches, add_second_backward, in_words
 from planner.lowering.offload import add_link, moves_by_region
 from planner.offload.links import link_of
@@ -107,7 +107,9 @@ def make_plan(
         if must_match or again is not graph:
             return write(request, *solved(again, problem_of(again)), captured=graph)
     if request.options.pieces:
-        return write(request, *solve_in_pieces(graph, problem_of, solved), captured=graph)
+        return write(
+            request, *solve_in_pieces(graph, problem_of, solved, partial(add_margin, request=request)), captured=graph
+        )
     return write(request, *solved(graph, problem_of(graph)))
 
 

@@ -43,6 +43,11 @@ def minimum_peak(problem: Problem, *, time_limit: float | None = None, progress:
         return Minimum(search.schedule(leanest), leanest.peak, minimum_peak_bound(problem))
 
 
+def lean_peak(problem: Problem) -> int:
+    """The peak of the leanest start, in bytes, without any search: a schedule of no higher peak is always found."""
+    return min(start.peak for start in _starts(search_of(problem, lambda steps: None)))
+
+
 def leanest_of(search: Search, effort: Effort, target: int = 0, enough: int = 0) -> Candidate:
     """The leanest start, annealed for its peak down to `target`; cost only breaks ties.
 
@@ -50,7 +55,9 @@ def leanest_of(search: Search, effort: Effort, target: int = 0, enough: int = 0)
     reaches too. Where values may leave, the leanest schedule in which none does is a start: no peak is above its.
     """
     problem = search.problem
-    starts = [search.leaner(c) for c in chained(nested(search), segments(search), iter([search.keep_only()]))]
+    starts = _starts(search)
+    if (first := min(starts, key=lambda c: (c.peak, c.extra))).peak <= enough:
+        return first
     if problem.link is not None:
         plain = leanest_of(Search(problem.without_link(), search.tick), effort, target, enough)
         starts += [c for c in (search.judge(plain.policy, 0.0), search.leaner(plain)) if c is not None]
@@ -61,3 +68,7 @@ def leanest_of(search: Search, effort: Effort, target: int = 0, enough: int = 0)
     steps, _ = each_of(problem, len(search.choices.gaps), effort, THREADS)
     walks = [Walk(best.policy, HOT, COLD, steps / 2, effort.left(), seed) for seed in range(2 * THREADS)]
     return min((best, *search.walk(walks, goal, goal.penalty * enough)), key=lambda c: (c.peak, c.extra))
+
+
+def _starts(search: Search) -> list[Candidate]:
+    return [search.leaner(c) for c in chained(nested(search), segments(search), iter([search.keep_only()]))]
