@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
+from math import isqrt
 from typing import Any
 
 import torch
@@ -63,8 +65,8 @@ class Watch:
         self.between = 0  # bytes that the loop made between the calls of a step, and that stayed
         self._loss_at = -1  # of what may be the loss, or not, its position among the leaves of the output
         self._tries = self._in_vain = 0
-        self._steps, self._next = 0, 2  # since it settled, and after how many another one is recorded
-        self._again = False  # it is the present one
+        self._came: Counter[Role] = Counter()  # the calls in each role that began while no other one waited
+        self._again = False  # whether the latest one is recorded though its role has settled
         self._first = True  # whether no earlier call waited when the latest one began
         self._used: dict[torch.Tensor, int] = {}  # parameter -> version of its gradient when an optimizer had used it
         _watches.add(self)
@@ -89,8 +91,9 @@ class Watch:
     def settled(self) -> bool:
         """Whether nothing more is to be learnt of calls in that role but what each tells by itself.
 
-        What a step holds may change later (weights are averaged from some step on, another loss is added), so that
-        after 2, 4, 8, ... more steps another one is recorded.
+        A loop may call the model several times in a step, each for an end of its own, and what a step holds may change
+        later (weights are averaged from some step on, another loss is added): the 2nd, 3rd, 5th, 8th, 13th, ... call is
+        recorded as well, so that each of a few that take turns is seen early.
         """
         return self._learnt.role in self._learnt.settled
 
@@ -123,10 +126,8 @@ class Watch:
         """A call begins while others wait for their backward pass."""
         self._learnt.begin(role, [self._fates.role(number) for number in others])
         self._first = not others
-        if self._first and self.settled:
-            self._steps += 1
-            self._again = self._steps == self._next
-            self._next *= 1 + self._again
+        self._came[role] += self._first
+        self._again = self._first and _is_fibonacci(self._came[role])
 
     def _ended(self, left_over: Collection[int]) -> bool:
         """Whether no backward pass comes of the calls that the recorder has seen."""
@@ -321,6 +322,10 @@ class Watch:
             self.stepped.append(weakref.ref(optimizer))
         self._used |= {p: version_of(p.grad) for p in trained if p.grad is not None}
         self._measure()
+
+
+def _is_fibonacci(number: int) -> bool:
+    return any(isqrt(n) ** 2 == n for n in (5 * number**2 - 4, 5 * number**2 + 4))
 
 
 def _backward_of(own: weakref.ref[Watch], number: int) -> None:
