@@ -942,7 +942,7 @@ LOOPS: dict[str, Loop] = {
     "sharpness_aware": Loop(sharpness_aware),
     "distillation": Loop(distillation),
     "loss_with_parameters": Loop(loss_with_parameters),
-    "closure": Loop(closure, plans=3),
+    "closure": Loop(closure, plans=4),
     "zero_grad_before_backward": Loop(zero_grad_before_backward),
     "optimizer_in_backward": Loop(optimizer_in_backward),
     "two_optimizers": Loop(two_optimizers),

@@ -41,9 +41,11 @@ def test_a_loop_may_copy_models_and_verify_between_its_steps():
     model(batch).mean().backward()
     ema = copy.deepcopy(model)
     assert p.verify().gradients_agree
-    for _ in range(2):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0)
+    for _ in range(4):
         model(batch).mean().backward()
-    assert modes_here() == []
+        optimizer.step()
+    assert modes_here() == []  # in the fourth round
     assert torch.equal(ema[0].weight, model[0].weight)
     p.remove()
 
@@ -80,7 +82,7 @@ def test_what_a_loop_does_later_is_seen_and_another_shape_has_its_own_reason(cap
             model(batch).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-            if i == 2:
+            if i == 3:
                 averaged = torch.optim.swa_utils.AveragedModel(model)
             elif averaged is not None:
                 averaged.update_parameters(model)
@@ -110,6 +112,7 @@ def test_a_recording_that_ends_in_inference_mode_or_in_a_backward_pass_leaves_no
             loss.register_hook(lambda _: p.remove() and None)
         loss.backward()
         assert torch.ones(2).add(1).tolist() == [2, 2]  # fails where a key is left without a mode
+    p.remove()
     assert modes_here() == []
 
 

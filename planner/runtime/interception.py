@@ -29,7 +29,7 @@ from planner.runtime.first_step import begin, report_after, when_begun
 from planner.runtime.modes import redirected, refuse_compiled, refuse_transformed, trains
 from planner.runtime.recorder import Recorder
 from planner.runtime.signature import ModelState, Role, Signature, Walk, call_signature, role_of, walk
-from planner.runtime.watch import Watch
+from planner.runtime.watch import Watch, listen
 from planner.stepping.step import Stepping
 
 # Where a model keeps its runtime beside `_compiled_call_impl`, which its copies lose. Python calls an object by its
@@ -74,6 +74,7 @@ class Applied:
         self.stepping: Stepping | None = None  # steps the model's parameters in the backward pass
         self.lock = threading.RLock()  # threads take turns in the forward pass
         self.call_eagerly = call_of(model)
+        listen()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Applied | None:
         """The model's copy trains by the same plans; a runtime that is copied without its model is nothing."""
@@ -207,6 +208,8 @@ class Applied:
         """Gradients that were there in the forward pass are there still, if they are."""
         still = any(p.grad is not None and adds_to_gradient(p) for p in self.model.parameters())
         if self.watch is not None and still:
+            if self.watch.loop.gradients != "accumulated" and signature in self.plans:  # from the next step on, it is
+                self.provider.on_backward_begin(self.model, self.plans[signature])
             self.watch.backward_begins()
         elif self.watch is None and not self._listened and signature in self.plans:
             self._listened = self.provider.on_backward_begin(self.model, self.plans[signature])

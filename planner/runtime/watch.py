@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn, optim
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from planner.capture.trace.loss_trace import find_loss, leaves, probable_loss
 from planner.compat.autograd import in_backward
@@ -34,10 +33,19 @@ from planner.runtime.signature import Role
 from planner.stepping.spent import SpentGradient
 
 TRIES = 3  # steps in which nothing could be recorded, before no more are tried
+IN_A_ROW = 8  # calls of a round that are recorded once their role has settled
 VAIN = 100  # the same of steps without a backward pass
 
 _watches: weakref.WeakSet[Watch] = weakref.WeakSet()
 _handles: list[Any] = []
+_stepping: list[weakref.ref[optim.Optimizer]] = []  # the optimizers that step now
+
+
+def listen() -> None:
+    """See optimizers step from now on."""
+    if not _handles:
+        _handles.append(register_optimizer_step_pre_hook(_steps))
+        _handles.append(register_optimizer_step_post_hook(_stepped))
 
 
 class Watch:
@@ -57,21 +65,21 @@ class Watch:
         self._recorded: dict[Role, None] = {}  # the roles of the calls that the recorder has seen
         self._numbers: list[int | None] = []  # of these calls
         self._number: int | None = None  # of the latest call
-        self._earlier: Recorder | None = None  # of calls that came to nothing, just before
+        self._earlier: Recorder | None = None  # of the calls just before
         self.stepped: list[weakref.ref[optim.Optimizer]] = []
         self.seen: weakref.WeakSet[optim.Optimizer] = weakref.WeakSet()
         self.recorder: Recorder | None = None
         self._workspaces: dict[str, int] = {}
+        self._state = 0  # bytes that the latest plan counts for it
         self.between = 0  # bytes that the loop made between the calls of a step, and that stayed
         self._loss_at = -1  # of what may be the loss, or not, its position among the leaves of the output
         self._tries = self._in_vain = 0
-        self._came: Counter[Role] = Counter()  # the calls in each role that began while no other one waited
-        self._again = False  # whether the latest one is recorded though its role has settled
+        self._rounds = 1  # the present one: those before ended with an optimizer's step
+        self._calls = 0  # of the present round that began while no other one waited
+        self._again = False  # whether the latest call is recorded though its role has settled
         self._first = True  # whether no earlier call waited when the latest one began
         self._used: dict[torch.Tensor, int] = {}  # parameter -> version of its gradient when an optimizer had used it
         _watches.add(self)
-        if not _handles:
-            _handles.append(register_optimizer_step_post_hook(_stepped))
 
     def optimizers(self) -> list[optim.Optimizer]:
         """Those that stepped parameters of the model, and still exist."""
@@ -92,8 +100,8 @@ class Watch:
         """Whether nothing more is to be learnt of calls in that role but what each tells by itself.
 
         A loop may call the model several times in a step, each for an end of its own, and what a step holds may change
-        later (weights are averaged from some step on, another loss is added): the 2nd, 3rd, 5th, 8th, 13th, ... call is
-        recorded as well, so that each of a few that take turns is seen early.
+        later (weights are averaged from some step on, another loss is added): the first calls of the 2nd, 3rd, 5th,
+        8th, ... round are recorded as well.
         """
         return self._learnt.role in self._learnt.settled
 
@@ -126,8 +134,11 @@ class Watch:
         """A call begins while others wait for their backward pass."""
         self._learnt.begin(role, [self._fates.role(number) for number in others])
         self._first = not others
-        self._came[role] += self._first
-        self._again = self._first and _is_fibonacci(self._came[role])
+        if self._first:
+            if self._calls >= IN_A_ROW and not self.stepped:  # no optimizer tells
+                self._ends_round()
+            self._calls += 1
+            self._again = self._calls <= IN_A_ROW and _is_fibonacci(self._rounds)
 
     def _ended(self, left_over: Collection[int]) -> bool:
         """Whether no backward pass comes of the calls that the recorder has seen."""
@@ -157,11 +168,13 @@ class Watch:
         """Enter what a step's recording has shown as a call begins; the account has lines for what it is given."""
         self._measure()
         states = [list(o.state.values()) for o in self.optimizers()]
-        found = stays(recorder, [batch, counted, states], batches=recorder.is_new(batch))
+        awaited = max(0, self._state - sum(storages(states).values()))
+        found = stays(recorder, [batch, counted, states], batches=recorder.is_new(batch), awaited=awaited)
         seen = loss_seen(recorder, self._workspaces, found.left, found.read)
         held = {at for loss in recorder.losses for at in loss.held}
         roles, came_round = [*self._recorded], recorder.came_round
         self.recorder, between, self.between = None, self.between, 0
+        self._earlier = recorder
         self._recorded.clear()
         self._numbers.clear()
         recorder.end()
@@ -203,6 +216,7 @@ class Watch:
             warn_waiting(plan, beyond)
         self._fates.add(number, self._learnt.role, plan.saved_bytes)
         self._number = number
+        self._state = plan.account.get("optimizer state", 0)
         if asks:
             when_begun((result, made()), partial(_backward_of, weakref.ref(self), number))
 
@@ -227,6 +241,7 @@ class Watch:
         """
         model = self._model()
         if model is None or (self.settled and not self._again):
+            self._earlier = None
             return
         outputs = leaves(result)
         loss = probable_loss(result)
@@ -266,6 +281,7 @@ class Watch:
         earlier, self._earlier = self._earlier, None
         if _may_record():
             self.recorder = Recorder(model, next(model.parameters()).device, batch, outputs, aside, earlier)
+            self.recorder.stepping = any(self._trains(ref()) for ref in _stepping)
             self._recorded, self._numbers = {self._learnt.role: None}, [self._number]
             weakref.finalize(model, self.recorder.end).atexit = False
             switch_on(self.recorder)
@@ -306,6 +322,29 @@ class Watch:
         self._workspaces |= dict.fromkeys((call.key for call in todo), 0)
         self._workspaces |= {key: allocated.workspace for key, allocated in found.items()}
 
+    def optimizer_steps(self, optimizer: optim.Optimizer) -> None:
+        """An optimizer is about to step."""
+        if self.recorder is not None and self._trains(optimizer):
+            self.recorder.stepping = True
+
+    def round_ends(self, optimizer: optim.Optimizer) -> None:
+        """An optimizer has stepped; a round ends if it is one of the model's."""
+        if any(ref() is optimizer for ref in self.stepped):
+            self._ends_round()
+            if self.recorder is not None:
+                self.recorder.stepping = False
+
+    def _ends_round(self) -> None:
+        self._rounds, self._calls = self._rounds + 1, 0
+
+    def _trains(self, optimizer: optim.Optimizer | None) -> bool:
+        model = self._model()
+        if model is None or optimizer is None:
+            return False
+        return any(ref() is optimizer for ref in self.stepped) or bool(
+            trained_by(optimizer) & {id(p) for p in model.parameters()}
+        )
+
     def optimizer_stepped(self, optimizer: optim.Optimizer) -> None:
         """An optimizer has stepped: whose parameters, and which gradients it has used."""
         model = self._model()
@@ -341,8 +380,17 @@ def _may_record() -> bool:
     return own and not in_backward() and threading.current_thread() is threading.main_thread()
 
 
+def _steps(optimizer: optim.Optimizer, *_: Any) -> None:
+    """The hook before every optimizer's step."""
+    _stepping.append(weakref.ref(optimizer))
+    for watch in list(_watches):
+        watch.optimizer_steps(optimizer)
+
+
 def _stepped(optimizer: optim.Optimizer, *_: Any) -> None:
     """The hook after every optimizer's step."""
+    _stepping[:] = [ref for ref in _stepping if ref() not in (None, optimizer)]
     for watch in list(_watches):
         if not watch.settled or watch.loop.gradients != "accumulated" or optimizer not in watch.seen:
             watch.optimizer_stepped(optimizer)
+        watch.round_ends(optimizer)
