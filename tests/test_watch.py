@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import warnings
 import weakref
 
 import pytest
@@ -172,6 +173,73 @@ def test_calls_whose_results_are_let_go_of_are_in_flight_no_more():
     assert loop.in_flight == 1
     assert 0 < loop.left_over < 7 * batch.nbytes
     assert held.requires_grad
+
+
+def test_outputs_that_a_loop_keeps_ever_more_of_are_said_once_and_other_lengths_are_not():
+    model, kept, warned = perceptron(), [], []
+
+    def train(budget, sizes, keeps):
+        p = plan(model, budget_gb=budget)
+        p.apply()
+        optimizer, held = torch.optim.SGD(model.parameters(), 0.1), None
+        for size in sizes:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                first = model(torch.randn(size, 32))
+                first.square().mean().backward()
+                held = model(torch.randn(size, 32))
+                held.abs().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            kept.extend([first.detach()] * keeps)
+            warned.extend(str(each.message) for each in caught if "outputs of earlier calls" in str(each.message))
+        last = applied_plan(model)
+        p.remove()
+        return last
+
+    p = train(1, (64, 64, 64), keeps=False)
+    train(p.peak_bytes / 2**30, (32, 40, 48, 56, 64), keeps=False)
+    assert warned == []
+    train(p.peak_bytes / 2**30, [64] * 8, keeps=True)
+    assert len(warned) == 1
+
+
+def test_a_call_without_gradients_that_takes_more_than_the_budget_is_said_once():
+    model, batch = perceptron(), torch.randn(16, 32)
+    p = plan(model, batch, budget_gb=1, loss_fn=torch.Tensor.mean)
+    peak = p.peak_bytes
+    plan(model, budget_gb=(peak + 10_000) / 2**30).apply()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model(batch).mean().backward()
+            with torch.no_grad():
+                model(batch)
+        assert not caught
+        with torch.inference_mode():
+            model(torch.randn(1000, 32))
+            model(torch.randn(2000, 32))
+    assert len([each for each in caught if "without gradients takes" in str(each.message)]) == 1
+    assert model(batch).requires_grad
+
+
+def test_gradients_that_turn_out_not_to_be_cleared_are_said():
+    model = perceptron()
+
+    def train(budget, steps):
+        plan(model, budget_gb=budget).apply()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(steps):
+            loss = model(torch.randn(512, 32)).square().mean()
+            optimizer.zero_grad(set_to_none=False)  # they stay, which is seen in the second backward pass
+            loss.backward()
+            optimizer.step()
+        return applied_plan(model)
+
+    p = train(1, 2)
+    p.remove()
+    with pytest.warns(PlanWarning, match="gradients are there already"):
+        train(p.peak_bytes / 2**30, 2)
 
 
 class Around(torch.optim.Optimizer):

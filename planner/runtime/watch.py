@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
-from math import isqrt
 from typing import Any
 
 import torch
@@ -26,14 +25,15 @@ from planner.requests.optimizers import trained_by, wraps_another
 from planner.runtime.cuda_graphs import captures
 from planner.runtime.fates import Fates, warn_waiting
 from planner.runtime.first_step import when_begun
+from planner.runtime.kept import KeptOutputs
 from planner.runtime.learnt import Learnt
 from planner.runtime.recorded import loss_seen, stays
 from planner.runtime.recorder import Recorder
+from planner.runtime.rounds import Rounds
 from planner.runtime.signature import Role
 from planner.stepping.spent import SpentGradient
 
 TRIES = 3  # steps in which nothing could be recorded, before no more are tried
-IN_A_ROW = 8  # calls of a round that are recorded once their role has settled
 VAIN = 100  # the same of steps without a backward pass
 
 _watches: weakref.WeakSet[Watch] = weakref.WeakSet()
@@ -60,7 +60,7 @@ class Watch:
     def __init__(self, model: nn.Module, loop: Loop) -> None:
         self._model = weakref.ref(model)
         self._learnt = Learnt(loop)
-        self._fates = Fates()
+        self._fates, self._kept = Fates(), KeptOutputs()
         self._late: Gradients | None = None  # found where the latest call began; counts if a backward pass comes of it
         self._recorded: dict[Role, None] = {}  # the roles of the calls that the recorder has seen
         self._numbers: list[int | None] = []  # of these calls
@@ -74,9 +74,7 @@ class Watch:
         self.between = 0  # bytes that the loop made between the calls of a step, and that stayed
         self._loss_at = -1  # of what may be the loss, or not, its position among the leaves of the output
         self._tries = self._in_vain = 0
-        self._rounds = 1  # the present one: those before ended with an optimizer's step
-        self._calls = 0  # of the present round that began while no other one waited
-        self._again = False  # whether the latest call is recorded though its role has settled
+        self._rounds = Rounds()  # of the calls that began while no other one waited
         self._first = True  # whether no earlier call waited when the latest one began
         self._used: dict[torch.Tensor, int] = {}  # parameter -> version of its gradient when an optimizer had used it
         _watches.add(self)
@@ -97,12 +95,7 @@ class Watch:
 
     @property
     def settled(self) -> bool:
-        """Whether nothing more is to be learnt of calls in that role but what each tells by itself.
-
-        A loop may call the model several times in a step, each for an end of its own, and what a step holds may change
-        later (weights are averaged from some step on, another loss is added): the first calls of the 2nd, 3rd, 5th,
-        8th, ... round are recorded as well.
-        """
+        """Whether nothing more is to be learnt of calls in that role but what each tells by itself."""
         return self._learnt.role in self._learnt.settled
 
     def call_begins(
@@ -135,10 +128,8 @@ class Watch:
         self._learnt.begin(role, [self._fates.role(number) for number in others])
         self._first = not others
         if self._first:
-            if self._calls >= IN_A_ROW and not self.stepped:  # no optimizer tells
-                self._ends_round()
-            self._calls += 1
-            self._again = self._calls <= IN_A_ROW and _is_fibonacci(self._rounds)
+            self._kept.call_begins()
+            self._rounds.call_begins(optimizer_seen=bool(self.stepped))
 
     def _ended(self, left_over: Collection[int]) -> bool:
         """Whether no backward pass comes of the calls that the recorder has seen."""
@@ -215,6 +206,8 @@ class Watch:
         if self.settled and beyond > 0:
             warn_waiting(plan, beyond)
         self._fates.add(number, self._learnt.role, plan.saved_bytes)
+        if self.settled and self._first and (model := self._model()) is not None:
+            self._kept.look(plan, model, round_begins=self._rounds.calls == 1)
         self._number = number
         self._state = plan.account.get("optimizer state", 0)
         if asks:
@@ -239,11 +232,11 @@ class Watch:
             result: of the call.
             made: gives the tensors that its planned graphs returned, and that are alive.
         """
-        model = self._model()
-        if model is None or (self.settled and not self._again):
+        model, outputs = self._model(), leaves(result)
+        self._kept.returned(outputs, (args, kwargs))
+        if model is None or (self.settled and not self._rounds.chosen):
             self._earlier = None
             return
-        outputs = leaves(result)
         loss = probable_loss(result)
         self._loss_at = -1 if loss is None or find_loss(result) is not None else loss[0]
         returned = storages(outputs)
@@ -279,7 +272,7 @@ class Watch:
 
     def _record(self, model: nn.Module, batch: Any, outputs: Sequence[Any], aside: Sequence[Any] = ()) -> None:
         earlier, self._earlier = self._earlier, None
-        if _may_record():
+        if may_record():
             self.recorder = Recorder(model, next(model.parameters()).device, batch, outputs, aside, earlier)
             self.recorder.stepping = any(self._trains(ref()) for ref in _stepping)
             self._recorded, self._numbers = {self._learnt.role: None}, [self._number]
@@ -330,12 +323,9 @@ class Watch:
     def round_ends(self, optimizer: optim.Optimizer) -> None:
         """An optimizer has stepped; a round ends if it is one of the model's."""
         if any(ref() is optimizer for ref in self.stepped):
-            self._ends_round()
+            self._rounds.end()
             if self.recorder is not None:
                 self.recorder.stepping = False
-
-    def _ends_round(self) -> None:
-        self._rounds, self._calls = self._rounds + 1, 0
 
     def _trains(self, optimizer: optim.Optimizer | None) -> bool:
         model = self._model()
@@ -363,16 +353,12 @@ class Watch:
         self._measure()
 
 
-def _is_fibonacci(number: int) -> bool:
-    return any(isqrt(n) ** 2 == n for n in (5 * number**2 - 4, 5 * number**2 + 4))
-
-
 def _backward_of(own: weakref.ref[Watch], number: int) -> None:
     if (watch := own()) is not None:
         watch.backward_of(number)
 
 
-def _may_record() -> bool:
+def may_record() -> bool:
     """Whether a mode may stay on: in the main thread, and where neither a mode of the loop's own nor a backward pass
     would end in its place.
     """
