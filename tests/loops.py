@@ -972,7 +972,7 @@ LOOPS: dict[str, Loop] = {
     "modules_by_themselves": Loop(modules_by_themselves),
     "gan_generator": Loop(gan_generator, share=0.77),
     "gan_both": Loop(gan_both, plans=5),
-    "wasserstein_gan": Loop(wasserstein_gan, plans=5, off=0.035),
+    "wasserstein_gan": Loop(wasserstein_gan, plans=5),
     "evaluated_with_gradients": Loop(evaluated_with_gradients, plans=3),
     "ema": Loop(ema),
     "autocast_scaler": Loop(autocast_scaler, tolerance=1e-2),
