@@ -437,6 +437,58 @@ def adversarial(put: Put, ended: Ended) -> None:
         ended(loss)
 
 
+def projected_gradients(put: Put, ended: Ended) -> None:
+    """Three steps for the gradient of a change of the batch, whose gradients of parameters are cleared afterwards."""
+    model = put(mlp(96, 5, 8))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    for _ in range(STEPS):
+        x, y = torch.randn(512, 96), torch.randint(8, (512,))
+        change = torch.zeros_like(x).uniform_(-0.1, 0.1).requires_grad_(True)
+        for _ in range(3):
+            F.cross_entropy(model(x + change), y).backward()
+            change.data = (change + 0.02 * change.grad.sign()).clamp(-0.1, 0.1)
+            change.grad.zero_()
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model((x + change).detach()), y)
+        loss.backward()
+        optimizer.step()
+        ended(loss)
+
+
+def two_losses_in_turn(put: Put, ended: Ended) -> None:
+    """Two calls with a backward pass each, of batches that are drawn together; the second loss is the larger one."""
+    model = put(mlp())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(STEPS):
+        a, b = torch.randn(512, 64), torch.randn(512, 64)
+        first = F.mse_loss(model(a), torch.randn(512, 64))
+        first.backward()
+        second = F.cross_entropy(model(b) @ torch.randn(64, 256), torch.randint(256, (512,)))
+        second.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ended([first, second])
+
+
+def gradients_put_aside(put: Put, ended: Ended) -> None:
+    """The gradients of a first loss are kept beside the model while those of another one are computed."""
+    model = put(mlp(out=8))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(STEPS):
+        a, b = torch.randn(512, 64), torch.randn(512, 64)
+        first = F.cross_entropy(model(a), torch.randint(8, (512,)))
+        first.backward()
+        aside = [p.grad for p in model.parameters()]
+        optimizer.zero_grad()
+        second = model(b).abs().mean()
+        second.backward()
+        for p, gradient in zip(model.parameters(), aside, strict=True):
+            p.grad += gradient
+        optimizer.step()
+        optimizer.zero_grad()
+        ended([first, second])
+
+
 class Reconstructs(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -920,7 +972,7 @@ LOOPS: dict[str, Loop] = {
     "modules_by_themselves": Loop(modules_by_themselves),
     "gan_generator": Loop(gan_generator, share=0.77),
     "gan_both": Loop(gan_both, plans=5),
-    "wasserstein_gan": Loop(wasserstein_gan, plans=5, off=0.035),
+    "wasserstein_gan": Loop(wasserstein_gan, plans=5),
     "evaluated_with_gradients": Loop(evaluated_with_gradients, plans=3),
     "ema": Loop(ema),
     "autocast_scaler": Loop(autocast_scaler, tolerance=1e-2),
@@ -932,6 +984,9 @@ LOOPS: dict[str, Loop] = {
     "triplet": Loop(triplet),
     "target_network": Loop(target_network),
     "adversarial": Loop(adversarial, plans=3),
+    "projected_gradients": Loop(projected_gradients, plans=5),
+    "two_losses_in_turn": Loop(two_losses_in_turn, plans=3),
+    "gradients_put_aside": Loop(gradients_put_aside, plans=3),
     "two_sources_of_loss": Loop(two_sources_of_loss),
     "losses_one_by_one": Loop(losses_one_by_one),
     "weights_from_gradients": Loop(weights_from_gradients),
@@ -942,7 +997,7 @@ LOOPS: dict[str, Loop] = {
     "sharpness_aware": Loop(sharpness_aware),
     "distillation": Loop(distillation),
     "loss_with_parameters": Loop(loss_with_parameters),
-    "closure": Loop(closure, plans=3),
+    "closure": Loop(closure, plans=4),
     "zero_grad_before_backward": Loop(zero_grad_before_backward),
     "optimizer_in_backward": Loop(optimizer_in_backward),
     "two_optimizers": Loop(two_optimizers),

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import warnings
 import weakref
 
 import pytest
@@ -41,9 +42,11 @@ def test_a_loop_may_copy_models_and_verify_between_its_steps():
     model(batch).mean().backward()
     ema = copy.deepcopy(model)
     assert p.verify().gradients_agree
-    for _ in range(2):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0)
+    for _ in range(4):
         model(batch).mean().backward()
-    assert modes_here() == []
+        optimizer.step()
+    assert modes_here() == []  # in the fourth round
     assert torch.equal(ema[0].weight, model[0].weight)
     p.remove()
 
@@ -80,7 +83,7 @@ def test_what_a_loop_does_later_is_seen_and_another_shape_has_its_own_reason(cap
             model(batch).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-            if i == 2:
+            if i == 3:
                 averaged = torch.optim.swa_utils.AveragedModel(model)
             elif averaged is not None:
                 averaged.update_parameters(model)
@@ -110,6 +113,7 @@ def test_a_recording_that_ends_in_inference_mode_or_in_a_backward_pass_leaves_no
             loss.register_hook(lambda _: p.remove() and None)
         loss.backward()
         assert torch.ones(2).add(1).tolist() == [2, 2]  # fails where a key is left without a mode
+    p.remove()
     assert modes_here() == []
 
 
@@ -169,6 +173,74 @@ def test_calls_whose_results_are_let_go_of_are_in_flight_no_more():
     assert loop.in_flight == 1
     assert 0 < loop.left_over < 7 * batch.nbytes
     assert held.requires_grad
+
+
+def test_outputs_that_a_loop_keeps_ever_more_of_are_said_once_and_other_lengths_are_not():
+    model, kept, warned = perceptron(), [], []
+
+    def train(budget, sizes, keeps):
+        p = plan(model, budget_gb=budget)
+        p.apply()
+        optimizer, held = torch.optim.SGD(model.parameters(), 0.1), None
+        for size in sizes:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                first = model(torch.randn(size, 32))
+                first.square().mean().backward()
+                held = model(torch.randn(size, 32))
+                held.abs().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            kept.extend([first.detach()] * keeps)
+            warned.extend(str(each.message) for each in caught if "outputs of earlier calls" in str(each.message))
+        last = applied_plan(model)
+        p.remove()
+        return last
+
+    p = train(1, (64, 64, 64), keeps=False)
+    train(p.peak_bytes / 2**30, (32, 40, 48, 56, 64), keeps=False)
+    assert warned == []
+    train(p.peak_bytes / 2**30, [64] * 8, keeps=True)
+    assert len(warned) == 1
+
+
+def test_a_call_without_gradients_that_takes_more_than_the_budget_is_said_once():
+    model, batch = perceptron(), torch.randn(16, 32)
+    p = plan(model, batch, budget_gb=1, loss_fn=torch.Tensor.mean)
+    peak = p.peak_bytes
+    plan(model, budget_gb=(peak + 10_000) / 2**30).apply()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model(batch).mean().backward()
+            with torch.no_grad():
+                model(batch)
+        assert not caught
+        with torch.inference_mode():
+            model(torch.randn(1000, 32))
+            model(torch.randn(2000, 32))
+    assert len([each for each in caught if "without gradients takes" in str(each.message)]) == 1
+    assert model(batch).requires_grad
+
+
+def test_gradients_that_turn_out_not_to_be_cleared_are_said():
+    model = nn.Sequential(perceptron(), perceptron(), nn.Linear(32, 4))
+
+    def train(budget, steps):
+        model.zero_grad()
+        plan(model, budget_gb=budget).apply()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(steps):
+            loss = model(torch.randn(128, 32)).square().mean()
+            optimizer.zero_grad(set_to_none=False)  # they stay, which is seen in the second backward pass
+            loss.backward()
+            optimizer.step()
+        return applied_plan(model)
+
+    p = train(1, 2)
+    p.remove()
+    with pytest.warns(PlanWarning, match="gradients are there already"):
+        train(0.8 * p.peak_bytes / 2**30, 2)
 
 
 class Around(torch.optim.Optimizer):

@@ -107,16 +107,27 @@ def most_of(one: Loop, other: Loop) -> Loop:
     held = None if None in positions else sorted({at for each in positions for at in each or ()})
     freed = (one.freed_beside, other.freed_beside)
     losses = [asdict(loop.loss) for loop in (one, other) if loop.loss is not None]
+    # what one step reads may be among what is beside the other
+    reads = [0 if loop.loss is None else loop.loss.read for loop in (one, other)]
+    most = most_beside(*(replace(loop, beside=loop.beside + n) for loop, n in zip((one, other), reads, strict=True)))
     return replace(
         other,
         outputs_held=None if held is None else tuple(held),
         only_loss=one.only_loss and other.only_loss,
         loss=LossSeen(**{name: max(each[name] for each in losses) for name in losses[0]}) if losses else None,
-        beside=max(one.beside, other.beside),
-        around=max(one.around, other.around),
+        beside=max(0, most.beside - max(reads)),
+        around=most.around,
         kept_beside=max(one.kept_beside, other.kept_beside),
         freed_beside=None if None in freed else max(n for n in freed if n is not None),
     )
+
+
+def most_beside(one: Loop, other: Loop) -> Loop:
+    """The first loop with the most that either holds beside the step: what one uses for a step, the other may use
+    between steps.
+    """
+    around = max(one.around, other.around)
+    return replace(one, beside=max(one.beside + one.around, other.beside + other.around) - around, around=around)
 
 
 def same_facts(one: Loop, other: Loop, tolerance: int) -> bool:

@@ -26,10 +26,11 @@ from planner.runtime.cuda_graphs import captures, is_graphed, refuse_uncapturabl
 from planner.runtime.entries import EntryPoint
 from planner.runtime.events import Call, PlanProvider
 from planner.runtime.first_step import begin, report_after, when_begun
+from planner.runtime.kept import Evaluations
 from planner.runtime.modes import redirected, refuse_compiled, refuse_transformed, trains
 from planner.runtime.recorder import Recorder
 from planner.runtime.signature import ModelState, Role, Signature, Walk, call_signature, role_of, walk
-from planner.runtime.watch import Watch
+from planner.runtime.watch import Watch, listen, may_record
 from planner.stepping.step import Stepping
 
 # Where a model keeps its runtime beside `_compiled_call_impl`, which its copies lose. Python calls an object by its
@@ -74,6 +75,8 @@ class Applied:
         self.stepping: Stepping | None = None  # steps the model's parameters in the backward pass
         self.lock = threading.RLock()  # threads take turns in the forward pass
         self.call_eagerly = call_of(model)
+        self.evaluations = Evaluations()
+        listen()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Applied | None:
         """The model's copy trains by the same plans; a runtime that is copied without its model is nothing."""
@@ -119,8 +122,10 @@ class Applied:
     # a compiled model around this one would have it in its own graph, without the plan
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if redirected(self.model) or is_graphed(self.model) or not trains(self.model, args, kwargs):
+        if redirected(self.model) or is_graphed(self.model):
             return self.call_eagerly(*args, **kwargs)
+        if not trains(self.model, args, kwargs):
+            return self._evaluate(args, kwargs)
         if captures(self.model):
             return self._captured(args, kwargs)
         self.unwatch()
@@ -128,6 +133,12 @@ class Applied:
         if self.watch is not None:
             self.watch.call_ended(args, kwargs, result, self.made)
         return result
+
+    def _evaluate(self, args: Any, kwargs: Any) -> Any:
+        """A call that trains nothing."""
+        if torch.is_grad_enabled() or self.watch is None or self.newest is None or not may_record():
+            return self.call_eagerly(*args, **kwargs)
+        return self.evaluations.run(self.call_eagerly, (args, kwargs), self.model, self.newest.record, self.tensors)
 
     def _captured(self, args: Any, kwargs: Any) -> Any:
         """A training call while a CUDA graph is captured."""
@@ -207,6 +218,8 @@ class Applied:
         """Gradients that were there in the forward pass are there still, if they are."""
         still = any(p.grad is not None and adds_to_gradient(p) for p in self.model.parameters())
         if self.watch is not None and still:
+            if self.watch.loop.gradients != "accumulated" and signature in self.plans:  # from the next step on, it is
+                self.provider.on_backward_begin(self.model, self.plans[signature])
             self.watch.backward_begins()
         elif self.watch is None and not self._listened and signature in self.plans:
             self._listened = self.provider.on_backward_begin(self.model, self.plans[signature])

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import cast
 
-from planner.core.loop import Gradients, Loop, most_of
+from planner.core.loop import Gradients, Loop, most_beside, most_of
 from planner.runtime.signature import Role
 
 
@@ -74,10 +74,10 @@ class Learnt:
             before = self._loops[role]
             loop = _with(before, own)
             loop = most_of(before, loop) if role in self.settled else loop
-            self._loops[role] = _most_beside(loop, before) if self.heard else loop
+            self._loops[role] = most_beside(loop, before) if self.heard else loop
         # what stays from one call to the next stays whatever role the next is in
         others = self._loops.keys() - roles if self.heard else {self.role}.difference(roles)
-        self._loops |= {role: _most_beside(self._loops[role], shown) for role in others}
+        self._loops |= {role: most_beside(self._loops[role], shown) for role in others}
         self.heard = True
         if settles:
             self.settled.update(roles)
@@ -98,7 +98,3 @@ def _with(loop: Loop, shown: Loop) -> Loop:
         freed_beside=kept.freed_beside,
         asks_first=kept.asks_first,
     )
-
-
-def _most_beside(loop: Loop, shown: Loop) -> Loop:
-    return replace(loop, beside=max(loop.beside, shown.beside), around=max(loop.around, shown.around))

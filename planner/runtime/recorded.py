@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from planner.core.call import storages
 from planner.core.loop import LossSeen
-from planner.runtime.recorder import Event, LossEvents, Made, Recorder
+from planner.runtime.made import Made
+from planner.runtime.recorder import Event, LossEvents, Recorder
 
 HOSTS = ("cpu",)  # kinds of devices whose memory has data sets and the like, which no budget of a step is for
 
@@ -85,55 +87,75 @@ class Stays:
     freed_passes: int = 0
 
 
-def stays(recorder: Recorder, counted: Any, *, batches: bool = False) -> Stays:
+def stays(recorder: Recorder, counted: Any, *, batches: bool = False, awaited: int = 0) -> Stays:
     """What a loop holds, when the next step begins.
 
     Args:
         recorder: of the step before.
         counted: a tree of tensors that the account has lines for, the batch of the next step among them.
         batches: whether the step's own batch counts where it is still there; else as far as it gets gradients.
+        awaited: bytes of the optimizers' state that the account has and that is not there yet: some of what they made.
     """
     given = (recorder.inputs if batches else recorder.batches).made if recorder.calls_made == 1 else {}  # or in flight
     others = {*recorder.others, *recorder.passing}
     own, alive = storages([counted, [other.tensors() for other in others]]).keys(), recorder.made.made
     used = {key: used for key, used in recorder.used.items() if key not in own}
     stay = {key: each.nbytes for key, each in used.items() if each.in_step and each.stays}
-    stay |= {key: nbytes for each in (recorder.gradients.made, given) for key, (_, nbytes) in each.items()}
+    later = {key: nbytes for each in (recorder.gradients.made, given) for key, (_, nbytes) in each.items()}
     left, before = 0, set[Made]()
     for loss, arrived in zip(recorder.losses, recorder.arrived, strict=True):
         made = {key: each for key, each in loss.left.items() if arrived.get(key) != each}
         kept = {key: each[1] for key, each in made.items() if alive.get(key) == each}
         # of a gradient that came later, in another storage
         parts = sum(each[1] for key, each in made.items() if key in loss.parts and key not in kept)
-        later = sum(each[1] for key, each in arrived.items() if loss.left.get(key) != each)
+        came = sum(each[1] for key, each in arrived.items() if loss.left.get(key) != each)
         held = sum(nbytes for _, nbytes in made.values()) - sum(kept.values())
-        left = max(left, held - min(parts, later))
+        left = max(left, held - min(parts, came))
         stay |= kept
         before.update(loss.left.values())
-    fresh = {each for key, each in alive.items() if key not in own and key not in stay} - before
-    new = sum(nbytes for _, nbytes in fresh)  # targets of the next loss and inputs of its later calls are among it
+    there = {key for older in recorder.older for key in older.made}
+    earlier = _without(recorder.before, {*own, *later, *(key for loss in recorder.losses for key in loss.read)})
+    stay |= {key: nbytes for key, nbytes in earlier.items() if key in there}
+    gone = {key: nbytes for key, nbytes in earlier.items() if key not in there}
+    fresh = {key: each[1] for key, each in alive.items() if key not in stay and key not in later and each not in before}
+    new = _without(fresh, own)  # targets of the next loss and inputs of its later calls are among it
     read = max((sum(loss.read.values()) for loss in recorder.losses), default=0)
     # those of the next loss take the place of what is gone; what is there still is read again, as by a closure
-    gone = max(
+    unread = max(
         (sum(n for key, n in loss.read.items() if key not in recorder.used) for loss in recorder.losses), default=0
     )
-    stay = {**recorder.before, **stay}
-    beside = sum(nbytes for key, nbytes in stay.items() if key not in own) + sum(other.stays() for other in others)
+    states = min(awaited, sum(nbytes for key, nbytes in new.items() if alive[key][0] in recorder.of_optimizer))
+    made_since = max(0, sum(new.values()) - states - unread - recorder.later)
+    later = _without(later, {*own, *stay})
+    # what an earlier call left, and is gone, was there with what stays; with what came later, as far as that is not in
+    # its place
+    unlike = Counter(gone.values()) - Counter([*fresh.values(), *later.values()])
+    since = sum(later.values()) + sum(nbytes * times for nbytes, times in unlike.items())
+    more = max(since, sum(gone.values()) - made_since)
+    beside = sum(_without(stay, own).values()) + more + sum(other.stays() for other in others)
     data = recorder.device.type not in HOSTS
-    between = [each for key, each in used.items() if key not in stay and (each.stays or (data and not each.in_step))]
-    around = sum(each.nbytes for each in between) + max(0, new - gone - recorder.later)
+    between = [
+        each
+        for key, each in used.items()
+        if key not in stay and key not in later and (each.stays or (data and not each.in_step))
+    ]
+    around = sum(each.nbytes for each in between) + made_since
     trains = any(each.trained for each in between)
-    earlier = sum(nbytes for key, (_, nbytes) in given.items() if key not in own)
+    batches_left = sum(nbytes for key, (_, nbytes) in given.items() if key not in own)
     passes = [
-        (kept, sum(each[1] for key, each in there.items() if key in own or recorder.gradients.made.get(key) != each))
-        for kept, there in recorder.passes
+        (kept, sum(each[1] for key, each in left_by.items() if key in own or recorder.gradients.made.get(key) != each))
+        for kept, left_by in recorder.passes
     ]
     return Stays(
         beside + (0 if trains else around),
         around if trains else 0,
         read,
         left,
-        earlier,
+        batches_left,
         max((nbytes for kept, nbytes in passes if kept), default=0),
         max((nbytes for kept, nbytes in passes if not kept), default=0),
     )
+
+
+def _without(sizes: Mapping[int, int], keys: Collection[int]) -> dict[int, int]:
+    return {key: nbytes for key, nbytes in sizes.items() if key not in keys}

@@ -10,7 +10,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol
 
@@ -23,6 +23,7 @@ from planner.compat.ops import OpOverload
 from planner.compat.pytree import tree_leaves
 from planner.compat.tensors import dense_parts, is_traceable_wrapper_subclass, storage_key
 from planner.core.call import Call, describe_call, storages, tensors_in
+from planner.runtime.made import Made, MadeStorages
 from planner.runtime.outputs import Unasking
 
 MOST_OPS = 200_000  # between two calls of the model: no more are recorded
@@ -91,30 +92,6 @@ class PlannedModel(Protocol):
         """Whether a backward pass has come of some call."""
 
 
-Made = tuple[int, int]  # a storage that was made: a number that no other one has, and its bytes
-
-
-@dataclass
-class _Made:
-    """The storages that were made while the recorder was on, and are alive, by identity."""
-
-    live: int = 0
-    made: dict[int, Made] = field(default_factory=dict)
-    number: int = 0
-
-    def add(self, storage: torch.UntypedStorage, key: int) -> None:
-        if key not in self.made:
-            self.number += 1
-            self.made[key] = self.number, storage.nbytes()
-            self.live += storage.nbytes()
-            weakref.finalize(storage, self.drop, key, self.number).atexit = False
-
-    def drop(self, key: int, number: int | None = None) -> None:
-        """Count a storage no more; with a number, only if it is still that one."""
-        if key in self.made and number in (None, self.made[key][0]):
-            self.live -= self.made.pop(key)[1]
-
-
 class Recorder(LastingMode):
     """The dispatch mode.
 
@@ -124,7 +101,7 @@ class Recorder(LastingMode):
         batch: what the model was called with.
         outputs: the leaves of what it returned.
         aside: tensors that its graphs made for code of the loop's own, such as a forward hook that keeps what it sees.
-        earlier: a recorder of calls that were over without a backward pass.
+        earlier: the recorder of the calls just before.
 
     Attributes:
         losses: what was recorded before each backward pass of the planned graphs.
@@ -145,6 +122,8 @@ class Recorder(LastingMode):
         passes: for each backward pass of the planned graphs, whether it keeps its graph, and the gradients that earlier
             ones of the step have left when it begins.
         asks_first: whether the first of them adds to no parameter's gradient.
+        stepping: whether an optimizer of the model steps.
+        of_optimizer: the numbers of what it has made.
         waiting: bytes of the outputs of an earlier call, and of what was made of them, while the next one ran.
         older: what earlier recorders have seen to be made, and what their calls took and gave.
         before: of these, by storage, what was alive when a backward pass began.
@@ -165,7 +144,7 @@ class Recorder(LastingMode):
         own = (*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None))
         self.known = {*storages(list(own)), *storages(batch), *storages([*outputs, *aside])}
         self.output_bytes = sum(storages(list(outputs)).values())
-        self.made, self.used = _Made(), dict[int, _Used]()
+        self.made, self.used = MadeStorages(), dict[int, _Used]()
         self.events: list[Event] = []
         self.calls: dict[str, Call] = {}
         self.losses: list[LossEvents] = []
@@ -179,18 +158,19 @@ class Recorder(LastingMode):
         self.others: weakref.WeakSet[PlannedModel] = weakref.WeakSet()
         self.passing: weakref.WeakSet[PlannedModel] = weakref.WeakSet()
         self.in_loss: set[int] = set()  # numbers of tensors that a backward pass made before it came to an output
-        self.gradients = _Made()  # by the planned graphs
-        self.given = _Made()
+        self.gradients = MadeStorages()  # by the planned graphs
+        self.given = MadeStorages()
         self.held = self.inputs_at_once = self.later = 0
-        self.inputs = _Made()
-        self.batches = _Made()  # that the model was called with, and that get gradients
+        self.inputs = MadeStorages()
+        self.batches = MadeStorages()  # that the model was called with, and that get gradients
         self.waiting = 0, 0
-        self.passed = _Made()  # what calls took and gave
-        self.older: list[_Made] = [] if earlier is None else [*earlier.older, earlier.made, earlier.passed]
+        self.stepping = False
+        self.of_optimizer: set[int] = set()
+        self.passed = MadeStorages()  # what calls took and gave
+        self.older = [] if earlier is None else earlier.left()
         self.before: dict[int, int] = {}
         for key in self.known:
             self._drop_older(key)
-        self.known.update(*(older.made for older in self.older))
         self._pass([batch, outputs])
         self._returned = [list(map(_weakly, outputs))]  # by call
         self._hooks: list[Any] = []
@@ -250,6 +230,13 @@ class Recorder(LastingMode):
         self._pass([batch, outputs])
         self._hook(outputs)
         self._hook(aside, len(outputs))
+
+    def left(self) -> list[MadeStorages]:
+        """What was made, but not by the model's optimizer, and what calls took and gave, as far as it is alive."""
+        for key, (number, _) in list(self.made.made.items()):
+            if number in self.of_optimizer:
+                self.made.drop(key)
+        return [each for each in (*self.older, self.made, self.passed, self.gradients) if each.made]
 
     def is_new(self, batch: Any) -> bool:
         """Whether the loop has made a batch since: so it makes each, and holds none because it is part of its data."""
@@ -353,6 +340,8 @@ class Recorder(LastingMode):
                 self.made.add(t.untyped_storage(), key)
                 if backward:
                     self.in_loss.add(self.made.number)
+                elif self.stepping and self.losses:
+                    self.of_optimizer.add(self.made.number)
         name = ""
         if isinstance(func, OpOverload) and not any(map(_is_storage, tree_leaves((args, kwargs)))):
             call = describe_call(func, args, kwargs, result)

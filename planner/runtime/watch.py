@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn, optim
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from planner.capture.trace.loss_trace import find_loss, leaves, probable_loss
 from planner.compat.autograd import in_backward
@@ -25,9 +25,11 @@ from planner.requests.optimizers import trained_by, wraps_another
 from planner.runtime.cuda_graphs import captures
 from planner.runtime.fates import Fates, warn_waiting
 from planner.runtime.first_step import when_begun
+from planner.runtime.kept import KeptOutputs
 from planner.runtime.learnt import Learnt
 from planner.runtime.recorded import loss_seen, stays
 from planner.runtime.recorder import Recorder
+from planner.runtime.rounds import Rounds
 from planner.runtime.signature import Role
 from planner.stepping.spent import SpentGradient
 
@@ -36,6 +38,14 @@ VAIN = 100  # the same of steps without a backward pass
 
 _watches: weakref.WeakSet[Watch] = weakref.WeakSet()
 _handles: list[Any] = []
+_stepping: list[weakref.ref[optim.Optimizer]] = []  # the optimizers that step now
+
+
+def listen() -> None:
+    """See optimizers step from now on."""
+    if not _handles:
+        _handles.append(register_optimizer_step_pre_hook(_steps))
+        _handles.append(register_optimizer_step_post_hook(_stepped))
 
 
 class Watch:
@@ -50,26 +60,24 @@ class Watch:
     def __init__(self, model: nn.Module, loop: Loop) -> None:
         self._model = weakref.ref(model)
         self._learnt = Learnt(loop)
-        self._fates = Fates()
+        self._fates, self._kept = Fates(), KeptOutputs()
         self._late: Gradients | None = None  # found where the latest call began; counts if a backward pass comes of it
         self._recorded: dict[Role, None] = {}  # the roles of the calls that the recorder has seen
         self._numbers: list[int | None] = []  # of these calls
         self._number: int | None = None  # of the latest call
-        self._earlier: Recorder | None = None  # of calls that came to nothing, just before
+        self._earlier: Recorder | None = None  # of the calls just before
         self.stepped: list[weakref.ref[optim.Optimizer]] = []
         self.seen: weakref.WeakSet[optim.Optimizer] = weakref.WeakSet()
         self.recorder: Recorder | None = None
         self._workspaces: dict[str, int] = {}
+        self._state = 0  # bytes that the latest plan counts for it
         self.between = 0  # bytes that the loop made between the calls of a step, and that stayed
         self._loss_at = -1  # of what may be the loss, or not, its position among the leaves of the output
         self._tries = self._in_vain = 0
-        self._steps, self._next = 0, 2  # since it settled, and after how many another one is recorded
-        self._again = False  # it is the present one
+        self._rounds = Rounds()  # of the calls that began while no other one waited
         self._first = True  # whether no earlier call waited when the latest one began
         self._used: dict[torch.Tensor, int] = {}  # parameter -> version of its gradient when an optimizer had used it
         _watches.add(self)
-        if not _handles:
-            _handles.append(register_optimizer_step_post_hook(_stepped))
 
     def optimizers(self) -> list[optim.Optimizer]:
         """Those that stepped parameters of the model, and still exist."""
@@ -87,11 +95,7 @@ class Watch:
 
     @property
     def settled(self) -> bool:
-        """Whether nothing more is to be learnt of calls in that role but what each tells by itself.
-
-        What a step holds may change later (weights are averaged from some step on, another loss is added), so that
-        after 2, 4, 8, ... more steps another one is recorded.
-        """
+        """Whether nothing more is to be learnt of calls in that role but what each tells by itself."""
         return self._learnt.role in self._learnt.settled
 
     def call_begins(
@@ -123,10 +127,9 @@ class Watch:
         """A call begins while others wait for their backward pass."""
         self._learnt.begin(role, [self._fates.role(number) for number in others])
         self._first = not others
-        if self._first and self.settled:
-            self._steps += 1
-            self._again = self._steps == self._next
-            self._next *= 1 + self._again
+        if self._first:
+            self._kept.call_begins()
+            self._rounds.call_begins(optimizer_seen=bool(self.stepped))
 
     def _ended(self, left_over: Collection[int]) -> bool:
         """Whether no backward pass comes of the calls that the recorder has seen."""
@@ -156,11 +159,13 @@ class Watch:
         """Enter what a step's recording has shown as a call begins; the account has lines for what it is given."""
         self._measure()
         states = [list(o.state.values()) for o in self.optimizers()]
-        found = stays(recorder, [batch, counted, states], batches=recorder.is_new(batch))
+        awaited = max(0, self._state - sum(storages(states).values()))
+        found = stays(recorder, [batch, counted, states], batches=recorder.is_new(batch), awaited=awaited)
         seen = loss_seen(recorder, self._workspaces, found.left, found.read)
         held = {at for loss in recorder.losses for at in loss.held}
         roles, came_round = [*self._recorded], recorder.came_round
         self.recorder, between, self.between = None, self.between, 0
+        self._earlier = recorder
         self._recorded.clear()
         self._numbers.clear()
         recorder.end()
@@ -201,7 +206,10 @@ class Watch:
         if self.settled and beyond > 0:
             warn_waiting(plan, beyond)
         self._fates.add(number, self._learnt.role, plan.saved_bytes)
+        if self.settled and self._first and (model := self._model()) is not None:
+            self._kept.look(plan, model, round_begins=self._rounds.calls == 1)
         self._number = number
+        self._state = plan.account.get("optimizer state", 0)
         if asks:
             when_begun((result, made()), partial(_backward_of, weakref.ref(self), number))
 
@@ -224,10 +232,11 @@ class Watch:
             result: of the call.
             made: gives the tensors that its planned graphs returned, and that are alive.
         """
-        model = self._model()
-        if model is None or (self.settled and not self._again):
+        model, outputs = self._model(), leaves(result)
+        self._kept.returned(outputs, (args, kwargs))
+        if model is None or (self.settled and not self._rounds.chosen):
+            self._earlier = None
             return
-        outputs = leaves(result)
         loss = probable_loss(result)
         self._loss_at = -1 if loss is None or find_loss(result) is not None else loss[0]
         returned = storages(outputs)
@@ -263,8 +272,9 @@ class Watch:
 
     def _record(self, model: nn.Module, batch: Any, outputs: Sequence[Any], aside: Sequence[Any] = ()) -> None:
         earlier, self._earlier = self._earlier, None
-        if _may_record():
+        if may_record():
             self.recorder = Recorder(model, next(model.parameters()).device, batch, outputs, aside, earlier)
+            self.recorder.stepping = any(self._trains(ref()) for ref in _stepping)
             self._recorded, self._numbers = {self._learnt.role: None}, [self._number]
             weakref.finalize(model, self.recorder.end).atexit = False
             switch_on(self.recorder)
@@ -305,6 +315,26 @@ class Watch:
         self._workspaces |= dict.fromkeys((call.key for call in todo), 0)
         self._workspaces |= {key: allocated.workspace for key, allocated in found.items()}
 
+    def optimizer_steps(self, optimizer: optim.Optimizer) -> None:
+        """An optimizer is about to step."""
+        if self.recorder is not None and self._trains(optimizer):
+            self.recorder.stepping = True
+
+    def round_ends(self, optimizer: optim.Optimizer) -> None:
+        """An optimizer has stepped; a round ends if it is one of the model's."""
+        if any(ref() is optimizer for ref in self.stepped):
+            self._rounds.end()
+            if self.recorder is not None:
+                self.recorder.stepping = False
+
+    def _trains(self, optimizer: optim.Optimizer | None) -> bool:
+        model = self._model()
+        if model is None or optimizer is None:
+            return False
+        return any(ref() is optimizer for ref in self.stepped) or bool(
+            trained_by(optimizer) & {id(p) for p in model.parameters()}
+        )
+
     def optimizer_stepped(self, optimizer: optim.Optimizer) -> None:
         """An optimizer has stepped: whose parameters, and which gradients it has used."""
         model = self._model()
@@ -328,7 +358,7 @@ def _backward_of(own: weakref.ref[Watch], number: int) -> None:
         watch.backward_of(number)
 
 
-def _may_record() -> bool:
+def may_record() -> bool:
     """Whether a mode may stay on: in the main thread, and where neither a mode of the loop's own nor a backward pass
     would end in its place.
     """
@@ -336,8 +366,17 @@ def _may_record() -> bool:
     return own and not in_backward() and threading.current_thread() is threading.main_thread()
 
 
+def _steps(optimizer: optim.Optimizer, *_: Any) -> None:
+    """The hook before every optimizer's step."""
+    _stepping.append(weakref.ref(optimizer))
+    for watch in list(_watches):
+        watch.optimizer_steps(optimizer)
+
+
 def _stepped(optimizer: optim.Optimizer, *_: Any) -> None:
     """The hook after every optimizer's step."""
+    _stepping[:] = [ref for ref in _stepping if ref() not in (None, optimizer)]
     for watch in list(_watches):
         if not watch.settled or watch.loop.gradients != "accumulated" or optimizer not in watch.seen:
             watch.optimizer_stepped(optimizer)
+        watch.round_ends(optimizer)

@@ -1,0 +1,182 @@
+"""What a loop keeps of a model beside its plan: outputs of earlier calls; and what calls without gradients take."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from planner.compat.dispatch import LastingMode, switch_off, switch_on
+from planner.compat.tensors import is_traceable_wrapper_subclass, storage_key
+from planner.core.call import inside, storages, tensors_in
+from planner.core.loop import Loop
+from planner.core.plan import PlanRecord
+from planner.errors import gb, warn
+from planner.runtime.cuda_graphs import captures
+from planner.runtime.made import MadeStorages
+
+GROWS = 3  # rounds in a row in which more was held than ever before
+SMALL = 512  # bytes: such outputs are not looked at
+
+
+@dataclass(slots=True, eq=False)
+class _Output:
+    nbytes: int
+    call: int
+    old: bool = False
+
+
+class KeptOutputs:
+    """The outputs of earlier calls that are alive; it keeps none alive.
+
+    Attributes:
+        old: bytes of those that are not of the call that runs nor of the one before.
+    """
+
+    def __init__(self) -> None:
+        self.old = self._call = 0
+        self._there: dict[int, _Output] = {}
+        self._young: deque[tuple[int, int, _Output]] = deque()
+        self._number = self._most = self._grew = 0
+        self._loop: Loop | None = None
+        self._base = 0
+        self._warned = False
+
+    def call_begins(self) -> None:
+        """Another step's call begins: the outputs of the one before the last are old now. O(1) for each output."""
+        self._call += 1
+        while self._young and self._young[0][0] < self._call - 1:
+            call, key, output = self._young.popleft()
+            if self._there.get(key) is output and output.call == call:
+                output.old = True
+                self.old += output.nbytes
+                self._number += 1
+
+    def returned(self, outputs: Sequence[Any], batch: Any) -> None:
+        """A call has returned these; an input that it hands back is not its own."""
+        if self._warned:
+            return
+        given = storages(batch)
+        for t in (part for each in tensors_in(outputs) if each.grad_fn is not None for part in inside(each)):
+            key, storage = storage_key(t), t.untyped_storage()
+            output = self._there.get(key)
+            if key in given or storage.nbytes() < SMALL:
+                continue
+            if output is None:
+                output = self._there[key] = _Output(storage.nbytes(), self._call)
+                weakref.finalize(storage, self._gone, key, output).atexit = False
+            else:
+                self._no_more(output)
+                output.call, output.old = self._call, False
+            self._young.append((self._call, key, output))
+
+    def _gone(self, key: int, output: _Output) -> None:
+        if self._there.get(key) is output:
+            del self._there[key]
+            self._no_more(output)
+
+    def _no_more(self, output: _Output) -> None:
+        if output.old:
+            self.old -= output.nbytes
+            self._number -= 1
+
+    def look(self, plan: PlanRecord, model: nn.Module, *, round_begins: bool) -> None:
+        """Warn, once, where old outputs take more than the plan of the present call counts and leaves free.
+
+        A plan counts those that were there when its loop was seen; they are taken to become ever more where their
+        number has grown from round to round, which other sizes of the batch do not tell from growth.
+        """
+        if self._warned:
+            return
+        loop, free = plan.step.loop, max(0, plan.budget_bytes - plan.peak_bytes)
+        if loop != self._loop:
+            self._loop, self._base = loop, self.old
+        if round_begins:
+            self._grew = self._grew + 1 if self._number > self._most else 0
+            self._most = max(self._most, self._number)
+        counted = loop.others + (0 if loop.loss is None else loop.loss.stays + loop.loss.waiting + loop.loss.made)
+        if self._grew >= GROWS:
+            counted = min(counted, self._base)
+        if self.old - counted <= free:
+            return
+        own = storages([*model.parameters(), *model.buffers()])
+        old = sum(output.nbytes for key, output in self._there.items() if output.old and key not in own)
+        if old - counted > free:
+            self._warned = True
+            warn(
+                f"the loop still holds {gb(old)} of outputs of earlier calls of the model, {gb(old - counted)} more "
+                f"than this plan counts: the step takes up to {gb(plan.peak_bytes + old - counted)} of "
+                f"{gb(plan.budget_bytes)}. Keep a number or a copy on the host instead (loss.item(), "
+                "output.detach().cpu()), or let go of them; a view or detach() holds the whole output"
+            )
+
+
+class _Live(LastingMode):  # type: ignore[no-untyped-call]
+    """The most bytes of the tensors that ops made and that were alive at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device, self.made, self.most = device, MadeStorages(), 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(map(is_traceable_wrapper_subclass, tensors_in((args, kwargs)))):
+            return NotImplemented  # the wrapper's own ops on the tensors inside it come here
+        result = func(*args, **kwargs)
+        with suppress(RuntimeError, NotImplementedError):  # a tensor without a storage
+            given = {storage_key(t) for t in tensors_in((args, kwargs))}
+            for t in tensors_in(result):
+                if t.device == self.device and (key := storage_key(t)) not in given:
+                    self.made.add(t.untyped_storage(), key)
+            self.most = max(self.most, self.made.live)
+        return result
+
+
+class Evaluations:
+    """The calls of a model without gradients, which no plan is for: looks at those of larger batches than before."""
+
+    def __init__(self) -> None:
+        self._largest = 0
+        self._warned = False
+
+    def run(
+        self,
+        call: Callable[..., Any],
+        batch: tuple[Any, Any],
+        model: nn.Module,
+        plan: PlanRecord,
+        static: Callable[[], Any],
+    ) -> Any:
+        """Call the model; warn, once, where that takes more than the budget.
+
+        Args:
+            call: the model's own.
+            batch: arguments of the call.
+            model: whose call it is.
+            plan: of its training step.
+            static: gives a tree of what is held all the time.
+        """
+        (args, kwargs), device = batch, next(model.parameters()).device
+        nbytes = sum(t.nbytes for t in tensors_in(batch) if t.device == device and not t.is_sparse)
+        if self._warned or nbytes <= self._largest or captures(model):
+            return call(*args, **kwargs)
+        self._largest, mode = nbytes, _Live(device)
+        switch_on(mode)
+        try:
+            result = call(*args, **kwargs)
+        finally:
+            switch_off(mode)
+        takes = sum(storages(static()).values()) + nbytes + mode.most + plan.step.loop.others
+        if takes > plan.budget_bytes:
+            self._warned = True
+            warn(
+                f"a call of the model without gradients takes {gb(takes)} with all that is held beside it, of "
+                f"{gb(plan.budget_bytes)}, and no plan is for such calls: give it smaller batches"
+            )
+        return result
