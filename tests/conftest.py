@@ -66,7 +66,7 @@ def _no_mode_and_no_compiled_code_stays():
 @pytest.fixture
 def unwatched(monkeypatch):
     """For tests of one plan, and of what it serves: no other is made for what a loop does outside the graphs."""
-    monkeypatch.setattr("planner.runtime.watch._may_record", lambda: False)
+    monkeypatch.setattr("planner.runtime.watch.may_record", lambda: False)
 
 
 @pytest.fixture(scope="module")

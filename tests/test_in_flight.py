@@ -99,7 +99,7 @@ def test_as_many_microbatches_as_planned_fit_and_the_prediction_is_right(tmp_pat
 
 def test_what_is_seen_from_the_middle_of_a_step_on_is_not_taken_for_all_of_it(monkeypatch):
     answers = iter([False, False])
-    monkeypatch.setattr("planner.runtime.watch._may_record", lambda: next(answers, True))
+    monkeypatch.setattr("planner.runtime.watch.may_record", lambda: next(answers, True))
     model, batches = blocks(1), [torch.randn(ROWS, WIDTH) for _ in range(3)]
     plan(model, budget_gb=1).apply()
     for _ in range(4):

@@ -22,6 +22,7 @@ from planner.runtime.cuda_graphs import captures
 from planner.runtime.made import MadeStorages
 
 GROWS = 3  # rounds in a row in which more was held than ever before
+LARGER = 1.25  # times the largest batch without gradients: such a one is looked at
 SMALL = 512  # bytes: such outputs are not looked at
 
 
@@ -139,10 +140,14 @@ class _Live(LastingMode):  # type: ignore[no-untyped-call]
 
 
 class Evaluations:
-    """The calls of a model without gradients, which no plan is for: looks at those of larger batches than before."""
+    """The calls of a model without gradients, which no plan is for: looks at those of larger batches than before.
+
+    A batch that is hardly larger, as at each token that a language model generates, is looked at only where the call
+    would go over the budget if it took more in proportion.
+    """
 
     def __init__(self) -> None:
-        self._largest = 0
+        self._largest = self._took = 0  # bytes of the batch, and of all that its call took
         self._warned = False
 
     def run(
@@ -164,7 +169,9 @@ class Evaluations:
         """
         (args, kwargs), device = batch, next(model.parameters()).device
         nbytes = sum(t.nbytes for t in tensors_in(batch) if t.device == device and not t.is_sparse)
-        if self._warned or nbytes <= self._largest or captures(model):
+        most = self._largest
+        hardly = nbytes < LARGER * most and nbytes * self._took <= plan.budget_bytes * most
+        if self._warned or nbytes <= most or hardly or captures(model):
             return call(*args, **kwargs)
         self._largest, mode = nbytes, _Live(device)
         switch_on(mode)
@@ -172,7 +179,7 @@ class Evaluations:
             result = call(*args, **kwargs)
         finally:
             switch_off(mode)
-        takes = sum(storages(static()).values()) + nbytes + mode.most + plan.step.loop.others
+        self._took = takes = sum(storages(static()).values()) + nbytes + mode.most + plan.step.loop.others
         if takes > plan.budget_bytes:
             self._warned = True
             warn(
