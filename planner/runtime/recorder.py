@@ -122,6 +122,7 @@ class Recorder(LastingMode):
         passes: for each backward pass of the planned graphs, whether it keeps its graph, and the gradients that earlier
             ones of the step have left when it begins.
         asks_first: whether the first of them adds to no parameter's gradient.
+        is_fresh: whether the loop had made the first batch while the call before was recorded.
         stepping: whether an optimizer of the model steps.
         of_optimizer: the numbers of what it has made.
         waiting: bytes of the outputs of an earlier call, and of what was made of them, while the next one ran.
@@ -167,7 +168,8 @@ class Recorder(LastingMode):
         self.stepping = False
         self.of_optimizer: set[int] = set()
         self.passed = MadeStorages()  # what calls took and gave
-        self.older = [] if earlier is None else earlier.left()
+        self.is_fresh = earlier is not None and earlier.is_new(batch)
+        self.older = [] if earlier is None else earlier.left(batch)
         self.before: dict[int, int] = {}
         for key in self.known:
             self._drop_older(key)
@@ -231,8 +233,14 @@ class Recorder(LastingMode):
         self._hook(outputs)
         self._hook(aside, len(outputs))
 
-    def left(self) -> list[MadeStorages]:
-        """What was made, but not by the model's optimizer, and what calls took and gave, as far as it is alive."""
+    def left(self, batch: Any) -> list[MadeStorages]:
+        """What was made, but not by the model's optimizer, and what calls took and gave, as far as it is alive.
+
+        Where the loop has made neither the first batch of these calls nor the next one, batches are its data.
+        """
+        if not (self.is_fresh or self.is_new(batch)):
+            for key in self.inputs.made.keys() - self.batches.made.keys():
+                self.passed.drop(key)
         for key, (number, _) in list(self.made.made.items()):
             if number in self.of_optimizer:
                 self.made.drop(key)
