@@ -14,6 +14,7 @@ from planner.compat.dispatch import modes_here
 from planner.runtime.interception import attached
 from planner.runtime.recorded import loss_seen, stays
 from planner.runtime.recorder import LossEvents, Recorder
+from planner.runtime.rounds import Rounds
 from planner.session import provider
 
 pytestmark = pytest.mark.usefixtures("short_searches")
@@ -204,6 +205,15 @@ def test_outputs_that_a_loop_keeps_ever_more_of_are_said_once_and_other_lengths_
     assert len(warned) == 1
 
 
+def test_calls_that_no_optimizer_ends_are_looked_at_ever_less_often():
+    rounds, chosen = Rounds(), []
+    for at in range(40):
+        rounds.call_begins(optimizer_seen=False)
+        if rounds.chosen:
+            chosen.append(at)
+    assert chosen == [*range(10), 11, 14, 19, 27]
+
+
 def test_a_call_without_gradients_that_takes_more_than_the_budget_is_said_once():
     model, batch = perceptron(), torch.randn(16, 32)
     p = plan(model, batch, budget_gb=1, loss_fn=torch.Tensor.mean)
@@ -216,6 +226,10 @@ def test_a_call_without_gradients_that_takes_more_than_the_budget_is_said_once()
             with torch.no_grad():
                 model(batch)
         assert not caught
+        wider, stacked = torch.randn(64, 32), {name: torch.stack([p, 2 * p]) for name, p in model.named_parameters()}
+        with torch.no_grad():  # the parameters of several, in the place of the model's
+            several = torch.vmap(lambda own: torch.func.functional_call(model, own, (wider,)))
+            assert len(several(stacked)) == 2
         with torch.inference_mode():
             model(torch.randn(1000, 32))
             model(torch.randn(2000, 32))

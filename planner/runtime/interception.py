@@ -136,9 +136,10 @@ class Applied:
 
     def _evaluate(self, args: Any, kwargs: Any) -> Any:
         """A call that trains nothing."""
-        if torch.is_grad_enabled() or self.watch is None or self.newest is None or not may_record():
+        if torch.is_grad_enabled() or self.watch is None or self.newest is None or self.evaluations.warned:
             return self.call_eagerly(*args, **kwargs)
-        return self.evaluations.run(self.call_eagerly, (args, kwargs), self.model, self.newest.record, self.tensors)
+        record, batch = self.newest.record, (args, kwargs)
+        return self.evaluations.run(self.call_eagerly, batch, self.model, record, self.tensors, may_record)
 
     def _captured(self, args: Any, kwargs: Any) -> Any:
         """A training call while a CUDA graph is captured."""

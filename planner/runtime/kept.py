@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from planner.compat.autograd import is_transformed
 from planner.compat.dispatch import LastingMode, switch_off, switch_on
 from planner.compat.tensors import is_traceable_wrapper_subclass, storage_key
 from planner.core.call import inside, storages, tensors_in
@@ -59,15 +60,15 @@ class KeptOutputs:
                 self.old += output.nbytes
                 self._number += 1
 
-    def returned(self, outputs: Sequence[Any], batch: Any) -> None:
-        """A call has returned these; an input that it hands back is not its own."""
+    def returned(self, outputs: Sequence[Any], batch: Any, device: torch.device) -> None:
+        """A call has returned these; an input that it hands back is not its own, nor what is on another device."""
         if self._warned:
             return
         given = storages(batch)
         for t in (part for each in tensors_in(outputs) if each.grad_fn is not None for part in inside(each)):
             key, storage = storage_key(t), t.untyped_storage()
             output = self._there.get(key)
-            if key in given or storage.nbytes() < SMALL:
+            if key in given or t.device != device or storage.nbytes() < SMALL:
                 continue
             if output is None:
                 output = self._there[key] = _Output(storage.nbytes(), self._call)
@@ -107,7 +108,7 @@ class KeptOutputs:
         if self.old - counted <= free:
             return
         own = storages([*model.parameters(), *model.buffers()])
-        old = sum(output.nbytes for key, output in self._there.items() if output.old and key not in own)
+        old = sum(output.nbytes for key, output in list(self._there.items()) if output.old and key not in own)
         if old - counted > free:
             self._warned = True
             warn(
@@ -127,6 +128,8 @@ class _Live(LastingMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self.over:
+            return func(*args, **kwargs)
         if any(map(is_traceable_wrapper_subclass, tensors_in((args, kwargs)))):
             return NotImplemented  # the wrapper's own ops on the tensors inside it come here
         result = func(*args, **kwargs)
@@ -148,7 +151,7 @@ class Evaluations:
 
     def __init__(self) -> None:
         self._largest = self._took = 0  # bytes of the batch, and of all that its call took
-        self._warned = False
+        self.warned = False
 
     def run(
         self,
@@ -157,6 +160,7 @@ class Evaluations:
         model: nn.Module,
         plan: PlanRecord,
         static: Callable[[], Any],
+        may_look: Callable[[], bool],
     ) -> Any:
         """Call the model; warn, once, where that takes more than the budget.
 
@@ -166,22 +170,25 @@ class Evaluations:
             model: whose call it is.
             plan: of its training step.
             static: gives a tree of what is held all the time.
+            may_look: says whether a dispatch mode may be switched on here.
         """
         (args, kwargs), device = batch, next(model.parameters()).device
-        nbytes = sum(t.nbytes for t in tensors_in(batch) if t.device == device and not t.is_sparse)
-        most = self._largest
+        given = tensors_in(batch)
+        nbytes, most = sum(t.nbytes for t in given if t.device == device and not t.is_sparse), self._largest
         hardly = nbytes < LARGER * most and nbytes * self._took <= plan.budget_bytes * most
-        if self._warned or nbytes <= most or hardly or captures(model):
+        if nbytes <= most or hardly or captures(model) or not may_look():
+            return call(*args, **kwargs)
+        if is_transformed([*model.parameters(), *given]):
             return call(*args, **kwargs)
         self._largest, mode = nbytes, _Live(device)
-        switch_on(mode)
         try:
+            switch_on(mode)
             result = call(*args, **kwargs)
         finally:
             switch_off(mode)
         self._took = takes = sum(storages(static()).values()) + nbytes + mode.most + plan.step.loop.others
         if takes > plan.budget_bytes:
-            self._warned = True
+            self.warned = True
             warn(
                 f"a call of the model without gradients takes {gb(takes)} with all that is held beside it, of "
                 f"{gb(plan.budget_bytes)}, and no plan is for such calls: give it smaller batches"

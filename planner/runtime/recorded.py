@@ -96,12 +96,15 @@ def stays(recorder: Recorder, counted: Any, *, batches: bool = False, awaited: i
         batches: whether the step's own batch counts where it is still there; else as far as it gets gradients.
         awaited: bytes of the optimizers' state that the account has and that is not there yet: some of what they made.
     """
-    given = (recorder.inputs if batches else recorder.batches).made if recorder.calls_made == 1 else {}  # or in flight
+    # or in flight; copies, as what is alive may go while the collector runs
+    given = (
+        (recorder.inputs if batches else recorder.batches).made.copy() if recorder.calls_made == 1 else {}
+    )  # or in flight
     others = {*recorder.others, *recorder.passing}
-    own, alive = storages([counted, [other.tensors() for other in others]]).keys(), recorder.made.made
-    used = {key: used for key, used in recorder.used.items() if key not in own}
+    own, alive = storages([counted, [other.tensors() for other in others]]).keys(), recorder.made.made.copy()
+    used = {key: used for key, used in recorder.used.copy().items() if key not in own}
     stay = {key: each.nbytes for key, each in used.items() if each.in_step and each.stays}
-    later = {key: nbytes for each in (recorder.gradients.made, given) for key, (_, nbytes) in each.items()}
+    later = {key: nbytes for each in (recorder.gradients.made.copy(), given) for key, (_, nbytes) in each.items()}
     left, before = 0, set[Made]()
     for loss, arrived in zip(recorder.losses, recorder.arrived, strict=True):
         made = {key: each for key, each in loss.left.items() if arrived.get(key) != each}
@@ -113,7 +116,7 @@ def stays(recorder: Recorder, counted: Any, *, batches: bool = False, awaited: i
         left = max(left, held - min(parts, came))
         stay |= kept
         before.update(loss.left.values())
-    there = {key for older in recorder.older for key in older.made}
+    there = {key for older in recorder.older for key in list(older.made)}
     earlier = _without(recorder.before, {*own, *later, *(key for loss in recorder.losses for key in loss.read)})
     stay |= {key: nbytes for key, nbytes in earlier.items() if key in there}
     gone = {key: nbytes for key, nbytes in earlier.items() if key not in there}

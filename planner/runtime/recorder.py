@@ -122,7 +122,6 @@ class Recorder(LastingMode):
         passes: for each backward pass of the planned graphs, whether it keeps its graph, and the gradients that earlier
             ones of the step have left when it begins.
         asks_first: whether the first of them adds to no parameter's gradient.
-        is_fresh: whether the loop had made the first batch while the call before was recorded.
         stepping: whether an optimizer of the model steps.
         of_optimizer: the numbers of what it has made.
         waiting: bytes of the outputs of an earlier call, and of what was made of them, while the next one ran.
@@ -165,15 +164,15 @@ class Recorder(LastingMode):
         self.inputs = MadeStorages()
         self.batches = MadeStorages()  # that the model was called with, and that get gradients
         self.waiting = 0, 0
-        self.stepping = False
+        self.stepping = self.makes_batches = False
         self.of_optimizer: set[int] = set()
         self.passed = MadeStorages()  # what calls took and gave
-        self.is_fresh = earlier is not None and earlier.is_new(batch)
-        self.older = [] if earlier is None else earlier.left(batch)
+        self.older = [] if earlier is None else earlier.left()
         self.before: dict[int, int] = {}
+        seen = self._seen_made()
         for key in self.known:
             self._drop_older(key)
-        self._pass([batch, outputs])
+        self._pass([outputs, [t for t in tensors_in(batch) if storage_key(t) in seen]])
         self._returned = [list(map(_weakly, outputs))]  # by call
         self._hooks: list[Any] = []
         for at, t in enumerate(outputs):
@@ -187,6 +186,10 @@ class Recorder(LastingMode):
     def _watch(self, at: int, output: torch.Tensor) -> None:
         let_go, events = self.let_go, self.events
         self.outputs[at] = weakref.ref(output, lambda _: let_go.setdefault(at, len(events)))
+
+    def _seen_made(self) -> set[int]:
+        """What was seen to be made: a batch that was not is part of the loop's data."""
+        return {key for each in (*self.older, self.made, self.passed) for key in list(each.made)}
 
     def _drop_older(self, key: int) -> None:
         for older in self.older:
@@ -221,6 +224,7 @@ class Recorder(LastingMode):
         alive = sum(storages([t for call in self._returned for ref in call if (t := ref()) is not None]).values())
         before = storages([t for t in tensors_in(batch) if t.device == self.device])
         self.later += sum(n for key, n in before.items() if key not in self.known and key not in self.made.made)
+        seen = self._seen_made()
         for key in storages([batch, *outputs, *aside]):
             self.known.add(key)
             self.made.drop(key)
@@ -229,22 +233,17 @@ class Recorder(LastingMode):
         self.waiting = max(most_alive, -(-alive // calls)), max(most_made, -(-self.made.live // calls))
         self._returned.append(list(map(_weakly, outputs)))
         self._given(batch)
-        self._pass([batch, outputs])
+        self._pass([outputs, [t for t in tensors_in(batch) if storage_key(t) in seen]])
         self._hook(outputs)
         self._hook(aside, len(outputs))
 
-    def left(self, batch: Any) -> list[MadeStorages]:
-        """What was made, but not by the model's optimizer, and what calls took and gave, as far as it is alive.
-
-        Where the loop has made neither the first batch of these calls nor the next one, batches are its data.
-        """
-        if not (self.is_fresh or self.is_new(batch)):
-            for key in self.inputs.made.keys() - self.batches.made.keys():
-                self.passed.drop(key)
+    def left(self) -> list[MadeStorages]:
+        """What was made, but not by the model's optimizer, and what calls took and gave, as far as it is alive."""
         for key, (number, _) in list(self.made.made.items()):
             if number in self.of_optimizer:
                 self.made.drop(key)
-        return [each for each in (*self.older, self.made, self.passed, self.gradients) if each.made]
+        given = [self.inputs] if self.makes_batches else []
+        return [each for each in (*self.older, self.made, self.passed, self.gradients, *given) if each.made]
 
     def is_new(self, batch: Any) -> bool:
         """Whether the loop has made a batch since: so it makes each, and holds none because it is part of its data."""

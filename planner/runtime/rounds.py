@@ -24,7 +24,7 @@ class Rounds:
 
     def call_begins(self, *, optimizer_seen: bool) -> None:
         """A call begins; where no optimizer tells, each is a round of its own after some."""
-        if self.calls >= IN_A_ROW and not optimizer_seen:
+        if not optimizer_seen and self.calls and (self._number > 1 or self.calls >= IN_A_ROW):
             self.end()
         self.calls += 1
         self.chosen = self.calls <= IN_A_ROW and _is_fibonacci(self._number)

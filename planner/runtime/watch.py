@@ -160,7 +160,8 @@ class Watch:
         self._measure()
         states = [list(o.state.values()) for o in self.optimizers()]
         awaited = max(0, self._state - sum(storages(states).values()))
-        found = stays(recorder, [batch, counted, states], batches=recorder.is_new(batch), awaited=awaited)
+        recorder.makes_batches = recorder.is_new(batch)
+        found = stays(recorder, [batch, counted, states], batches=recorder.makes_batches, awaited=awaited)
         seen = loss_seen(recorder, self._workspaces, found.left, found.read)
         held = {at for loss in recorder.losses for at in loss.held}
         roles, came_round = [*self._recorded], recorder.came_round
@@ -233,7 +234,8 @@ class Watch:
             made: gives the tensors that its planned graphs returned, and that are alive.
         """
         model, outputs = self._model(), leaves(result)
-        self._kept.returned(outputs, (args, kwargs))
+        if model is not None:
+            self._kept.returned(outputs, (args, kwargs), next(model.parameters()).device)
         if model is None or (self.settled and not self._rounds.chosen):
             self._earlier = None
             return
@@ -368,6 +370,7 @@ def may_record() -> bool:
 
 def _steps(optimizer: optim.Optimizer, *_: Any) -> None:
     """The hook before every optimizer's step."""
+    _stepping[:] = [ref for ref in _stepping if ref() not in (None, optimizer)]  # a step that has raised left it there
     _stepping.append(weakref.ref(optimizer))
     for watch in list(_watches):
         watch.optimizer_steps(optimizer)
