@@ -15,7 +15,7 @@ def with_room(function: Callable[P, R]) -> Callable[P, R]:
     """The function, called so that the frames of what it calls lie in one chunk of memory.
 
     CPython keeps frames in chunks of 16 KiB, which it maps when a call does not fit into the last one, and unmaps when
-    that call returns (`push_chunk` and `_PyThreadState_PopFrame` of Python/pystate.c, 3.11 to 3.14). A loop whose frame
+    that call returns (`push_chunk` and `_PyThreadState_PopFrame` of Python/pystate.c, 3.11 to 3.13). A loop whose frame
     ends where a chunk ends pays for that at each of its calls; deep code, as torch.compile's is, has many such loops.
     A frame that needs more than a chunk gets a larger one, and leaves room there for a thousand frames; the memory that
     no frame writes to is never taken.

@@ -96,10 +96,8 @@ def stays(recorder: Recorder, counted: Any, *, batches: bool = False, awaited: i
         batches: whether the step's own batch counts where it is still there; else as far as it gets gradients.
         awaited: bytes of the optimizers' state that the account has and that is not there yet: some of what they made.
     """
-    # or in flight; copies, as what is alive may go while the collector runs
-    given = (
-        (recorder.inputs if batches else recorder.batches).made.copy() if recorder.calls_made == 1 else {}
-    )  # or in flight
+    # copies, as what is alive may go while the collector runs; batches of several calls are in flight
+    given = (recorder.inputs if batches else recorder.batches).made.copy() if recorder.calls_made == 1 else {}
     others = {*recorder.others, *recorder.passing}
     own, alive = storages([counted, [other.tensors() for other in others]]).keys(), recorder.made.made.copy()
     used = {key: used for key, used in recorder.used.copy().items() if key not in own}

@@ -203,10 +203,10 @@ class Watch:
             made: as in `call_ended`.
         """
         asks = not self.settled or not self._fates.certain(self._learnt.role)
-        beyond = self._fates.beyond(plan.saved_bytes) - self.loop.left_over
-        if self.settled and beyond > 0:
+        saved = plan.saved_bytes  # from the whole timeline
+        if self.settled and (beyond := self._fates.beyond(saved) - self.loop.left_over) > 0:
             warn_waiting(plan, beyond)
-        self._fates.add(number, self._learnt.role, plan.saved_bytes)
+        self._fates.add(number, self._learnt.role, saved)
         if self.settled and self._first and (model := self._model()) is not None:
             self._kept.look(plan, model, round_begins=self._rounds.calls == 1)
         self._number = number
@@ -370,15 +370,19 @@ def may_record() -> bool:
 
 def _steps(optimizer: optim.Optimizer, *_: Any) -> None:
     """The hook before every optimizer's step."""
-    _stepping[:] = [ref for ref in _stepping if ref() not in (None, optimizer)]  # a step that has raised left it there
+    _steps_no_more(optimizer)  # a step that has raised left it there
     _stepping.append(weakref.ref(optimizer))
     for watch in list(_watches):
         watch.optimizer_steps(optimizer)
 
 
+def _steps_no_more(optimizer: optim.Optimizer) -> None:
+    _stepping[:] = [ref for ref in _stepping if ref() not in (None, optimizer)]
+
+
 def _stepped(optimizer: optim.Optimizer, *_: Any) -> None:
     """The hook after every optimizer's step."""
-    _stepping[:] = [ref for ref in _stepping if ref() not in (None, optimizer)]
+    _steps_no_more(optimizer)
     for watch in list(_watches):
         if not watch.settled or watch.loop.gradients != "accumulated" or optimizer not in watch.seen:
             watch.optimizer_stepped(optimizer)
