@@ -6,6 +6,9 @@ BIN := $(VENV)/bin
 TESTED := $(shell sed -n 's/^TESTED = (\(.*\))/\1/p' planner/compat/versions.py | tr -d '",')
 TORCH ?= $(firstword $(TESTED)) $(lastword $(TESTED))
 
+# without bytecode on disk, each of the many processes that tests start would compile all sources again
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: env demo test compat docs bench clean wheels
 .PRECIOUS: .venv-compat-%/.made
 

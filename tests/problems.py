@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
 import random
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +16,7 @@ from hypothesis import strategies as st
 from solvers.problem import Op, Problem
 
 HARDLY = 5e5  # steps of a search by `hardly_search`
+Changes = Mapping[str, Mapping[str, float]]  # module -> name -> value
 
 
 @st.composite
@@ -175,14 +180,31 @@ def transformer(layers: int) -> Problem:
 
 def shorten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give every search a small part of its work: by count, so that it stays repeatable."""
-    monkeypatch.setattr("solvers.search.effort.STEPS", 2e6)
-    monkeypatch.setattr("solvers.search.effort.STEPS_PER_OP", 0.0)
+    _change(monkeypatch, _of(2e6))
 
 
 def hardly_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give every search a few steps, a few relaxations and no integer programs: it finds any schedule that fits."""
-    shorten(monkeypatch)
-    monkeypatch.setattr("solvers.search.effort.STEPS", HARDLY)
-    for module in ("solvers.bounds.cost", "solvers.search.lp_starts"):
-        monkeypatch.setattr(f"{module}.WORK", 1e4)
-        monkeypatch.setattr(f"{module}.NODES", 0)
+    """Give every search a few steps, a few relaxations and no integer programs: it finds any schedule that fits.
+
+    In processes that the test starts, too.
+    """
+    few = {"WORK": 1e4, "NODES": 0}
+    changes = {**_of(HARDLY), "solvers.bounds.cost": few, "solvers.search.lp_starts": few}
+    _change(monkeypatch, changes)
+    monkeypatch.setenv("SHORT_SEARCHES", json.dumps(changes))
+    monkeypatch.setenv("PYTHONPATH", in_python_path(Path(__file__).parent / "in_processes"))
+
+
+def in_python_path(folder: Path) -> str:
+    """PYTHONPATH with this folder before others."""
+    return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def _of(steps: float) -> Changes:
+    return {"solvers.search.effort": {"STEPS": steps, "STEPS_PER_OP": 0.0}}
+
+
+def _change(monkeypatch: pytest.MonkeyPatch, changes: Changes) -> None:
+    for module, values in changes.items():
+        for name, value in values.items():
+            monkeypatch.setattr(f"{module}.{name}", value)

@@ -6,6 +6,9 @@ import gc
 
 import torch._dynamo.config
 import torch._dynamo.guards
+from torch._functorch._aot_autograd import graph_compile
+
+SELDOM = 50_000  # objects made and not freed between two collections of the youngest
 
 
 def freeze() -> None:
@@ -22,7 +25,19 @@ def freeze() -> None:
         ctypes.pythonapi.PyObject_GC_Track(cache)
 
 
+def collect_seldom() -> None:
+    """Keep the collector from looking for cycles after every few hundred objects: a trace makes a hundred thousand."""
+    gc.set_threshold(SELDOM, 10, 10)
+
+
 def compile_and_no_more() -> None:
-    """torch.compile collects garbage after each frame, and times each graph's guards for a log: up to 50 ms a graph."""
+    """torch.compile collects garbage after each frame, and writes for logs that no test reads.
+
+    It times each graph's guards (up to 50 ms a graph), and writes out graphs and the stack of each side effect.
+    """
     torch._dynamo.config.run_gc_after_compile = False
     torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
+    if hasattr(torch._dynamo.config, "side_effect_replay_policy"):
+        torch._dynamo.config.side_effect_replay_policy = "silent"
+    graph_compile._log_joint_graph = lambda *_: None
+    graph_compile._log_fw_bw_graphs = lambda *_: (None, None)

@@ -12,7 +12,10 @@ import pytest
 from .pictures import HOSTILE, pictures, without_graphviz
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium is found to draw in: apt-get install chromium")
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None, reason="no chromium is found to draw in: apt-get install chromium"),
+    pytest.mark.usefixtures("short_searches"),
+]
 
 NARROWEST = 500  # pixels; Chromium opens no window that is narrower, so that the page has to be
 COLOURS = {"light": ("#ffffff", "#24292f"), "dark": ("#0d1117", "#e6edf3")}

@@ -12,6 +12,8 @@ from planner.core.plan import Decision
 from planner.report.words import cells
 from tests.plans import changed, for_budget
 
+pytestmark = pytest.mark.usefixtures("short_searches")
+
 
 def layers(width=64, count=8):
     return nn.Sequential(*[layer for _ in range(count) for layer in (nn.Linear(width, width), nn.Tanh(), nn.GELU())])

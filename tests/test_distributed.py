@@ -29,6 +29,8 @@ from planner.session.messages import connected, gather
 
 from .processes import ends_of, on_ranks
 
+pytestmark = pytest.mark.usefixtures("short_searches")
+
 WIDTH, ROWS = 64, 128
 
 

@@ -13,6 +13,8 @@ from planner.capture.passes.duplicates import merge_duplicates
 from .measure import held_before, results, step_peak
 from .real_models import SMALL, Case
 
+pytestmark = pytest.mark.usefixtures("short_searches")
+
 
 class MixedPrecision(nn.Module):
     """Attention in bfloat16: each of three products casts the same input."""

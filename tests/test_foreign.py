@@ -9,6 +9,8 @@ from planner import PlanWarning, applied_plan, plan
 from planner.capture.trace.attention import kernel_of
 from planner.devices.specs import DEVICES
 
+pytestmark = pytest.mark.usefixtures("short_searches")
+
 LENGTH, HEADS, BATCH = 128, 4, 2
 
 

@@ -18,6 +18,9 @@ from planner.errors import gb
 from planner.integrations.discovery import Search
 from planner.runtime.first_step import report
 
+from .problems import in_python_path
+
+pytestmark = pytest.mark.usefixtures("short_searches")
 ROOT = Path(__file__).parent.parent
 TRAIN = '''
 """Trains a classifier on random points."""
@@ -232,7 +235,7 @@ TIGHT = ("--budget-gb", "0.0034", "--solver", "chen")
 
 
 def run(folder, *arguments, **more):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **more}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": in_python_path(ROOT), **more}
     return subprocess.run(
         [sys.executable, *map(str, arguments)], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
     )

@@ -22,7 +22,10 @@ from planner.runtime.interception import attached
 
 from .test_launch import run, script, traced_peak
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*(num_workers|logging interval|not empty|treespec|does not have many)")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*(num_workers|logging interval|not empty|treespec|does not have many)"),
+    pytest.mark.usefixtures("short_searches"),
+]
 BUDGET = 0.0018  # GB; a plan has to recompute
 DDP = """
 import sys

@@ -23,6 +23,8 @@ from solvers import Move, ProblemError, Schedule, every_op_once, simulate, valid
 from .measure import peak_of
 from .simulated_device import Device
 
+pytestmark = pytest.mark.usefixtures("short_searches")
+
 
 class Attention(nn.Module):
     def __init__(self):

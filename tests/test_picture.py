@@ -34,6 +34,8 @@ from tests.plans import changed
 from .pictures import HOSTILE, pictures, square, without_graphviz
 from .problems import random_training_graph
 
+pytestmark = pytest.mark.usefixtures("short_searches")
+
 NAMES = ["gpt2", "everything kept", "eager", "regions", "hostile"]
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -22,6 +22,8 @@ from planner import Plan, applied_plan, max_batch, pareto, plan
 from planner.runtime import regions as run
 from planner.runtime.interception import attached
 
+pytestmark = pytest.mark.usefixtures("short_searches")
+
 
 class Net(nn.Module):
     def __init__(self):

@@ -55,7 +55,7 @@ def test_every_model_of_a_family_builds(family):
         assert len(libraries) >= 10
 
 
-def test_the_row_of_a_model_that_can_be_planned():
+def test_the_row_of_a_model_that_can_be_planned(short_searches):
     row = survey("plain", "perceptron")
     assert (row.verdict, row.bitwise, row.regions, row.feasible) == ("planned", True, 1, True), row
     assert 0 < row.measured_bytes <= row.budget_bytes < row.baseline_bytes

@@ -15,6 +15,8 @@ from planner.runtime.signature import walk
 from .measure import held_before, results, step_peak
 from .real_models import Case
 
+pytestmark = pytest.mark.usefixtures("short_searches")
+
 
 def called(p):
     """How often the forward and the backward graphs of a plan call each op."""
