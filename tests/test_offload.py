@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 import solvers
-from planner import InfeasibleBudgetError, Plan, PlannerError, PlanWarning, applied_plan, plan
+from planner import InfeasibleBudgetError, OffloadError, Plan, PlannerError, PlanWarning, applied_plan, plan
 from planner.devices.specs import DEVICES
 from planner.offload import transfers
+from planner.offload.pinned import HostMemory
 from solvers import Answer, Move, Schedule, every_op_once
 
 from .measure import beside_the_loop, peak_of
@@ -346,3 +347,15 @@ def test_values_leave_in_a_loop_that_calls_methods_of_the_model(unwatched, tmp_p
     plan(model, budget_gb=1, offload="disk", offload_dir=str(tmp_path), solver="leaves", progress=False).apply()
     assert all(map(torch.equal, train(model), expected))
     assert applied_plan(model).moved_bytes > 0
+
+
+def test_memory_that_cannot_be_pinned_is_told(monkeypatch):
+    def refused(_):
+        raise RuntimeError("operation not permitted")
+
+    monkeypatch.setattr("planner.offload.pinned.pin", refused)
+    store = HostMemory(torch.device("cuda", 0), most=2**20)
+    with pytest.raises(OffloadError, match=r"host memory: 1\.00 MB cannot be taken and pinned \(operation.*ulimit -l"):
+        store.open(2**20)
+    with pytest.raises(OffloadError, match=r"2\.00 MB are needed there at once, and host_gb= allows 1\.00 MB"):
+        store.open(2**21)
