@@ -243,6 +243,7 @@ def _plans(
 
     found = [((eager, costs), at(share, f"plan, {share:.0%}")) for share in fractions]
     found.append(((blocks, costs), at_blocks))
+    found.append(((eager, costs), at(fractions[-1], f"plan, {fractions[-1]:.0%}, offload", offload=True)))
     if expandable:
         found.append(((eager, costs), at(fractions[-1], f"plan, {fractions[-1]:.0%}, expandable", expandable=True)))
     return found  # type: ignore[return-value]

@@ -49,6 +49,7 @@ class Entry:
         setting: torch.compile's `activation_memory_budget`.
         allocator_only: the budget is for what the allocator hands out, without context and margin.
         expandable: with the allocator's expandable segments.
+        offload: values may leave: for host memory, and on a CPU for a disk.
         first: measures the ops' costs for the plans that follow; nothing else is timed meanwhile.
         alone: no other process uses the device.
         device, size, steps, lock: where, how large, how many steps are timed, the file to lock.
@@ -61,6 +62,7 @@ class Entry:
     setting: float | None = None
     allocator_only: bool = False
     expandable: bool = False
+    offload: bool = False
     first: bool = False
     alone: bool = False
     device: str = "cuda"
@@ -176,6 +178,8 @@ def make_plan(entry: Entry, work: Work, budget_gb: float) -> Plan:
     options: dict[str, Any] = {}
     if entry.allocator_only and entry.device == "cuda":
         options["account_gb"] = dict.fromkeys(OUTSIDE_THE_ALLOCATOR, 0.0)
+    if entry.offload:
+        options["offload"] = "cpu" if entry.device == "cuda" else "disk"
     with work.casting():
         return plan(work.model, work.batch, budget_gb=budget_gb, loss_fn=work.loss_fn, progress=False, **options)
 
@@ -204,6 +208,8 @@ def put_plan(entry: Entry, work: Work) -> int:
         recomputed=sum(d.action == "recompute" for d in p.decisions),
         note=p.note,
     )
+    if entry.offload:
+        say(moved_bytes=p.moved_bytes, stall_seconds=p.stall_seconds, host_peak_bytes=p.host_peak_bytes)
     p.apply()
     return p.budget_bytes - p.account.get("CUDA context", 0)
 

@@ -10,6 +10,7 @@ import torch
 from planner import plan
 from planner.devices.accelerator import accelerator_of
 from planner.devices.find import find_device
+from planner.offload.pinned import measured_rates
 
 from .cuda_models import Work
 
@@ -40,6 +41,7 @@ def constants(device: torch.device) -> dict[str, Any]:
         "workspace_of_a_product_by_the_rule_bytes": profile.product,
         "link_gb_per_second": _copied(device),
         "link_of_the_profile": profile.link / 1e9,
+        "link_of_offload": dict(zip(("out", "back", "share while both copy"), measured_rates(device), strict=True)),
         "capability": ".".join(map(str, profile.capability)),
     }
 

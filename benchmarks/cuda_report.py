@@ -24,6 +24,8 @@ def line(row: Row) -> str:
     if "predicted_allocated_bytes" in row:
         off = row["allocated_bytes"] / row["predicted_allocated_bytes"] - 1
         text += f", predicted {row['predicted_allocated_bytes'] / GB:.2f} GB ({off:+.1%})"
+    if "moved_bytes" in row:
+        text += f", {gb(row['moved_bytes'])} moved"
     return (
         text + (", OUT OF MEMORY" if row.get("out_of_memory") else "") + (f", {row['error']}" if "error" in row else "")
     )

@@ -54,6 +54,9 @@ class BudgetError(PlannerError, ValueError):
     """A budget that is not a positive, finite number of GB."""
 
 
+LOWER = "pieces='auto', offload= and step_in_backward=True reach lower."
+
+
 class InfeasibleBudgetError(BudgetError):
     """No plan found fits the budget.
 
@@ -63,22 +66,22 @@ class InfeasibleBudgetError(BudgetError):
             whatever the time limit. Where no batch is known yet, only a lower bound, and the message says so.
         minimum_bytes: the same in bytes, not rounded.
         takes: what takes the room at the leanest plan's peak: name -> bytes, largest first.
+        lower: a sentence on the options that reach lower.
     """
 
-    def __init__(self, budget_gb: float, minimum_bytes: int, takes: dict[str, int], *, whole: bool = True) -> None:
+    def __init__(
+        self, budget_gb: float, minimum_bytes: int, takes: dict[str, int], *, whole: bool = True, lower: str = LOWER
+    ) -> None:
         """Args other than the attributes: `whole`, whether the step is known, or only what is held beside it."""
         self.budget_gb = budget_gb
         self.minimum_bytes = minimum_bytes
         self.minimum_gb = _rounded_up(minimum_bytes / 2**30)
-        self.takes = takes
+        self.takes, self.lower = takes, lower
         room = ", ".join(f"{name} {gb(size)}" for name, size in takes.items() if size)
         asked = f"budget_gb={budget_gb!r} ({gb(budget_gb * 2**30)}) is too small: "
         if whole:
             needs = "the leanest plan found needs "
-            advice = (
-                "Give that much, or make the batch or the model smaller. "
-                "pieces='auto', offload= and step_in_backward=True reach lower."
-            )
+            advice = f"Give that much, or make the batch or the model smaller. {lower}".rstrip()
         else:
             needs = "before a batch is known, what any step holds is at least "
             advice = (

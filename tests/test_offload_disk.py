@@ -129,6 +129,14 @@ def test_without_direct_writes_the_page_cache_is_used_and_it_is_said_once(tmp_pa
     assert store._file.size == ALIGNMENT
 
 
+@pytest.mark.skipif(not os.path.ismount("/dev/shm"), reason="no file system in memory")
+def test_a_folder_in_memory_is_said_to_save_nothing(monkeypatch):
+    monkeypatch.setattr(disk, "_warned", set())
+    with pytest.warns(PlanWarning, match=r"/dev/shm is in memory \(tmpfs\): .* takes what it saves.*offload_dir="):
+        there_and_back(enter(store := Disk("/dev/shm")), [torch.ones(3)])
+    assert store._file.size == ALIGNMENT
+
+
 def test_a_folder_that_is_not_there_is_named(tmp_path):
     number = enter(store := Disk(str(tmp_path / "no")))
     with pytest.raises(OffloadError, match=r"no: making a file failed.*make the folder"):

@@ -8,18 +8,20 @@ from dataclasses import replace
 from planner.capture.regions.movable import movable
 from planner.capture.regions.region import Region
 from planner.core.step import Row, Step
-from planner.errors import OffloadError
 from planner.lowering.build import LOSS, own_row
-from solvers import Link, Move, Schedule
+from solvers import Link, Move, Problem, Schedule
 
 
 def add_link(step: Step, regions: Sequence[Region], link: Link) -> Step:
     """The step with a link, over which values of its regions may leave. O(ops + values).
 
-    Raises:
-        OffloadError: microbatches wait for their backward pass, or it runs twice.
+    Nothing leaves where microbatches wait for their backward pass, or it runs twice: what waits meanwhile is counted by
+    what the schedule keeps, which says nothing of values that are away.
     """
-    step = _with_constant_waiting(step)
+    constant = _with_constant_waiting(step)
+    if constant is None:
+        return step
+    step = constant
     problem = step.problem
     may = [movable(region) for region in regions]
     found: set[int] = set()
@@ -32,21 +34,17 @@ def add_link(step: Step, regions: Sequence[Region], link: Link) -> Step:
     return replace(step, problem=replace(problem, link=link, movable=leaving))
 
 
-def _with_constant_waiting(step: Step) -> Step:
-    """The step in which bytes that wait, where they do not depend on the schedule, are values of their own.
+def _with_constant_waiting(step: Step) -> Step | None:
+    """The step in which bytes that wait are values of their own; None where they depend on the schedule.
 
-    These are held by outputs of the step before and gradients that are cleared late. One value is held during the
-    forward pass, another during the backward pass.
+    Those that do not are held by outputs of the step before and gradients that are cleared late. One value is held
+    during the forward pass, another during the backward pass.
     """
     waiting = step.problem.waiting
     if waiting is None:
         return step
     if waiting.again is not None or any(number for number, _ in (*waiting.forward, *waiting.backward)):
-        raise OffloadError(
-            "offload= is for loops in which one backward pass follows each forward pass, and frees what that saved: "
-            "here several forward passes wait, or the graph is kept (retain_graph=True). Plan without offload=, or "
-            "change the loop"
-        )
+        return None
     forward, backward = (max(beside for _, beside in pairs) for pairs in (waiting.forward, waiting.backward))
     return _held_beside(step, forward, backward, waiting.until)
 
@@ -76,6 +74,17 @@ def _held_beside(step: Step, forward: int, backward: int, until: int) -> Step:
         names=(*step.names, "", ""),
         groups=tuple(frozenset(i + shifted[i] for i in group) for group in step.groups),
         holds=frozenset((i + shifted[i], v) for i, v in step.holds),
+    )
+
+
+def nothing_leaves(problem: Problem) -> str:
+    """In words, why nothing leaves in a step for which `offload=` was given; empty where something may."""
+    if problem.link is not None:
+        return ""
+    return (
+        "Several forward passes wait for their backward pass, or a backward pass keeps its graph (retain_graph=True): "
+        "nothing is offloaded beside that, offload= or not. Where such calls need no gradient, run them under "
+        "torch.no_grad(), or let go of their results."
     )
 
 

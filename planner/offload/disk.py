@@ -13,6 +13,7 @@ import os
 import tempfile
 import weakref
 from collections import defaultdict, deque
+from pathlib import Path
 
 import torch
 
@@ -22,6 +23,7 @@ from planner.offload.store import Frame, Wait
 from planner.offload.threads import STAGING, Copy, Return, Transfer, Worker
 
 _DIRECT, _NAMELESS = getattr(os, "O_DIRECT", 0), getattr(os, "O_TMPFILE", 0)
+_IN_MEMORY = ("tmpfs", "ramfs")  # file systems
 _NO_SUCH_FLAG = (errno.EINVAL, errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT)  # what file systems say of these
 _warned: set[str] = set()
 
@@ -188,7 +190,11 @@ def _opened(folder: str) -> tuple[int, bool]:
                 continue
             raise _refused(folder, "making a file", e) from e
         direct = bool(flags & _DIRECT)
-        if not direct:
+        if _file_system(fd) in _IN_MEMORY:
+            _say_once(
+                folder, f"{folder} is in memory ({_file_system(fd)}): what is offloaded there takes what it saves"
+            )
+        elif not direct:
             _say_buffered(folder)
         return fd, direct
     raise AssertionError("mkstemp returns or raises")
@@ -203,13 +209,26 @@ def _allocate(fd: int, start: int, nbytes: int) -> None:
         os.ftruncate(fd, start + nbytes)
 
 
+def _file_system(fd: int) -> str:
+    """The type of the file system that a file is in, where Linux tells it; else nothing."""
+    device = os.fstat(fd).st_dev
+    try:
+        mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    except OSError:
+        return ""
+    here = f"{os.major(device)}:{os.minor(device)}"
+    return next((fields[fields.index("-") + 1] for fields in mounts if fields[2] == here), "")
+
+
 def _say_buffered(folder: str) -> None:
+    why = f"the file system of {folder} has no direct I/O: what is offloaded there goes through the page cache, "
+    _say_once(folder, f"{why}which is not counted")
+
+
+def _say_once(folder: str, why: str) -> None:
     if folder not in _warned:
         _warned.add(folder)
-        warn(
-            f"the file system of {folder} has no direct I/O: what is offloaded there goes through the page cache, "
-            "which is not counted. Name a folder of another file system by offload_dir="
-        )
+        warn(f"{why}. Name a folder of another file system by offload_dir=")
 
 
 def _refused(folder: str, what: str, e: OSError) -> OffloadError:

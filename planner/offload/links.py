@@ -79,8 +79,9 @@ def measured_disk(folder: str) -> tuple[float, float, float]:
         frame.send(number, x, number * SAMPLE, x.nbytes)
         frame.settle(number)
         written = time.perf_counter()
-        frame.fetch(number)
+        coming = frame.fetch(number)  # held until nothing writes into it, and freed by this thread
         frame.arrive(number)
+        del coming
         for kind, seconds in (("out", written - start), ("back", time.perf_counter() - written)):
             best[number, kind] = min(seconds, best.get((number, kind), seconds))
     frame.close()

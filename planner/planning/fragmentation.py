@@ -65,4 +65,4 @@ def _with_its_margin(e: InfeasibleBudgetError, margin: int) -> InfeasibleBudgetE
     """The error for segments that can grow: a larger budget needs a larger margin."""
     asked = e.minimum_bytes - margin
     least = ceil(asked * (1 + EXPANDABLE)) + 1
-    return InfeasibleBudgetError(e.budget_gb, least, {**e.takes, MARGIN: least - asked})
+    return InfeasibleBudgetError(e.budget_gb, least, {**e.takes, MARGIN: least - asked}, lower=e.lower)

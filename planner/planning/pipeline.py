@@ -24,19 +24,20 @@ from planner.codegen.emit import emit, keep_everything
 from planner.compat.dispatch import lasting_modes_off
 from planner.compat.frames import with_room
 from planner.core.account import BATCH
+from planner.core.options import Options
 from planner.core.plan import GraphModules
 from planner.core.step import Pass, Step, replay, run_passes
 from planner.core.surroundings import under
 from planner.costs.account import account_of
 from planner.costs.ops import OpEstimate, estimate
 from planner.eager.unplanned import eager_step
-from planner.errors import CaptureError, InfeasibleBudgetError, PlannerError, RankError
+from planner.errors import LOWER, CaptureError, InfeasibleBudgetError, PlannerError, RankError, warn
 from planner.lowering.build import BuildSettings, build, split_by_region
 from planner.lowering.collectives import insert_collectives
 from planner.lowering.keep import keep_asked, places, refuse_unmatched
 from planner.lowering.margin import MARGIN, add_margin
 from planner.lowering.microbatches import TARGETS, add_microbatches, add_second_backward, in_words
-from planner.lowering.offload import add_link, moves_by_region
+from planner.lowering.offload import add_link, moves_by_region, nothing_leaves
 from planner.offload.links import link_of
 from planner.parallel.fsdp import groups_of
 from planner.parallel.group import other_world
@@ -252,7 +253,16 @@ def _solve(
     except InfeasibleError as e:
         leanest = peak_account(step, replay(problem, e.schedule))
         takes = dict(sorted({**step.account, **leanest}.items(), key=lambda line: -line[1]))
-        raise InfeasibleBudgetError(request.budget_gb, e.minimum, takes) from None
+        raise InfeasibleBudgetError(request.budget_gb, e.minimum, takes, lower=_reaching_lower(options)) from None
+
+
+def _reaching_lower(options: Options) -> str:
+    """In words, the options that reach lower budgets beside those that were given."""
+    if options.step_in_backward or (options.pieces and options.offload):
+        return ""
+    if options.offload or options.pieces:
+        return "pieces='auto' reaches lower." if options.offload else "offload= reaches lower."
+    return LOWER
 
 
 def _known(step: Step, request: Request, known: Known, must_match: bool) -> Solution | str:
@@ -316,6 +326,9 @@ def write(
 
     cut = described(graph, step)
     words = [_sentence(solution.note), in_words(problem, planned), pieces_in_words(cut), graph.note]
+    if request.options.offload is not None and (stays := nothing_leaves(problem)):
+        warn(stays)
+        words.append(stays)
     note = " ".join(filter(None, [*words, *_notes(request, graph)]))
     recipe = recipe_of(graph, passes, moves)
     host_bytes = room_taken(request, graph, passes, moves)

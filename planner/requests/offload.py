@@ -6,7 +6,7 @@ import os
 
 from planner.core.options import Options
 from planner.errors import OffloadError, OptionError
-from planner.offload.links import folder_of
+from planner.offload.links import folder_of, measured_disk
 from planner.parallel.group import world_size
 
 
@@ -40,7 +40,10 @@ def refuse_offload(options: Options, device: str) -> None:
             f"offload={options.offload!r} is for one process, fixed shapes, mode='aten' and solver='auto', and not for "
             f"{', '.join(unable)} yet: leave one of the two out"
         )
+    if options.offload != "disk":
+        return
     folder = folder_of(options)
-    if options.offload == "disk" and not (os.path.isdir(folder) and os.access(folder, os.W_OK)):
+    if not (os.path.isdir(folder) and os.access(folder, os.W_OK)):
         why = "cannot be written to" if os.path.isdir(folder) else "is no folder"
         raise OffloadError(f"offload_dir={options.offload_dir!r} ({folder}) {why}: name a folder of a fast disk")
+    measured_disk(folder)  # before the training, whose memory the test would take

@@ -22,6 +22,7 @@ from planner.core.plan import PlanRecord
 from planner.core.recipe import Choice, Recipe
 from planner.eager.checkpointing import checkpointed
 from planner.errors import UNPLANNABLE, InfeasibleBudgetError, warn
+from planner.offload.store import Store
 from planner.parallel.group import together
 from planner.parallel.sharded import parameters_among
 from planner.runtime.bypassed import Handle
@@ -70,6 +71,7 @@ class StepRuntime(Applied):
         provider: that of the model's own call.
         provider_of: gives a provider of plans for a module that makes all calls of a step, in a loop that is known.
         checkpoints: as in `plan()`.
+        store: where values go that leave the device; None where they stay.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class StepRuntime(Applied):
         provider: PlanProvider,
         provider_of: Callable[[nn.Module, Loop], PlanProvider],
         checkpoints: Checkpoints,
+        store: Store | None = None,
     ) -> None:
         super().__init__(model, provider)
         self.provider_of, self.checkpoints = provider_of, checkpoints
@@ -87,7 +90,7 @@ class StepRuntime(Applied):
         self.present: _Kind | None = None  # by which the present step runs
         self.inside = False
         self.warns: Handle | None = None  # while it is not known whether the loop calls the model
-        self.regions = Regions(model)
+        self.regions = Regions(model, store)
         self.compiled: dict[Entry, Callable[..., Any]] = {}
         self.unguarded: object = None
 

@@ -102,7 +102,8 @@ def _watch_entries(
     def provider_of(step: nn.Module, loop: Loop) -> PlanProvider:
         return Provider(step, replace(asked, model_ref=weakref.ref(step), loop=loop), judge=judge, check=check)
 
-    steps = StepRuntime(target, runtime.provider, provider_of, request.options.checkpoints)
+    store = runtime.regions.store if isinstance(runtime, Runtime) else None
+    steps = StepRuntime(target, runtime.provider, provider_of, request.options.checkpoints, store)
     seeing = weakref.ref(steps)  # torch holds the hook of the watch
     steps.warns = watch(target, lambda: (found := seeing()) is not None and found.saw_calls())
     runtime.watched, runtime.points = steps, steps.points

@@ -192,6 +192,11 @@ class Provider:
             self.loop, self.apart = replace(self.loop, around=0), True
             self.loops = {role: replace(own, around=0) for role, own in self.loops.items()}
             planned = self._made(replace(request, loop=replace(loop, around=0)), captured)
+        elif request.options.offload and least > request.budget_bytes * (1 + HARDLY) and _waits(loop):
+            # nothing leaves in the leanest plan: one in which values do takes less, also beside what waits for a while
+            planned = make(replace(request, loop=replace(loop, in_flight=1, graph_retained=False)))
+            waiting = max(1, loop.in_flight - 1) * planned.record.kept_bytes
+            least = planned.record.peak_bytes + waiting
         else:
             planned = _within(make, request, least)
         text = (
@@ -280,6 +285,11 @@ def _leanest(make: Callable[[Request], Planned], request: Request) -> Planned:
         return _within(make, request, LEAST)
     except InfeasibleBudgetError as e:
         return _within(make, request, min(e.minimum_bytes, request.budget_bytes))
+
+
+def _waits(loop: Loop) -> bool:
+    """Whether a loop has what calls saved there longer than until one backward pass after each."""
+    return loop.in_flight > 1 or loop.graph_retained
 
 
 def _within(make: Callable[[Request], Planned], request: Request, nbytes: int) -> Planned:
