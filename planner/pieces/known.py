@@ -39,9 +39,12 @@ class Known:
 
     Attributes:
         sets: found around a node that is cut along a group, as `planner.pieces.ends.piecewise` returns them.
+        grown: for an op, the group of its first result and the least size of what a group was passed on through, from
+            where the same ops were reached before: the first node and its group.
     """
 
     sets: dict[tuple[fx.Node, Group, int | None], tuple[Any, ...]] = field(default_factory=dict)
+    grown: dict[tuple[fx.Node, Group, float], tuple[fx.Node, Group]] = field(default_factory=dict)
     _cut: dict[tuple[fx.Node, Group], Way | None] = field(default_factory=dict)
     _read: dict[tuple[fx.Node, fx.Node, Group], tuple[Way, ...]] = field(default_factory=dict)
     _may: dict[fx.Node, bool] = field(default_factory=dict)

@@ -192,6 +192,11 @@ def results(node: fx.Node) -> list[fx.Node]:
     return parts if isinstance(node.meta.get("val"), (tuple, list)) else [node]
 
 
+def floor_of(seed: fx.Node) -> float:
+    """The elements of a big value where sets are grown around a node."""
+    return BIG * next(tensors(seed)).numel()
+
+
 def recognise(
     region: Region, seed: fx.Node, group: Group, known: Known | None = None, hops: int | None = None
 ) -> tuple[Found, ...]:
@@ -205,12 +210,14 @@ def recognise(
         known: the ways of the region's ops, as far as they were looked up before.
         hops: how far from the seed, in its pass alone; None for as far as it goes, in both passes.
     """
-    shape = shape_of(seed)
-    growth = _Growth(region, BIG * next(tensors(seed)).numel(), size_of(shape, group), known or Known())
+    growth = _Growth(region, floor_of(seed), size_of(shape_of(seed), group), known or Known())
     for way in growth.known.to_make(seed, 0, group):
         if growth.admits(seed, way):
             growth.add(seed, way)
             growth.grow(seed, hops)
+            if hops is None:
+                for node, way_of in growth.ways.items():
+                    growth.known.grown.setdefault((node, way_of.makes[0], growth.floor), (seed, group))
             growth.close()
             break
     if seed not in growth.ways:
