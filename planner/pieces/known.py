@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,6 +49,13 @@ class Known:
     _read: dict[tuple[fx.Node, fx.Node, Group], tuple[Way, ...]] = field(default_factory=dict)
     _may: dict[fx.Node, bool] = field(default_factory=dict)
     _numel: dict[fx.Node, int] = field(default_factory=dict)
+    _place: dict[fx.Node, int] = field(default_factory=dict)
+
+    def places(self, nodes: Sequence[fx.Node]) -> Mapping[fx.Node, int]:
+        """Where each of the graph's nodes is in its order."""
+        if not self._place:
+            self._place.update({node: at for at, node in enumerate(nodes)})
+        return self._place
 
     def numel(self, node: fx.Node) -> int:
         """Elements of the largest tensor that a node returns."""

@@ -147,10 +147,18 @@ class _Growth:
 
     def _close_once(self) -> bool:
         """Whether ops were taken in; what is taken out changes nothing that came before it."""
-        after: dict[bool, set[fx.Node]] = {True: set(), False: set()}
-        for node in self.region.order.nodes:
-            op, phase = source(node)[0], self.forward(node)
-            late = [x for x in node.all_input_nodes if x in after[phase]]
+        return any(self._close_pass(forward) for forward in (True, False))
+
+    def _close_pass(self, forward: bool) -> bool:
+        """Whether ops of a pass were taken in. No node before the first op of the set, or after the last, matters."""
+        place = self.known.places(self.region.order.nodes)
+        own = [place[node] for node in self.ways if node in place and self.forward(node) == forward]
+        after: set[fx.Node] = set()
+        for node in self.region.order.nodes[min(own) : max(own) + 1] if own else ():
+            if self.forward(node) != forward:
+                continue
+            op = source(node)[0]
+            late = [x for x in node.all_input_nodes if x in after]
             if op in self.ways and late and op is node:
                 before = len(self.ways)
                 if self._fill(node, late):
@@ -159,9 +167,9 @@ class _Growth:
                 if len(self.ways) >= before:
                     return True
             if op not in self.ways:
-                inside = any(source(x)[0] in self.ways and self.forward(x) == phase for x in node.all_input_nodes)
-                if late or inside:
-                    after[phase].add(node)
+                inputs = node.all_input_nodes
+                if late or any(source(x)[0] in self.ways and self.forward(x) == forward for x in inputs):
+                    after.add(node)
         return False
 
     def _fill(self, node: fx.Node, late: Sequence[fx.Node]) -> bool:

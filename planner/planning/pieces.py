@@ -138,7 +138,7 @@ def _by_need(
 ) -> Iterator[TrainingGraph]:
     """The step with smaller and smaller needs of single ops, beside what runs in pieces already."""
     around = [Surroundings(*row) for row in zip(graph.regions, known, needs, splits, strict=True)]
-    most = float(max((n for each in needs for n in each.values()), default=0))
+    most = float(max((each.most for each in around), default=0))
     least, before = most / SMALLER, splits
     while most > least:
         most *= STEP
