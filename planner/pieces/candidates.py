@@ -17,7 +17,7 @@ from planner.pieces.recognise import floor_of, seeds
 from planner.pieces.rewrite import alone
 from planner.pieces.ways import shape_of
 
-LEAST = 1 / 16  # share of the largest value below which values are too small to be worth it
+LEAST = 1 / 32  # share of the largest value below which values are too small to be worth it
 
 
 @dataclass(frozen=True)
