@@ -86,8 +86,7 @@ def _written(region: Region, sets: Sequence[tuple[Piecewise, int]]) -> tuple[fx.
     output = region.joint.graph.output_node()
     writer.copy(output)
     order = Order([n for n in joint.graph.nodes if n.op not in ("placeholder", "output")], forward)
-    joint.recompile()
-    return joint, order
+    return joint, order  # nobody calls it: no code is made of it
 
 
 @dataclass(frozen=True)
