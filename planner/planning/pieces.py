@@ -79,16 +79,19 @@ def solve_in_pieces(
         InfeasibleBudgetError: with the least budget, of the step whole or in the leanest pieces.
     """
     known, ends = tuple(Known() for _ in graph.regions), dict[int, InfeasibleBudgetError]()
+    step, end = lower(graph), None
+    budget = step.problem.budget
     sizes = _Lowered(_by_size(graph, known, tuple(region.splits for region in graph.regions)), lower)
-    rungs = _descent(graph, lower, sizes, known)
-    whole = rung = next(rungs)
-    budget = whole.step.problem.budget
-    why = f"With every op whole, the step needs {gb(whole.bound)} at least"
-    if budget is None or whole.bound <= budget:
+    if budget is None or minimum_peak_bound(step.problem, budget) <= budget:
         try:
-            return _solve_fitting(whole, sizes, solve, roomy)
+            return _solve_fitting(graph, step, sizes, solve, roomy)
         except InfeasibleBudgetError as e:
-            ends[whole.bound] = e
+            end = e
+    rungs = _descent(graph, step, lower, sizes, known)
+    whole = rung = next(rungs)
+    if end is not None:
+        ends[whole.bound] = end
+    why = f"With every op whole, the step needs {gb(whole.bound)} at least"
     for rung in rungs:
         if budget is not None and rung.bound <= budget and lean_peak(roomy(rung.step).problem) <= budget:
             try:
@@ -125,10 +128,9 @@ class _Lowered:
 
 
 def _descent(
-    graph: TrainingGraph, lower: Callable[[TrainingGraph], Step], sizes: _Lowered, known: Sequence[Known]
+    graph: TrainingGraph, step: Step, lower: Callable[[TrainingGraph], Step], sizes: _Lowered, known: Sequence[Known]
 ) -> Iterator[_Rung]:
     """The whole step, then the same in pieces: each takes clearly less than all before, as far as the bounds say."""
-    step = lower(graph)
     leanest = _Rung(graph, step, minimum_peak_bound(step.problem))
     yield leanest
 
@@ -190,7 +192,8 @@ def _by_size(graph: TrainingGraph, known: Sequence[Known], splits: Splits) -> It
 
 
 def _solve_fitting(
-    whole: _Rung,
+    graph: TrainingGraph,
+    step: Step,
     sizes: _Lowered,
     solve: Callable[[TrainingGraph, Step], Solved],
     roomy: Callable[[Step], Step],
@@ -198,16 +201,14 @@ def _solve_fitting(
     """Solve a step whose ops may all be whole; or the same with the largest values in pieces where nothing has to be
     recomputed then and it takes clearly less time: no search runs for it, nor for the whole step where a bound says so.
     """
-    problem = whole.step.problem
-    least = cost_bound(problem)
-    if (found := _cheaper(whole, least, sizes, solve, roomy)) is not None:
+    if (found := _cheaper(step, cost_bound(step.problem), sizes, solve, roomy)) is not None:
         return found
-    solved = solve(whole.graph, whole.step)
-    return _cheaper(whole, solved[2].timeline.cost, sizes, solve, roomy) or solved
+    solved = solve(graph, step)
+    return _cheaper(step, solved[2].timeline.cost, sizes, solve, roomy) or solved
 
 
 def _cheaper(
-    whole: _Rung,
+    step: Step,
     cost: float,
     sizes: _Lowered,
     solve: Callable[[TrainingGraph, Step], Solved],
@@ -216,7 +217,7 @@ def _cheaper(
     """The step with the largest values in pieces and nothing recomputed, where that fits in clearly less time than the
     whole step takes at least.
     """
-    problem = whole.step.problem
+    problem = step.problem
     if problem.budget is None or cost * CHEAPER <= problem.total_cost:
         return None
     for finer, cut in sizes:
@@ -226,7 +227,7 @@ def _cheaper(
         if once.peak <= problem.budget:
             more = cost / once.cost - 1
             why = f"With every op whole, the step would take {more:.0%} longer at least"
-            return _because(solve(finer, cut), why, whole.step)
+            return _because(solve(finer, cut), why, step)
     return None
 
 
