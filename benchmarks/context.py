@@ -126,11 +126,13 @@ def planned(model: str, kind: str, card: str, length: int, results: Any) -> None
     results.put(row | {"planning_seconds": time.perf_counter() - start})
 
 
-def longest_planned(model: str, kind: str, card: str, length: int, seconds: float) -> dict[str, Any]:
+def longest_planned(
+    model: str, kind: str, card: str, length: int, seconds: float, shares: Sequence[float]
+) -> dict[str, Any]:
     """The longest of a few lengths that has a plan within so many seconds: longer ones as long as they have."""
     best: dict[str, Any] = {"way": PLANNED, "tokens": 0, "tried": []}
     context = multiprocessing.get_context("spawn")
-    factors = list(FACTORS)
+    factors = list(shares)
     while factors:
         tokens = max(1, round(factors.pop(0) * length / GRAIN)) * GRAIN
         results = context.Queue()
@@ -170,14 +172,14 @@ def rows_by_hand(model: str, kind: str) -> list[dict[str, Any]]:
     return [{"card": card, **row} for card in CARDS for row in by_hand(captures, card)]
 
 
-def row_planned(own: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, Any]:
+def row_planned(own: Sequence[Mapping[str, Any]], seconds: float, factors: Sequence[float]) -> dict[str, Any]:
     """The row of what is planned, beside rows by hand of the same model and card."""
     model, kind, card = (str(own[0][name]) for name in ("model", "kind", "card"))
     resident, room = (min(row[name] for row in own) for name in ("resident_bytes", "room_bytes"))
     if resident > room:
         return {"card": card, "way": PLANNED, "tokens": 0, "least_bytes": resident, "tried": []}
     most = max(row["tokens"] for row in own) or GRAIN
-    return {"card": card, **longest_planned(model, kind, card, most, seconds)}
+    return {"card": card, **longest_planned(model, kind, card, most, seconds, factors)}
 
 
 def main() -> None:
@@ -187,6 +189,7 @@ def main() -> None:
     parser.add_argument(
         "--plan-within", type=float, default=3600, help="seconds for each plan; 0 for rows by hand alone"
     )
+    parser.add_argument("--factors", type=float, nargs="+", default=FACTORS, help="of the longest by hand: plan these")
     parser.add_argument("--only", default="", help="compute rows whose model and kind contain this, as 'Qwen3-8B LoRA'")
     options = parser.parse_args()
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
@@ -213,7 +216,7 @@ def main() -> None:
         for pair in asked:
             own = [row for row in rows if (row["model"], row["kind"], row["card"]) == (*pair, card)]
             if options.plan_within and not any(row["way"] == PLANNED for row in own):
-                add(*pair, [row_planned(own, options.plan_within)])
+                add(*pair, [row_planned(own, options.plan_within, options.factors)])
 
 
 if __name__ == "__main__":

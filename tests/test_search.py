@@ -19,12 +19,14 @@ from hypothesis import strategies as st
 
 from solvers import (
     InfeasibleError,
+    Link,
     Problem,
     ProblemError,
     Schedule,
     auto,
     chen,
     every_op_once,
+    lean_peak,
     minimum_peak,
     simulate,
     validate,
@@ -33,7 +35,9 @@ from solvers.search import annealing, effort, evaluation, rounds
 from solvers.search.annealing import PAUSES, Search
 from solvers.search.arrays import Journal, Policy, Scratch, Tables
 from solvers.search.evaluation import Evaluator
+from solvers.search.leanest import leanest_of
 from solvers.search.machine import INTERPRETED, machine_code
+from solvers.search.offload import search_of
 from solvers.search.policy import choices, copy, keep_only, scratch, tables
 from solvers.search.walk import move, put, take_back
 
@@ -318,3 +322,18 @@ def test_where_the_loss_leaves_no_room_the_lowest_peak_is_the_proven_one():
     ops[problem.boundary] = replace(first, workspace=90 << 20)
     least = minimum_peak(replace(problem, ops=tuple(ops)))
     assert least.peak == least.bound
+
+
+def test_a_start_within_what_is_asked_for_ends_the_search_for_the_leanest(monkeypatch):
+    plain = random_training_graph(3, 30)
+    linked = replace(plain, link=Link(1.0, 1.0, least=0), movable=frozenset(range(len(plain.sizes))) - plain.pinned)
+    for problem in (plain, linked):
+        found = lean_peak(problem)
+        search = search_of(problem, lambda steps: None)
+        leaner = leanest_of(search, effort.Effort(1e4)).peak  # annealed
+        assert leaner <= found
+        with monkeypatch.context() as patch:
+            patch.setattr(Search, "walk", None)  # nothing can be annealed
+            assert leanest_of(search, effort.Effort(1e4), enough=found).peak == found
+            with pytest.raises(TypeError):
+                leanest_of(search, effort.Effort(1e4), enough=found - 1)

@@ -151,17 +151,19 @@ def call_of(node: fx.Node) -> Call:
 def _estimate(node: fx.Node, device: Device, measured: Allocated | None, scale: float) -> OpEstimate:
     if measured is None:
         measured = Allocated(predicted_workspace(node, device) if device.type == "cuda" else 0, 0)
-    seconds = scale * roofline_seconds(node, device) if measured.seconds is None else measured.seconds
+    flops = node_flops(node)
+    seconds = scale * roofline_seconds(node, device, flops) if measured.seconds is None else measured.seconds
     workspace = measured.workspace + replay_bytes(node)[1]
-    return OpEstimate(seconds, node_flops(node), workspace, measured.excess)
+    return OpEstimate(seconds, flops, workspace, measured.excess)
 
 
-def roofline_seconds(node: fx.Node, device: Device) -> float:
-    """The longest of computing, moving bytes and drawing random numbers, and the launch."""
+def roofline_seconds(node: fx.Node, device: Device, flops: int | None = None) -> float:
+    """The longest of computing, moving bytes and drawing random numbers, and the launch; `flops` are its, if known."""
     drawn = sum(t.numel() for t in tensors(node)) / device.draws if is_random(node) else 0.0
     copied = sum(t.nbytes for t in tensors(node)) / device.link if crosses_the_link(node) else 0.0
     moved = bytes_moved(node) / device.bandwidth
-    return max(node_flops(node) / _rate(node, device), moved, drawn, copied) + device.launch
+    flops = node_flops(node) if flops is None else flops
+    return max(flops / _rate(node, device) if flops else 0.0, moved, drawn, copied) + device.launch
 
 
 def _rate(node: fx.Node, device: Device) -> float:

@@ -14,7 +14,7 @@ from planner.pieces.ends import Piecewise, piecewise
 from planner.pieces.groups import groups_of
 from planner.pieces.known import Known
 from planner.pieces.recognise import source
-from planner.pieces.rewrite import fit_together
+from planner.pieces.rewrite import Together, alone
 from planner.pieces.ways import given, shape_of
 
 HOPS = (0, 1, 2, 3, 4, 6, 8, 12)  # how far from the op sets are sought
@@ -48,7 +48,13 @@ class Around:
 
 
 class Surroundings:
-    """The sets around the ops of a region, beside sets that are in pieces already; each is looked up once."""
+    """The sets around the ops of a region, beside sets that are in pieces already; each is looked up once.
+
+    Attributes:
+        region: the graph.
+        needs: of its ops.
+        most: of these, the most of an op that is not in pieces already.
+    """
 
     def __init__(self, region: Region, known: Known, needs: Needs, splits: Sequence[Split]) -> None:
         self.region, self.needs, self._known = region, needs, known
@@ -58,19 +64,22 @@ class Surroundings:
             piecewise(region, region.order.nodes[split.seed], (split.first, split.last), self._known, split.hops)
             for split in splits
         )
-        self._beside = [each for found in sets for each in found]
+        beside = [each for found in sets for each in found]
+        self._together: Together = alone(region).with_sets(beside) or alone(region)
+        inside = {node for each in beside for node in each.own}
+        self.most = max((need for node, need in needs.items() if node not in inside), default=0)
 
     def above(self, nbytes: float) -> tuple[Split, ...]:
         """What to run in pieces for no op to take more than so many bytes, as far as that can be."""
-        chosen, splits = list(self._beside), []
-        taken = {node for each in chosen for node in each.own}
+        together, splits = self._together, []
+        taken = {node for each in together.sets for node in each.own}
         for node, need in sorted(self.needs.items(), key=lambda pair: -pair[1]):
             if need <= nbytes:
                 break
             for around in self._around(node) if node not in taken else ():
-                if taken.isdisjoint(around.each.own) and fit_together(self.region, [*chosen, around.each]):
+                if taken.isdisjoint(around.each.own) and (more := together.with_sets([around.each])) is not None:
                     splits.append(around.at(nbytes))
-                    chosen.append(around.each)
+                    together = more
                     taken |= around.each.own
                     break
         return tuple(splits)

@@ -13,11 +13,11 @@ from planner.core.pieces import Split
 from planner.pieces.ends import Piecewise, piecewise
 from planner.pieces.groups import SUM, groups_of
 from planner.pieces.known import Known
-from planner.pieces.recognise import seeds
-from planner.pieces.rewrite import fit_together
+from planner.pieces.recognise import floor_of, seeds
+from planner.pieces.rewrite import alone
 from planner.pieces.ways import shape_of
 
-LEAST = 1 / 16  # share of the largest value below which values are too small to be worth it
+LEAST = 1 / 32  # share of the largest value below which values are too small to be worth it
 
 
 @dataclass(frozen=True)
@@ -62,23 +62,28 @@ def candidates(regions: Sequence[Region], known: Sequence[Known]) -> tuple[Candi
 def _of(number: int, region: Region, known: Known) -> Iterator[Candidate]:
     place = {node: at for at, node in enumerate(region.order.nodes)}
     taken: set[fx.Node] = set()
-    chosen: list[Piecewise] = []
+    together = alone(region)
     for seed in seeds(region, LEAST):
         if seed in taken:
             continue
         best: tuple[int, Candidate, tuple[Piecewise, ...]] | None = None
         for group in groups_of(shape_of(seed)):
-            sets = piecewise(region, seed, group, known)
+            first, along = known.grown.get(
+                (seed, group, floor_of(seed)), (seed, group)
+            )  # from there, the same is found
+            sets = piecewise(region, first, along, known)
+            if not any(seed in each.found.ways for each in sets):
+                continue
             own = {node for each in sets for node in each.own}
             sizes = [size for each in sets for size in _never_whole(each)]
             if not sizes or sets[0].found.parts < 2 or not own.isdisjoint(taken):
                 continue
             if best is None or sum(sizes) > best[0]:
-                split = Split(place[seed], *group, 1)
+                split = Split(place[first], *along, 1)
                 best = sum(sizes), Candidate(number, split, sets[0].found.parts, max(sizes)), sets
-        if best is not None and fit_together(region, [*chosen, *best[2]]):
+        if best is not None and (more := together.with_sets(best[2])) is not None:
             yield best[1]
-            chosen += best[2]
+            together = more
             taken.update(node for each in best[2] for node in each.own)
 
 

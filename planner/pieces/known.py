@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,13 +39,24 @@ class Known:
 
     Attributes:
         sets: found around a node that is cut along a group, as `planner.pieces.ends.piecewise` returns them.
+        grown: for an op, the group of its first result and the least size of what a group was passed on through, from
+            where the same ops were reached before: the first node and its group.
     """
 
     sets: dict[tuple[fx.Node, Group, int | None], tuple[Any, ...]] = field(default_factory=dict)
+    grown: dict[tuple[fx.Node, Group, float], tuple[fx.Node, Group]] = field(default_factory=dict)
     _cut: dict[tuple[fx.Node, Group], Way | None] = field(default_factory=dict)
     _read: dict[tuple[fx.Node, fx.Node, Group], tuple[Way, ...]] = field(default_factory=dict)
+    _all: dict[fx.Node, tuple[tuple[fx.Node, ...], tuple[Way, ...], bool]] = field(default_factory=dict)
     _may: dict[fx.Node, bool] = field(default_factory=dict)
     _numel: dict[fx.Node, int] = field(default_factory=dict)
+    _place: dict[fx.Node, int] = field(default_factory=dict)
+
+    def places(self, nodes: Sequence[fx.Node]) -> Mapping[fx.Node, int]:
+        """Where each of the graph's nodes is in its order."""
+        if not self._place:
+            self._place.update({node: at for at, node in enumerate(nodes)})
+        return self._place
 
     def numel(self, node: fx.Node) -> int:
         """Elements of the largest tensor that a node returns."""
@@ -74,13 +85,15 @@ class Known:
         return self._read[key]
 
     def _to_read(self, node: fx.Node, argument: fx.Node, group: Group) -> Iterator[Way]:
-        if not any(True for _ in tensors(node)):
-            return
-        at = [i for i, n in enumerate(given(node)) if n is argument]
-        found = [self._way(node, first) for first in groups_of(shape_of(node))]
-        if (add := SUMS.get(node.target)) is not None:
-            found.append(add(node, at[0], group))
-        yield from (way for way in found if way is not None and all(way.reads[i] == group for i in at))
+        if node not in self._all:
+            some = any(True for _ in tensors(node))
+            ways = [self._way(node, first) for first in groups_of(shape_of(node))] if some else []
+            self._all[node] = tuple(given(node)), tuple(way for way in ways if way is not None), some
+        reads, found, some = self._all[node]
+        at = [i for i, n in enumerate(reads) if n is argument]
+        if some and (add := SUMS.get(node.target)) is not None and (way := add(node, at[0], group)) is not None:
+            found = (*found, way)
+        yield from (way for way in found if all(way.reads[i] == group for i in at))
 
     def _way(self, node: fx.Node, group: Group) -> Way | None:
         if (node, group) not in self._cut:

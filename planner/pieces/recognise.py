@@ -147,10 +147,18 @@ class _Growth:
 
     def _close_once(self) -> bool:
         """Whether ops were taken in; what is taken out changes nothing that came before it."""
-        after: dict[bool, set[fx.Node]] = {True: set(), False: set()}
-        for node in self.region.order.nodes:
-            op, phase = source(node)[0], self.forward(node)
-            late = [x for x in node.all_input_nodes if x in after[phase]]
+        return any(self._close_pass(forward) for forward in (True, False))
+
+    def _close_pass(self, forward: bool) -> bool:
+        """Whether ops of a pass were taken in. No node before the first op of the set, or after the last, matters."""
+        place = self.known.places(self.region.order.nodes)
+        own = [place[node] for node in self.ways if node in place and self.forward(node) == forward]
+        after: set[fx.Node] = set()
+        for node in self.region.order.nodes[min(own) : max(own) + 1] if own else ():
+            if self.forward(node) != forward:
+                continue
+            op = source(node)[0]
+            late = [x for x in node.all_input_nodes if x in after]
             if op in self.ways and late and op is node:
                 before = len(self.ways)
                 if self._fill(node, late):
@@ -159,9 +167,9 @@ class _Growth:
                 if len(self.ways) >= before:
                     return True
             if op not in self.ways:
-                inside = any(source(x)[0] in self.ways and self.forward(x) == phase for x in node.all_input_nodes)
-                if late or inside:
-                    after[phase].add(node)
+                inputs = node.all_input_nodes
+                if late or any(source(x)[0] in self.ways and self.forward(x) == forward for x in inputs):
+                    after.add(node)
         return False
 
     def _fill(self, node: fx.Node, late: Sequence[fx.Node]) -> bool:
@@ -192,6 +200,11 @@ def results(node: fx.Node) -> list[fx.Node]:
     return parts if isinstance(node.meta.get("val"), (tuple, list)) else [node]
 
 
+def floor_of(seed: fx.Node) -> float:
+    """The elements of a big value where sets are grown around a node."""
+    return BIG * next(tensors(seed)).numel()
+
+
 def recognise(
     region: Region, seed: fx.Node, group: Group, known: Known | None = None, hops: int | None = None
 ) -> tuple[Found, ...]:
@@ -205,12 +218,14 @@ def recognise(
         known: the ways of the region's ops, as far as they were looked up before.
         hops: how far from the seed, in its pass alone; None for as far as it goes, in both passes.
     """
-    shape = shape_of(seed)
-    growth = _Growth(region, BIG * next(tensors(seed)).numel(), size_of(shape, group), known or Known())
+    growth = _Growth(region, floor_of(seed), size_of(shape_of(seed), group), known or Known())
     for way in growth.known.to_make(seed, 0, group):
         if growth.admits(seed, way):
             growth.add(seed, way)
             growth.grow(seed, hops)
+            if hops is None:
+                for node, way_of in growth.ways.items():
+                    growth.known.grown.setdefault((node, way_of.makes[0], growth.floor), (seed, group))
             growth.close()
             break
     if seed not in growth.ways:

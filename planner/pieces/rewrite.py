@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -53,10 +53,9 @@ def in_pieces(region: Region, splits: Sequence[Split], known: Known | None = Non
     if written is None:
         return None
     joint, order = written
-    analysed = analyse(joint, len(region.fwd_outputs), order)
+    analysed = analyse(joint, len(region.fwd_outputs), order, known_as=region.fingerprint)
     return replace(
         analysed,
-        fingerprint=region.fingerprint,
         checkpointed=region.checkpointed,
         module=region.module,
         splits=tuple(splits),
@@ -67,8 +66,8 @@ def _written(region: Region, sets: Sequence[tuple[Piecewise, int]]) -> tuple[fx.
     """The joint graph with the sets as single ops, and the order in which its nodes run; None where ops
     would wait for each other.
     """
-    sequence = _sequence(region, [each for each, _ in sets])
-    if sequence is None:
+    together = alone(region).with_sets([each for each, _ in sets])
+    if together is None:
         return None
     joint = fx.GraphModule(region.joint, fx.Graph())
     for node in region.joint.graph.find_nodes(op="get_attr"):
@@ -77,7 +76,7 @@ def _written(region: Region, sets: Sequence[tuple[Piecewise, int]]) -> tuple[fx.
     for node in region.joint.graph.find_nodes(op="placeholder"):
         writer.copy(node)
     forward: set[fx.Node] = {writer.now[n] for n in region.order.forward if n.op == "placeholder"}
-    for item in sequence:
+    for item in together.sequence:
         if isinstance(item, fx.Node):
             new, first = [writer.copy(item)], item in region.order.forward
         else:
@@ -87,25 +86,46 @@ def _written(region: Region, sets: Sequence[tuple[Piecewise, int]]) -> tuple[fx.
     output = region.joint.graph.output_node()
     writer.copy(output)
     order = Order([n for n in joint.graph.nodes if n.op not in ("placeholder", "output")], forward)
-    joint.recompile()
-    return joint, order
+    return joint, order  # nobody calls it: no code is made of it
 
 
-def fit_together(region: Region, sets: Sequence[Piecewise]) -> bool:
-    """Whether sets of a region's ops, no op in two, can run as single ones, none of which waits for itself."""
-    return _sequence(region, sets) is not None
+@dataclass(frozen=True)
+class Together:
+    """Sets of a region's ops, no op in two, that can run as single ones, none of which waits for itself.
 
-
-def _sequence(region: Region, sets: Sequence[Piecewise]) -> list[Any] | None:
-    """The nodes of a region in the order in which they run, with each set as one item, its number; None where ops would
-    wait for each other.
+    Attributes:
+        region: the graph.
+        sets: of its ops.
+        sequence: the nodes in the order in which they run, with each set as one item, its number.
+        effects: the nodes that have effects.
     """
-    sequence: list[Any] | None = list(region.order.nodes)
-    effects = frozenset(node for node in region.order.nodes if node.is_impure())
-    for at in range(len(sets)):
-        sequence = _collapsed(sequence, sets, at, effects) if sequence is not None else None
-    if sequence is None:
-        return None
+
+    region: Region
+    sets: tuple[Piecewise, ...]
+    sequence: tuple[Any, ...]
+    effects: frozenset[fx.Node]
+
+    def with_sets(self, more: Sequence[Piecewise]) -> Together | None:
+        """The same with more sets; None where ops would wait for each other."""
+        sets, sequence = (*self.sets, *more), list(self.sequence)
+        for at in range(len(self.sets), len(sets)):
+            collapsed = _collapsed(sequence, sets, at, self.effects)
+            if collapsed is None:
+                return None
+            sequence = collapsed
+        if not _in_order(self.region, sets, sequence):
+            return None
+        return Together(self.region, sets, tuple(sequence), self.effects)
+
+
+def alone(region: Region) -> Together:
+    """A region without sets."""
+    nodes = region.order.nodes
+    return Together(region, (), tuple(nodes), frozenset(node for node in nodes if node.is_impure()))
+
+
+def _in_order(region: Region, sets: Sequence[Piecewise], sequence: Sequence[Any]) -> bool:
+    """Whether everything is there before it is read, and no set of the forward pass comes after the backward pass."""
     there = set(region.joint.graph.find_nodes(op="placeholder"))
     turned = False  # whether an op of the backward pass came
     for item in sequence:
@@ -113,10 +133,10 @@ def _sequence(region: Region, sets: Sequence[Piecewise]) -> list[Any] | None:
         reads = item.all_input_nodes if single else [x for x, _ in sets[item].reads]
         first = item in region.order.forward if single else _of_forward_pass(region, sets[item])
         if not there.issuperset(reads) or (not single and first and turned):
-            return None
+            return False
         turned = turned or not first
         there.update([item] if single else [t for t, _ in sets[item].makes])
-    return sequence
+    return True
 
 
 def _of_forward_pass(region: Region, each: Piecewise) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from torch import fx
 
@@ -19,7 +18,7 @@ from planner.pieces.around import Needs, Surroundings
 from planner.pieces.candidates import candidates
 from planner.pieces.known import Known
 from planner.pieces.rewrite import in_pieces
-from solvers import Solution, every_op_once, lean_peak, minimum_peak_bound, simulate
+from solvers import Solution, cost_bound, every_op_once, lean_peak, minimum_peak_bound, simulate
 
 SMALLER = 8  # the ops that take the most are sought down to this share of it, by this factor at a time:
 STEP = 0.8
@@ -79,15 +78,20 @@ def solve_in_pieces(
     Raises:
         InfeasibleBudgetError: with the least budget, of the step whole or in the leanest pieces.
     """
-    rungs, ends = _descent(graph, lower), dict[int, InfeasibleBudgetError]()
-    whole = rung = next(rungs)
-    budget = whole.step.problem.budget
-    why = f"With every op whole, the step needs {gb(whole.bound)} at least"
-    if budget is None or whole.bound <= budget:
+    known, ends = tuple(Known() for _ in graph.regions), dict[int, InfeasibleBudgetError]()
+    step, end = lower(graph), None
+    budget = step.problem.budget
+    sizes = _Lowered(_by_size(graph, known, tuple(region.splits for region in graph.regions)), lower)
+    if budget is None or minimum_peak_bound(step.problem, budget) <= budget:
         try:
-            return _cheaper(solve(graph, whole.step), lower, solve)
+            return _solve_fitting(graph, step, sizes, solve, roomy)
         except InfeasibleBudgetError as e:
-            ends[whole.bound] = e
+            end = e
+    rungs = _descent(graph, step, lower, sizes, known)
+    whole = rung = next(rungs)
+    if end is not None:
+        ends[whole.bound] = end
+    why = f"With every op whole, the step needs {gb(whole.bound)} at least"
     for rung in rungs:
         if budget is not None and rung.bound <= budget and lean_peak(roomy(rung.step).problem) <= budget:
             try:
@@ -103,20 +107,44 @@ def solve_in_pieces(
     raise min((ends[each.bound] for each in (rung, whole) if each.bound in ends), key=lambda e: e.minimum_bytes)
 
 
-def _descent(graph: TrainingGraph, lower: Callable[[TrainingGraph], Step]) -> Iterator[_Rung]:
+class _Lowered:
+    """Steps in smaller and smaller pieces, each with its problem; made once, when they are first asked for."""
+
+    def __init__(self, graphs: Iterator[TrainingGraph], lower: Callable[[TrainingGraph], Step]) -> None:
+        self._made: list[tuple[TrainingGraph, Step]] = []
+        self._rest = ((graph, lower(graph)) for graph in graphs)
+
+    def __iter__(self) -> Iterator[tuple[TrainingGraph, Step]]:
+        yield from self._made
+        for pair in self._rest:
+            self._made.append(pair)
+            yield pair
+
+    def used_up(self) -> Iterator[tuple[TrainingGraph, Step]]:
+        """The same for the last time: no step is held."""
+        made, self._made = self._made, []
+        yield from made
+        yield from self._rest
+
+
+def _descent(
+    graph: TrainingGraph, step: Step, lower: Callable[[TrainingGraph], Step], sizes: _Lowered, known: Sequence[Known]
+) -> Iterator[_Rung]:
     """The whole step, then the same in pieces: each takes clearly less than all before, as far as the bounds say."""
-    step = lower(graph)
     leanest = _Rung(graph, step, minimum_peak_bound(step.problem))
     yield leanest
-    known = tuple(Known() for _ in graph.regions)
-    for ladder in (_by_size, partial(_by_need, needs=_needs(graph, step))):
+
+    def needs() -> Iterator[tuple[TrainingGraph, Step]]:
+        splits = tuple(region.splits for region in leanest.graph.regions)
+        return _Lowered(_by_need(graph, known, splits, _needs(graph, step)), lower).used_up()
+
+    for ladder in (sizes.used_up, needs):
         misses = 0
-        for finer in ladder(graph, known, tuple(region.splits for region in leanest.graph.regions)):
-            step = lower(finer)
-            bound = minimum_peak_bound(step.problem)
+        for finer, cut in ladder():
+            bound = minimum_peak_bound(cut.problem)
             misses = misses + 1 if bound > LOWER * leanest.bound else 0
             if not misses:
-                leanest = _Rung(finer, step, bound)
+                leanest = _Rung(finer, cut, bound)
                 yield leanest
             if misses == PATIENCE:
                 break
@@ -138,7 +166,7 @@ def _by_need(
 ) -> Iterator[TrainingGraph]:
     """The step with smaller and smaller needs of single ops, beside what runs in pieces already."""
     around = [Surroundings(*row) for row in zip(graph.regions, known, needs, splits, strict=True)]
-    most = float(max((n for each in needs for n in each.values()), default=0))
+    most = float(max((each.most for each in around), default=0))
     least, before = most / SMALLER, splits
     while most > least:
         most *= STEP
@@ -163,25 +191,44 @@ def _by_size(graph: TrainingGraph, known: Sequence[Known], splits: Splits) -> It
         before = finer
 
 
-def _cheaper(
-    solved: Solved, lower: Callable[[TrainingGraph], Step], solve: Callable[[TrainingGraph, Step], Solved]
+def _solve_fitting(
+    graph: TrainingGraph,
+    step: Step,
+    sizes: _Lowered,
+    solve: Callable[[TrainingGraph, Step], Solved],
+    roomy: Callable[[Step], Step],
 ) -> Solved:
-    """A solved step, or the same with the largest values in pieces where nothing has to be recomputed then and it takes
-    clearly less time; no search runs for it.
+    """Solve a step whose ops may all be whole; or the same with the largest values in pieces where nothing has to be
+    recomputed then and it takes clearly less time: no search runs for it, nor for the whole step where a bound says so.
     """
-    graph, step, solution = solved
+    if (found := _cheaper(step, cost_bound(step.problem), sizes, solve, roomy)) is not None:
+        return found
+    solved = solve(graph, step)
+    return _cheaper(step, solved[2].timeline.cost, sizes, solve, roomy) or solved
+
+
+def _cheaper(
+    step: Step,
+    cost: float,
+    sizes: _Lowered,
+    solve: Callable[[TrainingGraph, Step], Solved],
+    roomy: Callable[[Step], Step],
+) -> Solved | None:
+    """The step with the largest values in pieces and nothing recomputed, where that fits in clearly less time than the
+    whole step takes at least.
+    """
     problem = step.problem
-    if problem.budget is None or solution.timeline.cost * CHEAPER <= problem.total_cost:
-        return solved
-    for finer in _by_size(graph, [Known() for _ in graph.regions], tuple(region.splits for region in graph.regions)):
-        cut = lower(finer)
-        once = simulate(cut.problem, every_op_once(cut.problem))
-        if once.cost > CHEAPER * solution.timeline.cost:
+    if problem.budget is None or cost * CHEAPER <= problem.total_cost:
+        return None
+    for finer, cut in sizes:
+        once = simulate(roomy(cut).problem, every_op_once(cut.problem))
+        if once.cost > CHEAPER * cost:
             break
         if once.peak <= problem.budget:
-            more = solution.timeline.cost / once.cost - 1
-            return _because(solve(finer, cut), f"With every op whole, the step would take {more:.0%} longer", step)
-    return solved
+            more = cost / once.cost - 1
+            why = f"With every op whole, the step would take {more:.0%} longer at least"
+            return _because(solve(finer, cut), why, step)
+    return None
 
 
 def _because(solved: Solved, why: str, whole: Step) -> Solved:

@@ -46,11 +46,12 @@ from planner.planning.decisions import peak_account
 from planner.planning.eager import make_eager_plan
 from planner.planning.eager_peak import no_higher_than_eager
 from planner.planning.fragmentation import solve_with_margin
+from planner.planning.host_room import room_taken, solve_within_host
 from planner.planning.inductor import in_aten, make_inductor_plan, without_inductor
 from planner.planning.outside import TANGENTS_FREED, outside_loss, pinned_tangents
 from planner.planning.pieces import Solved, as_in, described, solve_in_pieces
 from planner.planning.pieces import in_words as pieces_in_words
-from planner.planning.recipe import recipe_of, room_taken
+from planner.planning.recipe import recipe_of
 from planner.planning.record import record_of
 from planner.planning.steps import with_steps
 from planner.requests.inductor import refuse_inductor
@@ -101,7 +102,8 @@ def make_plan(
 
     def solved(of: TrainingGraph, lowered: Step) -> Solved:
         solve_here = partial(_solve, request=request, graph=of, others=others, known=known, must_match=must_match)
-        return of, *solve_with_margin(lowered, request, solve_here)
+        with_margin = partial(solve_with_margin, request=request, solve=solve_here)
+        return of, *solve_within_host(lowered, request, of, with_margin)
 
     if known is not None and (must_match or request.options.pieces):
         again = as_in(graph, known.record)
@@ -331,7 +333,7 @@ def write(
         words.append(stays)
     note = " ".join(filter(None, [*words, *_notes(request, graph)]))
     recipe = recipe_of(graph, passes, moves)
-    host_bytes = room_taken(request, graph, passes, moves)
+    host_bytes = room_taken(graph, passes, moves)
     record = record_of(request, step, planned, replace(solution, note=note), recipe, host_bytes=host_bytes)
     record = replace(record, eager_peak_bytes=graph.eager.peak_bytes if graph.eager else None, pieces=cut)
     return Planned(record, request, graphs, captured=captured or graph)

@@ -124,7 +124,9 @@ class Region:
         return tuple(dict.fromkeys(v for n in nodes_in(outputs) for v in self.value_of[n]))
 
 
-def analyse(joint: fx.GraphModule, num_fwd_outputs: int, order: Order, outside: str = "") -> Region:
+def analyse(
+    joint: fx.GraphModule, num_fwd_outputs: int, order: Order, outside: str = "", known_as: str | None = None
+) -> Region:
     """Read a joint graph as ops on storages. O(nodes + edges) time; the graph is not changed.
 
     Args:
@@ -132,6 +134,7 @@ def analyse(joint: fx.GraphModule, num_fwd_outputs: int, order: Order, outside: 
         num_fwd_outputs: how many of its outputs the forward pass returns.
         order: in which its nodes run.
         outside: why the graph runs just as it is, node by node, and no op of it twice; empty for a graph to be planned.
+        known_as: the fingerprint of the region; None for that of the graph.
 
     Raises:
         NotImplementedError: the graph has sizes that are known only at run time.
@@ -153,7 +156,7 @@ def analyse(joint: fx.GraphModule, num_fwd_outputs: int, order: Order, outside: 
         mutated=signature.mutated,
         value_of=table.value_of,
         primal_of=table.primal_of,
-        fingerprint="" if outside else fingerprint(joint.graph),
+        fingerprint="" if outside else fingerprint(joint.graph) if known_as is None else known_as,
         checkpointed=checkpointed_calls(joint.graph),
         order=order,
     )
