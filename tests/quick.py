@@ -8,8 +8,6 @@ import torch._dynamo.config
 import torch._dynamo.guards
 from torch._functorch._aot_autograd import graph_compile
 
-SELDOM = 50_000  # objects made and not freed between two collections of the youngest
-
 
 def freeze() -> None:
     """Keep garbage collections, one of which precedes every measured step, from traversing what stays anyway.
@@ -23,11 +21,6 @@ def freeze() -> None:
     for cache in caches:
         ctypes.pythonapi.PyObject_GC_UnTrack(cache)
         ctypes.pythonapi.PyObject_GC_Track(cache)
-
-
-def collect_seldom() -> None:
-    """Keep the collector from looking for cycles after every few hundred objects: a trace makes a hundred thousand."""
-    gc.set_threshold(SELDOM, 10, 10)
 
 
 def compile_and_no_more() -> None:
