@@ -5,7 +5,7 @@
 
 from solvers.auto import auto
 from solvers.bounds.cost import cost_bound, relaxation_bound
-from solvers.bounds.peak import minimum_peak_bound
+from solvers.bounds.peak import first_runs_bound, minimum_peak_bound
 from solvers.errors import ProblemError, SolverError, UnknownSolverError
 from solvers.exact.checkmate import ilp
 from solvers.instances import from_json, load, to_json
@@ -41,6 +41,7 @@ __all__ = [
     "chen",
     "cost_bound",
     "every_op_once",
+    "first_runs_bound",
     "from_json",
     "ilp",
     "lean_peak",

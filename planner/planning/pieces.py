@@ -18,7 +18,7 @@ from planner.pieces.around import Needs, Surroundings
 from planner.pieces.candidates import candidates
 from planner.pieces.known import Known
 from planner.pieces.rewrite import in_pieces
-from solvers import Solution, cost_bound, every_op_once, lean_peak, minimum_peak_bound, simulate
+from solvers import Solution, cost_bound, every_op_once, first_runs_bound, lean_peak, minimum_peak_bound, simulate
 
 SMALLER = 8  # the ops that take the most are sought down to this share of it, by this factor at a time:
 STEP = 0.8
@@ -82,9 +82,10 @@ def solve_in_pieces(
     step, end = lower(graph), None
     budget = step.problem.budget
     sizes = _Lowered(_by_size(graph, known, tuple(region.splits for region in graph.regions)), lower)
-    if budget is None or minimum_peak_bound(step.problem, budget) <= budget:
+    if budget is None or first_runs_bound(step.problem) <= budget:
         try:
-            return _solve_fitting(graph, step, sizes, solve, roomy)
+            if (found := _solve_fitting(graph, step, sizes, solve, roomy)) is not None:
+                return found
         except InfeasibleBudgetError as e:
             end = e
     rungs = _descent(graph, step, lower, sizes, known)
@@ -197,12 +198,16 @@ def _solve_fitting(
     sizes: _Lowered,
     solve: Callable[[TrainingGraph, Step], Solved],
     roomy: Callable[[Step], Step],
-) -> Solved:
+) -> Solved | None:
     """Solve a step whose ops may all be whole; or the same with the largest values in pieces where nothing has to be
     recomputed then and it takes clearly less time: no search runs for it, nor for the whole step where a bound says so.
+    None where a bound says that the whole step does not fit.
     """
     if (found := _cheaper(step, cost_bound(step.problem), sizes, solve, roomy)) is not None:
         return found
+    budget = step.problem.budget
+    if budget is not None and minimum_peak_bound(step.problem, budget) > budget:
+        return None
     solved = solve(graph, step)
     return _cheaper(step, solved[2].timeline.cost, sizes, solve, roomy) or solved
 

@@ -35,6 +35,12 @@ def minimum_peak_bound(problem: Problem, floor: int = 0) -> int:
     return peak
 
 
+def first_runs_bound(problem: Problem) -> int:
+    """The same from first runs alone, without what came before them: a lower bound, sooner. O(ops + reads)."""
+    history = _Histories(problem)
+    return max((history.first_run(i) for i in range(len(problem.ops))), default=problem.resident)
+
+
 class _Histories:
     """The histories that may lead to the first run of an op, backwards in time."""
 
