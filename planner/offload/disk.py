@@ -213,7 +213,7 @@ def _file_system(fd: int) -> str:
     """The type of the file system that a file is in, where Linux tells it; else nothing."""
     device = os.fstat(fd).st_dev
     try:
-        mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+        mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()]
     except OSError:
         return ""
     here = f"{os.major(device)}:{os.minor(device)}"

@@ -72,7 +72,7 @@ def store_of(options: Options, where: torch.device) -> Store | None:
 def measured_disk(folder: str) -> tuple[float, float, float]:
     """Bytes per second to a folder's disk and back, and seconds that each transfer takes beside; the best of two."""
     frame = Disk(folder).open(SAMPLE + ALIGNMENT)
-    large, small = torch.zeros(SAMPLE, dtype=torch.uint8), torch.zeros(ALIGNMENT, dtype=torch.uint8)
+    large, small = (torch.zeros(n, dtype=torch.uint8, device="cpu") for n in (SAMPLE, ALIGNMENT))
     best: dict[tuple[int, str], float] = {}
     for number, x in ((0, large), (1, small)) * 2:
         start = time.perf_counter()

@@ -54,7 +54,7 @@ class HostMemory:
                 "take room each. Give more host_gb, or run each backward pass before the next forward pass"
             )
         try:
-            slab = torch.empty(nbytes, dtype=torch.uint8)
+            slab = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
             if self.device.type != "cpu":
                 # torch's allocator of pinned memory would round up to a power of two
                 pin(slab)
@@ -148,7 +148,7 @@ def measured_rates(device: torch.device) -> tuple[float, float, float]:
     """Bytes per second to the host and back, and the share of them that is left while both directions copy."""
     gpu = torch.get_device_module(device)
     there = [torch.empty(SAMPLE, dtype=torch.uint8, device=device) for _ in range(2)]
-    here = [torch.empty(SAMPLE, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    here = [torch.empty(SAMPLE, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(2)]
     streams = gpu.Stream(device), gpu.Stream(device)
 
     def seconds(*directions: int) -> float:

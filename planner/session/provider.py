@@ -194,7 +194,7 @@ class Provider:
             planned = self._made(replace(request, loop=replace(loop, around=0)), captured)
         elif request.options.offload and least > request.budget_bytes * (1 + HARDLY) and _waits(loop):
             # nothing leaves in the leanest plan: one in which values do takes less, also beside what waits for a while
-            planned = make(replace(request, loop=replace(loop, in_flight=1, graph_retained=False)))
+            planned = self._made(replace(request, loop=replace(loop, in_flight=1, graph_retained=False)), captured)
             waiting = max(1, loop.in_flight - 1) * planned.record.kept_bytes
             least = planned.record.peak_bytes + waiting
         else:
