@@ -194,7 +194,11 @@ class Provider:
             planned = self._made(replace(request, loop=replace(loop, around=0)), captured)
         elif request.options.offload and least > request.budget_bytes * (1 + HARDLY) and _waits(loop):
             # nothing leaves in the leanest plan: one in which values do takes less, also beside what waits for a while
-            planned = self._made(replace(request, loop=replace(loop, in_flight=1, graph_retained=False)), captured)
+            lean = replace(request, loop=replace(loop, in_flight=1, graph_retained=False))
+            try:
+                planned = make(lean)
+            except InfeasibleBudgetError as e:
+                planned = _within(make, lean, e.minimum_bytes)
             waiting = max(1, loop.in_flight - 1) * planned.record.kept_bytes
             least = planned.record.peak_bytes + waiting
         else:
