@@ -208,6 +208,28 @@ def test_a_step_without_a_backward_pass_does_not_end_a_training(budget, says, mo
     assert transfers.open_frames() == 0
 
 
+def test_a_loop_that_no_plan_fits_late_in_a_training_goes_on_with_a_warning(short_searches, tmp_path):
+    """Two forward passes before each backward pass, and gradients that are added to: the leanest plan is over, too."""
+
+    def train(model):
+        for number in range(6):
+            if number < 4:
+                model.zero_grad()
+                loss_of(model(x)).backward()
+            else:
+                (loss_of(model(x)) + loss_of(model(2 * x))).backward()
+        return [p.grad for p in model.parameters()]
+
+    torch.manual_seed(0)
+    layers = [m for _ in range(4) for m in (nn.Linear(64, 64), nn.Tanh())]
+    model, x = nn.Sequential(*layers, nn.Linear(64, 4)), torch.randn(4096, 64)
+    expected = train(copy.deepcopy(model))
+    plan(model, budget_gb=0.00414, offload="disk", offload_dir=str(tmp_path), progress=False).apply()
+    with pytest.warns(PlanWarning, match="more than its budget of"):
+        trained = train(model)
+    assert all(map(torch.equal, trained, expected))
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -16,6 +16,7 @@ from planner.errors import OffloadError, PlanWarning
 from planner.offload import disk
 from planner.offload.disk import Disk
 from planner.offload.layout import ALIGNMENT, Stay, lay_out, rounded
+from planner.offload.links import measured_disk
 from planner.offload.threads import STAGING
 from planner.offload.transfers import begin, enter, fetch, free, open_frames, ready, send
 
@@ -135,6 +136,11 @@ def test_a_folder_in_memory_is_said_to_save_nothing(monkeypatch):
     with pytest.warns(PlanWarning, match=r"/dev/shm is in memory \(tmpfs\): .* takes what it saves.*offload_dir="):
         there_and_back(enter(store := Disk("/dev/shm")), [torch.ones(3)])
     assert store._file.size == ALIGNMENT
+
+
+def test_a_disk_is_measured_under_another_default_device(tmp_path):
+    with torch.device("meta"):
+        assert min(measured_disk.__wrapped__(str(tmp_path))) >= 0
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path):

@@ -190,10 +190,8 @@ def _opened(folder: str) -> tuple[int, bool]:
                 continue
             raise _refused(folder, "making a file", e) from e
         direct = bool(flags & _DIRECT)
-        if _file_system(fd) in _IN_MEMORY:
-            _say_once(
-                folder, f"{folder} is in memory ({_file_system(fd)}): what is offloaded there takes what it saves"
-            )
+        if (kind := _file_system(fd)) in _IN_MEMORY:
+            _say_once(folder, f"{folder} is in memory ({kind}): what is offloaded there takes what it saves")
         elif not direct:
             _say_buffered(folder)
         return fd, direct

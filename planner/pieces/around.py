@@ -58,7 +58,7 @@ class Surroundings:
 
     def __init__(self, region: Region, known: Known, needs: Needs, splits: Sequence[Split]) -> None:
         self.region, self.needs, self._known = region, needs, known
-        self._place = {node: at for at, node in enumerate(region.order.nodes)}
+        self._place = known.places(region.order.nodes)
         self._found: dict[fx.Node, tuple[Around, ...]] = {}
         sets = (
             piecewise(region, region.order.nodes[split.seed], (split.first, split.last), self._known, split.hops)

@@ -60,7 +60,7 @@ def candidates(regions: Sequence[Region], known: Sequence[Known]) -> tuple[Candi
 
 
 def _of(number: int, region: Region, known: Known) -> Iterator[Candidate]:
-    place = {node: at for at, node in enumerate(region.order.nodes)}
+    place = known.places(region.order.nodes)
     taken: set[fx.Node] = set()
     together = alone(region)
     for seed in seeds(region, LEAST):
@@ -68,9 +68,8 @@ def _of(number: int, region: Region, known: Known) -> Iterator[Candidate]:
             continue
         best: tuple[int, Candidate, tuple[Piecewise, ...]] | None = None
         for group in groups_of(shape_of(seed)):
-            first, along = known.grown.get(
-                (seed, group, floor_of(seed)), (seed, group)
-            )  # from there, the same is found
+            here = seed, group
+            first, along = known.grown.get((*here, floor_of(seed)), here)  # from there, the same is found
             sets = piecewise(region, first, along, known)
             if not any(seed in each.found.ways for each in sets):
                 continue

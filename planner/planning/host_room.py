@@ -12,11 +12,11 @@ from planner.core.step import Step
 from planner.errors import InfeasibleBudgetError, OffloadError, gb
 from planner.lowering.build import split_by_region
 from planner.lowering.offload import moves_by_region
+from planner.planning.recipe import Passes
 from planner.requests.request import Request
 from solvers import Move, Solution
 
 ROUNDS = 4  # solves with less and less of the host, where what is laid out takes more than there is
-Passes = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def room_taken(graph: TrainingGraph, passes: Sequence[Passes], moves: Sequence[tuple[Move, ...]]) -> int:
@@ -47,18 +47,18 @@ def solve_within_host(
     if most is None or link is None:
         return found, solution
     first = taken = _taken(graph, found, solution)
-    bound, host, rounds = solution.bound, link.host or round(most * GB), 0
-    while taken > most * GB:
+    bound, host = solution.bound, link.host or round(most * GB)
+    for _ in range(ROUNDS):
+        if taken <= most * GB:
+            break
         host = int(min(host, solution.timeline.host_peak) * most * GB / taken)
-        rounds += 1
         try:
             found, solution = solve(replace(step, problem=replace(step.problem, link=replace(link, host=host))))
         except InfeasibleBudgetError:
-            rounds = ROUNDS
-        if rounds == ROUNDS:
-            why = f"host_gb={most!r} is too small: what leaves takes {gb(first)} there; give that much"
-            raise OffloadError(why) from None
+            break
         bound, taken = min(bound, solution.bound), _taken(graph, found, solution)
+    if taken > most * GB:
+        raise OffloadError(f"host_gb={most!r} is too small: what leaves takes {gb(first)} there; give that much")
     return replace(found, problem=replace(found.problem, link=link)), replace(solution, bound=bound)
 
 

@@ -206,7 +206,7 @@ def _solve_fitting(
     if (found := _cheaper(step, cost_bound(step.problem), sizes, solve, roomy)) is not None:
         return found
     budget = step.problem.budget
-    if budget is not None and minimum_peak_bound(step.problem, budget) > budget:
+    if budget is not None and minimum_peak_bound(step.problem) > budget:
         return None
     solved = solve(graph, step)
     return _cheaper(step, solved[2].timeline.cost, sizes, solve, roomy) or solved

@@ -13,10 +13,8 @@ LOOKS = 32  # states that are expanded for each op
 ALL_LOOKS = 40_000  # and for all ops
 
 
-def minimum_peak_bound(problem: Problem, floor: int = 0) -> int:
+def minimum_peak_bound(problem: Problem) -> int:
     """A lower bound on the peak of any schedule, in bytes. O(ops * LOOKS * reads), at most ALL_LOOKS states.
-
-    Where it is not above `floor`, that is returned instead, sooner.
 
     While an op runs for the first time, its reads, its writes, its workspace, every pinned value written so far and
     every value that cannot be recomputed and is still to be read are allocated. And its reads were written before: the
@@ -27,7 +25,7 @@ def minimum_peak_bound(problem: Problem, floor: int = 0) -> int:
     """
     history = _Histories(problem)
     order = sorted(range(len(problem.ops)), key=lambda i: -history.first_run(i))
-    peak = max(floor, max((history.first_run(i) for i in order), default=problem.resident))
+    peak = max((history.first_run(i) for i in order), default=problem.resident)
     looks = ALL_LOOKS
     for i in order:
         peak, used = history.lowest(i, peak, min(LOOKS, looks))

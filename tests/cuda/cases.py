@@ -73,6 +73,14 @@ def predicted(p) -> int:
     return p.peak_bytes - p.account["CUDA context"] - p.account["fragmentation margin"]
 
 
+def allow_only(p) -> None:
+    """Let this process take no more of the card than a plan's budget."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    allowed = p.budget_bytes - p.account["CUDA context"]
+    torch.cuda.set_per_process_memory_fraction(allowed / torch.cuda.mem_get_info()[1])
+
+
 def measured(case: Case, *, keep_gradients: bool = False) -> int:
     """The most bytes that were asked of the allocator during a step that is not the first."""
     step(case)

@@ -1,14 +1,23 @@
 """The main promise where it matters: what CUDA's allocator hands out stays within the budget, and is as predicted."""
 
-import gc
-
 import pytest
 import torch
 
 from planner import plan
 
 from ..measure import step
-from .cases import NAMES, ROOM_TO_SPARE, baseline, measured, needs_cuda, on_cuda, plan_at, plan_at_least, predicted
+from .cases import (
+    NAMES,
+    ROOM_TO_SPARE,
+    allow_only,
+    baseline,
+    measured,
+    needs_cuda,
+    on_cuda,
+    plan_at,
+    plan_at_least,
+    predicted,
+)
 
 pytestmark = needs_cuda
 
@@ -52,10 +61,7 @@ def test_a_process_that_may_take_no_more_than_the_budget_trains_with_the_plan_an
     case = on_cuda(name)
     p = plan_at(case, baseline(name), 0.6)
     p.apply()
-    gc.collect()
-    torch.cuda.empty_cache()
-    allowed = p.budget_bytes - p.account["CUDA context"]
-    torch.cuda.set_per_process_memory_fraction(allowed / torch.cuda.mem_get_info()[1])
+    allow_only(p)
     for _ in range(3):
         step(case)
         case.model.zero_grad(set_to_none=True)

@@ -14,6 +14,7 @@ from planner.offload.pinned import measured_rates
 from ..measure import step
 from .cases import (
     ROOM_TO_SPARE,
+    allow_only,
     baseline,
     error,
     least,
@@ -74,10 +75,7 @@ def test_a_budget_below_any_plan_without_offload_is_met(name):
     peak = measured(case)
     assert peak <= p.budget_bytes - p.account["CUDA context"]
     assert peak == pytest.approx(predicted(p), rel=0.02)
-    gc.collect()
-    torch.cuda.empty_cache()
-    allowed = p.budget_bytes - p.account["CUDA context"]
-    torch.cuda.set_per_process_memory_fraction(allowed / torch.cuda.mem_get_info()[1])
+    allow_only(p)
     for _ in range(3):
         step(case)
         case.model.zero_grad(set_to_none=True)
