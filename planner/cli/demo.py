@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import truediv
 from statistics import median
 from typing import Any
@@ -13,7 +13,11 @@ import torch
 from torch import nn
 
 from planner.api.front import plan
+from planner.api.plan import Plan
+from planner.core.options import GB
 from planner.errors import CaptureError, OptionError, gb
+from planner.planning.pipeline import make_plan
+from planner.requests.planned import Planned
 from solvers.progress import bar
 
 
@@ -46,11 +50,15 @@ def run(fraction: float, steps: int, solver: str, progress: bool | None) -> int:
     torch.set_num_threads(1)
     model, batch = small_gpt2()
     start = time.perf_counter()
-    baseline = plan(model, batch, budget_gb="100%", optimizer="adamw", progress=progress).baseline_peak_bytes
-    p = plan(model, batch, budget_gb=fraction * baseline / 2**30, solver=solver, optimizer="adamw", progress=progress)
+    whole = plan(model, batch, budget_gb="100%", solver=solver, optimizer="adamw", progress=progress).made()
+    assert isinstance(whole, Planned)
+    budget_gb = fraction * whole.record.baseline_peak_bytes / GB
+    options = replace(whole.request.options, budget_gb=budget_gb)
+    within = replace(whole.request, options=options, budget_gb=budget_gb)
+    p = Plan.of(make_plan(within, captured=whole.captured))
     print(
         f"Planned GPT-2 ({sum(x.numel() for x in model.parameters()):,} parameters) twice in "
-        f"{time.perf_counter() - start:.1f} s: once for its baseline, once for {fraction:.0%} of that.\n"
+        f"{time.perf_counter() - start:.1f} s: once for its baseline, once for {fraction:.0%} of that, captured once.\n"
     )
     print(p.summary(), "\n")
     plain = copy.deepcopy(model)

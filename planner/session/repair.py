@@ -60,4 +60,4 @@ def repaired(
         lacking += missing
         lines = {**request.options.account_gb, FOUND: lacking / GB}
         request = replace(request, options=replace(request.options, account_gb=lines))
-        planned = make_plan(request)
+        planned = make_plan(request, captured=planned.captured if isinstance(planned, Planned) else None)

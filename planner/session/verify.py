@@ -14,6 +14,7 @@ from torch import nn
 
 from planner.capture.trace.loss_trace import checked_loss, find_loss, leaves
 from planner.capture.trace.state_guard import ModelSnapshot
+from planner.capture.trace.step import TrainingGraph
 from planner.compat.autograd import post_accumulate_hooks
 from planner.core.call import here
 from planner.core.options import GB
@@ -78,7 +79,10 @@ def verify(planned: Planned | Pending, batch: Any = None, kwargs: Mapping[str, A
             unplanned = None
         measured, used = by(planned)
         error, agree = (None, None) if unplanned is None else compare(measured.gradients, unplanned.gradients)
-        captured = _captured(measured, replace(request, batch=Batch(args, extra)), used, by) if error else None
+        same = isinstance(planned, Planned) and used is planned.record
+        graph = planned.captured if same and args is request.args and extra is request.kwargs else None
+        whole = replace(request, batch=Batch(args, extra))
+        captured = _captured(measured, whole, used, by, graph) if error else None
         own = None if captured is None else compare(measured.gradients, captured)[0]
         unlike = _unlike(request, args, extra, again) if error and used.overhead and own != 0 else ()
     resident = used.resident_bytes - used.account.get(FOUND, 0)
@@ -156,10 +160,11 @@ def _captured(
     request: Request,
     used: PlanRecord,
     by: Callable[[Planned], tuple[_Measured, PlanRecord]],
+    graph: TrainingGraph | None,
 ) -> dict[str, torch.Tensor] | None:
     """The gradients of a step whose graphs are captured like the planned ones, and recompute nothing.
 
-    None where there are no graphs, or such a step does not fit the device.
+    None where there are no graphs, or such a step does not fit the device. `graph` is the step where it is captured.
     """
     if used.options.mode == "eager":
         return None
@@ -168,7 +173,7 @@ def _captured(
     roomy = 2 * used.baseline_peak_bytes / GB
     try:
         options = replace(request.options, budget_gb=roomy)
-        return by(make_plan(replace(request, options=options, budget_gb=roomy)))[0].gradients
+        return by(make_plan(replace(request, options=options, budget_gb=roomy), captured=graph))[0].gradients
     except torch.OutOfMemoryError:
         return None
 

@@ -139,7 +139,8 @@ def fakes_forgotten() -> Iterator[None]:
 
 def forget_fakes() -> None:
     """Clear every `functools.lru_cache` that kept a fake tensor, as it is or in containers."""
-    caches = [c for c in gc.get_objects() if type(c) is _LRU_CACHE]
+    # each refers to its type: to ask for those takes half as long as to look at the type of every object
+    caches = [c for c in gc.get_referrers(_LRU_CACHE) if type(c) is _LRU_CACHE]
     if not _keep_fakes(caches):  # one look at all of them takes a tenth of the time of one at each
         return
     for cache in caches:
