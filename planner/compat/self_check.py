@@ -28,6 +28,7 @@ PARTS = {
     "torch._decomp.decompositions": "_rnn_helper",
     "torch._dynamo.decorators": "_dynamo_weak_dynamic_indices",
     "torch._dynamo.eval_frame": "_orig_mod _torchdynamo_orig_backend _torchdynamo_orig_callable",
+    "torch._functorch._aot_autograd.graph_compile": "aot_dispatch_autograd_graph",
     "torch._functorch._aot_autograd.runtime_wrappers": "_double_backward bw_donated_idxs opaque_objects symints",
     "torch._functorch._aot_autograd.utils": "_boxed_call",
     "torch._ops:OpOverload": "_dispatch_cache _op_dk _schema py_kernels",
@@ -53,7 +54,7 @@ PARTS = {
     ),
     "torch.distributed.tensor._random": "_rng_tracker",
     "torch.distributed.tensor.parallel.ddp": "_st_info",
-    "torch.fx.graph:Graph": "_root",
+    "torch.fx.graph:Graph": "_codegen _root",
     "torch.nn.modules.module:Module": (
         "_buffers _call_impl _compiled_call_impl _forward_hooks _forward_pre_hooks _modules "
         "_non_persistent_buffers_set _parameters"

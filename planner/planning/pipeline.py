@@ -23,6 +23,7 @@ from planner.capture.trace.step import TrainingGraph, capture
 from planner.codegen.emit import emit, keep_everything
 from planner.compat.dispatch import lasting_modes_off
 from planner.compat.frames import with_room
+from planner.compat.joint_trace import traces_of
 from planner.core.account import BATCH
 from planner.core.options import Options
 from planner.core.plan import GraphModules
@@ -125,7 +126,8 @@ def graph_of(request: Request, compiler: GraphCompiler | None = None) -> Trainin
             return keep_everything(region, on_fakes=True)
 
         card, options = request.device if request.foreign else None, request.options
-        own = op_by_op(options.checkpoints, step_in_backward=options.step_in_backward)
+        traces = None if request.foreign else traces_of(request.model)  # attention is traced as that of the card
+        own = op_by_op(options.checkpoints, step_in_backward=options.step_in_backward, traces=traces)
         try:
             with attention_as_on(card), planned_for((request.device if request.foreign else request.model_device).type):
                 return _graph_of(request, split, compiler or own)

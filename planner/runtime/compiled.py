@@ -18,6 +18,7 @@ from planner.capture.trace.layers import helpers
 from planner.capture.trace.state_guard import undone_on, untouched
 from planner.compat.dynamo import compile_call
 from planner.compat.fake import FakeTensorMode
+from planner.compat.joint_trace import traces_of
 from planner.core.maxima import Maxima, sizes_in
 from planner.core.options import Checkpoints
 from planner.core.plan import PlanRecord
@@ -105,7 +106,8 @@ class Runtime(Applied):
             own.traced = True
             return dynamo_settings()
 
-        compiler = op_by_op(self.checkpoints, step_in_backward=self.step_in_backward)
+        traces = traces_of(self.model)
+        compiler = op_by_op(self.checkpoints, step_in_backward=self.step_in_backward, traces=traces)
         return compile_call(module or self.model, make_backend(self.regions.serving(recipe), compiler), settings)
 
     def like(self, model: nn.Module) -> Runtime:

@@ -79,8 +79,9 @@ def verify(planned: Planned | Pending, batch: Any = None, kwargs: Mapping[str, A
             unplanned = None
         measured, used = by(planned)
         error, agree = (None, None) if unplanned is None else compare(measured.gradients, unplanned.gradients)
-        same = isinstance(planned, Planned) and used is planned.record
-        graph = planned.captured if same and args is request.args and extra is request.kwargs else None
+        graph = None
+        if isinstance(planned, Planned) and used is planned.record and batch is None and kwargs is None:
+            graph = planned.captured
         whole = replace(request, batch=Batch(args, extra))
         captured = _captured(measured, whole, used, by, graph) if error else None
         own = None if captured is None else compare(measured.gradients, captured)[0]

@@ -24,6 +24,7 @@ from planner.capture.trace.constant_propagation import ConstantPropagation
 from planner.capture.trace.data_dependent import Answers
 from planner.capture.trace.layers import capturable_layers
 from planner.capture.trace.out_of_sight import out_of_sight
+from planner.capture.trace.quiet import quietly
 from planner.capture.trace.recording import Recording
 from planner.capture.trace.state_guard import generators_of
 from planner.compat import pytree
@@ -31,6 +32,7 @@ from planner.compat.autograd import like_eager
 from planner.compat.dynamo import aot_autograd, dynamo_config, functorch_config
 from planner.compat.fake import FakeCopyMode, FakeTensorMode
 from planner.compat.fx import boxed
+from planner.compat.joint_trace import Traces, shared
 from planner.compat.modules import buffers_of, parameters_of, replace_call
 from planner.compat.tensors import is_traceable_wrapper_subclass
 from planner.core.options import Checkpoints
@@ -56,6 +58,7 @@ def dynamo_settings() -> Iterator[None]:
     methods = {f for name, f in vars(logging.Logger).items() if name.startswith(words)}
     with (
         capturable_layers(),
+        quietly("torch._dynamo.metrics_context"),  # 2.11 fails to write these settings to its log, with a traceback
         dynamo_config.patch(
             recompile_limit=1_000_000,
             accumulated_recompile_limit=1_000_000,
@@ -77,12 +80,15 @@ def dynamo_settings() -> Iterator[None]:
             raise
 
 
-def op_by_op(checkpoints: Checkpoints = "replace", *, step_in_backward: bool = False) -> GraphCompiler:
+def op_by_op(
+    checkpoints: Checkpoints = "replace", *, step_in_backward: bool = False, traces: Traces | None = None
+) -> GraphCompiler:
     """A compiler of Dynamo graphs whose partitioned graphs run op by op.
 
     Args:
         checkpoints: whether calls that the model itself checkpoints stay as they are.
         step_in_backward: whether an optimizer steps each parameter as soon as its gradient is whole.
+        traces: of the same model, by which graphs that were traced before are not traced again.
     """
 
     def compiler(graph: fx.GraphModule, _inputs: Any) -> Callable[[list[Any]], Any]:
@@ -109,7 +115,8 @@ def op_by_op(checkpoints: Checkpoints = "replace", *, step_in_backward: bool = F
             return out_of_sight(arrivals.compile(backward))
 
         aot = aot_autograd(fw_compiler=compiler, bw_compiler=backward_compiler, partition_fn=split)
-        compiled: Callable[..., Any] = aot(graph, examples)
+        with shared(traces, graph):
+            compiled: Callable[..., Any] = aot(graph, examples)
         return compiled
 
     return compile_graph

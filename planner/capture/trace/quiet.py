@@ -10,10 +10,10 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def quietly() -> Iterator[None]:
-    """Hide torch's messages about graph breaks and fallbacks of fake tensors, unless TORCH_LOGS is set."""
-    names = () if "TORCH_LOGS" in os.environ else ("torch._dynamo", "torch._subclasses")
-    loggers = list(map(logging.getLogger, names))
+def quietly(*names: str) -> Iterator[None]:
+    """Hide messages of some of torch's loggers, or those on graph breaks and fallbacks, unless TORCH_LOGS is set."""
+    hidden = () if "TORCH_LOGS" in os.environ else names or ("torch._dynamo", "torch._subclasses")
+    loggers = list(map(logging.getLogger, hidden))
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)
