@@ -49,8 +49,9 @@ def traces_of(model: nn.Module) -> Traces:
 def shared(traces: Traces | None, graph: fx.GraphModule) -> Iterator[None]:
     """A while in which AOTAutograd compiles one Dynamo graph, by the joint graph of an earlier trace if there is one.
 
-    That is of a graph with equal nodes of the same lines and modules, on inputs of equal kinds that alias each other alike, under equal modes. A
-    graph with attributes of its own (constants, inner graphs), tensor subclasses and symbols are traced each time.
+    That is of a graph with equal nodes of the same lines and modules, on inputs of equal kinds that alias each other
+    alike, under equal modes. A graph with attributes of its own (constants, inner graphs), one with symbols, and one of
+    tensor subclasses are traced each time.
     """
     structure = None if traces is None else _structure(graph.graph)
     if traces is None or structure is None:
