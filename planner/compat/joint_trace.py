@@ -20,6 +20,7 @@ from torch import fx, nn
 from torch._functorch._aot_autograd import graph_compile
 from torch._subclasses.fake_tensor import FakeTensor
 
+from planner.compat import pytree
 from planner.compat.tensors import storage_key
 
 _AOT: Any = graph_compile
@@ -51,7 +52,7 @@ def shared(traces: Traces | None, graph: fx.GraphModule) -> Iterator[None]:
 
     That is of a graph with equal nodes of the same lines and modules, on inputs of equal kinds that alias each other
     alike, under equal modes. A graph with attributes of its own (constants, inner graphs), one with symbols, and one of
-    tensor subclasses are traced each time.
+    sparse tensors or tensor subclasses are traced each time.
     """
     structure = None if traces is None else _structure(graph.graph)
     if traces is None or structure is None:
@@ -73,7 +74,7 @@ def shared(traces: Traces | None, graph: fx.GraphModule) -> Iterator[None]:
         before = dict(vars(fw_metadata))
         result = trace(flat_fn, flat_args, descs, config, fw_metadata=fw_metadata)
         joint, _, _, subclasses = result
-        if inputs is not None and subclasses is None and not fw_metadata.tokens and not _has_attributes(joint.graph):
+        if inputs is not None and subclasses is None and not fw_metadata.tokens and _can_be_kept(joint.graph):
             noted = {name: value for name, value in vars(fw_metadata).items() if before.get(name) is not value}
             traces[key] = Traced(_copy(joint.graph), dict(joint.meta), noted)
             while sum(len(each.graph.nodes) for each in traces.values()) > MOST:
@@ -94,6 +95,12 @@ def _copy(graph: fx.Graph) -> fx.Graph:
     copied.output(result).meta = dict(output.meta)
     copied.set_codegen(graph._codegen)
     return copied
+
+
+def _can_be_kept(graph: fx.Graph) -> bool:
+    """Whether whoever reads a joint graph needs none of its objects, and not the fake mode that it was traced in."""
+    values = pytree.tree_leaves([node.meta.get("val") for node in graph.nodes])
+    return not _has_attributes(graph) and all(t.layout is torch.strided for t in values if isinstance(t, torch.Tensor))
 
 
 def _has_attributes(graph: fx.Graph) -> bool:

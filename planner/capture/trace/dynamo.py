@@ -24,7 +24,7 @@ from planner.capture.trace.constant_propagation import ConstantPropagation
 from planner.capture.trace.data_dependent import Answers
 from planner.capture.trace.layers import capturable_layers
 from planner.capture.trace.out_of_sight import out_of_sight
-from planner.capture.trace.quiet import quietly
+from planner.capture.trace.quiet import collector_paused, quietly
 from planner.capture.trace.recording import Recording
 from planner.capture.trace.state_guard import generators_of
 from planner.compat import pytree
@@ -58,6 +58,7 @@ def dynamo_settings() -> Iterator[None]:
     methods = {f for name, f in vars(logging.Logger).items() if name.startswith(words)}
     with (
         capturable_layers(),
+        collector_paused(),
         quietly("torch._dynamo.metrics_context"),  # 2.11 fails to write these settings to its log, with a traceback
         dynamo_config.patch(
             recompile_limit=1_000_000,
