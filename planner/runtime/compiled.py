@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -54,7 +55,7 @@ class Runtime(Applied):
         came: how many calls of a kind were served, up to those in which graphs settle.
         ways: for a kind of call whose graphs depend on values, the plans of all that came, the latest first.
         regions: runs the model's graphs.
-        traced: whether torch.compile has taken the model's call since it was compiled anew.
+        traced: how many frames torch.compile has taken since the model's call was compiled anew.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Runtime(Applied):
         self.came: Counter[Signature] = Counter()
         self.ways: dict[Signature, list[PlanRecord]] = {}
         self.regions = Regions(model, stores())
-        self.settled = self.traced = False
+        self.settled, self.traced = False, 0
         self.unguarded: object = None
         self.current = Recipe({}, {})
         self._apart: dict[Paths, Apart] = {}
@@ -91,7 +92,7 @@ class Runtime(Applied):
         """Forget what was compiled."""
         own = weakref.proxy(self)  # torch holds what it compiled until the model is gone
         self.regions.forget()
-        self.traced = False
+        self.traced = 0
         self._apart.clear()
         self.compiled = self._compiled(lambda: own.current)
         for families in self.shapes.families.values():
@@ -103,7 +104,7 @@ class Runtime(Applied):
         own = cast(Runtime, weakref.proxy(self))
 
         def settings() -> AbstractContextManager[None]:
-            own.traced = True
+            own.traced += 1
             return dynamo_settings()
 
         traces = traces_of(self.model)
@@ -292,7 +293,7 @@ class Runtime(Applied):
 
     def _run(self, signature: Signature, args: Any, kwargs: Any) -> Any:
         self.regions.call_begins()
-        family = self.serving.get(signature)
+        family, traced = self.serving.get(signature), self.traced
         try:
             plan = self.plans[signature]
             with self.regions.progress(plan), self._leaving_alone(recipe_of(plan)):
@@ -307,9 +308,11 @@ class Runtime(Applied):
             if self.regions.compiling or not isinstance(e, GraphChanged):
                 self._compile_anew()  # torch.compile runs code that it failed to compile without its plan from then on
             raise
+        if self.traced != traced and gc.isenabled():
+            gc.collect(1)  # frames of torch.compile, in cycles with what it raised and caught, refer to the result
         if self.came[signature] < SETTLES:
             self.came[signature] += 1
-        may_drop_all = self.traced and recipe_of(self.plans[signature]).asks
+        may_drop_all = self.traced > 0 and recipe_of(self.plans[signature]).asks
         if not self.regions.calls and not may_drop_all:
             raise ApplyError(
                 "torch.compile ran the model without its plan (TORCH_COMPILE_DISABLE, a stance, or a dispatch mode "

@@ -6,7 +6,6 @@ planned graphs themselves run without it. It keeps no tensor alive: it knows sto
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import weakref
@@ -297,8 +296,6 @@ class Recorder(LastingMode):
         found = storages(gradient)
         if self.phase == "loss":
             self.phase = "backward"
-            if gc.isenabled():
-                gc.collect(1)  # what compiling has left refers to outputs that the loop has let go of
             self.losses.append(self._loss_events())
             if not self.passes and (model := self._model()) is not None:
                 self.asks_first = not any(map(adds_to_gradient, model.parameters()))
