@@ -1,0 +1,112 @@
+"""What `python ARGUMENTS` does, in a fork of the process that ranks are forked from: nothing is imported again.
+
+For processes that need not be new interpreters. Those that test what an interpreter does as it starts (a wheel that is
+installed, closed streams, modules that are not there), and one of each launcher, are.
+"""
+
+import os
+import runpy
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from solvers.search import effort
+
+from .problems import HARDLY, hardly_search
+from .processes import _CONTEXT
+
+
+def python(*arguments: object, folder: Path | None = None, limit: float = 300, **environment: str):
+    """How `python ARGUMENTS` ends, with what it writes.
+
+    Args:
+        arguments: `-m MODULE`, `-c CODE` or a script, and what it is given.
+        folder: where it runs.
+        limit: seconds after which it is ended.
+        environment: more than this process has.
+    """
+    (ended,) = _run(arguments, folder, limit, [environment])
+    return ended
+
+
+def torchrun(ranks: int, *arguments: object, folder: Path | None = None, limit: float = 300, **environment: str):
+    """How each rank ends under what torchrun tells it; `arguments` are those of Python, as for `python`."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    told = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RUN_ID": "tests",
+        **{name: str(ranks) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE")},
+        **environment,
+    }
+    own = [{name: str(rank) for name in ("RANK", "LOCAL_RANK", "ROLE_RANK")} for rank in range(ranks)]
+    return _run(arguments, folder, limit, [{**told, **more} for more in own])
+
+
+def _run(
+    arguments: tuple[object, ...], folder: Path | None, limit: float, environments: list[dict[str, str]]
+) -> list[CompletedProcess[str]]:
+    command = [str(a) for a in arguments]
+    ended = []
+    with tempfile.TemporaryDirectory() as written:
+        processes = []
+        for i, more in enumerate(environments):
+            streams = [f"{written}/{name}{i}" for name in ("out", "err")]
+            work = (command, str(folder or Path.cwd()), {**os.environ, **more}, streams, effort.STEPS <= HARDLY)
+            process = _CONTEXT.Process(target=_begin, args=work)
+            process.start()
+            processes.append((process, streams))
+        until = time.monotonic() + limit
+        try:
+            for process, streams in processes:
+                process.join(max(0.0, until - time.monotonic()))
+                said = [Path(s).read_text(errors="backslashreplace") if os.path.exists(s) else "" for s in streams]
+                if process.exitcode is None:
+                    pytest.fail(f"{command} did not end in {limit} s:\n{said[1]}", pytrace=False)
+                ended.append(CompletedProcess(command, process.exitcode, *said))
+        finally:
+            for process, _ in processes:
+                process.kill()
+                process.join()
+    return ended
+
+
+def _begin(command: list[str], folder: str, environment: Mapping[str, str], streams: list[str], short: bool) -> None:
+    for number, path in enumerate(streams, 1):
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, number)
+        os.close(file)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(encoding=environment.get("PYTHONIOENCODING", "utf-8"))
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    torch.set_num_threads(1)
+    warnings.resetwarnings()
+    if short:
+        hardly_search(pytest.MonkeyPatch())
+    kind, *rest = command
+    if kind == "-m":
+        name, *rest = rest
+        sys.modules.pop(f"{name}.__main__", None)  # it is run anew
+        sys.path.insert(0, folder)
+        sys.argv = [name, *rest]
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+    elif kind == "-c":
+        code, *rest = rest
+        sys.path.insert(0, "")
+        sys.argv = ["-c", *rest]
+        exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
+    else:
+        sys.path.insert(0, os.path.dirname(os.path.abspath(kind)))
+        sys.argv = command
+        runpy.run_path(kind, run_name="__main__")
