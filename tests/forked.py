@@ -6,11 +6,12 @@ installed, closed streams, modules that are not there), and one of each launcher
 
 import os
 import runpy
+import signal
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Mapping
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -61,10 +62,7 @@ def _run(
         processes = []
         for i, more in enumerate(environments):
             streams = [f"{written}/{name}{i}" for name in ("out", "err")]
-            work = (command, str(folder or Path.cwd()), {**os.environ, **more}, streams, effort.STEPS <= HARDLY)
-            process = _CONTEXT.Process(target=_begin, args=work)
-            process.start()
-            processes.append((process, streams))
+            processes.append((begun(command, folder or Path.cwd(), {**os.environ, **more}, streams), streams))
         until = time.monotonic() + limit
         try:
             for process, streams in processes:
@@ -75,12 +73,24 @@ def _run(
                 ended.append(CompletedProcess(command, process.exitcode, *said))
         finally:
             for process, _ in processes:
-                process.kill()
+                if process.exitcode is None:
+                    os.killpg(process.pid, signal.SIGKILL)
                 process.join()
     return ended
 
 
+def begun(command: list[str], folder: Path, environment: Mapping[str, str], streams: list[str]) -> BaseProcess:
+    """A process that runs `python COMMAND`, with processes that it starts a group of its own, and writes to files."""
+    work = (command, str(folder), dict(environment), streams, effort.STEPS <= HARDLY)
+    process = _CONTEXT.Process(target=_begin, args=work)
+    process.start()
+    while process.exitcode is None and os.getpgid(process.pid) != process.pid:
+        time.sleep(0.01)
+    return process
+
+
 def _begin(command: list[str], folder: str, environment: Mapping[str, str], streams: list[str], short: bool) -> None:
+    os.setsid()
     for number, path in enumerate(streams, 1):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, number)
@@ -91,7 +101,6 @@ def _begin(command: list[str], folder: str, environment: Mapping[str, str], stre
     os.environ.update(environment)
     os.chdir(folder)
     torch.set_num_threads(1)
-    warnings.resetwarnings()
     if short:
         hardly_search(pytest.MonkeyPatch())
     kind, *rest = command

@@ -25,7 +25,7 @@ from planner.__main__ import main
 from planner.cli.arguments import parser
 from planner.cli.commands import COMMANDS
 
-from .forked import python
+from .forked import begun, python
 from .problems import shorten
 from .real_models import gpt2
 
@@ -53,6 +53,20 @@ hardly_search(pytest.MonkeyPatch())
 """
 
 
+class Kernel:
+    """A forked process, as Jupyter knows processes."""
+
+    stdin = stdout = stderr = None
+
+    def __init__(self, command, env, cwd=None, **_):
+        nowhere = [os.devnull, os.devnull]
+        self.process = begun(command[1:], Path(cwd or ROOT), env, nowhere)
+        self.pid, self.wait = self.process.pid, self.process.join
+
+    def poll(self):
+        return self.process.exitcode
+
+
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory):
     """A kernel of the interpreter of the tests, for all notebooks: each begins without the names of those before."""
@@ -65,6 +79,7 @@ def kernel(tmp_path_factory):
         patch.setenv("JUPYTER_PATH", str(home))
         patch.setenv("JUPYTER_DATA_DIR", str(home))
         patch.setenv("IPYTHONDIR", str(home / "ipython"))
+        patch.setattr("jupyter_client.provisioning.local_provisioner.launch_kernel", Kernel)
         manager = KernelManager(kernel_name="python3")
         yield manager
         if manager.has_kernel:
