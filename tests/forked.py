@@ -4,6 +4,7 @@ For processes that need not be new interpreters. Those that test what an interpr
 installed, closed streams, modules that are not there), and one of each launcher, are.
 """
 
+import contextlib
 import os
 import runpy
 import signal
@@ -21,8 +22,8 @@ import torch.distributed as dist
 
 from solvers.search import effort
 
+from . import processes
 from .problems import HARDLY, hardly_search
-from .processes import _CONTEXT
 
 
 def python(*arguments: object, folder: Path | None = None, limit: float = 300, **environment: str):
@@ -59,22 +60,23 @@ def _run(
     command = [str(a) for a in arguments]
     ended = []
     with tempfile.TemporaryDirectory() as written:
-        processes = []
+        ranks = []
         for i, more in enumerate(environments):
             streams = [f"{written}/{name}{i}" for name in ("out", "err")]
-            processes.append((begun(command, folder or Path.cwd(), {**os.environ, **more}, streams), streams))
+            ranks.append((begun(command, folder or Path.cwd(), {**os.environ, **more}, streams), streams))
         until = time.monotonic() + limit
         try:
-            for process, streams in processes:
+            for process, streams in ranks:
                 process.join(max(0.0, until - time.monotonic()))
                 said = [Path(s).read_text(errors="backslashreplace") if os.path.exists(s) else "" for s in streams]
                 if process.exitcode is None:
                     pytest.fail(f"{command} did not end in {limit} s:\n{said[1]}", pytrace=False)
                 ended.append(CompletedProcess(command, process.exitcode, *said))
         finally:
-            for process, _ in processes:
+            for process, _ in ranks:
                 if process.exitcode is None:
-                    os.killpg(process.pid, signal.SIGKILL)
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal.SIGKILL)
                 process.join()
     return ended
 
@@ -82,10 +84,10 @@ def _run(
 def begun(command: list[str], folder: Path, environment: Mapping[str, str], streams: list[str]) -> BaseProcess:
     """A process that runs `python COMMAND`, with processes that it starts a group of its own, and writes to files."""
     work = (command, str(folder), dict(environment), streams, effort.STEPS <= HARDLY)
-    process = _CONTEXT.Process(target=_begin, args=work)
-    process.start()
-    while process.exitcode is None and os.getpgid(process.pid) != process.pid:
-        time.sleep(0.01)
+    process = processes.begun(_begin, *work)
+    with contextlib.suppress(ProcessLookupError):  # it has ended
+        while os.getpgid(process.pid) != process.pid:
+            time.sleep(0.01)
     return process
 
 
