@@ -9,7 +9,9 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import pytest
@@ -80,8 +82,7 @@ def ends_of(
         work = pickle.dumps((effort.STEPS <= HARDLY, function, args))
         for rank in range(ranks):
             ours, theirs = _CONTEXT.Pipe(duplex=False)
-            process = _CONTEXT.Process(target=_rank, args=(rank, ranks, folder, work, options, theirs), daemon=True)
-            process.start()
+            process = begun(_rank, rank, ranks, folder, work, options, theirs, daemon=True)
             theirs.close()
             processes.append(process)
             pipes[ours] = rank
@@ -106,6 +107,16 @@ def ends_of(
         value = [found.get(rank, (None, None)) for rank in range(ranks)]
         late = time.monotonic() - started
         return [ended.get(rank) or Ended(*value[rank], None, late) for rank in range(ranks)]
+
+
+def begun(function: Callable[..., None], *args: Any, daemon: bool = False) -> BaseProcess:
+    """A fork that runs a function, and searches as usual, however short searches are where the first one is begun."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("SHORT_SEARCHES", raising=False)
+        forkserver.ensure_running()
+    process = _CONTEXT.Process(target=function, args=args, daemon=daemon)
+    process.start()
+    return process
 
 
 def _rank(rank: int, ranks: int, folder: str, work: bytes, options: dict[str, Any], pipe: Any) -> None:

@@ -16,6 +16,8 @@ from planner.errors import CaptureError
 from planner.report.terminal import ASCII_BARS, shows_colours, style_of
 from planner.report.words import cells, shown
 
+from .forked import python
+
 ROOT = Path(__file__).parent.parent
 TRAIN = """
 import torch
@@ -281,11 +283,11 @@ def test_nothing_is_left_in_the_path(capsys):
 
 
 def test_a_terminal_without_bars():
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "ascii"}
-    command = [sys.executable, "-m", "planner", "plan", "train:make", *TIGHT]  # the current folder is importable
-    result = subprocess.run(command, env=environment, capture_output=True)
+    # the current folder is importable
+    result = python("-m", "planner", "plan", "train:make", *TIGHT, PYTHONIOENCODING="ascii")
     assert result.returncode == 0, result.stderr
-    assert set(result.stdout.decode("ascii").split("total ")[1].split()[0]) <= set(ASCII_BARS)
+    assert result.stdout.isascii()
+    assert set(result.stdout.split("total ")[1].split()[0]) <= set(ASCII_BARS)
 
 
 def test_what_children_of_the_users_code_write_is_no_part_of_the_answer(capfd):

@@ -25,6 +25,7 @@ from planner.__main__ import main
 from planner.cli.arguments import parser
 from planner.cli.commands import COMMANDS
 
+from .forked import begun, python
 from .problems import shorten
 from .real_models import gpt2
 
@@ -33,13 +34,6 @@ README, CHANGELOG = ROOT / "README.md", ROOT / "CHANGELOG.md"
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 PYTHON = re.compile(r"^(?:<!-- (.*) -->\n)?```python\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)
-
-
-def command_line(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, "-m", "planner", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
 
 
 def test_there_is_something_to_run():
@@ -59,6 +53,20 @@ hardly_search(pytest.MonkeyPatch())
 """
 
 
+class Kernel:
+    """A forked process, as Jupyter knows processes."""
+
+    stdin = stdout = stderr = None
+
+    def __init__(self, command, env, cwd=None, **_):
+        nowhere = [os.devnull, os.devnull]
+        self.process = begun(command[1:], Path(cwd or ROOT), env, nowhere)
+        self.pid, self.wait = self.process.pid, self.process.join
+
+    def poll(self):
+        return self.process.exitcode
+
+
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory):
     """A kernel of the interpreter of the tests, for all notebooks: each begins without the names of those before."""
@@ -71,6 +79,7 @@ def kernel(tmp_path_factory):
         patch.setenv("JUPYTER_PATH", str(home))
         patch.setenv("JUPYTER_DATA_DIR", str(home))
         patch.setenv("IPYTHONDIR", str(home / "ipython"))
+        patch.setattr("jupyter_client.provisioning.local_provisioner.launch_kernel", Kernel)
         manager = KernelManager(kernel_name="python3")
         yield manager
         if manager.has_kernel:
@@ -123,8 +132,7 @@ for mode in ("aten", "eager"):
 
 def test_lines_of_cells_are_named_by_the_cell(tmp_path):
     code = f"from IPython.core.interactiveshell import InteractiveShell as S\nS.instance().run_cell({CELL!r}, True)"
-    environment = {**os.environ, "IPYTHONDIR": str(tmp_path)}
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    run = python("-c", code, folder=ROOT, IPYTHONDIR=str(tmp_path))
     assert run.stdout.splitlines() == 2 * ["{'In[1]:5: return super().forward(x).tanh()'}"], run.stderr
 
 
@@ -217,7 +225,7 @@ def test_the_site_builds_without_a_warning_and_has_no_dead_link(tmp_path):
 
 
 def test_the_demo_holds():
-    result = command_line("demo", "--quiet", "--steps", "2")
+    result = python("-m", "planner", "demo", "--quiet", "--steps", "2", folder=ROOT)
     assert result.returncode == 0, result.stderr
     for line in (
         r"predicted peak +[\d.]+ MB",

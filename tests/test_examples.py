@@ -1,14 +1,14 @@
 """The examples run, and a plan changes nothing that they print."""
 
 import logging
-import os
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from .forked import python, torchrun
 
 pytestmark = pytest.mark.usefixtures("short_searches")
 
@@ -67,15 +67,15 @@ def test_lightning(run, tmp_path):
 def test_fsdp2_on_two_ranks():
     """The second process of torchrun prints nothing, and plans nothing."""
 
-    def run(*arguments):
-        torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-        command = [sys.executable, *torchrun, str(EXAMPLES / "fsdp2.py"), "--steps", "2", *arguments]
-        return subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=-1, stderr=-1, text=True)
-
-    ran = [run(), run("--budget-gb", "0.0045"), run("--budget-gb", "0.001")]
-    (usual, _), (planned, log), (_, refusal) = (process.communicate(timeout=300) for process in ran)
-    assert [process.returncode for process in ran] == [0, 0, 1], (log, refusal)
-    assert usual.count(": loss ") == 2
-    assert planned == usual
-    assert log.count("first step: peak to the end of the backward pass") == 1
-    assert "InfeasibleBudgetError: budget_gb=0.001 " in refusal
+    example = (EXAMPLES / "fsdp2.py", "--steps", "2")
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    planned = python(*launcher, *example, "--budget-gb", "0.0045", OMP_NUM_THREADS="1")
+    usual = torchrun(2, *example)
+    refused = torchrun(2, *example, "--budget-gb", "0.001")
+    assert planned.returncode == 0, planned.stderr
+    assert [rank.returncode for rank in usual] == [0, 0], usual
+    assert [rank.returncode for rank in refused] == [1, 1], refused
+    assert usual[0].stdout.count(": loss ") == 2
+    assert planned.stdout == usual[0].stdout + usual[1].stdout
+    assert planned.stderr.count("first step: peak to the end of the backward pass") == 1
+    assert "InfeasibleBudgetError: budget_gb=0.001 " in refused[0].stderr

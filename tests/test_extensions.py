@@ -1,10 +1,7 @@
 """Trial extensions: a new option and a new accelerator are local changes; a new solver is in test_extension_solver."""
 
 import contextlib
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
@@ -15,6 +12,7 @@ import planner
 from planner import plan
 from planner.devices.accelerator import ACCELERATORS
 
+from .forked import python
 from .measure import peak_in
 
 ROOT = Path(__file__).parents[1]
@@ -33,7 +31,11 @@ OPTION = {
     ),
 }
 USES_IT = """
-import contextlib, io, sys, torch
+import contextlib, io, os, sys, torch
+for name in [name for name in sys.modules if name.partition(".")[0] in ("planner", "solvers", "tests")]:
+    del sys.modules[name]  # those of the process that it is forked from
+import planner
+assert os.path.dirname(os.path.dirname(planner.__file__)) == os.getcwd()
 from planner import OptionError, Plan, compare, plan
 from planner.__main__ import main
 
@@ -56,15 +58,12 @@ assert "--halve" in shown.getvalue()
 
 def test_a_new_option_is_two_places_and_its_use(tmp_path):
     for package in ("planner", "solvers"):
-        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / package, tmp_path / package)  # with what is compiled
     for name, (before, line) in OPTION.items():
         text = (tmp_path / name).read_text()
         assert text.count(before) == 1
         (tmp_path / name).write_text(text.replace(before, line + before))
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", USES_IT], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
+    done = python("-c", USES_IT, folder=tmp_path)
     assert done.returncode == 0, done.stderr
 
 

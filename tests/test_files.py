@@ -7,7 +7,6 @@ import gzip
 import json
 import os
 import pickle
-import subprocess
 import sys
 import textwrap
 import warnings
@@ -33,6 +32,7 @@ from planner.planfile.files import VERSION, plan_file_schema
 from planner.planfile.jsonfile import KEYS
 from planner.planfile.schema import LARGEST
 
+from .forked import python
 from .measure import held_before, results, step_peak
 from .real_models import Case, gpt2
 
@@ -141,17 +141,17 @@ def test_a_file_is_as_its_schema_says(kind, saved):
 
 
 FRESH = """
-    import sys, torch
-    torch.set_num_threads(1)
+    import sys, torch, warnings
     sys.path.insert(0, {root!r})
     import planner.eager.pipeline, planner.planning.pipeline
     from pathlib import Path
-    from planner import Plan, applied_plan
+    from planner import Plan, PlanWarning, applied_plan
     from tests.measure import held_before, results, step_peak
     from tests.real_models import gpt2
 
     def solved(*_, **__): raise AssertionError("a solver ran")
     planner.planning.pipeline.solve = planner.eager.pipeline.search = solved
+    warnings.simplefilter("error", PlanWarning)
     for path in map(Path, {paths!r}):
         torch.manual_seed(0)
         case = gpt2(dropout=0.1, layers=1)
@@ -167,9 +167,7 @@ def test_a_fresh_process_trains_by_the_file_alone(saved):
     """Gradients are those of the plan applied where it was made; the peak is within the budget; nothing is solved."""
     root = os.path.dirname(os.path.dirname(__file__))
     script = textwrap.dedent(FRESH).format(root=root, paths=[str(path) for _, _, path in saved.values()])
-    done = subprocess.run(
-        [sys.executable, "-W", "error::planner.PlanWarning", "-c", script], capture_output=True, text=True, check=False
-    )
+    done = python("-c", script)
     assert done.returncode == 0, done.stderr
     for case, made, path in saved.values():
         found, peak, predicted = torch.load(path.with_suffix(".pt"))

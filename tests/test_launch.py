@@ -18,6 +18,7 @@ from planner.errors import gb
 from planner.integrations.discovery import Search
 from planner.runtime.first_step import report
 
+from .forked import python, torchrun
 from .problems import in_python_path
 
 pytestmark = pytest.mark.usefixtures("short_searches")
@@ -56,10 +57,10 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def evaluate(model, loader):
+def evaluate(model, points):
     model.eval()
     with torch.no_grad():
-        right = sum((model(x).argmax(1) == y).sum().item() for x, y in loader)
+        right = sum((model(x).argmax(1) == y).sum().item() for x, y in DataLoader(points, 512))
     model.train()
     return right
 
@@ -73,15 +74,16 @@ def main():
     args = parser.parse_args()
 
     torch.manual_seed(1)
+    points = Points(2 * args.batch_size, 64)
     loader = DataLoader(
-        Points(2 * args.batch_size, 64),
+        points,
         args.batch_size,
         shuffle=True,
         num_workers=args.workers,
         multiprocessing_context="spawn" if args.workers else None,
     )
     model = Net(64, 16)
-    print(evaluate(model, loader))
+    print(evaluate(model, points))
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, len(loader))
     scaler = torch.amp.GradScaler("cpu")
@@ -99,7 +101,7 @@ def main():
         scaler.update()
         scheduler.step()
         optimizer.zero_grad()
-    print(evaluate(model, loader))
+    print(evaluate(model, points))
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step(x, y)
     profiler.export_chrome_trace(args.profile)
@@ -234,11 +236,16 @@ NOTHING = "nothing was planned: no module that an optimizer trains was called in
 TIGHT = ("--budget-gb", "0.0034", "--solver", "chen")
 
 
-def run(folder, *arguments, **more):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": in_python_path(ROOT), **more}
+def run(folder, *arguments):
+    environment = os.environ | of_processes()
     return subprocess.run(
         [sys.executable, *map(str, arguments)], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
     )
+
+
+def of_processes():
+    """What a new interpreter is told, also by one that is forked: where the planner is, and to use one thread."""
+    return {"OMP_NUM_THREADS": "1", "PYTHONPATH": in_python_path(ROOT)}
 
 
 def script(folder, text, name="train.py"):
@@ -255,7 +262,7 @@ def traced_peak(trace):
 
 def test_a_script_trains_as_before_at_half_of_the_peak(tmp_path):
     script(tmp_path, TRAIN)
-    usual = run(tmp_path, "train.py", "--profile", "usual.json")
+    usual = python("train.py", "--profile", "usual.json", folder=tmp_path)
     command = ("-m", "planner", "run", *TIGHT, "train.py", "--workers", 1)
     planned = run(tmp_path, *command, "--profile", "planned.json")
     assert usual.returncode == planned.returncode == 0, planned.stderr
@@ -329,11 +336,10 @@ def test_a_script_that_is_not_there_is_bad_input(capsys):
 
 def test_rank_0_of_torchrun_plans_for_all(tmp_path):
     script(tmp_path, RANKS)
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
     launcher = ("-m", "planner", "run", "--budget-gb", "0.0012")
-    ran = run(tmp_path, *torchrun, *launcher, "train.py", LOSSES=str(tmp_path / "loss"))
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stderr.count("Sequential is planned") == 1
+    ran = torchrun(2, *launcher, "train.py", folder=tmp_path, LOSSES=str(tmp_path / "loss"))
+    assert [rank.returncode for rank in ran] == [0, 0], ran
+    assert [rank.stderr.count("Sequential is planned") for rank in ran] == [1, 0]
 
     torch.manual_seed(0)
     model = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU())])
@@ -357,7 +363,7 @@ def test_every_rank_of_accelerate_plans(tmp_path):
     settings = ("--num_machines", 1, "--mixed_precision", "no", "--dynamo_backend", "no", "--multi_gpu")
     accelerate = ("-m", "accelerate.commands.launch", *settings, "--num_processes", 2)
     launcher = ("-m", "planner", "run", "--budget-gb", "0.0007")
-    ran = run(tmp_path, *accelerate, *launcher, "train.py")
+    ran = python(*accelerate, *launcher, "train.py", folder=tmp_path, **of_processes())
     assert ran.returncode == 0, ran.stderr
     assert ran.stderr.count("Sequential is planned.") == ran.stderr.count("Sequential is planned anew.") == 1
 

@@ -20,7 +20,8 @@ from planner.integrations.discovery import Search
 from planner.integrations.lightning import OUTSIDE, PlanCallback
 from planner.runtime.interception import attached
 
-from .test_launch import run, script, traced_peak
+from .forked import python
+from .test_launch import of_processes, script, traced_peak
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*(num_workers|logging interval|not empty|treespec|does not have many)"),
@@ -196,7 +197,7 @@ def test_the_peak_of_a_step_is_lower_and_as_predicted(tmp_path, microbatches):
 
 def test_two_processes_train_by_a_plan(tmp_path):
     script(tmp_path, DDP)
-    ran = run(tmp_path, "train.py", "parameters")
+    ran = python(tmp_path / "train.py", "parameters", folder=tmp_path, **of_processes())
     assert ran.returncode == 0, ran.stderr
     torch.manual_seed(0)
     net = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU())])
