@@ -11,7 +11,7 @@ from planner.compat.dispatch import modes_here, switch_off
 from planner.compat.frames import with_room
 
 from .problems import hardly_search
-from .quick import collect_seldom, compile_and_no_more, freeze
+from .quick import compile_and_no_more, freeze
 
 LONG = 1.0  # seconds of the processor, after which what a test has left is frozen
 
@@ -21,7 +21,6 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler of torch 2.13 oth
 # pytest's handlers on a logger that does not propagate would have torch.compile write out every graph and guard
 logging.getLogger("torch.__trace").propagate = True
 
-collect_seldom()
 compile_and_no_more()
 
 

@@ -23,14 +23,6 @@ def freeze() -> None:
         ctypes.pythonapi.PyObject_GC_Track(cache)
 
 
-def collect_seldom() -> None:
-    """Look for cycles after so many new objects that only what asks for it does: by default, compiling a graph does.
-
-    What cycles hold stays longer so, which no measured step may depend on.
-    """
-    gc.set_threshold(100_000)
-
-
 def compile_and_no_more() -> None:
     """torch.compile collects garbage after each frame, and writes for logs that no test reads.
 

@@ -117,15 +117,15 @@ def test_more_in_flight_means_less_kept_of_each_and_too_many_are_refused_with_th
     budget = 1.2 * alone.peak_bytes / 2**30
     kept = []
     for number in (1, 2, 3):
-        p = plan(model, x, budget_gb=budget, loss_fn=loss_fn, in_flight=number)
+        p = for_budget(alone, budget, in_flight=number)
         assert p.peak_bytes <= p.budget_bytes
         kept.append(sum(d.nbytes for d in p.decisions if d.action == "keep"))
     assert kept[0] > kept[1] > kept[2]
     with pytest.raises(InfeasibleBudgetError) as refused:
-        plan(model, x, budget_gb=budget, loss_fn=loss_fn, in_flight=40)
+        for_budget(alone, budget, in_flight=40)
     assert "microbatches in flight" in refused.value.takes
     least = refused.value.minimum_gb
-    assert plan(model, x, budget_gb=least, loss_fn=loss_fn, in_flight=40).peak_bytes <= least * 2**30
+    assert for_budget(alone, least, in_flight=40).peak_bytes <= least * 2**30
 
 
 def test_a_file_has_what_is_in_flight(tmp_path):
