@@ -30,7 +30,7 @@ from .problems import shorten
 VOCABULARY = 64
 
 
-def mlp(width: int = 64, depth: int = 6, out: int = 64) -> nn.Sequential:
+def mlp(width: int = 64, depth: int = 4, out: int = 64) -> nn.Sequential:
     hidden = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.GELU())]
     return nn.Sequential(*hidden, nn.Linear(width, out))
 
@@ -92,7 +92,7 @@ def grad_without_backward(put: Put, ended: Ended) -> None:
 
 
 def closure(put: Put, ended: Ended) -> None:
-    model = put(mlp())
+    model = put(mlp(depth=6))
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3, history_size=4)
     for _ in range(STEPS):
         x, y = torch.randn(512, 64), torch.randn(512, 64)
@@ -802,7 +802,7 @@ class Block(nn.Module):
 class NanoGPT(nn.Module):
     """As in nanoGPT: tied weights, `return logits, loss`."""
 
-    def __init__(self, width=32, layers=2, dropout=0.1):
+    def __init__(self, width=32, layers=1, dropout=0.1):
         super().__init__()
         self.wte, self.wpe = nn.Embedding(VOCABULARY, width), nn.Embedding(64, width)
         self.h = nn.ModuleList(Block(width, 2, dropout) for _ in range(layers))
@@ -868,7 +868,7 @@ def varying_lengths(put: Put, ended: Ended) -> None:
 
 def _gpt2():
     config = transformers.GPT2Config(
-        n_layer=2,
+        n_layer=1,
         n_embd=32,
         n_head=2,
         vocab_size=VOCABULARY,
@@ -971,7 +971,7 @@ LOOPS: dict[str, Loop] = {
     "variational": Loop(variational),
     "modules_by_themselves": Loop(modules_by_themselves),
     "gan_generator": Loop(gan_generator, share=0.77),
-    "gan_both": Loop(gan_both, plans=5),
+    "gan_both": Loop(gan_both, plans=5, share=0.785),
     "wasserstein_gan": Loop(wasserstein_gan, plans=5),
     "evaluated_with_gradients": Loop(evaluated_with_gradients, plans=3),
     "ema": Loop(ema),

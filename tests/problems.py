@@ -201,7 +201,8 @@ def in_python_path(folder: Path) -> str:
 
 
 def _of(steps: float) -> Changes:
-    return {"solvers.search.effort": {"STEPS": steps, "STEPS_PER_OP": 0.0}}
+    """So many steps, with a time limit, too: as many for 2 s of it, as is usual."""
+    return {"solvers.search.effort": {"STEPS": steps, "STEPS_PER_OP": 0.0, "RATE": steps / 2}}
 
 
 def _change(monkeypatch: pytest.MonkeyPatch, changes: Changes) -> None:

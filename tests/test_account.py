@@ -85,11 +85,11 @@ SETTINGS = {
     "gpt2": Setting(partial(gpt2, layers=1), foreach),
     "llama": Setting(partial(llama, layers=1), torch.optim.Adafactor),
     "resnet": Setting(SMALL["resnet50"], momentum),
-    "unet": Setting(partial(unet, channels=(32,))),
+    "unet": Setting(partial(unet, channels=(32,), middle=False)),
     "batch norm": Setting(convolutions, momentum),
     "attention dropout": Setting(attention_dropout),
     "bf16 autocast": Setting(partial(gpt2, layers=1), autocast=True),
-    "gradient accumulation": Setting(partial(llama, layers=1), microbatches=3),
+    "gradient accumulation": Setting(partial(gpt2, layers=1), microbatches=3),
 }
 
 

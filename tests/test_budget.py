@@ -284,8 +284,9 @@ def test_a_plan_that_holds_is_left_alone():
 def test_gradients_that_the_plan_does_not_count_are_planned_for():
     model, x = layers()
     options = {"loss_fn": torch.Tensor.mean}
-    everything = plan(model, x, budget_gb=1, **options).baseline_peak_bytes
-    p = plan(model, x, budget_gb=0.7 * everything / 2**30, **options)
+    roomy = plan(model, x, budget_gb=1, **options)
+    everything = roomy.baseline_peak_bytes
+    p = for_budget(roomy, 0.7 * everything / 2**30)
     p.apply()
     with warnings.catch_warnings():
         warnings.simplefilter("error", PlanWarning)

@@ -14,7 +14,7 @@ from planner import CaptureError, InfeasibleBudgetError, ModelError, Plan, plan
 from planner.compat.fake import FakeTensor
 
 from .measure import held_before, peak_of, results, step_peak
-from .plans import for_budget
+from .plans import for_budget, leanest
 from .real_models import Case
 
 pytestmark = pytest.mark.usefixtures("short_searches")
@@ -259,9 +259,10 @@ def test_a_dropout_that_is_drawn_again_has_its_state_among_what_is_saved():
     layers = [m for _ in range(8) for m in (nn.Linear(64, 64), nn.LayerNorm(64), nn.Dropout(0.1), nn.ReLU())]
     model, x = nn.Sequential(*layers).train(), torch.randn(512, 64)
     usual = copy.deepcopy(model)
+    roomy = plan(model, x, budget_gb=1, loss_fn=torch.Tensor.mean)
     with pytest.raises(InfeasibleBudgetError) as refused:
-        plan(model, x, budget_gb=1e-6, loss_fn=torch.Tensor.mean)
-    p = plan(model, x, budget_gb=refused.value.minimum_gb, loss_fn=torch.Tensor.mean)
+        for_budget(roomy, 1e-6)
+    p = for_budget(roomy, refused.value.minimum_gb)
     ((region,), nodes) = p.graph_modules, []
     for graph in (region.forward, region.backward):
         nodes += [n for n in graph.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)]
@@ -276,10 +277,7 @@ def test_a_dropout_that_is_drawn_again_has_its_state_among_what_is_saved():
 
 def test_what_must_not_run_twice_is_kept_with_a_reason():
     case = make(Routing)
-    try:
-        p = plan(case.model, case.batch, budget_gb=1e-4)
-    except InfeasibleBudgetError as e:
-        p = plan(case.model, case.batch, budget_gb=e.minimum_gb)
+    p = leanest(plan(case.model, case.batch, budget_gb=1))
     routed = [d for d in p.decisions if "topk" in d.reason]
     assert routed
     assert all(d.action == "keep" for d in routed)

@@ -135,8 +135,8 @@ def test_the_switch_of_diffusers():
     import diffusers
 
     model = diffusers.UNet2DModel(
-        sample_size=16, in_channels=3, out_channels=3, layers_per_block=1, block_out_channels=(32, 32),
-        down_block_types=("DownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "UpBlock2D"), norm_num_groups=8,
+        sample_size=16, in_channels=3, out_channels=3, layers_per_block=1, block_out_channels=(32,),
+        down_block_types=("DownBlock2D",), up_block_types=("UpBlock2D",), norm_num_groups=8,
     )  # fmt: skip
     batch = {"sample": torch.randn(2, 3, 16, 16), "timestep": torch.arange(2)}
     model.train().enable_gradient_checkpointing()

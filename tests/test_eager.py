@@ -20,6 +20,7 @@ from planner.errors import gb
 from solvers import every_op_once, simulate
 
 from .measure import held_before, results, step_peak
+from .plans import for_budget
 from .real_models import SMALL, Case
 
 
@@ -55,11 +56,11 @@ def case_of(*blocks: nn.Module, shape: tuple[int, ...] = (8, 64, 64)) -> Case:
 def eager_plan(case: Case, fraction: float):
     """A plan at a fraction of the baseline's peak, or at the smallest budget that is said to work."""
     options = {"loss_fn": case.loss_fn, "mode": "eager"}
-    baseline = plan(case.model, case.batch, budget_gb="100%", **options).baseline_peak_bytes
+    everything = plan(case.model, case.batch, budget_gb="100%", **options)
     try:
-        return plan(case.model, case.batch, budget_gb=fraction * baseline / 2**30, **options)
+        return for_budget(everything, fraction * everything.baseline_peak_bytes / 2**30)
     except InfeasibleBudgetError as e:
-        return plan(case.model, case.batch, budget_gb=e.minimum_gb, **options)
+        return for_budget(everything, e.minimum_gb)
 
 
 def assert_holds(case: Case, p, folder):

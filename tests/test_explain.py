@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from functools import cache
 from itertools import combinations
 
 import pytest
@@ -16,6 +17,7 @@ from solvers import Solution, minimum_peak, simulate, validate
 
 from .measure import held_before, step_peak
 from .naive import replay
+from .plans import for_budget
 from .problems import in_regions, random_training_graph, shorten, with_side_outputs
 from .real_models import Case
 
@@ -54,15 +56,19 @@ def blocks(**options) -> Case:
 
 
 def planned(case: Case, share: float, **options):
-    top = plan(case.model, case.batch, budget_gb=1, **options).peak_bytes
-    return plan(case.model, case.batch, budget_gb=share * top / 2**30, **options)
+    everything = plan(case.model, case.batch, budget_gb=1, **options)
+    return for_budget(everything, share * everything.peak_bytes / 2**30)
 
 
+@cache
 def schedules(seed: int):
-    """A problem, a schedule that runs some of its ops again, and what is its to decide."""
+    """Problems, for each a schedule that runs some of its ops again, and what is its to decide."""
+    found = []
     for wrap in (lambda problem: problem, in_regions, with_side_outputs):
         problem = wrap(random_training_graph(seed, 6))
-        yield problem, minimum_peak(problem).schedule, [v for op in problem.ops[: problem.boundary] for v in op.writes]
+        values = [v for op in problem.ops[: problem.boundary] for v in op.writes]
+        found.append((problem, minimum_peak(problem).schedule, values))
+    return found
 
 
 def sources(problem, steps):

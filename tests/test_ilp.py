@@ -110,7 +110,7 @@ def test_proven_on_medium_graphs(seed: int, forward: int, skips: bool, share: fl
 @pytest.mark.parametrize(("seed", "forward", "skips"), [(4, 20, True), (5, 29, False), (6, 29, True)])
 def test_never_costlier_than_chen(seed: int, forward: int, skips: bool) -> None:
     problem = between(random_training_graph(seed, forward, skips), 0.25)
-    answer = ilp(problem, time_limit=2.0, progress=False)
+    answer = ilp(problem, time_limit=1.0, progress=False)
     timeline = validate(problem, answer.schedule)
     assert timeline.cost <= simulate(problem, chen(problem)).cost
     assert answer.bound <= timeline.cost * (1 + 1e-9)
@@ -125,7 +125,7 @@ def between(problem: Problem, share: float) -> Problem:
 def test_large_graph_within_a_time_limit() -> None:
     problem = between(transformer(50), 0.2)
     assert len(problem.ops) > 1500
-    answer = ilp(problem, time_limit=4.0, progress=False)
+    answer = ilp(problem, time_limit=2.0, progress=False)
     timeline = validate(problem, answer.schedule)
     assert timeline.cost <= simulate(problem, chen(problem)).cost
     assert f"coarsened {len(problem.ops)} ops to" in answer.note

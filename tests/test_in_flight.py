@@ -16,7 +16,8 @@ from planner.report.snapshot import snapshot
 
 from .measure import peak_of
 from .plans import for_budget
-from .problems import shorten
+
+pytestmark = pytest.mark.usefixtures("short_searches")
 
 ROWS, WIDTH = 512, 64
 
@@ -110,26 +111,24 @@ def test_what_is_seen_from_the_middle_of_a_step_on_is_not_taken_for_all_of_it(mo
     assert seen.loss.waiting == batches[0].nbytes
 
 
-def test_more_in_flight_means_less_kept_of_each_and_too_many_are_refused_with_the_smallest_budget(monkeypatch):
-    shorten(monkeypatch)
+def test_more_in_flight_means_less_kept_of_each_and_too_many_are_refused_with_the_smallest_budget():
     model, x = blocks(2), torch.randn(ROWS, WIDTH)
     alone = plan(model, x, budget_gb=1, loss_fn=loss_fn)
     budget = 1.2 * alone.peak_bytes / 2**30
     kept = []
     for number in (1, 2, 3):
-        p = plan(model, x, budget_gb=budget, loss_fn=loss_fn, in_flight=number)
+        p = for_budget(alone, budget, in_flight=number)
         assert p.peak_bytes <= p.budget_bytes
         kept.append(sum(d.nbytes for d in p.decisions if d.action == "keep"))
     assert kept[0] > kept[1] > kept[2]
     with pytest.raises(InfeasibleBudgetError) as refused:
-        plan(model, x, budget_gb=budget, loss_fn=loss_fn, in_flight=40)
+        for_budget(alone, budget, in_flight=40)
     assert "microbatches in flight" in refused.value.takes
     least = refused.value.minimum_gb
-    assert plan(model, x, budget_gb=least, loss_fn=loss_fn, in_flight=40).peak_bytes <= least * 2**30
+    assert for_budget(alone, least, in_flight=40).peak_bytes <= least * 2**30
 
 
-def test_a_file_has_what_is_in_flight(tmp_path, monkeypatch):
-    shorten(monkeypatch)
+def test_a_file_has_what_is_in_flight(tmp_path):
     model, x = blocks(2), torch.randn(ROWS, WIDTH)
     free = plan(model, x, budget_gb=1, loss_fn=loss_fn, in_flight=3)
     budget = 0.7 * free.peak_bytes / 2**30
@@ -199,7 +198,7 @@ def test_the_command_line_counts_them(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_the_batches_of_calls_that_were_seen_are_counted_at_the_size_of_the_step(kept, short_searches):
+def test_the_batches_of_calls_that_were_seen_are_counted_at_the_size_of_the_step(kept):
     class Summed(nn.Module):
         def __init__(self):
             super().__init__()

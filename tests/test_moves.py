@@ -110,6 +110,7 @@ def cost_of(problem: Problem) -> float:
 @pytest.fixture
 def short(monkeypatch):
     shorten(monkeypatch)
+    monkeypatch.setattr("solvers.search.effort.STEPS", 5e5)
 
 
 def test_a_value_that_leaves_takes_no_room_and_what_reads_it_waits_until_it_is_back():

@@ -17,6 +17,7 @@ from planner.offload.pinned import HostMemory
 from solvers import Answer, Move, Schedule, every_op_once
 
 from .measure import beside_the_loop, peak_of
+from .plans import for_budget
 from .real_models import gpt2
 
 pytestmark = pytest.mark.usefixtures("short_searches")
@@ -100,9 +101,10 @@ def test_a_budget_below_any_plan_without_offload_is_met(name, short_searches, tm
     model, batch = FIVE[name]()
     expected = gradients(model, *batch)
     options = {"loss_fn": loss_of, "progress": False, "optimizer": "sgd"}
+    whole = plan(model, batch, budget_gb=1, **options)
     with pytest.raises(InfeasibleBudgetError) as e:
-        plan(model, batch, budget_gb="1 kB", **options)
-    p = plan(model, batch, budget_gb=0.8 * e.value.minimum_gb, offload="disk", offload_dir=str(tmp_path), **options)
+        for_budget(whole, 1e-6)
+    p = for_budget(whole, 0.8 * e.value.minimum_gb, offload="disk", offload_dir=str(tmp_path))
     p.apply()
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     with beside_the_loop():

@@ -17,7 +17,7 @@ from solvers.search.curve import curve
 
 from .brute_force import cheapest
 from .measure import held_before, results, step_peak
-from .problems import random_training_graph, reused_problems, shorten, small_problems
+from .problems import random_training_graph, reused_problems, small_problems
 from .real_models import SMALL, llama
 
 quick = settings(max_examples=25, deadline=None, derandomize=True)
@@ -26,10 +26,10 @@ any_problem = st.one_of(small_problems(), reused_problems(), medium)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _short():
+def _short(short_searches):
     """What is said of a curve holds for any work that went into it."""
     with pytest.MonkeyPatch.context() as patch:
-        shorten(patch)
+        patch.setattr("solvers.search.effort.CHANGES", 400)
         yield
 
 

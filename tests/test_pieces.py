@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from planner import plan
+from planner import Plan, plan
 from planner.capture.joint_graph import tensors
 from planner.capture.recomputability import is_random
 from planner.capture.regions.region import Region
@@ -26,6 +26,7 @@ from planner.pieces.rewrite import in_pieces
 from planner.pieces.ways import shape_of
 
 from .measure import peak_of
+from .plans import for_budget
 
 pytestmark = pytest.mark.usefixtures("short_searches")
 
@@ -308,9 +309,10 @@ def words() -> tuple[Words, tuple[torch.Tensor, torch.Tensor]]:
     return Words(), (tokens, labels)
 
 
-def least(model: nn.Module, batch: Any, **options: Any) -> InfeasibleBudgetError:
+def least_of(roomy: Plan, **options: Any) -> InfeasibleBudgetError:
+    """What is said of a budget far below any plan of a step that is captured already."""
     with pytest.raises(InfeasibleBudgetError) as e:
-        plan(model, batch, budget_gb=1e-4, progress=False, **options)
+        for_budget(roomy, 1e-4, **options)
     return e.value
 
 
@@ -319,10 +321,11 @@ def test_a_language_model_trains_in_half_the_memory_that_recomputation_needs(tmp
     reference = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(model.parameters())
     resident = 3 * sum(p.nbytes for p in model.parameters())
-    whole, pieces = (least(model, batch, optimizer=optimizer, pieces=given) for given in (False, "auto"))
+    roomy = plan(model, batch, budget_gb=1, optimizer=optimizer, progress=False)
+    whole, pieces = (least_of(roomy, pieces=given) for given in (False, "auto"))
     assert pieces.minimum_bytes - resident <= 0.5 * (whole.minimum_bytes - resident)
 
-    p = plan(model, batch, budget_gb=pieces.minimum_gb, optimizer=optimizer, pieces="auto", progress=False)
+    p = for_budget(roomy, pieces.minimum_gb, pieces="auto")
     assert p.record.pieces
     assert "in pieces" in str(p)
     assert "In pieces: head, backward: 256 rows in" in str(p.explain("head"))
@@ -352,9 +355,10 @@ def test_its_loss_and_gradients_are_those_of_whole_ops_and_a_file_keeps_the_piec
     model, batch = words()
     model.double()
     reference = copy.deepcopy(model)
-    budget = 0.652 * least(model, batch).minimum_gb  # what no schedule of two pieces is within at once
+    roomy = plan(model, batch, budget_gb=1, progress=False)
+    budget = 0.652 * least_of(roomy).minimum_gb  # what no schedule of two pieces is within at once
     monkeypatch.setattr("solvers.search.rounds.anneal", None)  # nothing is searched where finer pieces fit at once
-    p = plan(model, batch, budget_gb=budget, pieces="auto", progress=False)
+    p = for_budget(roomy, budget, pieces="auto")
     p.save(tmp_path / "plan.json")
     assert p.record.pieces
     loaded = type(p).load(tmp_path / "plan.json")
@@ -395,9 +399,10 @@ def shown() -> tuple[Shown, tuple[torch.Tensor, torch.Tensor]]:
 def test_the_gradient_of_logits_that_are_returned_is_never_whole(tmp_path: Path) -> None:
     model, batch = shown()
     held = sum(p.nbytes for p in model.parameters()) + batch[0].nbytes
-    whole, pieces = (least(model, batch, pieces=given) for given in (False, "auto"))
+    roomy = plan(model, batch, budget_gb=1, progress=False)
+    whole, pieces = (least_of(roomy, pieces=given) for given in (False, "auto"))
     assert pieces.minimum_bytes - held <= 0.4 * (whole.minimum_bytes - held)
-    plan(model, batch, budget_gb=pieces.minimum_gb, pieces="auto", progress=False).apply()
+    for_budget(roomy, pieces.minimum_gb, pieces="auto").apply()
 
     def step() -> None:
         for p in model.parameters():
@@ -429,8 +434,8 @@ def test_a_gradient_in_pieces_is_whole_for_those_who_ask(ask: str) -> None:
     def loss(output: Any) -> torch.Tensor:
         return output[0] + output[1].sum() / 1000  # which takes no room of its own
 
-    budget = 0.8 * least(model, batch, loss_fn=loss).minimum_gb
-    plan(model, batch, budget_gb=budget, loss_fn=loss, pieces="auto", progress=False).apply()
+    roomy = plan(model, batch, budget_gb=1, loss_fn=loss, progress=False)
+    for_budget(roomy, 0.8 * least_of(roomy).minimum_gb, pieces="auto").apply()
     with pytest.warns(PlanWarning, match="in pieces"):
         ones = gradients(model, batch, loss, ask)
     torch.testing.assert_close(ones, gradients(reference, batch, loss, ask), rtol=1e-12, atol=1e-12)
@@ -527,9 +532,10 @@ def test_a_unet_trains_in_three_quarters_of_the_memory_that_recomputation_needs(
     model, batch = Levels(), (torch.randn(8, 3, 32, 32), torch.rand(8, 1, 32, 32))
     reference = copy.deepcopy(model)
     held = sum(t.nbytes for t in (*model.parameters(), *batch))
-    whole, pieces = (least(model, batch, pieces=given) for given in (False, "auto"))
+    roomy = plan(model, batch, budget_gb=1, progress=False)
+    whole, pieces = (least_of(roomy, pieces=given) for given in (False, "auto"))
     assert pieces.minimum_bytes - held <= 0.75 * (whole.minimum_bytes - held)
-    p = plan(model, batch, budget_gb=pieces.minimum_gb, pieces="auto", progress=False)
+    p = for_budget(roomy, pieces.minimum_gb, pieces="auto")
     assert {"forward", "backward"} >= {each.phase for each in p.record.pieces}
     p.apply()
 
@@ -565,7 +571,8 @@ def test_a_plan_from_a_file_has_its_sets_of_one_pass(tmp_path: Path, monkeypatch
     torch.manual_seed(0)
     model, batch = Apart().double(), torch.randn(512, 32, dtype=torch.double)
     reference = copy.deepcopy(model)
-    p = plan(model, batch, budget_gb=least(model, batch, pieces="auto").minimum_gb, pieces="auto", progress=False)
+    roomy = plan(model, batch, budget_gb=1, pieces="auto", progress=False)
+    p = for_budget(roomy, least_of(roomy).minimum_gb)
     p.save(tmp_path / "plan.json")
     loaded = type(p).load(tmp_path / "plan.json")
     hops = {s.hops for calls in loaded.record.recipe.calls.values() for each in calls for s in each.splits}

@@ -9,6 +9,8 @@ from torch import nn
 
 from planner import applied_plan, plan
 
+from .plans import for_budget
+
 pytestmark = pytest.mark.usefixtures("short_searches")
 
 WIDTH = 32
@@ -88,8 +90,8 @@ def mean_square(output):
 def test_verify_runs_under_what_the_step_was_planned_under_and_says_whose_a_difference_is():
     model, x = Shared(), torch.randn(256, WIDTH)
     with torch.autocast("cpu", torch.bfloat16):
-        everything = plan(model, x, budget_gb=1, loss_fn=mean_square).baseline_peak_bytes
-        p = plan(model, x, budget_gb=0.9 * everything / 2**30, loss_fn=mean_square)
+        everything = plan(model, x, budget_gb=1, loss_fn=mean_square)
+        p = for_budget(everything, 0.9 * everything.baseline_peak_bytes / 2**30)
     assert p.overhead > 0
     model.eval()
     with torch.no_grad():

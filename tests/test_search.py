@@ -274,7 +274,9 @@ def test_near_the_bound_a_round_that_finds_nothing_is_the_last(settled, walked, 
     assert len(done) == walked
 
 
-def test_out_of_time_there_is_an_answer_still():
+def test_out_of_time_there_is_an_answer_still(monkeypatch):
+    monkeypatch.setattr(effort, "STEPS", 2e6)  # for the least budget, which is looked for without a limit
+    monkeypatch.setattr(effort, "STEPS_PER_OP", 0.0)
     problem = between(random_training_graph(7, 40), 0.2)
     answer = auto(problem, time_limit=1e-3, progress=False)
     assert validate(problem, answer.schedule).cost <= simulate(problem, chen(problem)).cost * (1 + 1e-9)
@@ -302,6 +304,9 @@ def test_interrupting_stops_every_walk(by_signal, monkeypatch):
 
     monkeypatch.setattr(rounds, "bar_of", lambda *_: nullcontext(SimpleNamespace(update=tick)))
     monkeypatch.setattr(effort, "CHANGES", 10 * effort.CHANGES)
+    for module in ("bounds.cost", "search.lp_starts"):  # relaxations come before the walks
+        monkeypatch.setattr(f"solvers.{module}.WORK", 1e4)
+        monkeypatch.setattr(f"solvers.{module}.NODES", 0)
     usual = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background ignores it
     before = set(threading.enumerate())
     gc.collect()  # what is raised while Python frees what other tests left is dropped
@@ -314,6 +319,7 @@ def test_interrupting_stops_every_walk(by_signal, monkeypatch):
     assert ticks < PAUSES  # the first round alone has eight times as many
 
 
+@pytest.mark.usefixtures("short")
 def test_where_the_loss_leaves_no_room_the_lowest_peak_is_the_proven_one():
     """Nothing can be kept into the backward pass, and the re-run has too little room not to need its own segments."""
     problem = transformer(16)
@@ -324,6 +330,7 @@ def test_where_the_loss_leaves_no_room_the_lowest_peak_is_the_proven_one():
     assert least.peak == least.bound
 
 
+@pytest.mark.usefixtures("short")
 def test_a_start_within_what_is_asked_for_ends_the_search_for_the_leanest(monkeypatch):
     plain = random_training_graph(3, 30)
     linked = replace(plain, link=Link(1.0, 1.0, least=0), movable=frozenset(range(len(plain.sizes))) - plain.pinned)

@@ -47,9 +47,15 @@ any_small = st.one_of(small_problems(), reused_problems())
 
 @pytest.fixture
 def short(monkeypatch):
-    """Searches of a few steps, for small problems: models prove the best schedules of these whatever was found."""
+    """Searches of a few steps, for small problems."""
     shorten(monkeypatch)
     monkeypatch.setattr("solvers.search.effort.STEPS", 1e5)
+
+
+@pytest.fixture
+def shorter(short, monkeypatch):
+    """For problems of which models prove the best schedules, whatever was found before."""
+    monkeypatch.setattr("solvers.search.effort.RATE", 1e4)
 
 
 def chain(layers: int, budget: int | None = None) -> Problem:
@@ -62,7 +68,7 @@ def chain(layers: int, budget: int | None = None) -> Problem:
     return Problem((*forward, *backward), (10,) * 2 * layers, layers, budget=budget)
 
 
-@pytest.mark.usefixtures("short")
+@pytest.mark.usefixtures("shorter")
 @quick
 @given(any_small)
 def test_auto_equals_exhaustive_search(problem):
@@ -81,7 +87,7 @@ def test_auto_equals_exhaustive_search(problem):
         assert best <= simulate(problem, chen(problem)).cost * (1 + 1e-9)
 
 
-@pytest.mark.usefixtures("short")
+@pytest.mark.usefixtures("shorter")
 @settings(quick, max_examples=5)
 @given(reused_problems())
 def test_more_budget_never_costs_more(problem):

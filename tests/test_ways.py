@@ -15,7 +15,7 @@ from planner.capture.trace.data_dependent import Answers
 from planner.compat.fake import FakeTensorMode
 from planner.compat.tensors import storage_key
 
-from .measure import peak_of
+from .measure import beside_the_loop, peak_of
 from .plans import for_budget
 
 pytestmark = pytest.mark.usefixtures("short_searches")
@@ -91,10 +91,12 @@ def compare(model, batches, tmp_path, mode="aten"):
     p = for_budget(everything, 0.75 * everything.baseline_peak_bytes / 2**30)
     p.apply()
     for seed, (x, right) in enumerate(zip(batches, expected, strict=True)):
-        for ours, theirs in zip(step(model, x, seed), right, strict=True):
-            assert (ours is None) == (theirs is None)
-            if ours is not None:
-                torch.testing.assert_close(ours, theirs, equal_nan=True)
+        found = step(model, x, seed)
+        with beside_the_loop():
+            for ours, theirs in zip(found, right, strict=True):
+                assert (ours is None) == (theirs is None)
+                if ours is not None:
+                    torch.testing.assert_close(ours, theirs, equal_nan=True)
     for seed, x in enumerate(batches):
         torch.manual_seed(seed)
         assert p.resident_bytes + peak_of(lambda x=x: model(x).backward(), tmp_path) <= p.budget_bytes
@@ -111,7 +113,7 @@ def compare(model, batches, tmp_path, mode="aten"):
 def test_a_step_that_goes_another_way_is_taken_back_and_planned(ask, tmp_path):
     torch.manual_seed(0)
     model = Branching(ask)
-    batches = [torch.randn(256, 32, generator=torch.Generator().manual_seed(seed)) for seed in range(6)]
+    batches = [torch.randn(256, 32, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
     with torch.no_grad():
         ways = {bool(ask(model.first(x))) for x in batches}
     assert ways == {True, False}
@@ -319,7 +321,7 @@ def test_what_depends_on_values_is_kept_and_the_rest_is_planned(kind, tmp_path):
     model, x = kind(), torch.randn(64, 16)
     plain = copy.deepcopy(model)
     p = plan(model, x, budget_gb=1)
-    least = plan(model, x, budget_gb=0.9 * p.baseline_peak_bytes / 2**30)
+    least = for_budget(p, 0.9 * p.baseline_peak_bytes / 2**30)
     least.apply()
     assert least.peak_bytes < p.baseline_peak_bytes
     for batch in (x, torch.randn(64, 16, generator=torch.Generator().manual_seed(1))):  # other rows, the same graphs
