@@ -11,7 +11,7 @@ from planner.compat.dispatch import modes_here, switch_off
 from planner.compat.frames import with_room
 
 from .problems import hardly_search
-from .quick import compile_and_no_more, freeze
+from .quick import collect_seldom, compile_and_no_more, freeze
 
 LONG = 1.0  # seconds of the processor, after which what a test has left is frozen
 
@@ -22,6 +22,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler of torch 2.13 oth
 logging.getLogger("torch.__trace").propagate = True
 
 compile_and_no_more()
+collect_seldom()
 
 
 def pytest_xdist_auto_num_workers() -> int:

@@ -7,7 +7,7 @@ import contextlib
 import importlib
 
 from . import measure, processes  # noqa: F401  with the planner, transformers, and Hypothesis
-from .quick import compile_and_no_more, freeze
+from .quick import collect_seldom, compile_and_no_more, freeze
 
 # what a process imports late: at its first plan, at its first compiled graph
 _LATE = (
@@ -39,4 +39,5 @@ for _name in _LATE:
         importlib.import_module(_name)
 
 compile_and_no_more()
+collect_seldom()
 freeze()

@@ -23,6 +23,14 @@ def freeze() -> None:
         ctypes.pythonapi.PyObject_GC_Track(cache)
 
 
+def collect_seldom() -> None:
+    """A tenth of the time of tracing goes into looking for cycles among what it makes.
+
+    Predictions do not depend on when the collector comes: a user may have it come as seldom.
+    """
+    gc.set_threshold(100_000, 50, 1_000)
+
+
 def compile_and_no_more() -> None:
     """torch.compile collects garbage after each frame, and writes for logs that no test reads.
 

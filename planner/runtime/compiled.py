@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from torch import nn
 
 from planner.capture.shapes import enlarged
 from planner.capture.trace.apart import Apart, Paths
-from planner.capture.trace.dynamo import dynamo_settings, make_backend, op_by_op
+from planner.capture.trace.dynamo import make_backend, op_by_op
 from planner.capture.trace.layers import helpers
 from planner.capture.trace.state_guard import undone_on, untouched
 from planner.compat.dynamo import compile_call
@@ -55,7 +54,7 @@ class Runtime(Applied):
         came: how many calls of a kind were served, up to those in which graphs settle.
         ways: for a kind of call whose graphs depend on values, the plans of all that came, the latest first.
         regions: runs the model's graphs.
-        traced: how many frames torch.compile has taken since the model's call was compiled anew.
+        traced: whether torch.compile has taken the model's call since it was compiled anew.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class Runtime(Applied):
         self.came: Counter[Signature] = Counter()
         self.ways: dict[Signature, list[PlanRecord]] = {}
         self.regions = Regions(model, stores())
-        self.settled, self.traced = False, 0
+        self.settled = self.traced = False
         self.unguarded: object = None
         self.current = Recipe({}, {})
         self._apart: dict[Paths, Apart] = {}
@@ -92,7 +91,7 @@ class Runtime(Applied):
         """Forget what was compiled."""
         own = weakref.proxy(self)  # torch holds what it compiled until the model is gone
         self.regions.forget()
-        self.traced = 0
+        self.traced = False
         self._apart.clear()
         self.compiled = self._compiled(lambda: own.current)
         for families in self.shapes.families.values():
@@ -104,8 +103,8 @@ class Runtime(Applied):
         own = cast(Runtime, weakref.proxy(self))
 
         def settings() -> AbstractContextManager[None]:
-            own.traced += 1
-            return dynamo_settings()
+            own.traced = True
+            return own.regions.settings()
 
         traces = traces_of(self.model)
         compiler = op_by_op(self.checkpoints, step_in_backward=self.step_in_backward, traces=traces)
@@ -293,10 +292,10 @@ class Runtime(Applied):
 
     def _run(self, signature: Signature, args: Any, kwargs: Any) -> Any:
         self.regions.call_begins()
-        family, traced = self.serving.get(signature), self.traced
+        family = self.serving.get(signature)
         try:
             plan = self.plans[signature]
-            with self.regions.progress(plan), self._leaving_alone(recipe_of(plan)):
+            with self.regions.running(plan), self._leaving_alone(recipe_of(plan)):
                 if family is not None:
                     result = family.run(self.model, signature, args, kwargs)
                 else:
@@ -308,11 +307,9 @@ class Runtime(Applied):
             if self.regions.compiling or not isinstance(e, GraphChanged):
                 self._compile_anew()  # torch.compile runs code that it failed to compile without its plan from then on
             raise
-        if self.traced != traced and gc.isenabled():
-            gc.collect(1)  # frames of torch.compile, in cycles with what it raised and caught, refer to the result
         if self.came[signature] < SETTLES:
             self.came[signature] += 1
-        may_drop_all = self.traced > 0 and recipe_of(self.plans[signature]).asks
+        may_drop_all = self.traced and recipe_of(self.plans[signature]).asks
         if not self.regions.calls and not may_drop_all:
             raise ApplyError(
                 "torch.compile ran the model without its plan (TORCH_COMPILE_DISABLE, a stance, or a dispatch mode "

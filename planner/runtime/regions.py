@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -15,7 +16,7 @@ from torch import fx, nn
 from planner.capture.regions.fingerprint import fingerprint
 from planner.capture.regions.region import Region
 from planner.capture.trace.arrival import Arrivals
-from planner.capture.trace.dynamo import CompileRegion, Serve
+from planner.capture.trace.dynamo import CompileRegion, Serve, dynamo_settings
 from planner.codegen.replay import run_and_save_state
 from planner.core.plan import PlanRecord
 from planner.core.recipe import PlannedRegion, Recipe
@@ -47,6 +48,7 @@ class Regions:
         call: the number of this call.
         compiling: whether torch.compile waits for one of these graphs to be compiled.
         ran: how often a region ran, in all calls of the model.
+        frames: how many frames torch.compile has taken.
         made: the tensors that the graphs returned in this call of the model.
         store: where values go that leave the device; None where none do.
     """
@@ -57,7 +59,7 @@ class Regions:
         self.store_number = 0 if store is None else enter(store)
         self.calls: Counter[str] = Counter()
         self.compiling = False
-        self.ran = 0
+        self.ran = self.frames = 0
         self.call = 0
         self.made: list[weakref.ref[torch.Tensor]] = []
         self.nodes: list[tuple[int, weakref.ref[Any]]] = []  # of regions whose backward pass has not run, by the call
@@ -105,8 +107,25 @@ class Regions:
         states = (next(iter(node.users)) for node in saving)
         self._drawn += [(recipe, state.name.removesuffix("_rng_state")) for state in states]
 
+    def settings(self) -> AbstractContextManager[None]:
+        """Those under which torch.compile takes a frame, which is counted."""
+        self.frames += 1
+        return dynamo_settings()
+
     @contextmanager
-    def progress(self, plan: PlanRecord) -> Iterator[None]:
+    def running(self, plan: PlanRecord) -> Iterator[None]:
+        """A call by a plan. Cycles of frames that compiled it, and of what they raised and caught, do not stay.
+
+        They refer to the result, which would seem to be held by the loop until the collector comes to them.
+        """
+        frames = self.frames
+        with self._progress(plan):
+            yield
+        if self.frames != frames and gc.isenabled():
+            gc.collect(1)
+
+    @contextmanager
+    def _progress(self, plan: PlanRecord) -> Iterator[None]:
         """Shows how many graphs of a plan are compiled, where that has not been done."""
         recipe = recipe_of(plan)
         if any(r is recipe for r in self.begun):

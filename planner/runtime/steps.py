@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from planner.capture.trace.dynamo import dynamo_settings, make_backend, op_by_op
+from planner.capture.trace.dynamo import make_backend, op_by_op
 from planner.capture.trace.layers import helpers
 from planner.compat.dispatch import lasting_modes_off
 from planner.compat.dynamo import compile_call
@@ -259,7 +259,7 @@ class StepRuntime(Applied):
             self.compiled[entry] = self._compiled(entry)
         ran = self.regions.ran
         try:
-            with self.regions.progress(record), helpers():
+            with self.regions.running(record), helpers():
                 return self.compiled[entry](*args, **kwargs)
         except BaseException as e:  # an interruption, too
             if self.regions.compiling or not isinstance(e, GraphChanged):
@@ -290,4 +290,4 @@ class StepRuntime(Applied):
 
         module, function = entry.of(self.model)
         backend = make_backend(self.regions.serving(recipe), op_by_op(self.checkpoints))
-        return compile_call(module, backend, dynamo_settings, function=function)
+        return compile_call(module, backend, lambda: own.regions.settings(), function=function)
