@@ -132,6 +132,23 @@ def test_traces_go_with_their_model():
     assert not any(graph() for graph in graphs)
 
 
+class WithOutput(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.layer(x)
+        return y.square().mean(), y
+
+
+def test_a_model_that_returns_more_than_its_loss_is_traced_once_too(traced):
+    model, x = WithOutput(), torch.randn(4, 8)
+    plan(model, x, loss_fn=lambda outputs: outputs[0], budget_gb=1, progress=False).apply()
+    model(x)[0].backward()
+    assert len(traced) == 1
+
+
 STATE = {"factor": 1.0}
 
 
@@ -164,6 +181,21 @@ def test_ops_of_the_users_are_traced_each_time_as_their_gradients_may_depend_on_
     expected = gradients(copy.deepcopy(model), x)
     p.apply()
     assert all(map(torch.equal, gradients(model, x), expected))
+
+
+def test_a_function_of_torchs_that_calls_one_of_the_users_is_traced_each_time(monkeypatch):
+    model, x, own = (
+        nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Tanh(), nn.Flatten(0)),
+        torch.randn(4, 8),
+        torch.layer_norm,
+    )
+    p = plan(model, x, loss_fn=torch.sum, budget_gb=1, progress=False)
+    monkeypatch.setattr(torch, "layer_norm", lambda *args: 2 * own(*args))
+    plain = copy.deepcopy(model)
+    p.apply()
+    for each in (model, plain):
+        each(x).sum().backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
 
 
 class Attending(nn.Module):

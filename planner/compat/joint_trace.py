@@ -42,7 +42,7 @@ class Traced:
 Traces = OrderedDict[Hashable, Traced]
 _UNPATCHED: list[Any] = []  # what AOTAutograd calls otherwise, once for each thread in `shared`
 _LOCK, _NEXT = Lock(), local()
-_TORCHS = ("torch", "_operator", "operator", "math", "builtins")  # modules whose functions read no state of the user's
+_TORCHS = ("torch", "planner", "_operator", "operator", "math", "builtins")  # whose functions read no user's state
 _TRACES: WeakKeyDictionary[nn.Module, Traces] = WeakKeyDictionary()
 
 
@@ -200,19 +200,26 @@ def _structure(graph: fx.Graph) -> Hashable:
 
 
 def _is_torchs(target: Any) -> bool:
-    """Whether a function is torch's own, which reads no state but `_modes`, and holds no objects that a key would hold.
+    """Whether a function is torch's or ours: it reads no state but `_modes`, and holds no objects, as a key holds it.
 
     The user's custom ops and functions that Dynamo takes as they are may read what they like while they are traced.
     """
     if isinstance(target, (OpOverload, OpOverloadPacket)):
         return str(target).split(".")[0] in ("aten", "prims")
     if isinstance(target, FunctionType):  # `functools.wraps` would give it the module of another one
-        module = None if target.__closure__ else target.__globals__.get("__name__")
+        module = None if target.__closure__ or _calls_users(target) else target.__globals__.get("__name__")
     elif isinstance(target, (BuiltinFunctionType, type)):
         module = target.__module__
     else:
         module = getattr(getattr(target, "__objclass__", None), "__module__", None)
     return module is not None and module.split(".")[0] in _TORCHS
+
+
+def _calls_users(function: FunctionType) -> bool:
+    """Whether a function of torch's calls one that the user has put in the place of another one of torch's."""
+    called = [x for n in function.__code__.co_names for x in (function.__globals__.get(n), getattr(torch, n, None))]
+    modules = [str(x.__globals__.get("__name__")) for x in called if isinstance(x, FunctionType)]
+    return not all(module.split(".")[0] in _TORCHS for module in modules)
 
 
 def _kinds(inputs: Sequence[Any]) -> Hashable:
