@@ -3,6 +3,8 @@
 import copy
 import gc
 import weakref
+from collections import OrderedDict
+from threading import Thread
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from torch import nn
 from torch._functorch._aot_autograd import graph_compile
 
 from planner import plan
-from planner.compat.joint_trace import traces_of
+from planner.compat.joint_trace import shared, traces_of
 
 pytestmark = [pytest.mark.compat, pytest.mark.usefixtures("short_searches", "unwatched")]
 
@@ -128,3 +130,112 @@ def test_traces_go_with_their_model():
     gc.collect()
     assert there() is None
     assert not any(graph() for graph in graphs)
+
+
+class WithOutput(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.layer(x)
+        return y.square().mean(), y
+
+
+def test_a_model_that_returns_more_than_its_loss_is_traced_once_too(traced):
+    model, x = WithOutput(), torch.randn(4, 8)
+    plan(model, x, loss_fn=lambda outputs: outputs[0], budget_gb=1, progress=False).apply()
+    model(x)[0].backward()
+    assert len(traced) == 1
+
+
+STATE = {"factor": 1.0}
+
+
+@torch.library.custom_op("test_joint_trace::scaled", mutates_args=())
+def scaled(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+def _noted(ctx, inputs, output):
+    ctx.factor = STATE["factor"]
+
+
+scaled.register_fake(torch.empty_like)
+scaled.register_autograd(lambda ctx, g: g * ctx.factor, setup_context=_noted)
+
+
+class Scaling(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return scaled(self.layer(x)).tanh().mean()
+
+
+def test_ops_of_the_users_are_traced_each_time_as_their_gradients_may_depend_on_anything(monkeypatch):
+    model, x = Scaling(), torch.randn(4, 8)
+    p = plan(model, x, budget_gb=1, progress=False)
+    monkeypatch.setitem(STATE, "factor", 3.0)
+    expected = gradients(copy.deepcopy(model), x)
+    p.apply()
+    assert all(map(torch.equal, gradients(model, x), expected))
+
+
+def test_a_function_of_torchs_that_calls_one_of_the_users_is_traced_each_time(monkeypatch):
+    model, x, own = (
+        nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Tanh(), nn.Flatten(0)),
+        torch.randn(4, 8),
+        torch.layer_norm,
+    )
+    p = plan(model, x, loss_fn=torch.sum, budget_gb=1, progress=False)
+    monkeypatch.setattr(torch, "layer_norm", lambda *args: 2 * own(*args))
+    plain = copy.deepcopy(model)
+    p.apply()
+    for each in (model, plain):
+        each(x).sum().backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+class Attending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(16, 48)
+
+    def forward(self, x):
+        q, k, v = self.layer(x).chunk(3, -1)
+        return nn.functional.scaled_dot_product_attention(q, k, v).float().square().mean()
+
+
+def test_a_setting_by_which_attention_is_traced_is_one_of_the_modes(traced):
+    model, x = Attending().bfloat16(), torch.randn(2, 2, 8, 16).bfloat16()
+    was = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        p = plan(model, x, budget_gb=1, progress=False)
+        try:
+            torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(not was)
+            expected = gradients(copy.deepcopy(model), x)
+            p.apply()
+            assert all(map(torch.equal, gradients(model, x), expected))
+        finally:
+            torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(was)
+    assert len(traced) > 1
+
+
+def test_what_other_threads_compile_meanwhile_is_traced_as_it_is():
+    x, captured, results = torch.randn(8, requires_grad=True), [], []
+    torch.compile(lambda x: x.sin().sum(), backend=lambda graph, _: captured.append(graph) or graph)(x)
+    traces = OrderedDict()
+
+    def compiled():
+        results.append(torch.compile(lambda x: x.cos().sum(), backend="aot_eager")(x))
+
+    for _ in range(2):
+        with shared(traces, captured[0]):
+            torch.compile(lambda x: x.sin().sum(), backend="aot_eager")(x)
+            compiled()
+            (thread := Thread(target=compiled)).start()
+            thread.join()
+    assert len(traces) == 1
+    torch.testing.assert_close(results, [x.cos().sum()] * 4)

@@ -7,17 +7,19 @@ A planned model's graphs are traced when they are planned, when they first run, 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from types import MethodType
+from threading import Lock, local
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx, nn
 from torch._functorch._aot_autograd import graph_compile
+from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor
 
 from planner.compat import pytree
@@ -38,6 +40,9 @@ class Traced:
 
 
 Traces = OrderedDict[Hashable, Traced]
+_UNPATCHED: list[Any] = []  # what AOTAutograd calls otherwise, once for each thread in `shared`
+_LOCK, _NEXT = Lock(), local()
+_TORCHS = ("torch", "planner", "_operator", "operator", "math", "builtins")  # whose functions read no user's state
 _TRACES: WeakKeyDictionary[nn.Module, Traces] = WeakKeyDictionary()
 
 
@@ -51,41 +56,81 @@ def shared(traces: Traces | None, graph: fx.GraphModule) -> Iterator[None]:
     """A while in which AOTAutograd compiles one Dynamo graph, by the joint graph of an earlier trace if there is one.
 
     That is of a graph with equal nodes of the same lines and modules, on inputs of equal kinds that alias each other
-    alike, under equal modes. A graph with attributes of its own (constants, inner graphs), one with symbols, and one of
-    sparse tensors or tensor subclasses are traced each time.
+    alike, under equal modes. A graph with attributes of its own (constants, inner graphs) or ops of the user's, one
+    with symbols, and one of sparse tensors or tensor subclasses are traced each time.
     """
     structure = None if traces is None else _structure(graph.graph)
     if traces is None or structure is None:
         yield
         return
-    trace, modes = _AOT.aot_dispatch_autograd_graph, _modes()
+    modes, inputs = _modes(), sum(node.op == "placeholder" for node in graph.graph.nodes)
 
-    def dispatch(flat_fn: Any, flat_args: Any, descs: Any, config: Any, *, fw_metadata: Any) -> Any:
-        inputs = _kinds([*flat_args, *fw_metadata.traced_tangents])
-        key = structure, inputs, len(flat_args), modes
-        if inputs is not None and key in traces:
-            traces.move_to_end(key)
-            known = traces[key]
-            vars(fw_metadata).update(known.noted)
-            joint = fx.GraphModule(nn.Module(), _copy(known.graph))
-            joint.meta = dict(known.meta)
-            primals, tangents = ([t.detach() for t in each] for each in (flat_args, fw_metadata.traced_tangents))
-            return joint, (primals, tangents), (descs, fw_metadata.traced_tangents_descs), None
-        before = dict(vars(fw_metadata))
-        result = trace(flat_fn, flat_args, descs, config, fw_metadata=fw_metadata)
+    def taken(trace: Callable[..., Any], flat_fn: Any, flat_args: Any, descs: Any, config: Any, metadata: Any) -> Any:
+        kinds = _kinds([*flat_args, *metadata.traced_tangents])
+        # else some are views of one base, and which views is not seen here
+        if modes is None or kinds is None or len(flat_args) != inputs:
+            return trace(flat_fn, flat_args, descs, config, fw_metadata=metadata)
+        key = structure, kinds, len(flat_args), modes
+        with _LOCK:
+            if known := traces.get(key):
+                traces.move_to_end(key)
+        if known:
+            return _again(known, flat_args, descs, metadata)
+        before = dict(vars(metadata))
+        lengths = {name: len(x) for name, x in vars(metadata).items() if isinstance(x, list)}
+        result = trace(flat_fn, flat_args, descs, config, fw_metadata=metadata)
         joint, _, _, subclasses = result
-        if inputs is not None and subclasses is None and not fw_metadata.tokens and _can_be_kept(joint.graph):
-            noted = {name: value for name, value in vars(fw_metadata).items() if before.get(name) is not value}
-            traces[key] = Traced(_copy(joint.graph), dict(joint.meta), noted)
-            while sum(len(each.graph.nodes) for each in traces.values()) > MOST:
-                traces.popitem(last=False)
+        appended = any(len(before[name]) != length for name, length in lengths.items())  # which is not noted
+        if subclasses is None and not metadata.tokens and not appended and _can_be_kept(joint.graph):
+            noted = {name: value for name, value in vars(metadata).items() if before.get(name) is not value}
+            new = Traced(_copy(joint.graph), dict(joint.meta), noted)
+            with _LOCK:
+                traces[key] = new
+                while sum(len(each.graph.nodes) for each in traces.values()) > MOST:
+                    traces.popitem(last=False)
         return result
 
-    _AOT.aot_dispatch_autograd_graph = dispatch
+    with _next_trace(taken):
+        yield
+
+
+def _again(known: Traced, flat_args: Sequence[Any], descs: Any, metadata: Any) -> Any:
+    """What a trace returns, by an earlier one."""
+    vars(metadata).update(known.noted)
+    joint = fx.GraphModule(nn.Module(), _copy(known.graph))
+    joint.meta = dict(known.meta)
+    primals, tangents = ([t.detach() for t in each] for each in (flat_args, metadata.traced_tangents))
+    return joint, (primals, tangents), (descs, metadata.traced_tangents_descs), None
+
+
+@contextmanager
+def _next_trace(taken: Callable[..., Any]) -> Iterator[None]:
+    """A while in which the next joint graph that this thread traces is what a function makes of it, and no other one.
+
+    Other threads compile other graphs meanwhile, and so may what is called while this one is traced.
+    """
+    outer = getattr(_NEXT, "taken", None)
+    with _LOCK:
+        _UNPATCHED.append(_UNPATCHED[0] if _UNPATCHED else _AOT.aot_dispatch_autograd_graph)
+        _AOT.aot_dispatch_autograd_graph = partial(_dispatch, _UNPATCHED[0])
+    _NEXT.taken = taken
     try:
         yield
     finally:
-        _AOT.aot_dispatch_autograd_graph = trace
+        _NEXT.taken = outer
+        with _LOCK:
+            trace = _UNPATCHED.pop()
+            if not _UNPATCHED:
+                _AOT.aot_dispatch_autograd_graph = trace
+
+
+def _dispatch(
+    trace: Callable[..., Any], flat_fn: Any, flat_args: Any, descs: Any, config: Any, *, fw_metadata: Any
+) -> Any:
+    taken, _NEXT.taken = getattr(_NEXT, "taken", None), None
+    if taken is None:
+        return trace(flat_fn, flat_args, descs, config, fw_metadata=fw_metadata)
+    return taken(trace, flat_fn, flat_args, descs, config, fw_metadata)
 
 
 def _copy(graph: fx.Graph) -> fx.Graph:
@@ -100,17 +145,28 @@ def _copy(graph: fx.Graph) -> fx.Graph:
 def _can_be_kept(graph: fx.Graph) -> bool:
     """Whether whoever reads a joint graph needs none of its objects, and not the fake mode that it was traced in."""
     values = pytree.tree_leaves([node.meta.get("val") for node in graph.nodes])
-    return not _has_attributes(graph) and all(t.layout is torch.strided for t in values if isinstance(t, torch.Tensor))
+    tensors = [t for t in values if isinstance(t, torch.Tensor)]
+    return not _has_attributes(graph) and all(t.layout is torch.strided for t in tensors) and not _symbolic(values)
+
+
+def _symbolic(values: Iterable[Any]) -> bool:
+    sizes = [n for t in values for n in _sizes(t)]
+    return any(isinstance(n, (torch.SymInt, torch.SymFloat, torch.SymBool)) for n in sizes)
+
+
+def _sizes(t: Any) -> Sequence[Any]:
+    return (*t.shape, *t.stride(), t.storage_offset()) if isinstance(t, torch.Tensor) else (t,)
 
 
 def _has_attributes(graph: fx.Graph) -> bool:
     return any(node.op in ("get_attr", "call_module") for node in graph.nodes)
 
 
-def _origin(node: fx.Node) -> tuple[str, str]:
-    """The module and the lines that a node is from, which its joint graph says of what it becomes."""
-    stack = node.meta.get("nn_module_stack") or {}
-    return str(next(reversed(stack.values()))[0]) if stack else "", node.meta.get("stack_trace") or ""
+def _origin(node: fx.Node) -> tuple[str, str, str]:
+    """The module, the lines and the user's words that a node is from, which its joint graph says of what it becomes."""
+    stack, words = node.meta.get("nn_module_stack") or {}, node.meta.get("custom")  # the stream, among others
+    module = str(next(reversed(stack.values()))[0]) if stack else ""
+    return module, node.meta.get("stack_trace") or "", repr(words) if words else ""
 
 
 def _structure(graph: fx.Graph) -> Hashable:
@@ -135,8 +191,7 @@ def _structure(graph: fx.Graph) -> Hashable:
             return type(x), repr(x)  # 1, True and 1.0 are equal, and a NaN is not
         raise TypeError
 
-    # a target that holds other objects, the model maybe, would be held by the key
-    if any(isinstance(n.target, (MethodType, partial)) or getattr(n.target, "__closure__", None) for n in graph.nodes):
+    if not all(n.op in ("placeholder", "output", "call_method") or _is_torchs(n.target) for n in graph.nodes):
         return None
     try:
         return tuple((n.op, n.target, plain(n.args), plain(n.kwargs), *_origin(n)) for n in graph.nodes)
@@ -144,11 +199,34 @@ def _structure(graph: fx.Graph) -> Hashable:
         return None
 
 
+def _is_torchs(target: Any) -> bool:
+    """Whether a function is torch's or ours: it reads no state but `_modes`, and holds no objects, as a key holds it.
+
+    The user's custom ops and functions that Dynamo takes as they are may read what they like while they are traced.
+    """
+    if isinstance(target, (OpOverload, OpOverloadPacket)):
+        return str(target).split(".")[0] in ("aten", "prims")
+    if isinstance(target, FunctionType):  # `functools.wraps` would give it the module of another one
+        module = None if target.__closure__ or _calls_users(target) else target.__globals__.get("__name__")
+    elif isinstance(target, (BuiltinFunctionType, type)):
+        module = target.__module__
+    else:
+        module = getattr(getattr(target, "__objclass__", None), "__module__", None)
+    return module is not None and module.split(".")[0] in _TORCHS
+
+
+def _calls_users(function: FunctionType) -> bool:
+    """Whether a function of torch's calls one that the user has put in the place of another one of torch's."""
+    called = [x for n in function.__code__.co_names for x in (function.__globals__.get(n), getattr(torch, n, None))]
+    modules = [str(x.__globals__.get("__name__")) for x in called if isinstance(x, FunctionType)]
+    return not all(module.split(".")[0] in _TORCHS for module in modules)
+
+
 def _kinds(inputs: Sequence[Any]) -> Hashable:
     """What a trace sees of its inputs, and which of them share a storage; None where some are not plain tensors."""
     if any(type(t) is not FakeTensor or t.layout is not torch.strided or t.constant is not None for t in inputs):
         return None
-    if any(isinstance(n, torch.SymInt) for t in inputs for n in (*t.shape, *t.stride(), t.storage_offset())):
+    if _symbolic(inputs):
         return None
     first: dict[int, int] = {}
     return tuple(
@@ -171,18 +249,23 @@ def _kinds(inputs: Sequence[Any]) -> Hashable:
 
 
 def _modes() -> Hashable:
-    """The modes that a trace depends on."""
+    """The modes that a trace depends on; None where functions of the user's come in between."""
+    if torch._C._len_torch_function_stack():
+        return None
     kinds = {"cpu", "cuda" if (accelerator := torch.accelerator.current_accelerator()) is None else accelerator.type}
     cuda: Any = torch.backends.cuda
-    cudnn = torch.backends.cudnn
+    cudnn, einsum = torch.backends.cudnn, torch.backends.opt_einsum
     return (
         tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in sorted(kinds)),
         torch.is_autocast_cache_enabled(),
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         torch.are_deterministic_algorithms_enabled(),
+        torch.is_anomaly_enabled(),
         torch.get_default_dtype(),
         torch.get_float32_matmul_precision(),
+        (einsum.enabled, einsum.strategy),
         (cudnn.enabled, cudnn.benchmark, cudnn.deterministic, torch.backends.mkldnn.enabled),
         (cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled()),
+        (cuda.fp16_bf16_reduction_math_sdp_allowed(), tuple(torch._C._get_sdp_priority_order())),
     )
