@@ -157,7 +157,7 @@ for _name in (
     def _run(self: Any, *args: Any, name: str = _name, **options: Any) -> Any:
         work = getattr(dist.group.WORLD, name)(*args, **options)
         work.wait()
-        time.sleep(0.003)
+        time.sleep(0.01)
         return work
 
     setattr(Settled, _name, _run)
