@@ -10,39 +10,41 @@ from planner.capture.trace.data_dependent import told
 from planner.core.plan import PlanRecord
 from planner.core.recipe import Choice
 from planner.core.step import Runs, Step, needed_in_backward
-from planner.eager.lower import saved_storages, values_of
-from planner.eager.memory_model import MemoryModel, State
+from solvers.groups.grouped import State
+from solvers.groups.memory_model import MemoryModel
 
 
 def with_candidates(step: Step, model: MemoryModel, state: State, refused: Mapping[str, str]) -> Step:
     """The step without checkpoints, its candidates as groups, with the reasons for which a choice keeps values.
 
     Args:
-        step: the lowered trace of the memory model.
+        step: without checkpoints.
         model: of the same step.
         state: the modules that are checkpointed.
         refused: path of each module that cannot be checkpointed -> why.
     """
-    forced = {i: model.costs[i].keep_because for path in state for i in model.candidates[path].forced}
-    reasons = (forced.get(i, refused.get(origin.module, "")) for i, origin in enumerate(step.origins))
+    forced = {i for path in state for i in model.groups[path].forced}
+    reasons = (
+        origin.keep_because if i in forced else refused.get(origin.module, "") for i, origin in enumerate(step.origins)
+    )
     return replace(
         step,
         origins=tuple(replace(o, keep_because=why) for o, why in zip(step.origins, reasons, strict=True)),
-        groups=tuple(frozenset(range(each.begin, each.stop)) for each in model.candidates.values()),
+        groups=tuple(frozenset(range(group.begin, group.stop)) for group in model.groups.values()),
     )
 
 
 def runs_under(step: Step, model: MemoryModel, state: State) -> Runs:
     """What becomes of the ops of the step without checkpoints, by the memory model; arguments as `with_candidates`."""
-    values, born = values_of(model.trace), model.trace.born
+    made = step.problem.producer
     again, dropped = model.runs_again(state), model.timeline(state)[1]
-    starts = {s: model.candidates[path].starts for path in state for s in model.candidates[path].saved}
-    saved = saved_storages(model.trace)
-    gone = {s for s in saved if born[s] in again and s in dropped and dropped[s] < starts[s]}
+    starts = {v: model.groups[path].starts for path in state for v in model.groups[path].saved}
+    saved = {v for v, name in enumerate(step.names) if name}
+    gone = {v for v in saved if made[v] in again and v in dropped and dropped[v] < starts[v]}
     return Runs(
         times={i: 1 + (i in again) for i in range(len(step.problem.ops))},
-        saved_for_backward=frozenset(values[s] for s in saved - gone),
-        copied=frozenset(values[s] for s in saved - gone if born[s] in again),
+        saved_for_backward=frozenset(saved - gone),
+        copied=frozenset(v for v in saved - gone if made[v] in again),
     )
 
 

@@ -42,14 +42,14 @@ def lower(
         unseen: bytes that autograd saves and no dispatch mode sees; they count from the first op to the last one.
     """
     values = values_of(trace)
-    sizes = storage_sizes(trace, costs, granularity)
+    sizes = _storage_sizes(trace, costs, granularity)
     total = len(trace.ops)
     boundary = next((i for i, op in enumerate(trace.ops) if op.phase == "backward"), total)
     reads: list[list[int]] = [
         [values[s] for s in op.reads if s in values and trace.born[s] < i] for i, op in enumerate(trace.ops)
     ]
     writes = [[values[s] for s in op.writes] for op in trace.ops]
-    saved, holds = saved_storages(trace), set[tuple[int, int]]()
+    saved, holds = _saved_storages(trace), set[tuple[int, int]]()
     for s, v in values.items():
         last = max(trace.died[s] - 1, trace.born[s])
         if last > trace.born[s] and v not in reads[last] and (trace.died[s] < total or s in saved):
@@ -90,7 +90,7 @@ def values_of(trace: Trace) -> dict[int, int]:
     return {s: v for v, s in enumerate(s for s, born in enumerate(trace.born) if born >= 0)}
 
 
-def storage_sizes(trace: Trace, costs: Sequence[OpCost], granularity: int = 1) -> list[int]:
+def _storage_sizes(trace: Trace, costs: Sequence[OpCost], granularity: int = 1) -> list[int]:
     """Bytes of each storage, as the allocator rounds them."""
     sizes = list(trace.sizes)
     for op, cost in zip(trace.ops, costs, strict=True):
@@ -99,7 +99,7 @@ def storage_sizes(trace: Trace, costs: Sequence[OpCost], granularity: int = 1) -
     return [round_up(size, granularity) for size in sizes]
 
 
-def saved_storages(trace: Trace) -> frozenset[int]:
+def _saved_storages(trace: Trace) -> frozenset[int]:
     """Storages that the forward pass makes and autograd saves."""
     return frozenset(
         saved.storage

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -13,14 +13,13 @@ from planner.capture.trace.step import blame, learnt
 from planner.compat.fake import DataDependentOutputException, FakeTensorMode
 from planner.core.plan import PlanRecord
 from planner.core.recipe import Choice
-from planner.core.step import Runs, Step, replay
+from planner.core.step import Replay, Runs, Step, replay
 from planner.costs.account import account_of
 from planner.eager.candidates import find_candidates
 from planner.eager.costs import CostsKnown, OpCost, costs_of
 from planner.eager.describe import kept_by, note, runs_under, with_candidates
-from planner.eager.lower import lower, storage_sizes, unseen_bytes
-from planner.eager.memory_model import MemoryModel, State, memory_model
-from planner.eager.search import Trial, search
+from planner.eager.groups import choice_of, grouped_problem, state_of
+from planner.eager.lower import lower, unseen_bytes
 from planner.eager.step import StepFailed, trace_step
 from planner.eager.trace import Trace
 from planner.eager.values import to_fake_with_integers
@@ -32,6 +31,36 @@ from planner.parallel.meshes import on_mesh
 from planner.requests.planned import Known, source_of
 from planner.requests.request import Request
 from solvers import every_op_once
+from solvers.groups.grouped import State
+from solvers.groups.memory_model import memory_model
+from solvers.groups.search import search
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A choice whose step was traced.
+
+    Attributes:
+        choice: what was checkpointed.
+        state: the same in numbers of the step without checkpoints.
+        step: what ran, with its margin for fragmentation.
+        replay: every op of it, once.
+    """
+
+    choice: Choice
+    state: State
+    step: Step = field(repr=False)
+    replay: Replay = field(repr=False)
+
+    @property
+    def peak(self) -> int:
+        """All bytes that the budget counts."""
+        return self.replay.timeline.peak
+
+    @property
+    def cost(self) -> float:
+        """Estimated seconds of the step."""
+        return self.replay.timeline.cost
 
 
 @dataclass(frozen=True)
@@ -74,20 +103,22 @@ def choose(
     if like is None:
         refuse_unmatched(places(baseline.step), request.options.keep, dict(tracer.model.named_modules()))
     candidates, refused = find_candidates(tracer.model, plain, costs)
-    held = baseline.replay.timeline.held[: len(plain.ops)]
-    model = memory_model(plain, costs, held, storage_sizes(plain, costs, tracer.granularity), candidates)
+    by_path = {candidate.path: candidate for candidate in candidates}
+    model = memory_model(grouped_problem(plain, baseline.step, candidates))
 
     def check(state: State) -> Trial | None:
         if not state:
             return baseline
-        choice = choice_of(model, state)
+        choice = choice_of(by_path, plain, state)
         try:
             return tracer.trial(choice, state, tracer.trace(choice))[0]
         except StepFailed:  # a module that does something else when it runs again
             return None
 
     same = _same_step(request, known, must_match, baseline.peak)
-    best = _again(model, check, same or like, request.budget_bytes)
+    recipe = other.recipe if (other := same or like) is not None else None
+    state = state_of(by_path, plain, recipe) if isinstance(recipe, Choice) else None
+    best = _again(state, check, request.budget_bytes)
     told = f"Taken from {source_of(known)}: the same step and budget. " if known and same and best else ""
     if best is None and must_match:
         raise RankError("its modules run other ops, or more is held beside them")
@@ -206,15 +237,10 @@ def _same_step(request: Request, known: Known | None, must_match: bool, baseline
     return record if isinstance(record.recipe, Choice) else None
 
 
-def _again(
-    model: MemoryModel, check: Callable[[State], Trial | None], like: PlanRecord | None, budget: int
-) -> Trial | None:
-    """The choice of another plan, where it fits."""
-    if like is None or not isinstance(like.recipe, Choice):
-        return None
-    state = state_of(model, like.recipe)
-    step = None if state is None else check(state)
-    return step if step is not None and step.peak <= budget else None
+def _again(state: State | None, check: Callable[[State], Trial | None], budget: int) -> Trial | None:
+    """The choice of another plan, where it is one of this step and fits."""
+    found = None if state is None else check(state)
+    return found if found is not None and found.peak <= budget else None
 
 
 def _explained(model: nn.Module, request: Request, failed: StepFailed) -> PlannerError:
@@ -233,24 +259,3 @@ def _explained(model: nn.Module, request: Request, failed: StepFailed) -> Planne
         f"{str(error).strip().splitlines()[0] if str(error).strip() else ''}. "
         "What depends on the values of tensors cannot be planned: move it out of forward(), or plan a submodule"
     )
-
-
-def choice_of(model: MemoryModel, state: State) -> Choice:
-    """What to checkpoint, in terms that the runtime can follow."""
-    begins = {path: model.candidates[path].begin for path in state}
-    ops = model.trace.ops
-    return Choice({path: {i - begins[path]: ops[i].target for i in sorted(kept)} for path, kept in state.items()})
-
-
-def state_of(model: MemoryModel, choice: Choice) -> State | None:
-    """A choice in numbers of this step's ops; None where the step differs from the one it was made for."""
-    state = {}
-    for path, kept in choice.kept.items():
-        found = model.candidates.get(path)
-        if found is None or any(
-            found.begin + at >= found.end or model.trace.ops[found.begin + at].target != target
-            for at, target in kept.items()
-        ):
-            return None
-        state[path] = frozenset(found.begin + at for at in kept)
-    return state
