@@ -92,6 +92,7 @@ def begun(command: list[str], folder: Path, environment: Mapping[str, str], stre
 
 
 def _begin(command: list[str], folder: str, environment: Mapping[str, str], streams: list[str], short: bool) -> None:
+    assert "tests.preloaded" in sys.modules
     os.setsid()
     for number, path in enumerate(streams, 1):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import pickle
+import sys
 import tempfile
 import time
 import traceback
@@ -12,6 +13,7 @@ from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -110,9 +112,10 @@ def ends_of(
 
 
 def begun(function: Callable[..., None], *args: Any, daemon: bool = False) -> BaseProcess:
-    """A fork that runs a function, and searches as usual, however short searches are where the first one is begun."""
+    """A fork that runs a function, whatever folder and searches are where the first one is begun."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("SHORT_SEARCHES", raising=False)
+        patch.chdir(Path(__file__).parents[1])  # from which the server imports what it preloads, silently if it cannot
         forkserver.ensure_running()
     process = _CONTEXT.Process(target=function, args=args, daemon=daemon)
     process.start()
@@ -120,6 +123,7 @@ def begun(function: Callable[..., None], *args: Any, daemon: bool = False) -> Ba
 
 
 def _rank(rank: int, ranks: int, folder: str, work: bytes, options: dict[str, Any], pipe: Any) -> None:
+    assert "tests.preloaded" in sys.modules
     torch.set_num_threads(1)
     torch.manual_seed(0)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
