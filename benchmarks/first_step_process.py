@@ -19,7 +19,7 @@ STAGES = (  # what `plan()` and a planned step call, where it is looked up, and 
     ("planner.planning.pipeline", "estimate", "costs of ops"),
     ("planner.planning.pipeline", "_solve", "solving"),
     ("planner.planning.pipeline", "write", "writing the plan"),
-    ("planner.runtime.regions", "emit", "emitting graphs"),
+    ("planner.runtime.regions", "emit_planned", "emitting graphs"),
 )
 
 
