@@ -9,7 +9,7 @@ TORCH ?= $(firstword $(TESTED)) $(lastword $(TESTED))
 # without bytecode on disk, each of the many processes that tests start would compile all sources again
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: env demo test compat docs bench clean wheels
+.PHONY: env demo test lint pytest compat docs bench clean wheels
 .PRECIOUS: .venv-compat-%/.made
 
 env: $(VENV)/.made
@@ -25,11 +25,17 @@ $(VENV)/.made: pyproject.toml constraints.txt
 demo: env
 	$(BIN)/python -m planner demo
 
+# side by side: mypy takes one core
 test: env
+	$(MAKE) --no-print-directory --jobs 2 lint pytest
+
+lint: env
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/mypy
+
+pytest: env
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
 # what `python -m benchmarks.cuda --hour` installs on a machine with a GPU, Python 3.12, torch, and no network
