@@ -70,7 +70,7 @@ def shared(traces: Traces | None, graph: fx.GraphModule) -> Iterator[None]:
         # else some are views of one base, and which views is not seen here
         if modes is None or kinds is None or len(flat_args) != inputs:
             return trace(flat_fn, flat_args, descs, config, fw_metadata=metadata)
-        key = structure, kinds, len(flat_args), modes
+        key = structure, kinds, modes
         with _LOCK:
             if known := traces.get(key):
                 traces.move_to_end(key)

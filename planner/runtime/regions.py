@@ -118,19 +118,15 @@ class Regions:
 
         They refer to the result, which would seem to be held by the loop until the collector comes to them.
         """
-        frames = self.frames
-        with self._progress(plan):
+        frames, recipe = self.frames, recipe_of(plan)
+        with nullcontext() if any(r is recipe for r in self.begun) else self._progress(plan, recipe):
             yield
         if self.frames != frames and gc.isenabled():
             gc.collect(1)
 
     @contextmanager
-    def _progress(self, plan: PlanRecord) -> Iterator[None]:
-        """Shows how many graphs of a plan are compiled, where that has not been done."""
-        recipe = recipe_of(plan)
-        if any(r is recipe for r in self.begun):
-            yield
-            return
+    def _progress(self, plan: PlanRecord, recipe: Recipe) -> Iterator[None]:
+        """Shows how many graphs of a plan are compiled, which has not been done."""
         self.begun.append(recipe)
         graphs = {planned for order in recipe.calls.values() for planned in order}
         with bar("compiling", plan.options.progress, total=len(graphs), unit=" graphs") as self.shown:
