@@ -47,6 +47,7 @@ SEARCH: tuple[Variant, ...] = (
     ("`OVER` 8", rounds, "OVER", 8.0),
     ("`STRICTER` 2", rounds, "STRICTER", 2.0),
     ("`STRICTER` 16", rounds, "STRICTER", 16.0),
+    ("`TIED`: never", rounds, "TIED", (1, 1, 1, 1)),
     ("`LARGEST_MOVE` 16", annealing, "LARGEST_MOVE", 16),
     ("`STRETCH` 4", policy, "STRETCH", 4),
     ("`HOPS` 1", policy, "HOPS", 1),

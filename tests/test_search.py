@@ -10,6 +10,7 @@ import threading
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
+from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
@@ -39,7 +40,7 @@ from solvers.search.leanest import leanest_of
 from solvers.search.machine import INTERPRETED, machine_code
 from solvers.search.offload import search_of
 from solvers.search.policy import choices, copy, keep_only, scratch, tables
-from solvers.search.walk import move, put, take_back
+from solvers.search.walk import move, put, take_back, tie
 
 from .naive import replay
 from .problems import (
@@ -161,6 +162,7 @@ def test_moves_keep_to_the_rules_and_are_taken_back_exactly(problem, rng):
         if rng.random() < 0.5:
             with np.errstate(over="ignore"):  # its random numbers wrap around
                 move(t, policy, room, could, journal, np.array([rng.randrange(1, 2**62)], np.uint64))
+                tie(t, policy, room, could._replace(tied=rng.randrange(1, 4)), journal)
         else:
             journal.used[0] = 0
             for _ in range(rng.randrange(1, 10)):  # some more than once, and more than the journal has room for
@@ -202,6 +204,23 @@ def test_repeated_blocks_are_known_by_their_structure():
     members = np.diff(many.class_at)
     assert members[members >= 24 - 4].sum() > 0.8 * len(many.gaps)
     assert sorted(many.members) == sorted(many.gaps)
+
+
+def test_blocks_that_are_tied_are_decided_on_together():
+    problem = transformer(8)
+    t = tables(problem)
+    policy, room = keep_only(problem, t), scratch(t)
+    INTERPRETED.link_all(policy, room)
+    journal = Journal(np.zeros(1024, np.int32), np.zeros((1024, 4), np.int64), np.zeros(1, np.int32))
+    could, rng = choices(problem, t)._replace(tied=4), np.array([1], np.uint64)
+    with np.errstate(over="ignore"):
+        for _ in range(300):
+            move(t, policy, room, could, journal, rng)
+            tie(t, policy, room, could, journal)
+    members = [could.members[a:b] for a, b in pairwise(could.class_at.tolist())]
+    groups = [m[at : at + 4] for m in members for at in range(0, len(m), 4)]
+    assert all(len(set(decided[group].tolist())) == 1 for decided in (policy.keep, policy.hold) for group in groups)
+    assert any(len(set(policy.keep[m].tolist())) == 2 for m in members), "groups of a class are decided on apart"
 
 
 def between(problem: Problem, share: float) -> Problem:

@@ -39,6 +39,7 @@ class Walk:
         steps, seconds: it simulates so many steps, and cools down faster where the seconds run out before; None for no
             limit.
         seed: of its random numbers.
+        tied: it decides on so many repeated blocks together.
     """
 
     start: Policy
@@ -47,6 +48,7 @@ class Walk:
     steps: float
     seconds: float | None
     seed: int
+    tied: int = 1
 
 
 def energy_of(goal: Goal, candidate: Candidate) -> float:
@@ -130,7 +132,8 @@ class Search:
         room = scratch(self.tables)
         start = self.evaluator.judge(walk.start, room)
         assert start is not None, "walks begin at policies that were judged"
-        return chain_of(walk, goal, start, room), partial(machine_code().anneal, self.tables, self.choices)
+        choices = self.choices._replace(tied=walk.tied)
+        return chain_of(walk, goal, start, room), partial(machine_code().anneal, self.tables, choices)
 
 
 def chain_of(walk: Walk, goal: Goal, start: Candidate, room: Scratch) -> Chain:

@@ -132,6 +132,7 @@ class Choices(NamedTuple):
         place: for each gap, its position in its class.
         weight: cumulated probabilities of choosing each of `gaps`; the last is 1.
         odds: probabilities of the moves.
+        tied: so many successive gaps of a class make a group, for which one decision is made.
     """
 
     gaps: Ints
@@ -141,6 +142,7 @@ class Choices(NamedTuple):
     place: Ints
     weight: Floats
     odds: Odds
+    tied: int
 
 
 class Goal(NamedTuple):

@@ -10,7 +10,7 @@ import math
 from solvers.search.arrays import Chain, Choices, Cooling, Goal, Journal, Policy, Random, Scratch, Tables
 from solvers.search.kernels import unroll
 from solvers.search.layout import find_stays, lay_out, place_fetches, run_clocks
-from solvers.search.walk import below, first_at_least, move, put, random, take_back
+from solvers.search.walk import below, first_at_least, move, put, random, take_back, tie
 from solvers.search.wires import AWAY, Line, Wires
 
 MOVED = 0.6  # share of changes that decide which values stay on the host
@@ -80,6 +80,7 @@ def anneal_moves(
             move(t, p, s, choices[0], journal, rng)
         else:
             decide(t, w, p, s, choices[1], journal, rng)
+        tie(t, p, s, choices[1], journal)
         most = now[0] - temperature * math.log(1.0 - random(rng))  # the highest energy that Metropolis' rule accepts
         steps, extra = unroll(t, p, s, most / goal.price)
         walked = len(t.cost)

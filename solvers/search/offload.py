@@ -97,7 +97,8 @@ class MoveSearch(Search):
         room, line = scratch(self.tables), self._line()
         start, _ = self._judge(walk.start, goal.budget, room, line)
         assert start is not None, "walks begin at policies that were judged"
-        anneal = partial(move_code().anneal_moves, self.tables, line, self.both)
+        own, both = (c._replace(tied=walk.tied) for c in self.both)
+        anneal = partial(move_code().anneal_moves, self.tables, line, (own, both))
         return chain_of(walk, goal, start, room), anneal
 
 

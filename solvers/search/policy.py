@@ -192,7 +192,7 @@ def choices(problem: Problem, t: Tables, values: Collection[int] | None = None) 
     place[members] = np.arange(len(members), dtype=np.int32) - class_at[class_of[members]]
     size = t.size[t.value[gaps]] / max(1, int(t.size[t.value[gaps]].sum()))
     weight = np.cumsum(BY_SIZE * size + (1 - BY_SIZE) / max(1, len(gaps)))
-    return Choices(gaps, class_at, members, class_of, place, weight, ODDS)
+    return Choices(gaps, class_at, members, class_of, place, weight, ODDS, 1)
 
 
 def _looks(problem: Problem) -> list[int]:

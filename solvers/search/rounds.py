@@ -7,11 +7,13 @@ cooler and longer, until the work is spent. Work is counted in simulated steps, 
 out), so that the answer depends on the problem alone.
 
 A walk decides gap by gap, see `policy`; repeated blocks, which are known by their structure, also change together and
-copy decisions from one another, so that a good decision in one block spreads to the others.
+copy decisions from one another, so that a good decision in one block spreads to the others. Where a graph is so large
+that a walk changes each gap only a few times, the first rounds decide on several blocks at once.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -32,6 +34,7 @@ from solvers.search.starts import chained, nested, segments
 
 ROUNDS = ((8, 0.01, 0.3), (4, 0.006, 0.3), (4, 0.003, 0.25), (2, 0.001, 0.15))  # walks, hottest, share of the work
 COLDEST = 1e-3  # the last temperature of a walk, as a share of its first
+TIED = (8, 4, 2, 1)  # repeated blocks that the walks of a round decide on together, at most
 SEED = 0  # of the first walk; each further walk has the next number
 POOL = 3  # starts of least energy that the first round walks from, beside every op once
 WARMED = 20  # changes of each gap that a walk needs to repair the damage of its heat; with fewer it begins cooler
@@ -161,9 +164,13 @@ def anneal(search: Search, aim: Aim, starts: list[Candidate], effort: Effort) ->
     for at, (walks, hot, share) in enumerate(ROUNDS):
         until = effort.until(share / sum(later for _, _, later in ROUNDS[at:]))
         steps, seconds = each_of(problem, gaps, Effort(share * effort.steps, until), walks)
-        hot *= min(1.0, steps / (WARMED * gaps * len(problem.ops) + 1))
+        needed = WARMED * gaps * len(problem.ops) + 1
+        hot *= min(1.0, steps / needed)
+        tied = min(
+            TIED[at], math.ceil(needed / max(1.0, steps))
+        )  # so many times fewer decisions take the steps there are
         chosen = [pool[i % len(pool)] for i in range(walks)]
-        round_ = [Walk(c.policy, hot, hot * COLDEST, steps, seconds, seed + i) for i, c in enumerate(chosen)]
+        round_ = [Walk(c.policy, hot, hot * COLDEST, steps, seconds, seed + i, tied) for i, c in enumerate(chosen)]
         candidates += search.walk(round_, goal, goal.price * aim.enough)
         seed += walks
         before = best

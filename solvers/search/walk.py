@@ -140,7 +140,7 @@ def move(t: Tables, p: Policy, s: Scratch, c: Choices, journal: Journal, rng: Ra
     members = c.class_at[k + 1] - c.class_at[k]
     what = random(rng)
     if members > 1 and what < c.odds.block:  # copy a stretch of decisions to or from the next block
-        step = 1 if random(rng) < 0.5 else -1
+        step = c.tied if random(rng) < 0.5 else -c.tied
         width = 1 << below(rng, 8)
         for i in range(at, min(n, at + width)):
             h = c.gaps[i]
@@ -162,6 +162,20 @@ def move(t: Tables, p: Policy, s: Scratch, c: Choices, journal: Journal, rng: Ra
             put(t, p, s, journal, other, 0 if p.keep[g] else 1, 1 if p.hold[other] else 0, -1, p.make[other])
 
 
+def tie(t: Tables, p: Policy, s: Scratch, c: Choices, journal: Journal) -> None:
+    """After a move, decide on all gaps of its groups as on those that it changed."""
+    if c.tied == 1:
+        return
+    for n in range(journal.used[0]):
+        g = journal.gap[n]
+        k = c.class_of[g]
+        first = c.place[g] // c.tied * c.tied
+        for place in range(first, min(c.class_at[k + 1] - c.class_at[k], first + c.tied)):
+            h = c.members[c.class_at[k] + place]
+            if h != g:
+                _copy(t, p, s, journal, g, h)
+
+
 def anneal(t: Tables, c: Choices, chain: Chain, goal: Goal, cooling: Cooling, begin: float, end: float) -> float:
     """Walk on, at temperatures from hot (at progress 0) to cold (at progress 1), while progress is begin to end.
 
@@ -177,6 +191,7 @@ def anneal(t: Tables, c: Choices, chain: Chain, goal: Goal, cooling: Cooling, be
     while progress < end:
         temperature = cooling.hot * (cooling.cold / cooling.hot) ** progress
         move(t, p, s, c, journal, rng)
+        tie(t, p, s, c, journal)
         most = now[0] - temperature * math.log(1.0 - random(rng))  # the highest energy that Metropolis' rule accepts
         steps, extra = unroll(t, p, s, most / goal.price)
         walked = ops
