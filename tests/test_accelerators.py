@@ -24,6 +24,7 @@ from planner.costs.measured_ops import measure
 from planner.costs.ops import _measurable, roofline_seconds
 from planner.devices.accelerator import ACCELERATORS, Caching
 from planner.devices.specs import DEVICES
+from planner.errors import gb
 from planner.lowering.margin import expandable
 from planner.parallel import group
 from planner.requests.cautions import warn_on_gpu
@@ -320,6 +321,40 @@ class WithoutPeak(Caching):
 
     def prepare(self, device):
         pass
+
+
+@pytest.mark.parametrize("mode", ["aten", "eager"])
+def test_what_takes_more_than_the_budget_between_the_steps_is_warned_of_once(mode, monkeypatch, recwarn):
+    class Filled(WithoutPeak):
+        most = 3 * 2**30  # before the plan
+
+        def peak(self, device):
+            return self.most
+
+        def allocated(self, device):
+            return 0
+
+    monkeypatch.setitem(ACCELERATORS, "cpu", Filled("cpu"))
+    model, x = layers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    p = plan(model, x, budget_gb=1, loss_fn=torch.Tensor.mean, optimizer=optimizer, mode=mode)
+    p.apply()
+
+    def warned(steps):
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(x).mean().backward()
+            optimizer.step()
+        return [str(w.message) for w in recwarn if "tensors took" in str(w.message)]
+
+    assert warned(4) == []
+    Filled.most = 2**29  # the loop has the allocator look anew, and a step by the plan is within the budget
+    assert warned(4) == []
+    Filled.most = 2 * 2**30
+    (text,) = warned(8)
+    assert text.startswith("tensors took 2.00 GB on cpu at once")
+    assert gb(p.peak_bytes) in text
+    assert warned(16) == [text]
 
 
 def layers():

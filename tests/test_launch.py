@@ -16,7 +16,7 @@ from planner import ModelError, PlanWarning, applied_plan, plan
 from planner.__main__ import main
 from planner.errors import gb
 from planner.integrations.discovery import Search
-from planner.runtime.first_step import report
+from planner.runtime.peaks import report
 
 from .forked import python, torchrun
 from .problems import in_python_path

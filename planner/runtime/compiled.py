@@ -128,6 +128,7 @@ class Runtime(Applied):
 
     def add(self, args: Any, kwargs: Any, planned: Planned, maxima: Maxima | None = None) -> None:
         self.newest = planned
+        self.peaks.plan_made()
         self._came(args, kwargs)
         if maxima is not None:
             self.shapes.limit(maxima)

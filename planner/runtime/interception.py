@@ -25,9 +25,9 @@ from planner.runtime.bypassed import Handle
 from planner.runtime.cuda_graphs import captures, is_graphed, refuse_uncapturable
 from planner.runtime.entries import EntryPoint
 from planner.runtime.events import Call, PlanProvider
-from planner.runtime.first_step import begin, report_after, when_begun
 from planner.runtime.kept import Evaluations
 from planner.runtime.modes import redirected, refuse_compiled, refuse_transformed, trains
+from planner.runtime.peaks import Peaks, when_begun
 from planner.runtime.recorder import Recorder
 from planner.runtime.signature import ModelState, Role, Signature, Walk, call_signature, role_of, walk
 from planner.runtime.watch import Watch, listen, may_record
@@ -69,7 +69,7 @@ class Applied:
         self._started = alone
         self.watch: Watch | None = None  # what it sees of the loop, plans are made for
         self._listened = alone  # whether the provider wants to hear of no more steps of several processes
-        self._reported = False  # whether the first step was reported
+        self.peaks = Peaks()
         self.watched: Handle | None = None  # warns where the model trains and is not called
         self.points: list[EntryPoint] = []  # that see where the loop goes into the model without calling it
         self.stepping: Stepping | None = None  # steps the model's parameters in the backward pass
@@ -112,6 +112,7 @@ class Applied:
     def add(self, args: Any, kwargs: Any, planned: Planned, maxima: Maxima | None = None) -> None:
         """Let a plan serve such calls; where it was made for maxima, those of smaller sizes too."""
         self.newest = planned
+        self.peaks.plan_made()
         self.plans[call_signature(self.model, args, kwargs)] = planned.record
 
     def forget(self, role: Role | None = None) -> None:
@@ -187,9 +188,8 @@ class Applied:
                 self._listened = self.provider.on_step_begin(self.model, self.plans[signature], self.waiting() > 0)
                 if self._listened and attached(self.model) is not self:  # it was planned anew
                     return self.model(*args, **kwargs)
-            reports = not self._reported and not self.awaits_gradients(signature)
-            self._reported |= reports
-            before = begin(self.model) if reports else None
+            whole = not self.awaits_gradients(signature)
+            report = self.peaks.call_begins(self.model, self.plans[signature], whole=whole)
             result = self.run(signature, args, kwargs)
             if self.watch is not None and (number := self.call_number()) is not None and signature in self.plans:
                 self.watch.called(number, self.plans[signature], result, self.made)
@@ -197,8 +197,7 @@ class Applied:
                 self.newest.request.batch.release()
             if any(p.grad is not None for p in parameters):
                 when_begun(result, partial(self._backward_begins, signature))
-            if reports and (record := self.plans.get(signature)) is not None:
-                report_after(result, record, before)
+            report(result, self.plans.get(signature))
             return result
 
     def _begins_training(self) -> None:

@@ -30,9 +30,9 @@ from planner.runtime.cuda_graphs import captures, refuse_captured_parts
 from planner.runtime.entries import Entry, EntryPoint, entries_of, outermost
 from planner.runtime.events import Call, PlanProvider
 from planner.runtime.families import GraphChanged, recipe_of
-from planner.runtime.first_step import when_begun
 from planner.runtime.interception import Applied, attached, put
 from planner.runtime.modes import redirected, refuse_transformed, trains, unguarded
+from planner.runtime.peaks import when_begun
 from planner.runtime.regions import Regions
 from planner.runtime.signature import call_signature, model_state
 from planner.runtime.step_calls import CallsSeen, EntryCall, StepCalls, step_model

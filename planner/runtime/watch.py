@@ -24,9 +24,9 @@ from planner.costs.measured_ops import measure
 from planner.requests.optimizers import trained_by, wraps_another
 from planner.runtime.cuda_graphs import captures
 from planner.runtime.fates import Fates, warn_waiting
-from planner.runtime.first_step import when_begun
 from planner.runtime.kept import KeptOutputs
 from planner.runtime.learnt import Learnt
+from planner.runtime.peaks import when_begun
 from planner.runtime.recorded import loss_seen, stays
 from planner.runtime.recorder import Recorder
 from planner.runtime.rounds import Rounds

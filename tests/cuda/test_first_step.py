@@ -1,5 +1,6 @@
-"""The log line after the first step, where there is something to measure."""
+"""What the allocator shows: the log line after the first step, and what takes more than the budget later."""
 
+import pytest
 import torch
 
 from planner import PlanWarning, plan
@@ -19,3 +20,18 @@ def test_the_first_step_is_measured_and_within_3_percent(caplog, recwarn):
     (line,) = [r.message for r in caplog.records if r.name == "planner"]
     assert "measured (" in line
     assert [w for w in recwarn if w.category is PlanWarning] == []
+
+
+def test_what_the_loop_holds_between_its_steps_beyond_the_budget_is_warned_of():
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 64)).cuda()
+    plan(model, budget_gb="1 GB").apply()
+    torch.cuda.reset_peak_memory_stats()
+
+    def steps(number):
+        for _ in range(number):
+            model(torch.randn(8, 64, device="cuda")).mean().backward()
+
+    steps(4)
+    torch.empty(2**31, dtype=torch.uint8, device="cuda")
+    with pytest.warns(PlanWarning, match=r"tensors took 2\.\d+ GB on cuda"):
+        steps(12)

@@ -1,4 +1,8 @@
-"""What the first training step under a plan showed: one log line, and a warning where the prediction is off."""
+"""What the device's allocator shows of steps under a plan.
+
+Of the first one: a log line, and a warning where the prediction is off. Of all others: a warning where more than the
+budget was held at once.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +40,57 @@ class Before:
     most: int | None
 
 
-def begin(model: nn.Module) -> Before | None:
+class Peaks:
+    """Looks at the allocator of a model's device as calls by its plans begin.
+
+    A plan counts what its step holds, and what the loop was seen to hold. What comes later or between the steps (an
+    evaluation, another model, a list that grows) shows in the allocator's peak, which stays there: a look at the 1st,
+    2nd, 4th, 8th, ... call is enough.
+    """
+
+    def __init__(self) -> None:
+        self._reported = self._warned = False
+        self._calls = self._earlier = 0
+
+    def plan_made(self) -> None:
+        """There is another plan: what was held until its first call is not its."""
+        self._calls = 0
+
+    def call_begins(
+        self, model: nn.Module, plan: PlanRecord, *, whole: bool
+    ) -> Callable[[Any, PlanRecord | None], None]:
+        """A call by a plan begins; the function reports what it showed, given its result and the plan that it ran by.
+
+        Args:
+            model: that is called.
+            plan: by which it is to run.
+            whole: whether the call takes all that the plan counts.
+        """
+        self._calls += 1
+        if not self._warned and not self._calls & (self._calls - 1):
+            self._look(next(model.parameters()).device, plan)
+        if self._reported or not whole:
+            return lambda result, ran: None
+        self._reported, before = True, _begin(model)
+        return lambda result, ran: None if ran is None else _report_after(result, ran, before)
+
+    def _look(self, device: torch.device, plan: PlanRecord) -> None:
+        """Warn where more than the budget was held at once since the first call by the newest plan."""
+        if (accelerator := accelerator_of(device)) is None:
+            return
+        most = accelerator.peak(device) or 0
+        self._earlier = most if self._calls == 1 else min(self._earlier, most)  # the loop may have reset the peak
+        if most > max(self._earlier, plan.budget_bytes):
+            self._warned = True
+            warn(
+                f"tensors took {gb(most)} on {device} at once since the first step by this plan, which is to take "
+                f"{gb(plan.peak_bytes)} of {gb(plan.budget_bytes)}: the process holds something else beside its "
+                "steps, or takes more between them (an evaluation, another model, results that it keeps). "
+                "account_gb={'what it is': GB} counts what is there during a step"
+            )
+
+
+def _begin(model: nn.Module) -> Before | None:
     """What to compare with after the step; None where there is nothing to measure."""
     device = next(model.parameters()).device
     accelerator = accelerator_of(device)
@@ -46,7 +100,7 @@ def begin(model: nn.Module) -> Before | None:
     return Before(accelerator, device, accelerator.allocated(device), accelerator.peak(device))
 
 
-def report_after(result: Any, plan: PlanRecord, before: Before | None) -> None:
+def _report_after(result: Any, plan: PlanRecord, before: Before | None) -> None:
     """Report at the end of the backward pass of a call's result; nothing where it has none."""
 
     def ended() -> None:
