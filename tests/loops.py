@@ -489,6 +489,35 @@ def gradients_put_aside(put: Put, ended: Ended) -> None:
         ended([first, second])
 
 
+def rollouts(put: Put, ended: Ended) -> None:
+    """Proximal policy optimization: what a policy has done is collected, and trained on in parts, several times."""
+    model = put(mlp(out=9))
+    optimizer = torch.optim.Adam(model.parameters(), 3e-4)
+    for _ in range(STEPS):
+        rows: list[list[torch.Tensor]] = [[], [], [], []]
+        with torch.no_grad():
+            for _ in range(8):
+                seen = torch.randn(64, 64)
+                out = model(seen)
+                policy = torch.distributions.Categorical(logits=out[:, :8])
+                action = policy.sample()
+                for row, each in zip(rows, (seen, action, policy.log_prob(action), out[:, 8]), strict=True):
+                    row.append(each)
+        all_seen, actions, before, values = map(torch.cat, rows)
+        advantages, losses = torch.randn(512), []
+        for part in (part for _ in range(2) for part in torch.randperm(512).split(256)):
+            out = model(all_seen[part])
+            policy = torch.distributions.Categorical(logits=out[:, :8])
+            ratio = (policy.log_prob(actions[part]) - before[part]).exp() * advantages[part]
+            loss = F.mse_loss(out[:, 8], values[part]) - ratio.mean() - 0.01 * policy.entropy().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            losses.append(loss.item())
+        ended(losses)
+
+
 class Reconstructs(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -989,6 +1018,7 @@ LOOPS: dict[str, Loop] = {
     "gradients_put_aside": Loop(gradients_put_aside, plans=3),
     "two_sources_of_loss": Loop(two_sources_of_loss),
     "losses_one_by_one": Loop(losses_one_by_one),
+    "rollouts": Loop(rollouts, plans=4, off=0.02),
     "weights_from_gradients": Loop(weights_from_gradients),
     "own_predictions": Loop(own_predictions, plans=4, off=0.03),
     "bootstrapped": Loop(bootstrapped, off=0.03),

@@ -233,8 +233,37 @@ def test_a_call_without_gradients_that_takes_more_than_the_budget_is_said_once()
         with torch.inference_mode():
             model(torch.randn(1000, 32))
             model(torch.randn(2000, 32))
-    assert len([each for each in caught if "without gradients takes" in str(each.message)]) == 1
+    assert len([each for each in caught if "without gradients take" in str(each.message)]) == 1
     assert model(batch).requires_grad
+
+
+def test_what_the_loop_makes_of_an_evaluation_is_looked_at_until_the_next_step():
+    model, batch, held = perceptron(), torch.randn(16, 32), []
+    peak = plan(model, batch, budget_gb=1, loss_fn=torch.Tensor.mean).peak_bytes
+    plan(model, budget_gb=(peak + 20_000) / 2**30).apply()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(12):
+            model(batch).mean().backward()
+            model.zero_grad()
+            if step == 6:  # of no step that is looked at
+                with torch.no_grad():
+                    held += [model(batch) for _ in range(20)]
+                assert torch.cat(held).shape == (320, 32)
+        assert applied_plan(model).record.step.loop.around == sum(t.nbytes for t in held)
+    assert len([each for each in caught if "without gradients take" in str(each.message)]) == 1
+
+
+def test_a_model_without_a_plan_that_takes_more_than_the_budget_between_the_steps_is_said_once():
+    model, other, batch = perceptron(), perceptron(), torch.randn(16, 32)
+    plan(model, budget_gb="100 kB", loss_fn=torch.Tensor.mean).apply()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for rows in (16, 16, 16, 16, 2000, 2000, 2000, 2000, 2000):
+            for each, x in ((model, batch), (other, torch.randn(rows, 32))):
+                each(x).mean().backward()
+                each.zero_grad()
+    assert len([each for each in caught if "before it called the model again, the loop held" in str(each.message)]) == 1
 
 
 def test_gradients_that_turn_out_not_to_be_cleared_are_said():

@@ -94,3 +94,12 @@ def warn_waiting(plan: PlanRecord, beyond: int) -> None:
             f"plan counts: the forward pass took up to {gb(most)} of {gb(plan.budget_bytes)}. Where a step is left "
             "out, as one whose loss is not finite, let go of its loss before the next: loss = None"
         )
+
+
+def warn_between(took: int, budget: int) -> None:
+    """Say that a loop held so many bytes at once after its backward pass, of the budget of its plan."""
+    warn(
+        f"after its backward pass, and before it called the model again, the loop held {gb(took)} at once, of a budget "
+        f"of {gb(budget)}: no plan is for what runs there (another model, an evaluation, results that are put "
+        "together). Plan that model, too, or give it smaller batches"
+    )

@@ -25,7 +25,6 @@ from planner.runtime.bypassed import Handle
 from planner.runtime.cuda_graphs import captures, is_graphed, refuse_uncapturable
 from planner.runtime.entries import EntryPoint
 from planner.runtime.events import Call, PlanProvider
-from planner.runtime.kept import Evaluations
 from planner.runtime.modes import redirected, refuse_compiled, refuse_transformed, trains
 from planner.runtime.peaks import Peaks, when_begun
 from planner.runtime.recorder import Recorder
@@ -75,7 +74,6 @@ class Applied:
         self.stepping: Stepping | None = None  # steps the model's parameters in the backward pass
         self.lock = threading.RLock()  # threads take turns in the forward pass
         self.call_eagerly = call_of(model)
-        self.evaluations = Evaluations()
         listen()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Applied | None:
@@ -137,10 +135,10 @@ class Applied:
 
     def _evaluate(self, args: Any, kwargs: Any) -> Any:
         """A call that trains nothing."""
-        if torch.is_grad_enabled() or self.watch is None or self.newest is None or self.evaluations.warned:
+        if torch.is_grad_enabled() or self.watch is None or self.newest is None:
             return self.call_eagerly(*args, **kwargs)
         record, batch = self.newest.record, (args, kwargs)
-        return self.evaluations.run(self.call_eagerly, batch, self.model, record, self.tensors, may_record)
+        return self.watch.evaluations.run(self.call_eagerly, batch, self.model, record, self.tensors, may_record)
 
     def _captured(self, args: Any, kwargs: Any) -> Any:
         """A training call while a CUDA graph is captured."""
@@ -355,10 +353,11 @@ def taken_off(model: nn.Module) -> Iterator[None]:
 def put(model: nn.Module, runtime: Applied | None) -> None:
     """Have a model be called through a runtime, or as it is."""
     before = attached(model)
-    if before is not None and before is not runtime and before.watch is not None:
-        before.watch.stop()
     if before is not None and before is not runtime:
         before.points_leave()
+        if before.watch is not None:
+            before.watch.stop()
+            before.watch.evaluations.end()
     own = vars(model)
     if runtime is not None:
         runtime.points_back()

@@ -1,29 +1,23 @@
-"""What a loop keeps of a model beside its plan: outputs of earlier calls; and what calls without gradients take."""
+"""What a loop keeps of a model beside its plan: outputs of earlier calls."""
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from planner.compat.autograd import is_transformed
-from planner.compat.dispatch import LastingMode, switch_off, switch_on
-from planner.compat.tensors import is_traceable_wrapper_subclass, storage_key
+from planner.compat.tensors import storage_key
 from planner.core.call import inside, storages, tensors_in
 from planner.core.loop import Loop
 from planner.core.plan import PlanRecord
 from planner.errors import gb, warn
-from planner.runtime.cuda_graphs import captures
-from planner.runtime.made import MadeStorages
 
 GROWS = 3  # rounds in a row in which more was held than ever before
-LARGER = 1.25  # times the largest batch without gradients: such a one is looked at
 SMALL = 512  # bytes: such outputs are not looked at
 
 
@@ -117,80 +111,3 @@ class KeptOutputs:
                 f"{gb(plan.budget_bytes)}. Keep a number or a copy on the host instead (loss.item(), "
                 "output.detach().cpu()), or let go of them; a view or detach() holds the whole output"
             )
-
-
-class _Live(LastingMode):  # type: ignore[no-untyped-call]
-    """The most bytes of the tensors that ops made and that were alive at once."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self.device, self.made, self.most = device, MadeStorages(), 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self.over:
-            return func(*args, **kwargs)
-        if any(map(is_traceable_wrapper_subclass, tensors_in((args, kwargs)))):
-            return NotImplemented  # the wrapper's own ops on the tensors inside it come here
-        result = func(*args, **kwargs)
-        with suppress(RuntimeError, NotImplementedError):  # a tensor without a storage
-            given = {storage_key(t) for t in tensors_in((args, kwargs))}
-            for t in tensors_in(result):
-                if t.device == self.device and (key := storage_key(t)) not in given:
-                    self.made.add(t.untyped_storage(), key)
-            self.most = max(self.most, self.made.live)
-        return result
-
-
-class Evaluations:
-    """The calls of a model without gradients, which no plan is for: looks at those of larger batches than before.
-
-    A batch that is hardly larger, as at each token that a language model generates, is looked at only where the call
-    would go over the budget if it took more in proportion.
-    """
-
-    def __init__(self) -> None:
-        self._largest = self._took = 0  # bytes of the batch, and of all that its call took
-        self.warned = False
-
-    def run(
-        self,
-        call: Callable[..., Any],
-        batch: tuple[Any, Any],
-        model: nn.Module,
-        plan: PlanRecord,
-        static: Callable[[], Any],
-        may_look: Callable[[], bool],
-    ) -> Any:
-        """Call the model; warn, once, where that takes more than the budget.
-
-        Args:
-            call: the model's own.
-            batch: arguments of the call.
-            model: whose call it is.
-            plan: of its training step.
-            static: gives a tree of what is held all the time.
-            may_look: says whether a dispatch mode may be switched on here.
-        """
-        (args, kwargs), device = batch, next(model.parameters()).device
-        given = tensors_in(batch)
-        nbytes, most = sum(t.nbytes for t in given if t.device == device and not t.is_sparse), self._largest
-        hardly = nbytes < LARGER * most and nbytes * self._took <= plan.budget_bytes * most
-        if nbytes <= most or hardly or captures(model) or not may_look():
-            return call(*args, **kwargs)
-        if is_transformed([*model.parameters(), *given]):
-            return call(*args, **kwargs)
-        self._largest, mode = nbytes, _Live(device)
-        try:
-            switch_on(mode)
-            result = call(*args, **kwargs)
-        finally:
-            switch_off(mode)
-        self._took = takes = sum(storages(static()).values()) + nbytes + mode.most + plan.step.loop.others
-        if takes > plan.budget_bytes:
-            self.warned = True
-            warn(
-                f"a call of the model without gradients takes {gb(takes)} with all that is held beside it, of "
-                f"{gb(plan.budget_bytes)}, and no plan is for such calls: give it smaller batches"
-            )
-        return result

@@ -59,6 +59,10 @@ class Learnt:
         added = self.fresh and self.loop.gradients == "cleared"
         self.loop = replace(self.loop, gradients="accumulated" if added else gradients)
 
+    def finds(self, beside: Loop) -> None:
+        """Whatever role a call is in, the loop holds that much beside it."""
+        self._loops = {role: most_beside(loop, beside) for role, loop in self._loops.items()}
+
     def enter(self, shown: Loop, roles: Collection[Role], batches: int, *, settles: bool) -> None:
         """Enter what a recording of calls in these roles has shown.
 

@@ -158,5 +158,17 @@ def stays(recorder: Recorder, counted: Any, *, batches: bool = False, awaited: i
     )
 
 
+def between_steps(recorder: Recorder, own: Any) -> int:
+    """The bytes that a loop held at once, at least, between the last backward pass and the next call of the model.
+
+    Args:
+        recorder: of these steps, not ended yet.
+        own: a tree of what was there all the time.
+    """
+    there = {key: used.nbytes for key, used in recorder.used.copy().items() if used.stays} | storages(own)
+    made = max((event.live for event in recorder.events if event.call), default=0)
+    return made + sum(_without(there, recorder.made.made.copy()).values())
+
+
 def _without(sizes: Mapping[int, int], keys: Collection[int]) -> dict[int, int]:
     return {key: nbytes for key, nbytes in sizes.items() if key not in keys}

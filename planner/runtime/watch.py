@@ -23,11 +23,12 @@ from planner.core.plan import PlanRecord
 from planner.costs.measured_ops import measure
 from planner.requests.optimizers import trained_by, wraps_another
 from planner.runtime.cuda_graphs import captures
-from planner.runtime.fates import Fates, warn_waiting
+from planner.runtime.evaluations import Evaluations
+from planner.runtime.fates import Fates, warn_between, warn_waiting
 from planner.runtime.kept import KeptOutputs
 from planner.runtime.learnt import Learnt
 from planner.runtime.peaks import when_begun
-from planner.runtime.recorded import loss_seen, stays
+from planner.runtime.recorded import between_steps, loss_seen, stays
 from planner.runtime.recorder import Recorder
 from planner.runtime.rounds import Rounds
 from planner.runtime.signature import Role
@@ -55,12 +56,13 @@ class Watch:
         stepped: the optimizers that stepped parameters of the model.
         seen: those that stepped any.
         recorder: of what runs between two calls of the model, while it is on.
+        evaluations: looks at calls of the model without gradients.
     """
 
     def __init__(self, model: nn.Module, loop: Loop) -> None:
         self._model = weakref.ref(model)
         self._learnt = Learnt(loop)
-        self._fates, self._kept = Fates(), KeptOutputs()
+        self._fates, self._kept, self.evaluations = Fates(), KeptOutputs(), Evaluations()
         self._late: Gradients | None = None  # found where the latest call began; counts if a backward pass comes of it
         self._recorded: dict[Role, None] = {}  # the roles of the calls that the recorder has seen
         self._numbers: list[int | None] = []  # of these calls
@@ -70,7 +72,8 @@ class Watch:
         self.seen: weakref.WeakSet[optim.Optimizer] = weakref.WeakSet()
         self.recorder: Recorder | None = None
         self._workspaces: dict[str, int] = {}
-        self._state = 0  # bytes that the latest plan counts for it
+        self._state = self._budget = 0  # bytes that the latest plan counts for it, and of that plan's budget
+        self._said = False  # that the loop takes more than that between its steps
         self.between = 0  # bytes that the loop made between the calls of a step, and that stayed
         self._loss_at = -1  # of what may be the loss, or not, its position among the leaves of the output
         self._tries = self._in_vain = 0
@@ -113,6 +116,8 @@ class Watch:
         left_over = self._fates.left_over(waiting)
         others = [number for number in waiting if number not in left_over]
         self._begin(role, others)
+        if left := self.evaluations.end(batch):
+            self._learnt.finds(Loop(around=left))
         recorder = self.recorder
         if recorder is not None and (recorder.losses or recorder.over):
             self._finished(recorder, batch, [(p, p.grad) for p in parameters])
@@ -164,6 +169,10 @@ class Watch:
         found = stays(recorder, [batch, counted, states], batches=recorder.makes_batches, awaited=awaited)
         seen = loss_seen(recorder, self._workspaces, found.left, found.read)
         held = {at for loss in recorder.losses for at in loss.held}
+        own = [states, [p for p, _ in counted] if recorder.passing else counted]
+        if not self._said and (took := between_steps(recorder, own)) > self._budget:
+            self._said = True
+            warn_between(took, self._budget)
         roles, came_round = [*self._recorded], recorder.came_round
         self.recorder, between, self.between = None, self.between, 0
         self._earlier = recorder
@@ -210,7 +219,7 @@ class Watch:
         if self.settled and self._first and (model := self._model()) is not None:
             self._kept.look(plan, model, round_begins=self._rounds.calls == 1)
         self._number = number
-        self._state = plan.account.get("optimizer state", 0)
+        self._state, self._budget = plan.account.get("optimizer state", 0), plan.budget_bytes
         if asks:
             when_begun((result, made()), partial(_backward_of, weakref.ref(self), number))
 

@@ -1,0 +1,140 @@
+"""What calls of a planned model without gradients take, and what the loop makes of their results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import nn
+
+from planner.compat.autograd import is_transformed
+from planner.compat.dispatch import LastingMode, switch_off, switch_on
+from planner.compat.tensors import is_traceable_wrapper_subclass, storage_key
+from planner.core.call import storages, tensors_in
+from planner.core.plan import PlanRecord
+from planner.errors import gb, warn
+from planner.runtime.cuda_graphs import captures
+from planner.runtime.made import MadeStorages
+
+LARGER = 1.25  # times the largest batch without gradients: such a one is looked at
+MOST_OPS = 200_000  # of an evaluation: no more are looked at
+
+
+class _Live(LastingMode):  # type: ignore[no-untyped-call]
+    """The most bytes of the tensors that ops made and that were alive at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device, self.made = device, MadeStorages()
+        self.most = self._ops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.over:
+            return func(*args, **kwargs)
+        if any(map(is_traceable_wrapper_subclass, tensors_in((args, kwargs)))):
+            return NotImplemented  # the wrapper's own ops on the tensors inside it come here
+        result = func(*args, **kwargs)
+        with suppress(RuntimeError, NotImplementedError):  # a tensor without a storage
+            given = {storage_key(t) for t in tensors_in((args, kwargs))}
+            for t in tensors_in(result):
+                if t.device == self.device and (key := storage_key(t)) not in given:
+                    self.made.add(t.untyped_storage(), key)
+            self.most = max(self.most, self.made.live)
+        self._ops += 1
+        self.over |= self._ops > MOST_OPS
+        return result
+
+
+class Evaluations:
+    """The calls of a model without gradients, which no plan is for.
+
+    Looks at the first one, with all that runs until the next training call, and at those of larger batches than before.
+    A batch that is hardly larger, as at each token that a language model generates, is looked at only where the call
+    would go over the budget if it took more in proportion.
+
+    Attributes:
+        live: looks at what runs now.
+        warned: whether it was said that they take more than the budget.
+    """
+
+    def __init__(self) -> None:
+        self._largest = self._took = 0  # bytes of the batch, and of all that its call took
+        self._beside = self._budget = 0  # bytes of what was there before, with the batch; of the plan's budget
+        self._first = MadeStorages()  # the batch of the first call that is looked at
+        self._made = False  # whether the loop makes the batches, which are not part of its data then
+        self.live: _Live | None = None
+        self.warned = False
+
+    def run(
+        self,
+        call: Callable[..., Any],
+        batch: tuple[Any, Any],
+        model: nn.Module,
+        plan: PlanRecord,
+        static: Callable[[], Any],
+        may_look: Callable[[], bool],
+    ) -> Any:
+        """Call the model; warn, once, where that takes more than the budget.
+
+        Args:
+            call: the model's own.
+            batch: arguments of the call.
+            model: whose call it is.
+            plan: of its training step.
+            static: gives a tree of what is held all the time.
+            may_look: says whether a dispatch mode may be switched on here.
+        """
+        (args, kwargs), device = batch, next(model.parameters()).device
+        given = tensors_in(batch)
+        here = [t for t in given if t.device == device and not t.is_sparse]
+        nbytes, most = sum(t.nbytes for t in here), self._largest
+        if self.live is not None:
+            self._made |= {storage_key(t) for t in here} <= self.live.made.made.keys()
+        hardly = nbytes < LARGER * most and nbytes * self._took <= plan.budget_bytes * most
+        if self.warned or nbytes <= most or hardly or captures(model) or not may_look():
+            return call(*args, **kwargs)
+        if is_transformed([*model.parameters(), *given]):
+            return call(*args, **kwargs)
+        self._largest, self._budget, live = nbytes, plan.budget_bytes, self.live or _Live(device)
+        try:
+            if self.live is None:
+                self.live, self._first = live, MadeStorages()
+                for t in here:
+                    self._first.add(t.untyped_storage(), storage_key(t))
+                switch_on(live)
+            result = call(*args, **kwargs)
+        except BaseException:
+            self.end()
+            raise
+        self._beside = sum(storages(static()).values()) + nbytes + plan.step.loop.others
+        self._took = self._beside + live.most
+        self._judge(live)
+        return result
+
+    def end(self, batch: Any = None) -> int:
+        """A training call begins, or the plan is taken off: what ran without gradients has ended.
+
+        Returns the bytes of what was made there and is still held, without the batch of the training call.
+        """
+        live, self.live = self.live, None
+        if live is None:
+            return 0
+        switch_off(live)
+        self._judge(live)
+        for key in storages(batch):
+            live.made.drop(key)
+            self._first.drop(key)
+        return live.made.live + (self._first.live if self._made else 0)
+
+    def _judge(self, live: _Live) -> None:
+        takes = self._beside + live.most
+        if takes > self._budget and not self.warned:
+            self.warned = True
+            warn(
+                f"calls of the model without gradients take {gb(takes)} with all that is held beside them, of "
+                f"{gb(self._budget)}, and no plan is for such calls: give them smaller batches, and keep less of "
+                "their results on the device"
+            )
