@@ -489,6 +489,28 @@ def gradients_put_aside(put: Put, ended: Ended) -> None:
         ended([first, second])
 
 
+def actor_critic(put: Put, ended: Ended) -> None:
+    """Two planned models: the critic is frozen, and not its input, while the actor is trained through it."""
+    actor, critic = put(mlp(out=16)), put(mlp(80, 3, 1))
+    target = copy.deepcopy(critic)
+    of_actor, of_critic = (torch.optim.Adam(model.parameters(), 1e-3) for model in (actor, critic))
+    for _ in range(STEPS):
+        seen, did, after = torch.randn(256, 64), torch.randn(256, 16), torch.randn(256, 64)
+        with torch.no_grad():
+            worth = torch.randn(256, 1) + 0.99 * target(torch.cat([after, actor(after).tanh()], 1))
+        first = F.mse_loss(critic(torch.cat([seen, did], 1)), worth)
+        of_critic.zero_grad()
+        first.backward()
+        of_critic.step()
+        critic.requires_grad_(False)
+        second = -critic(torch.cat([seen, actor(seen).tanh()], 1)).mean()
+        of_actor.zero_grad()
+        second.backward()
+        of_actor.step()
+        critic.requires_grad_(True)
+        ended([first, second])
+
+
 def rollouts(put: Put, ended: Ended) -> None:
     """Proximal policy optimization: what a policy has done is collected, and trained on in parts, several times."""
     model = put(mlp(out=9))
@@ -1018,6 +1040,7 @@ LOOPS: dict[str, Loop] = {
     "gradients_put_aside": Loop(gradients_put_aside, plans=3),
     "two_sources_of_loss": Loop(two_sources_of_loss),
     "losses_one_by_one": Loop(losses_one_by_one),
+    "actor_critic": Loop(actor_critic, plans=5, share=0.77),
     "rollouts": Loop(rollouts, plans=4, off=0.02),
     "weights_from_gradients": Loop(weights_from_gradients),
     "own_predictions": Loop(own_predictions, plans=4, off=0.03),

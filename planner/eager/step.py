@@ -145,7 +145,7 @@ def _differentiate(outputs: list[Any], loss_fn: LossFn | None, recorder: Recorde
 
 
 def _allocate(nbytes: int) -> torch.Tensor:
-    return torch.empty(max(0, nbytes), dtype=torch.uint8)
+    return torch.empty(max(0, nbytes), dtype=torch.float8_e5m2)  # small tensors of integers would be real
 
 
 @contextmanager

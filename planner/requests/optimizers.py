@@ -16,13 +16,15 @@ Found = tuple[weakref.ref[optim.Optimizer], ...]
 def optimizers_of(model: nn.Module, stepped: Iterable[optim.Optimizer] = ()) -> list[optim.Optimizer]:
     """The optimizers that train a model's parameters.
 
-    All that were seen to step come first, as their state is there; then others that exist, the latest first: an earlier
-    one with the same parameters is taken for one that is no longer used. O(objects of the process).
+    All that were seen to step come first, as their state is there, though the parameters may be frozen now; then others
+    that exist, the latest first: an earlier one with the same parameters is taken for one that is no longer used.
+    O(objects of the process).
     """
-    own = {id(p) for p in model.parameters() if p.requires_grad}
+    parameters = {id(p): p for p in model.parameters()}
+    own = {at for at, p in parameters.items() if p.requires_grad}
     # isinstance() asks objects for their class, and some raise
     there = [o for o in gc.get_objects() if issubclass(type(o), optim.Optimizer) and not wraps_another(o)]
-    found = [optimizer for optimizer in stepped if trained_by(optimizer) & own]
+    found = [optimizer for optimizer in stepped if trained_by(optimizer) & parameters.keys()]
     taken = {p for optimizer in found for p in trained_by(optimizer)} & own
     for optimizer in reversed(there):
         trains = trained_by(optimizer) & own

@@ -235,9 +235,10 @@ class Applied:
         """
         if self.newest is None:
             return 0
-        record, gradients = self.newest.record, [p for p in self.model.parameters() if p.requires_grad]
-        lines = sum(record.account.get(name, 0) for name in ("parameters", "buffers", "optimizer state"))
-        return lines + storage_bytes(gradients)
+        account, parameters = self.newest.record.account, self.model.parameters()
+        with_gradients = [p for p in parameters if p.requires_grad or p.grad is not None]  # frozen now, it may have one
+        lines = sum(account.get(name, 0) for name in ("parameters", "buffers", "optimizer state"))
+        return lines + storage_bytes(with_gradients)
 
     def was_trained(self) -> bool:
         """Whether a backward pass has come of some call, as far as that is known."""
