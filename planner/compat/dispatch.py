@@ -24,7 +24,16 @@ _EVAL_FRAME = eval_frame.__file__
 _ENTERED = "_inference_mode_context"  # of a `torch.inference_mode` that was entered (2.11 to 2.15)
 _QUESTIONS = 3  # each takes 0.1 s
 
-__all__ = ["LastingMode", "finds_ops", "lasting_modes_off", "modes_here", "switch_off", "switch_on", "written"]
+__all__ = [
+    "LastingMode",
+    "finds_ops",
+    "lasting_modes_off",
+    "may_last",
+    "modes_here",
+    "switch_off",
+    "switch_on",
+    "written",
+]
 
 
 class LastingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -65,6 +74,17 @@ def switch_off(mode: LastingMode) -> None:
     mode.over = True
     if modes_here()[-1:] == [mode] and _may_leave(mode):
         _pop_mode()
+
+
+def may_last() -> bool:
+    """Whether a mode that is put on here is found by ops for as long as it stays on.
+
+    A context of inference mode, and code that torch.compile made, take away as they end the key by which ops find
+    modes, and leave the mode, which then hides those put on after it: under a FakeTensorMode, real tensors are made.
+    """
+    return not torch.is_inference_mode_enabled() and not any(
+        code.co_filename == _EVAL_FRAME for code, _ in _place()[1:]
+    )
 
 
 def finds_ops() -> bool:
