@@ -308,6 +308,18 @@ def test_an_evaluation_counts_no_fake_tensors_and_no_batch_twice():
         model(torch.randn(16, 32))
 
 
+def test_what_was_there_in_an_evaluation_and_is_gone_counts_no_more():
+    model, batch, _ = trained(budget_gb="80 kB")
+    model(batch).mean().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with torch.no_grad():
+            model(batch)
+        model.zero_grad()  # 12.7 kB
+        torch.randn(15_000)  # with parameters and two batches, 76 kB
+        model(batch)
+
+
 def test_what_looks_at_evaluations_ends_with_the_model():
     model, batch, _ = trained()
     with torch.no_grad():

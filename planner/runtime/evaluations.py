@@ -14,7 +14,7 @@ from torch import nn, optim
 from planner.compat.autograd import is_transformed
 from planner.compat.dispatch import LastingMode, may_last, switch_off, switch_on
 from planner.compat.tensors import is_traceable_wrapper_subclass, storage_key
-from planner.core.call import storages, tensors_in
+from planner.core.call import inside, storages, tensors_in
 from planner.core.plan import PlanRecord
 from planner.errors import gb, warn
 from planner.runtime.cuda_graphs import captures
@@ -27,12 +27,13 @@ log = logging.getLogger("planner")
 
 
 class _Live(LastingMode):  # type: ignore[no-untyped-call]
-    """The most bytes of the tensors that ops made and that were alive at once."""
+    """The most bytes of tensors that were alive at once: of those that ops made, and of what was there before."""
 
     def __init__(self, device: torch.device, before: _Live | None = None) -> None:
         super().__init__()
         self.device, self.process = device, os.getpid()
         self.made: MadeStorages = MadeStorages() if before is None else before.made
+        self.beside: MadeStorages = MadeStorages() if before is None else before.beside
         self.most: int = 0 if before is None else before.most
         self._ops: int = 0 if before is None else before._ops
 
@@ -57,9 +58,16 @@ class _Live(LastingMode):  # type: ignore[no-untyped-call]
                     storage = t.untyped_storage()
                     if storage.device == self.device:  # not of a FakeTensorMode, whose tensors take nothing
                         self.made.add(storage, key)
-            self.most = max(self.most, self.made.live)
+            self.most = max(self.most, self.made.live + self.beside.live)
         except Exception as e:  # a tensor without a storage, or one of the loop's own kind: the loop goes on
             log.debug("an op of an evaluation was not looked at: %s: %s", type(e).__name__, e)
+
+    def hold(self, tree: Any) -> None:
+        """These are there as well."""
+        for t in [part for outer in tensors_in(tree) for part in inside(outer)]:
+            if t.device == self.device and (key := storage_key(t)) not in self.made.made:
+                self.beside.add(t.untyped_storage(), key)
+        self.most = max(self.most, self.made.live + self.beside.live)
 
     def leave(self) -> None:
         """The model is gone: there is nobody to tell."""
@@ -80,7 +88,7 @@ class Evaluations:
 
     def __init__(self) -> None:
         self._largest = self._took = 0  # bytes of the batch, and of all that its call took
-        self._beside = self._budget = 0  # bytes of what was there before, with the batch; of the plan's budget
+        self._others = self._budget = 0  # bytes of other planned models, and of the plan's budget
         self._first = MadeStorages()  # the batch of the first call that is looked at
         self._made = False  # whether the loop makes the batches, which are not part of its data then
         self.live: _Live | None = None
@@ -119,6 +127,7 @@ class Evaluations:
         self._largest, self._budget = nbytes, plan.budget_bytes
         alone = (self.live is None or self.live.over) and not may_last()
         live = self._look(model, device, here)
+        live.hold([static(), here])
         try:
             result = call(*args, **kwargs)
         except BaseException:
@@ -126,10 +135,8 @@ class Evaluations:
             raise
         if alone:
             switch_off(live)
-        there = storages([static(), here])
-        made = live.made.made.copy()
-        self._beside = sum(nbytes for key, nbytes in there.items() if key not in made) + plan.step.loop.others
-        self._took = self._beside + live.most
+        self._others = plan.step.loop.others
+        self._took = self._others + live.most
         self._judge(live)
         return result
 
@@ -172,7 +179,7 @@ class Evaluations:
         return live.made.live + (self._first.live if self._made else 0)
 
     def _judge(self, live: _Live) -> None:
-        takes = self._beside + live.most
+        takes = self._others + live.most
         if takes > self._budget and not self.warned:
             self.warned = True
             warn(
