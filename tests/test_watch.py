@@ -308,6 +308,20 @@ def test_an_evaluation_counts_no_fake_tensors_and_no_batch_twice():
         model(torch.randn(16, 32))
 
 
+def test_fake_tensors_between_the_steps_take_nothing():
+    model, batch = perceptron(), torch.randn(16, 32)
+    plan(model, budget_gb="1 MB", loss_fn=torch.Tensor.mean).apply()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(4):
+            model(batch).mean().backward()
+            model.zero_grad()
+            with FakeTensorMode():
+                _held = torch.empty(2**20).relu_()
+    loop = attached(model).watch.loop
+    assert (loop.beside, loop.around) == (0, 0)
+
+
 def test_what_was_there_in_an_evaluation_and_is_gone_counts_no_more():
     model, batch, _ = trained(budget_gb="80 kB")
     model(batch).mean().backward()
