@@ -308,6 +308,25 @@ def test_an_evaluation_counts_no_fake_tensors_and_no_batch_twice():
         model(torch.randn(16, 32))
 
 
+def test_an_evaluation_may_be_of_tensors_that_have_no_storage():
+    model, batch, _ = trained()
+    with torch.no_grad():
+        plain = model(batch)
+        each = torch.vmap(model)(batch)  # while the first is looked at
+        model[0].forward = lambda x: nn.functional.linear(x.to_dense(), model[0].weight, model[0].bias)
+        rows = torch.cat([batch, batch])
+        assert torch.equal(model(rows.to_sparse_csr()), model(rows.to_mkldnn()))
+    assert torch.allclose(each, plain, atol=1e-6)
+
+
+def test_an_evaluation_in_what_leaves_inference_mode_leaves_no_mode():
+    model, batch, _ = trained()
+    with torch.inference_mode(), torch.inference_mode(False), torch.no_grad():
+        model(batch)
+    with FakeTensorMode():
+        assert isinstance(torch.empty(4), FakeTensor)
+
+
 def test_fake_tensors_between_the_steps_take_nothing():
     model, batch = perceptron(), torch.randn(16, 32)
     plan(model, budget_gb="1 MB", loss_fn=torch.Tensor.mean).apply()

@@ -82,9 +82,9 @@ def may_last() -> bool:
     A context of inference mode, and code that torch.compile made, take away as they end the key by which ops find
     modes, and leave the mode, which then hides those put on after it: under a FakeTensorMode, real tensors are made.
     """
-    return not torch.is_inference_mode_enabled() and not any(
-        code.co_filename == _EVAL_FRAME for code, _ in _place()[1:]
-    )
+    if torch.is_inference_mode_enabled() or any(code.co_filename == _EVAL_FRAME for code, _ in _place()[1:]):
+        return False
+    return not _inference_entered()  # around an `inference_mode(False)`
 
 
 def finds_ops() -> bool:
@@ -135,7 +135,12 @@ def _may_leave(mode: LastingMode) -> bool:
     if compiled or mode.asked == _QUESTIONS:
         return False
     mode.asked += 1
-    return not any(type(x) is torch.inference_mode and hasattr(x, _ENTERED) for x in gc.get_objects())
+    return not _inference_entered()
+
+
+def _inference_entered() -> bool:
+    """Whether there is a `torch.inference_mode` that was entered, among all objects."""
+    return any(type(x) is torch.inference_mode and hasattr(x, _ENTERED) for x in gc.get_objects())
 
 
 def _place() -> tuple[tuple[CodeType, int], ...]:

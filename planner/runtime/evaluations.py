@@ -115,9 +115,9 @@ class Evaluations:
         """
         (args, kwargs), device = batch, next(model.parameters()).device
         given = tensors_in(batch)
-        here = [t for t in given if t.device == device and not t.is_sparse]
+        here = [t for t in given if t.device == device and t.layout == torch.strided]
         nbytes, most = sum(t.nbytes for t in here), self._largest
-        if self.live is not None:
+        if self.live is not None and not is_transformed(given):
             self._made |= {storage_key(t) for t in here} <= self.live.made.made.keys()
         hardly = nbytes < LARGER * most and nbytes * self._took <= plan.budget_bytes * most
         if self.warned or nbytes <= most or hardly or captures(model) or not may_look():
