@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensor, FakeTensorMode
 
 from planner import OptionError, PlanWarning, applied_plan, plan
 from planner.compat.dispatch import modes_here
@@ -252,6 +253,117 @@ def test_what_the_loop_makes_of_an_evaluation_is_looked_at_until_the_next_step()
                 assert torch.cat(held).shape == (320, 32)
         assert applied_plan(model).record.step.loop.around == sum(t.nbytes for t in held)
     assert len([each for each in caught if "without gradients take" in str(each.message)]) == 1
+
+
+def trained(budget_gb=1.0, optimizer=torch.optim.SGD):
+    """A model, a batch of its training, and an optimizer: nothing more is to be learnt of the loop."""
+    model, batch = perceptron(), torch.randn(16, 32)
+    plan(model, budget_gb=budget_gb, loss_fn=torch.Tensor.mean).apply()
+    steps = optimizer(model.parameters())
+    for _ in range(6):
+        model(batch).mean().backward()
+        steps.step()
+        steps.zero_grad()
+    assert modes_here() == []
+    return model, batch, steps
+
+
+@pytest.mark.parametrize("context", ["inference", "compiled"])
+def test_an_evaluation_leaves_no_mode_that_hides_those_of_the_loop(context):
+    model, batch, _ = trained()
+    if context == "inference":
+        with torch.inference_mode():
+            held = [model(batch) for _ in range(3)]
+    else:
+        held = torch.compile(torch.no_grad()(lambda x: [model(x) for _ in range(3)]), backend="eager")(batch)
+    with FakeTensorMode():
+        assert isinstance(torch.empty(4), FakeTensor)
+    assert modes_here() == []
+    model(batch)
+    assert attached(model).watch.loop.around == sum(t.nbytes for t in held)
+
+
+def test_what_the_account_has_lines_for_is_not_what_an_evaluation_has_left():
+    model, batch, _ = trained()
+    adam = torch.optim.Adam(model.parameters())
+    model(batch).mean().backward()
+    with torch.no_grad():
+        model(batch)
+        for p in model.parameters():
+            p.data = p.data.clone()
+    adam.step()  # makes its state
+    model(batch)
+    assert attached(model).watch.loop.around == 0
+
+
+def test_an_evaluation_counts_no_fake_tensors_and_no_batch_twice():
+    model, _, _ = trained(budget_gb="600 kB")  # of 1000 rows, the batch and what its call makes take 384 kB at once
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with torch.no_grad():
+            for rows in (600, 800, 1000, 1300):
+                model(torch.randn(rows, 32))
+        with FakeTensorMode():
+            torch.empty(2**20).relu()
+        model(torch.randn(16, 32))
+
+
+def test_an_evaluation_may_be_of_tensors_that_have_no_storage():
+    model, batch, _ = trained()
+    with torch.no_grad():
+        plain = model(batch)
+        each = torch.vmap(model)(batch)  # while the first is looked at
+        model[0].forward = lambda x: nn.functional.linear(x.to_dense(), model[0].weight, model[0].bias)
+        rows = torch.cat([batch, batch])
+        assert torch.equal(model(rows.to_sparse_csr()), model(rows.to_mkldnn()))
+    assert torch.allclose(each, plain, atol=1e-6)
+
+
+def test_an_evaluation_in_what_leaves_inference_mode_leaves_no_mode():
+    model, batch, _ = trained()
+    with torch.inference_mode(), torch.inference_mode(False), torch.no_grad():
+        model(batch)
+    with FakeTensorMode():
+        assert isinstance(torch.empty(4), FakeTensor)
+
+
+def test_fake_tensors_between_the_steps_take_nothing():
+    model, batch = perceptron(), torch.randn(16, 32)
+    plan(model, budget_gb="1 MB", loss_fn=torch.Tensor.mean).apply()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(4):
+            model(batch).mean().backward()
+            model.zero_grad()
+            with FakeTensorMode():
+                _held = torch.empty(2**20).relu_()
+    loop = attached(model).watch.loop
+    assert (loop.beside, loop.around) == (0, 0)
+
+
+def test_what_was_there_in_an_evaluation_and_is_gone_counts_no_more():
+    model, batch, _ = trained(budget_gb="80 kB")
+    model(batch).mean().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with torch.no_grad():
+            model(batch)
+        model.zero_grad()  # 12.7 kB
+        torch.randn(15_000)  # with parameters and two batches, 76 kB
+        model(batch)
+
+
+def test_what_looks_at_evaluations_ends_with_the_model():
+    model, batch, _ = trained()
+    with torch.no_grad():
+        model(batch)
+    (mode,) = modes_here()
+    assert not mode.over
+    del model, _
+    gc.collect()
+    assert mode.over
+    trained()
+    assert modes_here() == []
 
 
 def test_a_model_without_a_plan_that_takes_more_than_the_budget_between_the_steps_is_said_once():

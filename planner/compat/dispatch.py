@@ -24,7 +24,16 @@ _EVAL_FRAME = eval_frame.__file__
 _ENTERED = "_inference_mode_context"  # of a `torch.inference_mode` that was entered (2.11 to 2.15)
 _QUESTIONS = 3  # each takes 0.1 s
 
-__all__ = ["LastingMode", "finds_ops", "lasting_modes_off", "modes_here", "switch_off", "switch_on", "written"]
+__all__ = [
+    "LastingMode",
+    "finds_ops",
+    "lasting_modes_off",
+    "may_last",
+    "modes_here",
+    "switch_off",
+    "switch_on",
+    "written",
+]
 
 
 class LastingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -65,6 +74,17 @@ def switch_off(mode: LastingMode) -> None:
     mode.over = True
     if modes_here()[-1:] == [mode] and _may_leave(mode):
         _pop_mode()
+
+
+def may_last() -> bool:
+    """Whether a mode that is put on here is found by ops for as long as it stays on.
+
+    A context of inference mode, and code that torch.compile made, take away as they end the key by which ops find
+    modes, and leave the mode, which then hides those put on after it: under a FakeTensorMode, real tensors are made.
+    """
+    if torch.is_inference_mode_enabled() or any(code.co_filename == _EVAL_FRAME for code, _ in _place()[1:]):
+        return False
+    return not _inference_entered()  # around an `inference_mode(False)`
 
 
 def finds_ops() -> bool:
@@ -115,7 +135,12 @@ def _may_leave(mode: LastingMode) -> bool:
     if compiled or mode.asked == _QUESTIONS:
         return False
     mode.asked += 1
-    return not any(type(x) is torch.inference_mode and hasattr(x, _ENTERED) for x in gc.get_objects())
+    return not _inference_entered()
+
+
+def _inference_entered() -> bool:
+    """Whether there is a `torch.inference_mode` that was entered, among all objects."""
+    return any(type(x) is torch.inference_mode and hasattr(x, _ENTERED) for x in gc.get_objects())
 
 
 def _place() -> tuple[tuple[CodeType, int], ...]:

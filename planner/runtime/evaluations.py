@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
+import logging
+import os
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import nn, optim
 
 from planner.compat.autograd import is_transformed
-from planner.compat.dispatch import LastingMode, switch_off, switch_on
+from planner.compat.dispatch import LastingMode, may_last, switch_off, switch_on
 from planner.compat.tensors import is_traceable_wrapper_subclass, storage_key
-from planner.core.call import storages, tensors_in
+from planner.core.call import inside, storages, tensors_in
 from planner.core.plan import PlanRecord
 from planner.errors import gb, warn
 from planner.runtime.cuda_graphs import captures
@@ -21,31 +23,55 @@ from planner.runtime.made import MadeStorages
 LARGER = 1.25  # times the largest batch without gradients: such a one is looked at
 MOST_OPS = 200_000  # of an evaluation: no more are looked at
 
+log = logging.getLogger("planner")
+
 
 class _Live(LastingMode):  # type: ignore[no-untyped-call]
-    """The most bytes of the tensors that ops made and that were alive at once."""
+    """The most bytes of tensors that were alive at once: of those that ops made, and of what was there before."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, before: _Live | None = None) -> None:
         super().__init__()
-        self.device, self.made = device, MadeStorages()
-        self.most = self._ops = 0
+        self.device, self.process = device, os.getpid()
+        self.made: MadeStorages = MadeStorages() if before is None else before.made
+        self.beside: MadeStorages = MadeStorages() if before is None else before.beside
+        self.most: int = 0 if before is None else before.most
+        self._ops: int = 0 if before is None else before._ops
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.over:
+        if self.over or os.getpid() != self.process:
             return func(*args, **kwargs)
         if any(map(is_traceable_wrapper_subclass, tensors_in((args, kwargs)))):
             return NotImplemented  # the wrapper's own ops on the tensors inside it come here
         result = func(*args, **kwargs)
-        with suppress(RuntimeError, NotImplementedError):  # a tensor without a storage
-            given = {storage_key(t) for t in tensors_in((args, kwargs))}
-            for t in tensors_in(result):
-                if t.device == self.device and (key := storage_key(t)) not in given:
-                    self.made.add(t.untyped_storage(), key)
-            self.most = max(self.most, self.made.live)
+        self.enter(result, (args, kwargs))
         self._ops += 1
         self.over |= self._ops > MOST_OPS
         return result
+
+    def enter(self, result: Any, given: Any) -> None:
+        """An op has made these, as far as they are not what it was given."""
+        try:
+            before = {storage_key(t) for t in tensors_in(given)}
+            for t in tensors_in(result):
+                if t.device == self.device and (key := storage_key(t)) not in before:
+                    storage = t.untyped_storage()
+                    if storage.device == self.device:  # not of a FakeTensorMode, whose tensors take nothing
+                        self.made.add(storage, key)
+            self.most = max(self.most, self.made.live + self.beside.live)
+        except Exception as e:  # a tensor without a storage, or one of the loop's own kind: the loop goes on
+            log.debug("an op of an evaluation was not looked at: %s: %s", type(e).__name__, e)
+
+    def hold(self, tree: Any) -> None:
+        """These are there as well."""
+        for t in [part for outer in tensors_in(tree) for part in inside(outer)]:
+            if t.device == self.device and (key := storage_key(t)) not in self.made.made:
+                self.beside.add(t.untyped_storage(), key)
+        self.most = max(self.most, self.made.live + self.beside.live)
+
+    def leave(self) -> None:
+        """The model is gone: there is nobody to tell."""
+        self.over = True
 
 
 class Evaluations:
@@ -62,7 +88,7 @@ class Evaluations:
 
     def __init__(self) -> None:
         self._largest = self._took = 0  # bytes of the batch, and of all that its call took
-        self._beside = self._budget = 0  # bytes of what was there before, with the batch; of the plan's budget
+        self._others = self._budget = 0  # bytes of other planned models, and of the plan's budget
         self._first = MadeStorages()  # the batch of the first call that is looked at
         self._made = False  # whether the loop makes the batches, which are not part of its data then
         self.live: _Live | None = None
@@ -89,48 +115,71 @@ class Evaluations:
         """
         (args, kwargs), device = batch, next(model.parameters()).device
         given = tensors_in(batch)
-        here = [t for t in given if t.device == device and not t.is_sparse]
+        here = [t for t in given if t.device == device and t.layout == torch.strided]
         nbytes, most = sum(t.nbytes for t in here), self._largest
-        if self.live is not None:
+        if self.live is not None and not is_transformed(given):
             self._made |= {storage_key(t) for t in here} <= self.live.made.made.keys()
         hardly = nbytes < LARGER * most and nbytes * self._took <= plan.budget_bytes * most
         if self.warned or nbytes <= most or hardly or captures(model) or not may_look():
-            return call(*args, **kwargs)
+            return self._unseen(call, args, kwargs)
         if is_transformed([*model.parameters(), *given]):
             return call(*args, **kwargs)
-        self._largest, self._budget, live = nbytes, plan.budget_bytes, self.live or _Live(device)
+        self._largest, self._budget = nbytes, plan.budget_bytes
+        alone = (self.live is None or self.live.over) and not may_last()
+        live = self._look(model, device, here)
+        live.hold([static(), here])
         try:
-            if self.live is None:
-                self.live, self._first = live, MadeStorages()
-                for t in here:
-                    self._first.add(t.untyped_storage(), storage_key(t))
-                switch_on(live)
             result = call(*args, **kwargs)
         except BaseException:
             self.end()
             raise
-        self._beside = sum(storages(static()).values()) + nbytes + plan.step.loop.others
-        self._took = self._beside + live.most
+        if alone:
+            switch_off(live)
+        self._others = plan.step.loop.others
+        self._took = self._others + live.most
         self._judge(live)
         return result
 
-    def end(self, batch: Any = None) -> int:
+    def _look(self, model: nn.Module, device: torch.device, batch: Sequence[torch.Tensor]) -> _Live:
+        """The mode that is on, or another one in its place."""
+        live = self.live
+        if live is not None and not live.over:
+            return live
+        if live is None:
+            self._first = MadeStorages()
+            for t in batch:
+                self._first.add(t.untyped_storage(), storage_key(t))
+        self.live = _Live(device, live)
+        weakref.finalize(model, self.live.leave).atexit = False
+        switch_on(self.live)
+        return self.live
+
+    def _unseen(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A call that is not looked at; its results are, where the mode could not stay on."""
+        result = call(*args, **kwargs)
+        if self.live is not None and self.live.over:
+            self.live.enter(result, (args, kwargs))
+        return result
+
+    def end(self, batch: Any = None, model: nn.Module | None = None, optimizers: Sequence[optim.Optimizer] = ()) -> int:
         """A training call begins, or the plan is taken off: what ran without gradients has ended.
 
-        Returns the bytes of what was made there and is still held, without the batch of the training call.
+        Returns the bytes of what was made there and is still held, without what the account has lines for: the batch of
+        the training call, and the model's parameters, buffers, gradients and state of optimizers, as they are now.
         """
         live, self.live = self.live, None
         if live is None:
             return 0
         switch_off(live)
         self._judge(live)
-        for key in storages(batch):
+        own = [] if model is None else [(p, p.grad) for p in model.parameters()] + list(model.buffers())
+        for key in storages([batch, own, [list(optimizer.state.values()) for optimizer in optimizers]]):
             live.made.drop(key)
             self._first.drop(key)
         return live.made.live + (self._first.live if self._made else 0)
 
     def _judge(self, live: _Live) -> None:
-        takes = self._beside + live.most
+        takes = self._others + live.most
         if takes > self._budget and not self.warned:
             self.warned = True
             warn(

@@ -341,7 +341,7 @@ class Recorder(LastingMode):
         into = {storage_key(t) for t in tensors_in(written(func, args, kwargs))}
         inputs, backward = self._note_inputs(tensors_in((args, kwargs)), into), in_backward()
         for t in tensors_in(result):
-            if t.device == self.device and (key := storage_key(t)) not in inputs and key not in self.made.made:
+            if self._is_here(t) and (key := storage_key(t)) not in inputs and key not in self.made.made:
                 self.known.discard(key)  # of a storage that is gone
                 self.used.pop(key, None)
                 self.made.add(t.untyped_storage(), key)
@@ -357,6 +357,10 @@ class Recorder(LastingMode):
         self.events.append(Event(self.made.live, name, backward))
         self.over |= len(self.events) > MOST_OPS
 
+    def _is_here(self, t: torch.Tensor) -> bool:
+        """Whether a tensor takes memory on the device: one of a FakeTensorMode takes none."""
+        return t.device == self.device and t.untyped_storage().device == self.device
+
     def _note_inputs(self, given: Sequence[torch.Tensor], into: set[int]) -> set[int]:
         """Enter the tensors that existed before and that are used, and the storages that are written into.
 
@@ -364,7 +368,7 @@ class Recorder(LastingMode):
         """
         inputs = set()
         for t in given:
-            if t.device != self.device:
+            if not self._is_here(t):
                 continue
             key = storage_key(t)
             inputs.add(key)

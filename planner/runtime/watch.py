@@ -116,7 +116,7 @@ class Watch:
         left_over = self._fates.left_over(waiting)
         others = [number for number in waiting if number not in left_over]
         self._begin(role, others)
-        if left := self.evaluations.end(batch):
+        if left := self.evaluations.end(batch, self._model(), self.optimizers()):
             self._learnt.finds(Loop(around=left))
         recorder = self.recorder
         if recorder is not None and (recorder.losses or recorder.over):
