@@ -207,6 +207,7 @@ class Applied:
 
     def _learns(self, watch: Watch, parameters: Sequence[nn.Parameter], batch: Any, role: Role) -> bool:
         """Whether plans for calls in a role have to be made anew, for what the loop was seen to do."""
+        watch.budget = None if self.newest is None else self.newest.record.budget_bytes
         seen = watch.call_begins(parameters, batch, self.waiting_calls(), role)
         if not watch.settled and not watch.fresh:
             return False

@@ -168,6 +168,7 @@ class StepRuntime(Applied):
         """Plan for the step that has ended, as the next one will be like it."""
         assert self.watch is not None
         seen, self.seen, self.present = self.seen, CallsSeen(), None
+        self.watch.budget = next((kind.record.budget_bytes for kind in self.kinds if kind.record is not None), None)
         loop = self.watch.call_begins(parameters, batch, self.waiting_calls())
         if seen.why:
             self._warn(seen.why)

@@ -72,7 +72,8 @@ class Watch:
         self.seen: weakref.WeakSet[optim.Optimizer] = weakref.WeakSet()
         self.recorder: Recorder | None = None
         self._workspaces: dict[str, int] = {}
-        self._state = self._budget = 0  # bytes that the latest plan counts for it, and of that plan's budget
+        self._state = 0  # bytes that the latest plan counts for it
+        self.budget: int | None = None  # of the newest plan, in bytes
         self._said = False  # that the loop takes more than that between its steps
         self.between = 0  # bytes that the loop made between the calls of a step, and that stayed
         self._loss_at = -1  # of what may be the loss, or not, its position among the leaves of the output
@@ -170,9 +171,9 @@ class Watch:
         seen = loss_seen(recorder, self._workspaces, found.left, found.read)
         held = {at for loss in recorder.losses for at in loss.held}
         own = [states, [p for p, _ in counted] if recorder.passing else counted]
-        if not self._said and (took := between_steps(recorder, own)) > self._budget:
+        if self.budget and not self._said and (took := between_steps(recorder, own)) > self.budget:
             self._said = True
-            warn_between(took, self._budget)
+            warn_between(took, self.budget)
         roles, came_round = [*self._recorded], recorder.came_round
         self.recorder, between, self.between = None, self.between, 0
         self._earlier = recorder
@@ -219,7 +220,7 @@ class Watch:
         if self.settled and self._first and (model := self._model()) is not None:
             self._kept.look(plan, model, round_begins=self._rounds.calls == 1)
         self._number = number
-        self._state, self._budget = plan.account.get("optimizer state", 0), plan.budget_bytes
+        self._state = plan.account.get("optimizer state", 0)
         if asks:
             when_begun((result, made()), partial(_backward_of, weakref.ref(self), number))
 
