@@ -234,6 +234,7 @@ def test_the_demo_holds():
         r"overhead +[+-][\d.]+%",
     ):
         assert re.search(f"^{line}", result.stdout, flags=re.MULTILINE), line
+    assert "PlanWarning" not in result.stderr
 
 
 def test_the_demo_says_when_nothing_fits(monkeypatch, capsys):
