@@ -18,12 +18,18 @@ from planner.core.call import inside, storages, tensors_in
 from planner.core.plan import PlanRecord
 from planner.errors import gb, warn
 from planner.runtime.cuda_graphs import captures
-from planner.runtime.made import MadeStorages
+from planner.runtime.made import MadeStorages, takes_memory
 
 LARGER = 1.25  # times the largest batch without gradients: such a one is looked at
 MOST_OPS = 200_000  # of an evaluation: no more are looked at
 
 log = logging.getLogger("planner")
+
+
+def tensors_of(model: nn.Module, optimizers: Sequence[optim.Optimizer]) -> Any:
+    """A tree of a model's parameters, buffers, gradients, and the state of its optimizers."""
+    own = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters())]
+    return [own, [list(optimizer.state.values()) for optimizer in optimizers]]
 
 
 class _Live(LastingMode):  # type: ignore[no-untyped-call]
@@ -54,10 +60,8 @@ class _Live(LastingMode):  # type: ignore[no-untyped-call]
         try:
             before = {storage_key(t) for t in tensors_in(given)}
             for t in tensors_in(result):
-                if t.device == self.device and (key := storage_key(t)) not in before:
-                    storage = t.untyped_storage()
-                    if storage.device == self.device:  # not of a FakeTensorMode, whose tensors take nothing
-                        self.made.add(storage, key)
+                if takes_memory(t, self.device) and (key := storage_key(t)) not in before:
+                    self.made.add(t.untyped_storage(), key)
             self.most = max(self.most, self.made.live + self.beside.live)
         except Exception as e:  # a tensor without a storage, or one of the loop's own kind: the loop goes on
             log.debug("an op of an evaluation was not looked at: %s: %s", type(e).__name__, e)
@@ -88,7 +92,7 @@ class Evaluations:
 
     def __init__(self) -> None:
         self._largest = self._took = 0  # bytes of the batch, and of all that its call took
-        self._others = self._budget = 0  # bytes of other planned models, and of the plan's budget
+        self._others = self._budget = 0  # bytes that the loop holds beside the step, and of the plan's budget
         self._first = MadeStorages()  # the batch of the first call that is looked at
         self._made = False  # whether the loop makes the batches, which are not part of its data then
         self.live: _Live | None = None
@@ -172,8 +176,7 @@ class Evaluations:
             return 0
         switch_off(live)
         self._judge(live)
-        own = [] if model is None else [(p, p.grad) for p in model.parameters()] + list(model.buffers())
-        for key in storages([batch, own, [list(optimizer.state.values()) for optimizer in optimizers]]):
+        for key in storages([batch, [] if model is None else tensors_of(model, optimizers)]):
             live.made.drop(key)
             self._first.drop(key)
         return live.made.live + (self._first.live if self._made else 0)

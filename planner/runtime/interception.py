@@ -24,6 +24,7 @@ from planner.requests.planned import Planned
 from planner.runtime.bypassed import Handle
 from planner.runtime.cuda_graphs import captures, is_graphed, refuse_uncapturable
 from planner.runtime.entries import EntryPoint
+from planner.runtime.evaluations import tensors_of
 from planner.runtime.events import Call, PlanProvider
 from planner.runtime.modes import redirected, refuse_compiled, refuse_transformed, trains
 from planner.runtime.peaks import Peaks, when_begun
@@ -186,8 +187,8 @@ class Applied:
                 self._listened = self.provider.on_step_begin(self.model, self.plans[signature], self.waiting() > 0)
                 if self._listened and attached(self.model) is not self:  # it was planned anew
                     return self.model(*args, **kwargs)
-            whole = not self.awaits_gradients(signature)
-            report = self.peaks.call_begins(self.model, self.plans[signature], whole=whole)
+            first = not self.peaks.reported and not self.awaits_gradients(signature)
+            report = self.peaks.call_begins(self.model, self.plans[signature], first=first)
             result = self.run(signature, args, kwargs)
             if self.watch is not None and (number := self.call_number()) is not None and signature in self.plans:
                 self.watch.called(number, self.plans[signature], result, self.made)
@@ -226,8 +227,7 @@ class Applied:
     def tensors(self) -> Any:
         """The model's parameters, buffers, gradients, and the state of its optimizers."""
         stepped = [] if self.watch is None else self.watch.optimizers()
-        own = [*self.model.parameters(), *self.model.buffers(), *(p.grad for p in self.model.parameters())]
-        return [own, [list(optimizer.state.values()) for optimizer in stepped]]
+        return tensors_of(self.model, stepped)
 
     def stays(self) -> int:
         """Bytes of all of these, as the newest plan counts them.

@@ -10,6 +10,11 @@ import torch
 Made = tuple[int, int]  # a storage that was made: a number that no other one has, and its bytes
 
 
+def takes_memory(t: torch.Tensor, device: torch.device) -> bool:
+    """Whether a tensor takes memory of a device: one of a FakeTensorMode takes none."""
+    return t.device == device and t.untyped_storage().device == device
+
+
 @dataclass
 class MadeStorages:
     """The storages that were entered, and are alive, by identity."""

@@ -46,10 +46,13 @@ class Peaks:
     A plan counts what its step holds, and what the loop was seen to hold. What comes later or between the steps (an
     evaluation, another model, a list that grows) shows in the allocator's peak, which stays there: a look at the 1st,
     2nd, 4th, 8th, ... call is enough.
+
+    Attributes:
+        reported: whether the first step was reported.
     """
 
     def __init__(self) -> None:
-        self._reported = self._warned = False
+        self.reported = self._warned = False
         self._calls = self._earlier = 0
 
     def plan_made(self) -> None:
@@ -57,21 +60,21 @@ class Peaks:
         self._calls = 0
 
     def call_begins(
-        self, model: nn.Module, plan: PlanRecord, *, whole: bool
+        self, model: nn.Module, plan: PlanRecord, *, first: bool
     ) -> Callable[[Any, PlanRecord | None], None]:
         """A call by a plan begins; the function reports what it showed, given its result and the plan that it ran by.
 
         Args:
             model: that is called.
             plan: by which it is to run.
-            whole: whether the call takes all that the plan counts.
+            first: whether it is the one to report.
         """
         self._calls += 1
         if not self._warned and not self._calls & (self._calls - 1):
             self._look(next(model.parameters()).device, plan)
-        if self._reported or not whole:
+        if not first:
             return lambda result, ran: None
-        self._reported, before = True, _begin(model)
+        self.reported, before = True, _begin(model)
         return lambda result, ran: None if ran is None else _report_after(result, ran, before)
 
     def _look(self, device: torch.device, plan: PlanRecord) -> None:

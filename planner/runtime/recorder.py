@@ -23,7 +23,7 @@ from planner.compat.ops import OpOverload
 from planner.compat.pytree import tree_leaves
 from planner.compat.tensors import dense_parts, is_traceable_wrapper_subclass, storage_key
 from planner.core.call import Call, describe_call, storages, tensors_in
-from planner.runtime.made import Made, MadeStorages
+from planner.runtime.made import Made, MadeStorages, takes_memory
 from planner.runtime.outputs import Unasking
 
 MOST_OPS = 200_000  # between two calls of the model: no more are recorded
@@ -341,7 +341,7 @@ class Recorder(LastingMode):
         into = {storage_key(t) for t in tensors_in(written(func, args, kwargs))}
         inputs, backward = self._note_inputs(tensors_in((args, kwargs)), into), in_backward()
         for t in tensors_in(result):
-            if self._is_here(t) and (key := storage_key(t)) not in inputs and key not in self.made.made:
+            if takes_memory(t, self.device) and (key := storage_key(t)) not in inputs and key not in self.made.made:
                 self.known.discard(key)  # of a storage that is gone
                 self.used.pop(key, None)
                 self.made.add(t.untyped_storage(), key)
@@ -357,10 +357,6 @@ class Recorder(LastingMode):
         self.events.append(Event(self.made.live, name, backward))
         self.over |= len(self.events) > MOST_OPS
 
-    def _is_here(self, t: torch.Tensor) -> bool:
-        """Whether a tensor takes memory on the device: one of a FakeTensorMode takes none."""
-        return t.device == self.device and t.untyped_storage().device == self.device
-
     def _note_inputs(self, given: Sequence[torch.Tensor], into: set[int]) -> set[int]:
         """Enter the tensors that existed before and that are used, and the storages that are written into.
 
@@ -368,7 +364,7 @@ class Recorder(LastingMode):
         """
         inputs = set()
         for t in given:
-            if not self._is_here(t):
+            if not takes_memory(t, self.device):
                 continue
             key = storage_key(t)
             inputs.add(key)

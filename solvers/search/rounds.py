@@ -166,9 +166,7 @@ def anneal(search: Search, aim: Aim, starts: list[Candidate], effort: Effort) ->
         steps, seconds = each_of(problem, gaps, Effort(share * effort.steps, until), walks)
         needed = WARMED * gaps * len(problem.ops) + 1
         hot *= min(1.0, steps / needed)
-        tied = min(
-            TIED[at], math.ceil(needed / max(1.0, steps))
-        )  # so many times fewer decisions take the steps there are
+        tied = min(TIED[at], math.ceil(needed / max(1.0, steps)))  # so many times fewer decisions need what there is
         chosen = [pool[i % len(pool)] for i in range(walks)]
         round_ = [Walk(c.policy, hot, hot * COLDEST, steps, seconds, seed + i, tied) for i, c in enumerate(chosen)]
         candidates += search.walk(round_, goal, goal.price * aim.enough)
