@@ -917,6 +917,50 @@ def varying_lengths(put: Put, ended: Ended) -> None:
         ended(loss)
 
 
+def _reconstruction():
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(8, 3, 3, padding=1),
+    )
+
+
+def prefetched(put: Put, ended: Ended) -> None:
+    """The next batch is made while the backward pass runs on a GPU, as prefetchers do."""
+    model = put(_reconstruction())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    x, y = torch.randn(32, 3, 16, 16), torch.randn(32, 3, 16, 16)
+    for _ in range(STEPS):
+        loss = F.mse_loss(model(x), y)
+        coming = torch.randn(32, 3, 16, 16), torch.randn(32, 3, 16, 16)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        x, y = coming
+        ended(loss)
+
+
+def one_batch_ahead(put: Put, ended: Ended) -> None:
+    """A generator has the next batch ready when it gives one."""
+
+    def batches():
+        coming = torch.randn(32, 3, 16, 16), torch.randn(32, 3, 16, 16)
+        while True:
+            now, coming = coming, (torch.randn(32, 3, 16, 16), torch.randn(32, 3, 16, 16))
+            yield now
+
+    model = put(_reconstruction())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _, (x, y) in zip(range(STEPS), batches(), strict=False):
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ended(loss)
+
+
 def _gpt2():
     config = transformers.GPT2Config(
         n_layer=1,
@@ -1016,6 +1060,8 @@ LOOPS: dict[str, Loop] = {
     "transformers_loss_only": Loop(transformers_loss_only),
     "two_heads_in_turn": Loop(two_heads_in_turn),
     "backward_twice": Loop(backward_twice),
+    "prefetched": Loop(prefetched),
+    "one_batch_ahead": Loop(one_batch_ahead),
     "varying_lengths": Loop(varying_lengths, plans=3),
     "auxiliary_loss": Loop(auxiliary_loss),
     "autoencoder": Loop(autoencoder),

@@ -133,7 +133,7 @@ def test_the_address_of_a_gradient_that_is_gone_may_come_again():
     left = [{1: (1, 400), 2: (2, 4)}, {1: (3, 4), 2: (4, 400)}]
     recorder.losses += [LossEvents((), 0, (), each, frozenset(), {}) for each in left]
     recorder.arrived += [{1: (1, 400)}, {2: (4, 400)}]
-    found = stays(recorder, ())
+    found = stays(recorder, (), ())
     assert found.left == 4
     seen = loss_seen(recorder, {}, found.left, found.read)
     assert seen is not None

@@ -87,23 +87,25 @@ class Stays:
     freed_passes: int = 0
 
 
-def stays(recorder: Recorder, counted: Any, *, batches: bool = False, awaited: int = 0) -> Stays:
+def stays(recorder: Recorder, batch: Any, counted: Any, *, batches: bool = False, awaited: int = 0) -> Stays:
     """What a loop holds, when the next step begins.
 
     Args:
         recorder: of the step before.
-        counted: a tree of tensors that the account has lines for, the batch of the next step among them.
+        batch: of the next step.
+        counted: a tree of other tensors that the account has lines for.
         batches: whether the step's own batch counts where it is still there; else as far as it gets gradients.
         awaited: bytes of the optimizers' state that the account has and that is not there yet: some of what they made.
     """
     # copies, as what is alive may go while the collector runs; batches of several calls are in flight
     given = (recorder.inputs if batches else recorder.batches).made.copy() if recorder.calls_made == 1 else {}
     others = {*recorder.others, *recorder.passing}
-    own, alive = storages([counted, [other.tensors() for other in others]]).keys(), recorder.made.made.copy()
+    own, alive = storages([batch, counted, [other.tensors() for other in others]]).keys(), recorder.made.made.copy()
+    coming = storages(batch).keys()
     used = {key: used for key, used in recorder.used.copy().items() if key not in own}
     stay = {key: each.nbytes for key, each in used.items() if each.in_step and each.stays}
     later = {key: nbytes for each in (recorder.gradients.made.copy(), given) for key, (_, nbytes) in each.items()}
-    left, before = 0, set[Made]()
+    left, ahead, before = 0, dict[int, int](), set[Made]()
     for loss, arrived in zip(recorder.losses, recorder.arrived, strict=True):
         made = {key: each for key, each in loss.left.items() if arrived.get(key) != each}
         kept = {key: each[1] for key, each in made.items() if alive.get(key) == each}
@@ -113,6 +115,7 @@ def stays(recorder: Recorder, counted: Any, *, batches: bool = False, awaited: i
         held = sum(nbytes for _, nbytes in made.values()) - sum(kept.values())
         left = max(left, held - min(parts, came))
         stay |= kept
+        ahead |= {key: nbytes for key, nbytes in kept.items() if key in coming}  # beside the batch of this step
         before.update(loss.left.values())
     there = {key for older in recorder.older for key in list(older.made)}
     earlier = _without(recorder.before, {*own, *later, *(key for loss in recorder.losses for key in loss.read)})
@@ -121,10 +124,11 @@ def stays(recorder: Recorder, counted: Any, *, batches: bool = False, awaited: i
     fresh = {key: each[1] for key, each in alive.items() if key not in stay and key not in later and each not in before}
     new = _without(fresh, own)  # targets of the next loss and inputs of its later calls are among it
     read = max((sum(loss.read.values()) for loss in recorder.losses), default=0)
-    # those of the next loss take the place of what is gone; what is there still is read again, as by a closure
-    unread = max(
-        (sum(n for key, n in loss.read.items() if key not in recorder.used) for loss in recorder.losses), default=0
-    )
+    # those of the next loss take the place of what is gone, unless they were there before the recording began, as the
+    # next batch was; what is there still is read again, as by a closure
+    came_before = bool(coming) and coming.isdisjoint([*alive, *there, *recorder.inputs.made])
+    gone_reads = [sum(n for key, n in loss.read.items() if key not in recorder.used) for loss in recorder.losses]
+    unread = 0 if came_before else max(gone_reads, default=0)
     states = min(awaited, sum(nbytes for key, nbytes in new.items() if alive[key][0] in recorder.of_optimizer))
     made_since = max(0, sum(new.values()) - states - unread - recorder.later)
     later = _without(later, {*own, *stay})
@@ -133,7 +137,7 @@ def stays(recorder: Recorder, counted: Any, *, batches: bool = False, awaited: i
     unlike = Counter(gone.values()) - Counter([*fresh.values(), *later.values()])
     since = sum(later.values()) + sum(nbytes * times for nbytes, times in unlike.items())
     more = max(since, sum(gone.values()) - made_since)
-    beside = sum(_without(stay, own).values()) + more + sum(other.stays() for other in others)
+    beside = sum(_without(stay, own).values()) + sum(ahead.values()) + more + sum(other.stays() for other in others)
     data = recorder.device.type not in HOSTS
     between = [
         each
