@@ -927,6 +927,49 @@ def _reconstruction():
     )
 
 
+class Layers(nn.Module):
+    """Returns what each layer makes beside the logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        self.head = nn.Linear(64, 8)
+
+    def forward(self, x):
+        hidden = [x := F.gelu(layer(x)) for layer in self.layers]
+        return self.head(x), tuple(hidden)
+
+
+def logits_of_a_tuple(put: Put, ended: Ended) -> None:
+    """The other outputs get no gradient."""
+    model = put(Layers())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(STEPS):
+        x, y = torch.randn(512, 64), torch.randint(8, (512,))
+        logits, _ = model(x)
+        loss = F.cross_entropy(logits, y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ended(loss)
+
+
+def hidden_states_later(put: Put, ended: Ended) -> None:
+    """From the third step on, another output gets a gradient, too."""
+    model = put(Layers())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(STEPS):
+        x, y = torch.randn(512, 64), torch.randint(8, (512,))
+        logits, hidden = model(x)
+        loss = F.cross_entropy(logits, y)
+        if step >= 2:
+            loss = loss + hidden[1].square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ended(loss)
+
+
 def prefetched(put: Put, ended: Ended) -> None:
     """The next batch is made while the backward pass runs on a GPU, as prefetchers do."""
     model = put(_reconstruction())
@@ -1060,6 +1103,8 @@ LOOPS: dict[str, Loop] = {
     "transformers_loss_only": Loop(transformers_loss_only),
     "two_heads_in_turn": Loop(two_heads_in_turn),
     "backward_twice": Loop(backward_twice),
+    "logits_of_a_tuple": Loop(logits_of_a_tuple),
+    "hidden_states_later": Loop(hidden_states_later, plans=3),
     "prefetched": Loop(prefetched),
     "one_batch_ahead": Loop(one_batch_ahead),
     "varying_lengths": Loop(varying_lengths, plans=3),

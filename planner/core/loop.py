@@ -63,6 +63,7 @@ class Loop:
         outputs_held: of the leaves of the model's output, the positions of those that the loop still held when the
             backward pass began; None: all of them.
         only_loss: whether the model's own loss is the only one of its outputs that got a gradient.
+        unreached: the positions of other outputs that may get a gradient and got none.
         loss: the loss, as far as it was computed outside the model; None: not seen.
         beside: bytes of what else the loop used on the device for the loss: parameters of other models, tensors that it
             wrote into.
@@ -83,6 +84,7 @@ class Loop:
 
     outputs_held: tuple[int, ...] | None = None
     only_loss: bool = False
+    unreached: tuple[int, ...] = ()
     loss: LossSeen | None = None
     beside: int = 0
     around: int = 0
@@ -114,6 +116,7 @@ def most_of(one: Loop, other: Loop) -> Loop:
         other,
         outputs_held=None if held is None else tuple(held),
         only_loss=one.only_loss and other.only_loss,
+        unreached=tuple(at for at in one.unreached if at in other.unreached),
         loss=LossSeen(**{name: max(each[name] for each in losses) for name in losses[0]}) if losses else None,
         beside=max(0, most.beside - max(reads)),
         around=most.around,

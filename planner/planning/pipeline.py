@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
 
@@ -82,10 +83,9 @@ def make_plan(
         captured: the step, where it has been captured before.
     """
     refuse_tensors(request)
-    with fakes_forgotten(), random_kept(), lasting_modes_off(), under(request.surroundings, request.model):
-        card = request.device if request.foreign else None
+    with _out_of_sight(request):
         if request.options.mode == "eager":
-            with eager_attention_as_on(card):
+            with eager_attention_as_on(request.device if request.foreign else None):
                 return make_eager_plan(request, others[-1] if others else None, known=known, must_match=must_match)
         if request.options.mode == "inductor":
             refuse_inductor(request.options, request.device.type)
@@ -93,10 +93,37 @@ def make_plan(
                 return make_inductor_plan(request, partial(graph_of, request), lower, others, known, captured)
             planned = make_plan(in_aten(request), others, known=known, must_match=must_match)
             return replace(planned, record=replace(planned.record, note=f"{planned.record.note} {why}".strip()))
-        with collector_paused():
-            graph = captured or graph_of(request)
-            with eager_attention_as_on(card):
-                graph = replace(graph, eager=eager_step(request))
+    graph = _captured(request, captured)
+    try:
+        return _planned(request, graph, others, known, must_match=must_match)
+    except InfeasibleBudgetError:
+        if known is not None or request.loop.loss is not None or graph.fed.keys() <= set(request.loop.unreached):
+            raise
+    # the first step will show whether these outputs get a gradient, and are held
+    held = tuple(at for at in range(len(graph.outputs)) if at not in graph.fed)
+    loop = replace(request.loop, unreached=tuple(sorted(graph.fed)), outputs_held=held)
+    request = replace(request, loop=loop)
+    return _planned(request, _captured(request), others, known, must_match=must_match)
+
+
+@contextmanager
+def _out_of_sight(request: Request) -> Iterator[None]:
+    with fakes_forgotten(), random_kept(), lasting_modes_off(), under(request.surroundings, request.model):
+        yield
+
+
+def _captured(request: Request, graph: TrainingGraph | None = None) -> TrainingGraph:
+    """The step, which may have been captured before, with the same step in eager mode."""
+    with _out_of_sight(request), collector_paused():
+        graph = graph or graph_of(request)
+        with eager_attention_as_on(request.device if request.foreign else None):
+            return replace(graph, eager=eager_step(request))
+
+
+def _planned(
+    request: Request, graph: TrainingGraph, others: Sequence[Planned], known: Known | None, *, must_match: bool
+) -> Planned:
+    """The plan for a captured step."""
 
     def problem_of(of: TrainingGraph) -> Step:
         return lower(request, of, planned_before=bool(others))
@@ -149,6 +176,7 @@ def _graph_of(request: Request, split: Partition, compiler: GraphCompiler) -> Tr
         split,
         taken_loss if request.loss_fn is None and request.loop.only_loss else request.loss_fn,
         compiler,
+        unreached=request.loop.unreached,
         likely=request.assume_median_branch,
     )
     if request.maxima is None:

@@ -94,6 +94,7 @@ def _with(loop: Loop, shown: Loop) -> Loop:
         loop,
         outputs_held=shown.outputs_held,
         only_loss=shown.only_loss,
+        unreached=shown.unreached,
         loss=shown.loss,
         beside=shown.beside,
         around=shown.around,

@@ -149,7 +149,7 @@ class Recorder(LastingMode):
         self.calls: dict[str, Call] = {}
         self.losses: list[LossEvents] = []
         self.arrived: list[dict[int, Made]] = []
-        self.reached: set[int] = set()
+        self.reached, self._awaiting = set[int](), set[int]()  # of the outputs that may get a gradient
         self.passes: list[tuple[bool, dict[int, Made]]] = []
         self.asks_first = False
         self._model = weakref.ref(model)
@@ -213,6 +213,7 @@ class Recorder(LastingMode):
             if isinstance(t, torch.Tensor) and t.requires_grad:
                 arrives = Unasking(partial(self._gradient_arrives, at))
                 self._hooks.append(t.register_hook(arrives))  # type: ignore[no-untyped-call]
+                self._awaiting.add(at)
 
     @property
     def calls_made(self) -> int:
@@ -262,6 +263,11 @@ class Recorder(LastingMode):
         for t in (part for outer in tensors_in(results) for part in dense_parts(outer)):
             if t.device == self.device:
                 self.gradients.add(t.untyped_storage(), storage_key(t))
+
+    @property
+    def unreached(self) -> tuple[int, ...]:
+        """Positions of the outputs that may get a gradient and got none."""
+        return tuple(sorted(self._awaiting - self.reached))
 
     @property
     def graph_retained(self) -> bool:

@@ -186,7 +186,8 @@ class Watch:
             return
         shown = Loop(
             outputs_held=None if len(held) == len(recorder.outputs) else tuple(sorted(held)),
-            only_loss=recorder.reached == {self._loss_at},
+            only_loss=(only_loss := recorder.reached == {self._loss_at}),
+            unreached=() if only_loss else recorder.unreached,
             loss=seen,
             beside=found.beside + between,
             around=found.around,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
-from torch import nn
+from torch import nn, optim
 
+from planner.core.loop import Loop
 from planner.errors import PlannerError, gb, warn
 from planner.requests.planned import Planned
 
@@ -32,6 +34,26 @@ def announce(planned: Planned, seconds: float, why: str = "") -> None:
         gb(record.budget_bytes),
         100 * record.overhead,
     )
+
+
+def why_anew(before: Loop, seen: Loop, optimizers: Sequence[optim.Optimizer]) -> str:
+    """Why plans are made anew, in words that follow "because"."""
+    if seen.gradients != before.gradients:
+        there = {"accumulated": "added to", "cleared late": "cleared after the forward pass"}
+        return f"gradients are there when a step begins, and are {there.get(seen.gradients, 'cleared')}"
+    if optimizers:
+        return f"{', '.join(type(o).__name__ for o in optimizers)} steps the model's parameters"
+    if seen.in_flight > before.in_flight:
+        return f"{seen.in_flight} calls of the model wait for their backward pass at once"
+    if seen.unused > before.unused:
+        return "the results of such calls are let go of without a backward pass"
+    if seen.left_over > before.left_over:
+        return "an earlier call, of which no backward pass comes, still holds what it saved"
+    if seen.unreached != before.unreached:
+        return "other outputs of the model get a gradient than those of which that was expected"
+    if seen.graph_retained > before.graph_retained:
+        return "a backward pass keeps its graph (retain_graph=True)"
+    return "the first step showed what the training loop holds beside the model"
 
 
 def warn_unplanned(model: nn.Module, error: PlannerError) -> None:

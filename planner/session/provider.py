@@ -24,7 +24,7 @@ from planner.errors import InfeasibleBudgetError, PlannerError, gb, warn
 from planner.parallel.buckets import buckets_of
 from planner.parallel.group import refuse_verification
 from planner.parallel.sharded import unreduced_bytes
-from planner.planning.outside import more_of_loss
+from planner.planning.outside import more_of_loss, worth_leaving_out
 from planner.planning.pipeline import make_plan
 from planner.requests.check import with_batch
 from planner.requests.optimizers import Found, optimizers_of, weakly
@@ -33,7 +33,7 @@ from planner.requests.request import Request
 from planner.runtime.events import Call, Caller
 from planner.runtime.signature import Role, Signature, call_signature, role_of
 from planner.session.agreement import agreed
-from planner.session.announce import announce, warn_unplanned
+from planner.session.announce import announce, warn_unplanned, why_anew
 from planner.session.binding import Awaited
 from planner.session.counted import counted, with_buckets
 
@@ -157,6 +157,8 @@ class Provider:
             self.again = False
             start = time.perf_counter()
             planned = self._made(request, captured)
+            if (guessed := planned.request.loop).unreached != request.loop.unreached:
+                self.loops[role_of(kind)] = guessed
             announce(planned, time.perf_counter() - start, self.why or (_NEW_KIND if self.own else ""))
             self.why = ""
             self.peaks[role_of(kind)] = max(planned.record.peak_bytes, self.peaks.get(role_of(kind), 0))
@@ -218,6 +220,8 @@ class Provider:
             seen = replace(seen, gradients=self.loops.get(role, self.loop).gradients)
         if self.apart:
             seen = replace(seen, around=0)
+        captured = self._captured(role)
+        seen = replace(seen, unreached=worth_leaving_out(captured, seen, self.request.budget_bytes // TOLERANCE))
         found = [] if self.request.optimizer is not None else stepped
         if role and self.loops and role not in self.loops:  # there is no plan yet
             self.loops[role], self.stepped = seen, [weakref.ref(o) for o in found]
@@ -230,7 +234,7 @@ class Provider:
         if not others and self._counts(seen, before, role):
             self.accepted[role] = seen
             return False
-        self.why, self.again = _learnt(before, seen, others), True
+        self.why, self.again = why_anew(before, seen, others), True
         self.stepped = [weakref.ref(o) for o in stepped]
         if role:
             self.loops[role] = seen
@@ -243,6 +247,10 @@ class Provider:
         self.awaited, self.early = None, {}
         return True
 
+    def _captured(self, role: Role) -> TrainingGraph | None:
+        found = self.captured.get(role, next(iter(self.captured.values()), None))
+        return None if found is None else found[1]
+
     def _counts(self, seen: Loop, before: Loop, role: Role) -> bool:
         """Whether the plans count what was seen of the loop.
 
@@ -254,10 +262,10 @@ class Provider:
             free = max(free, self.request.budget_bytes - peak)
         if not same_facts(seen, before, free):
             return False
-        captured = self.captured.get(role, next(iter(self.captured.values()), None))
+        captured = self._captured(role)
         if seen.loss is None or captured is None:
             return (seen.outputs_held, seen.loss) == (before.outputs_held, before.loss)
-        more = more_of_loss(replace(self.request, loop=before), seen, captured[1])
+        more = more_of_loss(replace(self.request, loop=before), seen, captured)
         beside = seen.others - before.others
         return all(abs(each) <= tolerance for each in more) or (
             free > tolerance and sum(max(0, each) for each in (*more, beside)) <= free
@@ -315,25 +323,7 @@ def _kind(request: Request) -> Signature:
     """The kind of call that a request is for."""
     with under(request.surroundings, request.model):
         signature = call_signature(request.model, request.args or (), request.kwargs, request.maxima)
-    return (*signature, request.assume_median_branch, request.loop.only_loss)
-
-
-def _learnt(before: Loop, seen: Loop, optimizers: Sequence[optim.Optimizer]) -> str:
-    """Why plans are made anew, in words that follow "because"."""
-    if seen.gradients != before.gradients:
-        there = {"accumulated": "added to", "cleared late": "cleared after the forward pass"}
-        return f"gradients are there when a step begins, and are {there.get(seen.gradients, 'cleared')}"
-    if optimizers:
-        return f"{', '.join(type(o).__name__ for o in optimizers)} steps the model's parameters"
-    if seen.in_flight > before.in_flight:
-        return f"{seen.in_flight} calls of the model wait for their backward pass at once"
-    if seen.unused > before.unused:
-        return "the results of such calls are let go of without a backward pass"
-    if seen.left_over > before.left_over:
-        return "an earlier call, of which no backward pass comes, still holds what it saved"
-    if seen.graph_retained > before.graph_retained:
-        return "a backward pass keeps its graph (retain_graph=True)"
-    return "the first step showed what the training loop holds beside the model"
+    return (*signature, request.assume_median_branch, request.loop.only_loss, request.loop.unreached)
 
 
 def _cleared_late(record: PlanRecord) -> bool:

@@ -53,6 +53,8 @@ class FakeStep:
             ran between them are among these.
         cut: for each Dynamo graph, by its key, the outputs that were cut off.
         reached: whether, by `gradients()`, a gradient reaches any of the compiled graphs.
+        fed: of the leaves of the model's output, by position, those whose gradient a graph adds to: bytes of each. The
+            graph has a place for them, whether it is planned that the loop gives them one or not.
         frames: how many frames torch.compile took; with more than one, Python runs between the graphs.
     """
 
@@ -73,6 +75,8 @@ class FakeStep:
         self.cut: dict[str, tuple[int, ...]] = {}
         self.frames = 0
         self.reached = False
+        self.fed: dict[int, int] = {}
+        self._arrivals: dict[str, Arrivals] = {}
         self._between: list[tuple[EagerCall, ...]] = []  # before each call that has a gradient, and after the last
 
     def run(self, model: nn.Module, args: Any, kwargs: Any, maxima: Maxima | None = None) -> Any:
@@ -125,13 +129,14 @@ class FakeStep:
         key = fingerprint(graph.graph)
         cut = self.detach.get(key, ()) if isinstance(self.detach, Mapping) else self.detach(graph)
         self.cut[key] = tuple(cut)
+        arrivals = self._arrivals[key] = Arrivals(self.cut[key], _ignored)
         captured: list[Region] = []
 
         def partition(region: Region) -> tuple[fx.GraphModule, fx.GraphModule]:
             captured.append(region)
             return self.split(region)
 
-        compiled = compile_region(partition, examples, Arrivals(self.cut[key], _ignored), None)
+        compiled = compile_region(partition, examples, arrivals, None)
 
         def call(*inputs: Any) -> Any:
             region = captured[0] if captured else None
@@ -147,10 +152,17 @@ class FakeStep:
 
         return call
 
-    def gradients(self, output: Any, loss_fn: LossFn | None) -> tuple[dict[str, tuple[int, ...]], OutsideLoss]:
+    def gradients(
+        self, output: Any, loss_fn: LossFn | None, unreached: Collection[int] = ()
+    ) -> tuple[dict[str, tuple[int, ...]], OutsideLoss]:
         """For each Dynamo graph, the outputs that no gradient reaches; and the loss outside the model.
 
         The backward pass runs for it; with the ops outside the regions, `calls` is complete afterwards.
+
+        Args:
+            output: of the model.
+            loss_fn: as for `capture()`.
+            unreached: the same.
         """
         results = [t for call in self.calls for t in call.results if differentiable(t)]
         ends = [t for t in leaves(output) if differentiable(t)]
@@ -158,7 +170,10 @@ class FakeStep:
         try:
             with self.recording.mode, torch.enable_grad():
                 outside, loss = trace_loss(
-                    output, loss_fn, ends if eager else [t for t in self.calls[-1].results if differentiable(t)]
+                    output,
+                    loss_fn,
+                    ends if eager else [t for t in self.calls[-1].results if differentiable(t)],
+                    unreached,
                 )
                 if loss is not None:
                     roots, arriving = [loss], None
@@ -178,11 +193,29 @@ class FakeStep:
             raise CaptureError(f"the backward pass cannot be captured: {type(e).__name__}: {e}") from e
         self.reached = loss is None or any(g is not None for g in reached)
         unused = {id(t) for t, g in zip(results, reached, strict=True) if g is None} if loss is not None else set()
+        if loss is None and not eager:
+            unused = self._not_reached(leaves(output), unreached)
         cut: dict[str, tuple[int, ...]] = {}
         for call in self.calls:
             here = tuple(at for at, t in enumerate(call.results) if id(t) in unused)
             cut[call.key] = tuple(at for at in cut.get(call.key, here) if at in here)
         return {key: cut.get(key, ()) for key in self.cut}, outside
+
+    def _not_reached(self, ends: Sequence[Any], unreached: Collection[int]) -> set[int]:
+        """The results that get no gradient from outside their graph, where some leaves of the output get none.
+
+        Those alone that have a place in the graph nevertheless.
+        """
+        fed = {
+            id(t) for call in self.calls for at, t in enumerate(call.results) if at in self._arrivals[call.key].feeds
+        }
+        self.fed = {at: sum(storages(t).values()) for at, t in enumerate(ends) if id(t) in fed}
+        roots = [t for at, t in enumerate(ends) if differentiable(t) and at not in unreached]
+        results = [ends[at] for at in self.fed.keys() & set(unreached)]
+        if not roots or not results:
+            return set()
+        reached = torch.autograd.grad(roots, results, [torch.ones_like(t) for t in roots], allow_unused=True)
+        return {id(t) for t, g in zip(results, reached, strict=True) if g is None}
 
     def _runs_outside(self) -> bool:
         """Whether ops outside the regions allocate anything."""

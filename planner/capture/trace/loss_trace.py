@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, Literal
@@ -127,7 +127,7 @@ def differentiable(t: Any) -> bool:
 
 
 def trace_loss(
-    output: Any, loss_fn: LossFn | None, results: Sequence[torch.Tensor]
+    output: Any, loss_fn: LossFn | None, results: Sequence[torch.Tensor], unreached: Collection[int] = ()
 ) -> tuple[OutsideLoss, torch.Tensor | None]:
     """Compute the loss and its gradients on fake tensors, and count the bytes that this allocates.
 
@@ -135,6 +135,7 @@ def trace_loss(
         output: the model's output.
         loss_fn: as in `plan()`.
         results: the differentiable tensors that the model's last region returned.
+        unreached: positions of leaves of the output that a loss which is not known is not computed from.
 
     Returns:
         The allocations, and the loss with its autograd graph; None for a loss that is not known.
@@ -147,8 +148,9 @@ def trace_loss(
     if loss_fn is gradients_received:
         return OutsideLoss("received"), None
     if loss_fn is None:
-        # every output may get a gradient; a loss may hold as much, and need as much again for a moment
-        size = sum(storages([t for t in leaves(output) if differentiable(t)]).values())
+        # every other output may get a gradient; a loss may hold as much, and need as much again for a moment
+        used = [t for at, t in enumerate(leaves(output)) if differentiable(t) and at not in unreached]
+        size = sum(storages(used).values())
         return OutsideLoss("unknown", size, size + 16, waiting=size), None
     meter = LiveBytes()
     if any(map(is_traceable_wrapper_subclass, results)):

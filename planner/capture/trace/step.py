@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,7 +47,9 @@ class TrainingGraph:
         loss: the loss, as far as it is computed outside the model.
         links: the tensors that regions pass to each other and share.
         outputs: for each leaf of the model's output, the region and the result that it is; None for another object.
-        output_bytes: of the storages of all of them.
+        fed: of these leaves, by position, those whose gradient a graph adds to: bytes of each. They are none to a plan
+            for a loop that gives them no gradient.
+        output_bytes: of the storages of all leaves.
         maxima: where sizes are symbols in the graphs, the largest, for which the step is read.
         asked: lines of Python that asked for values of tensors outside the graphs; other values may have other graphs.
         paths: of the modules that run as without a plan.
@@ -61,6 +63,7 @@ class TrainingGraph:
     loss: OutsideLoss
     links: tuple[Link, ...] = ()
     outputs: tuple[tuple[int, int] | None, ...] = ()
+    fed: Mapping[int, int] = field(default_factory=dict)
     output_bytes: int = 0
     maxima: Maxima | None = None
     asked: tuple[str, ...] = ()
@@ -78,6 +81,7 @@ def capture(
     compiler: GraphCompiler = OP_BY_OP,
     maxima: Maxima | None = None,
     *,
+    unreached: Collection[int] = (),
     symbolic: bool = True,
     likely: bool = True,
 ) -> TrainingGraph:
@@ -92,6 +96,7 @@ def capture(
             and then every differentiable output gets a gradient.
         compiler: compiles the graphs of the pass under fake tensors.
         maxima: sizes that may be smaller than these; the step is that of the largest.
+        unreached: where the loss is unknown, positions of leaves of the model's output that get no gradient.
         symbolic: whether they are symbols in the graphs.
         likely: where the model's Python code decides by a random number, whether to go the way that it goes most often,
             or the way that this call will go.
@@ -105,7 +110,7 @@ def capture(
         for chance in chances:
             answers = Answers(chance)
             try:
-                return _captured(model, args, kwargs, split, loss_fn, compiler, maxima, symbolic, answers)
+                return _captured(model, args, kwargs, split, loss_fn, unreached, compiler, maxima, symbolic, answers)
             except (NothingCapturedError, ModelError):
                 if chance == chances[-1] or not (answers.drew or answers.guessed):
                     raise
@@ -118,6 +123,7 @@ def _captured(
     kwargs: Mapping[str, Any],
     split: Partition,
     loss_fn: LossFn | None,
+    unreached: Collection[int],
     compiler: GraphCompiler,
     maxima: Maxima | None,
     symbolic: bool,
@@ -159,7 +165,7 @@ def _captured(
                 raise CaptureError(refusal(fake_model, unsure, eagerly=True)) from unsure
             answers.drew &= step.frames > 1  # a single graph takes the numbers for inputs
             asked = answers.lines()
-            cut, loss = step.gradients(output, loss_fn)
+            cut, loss = step.gradients(output, loss_fn, unreached)
             if not step.reached:
                 raise step.nothing_captured(fake_model, fake_args, fake_kwargs, maxima)
             if cut == step.cut:
@@ -171,6 +177,7 @@ def _captured(
                     loss=loss,
                     links=links_of(step.calls, ends),
                     outputs=outputs_of(step.calls, ends),
+                    fed=step.fed,
                     output_bytes=sum(storages(ends).values()),
                     maxima=maxima if any(is_size(n) for region in regions for n in region.primals) else None,
                     asked=asked,
