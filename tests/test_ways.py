@@ -346,3 +346,48 @@ def test_a_forward_that_is_put_on_a_module_that_runs_apart_is_what_runs():
     loss = model(x)
     del routed.forward
     assert loss == model.last(3 * model.routed(model.first(x))).square().mean()
+
+
+class Queue(nn.Module):
+    """An encoder, and another that is the average of it over the steps and fills a queue, as for momentum contrast."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.average = nn.Linear(32, 16), nn.Linear(32, 16).requires_grad_(False)
+        self.register_buffer("queue", torch.randn(16, 64))
+        self.register_buffer("place", torch.zeros(1, dtype=torch.long))
+
+    def forward(self, x):
+        queries = self.encoder(x)
+        with torch.no_grad():
+            for own, other in zip(self.average.parameters(), self.encoder.parameters(), strict=True):
+                own.mul_(0.5).add_(other, alpha=0.5)
+            keys = self.average(x)
+        loss = nn.functional.cross_entropy(queries @ self.queue.clone(), torch.zeros(len(x), dtype=torch.long))
+        at = int(self.place)  # other graphs come after it, once the first has been written into
+        self.queue[:, at : at + len(x)] = keys.T
+        self.place[0] = (at + len(x)) % self.queue.shape[1]
+        return loss
+
+
+def test_parameters_that_the_forward_pass_writes_into_are_as_in_eager_mode():
+    eager = Queue()
+    models = [eager, copy.deepcopy(eager)]
+    for step in range(4):
+        x = torch.randn(16, 32)
+        for each in models:
+            each(x).backward()
+        if step == 0:
+            plan(models[1], budget_gb=1).apply()
+        states = [
+            [*each.parameters(), *each.buffers(), *(p.grad for p in each.encoder.parameters())] for each in models
+        ]
+        for a, b in zip(*states, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def test_verify_leaves_parameters_as_they_are_that_the_forward_pass_writes_into():
+    model, x = Queue(), torch.randn(16, 32)
+    before = copy.deepcopy(model.state_dict())
+    assert plan(model, x, budget_gb=1).verify().gradients_agree
+    torch.testing.assert_close(dict(model.state_dict()), dict(before), rtol=0, atol=0)

@@ -50,6 +50,7 @@ class Recipe:
         asks: lines of Python that ask for values of tensors, so that another step may have other graphs.
         apart: paths of the modules that torch.compile leaves alone, with all that they call.
         inner: paths of the parts of these that are compiled for themselves.
+        written: names of the parameters that the forward pass writes into.
     """
 
     calls: Mapping[str, tuple[PlannedRegion | None, ...]] = field(repr=False)
@@ -58,6 +59,7 @@ class Recipe:
     asks: tuple[str, ...] = ()
     apart: tuple[str, ...] = ()
     inner: tuple[str, ...] = ()
+    written: tuple[str, ...] = ()
 
 
 Kept = Mapping[int, str]  # op of a module's call, by its number -> its target

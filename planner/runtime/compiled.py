@@ -300,8 +300,9 @@ class Runtime(Applied):
                 if family is not None:
                     result = family.run(self.model, signature, args, kwargs)
                 else:
-                    self.current = recipe_of(self.plans[signature])
-                    undone = undone_on(GraphChanged, self.model) if self._undoes(signature) else nullcontext()
+                    self.current = recipe = recipe_of(self.plans[signature])
+                    undoes = self._undoes(signature)
+                    undone = undone_on(GraphChanged, self.model, recipe.written) if undoes else nullcontext()
                     with helpers(), undone:
                         result = self.compiled(*args, **kwargs)
         except BaseException as e:  # an interruption, too

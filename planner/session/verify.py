@@ -260,7 +260,7 @@ def _untouched(model: nn.Module, accumulate: bool) -> Iterator[Callable[[], None
     # an optimizer that steps in the backward pass must not
     hooks = [(h, dict(h)) for p in parameters if (h := post_accumulate_hooks(p))]
     gradients = [p.grad for p in parameters]
-    state = ModelSnapshot(model)
+    state = ModelSnapshot(model, parameters=[name for name, _ in model.named_parameters()])
 
     def again() -> None:
         for p in parameters:

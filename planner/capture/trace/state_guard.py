@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,8 +14,10 @@ from torch import nn
 
 from planner.capture.trace.random_state import undrawing
 from planner.compat import pytree
+from planner.compat.dispatch import written
 from planner.compat.fake import FakeTensor
 from planner.compat.modules import buffers_of
+from planner.compat.tensors import TorchDispatchMode, storage_key
 from planner.core.call import inside, tensors_in
 from planner.devices.accelerator import accelerator_of
 
@@ -46,6 +48,31 @@ class Attributes:
                     del own[name]
 
 
+class ParameterWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees which parameters of a model its forward pass writes into, as one that averages another encoder's does.
+
+    Attributes:
+        names: of these.
+        before: with `keep`, each as it was before.
+    """
+
+    def __init__(self, model: nn.Module, *, keep: bool = False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: set[str] = set()
+        self.before: list[tuple[torch.Tensor, Any]] = []
+        self._keep = keep
+        dense = [(name, p) for name, p in model.named_parameters() if p.layout == torch.strided]
+        self._own = {storage_key(inner): (name, inner) for name, p in dense for inner in inside(p)}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for t in tensors_in(written(func, args, kwargs or {})):
+            if t.layout == torch.strided and (own := self._own.pop(storage_key(t), None)) is not None:
+                self.names.add(own[0])
+                if self._keep:
+                    self.before.append((own[1], _bytes_of(own[1])))
+        return func(*args, **(kwargs or {}))
+
+
 class ModelSnapshot:
     """The state of a model that a call may change: buffers, attributes of modules, and the random state.
 
@@ -54,12 +81,13 @@ class ModelSnapshot:
     Args:
         model: whose state is kept.
         others: tensors whose devices count beside those of its parameters.
+        parameters: the names of those that its forward pass writes into.
     """
 
-    def __init__(self, model: nn.Module, others: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(self, model: nn.Module, others: Iterable[torch.Tensor] = (), parameters: Collection[str] = ()) -> None:
         self._attributes = Attributes(model)
-        buffers = [inner for b in model.buffers() if not b.is_meta for inner in inside(b)]
-        self._contents = [(b, _bytes_of(b)) for b in buffers]
+        changing = [*model.buffers(), *(p for name, p in model.named_parameters() if name in parameters)]
+        self._contents = [(b, _bytes_of(b)) for each in changing if not each.is_meta for b in inside(each)]
         devices = dict.fromkeys(t.device for t in (*model.parameters(), *others))
         here = [(accelerator, d) for d in devices if (accelerator := accelerator_of(d)) is not None]
         self._generators = [(accelerator, d, accelerator.random_state(d)) for accelerator, d in here]
@@ -69,10 +97,7 @@ class ModelSnapshot:
     def restore(self) -> None:
         """Put the state back; buffers that have not changed are not written into."""
         self._attributes.restore()
-        with torch.no_grad():
-            for buffer, saved in self._contents:
-                if not np.array_equal(_bytes_of(buffer), saved):
-                    buffer.copy_(torch.from_numpy(saved).view(buffer.dtype).view(buffer.shape))
+        _put_back(self._contents)
         torch.set_rng_state(torch.from_numpy(self._random))
         for generator, state in self._own:
             generator.set_state(state)
@@ -104,23 +129,31 @@ def _bytes_of(t: torch.Tensor) -> Any:
     return t.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().copy()
 
 
+def _put_back(contents: Iterable[tuple[torch.Tensor, Any]]) -> None:
+    with torch.no_grad():
+        for t, saved in contents:
+            if not np.array_equal(_bytes_of(t), saved):
+                t.copy_(torch.from_numpy(saved).view(t.dtype).view(t.shape))
+
+
 @contextmanager
 def untouched(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
     """Gradients are off, and the model's state is put back afterwards; yields copies of the arguments."""
-    state = ModelSnapshot(model, tensors_in((args, dict(kwargs))))
+    state, writes = ModelSnapshot(model, tensors_in((args, dict(kwargs)))), ParameterWrites(model, keep=True)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), writes:
             yield pytree.tree_map_only(torch.Tensor, torch.clone, (tuple(args), dict(kwargs)))
     finally:
         state.restore()
+        _put_back(writes.before)
 
 
 @contextmanager
-def undone_on(error: type[Exception], model: nn.Module) -> Iterator[None]:
-    """Put the model's state back where an error of that kind is raised."""
-    state = ModelSnapshot(model)
+def undone_on(error: type[Exception], model: nn.Module, parameters: Collection[str]) -> Iterator[None]:
+    """Put the model's state back where an error of that kind is raised; the parameters are as in `ModelSnapshot`."""
+    state = ModelSnapshot(model, parameters=parameters)
     try:
         yield
     except error:

@@ -22,7 +22,7 @@ from planner.capture.trace.quiet import quietly
 from planner.capture.trace.random_state import random_kept
 from planner.capture.trace.recording import Recording
 from planner.capture.trace.refusals import LIMITS, refusal
-from planner.capture.trace.state_guard import Attributes, fakes_forgotten, forget_fakes, untouched
+from planner.capture.trace.state_guard import Attributes, ParameterWrites, fakes_forgotten, forget_fakes, untouched
 from planner.compat.fake import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -52,6 +52,7 @@ class TrainingGraph:
         output_bytes: of the storages of all leaves.
         maxima: where sizes are symbols in the graphs, the largest, for which the step is read.
         asked: lines of Python that asked for values of tensors outside the graphs; other values may have other graphs.
+        written: names of the parameters that the forward pass writes into.
         paths: of the modules that run as without a plan.
         note: a remark for the user; empty for none.
         eager: the same step in eager mode; None where that is not known.
@@ -67,6 +68,7 @@ class TrainingGraph:
     output_bytes: int = 0
     maxima: Maxima | None = None
     asked: tuple[str, ...] = ()
+    written: tuple[str, ...] = ()
     paths: Paths = field(default=COMPILED, repr=False)
     note: str = ""
     eager: EagerStep | None = None
@@ -137,7 +139,8 @@ def _captured(
             fake_args, fake_kwargs = enlarged(fake_args, fake_kwargs, maxima, recording.mode)
         # a call may make what the next one uses (a table that is kept): the step is that of the model as it is
         before = Attributes(fake_model)
-        trial = recording.mode, fake_model, fake_args, fake_kwargs, loss_fn, answers
+        writes = ParameterWrites(fake_model)
+        trial = recording.mode, fake_model, fake_args, fake_kwargs, loss_fn, writes, answers
         with _drawing(fake_model, answers) as undraw:
             unsure = first = _try_eagerly(*trial)
             paths = COMPILED
@@ -181,6 +184,7 @@ def _captured(
                     output_bytes=sum(storages(ends).values()),
                     maxima=maxima if any(is_size(n) for region in regions for n in region.primals) else None,
                     asked=asked,
+                    written=tuple(sorted(writes.names)),
                     paths=paths,
                 )
         raise CaptureError(f"{type(model).__name__}: which outputs get a gradient changes from one pass to the next")
@@ -216,12 +220,18 @@ def _surroundings() -> Iterator[None]:
 
 
 def _try_eagerly(
-    mode: FakeTensorMode, model: nn.Module, args: Any, kwargs: Any, loss_fn: LossFn | None, answers: Answers
+    mode: FakeTensorMode,
+    model: nn.Module,
+    args: Any,
+    kwargs: Any,
+    loss_fn: LossFn | None,
+    writes: ParameterWrites,
+    answers: Answers,
 ) -> Exception | None:
     """Call the fake model without a compiler; returns its error, which may be a limit of fake tensors."""
     answers.begin()
     try:
-        with mode, tracker_kept(off=True), torch.enable_grad():
+        with mode, writes, tracker_kept(off=True), torch.enable_grad():
             output = model(*args, **kwargs)
     except Exception as e:
         return e
