@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import inspect
 import warnings
 import weakref
 
@@ -12,9 +13,12 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 
 from planner import OptionError, PlanWarning, applied_plan, plan
 from planner.compat.dispatch import modes_here
+from planner.compat.tensors import TorchDispatchMode, storage_key
 from planner.runtime.interception import attached
+from planner.runtime.made import LossEvents
+from planner.runtime.rebound import bound_alone, place_of
 from planner.runtime.recorded import loss_seen, stays
-from planner.runtime.recorder import LossEvents, Recorder
+from planner.runtime.recorder import Recorder
 from planner.runtime.rounds import Rounds
 from planner.session import provider
 
@@ -135,7 +139,7 @@ def test_the_address_of_a_gradient_that_is_gone_may_come_again():
     recorder.arrived += [{1: (1, 400)}, {2: (4, 400)}]
     found = stays(recorder, (), ())
     assert found.left == 4
-    seen = loss_seen(recorder, {}, found.left, found.read)
+    seen = loss_seen(recorder, {}, found)
     assert seen is not None
     assert seen.tangents == 400
 
@@ -458,3 +462,38 @@ def test_a_step_that_is_left_out_and_still_holds_its_activations_is_said():
     p.remove()
     with pytest.warns(PlanWarning, match="earlier call of the model still held.*loss = None"):
         train(p.peak_bytes / 2**30, 6)
+
+
+class Places(TorchDispatchMode):
+    """Knows in which instruction of its caller's code the latest op ran."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.place = place_of(inspect.currentframe().f_back)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "held", ["by its variable", "by another variable", "in a list", "by a view", "by an attribute"]
+)
+def test_only_what_a_variable_alone_holds_is_let_go_of_where_that_is_bound_anew(held):
+    class Holder:
+        pass
+
+    holder, others = Holder(), []
+    x = torch.randn(4, 4)
+    with Places() as places:
+        product = x @ x
+    if held == "by two":
+        before = product  # noqa: F841
+    if held == "in a list":
+        others.append(product)
+    if held == "by a view":
+        others.append(product[0])
+    if held == "by an attribute":
+        holder.product = product
+    here = inspect.currentframe()
+    assert bound_alone(places.place, storage_key(product), here) is (held == "by its variable")
+    del product
+    with places:
+        others.append(x @ x)  # of no variable
+    assert not bound_alone(places.place, storage_key(others[-1]), here)

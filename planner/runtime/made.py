@@ -1,13 +1,16 @@
-"""Storages that come and go: their bytes, by identity, and none of them kept alive."""
+"""Storages that come and go: their bytes, by identity, and none of them kept alive; and the ops that make them."""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import CodeType
 
 import torch
 
 Made = tuple[int, int]  # a storage that was made: a number that no other one has, and its bytes
+Place = tuple[CodeType, int]  # an instruction: of this code, at this byte of it
 
 
 def takes_memory(t: torch.Tensor, device: torch.device) -> bool:
@@ -35,3 +38,42 @@ class MadeStorages:
         """Count a storage no more; with a number, only if it is still that one."""
         if key in self.made and number in (None, self.made[key][0]):
             self.live -= self.made.pop(key)[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """An op outside the planned graphs.
+
+    Attributes:
+        live: bytes of the recorded tensors once it has run.
+        call: its key among the recorder's calls; "" for a call of another planned model, or of an op on storages.
+        backward: whether it ran in a backward pass.
+        place: the instruction of the loop's code in which it ran; None in a backward pass, and for no op.
+        made: the numbers of the storages that it made.
+    """
+
+    live: int
+    call: str
+    backward: bool
+    place: Place | None = None
+    made: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class LossEvents:
+    """What was recorded between a forward pass and its backward pass; sizes in bytes, storages by identity.
+
+    Attributes:
+        let_go: how many of the events ran before the loop had let go of the last output that it did let go of.
+        held: positions of the outputs that it still held.
+        left: the tensors that were made and still alive.
+        parts: of these, made by the backward pass of the loss.
+        read: others that existed before and were read.
+    """
+
+    events: tuple[Event, ...]
+    let_go: int
+    held: tuple[int, ...]
+    left: Mapping[int, Made]
+    parts: frozenset[int]
+    read: Mapping[int, int]

@@ -2,33 +2,35 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from planner.core.call import storages
 from planner.core.loop import LossSeen
-from planner.runtime.made import Made
-from planner.runtime.recorder import Event, LossEvents, Recorder
+from planner.runtime.made import Event, LossEvents, Made
+from planner.runtime.rebound import without_rebound
+from planner.runtime.recorder import Recorder
 
 HOSTS = ("cpu",)  # kinds of devices whose memory has data sets and the like, which no budget of a step is for
 
 
-def loss_seen(recorder: Recorder, workspaces: Mapping[str, int], left: int, read: int) -> LossSeen | None:
+def loss_seen(recorder: Recorder, workspaces: Mapping[str, int], found: Stays) -> LossSeen | None:
     """The loss that was recorded, the most of each where there were several backward passes; None where there was none.
 
     Args:
         recorder: of a step that has ended.
         workspaces: of ops, by key, in bytes: what each holds while it runs, beside what it makes.
-        left: as of `Stays`.
-        read: the same.
+        found: what the loop holds beside the step.
     """
     if not recorder.losses:
         return None
-    events = [loss.events for loss in recorder.losses]
-    forward = max(_most(loss.events[: loss.let_go], workspaces) for loss in recorder.losses)
-    backward = max(_most(loss.events[loss.let_go :], workspaces) for loss in recorder.losses)
+    losses = without_rebound(recorder.losses, found.kept, inspect.currentframe())
+    events = [loss.events for loss in losses]
+    forward = max(_most(loss.events[: loss.let_go], workspaces) for loss in losses)
+    backward = max(_most(loss.events[loss.let_go :], workspaces) for loss in losses)
     computed = max(_most([event for event in each if not event.backward], workspaces) for each in events)
     stays = sum(storages([t for ref in recorder.outputs.values() if (t := ref()) is not None]).values())
     tangents = max(map(_tangents, recorder.losses, recorder.arrived))
@@ -38,8 +40,8 @@ def loss_seen(recorder: Recorder, workspaces: Mapping[str, int], left: int, read
         forward=forward,
         backward=backward,
         computed=computed,
-        left=left,
-        read=read,
+        left=found.left,
+        read=found.read,
         stays=stays,
         tangents=tangents,
         waiting=waiting,
@@ -72,6 +74,7 @@ class Stays:
             as the data that a batch is drawn from.
         read: what the loss is computed from.
         left: from the loss to the end of the backward pass.
+        kept: of `beside`, what was made before the backward pass and is still there, by storage.
         batches: of `beside`, what the calls were given.
         kept_passes: the gradients that earlier backward passes have left, at most, when one begins that keeps its
             graph, without those in `beside`.
@@ -82,6 +85,7 @@ class Stays:
     around: int
     read: int
     left: int
+    kept: Mapping[int, int] = field(default_factory=dict)
     batches: int = 0
     kept_passes: int = 0
     freed_passes: int = 0
@@ -105,7 +109,7 @@ def stays(recorder: Recorder, batch: Any, counted: Any, *, batches: bool = False
     used = {key: used for key, used in recorder.used.copy().items() if key not in own}
     stay = {key: each.nbytes for key, each in used.items() if each.in_step and each.stays}
     later = {key: nbytes for each in (recorder.gradients.made.copy(), given) for key, (_, nbytes) in each.items()}
-    left, ahead, before = 0, dict[int, int](), set[Made]()
+    left, remaining, before = 0, dict[int, int](), set[Made]()
     for loss, arrived in zip(recorder.losses, recorder.arrived, strict=True):
         made = {key: each for key, each in loss.left.items() if arrived.get(key) != each}
         kept = {key: each[1] for key, each in made.items() if alive.get(key) == each}
@@ -115,7 +119,7 @@ def stays(recorder: Recorder, batch: Any, counted: Any, *, batches: bool = False
         held = sum(nbytes for _, nbytes in made.values()) - sum(kept.values())
         left = max(left, held - min(parts, came))
         stay |= kept
-        ahead |= {key: nbytes for key, nbytes in kept.items() if key in coming}  # beside the batch of this step
+        remaining |= kept
         before.update(loss.left.values())
     there = {key for older in recorder.older for key in list(older.made)}
     earlier = _without(recorder.before, {*own, *later, *(key for loss in recorder.losses for key in loss.read)})
@@ -137,7 +141,8 @@ def stays(recorder: Recorder, batch: Any, counted: Any, *, batches: bool = False
     unlike = Counter(gone.values()) - Counter([*fresh.values(), *later.values()])
     since = sum(later.values()) + sum(nbytes * times for nbytes, times in unlike.items())
     more = max(since, sum(gone.values()) - made_since)
-    beside = sum(_without(stay, own).values()) + sum(ahead.values()) + more + sum(other.stays() for other in others)
+    ahead = sum(nbytes for key, nbytes in remaining.items() if key in coming)  # beside the batch of this step
+    beside = sum(_without(stay, own).values()) + ahead + more + sum(other.stays() for other in others)
     data = recorder.device.type not in HOSTS
     between = [
         each
@@ -156,6 +161,7 @@ def stays(recorder: Recorder, batch: Any, counted: Any, *, batches: bool = False
         around if trains else 0,
         read,
         left,
+        _without(remaining, own),
         batches_left,
         max((nbytes for kept, nbytes in passes if kept), default=0),
         max((nbytes for kept, nbytes in passes if not kept), default=0),

@@ -6,10 +6,11 @@ planned graphs themselves run without it. It keeps no tensor alive: it knows sto
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol
@@ -23,47 +24,13 @@ from planner.compat.ops import OpOverload
 from planner.compat.pytree import tree_leaves
 from planner.compat.tensors import dense_parts, is_traceable_wrapper_subclass, storage_key
 from planner.core.call import Call, describe_call, storages, tensors_in
-from planner.runtime.made import Made, MadeStorages, takes_memory
+from planner.runtime.made import Event, LossEvents, Made, MadeStorages, takes_memory
 from planner.runtime.outputs import Unasking
+from planner.runtime.rebound import place_of
 
 MOST_OPS = 200_000  # between two calls of the model: no more are recorded
 
 log = logging.getLogger("planner")
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """An op outside the planned graphs.
-
-    Attributes:
-        live: bytes of the recorded tensors once it has run.
-        call: its key among the recorder's calls; "" for a call of another planned model, or of an op on storages.
-        backward: whether it ran in a backward pass.
-    """
-
-    live: int
-    call: str
-    backward: bool
-
-
-@dataclass(frozen=True)
-class LossEvents:
-    """What was recorded between a forward pass and its backward pass; sizes in bytes, storages by identity.
-
-    Attributes:
-        let_go: how many of the events ran before the loop had let go of the last output that it did let go of.
-        held: positions of the outputs that it still held.
-        left: the tensors that were made and still alive.
-        parts: of these, made by the backward pass of the loss.
-        read: others that existed before and were read.
-    """
-
-    events: tuple[Event, ...]
-    let_go: int
-    held: tuple[int, ...]
-    left: Mapping[int, Made]
-    parts: frozenset[int]
-    read: Mapping[int, int]
 
 
 @dataclass(slots=True)
@@ -346,11 +313,13 @@ class Recorder(LastingMode):
     def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         into = {storage_key(t) for t in tensors_in(written(func, args, kwargs))}
         inputs, backward = self._note_inputs(tensors_in((args, kwargs)), into), in_backward()
+        made = []
         for t in tensors_in(result):
             if takes_memory(t, self.device) and (key := storage_key(t)) not in inputs and key not in self.made.made:
                 self.known.discard(key)  # of a storage that is gone
                 self.used.pop(key, None)
                 self.made.add(t.untyped_storage(), key)
+                made.append(self.made.number)
                 if backward:
                     self.in_loss.add(self.made.number)
                 elif self.stepping and self.losses:
@@ -360,7 +329,8 @@ class Recorder(LastingMode):
             call = describe_call(func, args, kwargs, result)
             name = call.key
             self.calls.setdefault(name, call)
-        self.events.append(Event(self.made.live, name, backward))
+        place = None if backward else place_of(inspect.currentframe())
+        self.events.append(Event(self.made.live, name, backward, place, tuple(made)))
         self.over |= len(self.events) > MOST_OPS
 
     def _note_inputs(self, given: Sequence[torch.Tensor], into: set[int]) -> set[int]:

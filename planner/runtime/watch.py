@@ -168,7 +168,7 @@ class Watch:
         awaited = max(0, self._state - sum(storages(states).values()))
         recorder.makes_batches = recorder.is_new(batch)
         found = stays(recorder, batch, [counted, states], batches=recorder.makes_batches, awaited=awaited)
-        seen = loss_seen(recorder, self._workspaces, found.left, found.read)
+        seen = loss_seen(recorder, self._workspaces, found)
         held = {at for loss in recorder.losses for at in loss.held}
         own = [states, [p for p, _ in counted] if recorder.passing else counted]
         if self.budget and not self._said and (took := between_steps(recorder, own)) > self.budget:

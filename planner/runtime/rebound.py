@@ -1,0 +1,85 @@
+"""Tensors of the step before that a loop lets go of while it computes its loss, as it binds their variables anew.
+
+`similarity = z @ z.T` holds the matrix of the step before until its own has been computed: from the next op on there is
+one of them. The first step, which has none before it, shows neither; its bytecode does.
+"""
+
+from __future__ import annotations
+
+import dis
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from types import CodeType, FrameType
+
+import torch
+
+from planner.compat.autograd import references
+from planner.core.call import storages
+from planner.core.frames import variables_of
+from planner.errors import users_frame
+from planner.runtime.made import Event, LossEvents, Made, Place
+
+_STORES = ("STORE_FAST", "STORE_NAME", "STORE_GLOBAL", "STORE_DEREF")
+_OWN = 4  # references to the object of a variable: its own, two of variables here, and the argument that asks
+
+
+def place_of(frame: FrameType | None) -> Place | None:
+    """The instruction of the user's code that runs."""
+    own = users_frame(frame)
+    return None if own is None else (own.f_code, own.f_lasti)
+
+
+def without_rebound(losses: Sequence[LossEvents], kept: Mapping[int, int], frame: FrameType | None) -> list[LossEvents]:
+    """The recorded losses of a step in which these tensors are made that take the place of the last step's.
+
+    Args:
+        losses: of the first step, in which nothing was there before.
+        kept: bytes of the tensors that were made for the losses and that the next step begins with, by storage.
+        frame: that runs, called by the loop.
+    """
+    return [_without(loss, kept, frame) for loss in losses]
+
+
+def _without(loss: LossEvents, kept: Mapping[int, int], frame: FrameType | None) -> LossEvents:
+    sizes = [0] * len(loss.events)
+    for key in kept.keys() & loss.left.keys():
+        gone = _gone_from(loss.events, loss.left[key])
+        if gone is not None and bound_alone(loss.events[gone - 1].place, key, frame):
+            for at in range(gone, len(sizes)):
+                sizes[at] += kept[key]
+    events = (replace(e, live=e.live - nbytes) for e, nbytes in zip(loss.events, sizes, strict=True))
+    return replace(loss, events=tuple(events)) if any(sizes) else loss
+
+
+def _gone_from(events: Sequence[Event], made: Made) -> int | None:
+    """The first event after the instruction that made a tensor; None where that is not known."""
+    start = next((at for at, e in enumerate(events) if made[0] in e.made), None)
+    if start is None or (place := events[start].place) is None:
+        return None
+    return next((at for at in range(start + 1, len(events)) if events[at].place != place), None)
+
+
+def bound_alone(place: Place | None, key: int, frame: FrameType | None) -> bool:
+    """Whether what an instruction computes goes into a variable that holds a storage which nothing else holds."""
+    while frame is not None and (place is None or frame.f_code is not place[0]):
+        frame = frame.f_back
+    if place is None or frame is None or (name := _variable(*place)) is None:
+        return False
+    variables = variables_of(frame)
+    holders = [other for other, value in variables.items() if key in storages(value)]
+    t = variables.get(name)
+    if holders != [name] or not isinstance(t, torch.Tensor):
+        return False
+    return sys.getrefcount(t) <= _OWN and references(t) == references(torch.empty(1))
+
+
+@cache
+def _variable(code: CodeType, at: int) -> str | None:
+    """The variable that takes the result of an instruction right away; None for another use of it."""
+    following = next((each for each in dis.get_instructions(code) if each.offset > at), None)
+    if following is None or not following.opname.startswith(_STORES):
+        return None
+    name = following.argval
+    return str(name[0] if isinstance(name, tuple) else name)
