@@ -14,6 +14,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from planner import OptionError, PlanWarning, applied_plan, plan
 from planner.compat.dispatch import modes_here
 from planner.compat.tensors import TorchDispatchMode, storage_key
+from planner.core.call import bytes_of_elements, storages
 from planner.runtime.interception import attached
 from planner.runtime.made import LossEvents
 from planner.runtime.rebound import bound_alone, place_of
@@ -495,3 +496,13 @@ def test_only_what_a_variable_alone_holds_is_let_go_of_where_that_is_bound_anew(
     with places:
         others.append(x @ x)  # of no variable
     assert not bound_alone(places.place, storage_key(others[-1]), here)
+
+
+def test_outputs_have_as_many_bytes_on_fakes_as_in_a_step():
+    """`mse_loss` returns a number in the storage of what it has summed up: a loss outside is not of other outputs."""
+    real = torch.randn(64, 32)
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(real)
+    both = [[x, nn.functional.mse_loss(x, x + 1)] for x in (real, fake)]
+    assert len({sum(storages(outputs).values()) for outputs in both}) == 2
+    assert {bytes_of_elements(outputs) for outputs in both} == {64 * 32 * 4 + 4}

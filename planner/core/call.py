@@ -89,6 +89,15 @@ def storages(tree: Any) -> dict[int, int]:
     return {storage_key(t): t.untyped_storage().nbytes() for outer in tensors_in(tree) for t in inside(outer)}
 
 
+def bytes_of_elements(tree: Any) -> int:
+    """Bytes of the elements of the tensors in a tree, as many for fake tensors as for real ones.
+
+    A real tensor's storage may be larger: what `mse_loss` returns has that of what it has summed up.
+    """
+    distinct = {id(t): t for outer in tensors_in(tree) for t in inside(outer)}
+    return sum(t.numel() * t.element_size() for t in distinct.values())
+
+
 def inside(t: torch.Tensor) -> list[torch.Tensor]:
     """The plain tensors of a tensor: itself, or those in a sparse one, or in a wrapper as a `DTensor`."""
     if not is_traceable_wrapper_subclass(t):

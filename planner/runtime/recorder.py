@@ -23,7 +23,7 @@ from planner.compat.dispatch import LastingMode, finds_ops, written
 from planner.compat.ops import OpOverload
 from planner.compat.pytree import tree_leaves
 from planner.compat.tensors import dense_parts, is_traceable_wrapper_subclass, storage_key
-from planner.core.call import Call, describe_call, storages, tensors_in
+from planner.core.call import Call, bytes_of_elements, describe_call, storages, tensors_in
 from planner.runtime.made import Event, LossEvents, Made, MadeStorages, takes_memory
 from planner.runtime.outputs import Unasking
 from planner.runtime.rebound import place_of
@@ -73,7 +73,7 @@ class Recorder(LastingMode):
     Attributes:
         losses: what was recorded before each backward pass of the planned graphs.
         calls: the distinct ops that ran.
-        output_bytes: of the storages of the outputs.
+        output_bytes: of the elements of the outputs.
         outputs: those of the outputs that are tensors, held weakly, by position.
         made: the tensors that were made and are alive.
         arrived: gradients of outputs, for each backward pass: storage -> as it was made, or 0 and its bytes.
@@ -110,7 +110,7 @@ class Recorder(LastingMode):
         self.phase: Literal["loss", "backward"] = "loss"
         own = (*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None))
         self.known = {*storages(list(own)), *storages(batch), *storages([*outputs, *aside])}
-        self.output_bytes = sum(storages(list(outputs)).values())
+        self.output_bytes = bytes_of_elements(list(outputs))
         self.made, self.used = MadeStorages(), dict[int, _Used]()
         self.events: list[Event] = []
         self.calls: dict[str, Call] = {}

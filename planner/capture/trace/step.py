@@ -30,7 +30,7 @@ from planner.compat.fake import (
     forget_constants,
 )
 from planner.core.account import EagerStep
-from planner.core.call import storages, tensors_in
+from planner.core.call import bytes_of_elements, tensors_in
 from planner.core.maxima import Maxima
 from planner.errors import BatchError, CaptureError, ModelError
 from planner.parallel.meshes import on_mesh, tracker_kept
@@ -49,7 +49,7 @@ class TrainingGraph:
         outputs: for each leaf of the model's output, the region and the result that it is; None for another object.
         fed: of these leaves, by position, those whose gradient a graph adds to: bytes of each. They are none to a plan
             for a loop that gives them no gradient.
-        output_bytes: of the storages of all leaves.
+        output_bytes: of the elements of all leaves.
         maxima: where sizes are symbols in the graphs, the largest, for which the step is read.
         asked: lines of Python that asked for values of tensors outside the graphs; other values may have other graphs.
         written: names of the parameters that the forward pass writes into.
@@ -181,7 +181,7 @@ def _captured(
                     links=links_of(step.calls, ends),
                     outputs=outputs_of(step.calls, ends),
                     fed=step.fed,
-                    output_bytes=sum(storages(ends).values()),
+                    output_bytes=bytes_of_elements(ends),
                     maxima=maxima if any(is_size(n) for region in regions for n in region.primals) else None,
                     asked=asked,
                     written=tuple(sorted(writes.names)),
