@@ -3,6 +3,7 @@
 import copy
 import gc
 import inspect
+import logging
 import warnings
 import weakref
 
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 
-from planner import OptionError, PlanWarning, applied_plan, plan
+from planner import OptionError, PlannerError, PlanWarning, applied_plan, plan
 from planner.compat.dispatch import modes_here
 from planner.compat.tensors import TorchDispatchMode, storage_key
 from planner.core.call import bytes_of_elements, storages
@@ -506,3 +507,42 @@ def test_outputs_have_as_many_bytes_on_fakes_as_in_a_step():
     both = [[x, nn.functional.mse_loss(x, x + 1)] for x in (real, fake)]
     assert len({sum(storages(outputs).values()) for outputs in both}) == 2
     assert {bytes_of_elements(outputs) for outputs in both} == {64 * 32 * 4 + 4}
+
+
+def test_a_copy_of_a_planned_model_goes_when_the_loop_lets_go_of_it():
+    """It has the plan nevertheless: as soon as it is trained, or somebody asks."""
+    model, batch = perceptron(), torch.randn(16, 32)
+    plan(model, budget_gb=1).apply()
+    model(batch).mean().backward()
+    gc.disable()
+    try:
+        best = copy.deepcopy(copy.deepcopy(model))
+        with torch.no_grad():
+            assert torch.equal(best(batch), model(batch))
+        alive = weakref.ref(best)
+        del best
+        assert alive() is None
+    finally:
+        gc.enable()
+    trained, asked = copy.deepcopy(model), copy.deepcopy(model)
+    trained(batch).mean().backward()
+    assert attached(trained).regions_run == 1
+    assert applied_plan(asked) is not None
+
+
+def test_a_call_that_failed_leaves_no_batch_behind(monkeypatch):
+    # pytest keeps what is logged, with the frames of an exception
+    monkeypatch.setattr(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
+    model, failed = perceptron(), 0
+    plan(model, budget_gb=1).apply()
+    model(torch.randn(16, 32)).mean().backward()
+    batch = torch.randn(16, 31)
+    alive = weakref.ref(batch)
+    try:  # pytest.raises() would keep the traceback
+        model(batch)
+    except PlannerError:
+        failed += 1
+    del batch
+    model(torch.randn(16, 32)).mean().backward()
+    assert failed == 1
+    assert alive() is None

@@ -164,6 +164,13 @@ class Runtime(Applied):
         self.shapes.note(call_signature(self.model, args, kwargs, sizes), sizes)
 
     def find(self, signature: Signature, args: Any, kwargs: Any) -> None:
+        try:
+            self._find(signature, args, kwargs)
+        except BaseException:
+            self.regions.abandoned = True
+            raise
+
+    def _find(self, signature: Signature, args: Any, kwargs: Any) -> None:
         self._came(args, kwargs)
         sizes, kind = self.shapes.sizes(args, kwargs), self._kind(args, kwargs)
         if sizes.sizes and kind not in self.shapes.apart:
@@ -306,6 +313,7 @@ class Runtime(Applied):
                     with helpers(), undone:
                         result = self.compiled(*args, **kwargs)
         except BaseException as e:  # an interruption, too
+            self.regions.abandoned = True
             if self.regions.compiling or not isinstance(e, GraphChanged):
                 self._compile_anew()  # torch.compile runs code that it failed to compile without its plan from then on
             raise

@@ -22,6 +22,7 @@ from planner.errors import UNPLANNABLE, ApplyError
 from planner.parallel.group import together
 from planner.requests.planned import Planned
 from planner.runtime.bypassed import Handle
+from planner.runtime.copied import CopiedCall, own_call
 from planner.runtime.cuda_graphs import captures, is_graphed, refuse_uncapturable
 from planner.runtime.entries import EntryPoint
 from planner.runtime.evaluations import tensors_of
@@ -77,21 +78,18 @@ class Applied:
         self.call_eagerly = call_of(model)
         listen()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Applied | None:
+    def __deepcopy__(self, memo: dict[int, Any]) -> CopiedCall | None:
         """The model's copy trains by the same plans; a runtime that is copied without its model is nothing."""
         model = memo.get(id(self.model))
-        if model is None:
-            return None
-        copied = self.like(model)
-        put(model, copied)
+        return None if model is None else CopiedCall(model, self._put_like, CARRIER).put()
+
+    def _put_like(self, model: nn.Module) -> Applied:
+        put(model, copied := self.like(model))
         return copied
 
     def __reduce__(self) -> Any:
         """In a pickle, the model's own call: it loads without a plan, and where this package is not."""
-        kind = type(self.model)
-        if (kind.__reduce__, kind.__reduce_ex__) == (object.__reduce__, object.__reduce_ex__):
-            return getattr, (self.model, CARRIER)
-        return type(None), ()  # torch.fx.GraphModule, which would be pickled once more inside itself
+        return own_call(self.model, CARRIER)
 
     def like(self, model: nn.Module) -> Applied:
         """The same for a copy of the model."""
@@ -109,7 +107,7 @@ class Applied:
         return planned
 
     def add(self, args: Any, kwargs: Any, planned: Planned, maxima: Maxima | None = None) -> None:
-        """Let a plan serve such calls; where it was made for maxima, those of smaller sizes too."""
+        """Let a plan serve such calls; where it was made for maxima, smaller ones too."""
         self.newest = planned
         self.peaks.plan_made()
         self.plans[call_signature(self.model, args, kwargs)] = planned.record
@@ -326,6 +324,8 @@ def attach(model: nn.Module, runtime: Applied) -> None:
 def attached(model: nn.Module) -> Applied | None:
     """The runtime that a model runs under, or None."""
     current = replaced_call(model)
+    if isinstance(current, CopiedCall):
+        current = current.become()
     return current if isinstance(current, Applied) else None
 
 
@@ -378,7 +378,7 @@ def put(model: nn.Module, runtime: Applied | None) -> None:
 class _CompileRefused:
     """Stands in for a planned model's `compile()`, which would take the plan's place."""
 
-    def __init__(self, runtime: Applied) -> None:
+    def __init__(self, runtime: Applied | CopiedCall) -> None:
         self.runtime = runtime
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
@@ -388,11 +388,11 @@ class _CompileRefused:
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        model = memo.get(id(self.runtime.model))
-        if model is None:
+        if (model := memo.get(id(self.runtime.model))) is None:
             return self
-        runtime = attached(model)
-        return MethodType(type(model).compile, model) if runtime is None else _CompileRefused(runtime)
+        runtime = replaced_call(model)
+        planned = isinstance(runtime, (Applied, CopiedCall))
+        return _CompileRefused(runtime) if planned else MethodType(type(model).compile, model)
 
     def __reduce__(self) -> Any:
         """In a pickle, the model's own method."""

@@ -49,6 +49,8 @@ class Regions:
         compiling: whether torch.compile waits for one of these graphs to be compiled.
         ran: how often a region ran, in all calls of the model.
         frames: how many frames torch.compile has taken.
+        abandoned: whether a call has ended with an exception since the last one: its frames, and what torch.compile
+            has made of them, are in reference cycles, with all that they refer to.
         made: the tensors that the graphs returned in this call of the model.
         store: where values go that leave the device; None where none do.
     """
@@ -58,7 +60,7 @@ class Regions:
         self.store = store
         self.store_number = 0 if store is None else enter(store)
         self.calls: Counter[str] = Counter()
-        self.compiling = False
+        self.compiling = self.abandoned = False
         self.ran = self.frames = 0
         self.call = 0
         self.made: list[weakref.ref[torch.Tensor]] = []
@@ -119,6 +121,9 @@ class Regions:
         They refer to the result, which would seem to be held by the loop until the collector comes to them.
         """
         frames, recipe = self.frames, recipe_of(plan)
+        if self.abandoned and gc.isenabled():
+            self.abandoned = False
+            gc.collect()
         with nullcontext() if any(r is recipe for r in self.begun) else self._progress(plan, recipe):
             yield
         if self.frames != frames and gc.isenabled():

@@ -1,0 +1,69 @@
+"""A copy of a planned model, until it is trained, or somebody asks for its plan.
+
+A runtime and its model refer to each other, so that both stay until Python's collector comes: a loop that keeps the
+best model so far, as a deep copy of it, would hold many. A copy that is only kept, or evaluated, has no runtime of its
+own, and goes when the loop lets go of it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from planner.compat.modules import call_of, replace_call
+from planner.runtime.modes import trains
+
+
+class CopiedCall:
+    """Stands in for the call of a model's copy.
+
+    Args:
+        model: the copy.
+        make: puts a runtime like that of the model that was copied on a model, and returns it.
+        carrier: the attribute of the model that this is.
+    """
+
+    def __init__(self, model: nn.Module, make: Callable[[nn.Module], Any], carrier: str) -> None:
+        self._model, self._make, self._carrier = weakref.ref(model), make, carrier
+
+    @property
+    def model(self) -> nn.Module:
+        model = self._model()
+        assert model is not None  # it is called by nobody else
+        return model
+
+    def become(self) -> Any:
+        """The runtime, put on the copy in the place of this."""
+        replace_call(self.model, None)
+        return self._make(self.model)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # as a runtime's call
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = self.become() if trains(self.model, args, kwargs) else call_of(self.model)
+        return call(*args, **kwargs)
+
+    def put(self) -> CopiedCall:
+        """Have the copy be called through this."""
+        replace_call(self.model, self)
+        vars(self.model)[self._carrier] = self
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CopiedCall | None:
+        model = memo.get(id(self.model))
+        return None if model is None else CopiedCall(model, self._make, self._carrier).put()
+
+    def __reduce__(self) -> Any:
+        """In a pickle, the model's own call, as that of a runtime."""
+        return own_call(self.model, self._carrier)
+
+
+def own_call(model: nn.Module, carrier: str) -> Any:
+    """What a pickle has in the place of an attribute of a model that stands in for its call."""
+    kind = type(model)
+    if (kind.__reduce__, kind.__reduce_ex__) == (object.__reduce__, object.__reduce_ex__):
+        return getattr, (model, carrier)
+    return type(None), ()  # torch.fx.GraphModule, which would be pickled once more inside itself
