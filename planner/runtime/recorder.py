@@ -189,7 +189,8 @@ class Recorder(LastingMode):
 
     def expect(self, batch: Any, outputs: Sequence[Any], aside: Sequence[Any] = ()) -> None:
         """Another call of the model, with this batch, has returned these before the backward pass of the first."""
-        alive = sum(storages([t for call in self._returned for ref in call if (t := ref()) is not None]).values())
+        returned = storages([t for call in self._returned for ref in call if (t := ref()) is not None])
+        alive = sum(returned.values())
         before = storages([t for t in tensors_in(batch) if t.device == self.device])
         self.later += sum(n for key, n in before.items() if key not in self.known and key not in self.made.made)
         seen = self._seen_made()
@@ -200,7 +201,7 @@ class Recorder(LastingMode):
         calls, (most_alive, most_made) = len(self._returned), self.waiting
         self.waiting = max(most_alive, -(-alive // calls)), max(most_made, -(-self.made.live // calls))
         self._returned.append(list(map(_weakly, outputs)))
-        self._given(batch)
+        self._given([t for t in tensors_in(batch) if storage_key(t) not in returned])
         self._pass([outputs, [t for t in tensors_in(batch) if storage_key(t) in seen]])
         self._hook(outputs)
         self._hook(aside, len(outputs))
