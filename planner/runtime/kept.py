@@ -6,6 +6,7 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ class _Output:
     nbytes: int
     call: int
     old: bool = False
+    alive: weakref.ref[Any] | None = None  # of its storage, which tells when that is gone
 
 
 class KeptOutputs:
@@ -66,13 +68,13 @@ class KeptOutputs:
                 continue
             if output is None:
                 output = self._there[key] = _Output(storage.nbytes(), self._call)
-                weakref.finalize(storage, self._gone, key, output).atexit = False
+                output.alive = weakref.ref(storage, partial(self._gone, key, output))
             else:
                 self._no_more(output)
                 output.call, output.old = self._call, False
             self._young.append((self._call, key, output))
 
-    def _gone(self, key: int, output: _Output) -> None:
+    def _gone(self, key: int, output: _Output, _: object) -> None:
         if self._there.get(key) is output:
             del self._there[key]
             self._no_more(output)

@@ -32,7 +32,8 @@ _kind = attrgetter("shape", "requires_grad", "device", "dtype")
 class ModelState:
     """The part of a signature that is the model's: classes and modes of its modules, kinds of its parameters.
 
-    Two states are equal where all of that is. The hash is computed once: a model may have thousands of parameters.
+    Two states are equal where all of that is. The hash is computed once, and equal states that `model_state` gives are
+    the same: a model may have thousands of parameters.
 
     Attributes:
         described: for each module its class and its mode; for each parameter its shape, whether it is trained, its
@@ -54,6 +55,9 @@ class ModelState:
         return self._hash
 
 
+_states: weakref.WeakValueDictionary[object, ModelState] = weakref.WeakValueDictionary()
+
+
 def model_state(
     modules: Sequence[nn.Module], parameters: Sequence[nn.Parameter], last: ModelState | None = None
 ) -> ModelState:
@@ -62,7 +66,11 @@ def model_state(
     Modules and parameters have no version that would tell: this reads each of them once.
     """
     described = tuple(map(type, modules)), tuple(map(_mode, modules)), tuple(map(_kind, parameters))
-    return last if last is not None and last.described == described else ModelState(described)
+    if last is not None and last.described == described:
+        return last
+    if (known := _states.get(described)) is None:
+        known = _states[described] = ModelState(described)
+    return known
 
 
 @dataclass(frozen=True)
