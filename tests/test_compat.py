@@ -425,6 +425,20 @@ def test_a_bound_slice_is_the_same_part_of_its_tensor(part):
     )
 
 
+def test_an_alias_stays_in_a_bound_graph_only_as_its_result():
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    inner = graph.call_function(torch.ops.aten.alias.default, (x,))
+    doubled = graph.call_function(torch.ops.aten.add.Tensor, (inner, inner))
+    graph.output((doubled, graph.call_function(torch.ops.aten.alias.default, (x,))))
+    bindings.bind(graph)
+    given = torch.ones(2)
+    sums, own = fx.GraphModule({}, graph)(given)
+    assert sums.tolist() == [2, 2]
+    assert own is not given
+    assert [n.target for n in graph.nodes if n.op == "call_function"] == [torch.add, torch.ops.aten.alias.default]
+
+
 def test_methods_of_tensors_are_what_their_overloads_are():
     for op, method in bindings.METHODS.items():
         args = (0.5,) if method == "bernoulli_" else ([3, 2, 2],)

@@ -46,6 +46,7 @@ BOUND: dict[object, Any] = {
     _ATEN.mul_.Scalar: operator.imul,
 }
 METHODS = {_ATEN.bernoulli_.float: "bernoulli_", _ATEN.expand.default: "expand"}  # the same, as methods of the first
+_SAME = {_ATEN.alias.default, _ATEN.detach.default}
 _WITH_NUMBERS = {getattr(_ATEN, name).Tensor for name in _ARITHMETIC}
 
 
@@ -53,12 +54,16 @@ def bind(graph: fx.Graph) -> None:
     """Let a graph call torch's Python functions in the place of overloads, in place.
 
     An overload's object looks its arguments up by the schema and boxes them at every call (`OpOverload.__call__`).
-    Calls that are given numbers for tensors stay where the functions may choose another overload.
+    Calls that are given numbers for tensors stay where the functions may choose another overload. Aliases, which mark
+    something until here, go; one that is a result of the graph stays a tensor of its own.
     """
     for node in graph.nodes:
         if not isinstance(node.target, OpOverload):
             continue
-        if (method := METHODS.get(node.target)) is not None:
+        if node.target in _SAME and not any(user.op == "output" for user in node.users):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+        elif (method := METHODS.get(node.target)) is not None:
             node.op, node.target = "call_method", method
         elif node.target is _ATEN.slice.Tensor:
             _narrow(node)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from planner.compat.tensors import storage_key
+from planner.compat.tensors import key_of
 from planner.core.call import inside, storages, tensors_in
 from planner.core.loop import Loop
 from planner.core.plan import PlanRecord
@@ -62,12 +62,13 @@ class KeptOutputs:
             return
         given = storages(batch)
         for t in (part for each in tensors_in(outputs) if each.grad_fn is not None for part in inside(each)):
-            key, storage = storage_key(t), t.untyped_storage()
+            storage = t.untyped_storage()
+            key, nbytes = key_of(storage), storage.nbytes()
             output = self._there.get(key)
-            if key in given or t.device != device or storage.nbytes() < SMALL:
+            if nbytes < SMALL or key in given or t.device != device:
                 continue
             if output is None:
-                output = self._there[key] = _Output(storage.nbytes(), self._call)
+                output = self._there[key] = _Output(nbytes, self._call)
                 output.alive = weakref.ref(storage, partial(self._gone, key, output))
             else:
                 self._no_more(output)

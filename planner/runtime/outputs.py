@@ -74,7 +74,7 @@ class _Call:
 
     def __init__(self, arrivals: Arrivals, node: Any) -> None:
         self.arrivals, self.node = arrivals, weakref.ref(node)
-        self.leaf = torch.zeros((), device="meta", requires_grad=True)
+        self.leaf = torch.empty((), device="meta", requires_grad=True)
         self.end = get_gradient_edge(self.leaf).node
         self.hooks: dict[int, Mapping[int, Any]] = {}
         self.outputs: dict[int, weakref.ref[torch.Tensor]] = {}

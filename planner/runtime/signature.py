@@ -29,6 +29,17 @@ _trained = attrgetter("requires_grad")
 _kind = attrgetter("shape", "requires_grad", "device", "dtype")
 
 
+class Modes(tuple[bool, ...]):
+    """The modes of a model's modules; hashed once, as it is looked up many times in a call."""
+
+    def __hash__(self) -> int:
+        if (known := self.__dict__.get("known")) is None:
+            known = self.__dict__["known"] = super().__hash__()
+        return known
+
+    __eq__ = tuple.__eq__
+
+
 class ModelState:
     """The part of a signature that is the model's: classes and modes of its modules, kinds of its parameters.
 
@@ -65,7 +76,7 @@ def model_state(
 
     Modules and parameters have no version that would tell: this reads each of them once.
     """
-    described = tuple(map(type, modules)), tuple(map(_mode, modules)), tuple(map(_kind, parameters))
+    described = tuple(map(type, modules)), Modes(map(_mode, modules)), tuple(map(_kind, parameters))
     if last is not None and last.described == described:
         return last
     if (known := _states.get(described)) is None:

@@ -12,7 +12,7 @@ import torch
 
 from planner.compat import pytree
 from planner.compat.tensors import TorchDispatchMode, is_traceable_wrapper_subclass, storage_key
-from planner.core.call import Call, describe_call, here, storages, tensors_in
+from planner.core.call import PLAIN, Call, describe_call, here, storages, tensors_in
 from planner.errors import BatchError
 
 LossFn = Callable[[Any], torch.Tensor]
@@ -104,7 +104,7 @@ def leaves(output: Any) -> list[Any]:
 
 
 def _collect(output: Any, within: tuple[int, ...], into: list[Any]) -> None:
-    if isinstance(output, torch.Tensor) or (inner := _inside(output, within)) is None:
+    if type(output) in PLAIN or isinstance(output, torch.Tensor) or (inner := _inside(output, within)) is None:
         into.append(output)
         return
     for value in inner.values() if isinstance(inner, Mapping) else inner:
