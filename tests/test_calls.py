@@ -12,6 +12,7 @@ from torch import nn, optim
 from torch.optim import optimizer as torch_optimizer
 
 from planner import ApplyError, PlanWarning, applied_plan, plan
+from planner.runtime.signature import call_signature
 
 pytestmark = pytest.mark.usefixtures("short_searches")
 
@@ -122,3 +123,11 @@ def test_compile_after_apply_is_refused_and_the_plan_stays():
     model(x).backward()
     with pytest.raises(ApplyError, match="no plan"):
         p.remove()
+
+
+def test_equal_states_of_a_model_are_one_object_that_is_found_without_comparing_them():
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    states = [call_signature(model, (), {})[2] for _ in range(2)]
+    model.eval()
+    assert states[0] is states[1] != call_signature(model, (), {})[2]
+    assert hash(states[0].described[1]) == hash(tuple(states[0].described[1]))

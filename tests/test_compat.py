@@ -339,11 +339,15 @@ def _calls_of_bound_ops():
     aten = torch.ops.aten
     x, y = torch.rand(4, 4) + 0.5, torch.rand(4, 4) + 0.5
     image, kernel, batch = torch.rand(1, 2, 5, 5), torch.rand(3, 2, 3, 3), torch.rand(2, 4, 4)
-    unary = ("abs", "clone", "cos", "exp", "gelu", "log", "neg", "relu", "rsqrt", "sigmoid", "sin", "sqrt", "t")
-    yield from ((getattr(aten, name).default, (x,), {}) for name in (*unary, "tanh"))
+    unary = ("abs", "clone", "cos", "exp", "gelu", "log", "neg", "relu", "rsqrt", "sigmoid", "silu", "sin", "sqrt", "t")
+    yield from ((getattr(aten, name).default, (x,), {}) for name in (*unary, "tanh", "tril"))
     yield from ((getattr(aten, name).Tensor, (x, y), {}) for name in ("add", "div", "mul", "rsub", "sub"))
     yield aten.add.Tensor, (x, y), {"alpha": 2}
     yield aten.add_.Tensor, (x.clone(), y), {}
+    for op in (aten.mul_.Scalar, aten.mul.Scalar, aten.div.Scalar):
+        yield op, (x.clone(), 0.3), {}
+    yield aten.mul.Tensor, (x.half(), 0.1), {}
+    yield aten.add.Tensor, (torch.arange(4), 1), {}
     yield aten.clone.default, (image.permute(0, 2, 3, 1),), {"memory_format": torch.contiguous_format}
     yield aten.addmm.default, (y[0], x, y), {}
     yield aten.as_strided.default, (x, [2, 3], [1, 4], 5), {}
@@ -362,11 +366,17 @@ def _calls_of_bound_ops():
     yield aten.permute.default, (batch, [2, 0, 1]), {}
     yield aten.pow.Tensor_Scalar, (x, 3), {}
     yield aten.reshape.default, (batch, [8, -1]), {}
+    yield aten.native_group_norm.default, (image, None, None, 1, 2, 25, 1, 1e-5), {}
+    for made in (aten.ones, aten.zeros):
+        yield made.default, ([2, 3],), {"dtype": torch.bool, "layout": torch.strided, "device": x.device}
+    yield aten.empty_strided.default, ([0, 3], [5, 1]), {"dtype": torch.float32, "device": x.device}
+    yield aten.scalar_tensor.default, (float("-inf"),), {"dtype": torch.float32, "device": x.device}
     yield aten.select.int, (batch, 1, 2), {}
     yield aten.squeeze.dim, (image, 0), {}
     yield aten.unsqueeze.default, (x, 1), {}
     yield aten.transpose.int, (batch, 0, 1), {}
     yield aten.where.self, (x > 1, x, y), {}
+    yield aten._safe_softmax.default, (x, -1), {}
     for softmax in (aten._softmax, aten._log_softmax):
         yield softmax.default, (x, -1, False), {}
     for backward in (aten._softmax_backward_data, aten._log_softmax_backward_data):
@@ -391,9 +401,53 @@ def test_a_graph_is_bound_but_for_numbers_in_the_place_of_tensors():
     x = graph.placeholder("x")
     tensors = graph.call_function(torch.ops.aten.mul.Tensor, (x, x))
     number = graph.call_function(torch.ops.aten.mul.Tensor, (tensors, 2.0))
-    graph.output(number)
+    chosen = graph.call_function(torch.ops.aten.where.self, (number, 0.0, tensors))
+    graph.output(chosen)
     bindings.bind(graph)
-    assert (tensors.target, number.target) == (torch.mul, torch.ops.aten.mul.Tensor)
+    assert [n.target for n in (tensors, number, chosen)] == [torch.mul, torch.mul, torch.ops.aten.where.self]
+
+
+@pytest.mark.parametrize(
+    "part", [(0, 1, 3), (1, -2), (2, 3, 9223372036854775807), (1, 3, 1), (0, None, 2), (2, 0, 4, 2)]
+)
+def test_a_bound_slice_is_the_same_part_of_its_tensor(part):
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = given = torch.rand(4, 4, 4)
+    graph.output(graph.call_function(torch.ops.aten.slice.Tensor, (x, *part)))
+    bindings.bind(graph)
+    theirs, ours = torch.ops.aten.slice.Tensor(given, *part), fx.GraphModule({}, graph)(given)
+    assert torch.equal(ours, theirs)
+    assert (ours.stride(), ours.storage_offset(), ours._base is given) == (
+        theirs.stride(),
+        theirs.storage_offset(),
+        True,
+    )
+
+
+def test_an_alias_stays_in_a_bound_graph_only_as_its_result():
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    inner = graph.call_function(torch.ops.aten.alias.default, (x,))
+    doubled = graph.call_function(torch.ops.aten.add.Tensor, (inner, inner))
+    graph.output((doubled, graph.call_function(torch.ops.aten.alias.default, (x,))))
+    bindings.bind(graph)
+    given = torch.ones(2)
+    sums, own = fx.GraphModule({}, graph)(given)
+    assert sums.tolist() == [2, 2]
+    assert own is not given
+    assert [n.target for n in graph.nodes if n.op == "call_function"] == [torch.add, torch.ops.aten.alias.default]
+
+
+def test_methods_of_tensors_are_what_their_overloads_are():
+    for op, method in bindings.METHODS.items():
+        args = (0.5,) if method == "bernoulli_" else ([3, 2, 2],)
+        made = []
+        for call in (op, getattr(torch.Tensor, method)):
+            torch.manual_seed(0)
+            made.append(call(torch.arange(4.0).view(2, 2), *args))
+        assert torch.equal(*made)
+        assert made[0].stride() == made[1].stride()
 
 
 def test_tables_of_modules_are_their_own():
@@ -630,6 +684,7 @@ def test_saved_tensors_are_there_until_the_backward_pass():
     z.sum().backward()
     assert ended == [True]
     assert not autograd.holds_saved(y.grad_fn)
+    assert autograd.is_custom(y.grad_fn)  # asked for what it saved, it would raise
     with pytest.raises(RuntimeError):
         autograd.saved_by(z.grad_fn)
 

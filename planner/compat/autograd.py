@@ -25,8 +25,11 @@ def saved_by(node: Node) -> list[Any]:
 
 
 def is_custom(node: Node) -> bool:
-    """Whether a node is a `torch.autograd.Function`'s, as those of compiled graphs are (2.11 to 2.15)."""
-    return hasattr(node, "_raw_saved_tensors")
+    """Whether a node is a `torch.autograd.Function`'s, as those of compiled graphs are (2.11 to 2.15).
+
+    Its class is asked: its own `_raw_saved_tensors` would be made for all that it saved.
+    """
+    return hasattr(type(node), "_raw_saved_tensors")
 
 
 def holds_saved(node: Any) -> bool:
@@ -49,10 +52,14 @@ def like_eager(results: Iterable[Any], differentiated_twice: Callable[[], None])
         results: of the compiled graph.
         differentiated_twice: that function.
     """
+    done = set[Any]()
     for t in results:
         node: Any = t.grad_fn if isinstance(t, torch.Tensor) else None
         while node is not None and not is_custom(node):  # a view on top of it
             node = node.next_functions[0][0] if node.next_functions else None
+        if node in done:
+            continue
+        done.add(node)
         if node is not None and "CompiledFunction" in node.name():  # else it is the user's, and what it got is returned
             node.set_materialize_grads(False)
             function = node._forward_cls

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 __all__ = [
     "TorchDispatchMode",
     "is_traceable_wrapper_subclass",
+    "key_of",
     "no_dispatch",
     "storage_key",
     "version_of",
@@ -26,7 +27,12 @@ def storage_key(t: torch.Tensor) -> int:
 
     It may come again once the storage is freed. A meta or fake tensor has one, whose `data_ptr` is 0.
     """
-    key: int = t.untyped_storage()._cdata
+    return key_of(t.untyped_storage())
+
+
+def key_of(storage: torch.UntypedStorage) -> int:
+    """The identity of a storage itself, as `storage_key` (`UntypedStorage._cdata`, torch 2.11 to 2.15)."""
+    key: int = storage._cdata
     return key
 
 

@@ -21,6 +21,7 @@ _COPIES_ALL_BEHIND = {
     _ATEN.diagonal_scatter.default,
     _ATEN.as_strided_scatter.default,
 }
+PLAIN = {int, float, str, bool, type(None)}  # of what has no tensors inside, what is the most frequent
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +101,8 @@ def bytes_of_elements(tree: Any) -> int:
 
 def inside(t: torch.Tensor) -> list[torch.Tensor]:
     """The plain tensors of a tensor: itself, or those in a sparse one, or in a wrapper as a `DTensor`."""
+    if type(t) is torch.Tensor and t.layout is torch.strided:
+        return [t]
     if not is_traceable_wrapper_subclass(t):
         return dense_parts(t)
     parts = [getattr(t, name) for name in t.__tensor_flatten__()[0]]
@@ -113,4 +116,21 @@ def here(t: torch.Tensor) -> torch.Tensor:
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
     """The tensors in a tree."""
-    return [t for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)]
+    found: list[torch.Tensor] = []
+    _collect(tree, found)
+    return found
+
+
+def _collect(tree: Any, into: list[torch.Tensor]) -> None:
+    """Enter the tensors in a tree; what most trees are made of is not looked up among the kinds of containers."""
+    kind = type(tree)
+    if isinstance(tree, torch.Tensor):
+        into.append(tree)
+    elif kind is tuple or kind is list:
+        for inner in tree:
+            _collect(inner, into)
+    elif kind is dict:
+        for inner in tree.values():
+            _collect(inner, into)
+    elif kind not in PLAIN:
+        into += [t for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 from torch import fx
@@ -292,12 +293,12 @@ class PlanRecord:
     host_peak_bytes: int = 0
     pieces: tuple[InPieces, ...] = field(default=(), repr=False)
 
-    @property
+    @cached_property
     def kept_bytes(self) -> int:
         """What waits for the backward pass when the forward pass has ended, beside what stays allocated."""
         return [m.held_bytes for m in self.timeline if m.phase == "forward"][-1] - self.resident_bytes
 
-    @property
+    @cached_property
     def saved_bytes(self) -> int:
         """The same of this call alone, where others wait beside it."""
         return self.kept_bytes - [m.held.waiting for m in self.timeline if m.phase == "forward"][-1]

@@ -6,12 +6,13 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from planner.compat.tensors import storage_key
+from planner.compat.tensors import key_of
 from planner.core.call import inside, storages, tensors_in
 from planner.core.loop import Loop
 from planner.core.plan import PlanRecord
@@ -26,6 +27,7 @@ class _Output:
     nbytes: int
     call: int
     old: bool = False
+    alive: weakref.ref[Any] | None = None  # of its storage, which tells when that is gone
 
 
 class KeptOutputs:
@@ -60,19 +62,20 @@ class KeptOutputs:
             return
         given = storages(batch)
         for t in (part for each in tensors_in(outputs) if each.grad_fn is not None for part in inside(each)):
-            key, storage = storage_key(t), t.untyped_storage()
+            storage = t.untyped_storage()
+            key, nbytes = key_of(storage), storage.nbytes()
             output = self._there.get(key)
-            if key in given or t.device != device or storage.nbytes() < SMALL:
+            if nbytes < SMALL or key in given or t.device != device:
                 continue
             if output is None:
-                output = self._there[key] = _Output(storage.nbytes(), self._call)
-                weakref.finalize(storage, self._gone, key, output).atexit = False
+                output = self._there[key] = _Output(nbytes, self._call)
+                output.alive = weakref.ref(storage, partial(self._gone, key, output))
             else:
                 self._no_more(output)
                 output.call, output.old = self._call, False
             self._young.append((self._call, key, output))
 
-    def _gone(self, key: int, output: _Output) -> None:
+    def _gone(self, key: int, output: _Output, _: object) -> None:
         if self._there.get(key) is output:
             del self._there[key]
             self._no_more(output)

@@ -48,7 +48,8 @@ class Learnt:
             self._loops[role] = replace(before, in_flight=1, unused=False) if self.fresh else before
         for each in self._loops.keys() & {role, *waiting}:
             loop = self._loops[each]
-            self._loops[each] = replace(loop, in_flight=max(loop.in_flight, len(waiting) + 1))
+            if loop.in_flight <= len(waiting):
+                self._loops[each] = replace(loop, in_flight=len(waiting) + 1)
 
     def gradients_there(self, gradients: Gradients) -> None:
         """Gradients are there when a call begins.

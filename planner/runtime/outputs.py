@@ -45,19 +45,20 @@ def with_nodes(results: Sequence[Any], arrivals: Arrivals) -> Sequence[Any]:
     Views of each other stay as they are.
     """
     bases = Counter(id(base) for t in results if isinstance(t, torch.Tensor) and (base := viewed(t)) is not None)
-    own = [at for at, t in enumerate(results) if compiled_node(t) is not None and not bases[id(t)]]
-    own = [at for at in own if bases[id(viewed(results[at]))] < 2]
+    nodes = {at: node for at, t in enumerate(results) if (node := compiled_node(t)) is not None and not bases[id(t)]}
+    own = [at for at in nodes if not bases or bases[id(viewed(results[at]))] < 2]
     if len(own) < 2:
         return results
-    call = _Call(arrivals, compiled_node(results[own[0]]))
+    call, feeds = _Call(arrivals, nodes[own[0]]), arrivals.feeds
     done: dict[int, torch.Tensor] = {}
-    # those that others are computed from come first
-    for at in sorted(own, key=lambda at: len(arrivals.feeds.get(at, ())), reverse=True):
-        into = [i for i in done if at in arrivals.feeds.get(i, ())]
+    fed: list[int] = []  # of those that are done, those that others are computed from: they come first
+    for at in sorted(own, key=lambda at: len(feeds.get(at, ())), reverse=True):
+        into = [i for i in fed if at in feeds[i]]
         done[at] = output = _Output.apply(  # type: ignore[no-untyped-call]
             call, (at, *into), results[at], call.leaf, *(done[i] for i in into)
         )
-        if at in arrivals.feeds:
+        if at in feeds:
+            fed.append(at)
             call.watch(at, output)
     return tuple(done.get(at, t) for at, t in enumerate(results))
 
@@ -73,7 +74,7 @@ class _Call:
 
     def __init__(self, arrivals: Arrivals, node: Any) -> None:
         self.arrivals, self.node = arrivals, weakref.ref(node)
-        self.leaf = torch.zeros((), device="meta", requires_grad=True)
+        self.leaf = torch.empty((), device="meta", requires_grad=True)
         self.end = get_gradient_edge(self.leaf).node
         self.hooks: dict[int, Mapping[int, Any]] = {}
         self.outputs: dict[int, weakref.ref[torch.Tensor]] = {}

@@ -29,10 +29,22 @@ _trained = attrgetter("requires_grad")
 _kind = attrgetter("shape", "requires_grad", "device", "dtype")
 
 
+class Modes(tuple[bool, ...]):
+    """The modes of a model's modules; hashed once, as it is looked up many times in a call."""
+
+    def __hash__(self) -> int:
+        if (known := self.__dict__.get("known")) is None:
+            known = self.__dict__["known"] = super().__hash__()
+        return known
+
+    __eq__ = tuple.__eq__
+
+
 class ModelState:
     """The part of a signature that is the model's: classes and modes of its modules, kinds of its parameters.
 
-    Two states are equal where all of that is. The hash is computed once: a model may have thousands of parameters.
+    Two states are equal where all of that is. The hash is computed once, and equal states that `model_state` gives are
+    the same: a model may have thousands of parameters.
 
     Attributes:
         described: for each module its class and its mode; for each parameter its shape, whether it is trained, its
@@ -54,6 +66,9 @@ class ModelState:
         return self._hash
 
 
+_states: weakref.WeakValueDictionary[object, ModelState] = weakref.WeakValueDictionary()
+
+
 def model_state(
     modules: Sequence[nn.Module], parameters: Sequence[nn.Parameter], last: ModelState | None = None
 ) -> ModelState:
@@ -61,8 +76,12 @@ def model_state(
 
     Modules and parameters have no version that would tell: this reads each of them once.
     """
-    described = tuple(map(type, modules)), tuple(map(_mode, modules)), tuple(map(_kind, parameters))
-    return last if last is not None and last.described == described else ModelState(described)
+    described = tuple(map(type, modules)), Modes(map(_mode, modules)), tuple(map(_kind, parameters))
+    if last is not None and last.described == described:
+        return last
+    if (known := _states.get(described)) is None:
+        known = _states[described] = ModelState(described)
+    return known
 
 
 @dataclass(frozen=True)

@@ -145,7 +145,9 @@ class Watch:
         """What the beginning of a call tells by itself: calls that are left over, and gradients that are there."""
         learnt, role, self._late = self._learnt, self._learnt.role, None
         unused = self._fates.unused(role)
-        learnt.loop = replace(self.loop, unused=unused, left_over=max(left_over, self.loop.left_over))
+        loop = learnt.loop
+        if unused != loop.unused or left_over > loop.left_over:
+            learnt.loop = replace(loop, unused=unused, left_over=max(left_over, loop.left_over))
         if self.loop.gradients == "accumulated" or (gradients := self._gradients(parameters)) is None:
             return
         if unused or role in self._fates.dropped:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, Literal
@@ -12,7 +12,7 @@ import torch
 
 from planner.compat import pytree
 from planner.compat.tensors import TorchDispatchMode, is_traceable_wrapper_subclass, storage_key
-from planner.core.call import Call, describe_call, here, storages, tensors_in
+from planner.core.call import PLAIN, Call, describe_call, here, storages, tensors_in
 from planner.errors import BatchError
 
 LossFn = Callable[[Any], torch.Tensor]
@@ -98,27 +98,43 @@ def gradients_received(output: Any) -> torch.Tensor:
 
 def leaves(output: Any) -> list[Any]:
     """The leaves of a model's output; dataclasses and other objects are read through their attributes."""
-    return [leaf for _, leaf in named_leaves(output)]
+    found: list[Any] = []
+    _collect(output, (), found)
+    return found
+
+
+def _collect(output: Any, within: tuple[int, ...], into: list[Any]) -> None:
+    if type(output) in PLAIN or isinstance(output, torch.Tensor) or (inner := _inside(output, within)) is None:
+        into.append(output)
+        return
+    for value in inner.values() if isinstance(inner, Mapping) else inner:
+        _collect(value, (*within, id(output)), into)
+
+
+def _inside(output: Any, within: tuple[int, ...]) -> Mapping[Any, Any] | Sequence[Any] | None:
+    """What a container in a model's output has: attributes as a mapping; None for a leaf."""
+    if len(within) > DEEPEST or id(output) in within or isinstance(output, (torch.Tensor, torch.nn.Module, type)):
+        return None
+    if isinstance(output, (Mapping, tuple, list)):
+        return output
+    own = None if isinstance(output, FUNCTIONS) else getattr(output, "__dict__", None)
+    return own if isinstance(own, dict) else None
 
 
 def named_leaves(output: Any, path: str = "", within: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
     """The leaves of a model's output, each with its path, as in ".loss"; `within` are the containers around it."""
-    inner: list[tuple[str, Any]] | None = None
-    if len(within) > DEEPEST or id(output) in within or isinstance(output, (torch.Tensor, torch.nn.Module, type)):
-        inner = None
-    elif isinstance(output, Mapping):
-        attributes = hasattr(output, "to_tuple")  # transformers' and diffusers' outputs
-        inner = [(f".{key}" if attributes else f"[{key!r}]", value) for key, value in output.items()]
-    elif isinstance(output, (tuple, list)):
-        names = [f".{name}" for name in getattr(output, "_fields", ())]
-        inner = list(zip(names or [f"[{at}]" for at in range(len(output))], output, strict=True))
-    elif not isinstance(output, FUNCTIONS) and isinstance(getattr(output, "__dict__", None), dict):
-        inner = [(f".{name}", value) for name, value in vars(output).items()]
+    inner = _inside(output, within)
     if inner is None:
         yield path, output
         return
-    for name, value in inner:
-        yield from named_leaves(value, path + name, (*within, id(output)))
+    if isinstance(inner, Mapping):
+        named: Iterable[tuple[Any, Any]] = inner.items()
+        attributes = inner is not output or hasattr(output, "to_tuple")  # transformers' and diffusers' outputs
+    else:
+        fields = getattr(output, "_fields", ())
+        named, attributes = zip(fields or range(len(inner)), inner, strict=True), bool(fields)
+    for name, value in named:
+        yield from named_leaves(value, path + (f".{name}" if attributes else f"[{name!r}]"), (*within, id(output)))
 
 
 def differentiable(t: Any) -> bool:
