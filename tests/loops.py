@@ -927,6 +927,34 @@ def _reconstruction():
     )
 
 
+@dataclass
+class Examples:
+    rows: torch.Tensor
+    labels: torch.Tensor
+
+
+class OfExamples(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp(out=8)
+
+    def forward(self, batch):
+        return F.cross_entropy(self.inner(batch.rows), batch.labels)
+
+
+def batches_that_are_objects(put: Put, ended: Ended) -> None:
+    """As those of graphs are: of a class of the user's own."""
+    model = put(OfExamples())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for rows in (512, 512, 512, 448, 448, 512):
+        batch = Examples(torch.randn(rows, 64), torch.randint(8, (rows,)))
+        loss = model(batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ended(loss)
+
+
 class Layers(nn.Module):
     """Returns what each layer makes beside the logits."""
 
@@ -1103,6 +1131,7 @@ LOOPS: dict[str, Loop] = {
     "transformers_loss_only": Loop(transformers_loss_only),
     "two_heads_in_turn": Loop(two_heads_in_turn),
     "backward_twice": Loop(backward_twice),
+    "batches_that_are_objects": Loop(batches_that_are_objects, plans=3),
     "logits_of_a_tuple": Loop(logits_of_a_tuple),
     "hidden_states_later": Loop(hidden_states_later, plans=3),
     "prefetched": Loop(prefetched),

@@ -131,3 +131,25 @@ def test_equal_states_of_a_model_are_one_object_that_is_found_without_comparing_
     model.eval()
     assert states[0] is states[1] != call_signature(model, (), {})[2]
     assert hash(states[0].described[1]) == hash(tuple(states[0].described[1]))
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["as an argument", "as an attribute"])
+def test_a_number_that_changes_from_step_to_step_is_warned_of(given):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.factor = nn.Linear(8, 8), 1.0
+
+        def forward(self, x, factor=None):
+            return self.inner(x) * (self.factor if factor is None else factor)
+
+    model, x = Scaled(), torch.randn(4, 8)
+    plan(model, budget_gb=1).apply()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for factor in (1.0, 1.0, 0.9, 0.8, 0.7, 0.6):
+            model.factor = 1.0 if given else factor
+            model(x, factor if given else None).sum().backward()
+    said = [str(each.message) for each in caught if issubclass(each.category, PlanWarning)]
+    assert len(said) == 1
+    assert "for the 3rd time" in said[0]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from planner.capture.trace.loss_trace import leaves
 from planner.core.account import BATCH, UNREDUCED
 from planner.core.call import storages, tensors_in
 from planner.devices.specs import Device
@@ -62,7 +63,7 @@ def batch_tensors(args: Sequence[Any], kwargs: Mapping[str, Any], where: torch.d
     """The tensors of a batch that take memory where the model is: those on the host take none on a GPU."""
     return [
         t
-        for t in tensors_in((tuple(args), dict(kwargs)))
+        for t in tensors_in(leaves((tuple(args), dict(kwargs))))
         if where.type in ("cpu", "meta") or t.device.type == where.type
     ]
 

@@ -32,9 +32,10 @@ from planner.runtime.families import Family, GraphChanged, Shapes, recipe_of
 from planner.runtime.interception import Applied
 from planner.runtime.modes import unguarded
 from planner.runtime.regions import Regions
-from planner.runtime.signature import Role, Signature, call_signature
+from planner.runtime.signature import Role, Signature, call_signature, without_numbers
 
 SETTLES = 2  # calls of a kind, after which its graphs are expected to stay: the first may make what the second uses
+WARN_PLANS = 3  # for calls that differ in numbers alone, or in what they are compiled to
 WARN_WAYS, MOST_WAYS = 8, 32  # through a model's code: when to warn, and how many plans to keep
 
 
@@ -52,6 +53,7 @@ class Runtime(Applied):
         shapes: the plans that serve calls of several shapes.
         serving: which of them serves a kind of call, by signature.
         came: how many calls of a kind were served, up to those in which graphs settle.
+        planned: for a kind of call, the first of those that were planned and differ in numbers, or in their graphs.
         ways: for a kind of call whose graphs depend on values, the plans of all that came, the latest first.
         regions: runs the model's graphs.
         traced: whether torch.compile has taken the model's call since it was compiled anew.
@@ -74,6 +76,7 @@ class Runtime(Applied):
         self.shapes = shapes
         self.serving: dict[Signature, Family] = {}
         self.came: Counter[Signature] = Counter()
+        self.planned: dict[object, list[object]] = {}
         self.ways: dict[Signature, list[PlanRecord]] = {}
         self.regions = Regions(model, stores())
         self.settled = self.traced = False
@@ -180,6 +183,18 @@ class Runtime(Applied):
                 self.plans[signature] = family.plan
         if signature not in self.plans and not self._runs_as_it_is(signature, args, kwargs):
             super().find(signature, args, kwargs)
+            self._comes_again(without_numbers(signature), signature, "is called with other numbers than before")
+
+    def _comes_again(self, kind: object, way: object, why: str) -> None:
+        """A call of a kind came in such a way, and was planned: warn where new ones do not end."""
+        ways = self.planned.setdefault(kind, [])
+        if way not in ways and len(ways) < WARN_PLANS:
+            ways.append(way)
+            if len(ways) == WARN_PLANS:
+                warn(
+                    f"this {type(self.model).__name__} {why} for the {WARN_PLANS}rd time: each time it is planned and "
+                    "compiled anew. Give it a tensor, as torch.tensor(0.5), for a number that changes from step to step"
+                )
 
     def _runs_as_it_is(self, signature: Signature, args: Any, kwargs: Any) -> bool:
         """Whether a smaller batch, as the last of an epoch, runs uncompiled: where nothing has to be recomputed."""
@@ -247,6 +262,8 @@ class Runtime(Applied):
                 return self._run(signature, args, kwargs)
         self.add(args, kwargs, self.provide(args, kwargs, median=False))
         if not recipe_of(tried).asks:
+            why = "has other graphs than before, as where a number that it keeps changes,"
+            self._comes_again(signature, self.newest and self.newest.record.recipe, why)
             self._compile_anew()
         try:
             return self._run(signature, args, kwargs)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from planner.capture.trace.loss_trace import leaves
 from planner.compat import pytree
 from planner.compat.modules import modules_in, tables_of
 from planner.compat.tensors import is_traceable_wrapper_subclass
@@ -176,7 +177,10 @@ def call_signature(
                 str(x.__tensor_flatten__()[1]) if is_traceable_wrapper_subclass(x) else ""
             )  # how a DTensor is sharded
             return (shape, layout(x) if free else x.stride(), x.dtype, x.device, x.requires_grad, same, kind)
-        return x if isinstance(x, (int, float, str, bool, type(None))) else type(x)
+        if isinstance(x, (int, float, str, bool, type(None))):
+            return x
+        inner = [t for t in leaves(x) if isinstance(t, torch.Tensor)]  # of a batch that is an object
+        return (type(x), *(describe(path, t) for t in inner)) if inner else type(x)
 
     first: dict[int, int] = {}
     if state is None:
@@ -188,8 +192,8 @@ def call_signature(
         described = tuple(describe((), x) for x in flat)
         structure: object = (len(args), *kwargs)
     else:
-        leaves, spec = pytree.tree_flatten_with_path((tuple(args), dict(kwargs)))
-        described = tuple(describe(*leaf) for leaf in leaves)
+        found, spec = pytree.tree_flatten_with_path((tuple(args), dict(kwargs)))
+        described = tuple(describe(*leaf) for leaf in found)
         structure = (len(args), *kwargs) if plain else str(spec)
     return (
         described,
@@ -197,6 +201,12 @@ def call_signature(
         state,
         tuple((torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in state.device_types),
     )
+
+
+def without_numbers(signature: Signature) -> Signature:
+    """The same for calls that are given other numbers."""
+    described, *others = signature
+    return (tuple(type(each) if type(each) in (int, float) else each for each in described), *others)
 
 
 def role_of(signature: Signature) -> Role:

@@ -113,6 +113,7 @@ class Watch:
             waiting: the numbers of earlier calls that wait for their backward pass.
             role: of the call.
         """
+        batch = leaves(batch)
         self._fates.settle(waiting)
         left_over = self._fates.left_over(waiting)
         others = [number for number in waiting if number not in left_over]
@@ -246,9 +247,9 @@ class Watch:
             result: of the call.
             made: gives the tensors that its planned graphs returned, and that are alive.
         """
-        model, outputs = self._model(), leaves(result)
+        model, outputs, batch = self._model(), leaves(result), leaves((args, kwargs))
         if model is not None:
-            self._kept.returned(outputs, (args, kwargs), next(model.parameters()).device)
+            self._kept.returned(outputs, batch, next(model.parameters()).device)
         if model is None or (self.settled and not self._rounds.chosen):
             self._earlier = None
             return
@@ -257,11 +258,11 @@ class Watch:
         returned = storages(outputs)
         aside = [t for t in made() if storage_key(t) not in returned]
         if self.recorder is not None:
-            self.recorder.expect((args, kwargs), outputs, aside)
+            self.recorder.expect(batch, outputs, aside)
             self._recorded[self._learnt.role] = None
             self._numbers.append(self._number)
         elif self._first:  # from the middle of a step on, it would miss what earlier calls hold
-            self._record(model, (args, kwargs), outputs, aside)
+            self._record(model, batch, outputs, aside)
 
     def goes_between(self, given: Any) -> None:
         """Another of a step's calls begins: what the loop has made, beside what it gives, stays."""
@@ -277,13 +278,12 @@ class Watch:
             batch: that the model was given.
             outputs: of all calls so far, those that are alive; None for others.
         """
-        model = self._model()
-        if model is None or self.settled:
+        if (model := self._model()) is None or self.settled:
             return
         self.stop()
         loss = probable_loss(tuple(outputs))
         self._loss_at = -1 if loss is None else loss[0]
-        self._record(model, batch, outputs)
+        self._record(model, leaves(batch), outputs)
 
     def _record(self, model: nn.Module, batch: Any, outputs: Sequence[Any], aside: Sequence[Any] = ()) -> None:
         earlier, self._earlier = self._earlier, None
@@ -343,8 +343,7 @@ class Watch:
                 self.recorder.stepping = False
 
     def _trains(self, optimizer: optim.Optimizer | None) -> bool:
-        model = self._model()
-        if model is None or optimizer is None:
+        if (model := self._model()) is None or optimizer is None:
             return False
         return any(ref() is optimizer for ref in self.stepped) or bool(
             trained_by(optimizer) & {id(p) for p in model.parameters()}
@@ -352,8 +351,7 @@ class Watch:
 
     def optimizer_stepped(self, optimizer: optim.Optimizer) -> None:
         """An optimizer has stepped: whose parameters, and which gradients it has used."""
-        model = self._model()
-        if model is None:
+        if (model := self._model()) is None:
             return
         self.seen.add(optimizer)
         if wraps_another(optimizer):
