@@ -251,7 +251,7 @@ def test_a_dropout_runs_again_without_drawing_where_its_mask_is_kept():
         model(x).mean().backward()
     called = [e.name for e in profiler.events()]
     assert called.count("aten::bernoulli") == 6
-    assert called.count("aten::mul") > 3 * 6  # the noise, and a product by it in each pass
+    assert called.count("aten::mul_") > 6  # the noise, from the mask, is there again in the backward pass
 
 
 @pytest.mark.compat

@@ -18,6 +18,7 @@ from torch.nn.utils import parametrizations
 from planner import ApplyError, OptionError, PlanWarning, applied_plan, plan
 from planner.devices.specs import DEVICES
 from planner.requests.check import with_batch
+from planner.runtime.interception import attached
 
 from .measure import peak_of
 from .plans import for_budget
@@ -77,12 +78,12 @@ def gradients(model, run):
 
 def assert_same(model, twin, run, tolerance=0.0):
     """Gradients and buffers are those of the twin, and the model ran by a plan."""
-    before = model._compiled_call_impl.regions_run
+    before = attached(model).regions_run
     ours, theirs = gradients(model, run), gradients(twin, run)
     assert ours.keys() == theirs.keys()
     for name in ours:
         torch.testing.assert_close(ours[name], theirs[name], rtol=tolerance, atol=tolerance * 1e-2, msg=name)
-    assert model._compiled_call_impl.regions_run > before
+    assert attached(model).regions_run > before
     return theirs
 
 
@@ -421,12 +422,12 @@ def test_a_planned_part_of_a_model_that_is_not_and_of_one_that_is_compiled(x):
     model = Layers()
     twin = copy.deepcopy(model)
     applied(model.body, x)
-    before = model.body._compiled_call_impl.regions_run
+    before = attached(model.body).regions_run
     for call in (model, torch.compile(model, backend="aot_eager")):
         ours = gradients(model, lambda m, call=call: step(call, x))
         for name, expected in gradients(twin, lambda m: step(m, x)).items():
             assert torch.equal(ours[name], expected), name
-    assert model.body._compiled_call_impl.regions_run == before + 2
+    assert attached(model.body).regions_run == before + 2
 
 
 def test_a_planned_part_of_a_planned_model_is_refused(x):
@@ -573,7 +574,7 @@ def test_an_input_that_needs_a_gradient_and_nothing_else(x):
         step(m, needs)
         found.append(needs.grad)
     assert torch.equal(*found)
-    assert model._compiled_call_impl.regions_run == 1
+    assert attached(model).regions_run == 1
 
 
 # LoRA
@@ -601,12 +602,12 @@ def test_lora(planned_first):
         m(**case.batch).loss.backward()
 
     def same():
-        before = planned._compiled_call_impl.regions_run
+        before = attached(planned).regions_run
         ours, theirs = gradients(model, train), gradients(twin, train)
         assert ours.keys() == theirs.keys()
         for name in ours:
             torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-6, msg=name)
-        assert planned._compiled_call_impl.regions_run > before
+        assert attached(planned).regions_run > before
 
     same()
     change(model, twin, lambda m: m.merge_adapter())
