@@ -63,6 +63,11 @@ from planner.requests.tensors import refuse_tensors
 from solvers import InfeasibleError, Solution, cost_bound, solve
 from solvers.progress import bar, clock
 
+_GUESSED = (
+    "Outputs that others are computed from are taken to get no gradient, and not to be held: with them the step does "
+    "not fit. A training step shows whether that is so."
+)
+
 
 @with_room
 def make_plan(
@@ -103,7 +108,8 @@ def make_plan(
     held = tuple(at for at in range(len(graph.outputs)) if at not in graph.fed)
     loop = replace(request.loop, unreached=tuple(sorted(graph.fed)), outputs_held=held)
     request = replace(request, loop=loop)
-    return _planned(request, _captured(request), others, known, must_match=must_match)
+    planned = _planned(request, _captured(request), others, known, must_match=must_match)
+    return replace(planned, record=replace(planned.record, note=f"{planned.record.note} {_GUESSED}".strip()))
 
 
 @contextmanager

@@ -193,7 +193,7 @@ class FakeStep:
             raise CaptureError(f"the backward pass cannot be captured: {type(e).__name__}: {e}") from e
         self.reached = loss is None or any(g is not None for g in reached)
         unused = {id(t) for t, g in zip(results, reached, strict=True) if g is None} if loss is not None else set()
-        if loss is None and not eager:
+        if loss is None and loss_fn is None and not eager:
             unused = self._not_reached(leaves(output), unreached)
         cut: dict[str, tuple[int, ...]] = {}
         for call in self.calls:
