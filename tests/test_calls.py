@@ -153,3 +153,50 @@ def test_a_number_that_changes_from_step_to_step_is_warned_of(given):
     said = [str(each.message) for each in caught if issubclass(each.category, PlanWarning)]
     assert len(said) == 1
     assert "for the 3rd time" in said[0]
+
+
+def test_views_of_a_detached_output_are_as_in_eager_mode():
+    class Views(nn.Linear):
+        def forward(self, x):
+            h = super().forward(x).tanh()
+            return h, h.detach().view(-1), h.detach()[1:3]
+
+    eager, x = Views(8, 8), torch.randn(4, 8)
+    model = copy.deepcopy(eager)
+    plan(model, budget_gb=1).apply()
+    for _ in range(2):
+        ours, theirs = model(x), eager(x)
+        assert [t.requires_grad for t in ours] == [t.requires_grad for t in theirs] == [True, False, False]
+        for a, b in zip(ours, theirs, strict=True):
+            assert torch.equal(a, b)
+        ours[0].sum().backward()
+        theirs[0].sum().backward()
+    assert torch.equal(model.weight.grad, eager.weight.grad)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+def test_a_batch_that_is_an_object_may_refer_to_anything():
+    class Batch:
+        def __init__(self):
+            self.x, self.itself = torch.randn(4, 8), self
+            self.sparse = [torch.eye(4).to_sparse(), torch.eye(4).to_sparse_csr(), torch.eye(4).to_sparse_csc()]
+            self.data_set = list(range(100_000))
+
+    class Inner(nn.Linear):
+        def forward(self, batch):
+            return super().forward(batch.x)
+
+    model = Inner(8, 8)
+    plan(model, budget_gb=1).apply()
+    for _ in range(3):
+        model(Batch()).sum().backward()
+    assert applied_plan(model) is not None
+
+
+def test_what_refers_to_a_copy_that_is_gone_can_be_copied_and_saved():
+    model = nn.Sequential(nn.Linear(8, 8))
+    plan(model, budget_gb=1).apply()
+    shallow = copy.copy(copy.deepcopy(model))
+    gc.collect()
+    for each in (shallow, copy.deepcopy(shallow), pickle.loads(pickle.dumps(shallow))):
+        assert each(torch.ones(2, 8)).shape == (2, 8)

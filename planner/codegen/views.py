@@ -8,7 +8,7 @@ storage that the others hold.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -80,6 +80,17 @@ def compose_views(graph: fx.Graph) -> Layouts:
     return {node: layout for node, layout in found.layouts.items() if node.users or node.op == "placeholder"}
 
 
+def _cut_off(results: Collection[fx.Node]) -> set[fx.Node]:
+    """Where views that are results begin anew: as views of another result itself, they would get its gradient."""
+    found = set()
+    for node in results:
+        while _is_view(node) and isinstance(node.args[0], fx.Node):
+            if node.target in _SAME:
+                found.add(node)
+            node = node.args[0]
+    return found - set(results)
+
+
 class _Composed:
     """The views of a graph, as far as they have been looked at.
 
@@ -87,6 +98,7 @@ class _Composed:
         layouts: of each of them, and of the tensors that they are views of.
         near: the same, with the results of ops that take a part as tensors that others are views of.
         made: for each layout the node that has it.
+        cut_off: as of `_cut_off`.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -95,11 +107,14 @@ class _Composed:
         self.near: Layouts = {}
         self.made: dict[Layout, fx.Node] = {}
         self.results = set(graph.output_node().all_input_nodes)
+        self.cut_off = _cut_off(self.results)
 
     def compose(self, node: fx.Node) -> None:
         """Have the users of a view read an equal one, or a shorter chain."""
         source = node.args[0]
         if not isinstance(source, fx.Node) or not isinstance(node.meta.get("val"), torch.Tensor):
+            return
+        if node in self.cut_off:
             return
         if node.target in _SAME:  # its strides are those of its source, whatever the fake tensors' are
             self._replace(node, source)

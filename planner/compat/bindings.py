@@ -55,12 +55,12 @@ def bind(graph: fx.Graph) -> None:
 
     An overload's object looks its arguments up by the schema and boxes them at every call (`OpOverload.__call__`).
     Calls that are given numbers for tensors stay where the functions may choose another overload. Aliases, which mark
-    something until here, go; one that is a result of the graph stays a tensor of its own.
+    something until here, go where no result of the graph may be one, or a view of one: that stays a tensor of its own.
     """
     for node in graph.nodes:
         if not isinstance(node.target, OpOverload):
             continue
-        if node.target in _SAME and not any(user.op == "output" for user in node.users):
+        if node.target in _SAME and not any(map(_may_show, node.users)):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
         elif (method := METHODS.get(node.target)) is not None:
@@ -69,6 +69,11 @@ def bind(graph: fx.Graph) -> None:
             _narrow(node)
         elif (bound := BOUND.get(node.target)) is not None and _may_bind(node, bound):
             node.target = bound
+
+
+def _may_show(user: fx.Node) -> bool:
+    """Whether what a node makes may be, or be a view of, the very tensor that it is given."""
+    return not isinstance(user.target, OpOverload) or any(r.alias_info for r in schema_of(user.target).returns)
 
 
 def _may_bind(node: Any, bound: Any) -> bool:

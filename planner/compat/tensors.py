@@ -37,11 +37,15 @@ def key_of(storage: torch.UntypedStorage) -> int:
 
 
 def dense_parts(t: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that have the storages: of a sparse COO tensor its indices and values, else the tensor itself.
+    """The tensors that have the storages: of a sparse tensor its indices and values, else the tensor itself.
 
     Fake tensors, and those not coalesced, have them too (`Tensor._indices`, `Tensor._values`, torch 2.11 to 2.15).
     """
-    return [t._indices(), t._values()] if t.layout == torch.sparse_coo else [t]
+    if t.layout == torch.sparse_coo:
+        return [t._indices(), t._values()]
+    if t.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [t.crow_indices(), t.col_indices(), t.values()]
+    return [t.ccol_indices(), t.row_indices(), t.values()] if t.layout in (torch.sparse_csc, torch.sparse_bsc) else [t]
 
 
 def viewed(t: torch.Tensor) -> torch.Tensor | None:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from planner.compat.modules import call_of, replace_call
+from planner.errors import ApplyError
 from planner.runtime.modes import trains
 
 
@@ -32,8 +33,11 @@ class CopiedCall:
 
     @property
     def model(self) -> nn.Module:
-        model = self._model()
-        assert model is not None  # it is called by nobody else
+        if (model := self._model()) is None:
+            raise ApplyError(
+                "this stands in for the call of a copy of a planned model, and that copy is gone: it was taken over "
+                "from its attributes. Copy the model itself, with copy.deepcopy()"
+            )
         return model
 
     def become(self) -> Any:
@@ -53,12 +57,20 @@ class CopiedCall:
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CopiedCall | None:
-        model = memo.get(id(self.model))
+        model = copied_in(memo, self)
         return None if model is None else CopiedCall(model, self._make, self._carrier).put()
 
     def __reduce__(self) -> Any:
         """In a pickle, the model's own call, as that of a runtime."""
-        return own_call(self.model, self._carrier)
+        model = self._model()
+        return (type(None), ()) if model is None else own_call(model, self._carrier)
+
+
+def copied_in(memo: dict[int, Any], runtime: Any) -> nn.Module | None:
+    """In a deep copy: the copy of a runtime's model; None where that is not copied, or gone."""
+    # a shallow copy of a copy refers to its stand-in, too, and may be there longer
+    model = runtime._model() if isinstance(runtime, CopiedCall) else runtime.model
+    return None if model is None else memo.get(id(model))
 
 
 def own_call(model: nn.Module, carrier: str) -> Any:

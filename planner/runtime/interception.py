@@ -22,7 +22,7 @@ from planner.errors import UNPLANNABLE, ApplyError
 from planner.parallel.group import together
 from planner.requests.planned import Planned
 from planner.runtime.bypassed import Handle
-from planner.runtime.copied import CopiedCall, own_call
+from planner.runtime.copied import CopiedCall, copied_in, own_call
 from planner.runtime.cuda_graphs import captures, is_graphed, refuse_uncapturable
 from planner.runtime.entries import EntryPoint
 from planner.runtime.evaluations import tensors_of
@@ -388,7 +388,7 @@ class _CompileRefused:
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        if (model := memo.get(id(self.runtime.model))) is None:
+        if (model := copied_in(memo, self.runtime)) is None:
             return self
         runtime = replaced_call(model)
         planned = isinstance(runtime, (Applied, CopiedCall))

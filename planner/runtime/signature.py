@@ -176,7 +176,9 @@ def call_signature(
             kind = (
                 str(x.__tensor_flatten__()[1]) if is_traceable_wrapper_subclass(x) else ""
             )  # how a DTensor is sharded
-            return (shape, layout(x) if free else x.stride(), x.dtype, x.device, x.requires_grad, same, kind)
+            dense = x.stride() if x.layout is torch.strided else x.layout
+            strides = layout(x) if free else dense
+            return (shape, strides, x.dtype, x.device, x.requires_grad, same, kind)
         if isinstance(x, (int, float, str, bool, type(None))):
             return x
         inner = [t for t in leaves(x) if isinstance(t, torch.Tensor)]  # of a batch that is an object

@@ -13,7 +13,7 @@ import torch
 from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from planner.capture.trace.loss_trace import find_loss, leaves, probable_loss
+from planner.capture.trace.loss_trace import dense_tensors, find_loss, leaves, probable_loss
 from planner.compat.autograd import in_backward
 from planner.compat.dispatch import LastingMode, lasting_modes_off, modes_here, switch_off, switch_on
 from planner.compat.tensors import storage_key, version_of
@@ -113,7 +113,7 @@ class Watch:
             waiting: the numbers of earlier calls that wait for their backward pass.
             role: of the call.
         """
-        batch = leaves(batch)
+        batch = dense_tensors(batch)
         self._fates.settle(waiting)
         left_over = self._fates.left_over(waiting)
         others = [number for number in waiting if number not in left_over]
@@ -247,7 +247,7 @@ class Watch:
             result: of the call.
             made: gives the tensors that its planned graphs returned, and that are alive.
         """
-        model, outputs, batch = self._model(), leaves(result), leaves((args, kwargs))
+        model, outputs, batch = self._model(), leaves(result), dense_tensors((args, kwargs))
         if model is not None:
             self._kept.returned(outputs, batch, next(model.parameters()).device)
         if model is None or (self.settled and not self._rounds.chosen):
@@ -283,7 +283,7 @@ class Watch:
         self.stop()
         loss = probable_loss(tuple(outputs))
         self._loss_at = -1 if loss is None else loss[0]
-        self._record(model, leaves(batch), outputs)
+        self._record(model, dense_tensors(batch), outputs)
 
     def _record(self, model: nn.Module, batch: Any, outputs: Sequence[Any], aside: Sequence[Any] = ()) -> None:
         earlier, self._earlier = self._earlier, None

@@ -11,12 +11,13 @@ from typing import Any, Literal
 import torch
 
 from planner.compat import pytree
-from planner.compat.tensors import TorchDispatchMode, is_traceable_wrapper_subclass, storage_key
+from planner.compat.tensors import TorchDispatchMode, dense_parts, is_traceable_wrapper_subclass, storage_key
 from planner.core.call import PLAIN, Call, describe_call, here, storages, tensors_in
 from planner.errors import BatchError
 
 LossFn = Callable[[Any], torch.Tensor]
 DEEPEST = 8  # containers in containers
+MOST_LEAVES = 4096  # a batch may refer to a whole data set
 FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, ModuleType)
 
 
@@ -97,10 +98,15 @@ def gradients_received(output: Any) -> torch.Tensor:
 
 
 def leaves(output: Any) -> list[Any]:
-    """The leaves of a model's output; dataclasses and other objects are read through their attributes."""
+    """The first leaves of a model's output; dataclasses and other objects are read through their attributes."""
     found: list[Any] = []
     _collect(output, (), found)
     return found
+
+
+def dense_tensors(batch: Any) -> list[torch.Tensor]:
+    """The tensors of a batch, those of objects and the parts of sparse ones too."""
+    return [part for t in leaves(batch) if isinstance(t, torch.Tensor) for part in dense_parts(t)]
 
 
 def _collect(output: Any, within: tuple[int, ...], into: list[Any]) -> None:
@@ -108,6 +114,8 @@ def _collect(output: Any, within: tuple[int, ...], into: list[Any]) -> None:
         into.append(output)
         return
     for value in inner.values() if isinstance(inner, Mapping) else inner:
+        if len(into) > MOST_LEAVES:
+            return
         _collect(value, (*within, id(output)), into)
 
 
