@@ -13,6 +13,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from planner import ApplyError, PlanWarning, applied_plan, plan
 from planner.runtime.signature import call_signature
+from planner.runtime.watch import listen
 
 pytestmark = pytest.mark.usefixtures("short_searches")
 
@@ -58,6 +59,7 @@ def train(model, loss_of, steps=3):
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_loop_that_goes_past_the_plan_is_told_so_once(loop, early):
     model = AutoEncoder()
+    listen()  # the first planned model of a process does, for good
     hooks = len(torch_optimizer._global_optimizer_pre_hooks)
     p = plan(model, torch.randn(4, 8) if early else None, budget_gb=1)
     p.apply()
