@@ -16,7 +16,7 @@ from types import CodeType, FrameType
 import torch
 
 from planner.compat.autograd import references
-from planner.core.call import storages
+from planner.compat.tensors import storage_key
 from planner.core.frames import variables_of
 from planner.errors import users_frame
 from planner.runtime.made import Event, LossEvents, Made, Place
@@ -68,9 +68,8 @@ def bound_alone(place: Place | None, key: int, frame: FrameType | None) -> bool:
     if place is None or frame is None or (name := _variable(*place)) is None:
         return False
     variables = variables_of(frame)
-    holders = [other for other, value in variables.items() if key in storages(value)]
     t = variables.get(name)
-    if holders != [name] or not isinstance(t, torch.Tensor):
+    if not isinstance(t, torch.Tensor) or t.layout is not torch.strided or storage_key(t) != key:
         return False
     return sys.getrefcount(t) <= _OWN and references(t) == references(torch.empty(1))
 
