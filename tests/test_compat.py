@@ -375,6 +375,11 @@ def _calls_of_bound_ops():
     yield aten.squeeze.dim, (image, 0), {}
     yield aten.unsqueeze.default, (x, 1), {}
     yield aten.transpose.int, (batch, 0, 1), {}
+    yield aten.transpose_copy.int, (batch, 0, 1), {}
+    yield aten.permute_copy.default, (batch, (2, 0, 1)), {}
+    yield aten.t_copy.default, (x,), {}
+    yield aten.as_strided_copy.default, (x, (2, 3), (1, 2), 1), {}
+    yield aten.linear.default, (batch, batch[0], batch[0, :, 0]), {}
     yield aten.where.self, (x > 1, x, y), {}
     yield aten._safe_softmax.default, (x, -1), {}
     for softmax in (aten._softmax, aten._log_softmax):

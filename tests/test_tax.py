@@ -219,6 +219,38 @@ def test_linear_layers_multiply_what_is_not_merged(shape, tmp_path):
     assert not backward["aten.tensordot.default"] or 1 not in shape  # it would add up what is no sum, in a copy
 
 
+class Attention(nn.Module):
+    """Attention as written by hand, whose heads are split and merged by views, of an activation laid out either way."""
+
+    def __init__(self, bias, turned):
+        super().__init__()
+        self.norm, self.turned = nn.LayerNorm(32), turned
+        self.qkv, self.out = nn.Linear(32, 96, bias=bias), nn.Linear(32, 32, bias=bias)
+
+    def forward(self, x):
+        h = self.norm(x)
+        h = h.transpose(0, 1).contiguous().transpose(0, 1) if self.turned else h
+        q, k, v = (t.unflatten(-1, (4, 8)).transpose(1, 2) for t in self.qkv(h).chunk(3, -1))
+        weights = F.dropout((q @ k.mT / 8**0.5).softmax(-1), 0.1, self.training)
+        return x + self.out((weights @ v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_attention_multiplies_batches_that_are_not_merged(batch, turned, bias, tmp_path):
+    case = Case(Attention(bias, turned).train(), {"x": torch.randn(batch, 40, 32)}, lambda y: y.square().mean())
+    forward, backward = called(trains_as_eager(case, tmp_path))
+    assert forward["aten.linear.default"] >= 1
+    if batch == 1:  # its transpositions change nothing
+        return
+    assert forward["aten.matmul.default"] + backward["aten.matmul.default"] >= 3
+    # each head's tensors are laid out anew by one op, not by a view and a copy
+    assert (
+        forward["aten.transpose_copy.int"] + forward["aten.permute_copy.default"] + backward["aten.transpose_copy.int"]
+    )
+
+
 def test_a_gradient_that_a_hook_on_saved_tensors_lays_out_anew_is_the_same():
     def other_strides(t):
         return t.transpose(0, -1).contiguous().transpose(0, -1) if t.dim() > 2 and t.shape[-1] > 1 else t
@@ -235,12 +267,13 @@ def test_a_gradient_that_a_hook_on_saved_tensors_lays_out_anew_is_the_same():
         torch.testing.assert_close(w.grad, gradient)
 
 
-def test_a_transformers_backward_pass_calls_torch_at_most_eight_times_for_five_kernels():
-    case = encoder(0.0)
+@pytest.mark.parametrize(("dropout", "most"), [(0.0, 1.5), (0.1, 1.7)])
+def test_a_transformers_backward_pass_calls_torch_at_most_so_often_for_each_kernel(dropout, most):
+    case = encoder(dropout)
     p = plan(case.model, case.batch, budget_gb=1, loss_fn=case.loss_fn, progress=False)
     nodes = [n for g in p.graph_modules for n in g.backward.graph.nodes]
     calls = [n for n in nodes if isinstance(n.target, OpOverload)]  # an item of a tuple is none
-    assert len(calls) <= 1.6 * sum(not n.target.is_view for n in calls)
+    assert len(calls) <= most * sum(not n.target.is_view for n in calls)
 
 
 def test_what_is_taken_to_be_contiguous_is_so_whatever_a_fake_tensor_says():

@@ -16,7 +16,15 @@ from planner.compat.ops import OpOverload, schema_of
 
 _ATEN = torch.ops.aten
 # of strided tensors, these give contiguous ones, whatever the strides of what they read
-_CONTIGUOUS = {_ATEN.addmm.default, _ATEN.baddbmm.default, _ATEN.bmm.default, _ATEN.mm.default}
+_PRODUCTS = {_ATEN.addmm.default, _ATEN.baddbmm.default, _ATEN.bmm.default, _ATEN.mm.default}
+_SOFTMAX = {  # `set_output_raw_strided(0, sizes, {})` in native/SoftMax.cpp
+    _ATEN._softmax.default,
+    _ATEN._softmax_backward_data.default,
+    _ATEN._log_softmax.default,
+    _ATEN._log_softmax_backward_data.default,
+    _ATEN._safe_softmax.default,  # of a contiguous tensor, by `where`
+}
+_CONTIGUOUS = _PRODUCTS | _SOFTMAX
 # the first result of each is so, by `empty_like(..., MemoryFormat::Contiguous)` in native/{cpu,cuda}/layer_norm*
 _FIRST_CONTIGUOUS = {_ATEN.native_layer_norm.default, _ATEN.native_layer_norm_backward.default}
 # pointwise ops that give `TensorIterator` their arguments in the order of their signatures
@@ -49,7 +57,8 @@ def contiguous_results(graph: fx.Graph, given: Collection[fx.Node] = ()) -> set[
         copied = target is _ATEN.clone.default and node.kwargs.get("memory_format") is torch.contiguous_format
         first = target is operator.getitem and node.args[1] == 0 and node.args[0].target in _FIRST_CONTIGUOUS
         same = target is _ATEN.reshape.default and node.args[0] in found
-        if copied or first or same or target in _CONTIGUOUS or _is_pointwise(node, found):
+        joined = target is _ATEN.cat.default and found.issuperset(node.all_input_nodes)
+        if copied or first or same or joined or target in _CONTIGUOUS or _is_pointwise(node, found):
             found.add(node)
     return found
 

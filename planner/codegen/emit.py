@@ -21,6 +21,7 @@ from planner.capture.passes.dropout import drawn_by
 from planner.capture.recomputability import RUNNING_STATISTICS
 from planner.capture.regions.region import GraphOp, Region
 from planner.capture.shapes import is_size
+from planner.codegen.copies import copy_views
 from planner.codegen.moving import Moving
 from planner.codegen.noise import make_noise_in_place
 from planner.codegen.products import fold_products
@@ -105,6 +106,8 @@ def _tidy(forward: fx.Graph, backward: fx.Graph, saved: Sequence[fx.Node], resul
         stride_views(forward, before)
         stride_views(backward, after)
         fold_products(forward, backward, results)
+        for graph in (forward, backward):
+            copy_views(graph)
 
 
 def runnable(region: Region, forward: Sequence[int], backward: Sequence[int]) -> bool:

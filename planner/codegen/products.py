@@ -1,9 +1,10 @@
-"""Products of matrices in an emitted graph, without the views that a linear layer's backward pass makes for them.
+"""Products of matrices in an emitted graph, without the views that linear layers and attention make for them.
 
-Autograd merges the leading dimensions of what it multiplies, and splits them again. `torch.matmul` does both in C++,
-for half the host time, and sums and transpositions read what has not been merged. Kernels, their arguments and their
-strides stay the same, and so do gradients to the last bit: this is done for tensors that are contiguous whatever
-strides a kernel may choose (`contiguous_results`), since `matmul` would take the others to `bmm`.
+Autograd and AOTAutograd merge the leading dimensions of what they multiply, and split them again. `torch.matmul` and
+`torch.nn.functional.linear` do both in C++, in less host time, and sums and transpositions read what has not been
+merged. Kernels, their arguments and their strides stay the same, and so do results to the last bit: this is done for
+tensors that are contiguous whatever strides a kernel may choose (`contiguous_results`), since others would be
+multiplied by another kernel (aten/src/ATen/native/{Linear,LinearAlgebra}.cpp).
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from planner.codegen.contiguous import contiguous_results
 
 _ATEN = torch.ops.aten
 _MM, _RESHAPE, _STRIDED = _ATEN.mm.default, _ATEN.reshape.default, _ATEN.as_strided.default
-_SUM, _T = _ATEN.sum.dim_IntList, _ATEN.t.default
+_SUM, _T, _TRANSPOSE = _ATEN.sum.dim_IntList, _ATEN.t.default, _ATEN.transpose.int
+_ADDMM, _BMM, _LINEAR, _MATMUL = _ATEN.addmm.default, _ATEN.bmm.default, _ATEN.linear.default, _ATEN.matmul.default
 
 
 def fold_products(forward: fx.Graph, backward: fx.Graph, results: int) -> None:
@@ -54,6 +56,12 @@ def _fold_all(graph: fx.Graph, given: Set[fx.Node]) -> None:
     for merged in graph.find_nodes(op="call_function", target=_RESHAPE):
         if _merges(merged) and merged.args[0] in likely:
             _read_unmerged(merged, merged.args[0] in sure)
+    for product in graph.find_nodes(op="call_function", target=_BMM):
+        _unmerge_batches(product, likely)
+    for product in graph.find_nodes(op="call_function", target=_ADDMM):
+        _add_bias(product, sure)
+    for product in (*products, *graph.find_nodes(op="call_function", target=_LINEAR)):
+        _turn_inside(product)
 
 
 def _merges(node: Any) -> bool:
@@ -138,3 +146,89 @@ def _read_unmerged(merged: fx.Node, sure: bool) -> None:
     for user in summed:
         user.args = (source, list(range(source.meta["val"].dim() - 1)), False)
     merged.graph.erase_node(merged)
+
+
+def _add_bias(product: fx.Node, contiguous: Set[fx.Node]) -> None:
+    """Write a product and the bias added to it as the linear layer that it was, on what has not been merged."""
+    given: tuple[Any, ...] = product.args
+    if len(given) != 3 or product.kwargs or given[0].meta["val"].dim() != 1 or not _is_turned(given[2]):
+        return
+    bias, merged, turned = given
+    source, shape = merged, product.meta["val"].shape
+    if _merges(merged) and merged.args[0] in contiguous:
+        unmerged = (*merged.args[0].meta["val"].shape[:-1], shape[1])
+        if len(unmerged) == 3 and _unsplit(product, unmerged):
+            source, shape = merged.args[0], unmerged
+    _write(product, _LINEAR, (source, turned.args[0], bias), shape)
+    for node in (turned, merged):
+        _drop(node)
+
+
+def _turn_inside(product: fx.Node) -> None:
+    """Write a product with a transposed matrix as a linear layer without a bias, which transposes it in C++."""
+    left, turned = product.args[:2]
+    if product.target in (_MM, _MATMUL) and _is_turned(turned):
+        product.target, product.args = _LINEAR, (left, turned.args[0])  # type: ignore[union-attr]
+        _drop(turned)
+
+
+def _unmerge_batches(product: fx.Node, contiguous: Set[fx.Node]) -> None:
+    """Have a product of batches of matrices, as attention's, read and give tensors whose batches are not merged."""
+    given: tuple[Any, ...] = product.args
+    sources, turned = zip(*map(_batches, given), strict=True)
+    if None in sources or any(t and source not in contiguous for source, t in zip(sources, turned, strict=True)):
+        return  # what is transposed would be merged by a copy with other strides
+    batch = sources[0].meta["val"].shape[:-2]
+    shape = (*batch, *product.meta["val"].shape[1:])
+    if sources[1].meta["val"].shape[:-2] != batch or not _unsplit(product, shape):
+        return
+    args = [_transposed(source, product) if t else source for source, t in zip(sources, turned, strict=True)]
+    _write(product, _MATMUL, tuple(args), shape)
+    for node in dict.fromkeys(given):
+        below = node.args[0]
+        _drop(node)
+        _drop(below)
+
+
+def _transposed(source: fx.Node, product: fx.Node) -> fx.Node:
+    with product.graph.inserting_before(product):
+        new = product.graph.call_function(_TRANSPOSE, (source, -2, -1))
+    value = source.meta["val"]
+    with value.fake_mode:
+        new.meta = {**product.meta, "val": value.mT}
+    return new
+
+
+def _batches(node: Any) -> tuple[Any, bool]:
+    """The tensor whose batches are merged in a tensor of matrices, or None; and whether these are transposed."""
+    turned = node.target is _TRANSPOSE and sorted(d % 3 for d in node.args[1:]) == [1, 2]
+    merged = node.args[0] if turned else node
+    if merged.target is not _RESHAPE:
+        return None, turned
+    source = merged.args[0]
+    *batch, rows, columns = source.meta["val"].shape
+    same = len(batch) > 1 and tuple(merged.meta["val"].shape) == (prod(batch), rows, columns)
+    return (source if same else None), turned
+
+
+def _unsplit(product: fx.Node, shape: Sequence[int]) -> bool:
+    """Have the users of a product that split its dimensions read it; False, and nothing done, where others read it."""
+    split = [
+        user for user in product.users if user.target is _RESHAPE and tuple(user.meta["val"].shape) == tuple(shape)
+    ]
+    if len(split) + sum(user.target is _STRIDED for user in product.users) < len(product.users):
+        return False
+    for user in split:
+        user.replace_all_uses_with(product)
+        product.graph.erase_node(user)
+    return True
+
+
+def _is_turned(node: Any) -> bool:
+    return isinstance(node, fx.Node) and node.target is _T and node.args[0].meta["val"].dim() == 2  # type: ignore[union-attr]
+
+
+def _drop(node: Any) -> None:
+    """Erase a view that nothing reads."""
+    if isinstance(node, fx.Node) and node.target in (_T, _RESHAPE, _TRANSPOSE) and not node.users:
+        node.graph.erase_node(node)

@@ -15,15 +15,16 @@ __all__ = ["BOUND", "METHODS", "bind"]
 _ATEN = torch.ops.aten
 # each takes the arguments of its overload, under the same names and in the same order
 _FUNCTIONS = (
-    "abs", "addmm", "as_strided", "baddbmm", "bmm", "cat", "clone", "convolution", "cos", "embedding",
-    "empty_strided", "exp", "log", "matmul", "mm", "native_dropout", "native_group_norm", "native_layer_norm", "neg",
-    "ones", "permute", "relu", "reshape", "rsqrt", "scalar_tensor", "sigmoid", "sin", "sqrt", "t", "tanh", "tril",
-    "unsqueeze", "zeros", "_safe_softmax", "_softmax", "_softmax_backward_data", "_log_softmax",
-    "_log_softmax_backward_data",
+    "abs", "addmm", "as_strided", "as_strided_copy", "baddbmm", "bmm", "cat", "clone", "convolution", "cos",
+    "embedding", "empty_strided", "exp", "log", "matmul", "mm", "native_dropout", "native_group_norm",
+    "native_layer_norm", "neg", "ones", "permute", "permute_copy", "relu", "reshape", "rsqrt", "scalar_tensor",
+    "sigmoid", "sin", "sqrt", "t", "t_copy", "tanh", "tril", "unsqueeze", "zeros", "_safe_softmax", "_softmax",
+    "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data",
 )  # fmt: skip
 _OVERLOADED = {
     "add": "Tensor", "div": "Tensor", "mean": "dim", "mul": "Tensor", "pow": "Tensor_Scalar", "rsub": "Tensor",
-    "select": "int", "squeeze": "dim", "sub": "Tensor", "sum": "dim_IntList", "transpose": "int", "where": "self",
+    "select": "int", "squeeze": "dim", "sub": "Tensor", "sum": "dim_IntList", "transpose": "int",
+    "transpose_copy": "int", "where": "self",
 }  # fmt: skip
 _ARITHMETIC = ("add", "div", "mul", "sub")  # of a tensor and a number, which they make a tensor of as overloads do
 
@@ -41,6 +42,7 @@ BOUND: dict[object, Any] = {
     _ATEN.mul.Scalar: torch.mul,
     _ATEN.tensordot.default: tensordot,
     _ATEN.gelu.default: torch.nn.functional.gelu,
+    _ATEN.linear.default: torch.nn.functional.linear,
     _ATEN.silu.default: torch._C._nn.silu,
     _ATEN.add_.Tensor: operator.iadd,
     _ATEN.mul_.Scalar: operator.imul,
