@@ -104,3 +104,36 @@ def test_what_the_first_call_makes_is_there_in_the_second_and_not_before(kind, t
         plain.zero_grad()
     held = sum(t.nbytes for t in (*model.parameters(), *model.buffers(), x))
     assert held + peak_of(lambda: model(x).backward(), tmp_path) <= planned.budget_bytes
+
+
+class Hooked(nn.Module):
+    """Its first call installs hooks that collect results, as models of transformers do that return their routers'."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
+
+    @torch.compiler.disable
+    def install(self):
+        for layer in () if hasattr(self, "ready") else self.layers:
+            layer.register_forward_hook(lambda module, args, output: self.seen.append(output))
+        self.ready = True
+
+    def forward(self, x):
+        seen = self.seen = []
+        self.install()
+        y = self.layers(x)
+        return {"loss": y.square().mean() + sum(h.abs().mean() for h in seen), "last": y, "penalty": seen[0].std()}
+
+
+def test_hooks_that_the_first_call_installs_are_there_once():
+    model, x = Hooked(), torch.randn(256, 32)
+    plain = copy.deepcopy(model)
+    plan(model, x, budget_gb=1, progress=False).apply()
+    for _ in range(3):
+        losses = model(x)["loss"], plain(x)["loss"]
+        for loss in losses:
+            loss.backward()
+        assert torch.equal(*losses)
+    assert all(map(torch.equal, (p.grad for p in model.parameters()), (p.grad for p in plain.parameters())))
+    assert [len(layer._forward_hooks) for layer in model.layers] == [1] * 4

@@ -23,6 +23,7 @@ __all__ = [
     "call_function",
     "call_of",
     "has_forward_hooks",
+    "hook_tables",
     "managed_by_fsdp",
     "modules_in",
     "parameters_in",
@@ -108,6 +109,11 @@ def replace_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
 def has_forward_hooks(module: nn.Module) -> bool:
     """Whether hooks run before or after a module's `forward` (`Module._forward_hooks`, torch 2.11 to 2.15)."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def hook_tables(module: nn.Module) -> list[dict[int, Any]]:
+    """A module's own tables of hooks of every kind (`_forward_hooks` and the like, torch 2.11 to 2.15)."""
+    return [table for name, table in vars(module).items() if "_hooks" in name and isinstance(table, dict)]
 
 
 def buffers_of(module: nn.Module) -> dict[str, Any]:

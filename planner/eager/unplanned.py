@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from planner.capture.trace.quiet import quietly
 from planner.core.account import EagerStep
 from planner.core.recipe import Choice
 from planner.eager.pipeline import tracer_of
@@ -21,8 +22,9 @@ def eager_step(request: Request) -> EagerStep | None:
     if several or request.maxima is not None or groups_of(request.model):
         return None
     try:
-        tracer = tracer_of(request, lambda: None)
-        trial, _ = tracer.trial(Choice(), {}, tracer.trace(Choice()))
+        with quietly():
+            tracer = tracer_of(request, lambda: None)
+            trial, _ = tracer.trial(Choice(), {}, tracer.trace(Choice()))
     except (StepFailed, PlannerError):
         return None
     return EagerStep(trial.peak, trial.replay.timeline.cost)

@@ -16,7 +16,7 @@ from planner.capture.trace.random_state import undrawing
 from planner.compat import pytree
 from planner.compat.dispatch import written
 from planner.compat.fake import FakeTensor
-from planner.compat.modules import buffers_of
+from planner.compat.modules import buffers_of, hook_tables
 from planner.compat.tensors import TorchDispatchMode, storage_key
 from planner.core.call import inside, tensors_in
 from planner.devices.accelerator import accelerator_of
@@ -25,7 +25,7 @@ _LRU_CACHE = type(functools.cache(lambda: None))
 
 
 class Attributes:
-    """The buffers, tensors and plain values that the modules of a model have by name, which a call may replace.
+    """The buffers, tensors and plain values that the modules of a model have by name, which a call may replace; hooks.
 
     A module that got parameters or modules of its own since then keeps what came with them.
     """
@@ -33,6 +33,7 @@ class Attributes:
     def __init__(self, model: nn.Module) -> None:
         self._buffers = [(module, dict(buffers_of(module))) for module in model.modules()]
         self._values = [(module, _plain(module), set(vars(module)), _parts(module)) for module in model.modules()]
+        self._hooks = [(table, dict(table)) for module in model.modules() for table in hook_tables(module)]
 
     def restore(self) -> None:
         """Put them back, and take away those that were not there."""
@@ -46,6 +47,10 @@ class Attributes:
             if _parts(module) == parts:
                 for name in _plain(module).keys() - names:
                     del own[name]
+        for table, hooks in self._hooks:  # a first call may have installed some, and noted that in a value
+            if table != hooks:
+                table.clear()
+                table.update(hooks)
 
 
 class ParameterWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
