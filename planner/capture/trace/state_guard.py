@@ -47,10 +47,10 @@ class Attributes:
             if _parts(module) == parts:
                 for name in _plain(module).keys() - names:
                     del own[name]
-        for table, hooks in self._hooks:  # a first call may have installed some, and noted that in a value
-            if table != hooks:
-                table.clear()
-                table.update(hooks)
+        for of_kind, hooks in self._hooks:  # a first call may have installed some, and noted that in a value
+            if of_kind != hooks:
+                of_kind.clear()
+                of_kind.update(hooks)
 
 
 class ParameterWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
