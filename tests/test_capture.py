@@ -1,6 +1,7 @@
 """Awkward models, small: aliasing, mutation, randomness, routing, several regions; each as eager, and as predicted."""
 
 import copy
+import random
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from planner import CaptureError, InfeasibleBudgetError, ModelError, Plan, plan
+from planner.capture.trace.step import capture
+from planner.codegen.emit import emit, keep_everything
 from planner.compat.fake import FakeTensor
 
 from .measure import held_before, peak_of, results, step_peak
@@ -87,6 +90,13 @@ class BatchNorm(Base):
 
     def middle(self, x):
         return torch.sigmoid(self.norm(torch.tanh(x)))
+
+
+class SharedNorm(BatchNorm):
+    def middle(self, x):
+        for _ in range(4):
+            x = x + torch.sigmoid(self.norm(torch.tanh(x)))
+        return x
 
 
 class OwnBuffer(Base):
@@ -186,7 +196,7 @@ class Scalar(Case):
 
 
 AWKWARD = [
-    InPlace, Dropout, HalfDropout, OwnScale, AttentionDropout, Routing, BatchNorm, OwnBuffer, Tied, Split,
+    InPlace, Dropout, HalfDropout, OwnScale, AttentionDropout, Routing, BatchNorm, SharedNorm, OwnBuffer, Tied, Split,
     OwnFunction, Sequence, DrawnForBackward, BuffersOfOneStorage, SquaredError,
 ]  # fmt: skip
 
@@ -224,6 +234,22 @@ def test_awkward_models_train_as_before_within_the_budget(kind, tmp_path):
     p, measured = trains_as_before(make(kind), tmp_path)
     assert p.overhead > 0
     assert measured == pytest.approx(p.peak_bytes, rel=0.02)
+
+
+def test_running_statistics_are_those_of_first_runs_whatever_runs_again_between():
+    case, choose = make(SharedNorm), random.Random(3)
+    (region,) = capture(case.model, (), case.batch, keep_everything).regions
+    may = [i for i, op in enumerate(region.ops[: region.boundary]) if op.kind == "call" and not op.keep_because]
+    forward = list(range(region.boundary))
+    for i in choose.choices(may, k=60):
+        forward.insert(choose.randrange(forward.index(i) + 1, len(forward) + 1), i)
+    torch.manual_seed(0)
+    primals = [n.meta["val"] for n in region.primals]
+    given = [torch.rand(t.shape) if t.is_floating_point() else torch.zeros(t.shape, dtype=t.dtype) for t in primals]
+    backward = range(region.boundary, len(region.ops))
+    expected, found = (graphs[0](*given) for graphs in (keep_everything(region), emit(region, forward, backward)))
+    outputs = len(region.fwd_outputs)
+    assert all(map(torch.equal, found[:outputs], expected[:outputs]))
 
 
 def test_an_assertion_in_the_forward_pass_stays():

@@ -91,6 +91,11 @@ def keep_reason(node: fx.Node, tainted: Collection[fx.Node]) -> str:
     return ""
 
 
+def statistics_of(node: fx.Node) -> list[fx.Node]:
+    """The running statistics that the first run of an op reads, and later runs do not."""
+    return [n for at in RUNNING_STATISTICS.get(node.target, ()) if isinstance(n := node.args[at], fx.Node)]
+
+
 def crosses_the_link(node: fx.Node) -> bool:
     """Whether a node reads tensors of one kind of device only, and makes tensors on another."""
     read = {t.device.type for n in node.all_input_nodes for t in tensors(n)}
@@ -196,6 +201,5 @@ def replay_bytes(node: fx.Node) -> tuple[int, int]:
         leaves = [t for n in (node, *node.all_input_nodes) for t in tensors(n)]
         # that of an accelerator is small, and on the host
         state = 0 if any(t.device.type != "cpu" for t in leaves) else torch.get_rng_state().nbytes
-    statistics = [node.args[at] for at in RUNNING_STATISTICS.get(node.target, ())]
-    scratch = sum(t.nbytes for n in statistics if isinstance(n, fx.Node) for t in tensors(n))
+    scratch = sum(t.nbytes for n in statistics_of(node) for t in tensors(n))
     return state, state + scratch

@@ -145,7 +145,8 @@ class _Writer:
         self.ran: set[fx.Node] = set()
         self.last_run: fx.Node | None = None
         self.last_kept: fx.Node | None = None
-        self.pinned = set(region.values_in(region.fwd_outputs))
+        # what a later run of its op makes is another copy, or of scratch statistics
+        self.pinned = {*region.values_in(region.fwd_outputs), *region.statistics()}
         self.ticket: fx.Node | None = None  # of the frame that values leave to
         self.coming: dict[fx.Node, fx.Node] = {}  # node that is fetched -> the tensor that is not to be read yet
 

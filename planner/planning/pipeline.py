@@ -218,6 +218,8 @@ def lower(
         account |= {TARGETS: loss.read}
     if loss.inputs is not None and BATCH not in options.account_gb:
         account |= {BATCH: loss.inputs}
+    if statistics := sum(region.statistics_bytes() for region in graph.regions):
+        account |= {"statistics between calls of a layer": statistics}
     groups = groups_of(request.model)
     settings = BuildSettings(
         account=account,

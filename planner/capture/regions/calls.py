@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from planner.capture.recomputability import RUNNING_STATISTICS
+from planner.capture.recomputability import statistics_of
 from planner.capture.regions.region import Region
 from planner.compat.tensors import version_of
 from planner.core.call import storages
@@ -76,8 +76,7 @@ def regions_of(calls: Sequence[RegionCall]) -> tuple[Region, ...]:
 def _keep_readers(region: Region, primals: set[int]) -> Region:
     ops = list(region.ops)
     for i, op in enumerate(ops):
-        # running statistics are not read by a second run
-        unread = {op.node.args[at] for at in RUNNING_STATISTICS.get(op.node.target, ())} if op.kind == "call" else set()
+        unread = statistics_of(op.node) if op.kind == "call" else []  # by a second run
         if any(at in primals and region.primals[at] not in unread for at in op.takes):
             if i >= region.boundary:
                 raise CaptureError(

@@ -23,6 +23,7 @@ from planner.capture.recomputability import (
     keep_reason,
     replay_bytes,
     sent_for,
+    statistics_of,
     waited_for,
 )
 from planner.capture.regions.fingerprint import fingerprint
@@ -123,6 +124,24 @@ class Region:
         """The values that a list of output nodes holds alive, each once."""
         return tuple(dict.fromkeys(v for n in nodes_in(outputs) for v in self.value_of[n]))
 
+    def statistics(self) -> set[int]:
+        """The values that are running statistics for the next call of their layer; no op's `reads` name them.
+
+        They are those of an op's first run: others make such of scratch ones.
+        """
+        calls = [op.node for op in self.ops if op.kind == "call"]
+        return {v for node in calls for n in statistics_of(node) for v in self.value_of[n]}
+
+    def statistics_bytes(self) -> int:
+        """The most bytes that they hold at a time."""
+        until, held, most = self.statistics(), 0, 0
+        for op in self.ops:
+            held += sum(self.values[v].nbytes for v in op.writes if v in until)
+            most = max(most, held)
+            if until and op.kind == "call":
+                held -= sum(self.values[v].nbytes for n in statistics_of(op.node) for v in self.value_of[n])
+        return most
+
 
 def analyse(
     joint: fx.GraphModule, num_fwd_outputs: int, order: Order, outside: str = "", known_as: str | None = None
@@ -174,7 +193,8 @@ def _read_ops(
         result = waited_for(node)
         # the tensors that a collective sends are held until it has been waited for
         inputs = node.all_input_nodes if result is None else [*node.all_input_nodes, *sent_for(result)]
-        reads = tuple(dict.fromkeys(v for n in inputs for v in table.value_of[n]))
+        first = statistics_of(node)  # what a second run need not have
+        reads = tuple(dict.fromkeys(v for n in inputs if n not in first for v in table.value_of[n]))
         writes = table.enter(node)
         if not (writes or node.is_impure() or (outside and may_write(node))):  # a view
             if not tainted.isdisjoint(inputs):
