@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from planner.capture.trace.loss_trace import dense_tensors, find_loss, leaves, probable_loss
 from planner.compat.autograd import in_backward
 from planner.compat.dispatch import LastingMode, lasting_modes_off, modes_here, switch_off, switch_on
-from planner.compat.tensors import storage_key, version_of
+from planner.compat.tensors import storage_key
 from planner.core.call import storages
 from planner.core.loop import Gradients, Loop
 from planner.core.plan import PlanRecord
@@ -32,7 +32,7 @@ from planner.runtime.recorded import between_steps, loss_seen, stays
 from planner.runtime.recorder import Recorder
 from planner.runtime.rounds import Rounds
 from planner.runtime.signature import Role
-from planner.stepping.spent import SpentGradient
+from planner.runtime.used_gradients import UsedGradients
 
 TRIES = 3  # steps in which nothing could be recorded, before no more are tried
 VAIN = 100  # the same of steps without a backward pass
@@ -80,7 +80,7 @@ class Watch:
         self._tries = self._in_vain = 0
         self._rounds = Rounds()  # of the calls that began while no other one waited
         self._first = True  # whether no earlier call waited when the latest one began
-        self._used: dict[torch.Tensor, int] = {}  # parameter -> version of its gradient when an optimizer had used it
+        self._gradients = UsedGradients()
         _watches.add(self)
 
     def optimizers(self) -> list[optim.Optimizer]:
@@ -149,7 +149,8 @@ class Watch:
         loop = learnt.loop
         if unused != loop.unused or left_over > loop.left_over:
             learnt.loop = replace(loop, unused=unused, left_over=max(left_over, loop.left_over))
-        if self.loop.gradients == "accumulated" or (gradients := self._gradients(parameters)) is None:
+        self._gradients.call_begins(parameters, optimizer_seen=bool(self.stepped))
+        if self.loop.gradients == "accumulated" or (gradients := self._gradients.fate(parameters)) is None:
             return
         if unused or role in self._fates.dropped:
             self._late = gradients
@@ -301,19 +302,6 @@ class Watch:
             recorder.end()
             switch_off(recorder)
 
-    def _gradients(self, parameters: Sequence[nn.Parameter]) -> Gradients | None:
-        """What becomes of gradients, where some are there as a forward pass begins; None where there are none.
-
-        Those that an optimizer has used, and that nothing has changed since, are expected to be cleared before the
-        backward pass.
-        """
-        there = [(p, p.grad) for p in parameters if p.grad is not None and not isinstance(p.grad, SpentGradient)]
-        if not there:
-            self._used.clear()
-            return None
-        used = all(self._used.get(p) == version_of(gradient) for p, gradient in there)
-        return "cleared late" if used else "accumulated"
-
     def backward_begins(self) -> None:
         """Gradients that were there in the forward pass are still there, and are added to."""
         self._learnt.loop = replace(self.loop, gradients="accumulated")
@@ -362,7 +350,7 @@ class Watch:
             return
         if all(ref() is not optimizer for ref in self.stepped):
             self.stepped.append(weakref.ref(optimizer))
-        self._used |= {p: version_of(p.grad) for p in trained if p.grad is not None}
+        self._gradients.optimizer_stepped(trained)
         self._measure()
 
 
