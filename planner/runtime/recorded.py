@@ -8,6 +8,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from planner.compat.dispatch import lasting_modes_off
 from planner.core.call import storages
 from planner.core.loop import LossSeen
@@ -16,6 +18,7 @@ from planner.runtime.made import Event, LossEvents, Made
 from planner.runtime.rebound import without_rebound
 from planner.runtime.recorder import Recorder
 
+SEED = str(torch.ops.aten.ones_like.default)  # as `backward()` makes it
 HOSTS = ("cpu",)  # kinds of devices whose memory has data sets and the like, which no budget of a step is for
 
 
@@ -72,8 +75,9 @@ def _tangents(loss: LossEvents, arrived: Mapping[int, Made]) -> int:
 
 
 def _computed(events: Iterable[Event]) -> list[Event]:
-    """Those before the backward pass of the loss."""
-    return [event for event in events if not event.backward]
+    """Those before the backward pass of the loss, without the gradient of the loss itself, which begins it."""
+    before = [event for event in events if not event.backward]
+    return before[:-1] if before and before[-1].call.startswith(SEED) else before
 
 
 def _most(events: Iterable[Event], workspaces: Mapping[str, int]) -> int:
