@@ -77,6 +77,35 @@ def manual_sgd(put: Put, ended: Ended) -> None:
         ended(loss)
 
 
+class Momentum:
+    """An optimizer that is none of torch's."""
+
+    def __init__(self, parameters) -> None:
+        self.parameters = list(parameters)
+        self.means = [torch.zeros_like(p) for p in self.parameters]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for p, mean in zip(self.parameters, self.means, strict=True):
+            p -= 0.05 * mean.mul_(0.9).add_(p.grad)
+
+    def zero_grad(self) -> None:
+        for p in self.parameters:
+            p.grad = None
+
+
+def own_optimizer(put: Put, ended: Ended) -> None:
+    model = put(mlp(out=8))
+    optimizer = Momentum(model.parameters())
+    for _ in range(STEPS):
+        x, y = torch.randn(512, 64), torch.randint(8, (512,))
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ended(loss)
+
+
 def grad_without_backward(put: Put, ended: Ended) -> None:
     """`torch.autograd.grad` for the parameters, as functional code has it."""
     model = put(mlp())
@@ -1150,27 +1179,28 @@ LOOPS: dict[str, Loop] = {
     "trainer": Loop(trainer),
     "lightning_automatic": Loop(lightning_automatic),
     "manual_sgd": Loop(manual_sgd),
+    "own_optimizer": Loop(own_optimizer),
     "grad_without_backward": Loop(grad_without_backward),
     "contrastive": Loop(contrastive),
     "triplet": Loop(triplet),
     "target_network": Loop(target_network),
     "adversarial": Loop(adversarial, plans=3),
-    "projected_gradients": Loop(projected_gradients, plans=5),
+    "projected_gradients": Loop(projected_gradients, plans=3),
     "two_losses_in_turn": Loop(two_losses_in_turn, plans=3),
     "gradients_put_aside": Loop(gradients_put_aside, plans=3),
     "two_sources_of_loss": Loop(two_sources_of_loss),
     "losses_one_by_one": Loop(losses_one_by_one),
     "actor_critic": Loop(actor_critic, plans=5, share=0.77),
-    "rollouts": Loop(rollouts, plans=4, off=0.02),
+    "rollouts": Loop(rollouts),
     "weights_from_gradients": Loop(weights_from_gradients),
-    "own_predictions": Loop(own_predictions, plans=4, off=0.03),
+    "own_predictions": Loop(own_predictions, plans=4),
     "bootstrapped": Loop(bootstrapped),
     "given_gradients": Loop(given_gradients),
     "features_by_a_hook": Loop(features_by_a_hook),
     "sharpness_aware": Loop(sharpness_aware),
     "distillation": Loop(distillation),
     "loss_with_parameters": Loop(loss_with_parameters),
-    "closure": Loop(closure, plans=4),
+    "closure": Loop(closure),
     "zero_grad_before_backward": Loop(zero_grad_before_backward),
     "optimizer_in_backward": Loop(optimizer_in_backward),
     "two_optimizers": Loop(two_optimizers),

@@ -1,5 +1,6 @@
 """What an optimizer takes: predicted without memory, measured on real steps."""
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -212,6 +213,27 @@ def test_lbfgs_is_counted_with_its_whole_history_before_its_first_step():
 
     optimizer.step(closure)
     assert before.state == pytest.approx(state_bytes(optimizer), rel=0.01)
+
+
+@pytest.mark.parametrize("search", [None, "strong_wolfe"])
+def test_what_lbfgs_holds_in_its_closure_is_counted(search):
+    weight = nn.Parameter(torch.linspace(-2, 2, 999))
+    optimizer = optim.LBFGS([weight], max_iter=5, history_size=3, line_search_fn=search, tolerance_change=0)
+    most = 0
+
+    def closure() -> torch.Tensor:
+        nonlocal most
+        weight.grad = None
+        alive = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor) and t.shape == weight.shape]
+        most = max(most, len({t.data_ptr() for t in alive} - {weight.data_ptr()}))
+        loss = (weight.abs() ** 1.5).sum() * 0.1 + torch.sin(3 * weight).sum()
+        loss.backward()
+        return loss
+
+    for _ in range(6):
+        optimizer.step(closure)
+    counted = optimizer_memory([weight], optimizer, cuda=False)
+    assert 0.9 * (counted.state + counted.closure) <= most * weight.nbytes <= counted.state + counted.closure
 
 
 def test_nothing_takes_nothing():

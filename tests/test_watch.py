@@ -133,6 +133,23 @@ def test_gradients_that_stay_are_planned_for_once():
     assert applied_plan(model).step.loop.gradients == "accumulated"
 
 
+@pytest.mark.parametrize("clears", [True, False])
+def test_gradients_of_parameters_that_the_loop_changes_itself_are_cleared_unless_they_are_added_to(clears):
+    model, batch = perceptron(), torch.randn(16, 32)
+    plan(model, budget_gb=1).apply()
+    seen = []
+    for _ in range(4):
+        loss = model(batch).square().mean()
+        seen.append(applied_plan(model).step.loop.gradients)
+        if clears:
+            model.zero_grad()
+        loss.backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.01 * p.grad
+    assert seen == ["cleared", "cleared late", *["cleared late" if clears else "accumulated"] * 2]
+
+
 def test_the_address_of_a_gradient_that_is_gone_may_come_again():
     """As the allocator gives it to the loss of the next microbatch."""
     recorder = Recorder(nn.Linear(2, 2), torch.device("cpu"), (), ())

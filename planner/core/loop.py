@@ -17,7 +17,8 @@ class LossSeen:
         forward: the most that they held at once while outputs were alive that the loop lets go of before the backward
             pass; the gradients of the outputs are among them.
         backward: the most from then on.
-        computed: the most before the backward pass of the loss itself began.
+        computed: of `forward`, the most before the backward pass of the loss itself began.
+        computed_later: the same of `backward`.
         left: of those that were alive when the planned backward pass began, beside the gradients of the outputs.
         read: of other tensors on the device that they were computed from, such as targets; neither the model's own,
             nor of its batch, nor parameters.
@@ -46,6 +47,7 @@ class LossSeen:
     held: int = 0
     inputs: int = 0
     first_input: int = 0
+    computed_later: int = 0
 
     def of(self, output_bytes: int) -> LossSeen:
         """The same for a step with other outputs."""
@@ -112,17 +114,27 @@ def most_of(one: Loop, other: Loop) -> Loop:
     # what one step reads may be among what is beside the other
     reads = [0 if loop.loss is None else loop.loss.read for loop in (one, other)]
     most = most_beside(*(replace(loop, beside=loop.beside + n) for loop, n in zip((one, other), reads, strict=True)))
+    beside = max(0, most.beside - max(reads))
+    loss = LossSeen(**{name: max(each[name] for each in losses) for name in losses[0]}) if losses else None
+    if loss is not None:  # what is left by the loss in one step may stay beside the other
+        in_all = max(_in_backward(loop) for loop in (one, other))
+        loss = replace(loss, left=max(0, min(loss.left, in_all - beside - most.around - loss.read)))
     return replace(
         other,
         outputs_held=None if held is None else tuple(held),
         only_loss=one.only_loss and other.only_loss,
         unreached=tuple(at for at in one.unreached if at in other.unreached),
-        loss=LossSeen(**{name: max(each[name] for each in losses) for name in losses[0]}) if losses else None,
-        beside=max(0, most.beside - max(reads)),
+        loss=loss,
+        beside=beside,
         around=most.around,
         kept_beside=max(one.kept_beside, other.kept_beside),
         freed_beside=None if None in freed else max(n for n in freed if n is not None),
     )
+
+
+def _in_backward(loop: Loop) -> int:
+    """Bytes of what a loop holds beside the step until the end of the backward pass, at least."""
+    return loop.beside + loop.around + (0 if loop.loss is None else loop.loss.read + loop.loss.left)
 
 
 def most_beside(one: Loop, other: Loop) -> Loop:

@@ -54,7 +54,7 @@ def account_of(request: Request) -> tuple[dict[str, int], int | None]:
 
 
 def _optimizers(request: Request) -> OptimizerMemory:
-    """The memory of all optimizers of the model, which step one after another."""
+    """The memory of all optimizers of the model, which step one after another; the model runs in their closures."""
     cuda = request.device.caches  # foreach is the default there
     takes = []
     for each in request.optimizers:
@@ -63,7 +63,8 @@ def _optimizers(request: Request) -> OptimizerMemory:
         except OptionError:
             if request.optimizer is not None:
                 raise  # one that was found is counted from the step on in which it has a state
-    return OptimizerMemory(sum(each.state for each in takes), max((each.step for each in takes), default=0))
+    state = sum(each.state for each in takes) + max((each.closure for each in takes), default=0)
+    return OptimizerMemory(state, max((each.step for each in takes), default=0))
 
 
 def planned_step(request: Request, optimizer_state: int, optimizer_step: int | None) -> PlannedStep:

@@ -30,10 +30,12 @@ class OptimizerMemory:
     Attributes:
         state: live all the time, once it has stepped.
         step: the most that `optimizer.step()` holds at once beside the state: its temporaries.
+        closure: what it holds beside the state while it calls a closure, which runs the model, once it has stepped.
     """
 
     state: int
     step: int
+    closure: int = 0
 
 
 def optimizer_memory(
@@ -101,11 +103,13 @@ def step_workspace(optimizer: optim.Optimizer, group: Mapping[str, Any], paramet
 def _lbfgs(optimizer: optim.LBFGS) -> OptimizerMemory:
     """What LBFGS keeps once its history is full: two vectors per entry, a direction and a gradient.
 
-    Source: `torch.optim.LBFGS.step`, which needs a closure; what it makes while that runs is seen in the loop.
+    While it calls its closure, it has a gradient and two vectors for the next direction, and at most six that a line
+    search goes by. Source: `torch.optim.LBFGS.step` and `_strong_wolfe`.
     """
     (group,) = optimizer.param_groups
     flat = sum(here(p).nbytes for p in group["params"])
-    return OptimizerMemory((2 * group["history_size"] + 2) * flat, 0)
+    searches = group.get("line_search_fn") is not None
+    return OptimizerMemory((2 * group["history_size"] + 2) * flat, 0, (9 if searches else 3) * flat)
 
 
 def _named(name: str) -> tuple[type[optim.Optimizer], dict[str, Any]]:

@@ -129,9 +129,9 @@ class Watching:
         """See `PlanProvider`."""
         return self.own.loop
 
-    def on_loop_seen(self, seen: Loop, stepped: Sequence[optim.Optimizer], role: Role = ()) -> bool:
+    def on_loop_seen(self, seen: Loop, stepped: Sequence[optim.Optimizer], role: Role = (), spare: int = 0) -> bool:
         """See `PlanProvider`; the plan that is made anew is told of."""
-        learnt = self.own.on_loop_seen(seen, stepped, role)
+        learnt = self.own.on_loop_seen(seen, stepped, role, spare)
         if learnt:
             self.told, self.anew = False, True
         return learnt

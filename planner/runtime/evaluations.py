@@ -6,6 +6,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import Any
 
 import torch
@@ -88,12 +89,15 @@ class Evaluations:
     Attributes:
         live: looks at what runs now.
         warned: whether it was said that they take more than the budget.
+        left: what of the latest ones was still held as the next training call began, as far as it is alive.
     """
 
     def __init__(self) -> None:
         self._largest = self._took = 0  # bytes of the batch, and of all that its call took
-        self._others = self._budget = 0  # bytes that the loop holds beside the step, and of the plan's budget
+        self._others = 0  # bytes that the loop holds beside the step
+        self._budget: float = 0  # of the plan, in bytes
         self._first = MadeStorages()  # the batch of the first call that is looked at
+        self.left: list[MadeStorages] = []
         self._made = False  # whether the loop makes the batches, which are not part of its data then
         self.live: _Live | None = None
         self.warned = False
@@ -103,7 +107,7 @@ class Evaluations:
         call: Callable[..., Any],
         batch: tuple[Any, Any],
         model: nn.Module,
-        plan: PlanRecord,
+        plan: PlanRecord | None,
         static: Callable[[], Any],
         may_look: Callable[[], bool],
     ) -> Any:
@@ -113,22 +117,22 @@ class Evaluations:
             call: the model's own.
             batch: arguments of the call.
             model: whose call it is.
-            plan: of its training step.
+            plan: of its training step; None before the first.
             static: gives a tree of what is held all the time.
             may_look: says whether a dispatch mode may be switched on here.
         """
         (args, kwargs), device = batch, next(model.parameters()).device
         given = tensors_in(batch)
         here = [t for t in given if t.device == device and t.layout == torch.strided]
-        nbytes, most = sum(t.nbytes for t in here), self._largest
+        nbytes, most, budget = sum(t.nbytes for t in here), self._largest, inf if plan is None else plan.budget_bytes
         if self.live is not None and not is_transformed(given):
             self._made |= {storage_key(t) for t in here} <= self.live.made.made.keys()
-        hardly = nbytes < LARGER * most and nbytes * self._took <= plan.budget_bytes * most
+        hardly = nbytes < LARGER * most and nbytes * self._took <= budget * most
         if self.warned or nbytes <= most or hardly or captures(model) or not may_look():
             return self._unseen(call, args, kwargs)
         if is_transformed([*model.parameters(), *given]):
             return call(*args, **kwargs)
-        self._largest, self._budget = nbytes, plan.budget_bytes
+        self._largest, self._budget = nbytes, budget
         alone = (self.live is None or self.live.over) and not may_last()
         live = self._look(model, device, here)
         live.hold([static(), here])
@@ -139,7 +143,7 @@ class Evaluations:
             raise
         if alone:
             switch_off(live)
-        self._others = plan.step.loop.others
+        self._others = 0 if plan is None else plan.step.loop.others
         self._took = self._others + live.most
         self._judge(live)
         return result
@@ -160,6 +164,8 @@ class Evaluations:
 
     def _unseen(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A call that is not looked at; its results are, where the mode could not stay on."""
+        if self.live is not None and self.live.over:  # of a model that is not trained, maybe
+            switch_off(self.live)
         result = call(*args, **kwargs)
         if self.live is not None and self.live.over:
             self.live.enter(result, (args, kwargs))
@@ -179,7 +185,8 @@ class Evaluations:
         for key in storages([batch, [] if model is None else tensors_of(model, optimizers)]):
             live.made.drop(key)
             self._first.drop(key)
-        return live.made.live + (self._first.live if self._made else 0)
+        self.left = [live.made, *([self._first] if self._made else [])]
+        return sum(each.live for each in self.left)
 
     def _judge(self, live: _Live) -> None:
         takes = self._others + live.most
@@ -187,6 +194,6 @@ class Evaluations:
             self.warned = True
             warn(
                 f"calls of the model without gradients take {gb(takes)} with all that is held beside them, of "
-                f"{gb(self._budget)}, and no plan is for such calls: give them smaller batches, and keep less of "
+                f"{gb(int(self._budget))}, and no plan is for such calls: give them smaller batches, and keep less of "
                 "their results on the device"
             )

@@ -56,10 +56,11 @@ class PlanProvider(Protocol):
     def on_missing_plan(self, caller: Caller, call: Call) -> Planned:
         """A plan for a kind of call that comes for the first time. Raises PlannerError where there is none."""
 
-    def on_loop_seen(self, seen: Loop, stepped: Sequence[optim.Optimizer], role: Role = ()) -> bool:
+    def on_loop_seen(self, seen: Loop, stepped: Sequence[optim.Optimizer], role: Role = (), spare: int = 0) -> bool:
         """A training call is about to run, and this is what the loop was seen to do with calls in that role.
 
-        `stepped` are its optimizers. True where plans for such calls are to be made anew.
+        `stepped` are its optimizers, `spare` the bytes that plans count and that are not there before more of the loop
+        is seen. True where plans for such calls are to be made anew.
         """
 
     def on_no_plan(self, model: nn.Module, error: PlannerError) -> bool:

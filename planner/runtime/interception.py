@@ -134,10 +134,11 @@ class Applied:
 
     def _evaluate(self, args: Any, kwargs: Any) -> Any:
         """A call that trains nothing."""
-        if torch.is_grad_enabled() or self.watch is None or self.newest is None:
+        watch = self.watch = self.watch or (None if self._started else Watch(self.model, self.provider.loop))
+        if torch.is_grad_enabled() or watch is None:
             return self.call_eagerly(*args, **kwargs)
-        record, batch = self.newest.record, (args, kwargs)
-        return self.watch.evaluations.run(self.call_eagerly, batch, self.model, record, self.tensors, may_record)
+        plan = None if self.newest is None else self.newest.record
+        return watch.evaluations.run(self.call_eagerly, (args, kwargs), self.model, plan, self.tensors, may_record)
 
     def _captured(self, args: Any, kwargs: Any) -> Any:
         """A training call while a CUDA graph is captured."""
@@ -199,10 +200,11 @@ class Applied:
 
     def _begins_training(self) -> None:
         """The first training call: plans of before are forgotten where several processes agree on one."""
+        self.watch = self.watch or Watch(self.model, self.provider.loop)  # evaluations may have come before
         if self.agrees:
+            self.watch.evaluations.end()
+            self.watch = None
             self.forget()
-        else:
-            self.watch = Watch(self.model, self.provider.loop)
 
     def _learns(self, watch: Watch, parameters: Sequence[nn.Parameter], batch: Any, role: Role) -> bool:
         """Whether plans for calls in a role have to be made anew, for what the loop was seen to do."""
@@ -210,7 +212,7 @@ class Applied:
         seen = watch.call_begins(parameters, batch, self.waiting_calls(), role)
         if not watch.settled and not watch.fresh:
             return False
-        return self.provider.on_loop_seen(seen, watch.optimizers(), role)
+        return self.provider.on_loop_seen(seen, watch.optimizers(), role, watch.spare())
 
     def _backward_begins(self, signature: Signature) -> None:
         """Gradients that were there in the forward pass are there still, if they are."""
@@ -224,8 +226,7 @@ class Applied:
 
     def tensors(self) -> Any:
         """The model's parameters, buffers, gradients, and the state of its optimizers."""
-        stepped = [] if self.watch is None else self.watch.optimizers()
-        return tensors_of(self.model, stepped)
+        return tensors_of(self.model, [] if self.watch is None else self.watch.optimizers())
 
     def stays(self) -> int:
         """Bytes of all of these, as the newest plan counts them.
@@ -268,8 +269,7 @@ class Applied:
 
     def awaits_gradients(self, signature: Signature) -> bool:
         """Whether the plan counts gradients of earlier microbatches, and there are none yet."""
-        accumulate = self.plans[signature].options.accumulate
-        return accumulate and all(p.grad is None for p in self.model.parameters())
+        return self.plans[signature].options.accumulate and all(p.grad is None for p in self.model.parameters())
 
     def _found(self, signature: Signature, args: Any, kwargs: Any) -> bool:
         """Whether there is a plan for a kind of call now; False where it is to run as without one."""

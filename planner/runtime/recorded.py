@@ -8,12 +8,17 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
+from planner.compat.dispatch import lasting_modes_off
 from planner.core.call import storages
 from planner.core.loop import LossSeen
+from planner.costs.measured_ops import measure
 from planner.runtime.made import Event, LossEvents, Made
 from planner.runtime.rebound import without_rebound
 from planner.runtime.recorder import Recorder
 
+SEED = str(torch.ops.aten.ones_like.default)  # as `backward()` makes it
 HOSTS = ("cpu",)  # kinds of devices whose memory has data sets and the like, which no budget of a step is for
 
 
@@ -28,10 +33,10 @@ def loss_seen(recorder: Recorder, workspaces: Mapping[str, int], found: Stays) -
     if not recorder.losses:
         return None
     losses = without_rebound(recorder.losses, found.kept, inspect.currentframe())
-    events = [loss.events for loss in losses]
-    forward = max(_most(loss.events[: loss.let_go], workspaces) for loss in losses)
-    backward = max(_most(loss.events[loss.let_go :], workspaces) for loss in losses)
-    computed = max(_most([event for event in each if not event.backward], workspaces) for each in events)
+    with_outputs = [loss.events[: loss.let_go] for loss in losses]
+    without = [loss.events[loss.let_go :] for loss in losses]
+    forward, backward = (max(_most(events, workspaces) for events in each) for each in (with_outputs, without))
+    computed, later = (max(_most(_computed(events), workspaces) for events in each) for each in (with_outputs, without))
     stays = sum(storages([t for ref in recorder.outputs.values() if (t := ref()) is not None]).values())
     tangents = max(map(_tangents, recorder.losses, recorder.arrived))
     waiting, made = recorder.waiting
@@ -40,6 +45,7 @@ def loss_seen(recorder: Recorder, workspaces: Mapping[str, int], found: Stays) -
         forward=forward,
         backward=backward,
         computed=computed,
+        computed_later=later,
         left=found.left,
         read=found.read,
         stays=stays,
@@ -53,8 +59,25 @@ def loss_seen(recorder: Recorder, workspaces: Mapping[str, int], found: Stays) -
     )
 
 
+def workspaces_of(recorder: Recorder, known: Collection[str]) -> dict[str, int]:
+    """The bytes that the recorded ops hold while they run, beside what they make, by key, but for known ones: they are
+    measured.
+    """
+    ran = {event.call for loss in recorder.losses for event in loss.events} - {""}
+    todo = [recorder.calls[key] for key in ran.difference(known)]
+    with lasting_modes_off():
+        found = measure(todo, recorder.device, progress=False)
+    return dict.fromkeys((call.key for call in todo), 0) | {key: each.workspace for key, each in found.items()}
+
+
 def _tangents(loss: LossEvents, arrived: Mapping[int, Made]) -> int:
     return sum(nbytes for key, (number, nbytes) in loss.left.items() if (number, nbytes) == arrived.get(key))
+
+
+def _computed(events: Iterable[Event]) -> list[Event]:
+    """Those before the backward pass of the loss, without the gradient of the loss itself, which begins it."""
+    before = [event for event in events if not event.backward]
+    return before[:-1] if before and before[-1].call.startswith(SEED) else before
 
 
 def _most(events: Iterable[Event], workspaces: Mapping[str, int]) -> int:
@@ -70,8 +93,8 @@ class Stays:
             used them, what was made before the backward pass and is still there, gradients that are no `.grad`, batches
             of earlier calls that get gradients.
         around: the same of what was used between one step and the next, and what was made and used there, where another
-            model is trained there; else that is part of `beside`. On a GPU, what was only read there is among it, such
-            as the data that a batch is drawn from.
+            model is trained there; else that is part of `beside`. What was only read there is among it, if it is as
+            large as what a call was given; on a GPU in any case, such as the data that a batch is drawn from.
         read: what the loss is computed from.
         left: from the loss to the end of the backward pass.
         kept: of `beside`, what was made before the backward pass and is still there, by storage.
@@ -144,13 +167,16 @@ def stays(recorder: Recorder, batch: Any, counted: Any, *, batches: bool = False
     ahead = sum(nbytes for key, nbytes in remaining.items() if key in coming)  # beside the batch of this step
     beside = sum(_without(stay, own).values()) + ahead + more + sum(other.stays() for other in others)
     data = recorder.device.type not in HOSTS
-    between = [
-        each
+    between = {
+        key: each
         for key, each in used.items()
-        if key not in stay and key not in later and (each.stays or (data and not each.in_step))
-    ]
-    around = sum(each.nbytes for each in between) + made_since
-    trains = any(each.trained for each in between)
+        if key not in stay
+        and key not in later
+        and (each.stays or (not each.in_step and (data or each.nbytes in recorder.input_sizes)))
+    }
+    older_states = sum(between[key].nbytes for key in between.keys() & recorder.by_optimizer.made.copy())
+    around = sum(each.nbytes for each in between.values()) + made_since - min(awaited - states, older_states)
+    trains = any(each.trained for each in between.values())
     batches_left = sum(nbytes for key, (_, nbytes) in given.items() if key not in own)
     passes = [
         (kept, sum(each[1] for key, each in left_by.items() if key in own or recorder.gradients.made.get(key) != each))

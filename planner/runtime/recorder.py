@@ -81,6 +81,7 @@ class Recorder(LastingMode):
         held: the most bytes of these that were still there when the planned graphs had used them.
         inputs: what the calls were given that is alive.
         inputs_at_once: its bytes when one of them was called, at most.
+        input_sizes: bytes of each storage that they were given.
         first_input: bytes of what the first was given.
         later: bytes of what calls after the first were given and that was there before the first.
         reached: positions of the outputs that got one.
@@ -91,6 +92,7 @@ class Recorder(LastingMode):
         asks_first: whether the first of them adds to no parameter's gradient.
         stepping: whether an optimizer of the model steps.
         of_optimizer: the numbers of what it has made.
+        by_optimizer: the same of this recorder and of those before.
         waiting: bytes of the outputs of an earlier call, and of what was made of them, while the next one ran.
         older: what earlier recorders have seen to be made, and what their calls took and gave.
         before: of these, by storage, what was alive when a backward pass began.
@@ -128,11 +130,12 @@ class Recorder(LastingMode):
         self.gradients = MadeStorages()  # by the planned graphs
         self.given = MadeStorages()
         self.held = self.inputs_at_once = self.later = 0
-        self.inputs = MadeStorages()
+        self.inputs, self.input_sizes = MadeStorages(), set[int]()
         self.batches = MadeStorages()  # that the model was called with, and that get gradients
         self.waiting = 0, 0
         self.stepping = self.makes_batches = False
         self.of_optimizer: set[int] = set()
+        self.by_optimizer: MadeStorages = MadeStorages() if earlier is None else earlier.by_optimizer
         self.passed = MadeStorages()  # what calls took and gave
         self.older = [] if earlier is None else earlier.left()
         self.before: dict[int, int] = {}
@@ -149,6 +152,10 @@ class Recorder(LastingMode):
         self.first_input = self.inputs.live
         self._hook(outputs)
         self._hook(aside, len(outputs))
+
+    def knows(self, made: Sequence[MadeStorages]) -> None:
+        """These were made before the first call, and none of them is the model's or its batch."""
+        self.older += [each for each in made if each.made]
 
     def _watch(self, at: int, output: torch.Tensor) -> None:
         let_go, events = self.let_go, self.events
@@ -174,6 +181,7 @@ class Recorder(LastingMode):
                 if t.requires_grad:
                     self.batches.add(t.untyped_storage(), storage_key(t))
         self.inputs_at_once = max(self.inputs_at_once, self.inputs.live)
+        self.input_sizes.update(nbytes for _, nbytes in list(self.inputs.made.values()))
 
     def _hook(self, outputs: Sequence[Any], first: int = 0) -> None:
         for at, t in enumerate(outputs, first):
@@ -325,6 +333,7 @@ class Recorder(LastingMode):
                     self.in_loss.add(self.made.number)
                 elif self.stepping and self.losses:
                     self.of_optimizer.add(self.made.number)
+                    self.by_optimizer.add(t.untyped_storage(), key)
         name = ""
         if isinstance(func, OpOverload) and not any(map(_is_storage, tree_leaves((args, kwargs)))):
             call = describe_call(func, args, kwargs, result)

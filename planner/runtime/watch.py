@@ -15,12 +15,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from planner.capture.trace.loss_trace import dense_tensors, find_loss, leaves, probable_loss
 from planner.compat.autograd import in_backward
-from planner.compat.dispatch import LastingMode, lasting_modes_off, modes_here, switch_off, switch_on
-from planner.compat.tensors import storage_key, version_of
+from planner.compat.dispatch import LastingMode, modes_here, switch_off, switch_on
+from planner.compat.tensors import storage_key
 from planner.core.call import storages
 from planner.core.loop import Gradients, Loop
 from planner.core.plan import PlanRecord
-from planner.costs.measured_ops import measure
 from planner.requests.optimizers import trained_by, wraps_another
 from planner.runtime.cuda_graphs import captures
 from planner.runtime.evaluations import Evaluations
@@ -28,11 +27,11 @@ from planner.runtime.fates import Fates, warn_between, warn_waiting
 from planner.runtime.kept import KeptOutputs
 from planner.runtime.learnt import Learnt
 from planner.runtime.peaks import when_begun
-from planner.runtime.recorded import between_steps, loss_seen, stays
+from planner.runtime.recorded import between_steps, loss_seen, stays, workspaces_of
 from planner.runtime.recorder import Recorder
 from planner.runtime.rounds import Rounds
 from planner.runtime.signature import Role
-from planner.stepping.spent import SpentGradient
+from planner.runtime.used_gradients import UsedGradients
 
 TRIES = 3  # steps in which nothing could be recorded, before no more are tried
 VAIN = 100  # the same of steps without a backward pass
@@ -73,6 +72,8 @@ class Watch:
         self.recorder: Recorder | None = None
         self._workspaces: dict[str, int] = {}
         self._state = 0  # bytes that the latest plan counts for it
+        self._spare = 0  # of these, what was not there yet
+        self._told: Loop | None = None
         self.budget: int | None = None  # of the newest plan, in bytes
         self._said = False  # that the loop takes more than that between its steps
         self.between = 0  # bytes that the loop made between the calls of a step, and that stayed
@@ -80,7 +81,7 @@ class Watch:
         self._tries = self._in_vain = 0
         self._rounds = Rounds()  # of the calls that began while no other one waited
         self._first = True  # whether no earlier call waited when the latest one began
-        self._used: dict[torch.Tensor, int] = {}  # parameter -> version of its gradient when an optimizer had used it
+        self._gradients = UsedGradients()
         _watches.add(self)
 
     def optimizers(self) -> list[optim.Optimizer]:
@@ -118,15 +119,15 @@ class Watch:
         left_over = self._fates.left_over(waiting)
         others = [number for number in waiting if number not in left_over]
         self._begin(role, others)
-        if left := self.evaluations.end(batch, self._model(), self.optimizers()):
-            self._learnt.finds(Loop(around=left))
-        recorder = self.recorder
+        left, recorder = self.evaluations.end(batch, self._model(), self.optimizers()), self.recorder
         if recorder is not None and (recorder.losses or recorder.over):
             self._finished(recorder, batch, [(p, p.grad) for p in parameters])
         elif recorder is not None and self._first and self._ended(left_over):
             self._came_to_nothing()
         elif recorder is None and self._first and not self.settled:
             self._missed()
+        if left:
+            self._learnt.finds(Loop(around=left))
         self._note(parameters, sum(left_over.values()))
         return self.loop
 
@@ -149,7 +150,8 @@ class Watch:
         loop = learnt.loop
         if unused != loop.unused or left_over > loop.left_over:
             learnt.loop = replace(loop, unused=unused, left_over=max(left_over, loop.left_over))
-        if self.loop.gradients == "accumulated" or (gradients := self._gradients(parameters)) is None:
+        self._gradients.call_begins(parameters, optimizer_seen=bool(self.stepped))
+        if self.loop.gradients == "accumulated" or (gradients := self._gradients.fate(parameters)) is None:
             return
         if unused or role in self._fates.dropped:
             self._late = gradients
@@ -168,7 +170,10 @@ class Watch:
         """Enter what a step's recording has shown as a call begins; the account has lines for what it is given."""
         self._measure()
         states = [list(o.state.values()) for o in self.optimizers()]
-        awaited = max(0, self._state - sum(storages(states).values()))
+        there = storages(states)
+        awaited = max(0, self._state - sum(there.values()))
+        there |= {key: nbytes for key, (_, nbytes) in recorder.by_optimizer.made.copy().items()}
+        self._spare = self._state - sum(there.values())
         recorder.makes_batches = recorder.is_new(batch)
         found = stays(recorder, batch, [counted, states], batches=recorder.makes_batches, awaited=awaited)
         seen = loss_seen(recorder, self._workspaces, found)
@@ -200,6 +205,15 @@ class Watch:
             asks_first=recorder.asks_first,
         )
         self._learnt.enter(shown, roles, found.batches, settles=came_round)
+
+    def spare(self) -> int:
+        """Bytes of the optimizers' state that plans count and that is not there yet; 0 once the loop has been seen.
+
+        That is while an optimizer calls the model, in its first step, and each call shows something new.
+        """
+        inside = not self.stepped and any(self._trains(ref()) for ref in _stepping)
+        before, self._told = self._told, self.loop
+        return max(0, self._spare) if inside and before != self.loop else 0
 
     def _missed(self) -> None:
         """A step came of which nothing was recorded."""
@@ -289,6 +303,8 @@ class Watch:
         earlier, self._earlier = self._earlier, None
         if may_record():
             self.recorder = Recorder(model, next(model.parameters()).device, batch, outputs, aside, earlier)
+            self.recorder.knows(self.evaluations.left)
+            self.evaluations.left = []
             self.recorder.stepping = any(self._trains(ref()) for ref in _stepping)
             self._recorded, self._numbers = {self._learnt.role: None}, [self._number]
             weakref.finalize(model, self.recorder.end).atexit = False
@@ -301,19 +317,6 @@ class Watch:
             recorder.end()
             switch_off(recorder)
 
-    def _gradients(self, parameters: Sequence[nn.Parameter]) -> Gradients | None:
-        """What becomes of gradients, where some are there as a forward pass begins; None where there are none.
-
-        Those that an optimizer has used, and that nothing has changed since, are expected to be cleared before the
-        backward pass.
-        """
-        there = [(p, p.grad) for p in parameters if p.grad is not None and not isinstance(p.grad, SpentGradient)]
-        if not there:
-            self._used.clear()
-            return None
-        used = all(self._used.get(p) == version_of(gradient) for p, gradient in there)
-        return "cleared late" if used else "accumulated"
-
     def backward_begins(self) -> None:
         """Gradients that were there in the forward pass are still there, and are added to."""
         self._learnt.loop = replace(self.loop, gradients="accumulated")
@@ -323,12 +326,7 @@ class Watch:
         recorder, model = self.recorder, self._model()
         if recorder is None or model is None or captures(model):
             return
-        ran = {event.call for loss in recorder.losses for event in loss.events} - {""}
-        todo = [recorder.calls[key] for key in ran - self._workspaces.keys()]
-        with lasting_modes_off():
-            found = measure(todo, next(model.parameters()).device, progress=False)
-        self._workspaces |= dict.fromkeys((call.key for call in todo), 0)
-        self._workspaces |= {key: allocated.workspace for key, allocated in found.items()}
+        self._workspaces |= workspaces_of(recorder, self._workspaces)
 
     def optimizer_steps(self, optimizer: optim.Optimizer) -> None:
         """An optimizer is about to step."""
@@ -362,7 +360,7 @@ class Watch:
             return
         if all(ref() is not optimizer for ref in self.stepped):
             self.stepped.append(weakref.ref(optimizer))
-        self._used |= {p: version_of(p.grad) for p in trained if p.grad is not None}
+        self._gradients.optimizer_stepped(trained)
         self._measure()
 
 

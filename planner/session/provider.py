@@ -212,7 +212,7 @@ class Provider:
         warn(text)
         return planned
 
-    def on_loop_seen(self, seen: Loop, stepped: Sequence[optim.Optimizer], role: Role = ()) -> bool:
+    def on_loop_seen(self, seen: Loop, stepped: Sequence[optim.Optimizer], role: Role = (), spare: int = 0) -> bool:
         """See `PlanProvider`."""
         if self.request.occupancy is not None:  # the schedule of a pipeline says it all
             return False
@@ -226,9 +226,11 @@ class Provider:
         if role and self.loops and role not in self.loops:  # there is no plan yet
             self.loops[role], self.stepped = seen, [weakref.ref(o) for o in found]
             return False
-        self.heard += 1
         before, counted = self.loops.get(role, self.loop), self.counted.get(role, self.request.found)
         others = [optimizer for optimizer in found if weakref.ref(optimizer) not in counted]
+        if spare and not others and self._fits(seen, before, role, self._free(role) + spare):
+            return False  # more will be seen before the rest is there
+        self.heard += 1
         if not others and seen in (before, self.accepted.get(role)):
             return False
         if not others and self._counts(seen, before, role):
@@ -256,10 +258,19 @@ class Provider:
 
         In its first steps, each part of it within a thousandth of the budget; later, whatever they leave free.
         """
-        tolerance = free = self.request.budget_bytes // TOLERANCE
-        if self.heard > 1 and self.peaks:
-            peak = self.peaks.get(role, max(self.peaks.values()))
-            free = max(free, self.request.budget_bytes - peak)
+        tolerance = self.request.budget_bytes // TOLERANCE
+        return self._fits(seen, before, role, self._free(role) if self.heard > 1 else tolerance)
+
+    def _free(self, role: Role) -> int:
+        """Bytes of the budget that no plan takes; at least those that plans are not made anew for."""
+        least = self.request.budget_bytes // TOLERANCE
+        if not self.peaks:
+            return least
+        return max(least, self.request.budget_bytes - self.peaks.get(role, max(self.peaks.values())))
+
+    def _fits(self, seen: Loop, before: Loop, role: Role, free: int) -> bool:
+        """Whether what was seen takes so much more than what is counted, at most, or is the same."""
+        tolerance = self.request.budget_bytes // TOLERANCE
         if not same_facts(seen, before, free):
             return False
         captured = self._captured(role)

@@ -1,0 +1,45 @@
+"""Which gradients a loop has used when the next step begins: those will be cleared, others will be added to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+
+from planner.compat.tensors import version_of
+from planner.core.loop import Gradients
+from planner.stepping.spent import SpentGradient
+
+
+class UsedGradients:
+    """The gradients of a model that were used: by an optimizer of torch's, or by the loop itself."""
+
+    def __init__(self) -> None:
+        self._by_optimizer: dict[torch.Tensor, int] = {}  # parameter -> version of its gradient when it was used
+        self._versions: dict[int, int] = {}  # of the parameters when the latest call began, by identity
+        self._changed: set[int] = set()  # those that were written into between that call and the one before
+
+    def optimizer_stepped(self, trained: Iterable[torch.Tensor]) -> None:
+        """An optimizer of torch's has stepped these parameters."""
+        self._by_optimizer |= {p: version_of(p.grad) for p in trained if p.grad is not None}
+
+    def call_begins(self, parameters: Sequence[nn.Parameter], *, optimizer_seen: bool) -> None:
+        """A call of the model begins; where an optimizer of torch's tells of its steps, nothing has to be looked up."""
+        before = self._versions
+        self._versions = {} if optimizer_seen else {id(p): version_of(p) for p in parameters}
+        self._changed = {at for at, version in self._versions.items() if before.get(at, version) != version}
+
+    def fate(self, parameters: Sequence[nn.Parameter]) -> Gradients | None:
+        """What becomes of gradients, where some are there as a forward pass begins; None where there are none.
+
+        Those that an optimizer has used, and that nothing has changed since, are expected to be cleared before the
+        backward pass; and those of parameters that were written into since the call before, as by an optimizer of the
+        loop's own: microbatches leave parameters as they are.
+        """
+        there = [(p, p.grad) for p in parameters if p.grad is not None and not isinstance(p.grad, SpentGradient)]
+        if not there:
+            self._by_optimizer.clear()
+            return None
+        used = all(self._by_optimizer.get(p) == version_of(g) or id(p) in self._changed for p, g in there)
+        return "cleared late" if used else "accumulated"
