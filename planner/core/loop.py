@@ -80,6 +80,8 @@ class Loop:
             late may be there by then.
         unused: whether no backward pass comes of such calls, as of an evaluation that is not under `torch.no_grad()`.
         left_over: bytes that earlier calls of that kind still hold while another call runs.
+        later_held: where calls wait, the same as `outputs_held` of those after the first: positions among the leaves of
+            the outputs of all of these.
     """
 
     outputs_held: tuple[int, ...] | None = None
@@ -96,6 +98,7 @@ class Loop:
     asks_first: bool = False
     unused: bool = False
     left_over: int = 0
+    later_held: tuple[int, ...] | None = None
 
     @property
     def others(self) -> int:
@@ -105,8 +108,6 @@ class Loop:
 
 def most_of(one: Loop, other: Loop) -> Loop:
     """What a loop that was seen twice does, where another step may do other things: the most of each."""
-    positions = (one.outputs_held, other.outputs_held)
-    held = None if None in positions else sorted({at for each in positions for at in each or ()})
     freed = (one.freed_beside, other.freed_beside)
     losses = [asdict(loop.loss) for loop in (one, other) if loop.loss is not None]
     # what one step reads may be among what is beside the other
@@ -114,7 +115,8 @@ def most_of(one: Loop, other: Loop) -> Loop:
     most = most_beside(*(replace(loop, beside=loop.beside + n) for loop, n in zip((one, other), reads, strict=True)))
     return replace(
         other,
-        outputs_held=None if held is None else tuple(held),
+        outputs_held=_either(one.outputs_held, other.outputs_held),
+        later_held=_either(one.later_held, other.later_held),
         only_loss=one.only_loss and other.only_loss,
         unreached=tuple(at for at in one.unreached if at in other.unreached),
         loss=LossSeen(**{name: max(each[name] for each in losses) for name in losses[0]}) if losses else None,
@@ -123,6 +125,10 @@ def most_of(one: Loop, other: Loop) -> Loop:
         kept_beside=max(one.kept_beside, other.kept_beside),
         freed_beside=None if None in freed else max(n for n in freed if n is not None),
     )
+
+
+def _either(*held: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    return None if None in held else tuple(sorted({at for each in held for at in each or ()}))
 
 
 def most_beside(one: Loop, other: Loop) -> Loop:
@@ -139,7 +145,15 @@ def same_facts(one: Loop, other: Loop, tolerance: int) -> bool:
     def facts(loop: Loop) -> Loop:
         none = 0 if loop.freed_beside is not None else None
         return replace(
-            loop, outputs_held=None, loss=None, beside=0, around=0, left_over=0, kept_beside=0, freed_beside=none
+            loop,
+            outputs_held=None,
+            later_held=None,
+            loss=None,
+            beside=0,
+            around=0,
+            left_over=0,
+            kept_beside=0,
+            freed_beside=none,
         )
 
     sizes = [(one.others, other.others), (one.kept_beside, other.kept_beside)]

@@ -174,7 +174,7 @@ class Applied:
             refuse_transformed(self.model, parameters, args, kwargs)
             self.state = self.walked.state
             signature = call_signature(self.model, args, kwargs, state=self.state)
-            if self.watch is not None and self._learns(self.watch, parameters, (args, kwargs), role_of(signature)):
+            if self.watch is not None and self._learns(self.watch, parameters, (args, kwargs), signature):
                 self.forget(role_of(signature))
             if signature not in self.plans and not self._found(signature, args, kwargs):
                 return self.call_eagerly(*args, **kwargs)
@@ -204,13 +204,20 @@ class Applied:
         else:
             self.watch = Watch(self.model, self.provider.loop)
 
-    def _learns(self, watch: Watch, parameters: Sequence[nn.Parameter], batch: Any, role: Role) -> bool:
+    def _learns(self, watch: Watch, parameters: Sequence[nn.Parameter], batch: Any, signature: Signature) -> bool:
         """Whether plans for calls in a role have to be made anew, for what the loop was seen to do."""
         watch.budget = None if self.newest is None else self.newest.record.budget_bytes
+        role = role_of(signature)
         seen = watch.call_begins(parameters, batch, self.waiting_calls(), role)
+        other = watch.together.call_begins(signature, first=watch.first)
         if not watch.settled and not watch.fresh:
-            return False
-        return self.provider.on_loop_seen(seen, watch.optimizers(), role)
+            return other
+        return self.provider.on_loop_seen(seen, watch.optimizers(), role) or other
+
+    @property
+    def together(self) -> tuple[Signature, ...]:
+        """The kinds of calls that are planned together."""
+        return () if self.watch is None else self.watch.together.kinds
 
     def _backward_begins(self, signature: Signature) -> None:
         """Gradients that were there in the forward pass are there still, if they are."""

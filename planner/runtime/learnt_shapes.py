@@ -9,6 +9,7 @@ from planner.errors import InfeasibleBudgetError, warn
 from planner.runtime.families import Shapes
 
 SHAPES = 3  # of one kind of calls: the first, that of a smaller last batch, and the one that shows that sizes change
+TOGETHER = 4  # of calls of the first step: so many may be what each step has
 PARTS = 8  # of a power of two: sizes that grow from batch to batch are rounded up to multiples of one
 
 Kind = tuple[object, ...]
@@ -45,13 +46,14 @@ class LearntShapes(Shapes):
         new.came = {kind: list(came) for kind, came in self.came.items()}
         return new
 
-    def note(self, kind: Kind, sizes: Maxima) -> None:
+    def note(self, kind: Kind, sizes: Maxima, *, together: bool = False) -> None:
         came = self.came.setdefault(kind, [])
         if sizes in came:
             return
-        if len(came) < SHAPES:
+        most = TOGETHER if together else SHAPES
+        if len(came) < most:
             came.append(sizes)
-        if len(came) < SHAPES:
+        if len(came) < most:
             return
         assert self.free is not None
         for path, at in sizes.sizes.items():

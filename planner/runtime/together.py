@@ -1,0 +1,45 @@
+"""The kinds of calls that a loop makes of a model in one step, before one backward pass through all of them."""
+
+from __future__ import annotations
+
+from planner.runtime.signature import Signature
+
+MOST = 4  # calls of a step that are planned together
+
+
+class Together:
+    """The calls of the present step, and those of the step that plans are made for.
+
+    Attributes:
+        kinds: of these, in order, where each is another one; empty where each call is planned by itself.
+    """
+
+    def __init__(self) -> None:
+        self.kinds: tuple[Signature, ...] = ()
+        self._now: list[Signature] = []
+        self._never = False
+
+    def call_begins(self, kind: Signature, *, first: bool) -> bool:
+        """A call begins, the first of a step or not; whether the step turns out to be another than was planned for.
+
+        Each call is planned by itself from then on. A step may leave calls out, and others may have none of them.
+        """
+        if first:
+            self._now.clear()
+        if len(self._now) <= MOST:
+            self._now.append(kind)
+        if not self.kinds or set(self.kinds).isdisjoint(self._now):
+            return False
+        rest = iter(self.kinds)
+        if all(each in rest for each in self._now):
+            return False
+        self.kinds, self._never = (), True
+        return True
+
+    def recorded(self, *, passes: int, roles: int) -> None:
+        """The step has ended and was recorded, with so many backward passes, through calls in so many roles."""
+        kinds = tuple(self._now)
+        several = 1 < len(kinds) == len(set(kinds)) <= MOST
+        if self.kinds and kinds == self.kinds and passes != 1:
+            self._never = True
+        self.kinds = kinds if several and passes == 1 and roles == 1 and not self._never else ()
