@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from planner.compat.autograd import adds_to_gradient
+from planner.compat.autograd import adds_to_gradient, when_backward_ends
 from planner.compat.dispatch import lasting_modes_off
 from planner.compat.modules import call_of, replace_call, replaced_call
 from planner.core.maxima import Maxima
@@ -67,7 +67,7 @@ class Applied:
         self.state: ModelState | None = None
         self.walked: Walk | None = None
         self.agrees = False  # whether the plan of the next call is still to be agreed on with other processes
-        self._started = alone
+        self._started, self._in_pass = alone, False  # whether a backward pass runs through calls of the model
         self.watch: Watch | None = None  # what it sees of the loop, plans are made for
         self._listened = alone  # whether the provider wants to hear of no more steps of several processes
         self.peaks = Peaks()
@@ -186,6 +186,7 @@ class Applied:
                 if self._listened and attached(self.model) is not self:  # it was planned anew
                     return self.model(*args, **kwargs)
             first = not self.peaks.reported and not self.awaits_gradients(signature)
+            self._pass_ends()  # one that has raised an error has told nothing
             report = self.peaks.call_begins(self.model, self.plans[signature], first=first)
             result = self.run(signature, args, kwargs)
             if self.watch is not None and (number := self.call_number()) is not None and signature in self.plans:
@@ -221,6 +222,10 @@ class Applied:
 
     def _backward_begins(self, signature: Signature) -> None:
         """Gradients that were there in the forward pass are there still, if they are."""
+        if self._in_pass:  # those that are there now are of another call, whose backward pass came before
+            return
+        self._in_pass = True
+        when_backward_ends(self._pass_ends)
         still = any(p.grad is not None and adds_to_gradient(p) for p in self.model.parameters())
         if self.watch is not None and still:
             if self.watch.loop.gradients != "accumulated" and signature in self.plans:  # from the next step on, it is
@@ -228,6 +233,9 @@ class Applied:
             self.watch.backward_begins()
         elif self.watch is None and not self._listened and signature in self.plans:
             self._listened = self.provider.on_backward_begin(self.model, self.plans[signature])
+
+    def _pass_ends(self) -> None:
+        self._in_pass = False
 
     def tensors(self) -> Any:
         """The model's parameters, buffers, gradients, and the state of its optimizers."""

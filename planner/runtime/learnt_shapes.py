@@ -26,6 +26,7 @@ class LearntShapes(Shapes):
 
     Attributes:
         came: for calls that differ in sizes alone, the first shapes that came.
+        several: the kinds of calls of which a step makes some of other sizes.
         growing: sizes of which three were seen: there may be larger ones.
         infeasible: sizes that exceed the budget, by the kind of calls.
     """
@@ -34,6 +35,7 @@ class LearntShapes(Shapes):
         super().__init__(False, limits)
         self.tells = tells
         self.came: dict[Kind, list[Maxima]] = {}
+        self.several: set[Kind] = set()
         self.growing: set[tuple[str, int]] = set()
         self.infeasible: list[tuple[Kind, Maxima]] = []
 
@@ -42,7 +44,7 @@ class LearntShapes(Shapes):
         assert isinstance(new, LearntShapes)
         assert self.free is not None
         new.free, new.growing = dict(self.free), set(self.growing)
-        new.infeasible = list(self.infeasible)
+        new.infeasible, new.several = list(self.infeasible), set(self.several)
         new.came = {kind: list(came) for kind, came in self.came.items()}
         return new
 
@@ -50,6 +52,8 @@ class LearntShapes(Shapes):
         came = self.came.setdefault(kind, [])
         if sizes in came:
             return
+        if together:
+            self.several.add(kind)
         most = TOGETHER if together else SHAPES
         if len(came) < most:
             came.append(sizes)
@@ -66,7 +70,8 @@ class LearntShapes(Shapes):
                     self.growing.add((path, d))
 
     def shrunk(self, kind: Kind, sizes: Maxima) -> bool:
-        return any(shape.cover(sizes) and shape != sizes for shape in self.came.get(kind, ()))
+        came = () if kind in self.several else self.came.get(kind, ())
+        return any(shape.cover(sizes) and shape != sizes for shape in came)
 
     def limit(self, maxima: Maxima) -> None:
         for path, at in maxima.sizes.items():
