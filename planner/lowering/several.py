@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate as totals
 
 from planner.core.step import Row, Step
-from planner.lowering.build import LOSS, own_row
-from solvers import Problem
+from planner.lowering.build import ACCUMULATE, ADDED, LOSS, own_row
+from solvers import Op, Problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ def add_calls(step: Step, between: Between) -> Step:
     of_op = [None if at.region is None else call_of[at.region] for at in origins]
     forward = [i for i in range(problem.boundary) if of_op[i] is not None]
     ends = {call: max(i for i in forward if of_op[i] == call) for call in range(len(between.regions))}
-    rows: list[Row] = list(zip(problem.ops, origins, strict=True))
+    rows: list[Row] = [(_out_of_place(op, problem), at) for op, at in zip(problem.ops, origins, strict=True)]
     sizes, before = list(problem.sizes), dict[int, list[Row]]()
     if between.let_go:
         _let_go_early(problem, rows, of_op, ends, between.forward, before)
@@ -62,6 +62,12 @@ def add_calls(step: Step, between: Between) -> Step:
     boundary = problem.boundary + shift[problem.boundary + 1]
     problem = replace(problem, ops=ops, sizes=tuple(sizes), boundary=boundary)
     return replace(step, problem=problem, origins=table, names=(*step.names, *[""] * (len(sizes) - len(step.names))))
+
+
+def _out_of_place(op: Op, problem: Problem) -> Op:
+    """Where a dispatch mode is on, as while the loop is looked at, autograd adds no gradient in place."""
+    adds = op.region == ACCUMULATE and op.name == ADDED and not op.writes
+    return replace(op, workspace=problem.sizes[op.reads[0]]) if adds else op
 
 
 def _let_go_early(

@@ -129,6 +129,12 @@ def _captured(request: Request, graph: TrainingGraph | None = None) -> TrainingG
             return replace(graph, eager=eager_step(request))
 
 
+def capture_step(request: Request) -> TrainingGraph:
+    """The step of a request that has a batch, and nothing else."""
+    with _out_of_sight(request), collector_paused():
+        return graph_of(request)
+
+
 def _planned(
     request: Request, graph: TrainingGraph, others: Sequence[Planned], known: Known | None, *, must_match: bool
 ) -> Planned:
