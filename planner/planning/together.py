@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate as totals
 
 from planner.capture.regions.calls import Link
 from planner.capture.trace.apart import COMPILED
 from planner.capture.trace.step import TrainingGraph
+from planner.core.plan import GraphModules
 from planner.core.recipe import Recipe
 from planner.requests.planned import Planned
 from planner.requests.request import Request
@@ -92,5 +94,9 @@ def plans_of_calls(planned: Planned, calls: Sequence[tuple[Request, TrainingGrap
         )
         here = slice(first, first + len(graph.regions))
         first = here.stop
-        found.append(Planned(record, request, lambda here=here: planned.graphs()[here], captured=graph))  # type: ignore[misc]
+        found.append(Planned(record, request, partial(_graphs_of, planned, here), captured=graph))
     return found
+
+
+def _graphs_of(planned: Planned, regions: slice) -> tuple[GraphModules, ...]:
+    return planned.graphs()[regions]

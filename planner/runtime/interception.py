@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from planner.compat.autograd import adds_to_gradient, when_backward_ends
+from planner.compat.autograd import adds_to_gradient
 from planner.compat.dispatch import lasting_modes_off
 from planner.compat.modules import call_of, replace_call, replaced_call
 from planner.core.maxima import Maxima
@@ -27,11 +26,12 @@ from planner.runtime.cuda_graphs import captures, is_graphed, refuse_uncapturabl
 from planner.runtime.entries import EntryPoint
 from planner.runtime.evaluations import tensors_of
 from planner.runtime.events import Call, PlanProvider
-from planner.runtime.modes import redirected, refuse_compiled, refuse_transformed, trains
+from planner.runtime.modes import may_record, redirected, refuse_compiled, refuse_transformed, trains
 from planner.runtime.peaks import Peaks, when_begun
 from planner.runtime.recorder import Recorder
 from planner.runtime.signature import ModelState, Role, Signature, Walk, call_signature, role_of, walk
-from planner.runtime.watch import Watch, listen, may_record
+from planner.runtime.together import BackwardPasses
+from planner.runtime.watch import Watch, listen
 from planner.stepping.step import Stepping
 
 # Where a model keeps its runtime beside `_compiled_call_impl`, which its copies lose. Python calls an object by its
@@ -67,7 +67,7 @@ class Applied:
         self.state: ModelState | None = None
         self.walked: Walk | None = None
         self.agrees = False  # whether the plan of the next call is still to be agreed on with other processes
-        self._started, self._in_pass = alone, False  # whether a backward pass runs through calls of the model
+        self._started, self._passes = alone, BackwardPasses()
         self.watch: Watch | None = None  # what it sees of the loop, plans are made for
         self._listened = alone  # whether the provider wants to hear of no more steps of several processes
         self.peaks = Peaks()
@@ -186,7 +186,7 @@ class Applied:
                 if self._listened and attached(self.model) is not self:  # it was planned anew
                     return self.model(*args, **kwargs)
             first = not self.peaks.reported and not self.awaits_gradients(signature)
-            self._pass_ends()  # one that has raised an error has told nothing
+            self._passes.end()
             report = self.peaks.call_begins(self.model, self.plans[signature], first=first)
             result = self.run(signature, args, kwargs)
             if self.watch is not None and (number := self.call_number()) is not None and signature in self.plans:
@@ -222,10 +222,10 @@ class Applied:
 
     def _backward_begins(self, signature: Signature) -> None:
         """Gradients that were there in the forward pass are there still, if they are."""
-        if self._in_pass:  # those that are there now are of another call, whose backward pass came before
+        if (
+            not self._passes.begins()
+        ):  # those that are there now may be of another call, whose backward pass came before
             return
-        self._in_pass = True
-        when_backward_ends(self._pass_ends)
         still = any(p.grad is not None and adds_to_gradient(p) for p in self.model.parameters())
         if self.watch is not None and still:
             if self.watch.loop.gradients != "accumulated" and signature in self.plans:  # from the next step on, it is
@@ -233,9 +233,6 @@ class Applied:
             self.watch.backward_begins()
         elif self.watch is None and not self._listened and signature in self.plans:
             self._listened = self.provider.on_backward_begin(self.model, self.plans[signature])
-
-    def _pass_ends(self) -> None:
-        self._in_pass = False
 
     def tensors(self) -> Any:
         """The model's parameters, buffers, gradients, and the state of its optimizers."""
@@ -353,18 +350,6 @@ def detach(model: nn.Module) -> None:
     if runtime.stepping is not None:
         runtime.stepping.end()
     put(model, None)
-
-
-@contextmanager
-def taken_off(model: nn.Module) -> Iterator[None]:
-    """The model without its plan, if it runs under one, for a while; ApplyError where it is compiled otherwise."""
-    runtime = attached(model)
-    refuse_compiled(model, runtime)
-    put(model, None)
-    try:
-        yield
-    finally:
-        put(model, runtime)
 
 
 def put(model: nn.Module, runtime: Applied | None) -> None:

@@ -1,7 +1,8 @@
-"""The kinds of calls that a loop makes of a model in one step, before one backward pass through all of them."""
+"""The calls that a loop makes of a model in one step, before one backward pass through all of them."""
 
 from __future__ import annotations
 
+from planner.compat.autograd import when_backward_ends
 from planner.runtime.signature import Signature
 
 MOST = 4  # calls of a step that are planned together
@@ -43,3 +44,22 @@ class Together:
         if self.kinds and kinds == self.kinds and passes != 1:
             self._never = True
         self.kinds = kinds if several and passes == 1 and roles == 1 and not self._never else ()
+
+
+class BackwardPasses:
+    """The backward passes through calls of a model, some of which go through several calls."""
+
+    def __init__(self) -> None:
+        self._runs = False
+
+    def begins(self) -> bool:
+        """A backward pass comes to a call; whether that is the first one that it comes to."""
+        if self._runs:
+            return False
+        self._runs = True
+        when_backward_ends(self.end)
+        return True
+
+    def end(self) -> None:
+        """No backward pass runs: a call begins, and one that has raised an error does not tell."""
+        self._runs = False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -14,8 +13,7 @@ from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from planner.capture.trace.loss_trace import dense_tensors, find_loss, leaves, probable_loss
-from planner.compat.autograd import in_backward
-from planner.compat.dispatch import LastingMode, lasting_modes_off, modes_here, switch_off, switch_on
+from planner.compat.dispatch import lasting_modes_off, switch_off, switch_on
 from planner.compat.tensors import storage_key, version_of
 from planner.core.call import storages
 from planner.core.loop import Gradients, Loop
@@ -27,6 +25,7 @@ from planner.runtime.evaluations import Evaluations
 from planner.runtime.fates import Fates, warn_between, warn_waiting
 from planner.runtime.kept import KeptOutputs
 from planner.runtime.learnt import Learnt
+from planner.runtime.modes import may_record
 from planner.runtime.peaks import when_begun
 from planner.runtime.recorded import between_steps, loss_seen, stays
 from planner.runtime.recorder import Recorder
@@ -375,14 +374,6 @@ class Watch:
 def _backward_of(own: weakref.ref[Watch], number: int) -> None:
     if (watch := own()) is not None:
         watch.backward_of(number)
-
-
-def may_record() -> bool:
-    """Whether a mode may stay on: in the main thread, and where neither a mode of the loop's own nor a backward pass
-    would end in its place.
-    """
-    own = all(isinstance(mode, LastingMode) for mode in modes_here())
-    return own and not in_backward() and threading.current_thread() is threading.main_thread()
 
 
 def _steps(optimizer: optim.Optimizer, *_: Any) -> None:
