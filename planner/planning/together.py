@@ -82,6 +82,7 @@ def plans_of_calls(planned: Planned, calls: Sequence[tuple[Request, TrainingGrap
     """
     recipe = planned.record.recipe
     assert isinstance(recipe, Recipe)
+    told = f"One of {len(calls)} calls of the model in a step, which are planned together: the peak is that of all."
     taken: Counter[str] = Counter()
     found, first = [], 0
     for request, graph in calls:
@@ -89,6 +90,7 @@ def plans_of_calls(planned: Planned, calls: Sequence[tuple[Request, TrainingGrap
         taken.update({key: len(order) for key, order in graph.order.items()})
         record = replace(
             planned.record,
+            note=f"{planned.record.note} {told}".strip(),
             recipe=Recipe(own, graph.detached),
             step=replace(planned.record.step, batch=request.batch_kinds, loop=request.loop),
         )

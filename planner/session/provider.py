@@ -125,7 +125,7 @@ class Provider:
             planned = agreed(request, self._plan, mine)
             self.ready.clear()
         else:
-            self.together = caller.together if model is self.model else ()
+            self.together = caller.together if model is self.model and self.check is None else ()
             planned = self._plan(request)
         self.own.append(planned.without_batch())
         self._keep(planned)
