@@ -46,6 +46,16 @@ def test_steps_that_leave_calls_out_are_of_the_same_plan_and_others_end_it():
     assert not together.kinds  # nor is it planned together again
 
 
+def test_a_step_with_several_backward_passes_ends_a_plan_for_one():
+    together = after(A, B)
+    step(together, A)
+    together.recorded(passes=1, roles=1)
+    assert together.kinds
+    step(together, A, B)
+    together.recorded(passes=2, roles=1)
+    assert step(together, A, B) == [True, False]
+
+
 def test_sizes_that_one_step_has_together_do_not_change_from_step_to_step():
     shapes, sizes = LearntShapes(Maxima({}), tells=False), [Maxima({"x": {0: n}}) for n in (40, 30, 20)]
     for at, each in enumerate(sizes):

@@ -18,7 +18,7 @@ class Together:
     def __init__(self) -> None:
         self.kinds: tuple[Signature, ...] = ()
         self._now: list[Signature] = []
-        self._never = False
+        self._never = self._apart = False  # that there is one; that the backward passes are several
 
     def call_begins(self, kind: Signature, *, first: bool) -> bool:
         """A call begins, the first of a step or not; whether the step turns out to be another than was planned for.
@@ -29,21 +29,23 @@ class Together:
             self._now.clear()
         if len(self._now) <= MOST:
             self._now.append(kind)
-        if not self.kinds or set(self.kinds).isdisjoint(self._now):
-            return False
-        rest = iter(self.kinds)
-        if all(each in rest for each in self._now):
+        if not self.kinds or not (self._apart or self._is_other()):
             return False
         self.kinds, self._never = (), True
         return True
 
+    def _is_other(self) -> bool:
+        """Whether the calls of the present step are not some of those that are planned together, in their order."""
+        rest = iter(self.kinds)
+        return not set(self.kinds).isdisjoint(self._now) and not all(each in rest for each in self._now)
+
     def recorded(self, *, passes: int, roles: int) -> None:
         """The step has ended and was recorded, with so many backward passes, through calls in so many roles."""
         kinds = tuple(self._now)
-        several = 1 < len(kinds) == len(set(kinds)) <= MOST
-        if self.kinds and kinds == self.kinds and passes != 1:
-            self._never = True
-        self.kinds = kinds if several and passes == 1 and roles == 1 and not self._never else ()
+        if self.kinds:
+            self._apart = kinds == self.kinds and passes != 1
+        elif 1 < len(kinds) == len(set(kinds)) <= MOST and passes == 1 and roles == 1 and not self._never:
+            self.kinds = kinds
 
 
 class BackwardPasses:
