@@ -367,6 +367,46 @@ def contrastive(put: Put, ended: Ended) -> None:
         ended(loss)
 
 
+def boundary_points(put: Put, ended: Ended) -> None:
+    """A network is called twice in a step, with other numbers of rows, before one backward pass."""
+    model = put(mlp(64, 4, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(STEPS):
+        inner, boundary = torch.randn(256, 64), torch.randn(64, 64)
+        at_boundary = model(boundary).square().mean()
+        residual = (model(inner).sin() - inner.sum(1, keepdim=True)).square().mean()
+        loss = at_boundary + 10 * residual
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ended([at_boundary, residual])
+
+
+class Tasks(nn.Module):
+    """An encoder with a head that classifies, and one that reconstructs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.classes, self.rows = mlp(), nn.Linear(64, 8), nn.Linear(64, 64)
+
+    def forward(self, x, classify):
+        z = self.body(x)
+        return self.classes(z) if classify else self.rows(z)
+
+
+def several_tasks(put: Put, ended: Ended) -> None:
+    """Two kinds of calls, told apart by a number of Python's, go into one loss; each trains a head of its own."""
+    model = put(Tasks())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(STEPS):
+        x, y, u = torch.randn(256, 64), torch.randint(8, (256,)), torch.randn(384, 64)
+        loss = F.cross_entropy(model(x, True), y) + F.mse_loss(model(u, False), u)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ended(loss)
+
+
 def distillation(put: Put, ended: Ended) -> None:
     """A teacher that does not train, beside the model."""
     teacher = mlp(depth=3, out=8).eval().requires_grad_(False)
@@ -1198,6 +1238,8 @@ LOOPS: dict[str, Loop] = {
     "given_gradients": Loop(given_gradients),
     "features_by_a_hook": Loop(features_by_a_hook),
     "sharpness_aware": Loop(sharpness_aware),
+    "boundary_points": Loop(boundary_points, plans=3),
+    "several_tasks": Loop(several_tasks, plans=3),
     "distillation": Loop(distillation),
     "loss_with_parameters": Loop(loss_with_parameters),
     "closure": Loop(closure),

@@ -82,6 +82,8 @@ class Loop:
             late may be there by then.
         unused: whether no backward pass comes of such calls, as of an evaluation that is not under `torch.no_grad()`.
         left_over: bytes that earlier calls of that kind still hold while another call runs.
+        later_held: where calls wait, the same as `outputs_held` of those after the first: positions among the leaves of
+            the outputs of all of these.
     """
 
     outputs_held: tuple[int, ...] | None = None
@@ -98,6 +100,7 @@ class Loop:
     asks_first: bool = False
     unused: bool = False
     left_over: int = 0
+    later_held: tuple[int, ...] | None = None
 
     @property
     def others(self) -> int:
@@ -107,8 +110,6 @@ class Loop:
 
 def most_of(one: Loop, other: Loop) -> Loop:
     """What a loop that was seen twice does, where another step may do other things: the most of each."""
-    positions = (one.outputs_held, other.outputs_held)
-    held = None if None in positions else sorted({at for each in positions for at in each or ()})
     freed = (one.freed_beside, other.freed_beside)
     losses = [asdict(loop.loss) for loop in (one, other) if loop.loss is not None]
     # what one step reads may be among what is beside the other
@@ -121,7 +122,8 @@ def most_of(one: Loop, other: Loop) -> Loop:
         loss = replace(loss, left=max(0, min(loss.left, in_all - beside - most.around - loss.read)))
     return replace(
         other,
-        outputs_held=None if held is None else tuple(held),
+        outputs_held=_either(one.outputs_held, other.outputs_held),
+        later_held=_either(one.later_held, other.later_held),
         only_loss=one.only_loss and other.only_loss,
         unreached=tuple(at for at in one.unreached if at in other.unreached),
         loss=loss,
@@ -135,6 +137,10 @@ def most_of(one: Loop, other: Loop) -> Loop:
 def _in_backward(loop: Loop) -> int:
     """Bytes of what a loop holds beside the step until the end of the backward pass, at least."""
     return loop.beside + loop.around + (0 if loop.loss is None else loop.loss.read + loop.loss.left)
+
+
+def _either(*held: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    return None if None in held else tuple(sorted({at for each in held for at in each or ()}))
 
 
 def most_beside(one: Loop, other: Loop) -> Loop:
@@ -151,7 +157,15 @@ def same_facts(one: Loop, other: Loop, tolerance: int) -> bool:
     def facts(loop: Loop) -> Loop:
         none = 0 if loop.freed_beside is not None else None
         return replace(
-            loop, outputs_held=None, loss=None, beside=0, around=0, left_over=0, kept_beside=0, freed_beside=none
+            loop,
+            outputs_held=None,
+            later_held=None,
+            loss=None,
+            beside=0,
+            around=0,
+            left_over=0,
+            kept_beside=0,
+            freed_beside=none,
         )
 
     sizes = [(one.others, other.others), (one.kept_beside, other.kept_beside)]

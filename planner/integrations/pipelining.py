@@ -32,7 +32,8 @@ from planner.costs.static_memory import storage_bytes
 from planner.errors import BudgetError, OptionError, PlannerError, gb
 from planner.requests.batch import LATER
 from planner.requests.planned import Pending
-from planner.runtime.interception import attached, taken_off
+from planner.runtime.aside import taken_off
+from planner.runtime.interception import attached
 
 FORWARD, BACKWARD = "F", "B"  # kinds of actions that compute, as schedules name them
 SPLIT = ("I", "W")  # a backward pass in two parts: for inputs, for weights

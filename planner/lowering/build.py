@@ -26,6 +26,7 @@ from planner.lowering.links import LinkedValues, resolve_links
 from solvers import Op, Problem, Schedule
 
 LOSS, ACCUMULATE, OPTIMIZER, COMMUNICATION = -1, -2, -3, -4  # `Op.region` of ops that no region has
+ADDED = "add gradients"  # the op that adds up gradients of one tensor
 COPIED = "accumulate gradients"  # the op that adds a region's gradients to others, and frees them
 
 
@@ -254,7 +255,7 @@ def _sum_rows(parts: _Parts, r: int) -> Iterator[Row]:
     linked, settings = parts.linked, parts.settings
     for each in linked.sums.get(r, ()):
         reads = [linked.resolve(v) if v in linked.unused else v for v in each.reads]
-        yield own_row(ACCUMULATE, "add gradients", "backward", reads, () if each.writes is None else [each.writes])
+        yield own_row(ACCUMULATE, ADDED, "backward", reads, () if each.writes is None else [each.writes])
     if settings.accumulate and not settings.reduced:
         yield own_row(ACCUMULATE, COPIED, "backward", linked.gradients[r])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -13,6 +14,7 @@ from planner.core.loop import Loop, LossSeen
 from planner.costs.account import batch_of
 from planner.costs.measured_ops import measure
 from planner.costs.static_memory import batch_tensors, storage_bytes
+from planner.lowering.several import Between
 from planner.parallel.sharded import parameters_of
 from planner.requests.request import Request
 
@@ -36,6 +38,7 @@ class CountedLoss:
         waiting_backward: what it holds in the backward pass of another: where one pass is that of all, the gradients of
             its outputs.
         inputs: of all calls whose backward passes come together; None where that was not seen.
+        between: what the loop does between the calls of a step, where it makes several; None for one.
     """
 
     workspace: int
@@ -48,12 +51,13 @@ class CountedLoss:
     stays: int = 0
     waiting_backward: int = 0
     inputs: int | None = None
+    between: Between | None = None
 
 
 def outside_loss(request: Request, graph: TrainingGraph) -> CountedLoss:
     """The loss of a captured step, by what was seen of the loop; ops that were not seen are measured where they run."""
     loop, captured = request.loop, graph.loss
-    held = range(len(graph.outputs)) if loop.outputs_held is None else loop.outputs_held
+    held: Collection[int] = _held(loop, graph)
     if request.occupancy is not None and request.occupancy.sent:
         held = ()
     let_go = frozenset(graph.outputs) - {graph.outputs[at] for at in held if at < len(graph.outputs)} - {None}
@@ -68,8 +72,9 @@ def outside_loss(request: Request, graph: TrainingGraph) -> CountedLoss:
         )
     seen = loop.loss.of(graph.output_bytes)
     results = {result for result in graph.outputs if result is not None}
-    tangents = [(r, v) for r, at in results for v in _values(graph.regions[r], graph.regions[r].tangent_at(at))]
-    arriving = sum(graph.regions[r].values[v].nbytes for r, v in set(tangents))
+    tangents = {(r, v) for r, at in results for v in _values(graph.regions[r], graph.regions[r].tangent_at(at))}
+    late = _late(graph, tangents, seen.tangents)
+    arriving = sum(_bytes_of(graph, (r, v)) for r, v in tangents if r >= sum(n for n, _ in graph.calls[:late]))
     forward, backward = seen.forward, seen.backward
     if loop.gradients == "cleared late":  # until the backward pass of the loss begins, the last step's gradients stay
         used = storage_bytes(p for p in parameters_of(request.model) if p.requires_grad)
@@ -78,7 +83,7 @@ def outside_loss(request: Request, graph: TrainingGraph) -> CountedLoss:
     # gradients that the loop gave in the step before are there until the new ones are
     forward, backward = forward + seen.given, backward + seen.given
     workspace = max(0, backward - seen.left - arriving - others)
-    kept = sum(graph.regions[r].values[v].nbytes for r, at in results - gone for v in _values_out(graph, r, at))
+    kept = sum(_bytes_out(graph, r, at) for r, at in results - gone)
     waits = max(0, seen.waiting - kept)
     each = -(-others // (loop.in_flight - 1)) if others else waits  # else each call has a backward pass of its own
     return CountedLoss(
@@ -90,7 +95,50 @@ def outside_loss(request: Request, graph: TrainingGraph) -> CountedLoss:
         read=seen.read,
         stays=seen.stays + seen.given,
         waiting_backward=each,
-        inputs=_inputs(request, seen) if loop.in_flight > 1 and request.occupancy is None else None,
+        inputs=_inputs(request, seen) if request.occupancy is None and (loop.in_flight > 1 or graph.calls) else None,
+        between=_between(graph, seen, results - gone, late, workspace, forward) if graph.calls else None,
+    )
+
+
+def _held(loop: Loop, graph: TrainingGraph) -> Collection[int]:
+    """Of the leaves of the outputs of all calls, those that the loop holds when the backward pass begins."""
+    first = graph.calls[0][1] if graph.calls else len(graph.outputs)
+    own = range(first) if loop.outputs_held is None else loop.outputs_held
+    later = range(len(graph.outputs) - first) if loop.later_held is None else loop.later_held
+    return {*own, *(first + at for at in later)}
+
+
+def _late(graph: TrainingGraph, tangents: Collection[tuple[int, int]], there: int) -> int:
+    """Of how many of the first calls of a step the gradients of outputs come later than those of the last, of which so
+    many bytes were there as the backward pass began.
+    """
+    late, last = 0, sum(n for n, _ in graph.calls)
+    for call, (regions, _) in reversed(list(enumerate(graph.calls))):
+        there -= sum(_bytes_of(graph, (r, v)) for r, v in tangents if last - regions <= r < last)
+        if there < 0 and call < len(graph.calls) - 1:
+            late = call + 1
+            break
+        last -= regions
+    return late
+
+
+def _between(
+    graph: TrainingGraph,
+    seen: LossSeen,
+    kept: Collection[tuple[int, int]],
+    late: int,
+    workspace: int,
+    forward: int,
+) -> Between:
+    earlier, last = len(graph.calls) - 1, len(graph.regions) - graph.calls[-1][0]
+    stays = sum(_bytes_out(graph, r, at) for r, at in kept if r < last)
+    return Between(
+        tuple(regions for regions, _ in graph.calls),
+        seen.made * earlier,
+        seen.waiting * earlier <= stays,
+        late,
+        forward,
+        workspace,
     )
 
 
@@ -134,6 +182,15 @@ def worth_leaving_out(graph: TrainingGraph | None, seen: Loop, tolerance: int) -
 
 def _most_at_once(loss: CountedLoss) -> int:
     return max(loss.workspace, loss.forward if loss.let_go else 0)
+
+
+def _bytes_of(graph: TrainingGraph, value: tuple[int, int]) -> int:
+    region, v = value
+    return graph.regions[region].values[v].nbytes
+
+
+def _bytes_out(graph: TrainingGraph, region: int, at: int) -> int:
+    return sum(_bytes_of(graph, (region, v)) for v in _values_out(graph, region, at))
 
 
 def _values_out(graph: TrainingGraph, region: int, at: int) -> tuple[int, ...]:

@@ -40,6 +40,7 @@ from planner.lowering.keep import keep_asked, places, refuse_unmatched
 from planner.lowering.margin import MARGIN, add_margin
 from planner.lowering.microbatches import TARGETS, add_microbatches, add_second_backward, in_words
 from planner.lowering.offload import add_link, moves_by_region, nothing_leaves
+from planner.lowering.several import add_calls
 from planner.offload.links import link_of
 from planner.parallel.fsdp import groups_of
 from planner.parallel.group import other_world
@@ -122,8 +123,16 @@ def _captured(request: Request, graph: TrainingGraph | None = None) -> TrainingG
     """The step, which may have been captured before, with the same step in eager mode."""
     with _out_of_sight(request), collector_paused():
         graph = graph or graph_of(request)
+        if graph.calls:  # the request is for one of them
+            return graph
         with eager_attention_as_on(request.device if request.foreign else None):
             return replace(graph, eager=eager_step(request))
+
+
+def capture_step(request: Request) -> TrainingGraph:
+    """The step of a request that has a batch, and nothing else."""
+    with _out_of_sight(request), collector_paused():
+        return graph_of(request)
 
 
 def _planned(
@@ -241,6 +250,8 @@ def lower(
         timed = request.costs == "measured"
         estimates = estimate(graph.regions, device, measure_on=here, timed=timed, progress=options.progress)
     step = build(graph.regions, with_steps(request, graph, estimates), graph.links, settings)
+    if loss.between is not None:
+        step = add_calls(step, loss.between)
     if not planned_before:
         refuse_unmatched(places(step), options.keep, settings.modules)
     passes: list[Pass] = [

@@ -164,7 +164,11 @@ class Runtime(Applied):
 
     def _came(self, args: Any, kwargs: Any) -> None:
         sizes = sizes_in(args, kwargs)
-        self.shapes.note(call_signature(self.model, args, kwargs, sizes), sizes)
+        self.shapes.note(call_signature(self.model, args, kwargs, sizes), sizes, together=self._in_first_step())
+
+    def _in_first_step(self) -> bool:
+        """Whether a call comes in the first step, after others: shapes that differ there are those of one step."""
+        return self.watch is not None and not self.watch.was_trained() and self.waiting() > 0
 
     def find(self, signature: Signature, args: Any, kwargs: Any) -> None:
         try:
@@ -202,6 +206,7 @@ class Runtime(Applied):
         if (
             most is None
             or self.agrees
+            or self._in_first_step()
             or not self.shapes.shrunk(call_signature(self.model, args, kwargs, sizes), sizes)
         ):
             return False

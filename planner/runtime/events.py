@@ -13,7 +13,7 @@ from planner.core.maxima import Maxima
 from planner.core.plan import PlanRecord
 from planner.errors import PlannerError
 from planner.requests.planned import Planned
-from planner.runtime.signature import Role
+from planner.runtime.signature import Role, Signature
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,10 +40,16 @@ class Caller(Protocol):
     Attributes:
         model: whose call it is: the planned one, or a copy.
         agrees: whether the plan is to be agreed on with the other processes that train the model.
+        together: the kinds of calls of which the loop makes one each before one backward pass; empty where each is
+            planned by itself.
     """
 
     model: nn.Module
     agrees: bool
+
+    @property
+    def together(self) -> tuple[Signature, ...]:
+        """As above."""
 
 
 class PlanProvider(Protocol):

@@ -98,8 +98,11 @@ class Shapes:
         new.apart, new.differed = set(self.apart), dict(self.differed)
         return new
 
-    def note(self, kind: tuple[object, ...], sizes: Maxima) -> None:
-        """A call came whose shape is new, with all of its sizes; `kind` is equal for calls that differ in these."""
+    def note(self, kind: tuple[object, ...], sizes: Maxima, *, together: bool = False) -> None:
+        """A call came whose shape is new, with all of its sizes; `kind` is equal for calls that differ in these.
+
+        `together`: calls of other shapes wait for their backward pass, in the first step that there is.
+        """
 
     def shrunk(self, kind: tuple[object, ...], sizes: Maxima) -> bool:
         """Whether a call is a smaller one of some that came, and may run without being compiled."""

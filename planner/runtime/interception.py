@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -27,11 +26,12 @@ from planner.runtime.cuda_graphs import captures, is_graphed, refuse_uncapturabl
 from planner.runtime.entries import EntryPoint
 from planner.runtime.evaluations import tensors_of
 from planner.runtime.events import Call, PlanProvider
-from planner.runtime.modes import redirected, refuse_compiled, refuse_transformed, trains
+from planner.runtime.modes import may_record, redirected, refuse_compiled, refuse_transformed, trains
 from planner.runtime.peaks import Peaks, when_begun
 from planner.runtime.recorder import Recorder
 from planner.runtime.signature import ModelState, Role, Signature, Walk, call_signature, role_of, walk
-from planner.runtime.watch import Watch, listen, may_record
+from planner.runtime.together import BackwardPasses
+from planner.runtime.watch import Watch, listen
 from planner.stepping.step import Stepping
 
 # Where a model keeps its runtime beside `_compiled_call_impl`, which its copies lose. Python calls an object by its
@@ -67,7 +67,7 @@ class Applied:
         self.state: ModelState | None = None
         self.walked: Walk | None = None
         self.agrees = False  # whether the plan of the next call is still to be agreed on with other processes
-        self._started = alone
+        self._started, self._passes = alone, BackwardPasses()
         self.watch: Watch | None = None  # what it sees of the loop, plans are made for
         self._listened = alone  # whether the provider wants to hear of no more steps of several processes
         self.peaks = Peaks()
@@ -175,7 +175,7 @@ class Applied:
             refuse_transformed(self.model, parameters, args, kwargs)
             self.state = self.walked.state
             signature = call_signature(self.model, args, kwargs, state=self.state)
-            if self.watch is not None and self._learns(self.watch, parameters, (args, kwargs), role_of(signature)):
+            if self.watch is not None and self._learns(self.watch, parameters, (args, kwargs), signature):
                 self.forget(role_of(signature))
             if signature not in self.plans and not self._found(signature, args, kwargs):
                 return self.call_eagerly(*args, **kwargs)
@@ -187,6 +187,7 @@ class Applied:
                 if self._listened and attached(self.model) is not self:  # it was planned anew
                     return self.model(*args, **kwargs)
             first = not self.peaks.reported and not self.awaits_gradients(signature)
+            self._passes.end()
             report = self.peaks.call_begins(self.model, self.plans[signature], first=first)
             result = self.run(signature, args, kwargs)
             if self.watch is not None and (number := self.call_number()) is not None and signature in self.plans:
@@ -206,16 +207,25 @@ class Applied:
             self.watch = None
             self.forget()
 
-    def _learns(self, watch: Watch, parameters: Sequence[nn.Parameter], batch: Any, role: Role) -> bool:
+    def _learns(self, watch: Watch, parameters: Sequence[nn.Parameter], batch: Any, signature: Signature) -> bool:
         """Whether plans for calls in a role have to be made anew, for what the loop was seen to do."""
         watch.budget = None if self.newest is None else self.newest.record.budget_bytes
+        role = role_of(signature)
         seen = watch.call_begins(parameters, batch, self.waiting_calls(), role)
+        other = watch.together.call_begins(signature, first=watch.first)
         if not watch.settled and not watch.fresh:
-            return False
-        return self.provider.on_loop_seen(seen, watch.optimizers(), role, watch.spare())
+            return other
+        return self.provider.on_loop_seen(seen, watch.optimizers(), role, watch.spare()) or other
+
+    @property
+    def together(self) -> tuple[Signature, ...]:
+        """The kinds of calls that are planned together."""
+        return () if self.watch is None else self.watch.together.kinds
 
     def _backward_begins(self, signature: Signature) -> None:
         """Gradients that were there in the forward pass are there still, if they are."""
+        if not self._passes.begins():  # another call's part of it, which came before, has made some
+            return
         still = any(p.grad is not None and adds_to_gradient(p) for p in self.model.parameters())
         if self.watch is not None and still:
             if self.watch.loop.gradients != "accumulated" and signature in self.plans:  # from the next step on, it is
@@ -338,18 +348,6 @@ def detach(model: nn.Module) -> None:
     if runtime.stepping is not None:
         runtime.stepping.end()
     put(model, None)
-
-
-@contextmanager
-def taken_off(model: nn.Module) -> Iterator[None]:
-    """The model without its plan, if it runs under one, for a while; ApplyError where it is compiled otherwise."""
-    runtime = attached(model)
-    refuse_compiled(model, runtime)
-    put(model, None)
-    try:
-        yield
-    finally:
-        put(model, runtime)
 
 
 def put(model: nn.Module, runtime: Applied | None) -> None:

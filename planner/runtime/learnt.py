@@ -94,6 +94,7 @@ def _with(loop: Loop, shown: Loop) -> Loop:
     return replace(
         loop,
         outputs_held=shown.outputs_held,
+        later_held=shown.later_held,
         only_loss=shown.only_loss,
         unreached=shown.unreached,
         loss=shown.loss,

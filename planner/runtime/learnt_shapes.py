@@ -9,6 +9,7 @@ from planner.errors import InfeasibleBudgetError, warn
 from planner.runtime.families import Shapes
 
 SHAPES = 3  # of one kind of calls: the first, that of a smaller last batch, and the one that shows that sizes change
+TOGETHER = 4  # of calls of the first step: so many may be what each step has
 PARTS = 8  # of a power of two: sizes that grow from batch to batch are rounded up to multiples of one
 
 Kind = tuple[object, ...]
@@ -25,6 +26,7 @@ class LearntShapes(Shapes):
 
     Attributes:
         came: for calls that differ in sizes alone, the first shapes that came.
+        several: the kinds of calls of which a step makes some of other sizes.
         growing: sizes of which three were seen: there may be larger ones.
         infeasible: sizes that exceed the budget, by the kind of calls.
     """
@@ -33,6 +35,7 @@ class LearntShapes(Shapes):
         super().__init__(False, limits)
         self.tells = tells
         self.came: dict[Kind, list[Maxima]] = {}
+        self.several: set[Kind] = set()
         self.growing: set[tuple[str, int]] = set()
         self.infeasible: list[tuple[Kind, Maxima]] = []
 
@@ -41,17 +44,20 @@ class LearntShapes(Shapes):
         assert isinstance(new, LearntShapes)
         assert self.free is not None
         new.free, new.growing = dict(self.free), set(self.growing)
-        new.infeasible = list(self.infeasible)
+        new.infeasible, new.several = list(self.infeasible), set(self.several)
         new.came = {kind: list(came) for kind, came in self.came.items()}
         return new
 
-    def note(self, kind: Kind, sizes: Maxima) -> None:
+    def note(self, kind: Kind, sizes: Maxima, *, together: bool = False) -> None:
         came = self.came.setdefault(kind, [])
         if sizes in came:
             return
-        if len(came) < SHAPES:
+        if together:
+            self.several.add(kind)
+        most = TOGETHER if together else SHAPES
+        if len(came) < most:
             came.append(sizes)
-        if len(came) < SHAPES:
+        if len(came) < most:
             return
         assert self.free is not None
         for path, at in sizes.sizes.items():
@@ -64,7 +70,8 @@ class LearntShapes(Shapes):
                     self.growing.add((path, d))
 
     def shrunk(self, kind: Kind, sizes: Maxima) -> bool:
-        return any(shape.cover(sizes) and shape != sizes for shape in self.came.get(kind, ()))
+        came = () if kind in self.several else self.came.get(kind, ())
+        return any(shape.cover(sizes) and shape != sizes for shape in came)
 
     def limit(self, maxima: Maxima) -> None:
         for path, at in maxima.sizes.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from planner.compat.autograd import holds_saved, is_custom, is_jit_tracing, is_transformed
+from planner.compat.autograd import holds_saved, in_backward, is_custom, is_jit_tracing, is_transformed
+from planner.compat.dispatch import LastingMode, modes_here
 from planner.compat.modules import GLOBAL_HOOKS, modules_in, replaced_call, replaced_calls
 from planner.core.call import tensors_in
 from planner.errors import ApplyError
@@ -90,3 +92,11 @@ def waits(node: weakref.ref[Any]) -> bool:
     """Whether a region's activations are still held for a backward pass."""
     alive = node()
     return alive is not None and holds_saved(alive)
+
+
+def may_record() -> bool:
+    """Whether a mode may stay on: in the main thread, and where neither a mode of the loop's own nor a backward pass
+    would end in its place.
+    """
+    own = all(isinstance(mode, LastingMode) for mode in modes_here())
+    return own and not in_backward() and threading.current_thread() is threading.main_thread()

@@ -90,6 +90,7 @@ class Recorder(LastingMode):
         passes: for each backward pass of the planned graphs, whether it keeps its graph, and the gradients that earlier
             ones of the step have left when it begins.
         asks_first: whether the first of them adds to no parameter's gradient.
+        later_held: of the leaves of the outputs of later calls, those that were there when a backward pass began.
         stepping: whether an optimizer of the model steps.
         of_optimizer: the numbers of what it has made.
         by_optimizer: the same of this recorder and of those before.
@@ -144,6 +145,7 @@ class Recorder(LastingMode):
             self._drop_older(key)
         self._pass([outputs, [t for t in tensors_in(batch) if storage_key(t) in seen]])
         self._returned = [list(map(_weakly, outputs))]  # by call
+        self.later_held: set[int] = set()
         self._hooks: list[Any] = []
         for at, t in enumerate(outputs):
             if isinstance(t, torch.Tensor):
@@ -303,6 +305,8 @@ class Recorder(LastingMode):
         read = {key: used.nbytes for key, used in self.used.items() if not used.stays and key not in own}
         made = dict(self.made.made)
         parts = frozenset(key for key, (number, _) in made.items() if number in self.in_loss)
+        later = [ref() is not None for call in self._returned[1:] for ref in call]
+        self.later_held.update(at for at, there in enumerate(later) if there)
         return LossEvents(tuple(self.events), let_go, held, made, parts, read)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -34,7 +34,7 @@ from planner.runtime.interception import Applied, attached, put
 from planner.runtime.modes import redirected, refuse_transformed, trains, unguarded
 from planner.runtime.peaks import when_begun
 from planner.runtime.regions import Regions
-from planner.runtime.signature import call_signature, model_state
+from planner.runtime.signature import Signature, call_signature, model_state
 from planner.runtime.step_calls import CallsSeen, EntryCall, StepCalls, step_model
 from planner.runtime.watch import Watch
 
@@ -59,6 +59,7 @@ class _Kind:
     record: PlanRecord | None = None
     hopeless: bool = False
     agrees: bool = False
+    together: tuple[Signature, ...] = ()
 
 
 class StepRuntime(Applied):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -14,8 +13,7 @@ from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from planner.capture.trace.loss_trace import dense_tensors, find_loss, leaves, probable_loss
-from planner.compat.autograd import in_backward
-from planner.compat.dispatch import LastingMode, modes_here, switch_off, switch_on
+from planner.compat.dispatch import switch_off, switch_on
 from planner.compat.tensors import storage_key
 from planner.core.call import storages
 from planner.core.loop import Gradients, Loop
@@ -26,11 +24,13 @@ from planner.runtime.evaluations import Evaluations
 from planner.runtime.fates import Fates, warn_between, warn_waiting
 from planner.runtime.kept import KeptOutputs
 from planner.runtime.learnt import Learnt
+from planner.runtime.modes import may_record
 from planner.runtime.peaks import when_begun
 from planner.runtime.recorded import between_steps, loss_seen, stays, workspaces_of
 from planner.runtime.recorder import Recorder
 from planner.runtime.rounds import Rounds
 from planner.runtime.signature import Role
+from planner.runtime.together import Together
 from planner.runtime.used_gradients import UsedGradients
 
 TRIES = 3  # steps in which nothing could be recorded, before no more are tried
@@ -56,6 +56,8 @@ class Watch:
         seen: those that stepped any.
         recorder: of what runs between two calls of the model, while it is on.
         evaluations: looks at calls of the model without gradients.
+        first: whether no earlier call waited when the latest one began.
+        together: the kinds of calls of a step.
     """
 
     def __init__(self, model: nn.Module, loop: Loop) -> None:
@@ -76,11 +78,11 @@ class Watch:
         self._told: Loop | None = None
         self.budget: int | None = None  # of the newest plan, in bytes
         self._said = False  # that the loop takes more than that between its steps
-        self.between = 0  # bytes that the loop made between the calls of a step, and that stayed
+        self.first, self.between = True, 0  # bytes that the loop made between the calls of a step, and that stayed
         self._loss_at = -1  # of what may be the loss, or not, its position among the leaves of the output
         self._tries = self._in_vain = 0
         self._rounds = Rounds()  # of the calls that began while no other one waited
-        self._first = True  # whether no earlier call waited when the latest one began
+        self.together = Together()
         self._gradients = UsedGradients()
         _watches.add(self)
 
@@ -122,9 +124,9 @@ class Watch:
         left, recorder = self.evaluations.end(batch, self._model(), self.optimizers()), self.recorder
         if recorder is not None and (recorder.losses or recorder.over):
             self._finished(recorder, batch, [(p, p.grad) for p in parameters])
-        elif recorder is not None and self._first and self._ended(left_over):
+        elif recorder is not None and self.first and self._ended(left_over):
             self._came_to_nothing()
-        elif recorder is None and self._first and not self.settled:
+        elif recorder is None and self.first and not self.settled:
             self._missed()
         if left:
             self._learnt.finds(Loop(around=left))
@@ -134,8 +136,8 @@ class Watch:
     def _begin(self, role: Role, others: Sequence[int]) -> None:
         """A call begins while others wait for their backward pass."""
         self._learnt.begin(role, [self._fates.role(number) for number in others])
-        self._first = not others
-        if self._first:
+        self.first = not others
+        if self.first:
             self._kept.call_begins()
             self._rounds.call_begins(optimizer_seen=bool(self.stepped))
 
@@ -183,6 +185,8 @@ class Watch:
             self._said = True
             warn_between(took, self.budget)
         roles, came_round = [*self._recorded], recorder.came_round
+        if self.first:
+            self.together.recorded(passes=len(recorder.losses), roles=len(roles))
         self.recorder, between, self.between = None, self.between, 0
         self._earlier = recorder
         self._recorded.clear()
@@ -194,6 +198,7 @@ class Watch:
             return
         shown = Loop(
             outputs_held=None if len(held) == len(recorder.outputs) else tuple(sorted(held)),
+            later_held=tuple(sorted(recorder.later_held)),
             only_loss=(only_loss := recorder.reached == {self._loss_at}),
             unreached=() if only_loss else recorder.unreached,
             loss=seen,
@@ -235,7 +240,7 @@ class Watch:
         if self.settled and (beyond := self._fates.beyond(saved) - self.loop.left_over) > 0:
             warn_waiting(plan, beyond)
         self._fates.add(number, self._learnt.role, saved)
-        if self.settled and self._first and (model := self._model()) is not None:
+        if self.settled and self.first and (model := self._model()) is not None:
             self._kept.look(plan, model, round_begins=self._rounds.calls == 1)
         self._number = number
         self._state = plan.account.get("optimizer state", 0)
@@ -275,7 +280,7 @@ class Watch:
             self.recorder.expect(batch, outputs, aside)
             self._recorded[self._learnt.role] = None
             self._numbers.append(self._number)
-        elif self._first:  # from the middle of a step on, it would miss what earlier calls hold
+        elif self.first:  # from the middle of a step on, it would miss what earlier calls hold
             self._record(model, batch, outputs, aside)
 
     def goes_between(self, given: Any) -> None:
@@ -367,14 +372,6 @@ class Watch:
 def _backward_of(own: weakref.ref[Watch], number: int) -> None:
     if (watch := own()) is not None:
         watch.backward_of(number)
-
-
-def may_record() -> bool:
-    """Whether a mode may stay on: in the main thread, and where neither a mode of the loop's own nor a backward pass
-    would end in its place.
-    """
-    own = all(isinstance(mode, LastingMode) for mode in modes_here())
-    return own and not in_backward() and threading.current_thread() is threading.main_thread()
 
 
 def _steps(optimizer: optim.Optimizer, *_: Any) -> None:

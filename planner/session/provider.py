@@ -36,6 +36,7 @@ from planner.session.agreement import agreed
 from planner.session.announce import announce, warn_unplanned, why_anew
 from planner.session.binding import Awaited
 from planner.session.counted import counted, with_buckets
+from planner.session.several import Several
 
 TOLERANCE = 1000  # plans are made anew for what is more than this part of the budget
 
@@ -93,6 +94,7 @@ class Provider:
         self.peaks: dict[Role, int] = {}  # the highest of the plans for it
         self.warned = False  # that there is no plan
         self.own: list[Planned] = []  # whose schedules may serve other sizes
+        self.several, self.together = Several(), tuple[Signature, ...]()  # calls of a step that are planned together
         self.early: dict[Signature, Planned] = {}  # for the ranks to agree on
         if ready is not None:
             self.own.append(ready.without_batch())
@@ -123,6 +125,7 @@ class Provider:
             planned = agreed(request, self._plan, mine)
             self.ready.clear()
         else:
+            self.together = caller.together if model is self.model and self.check is None else ()
             planned = self._plan(request)
         self.own.append(planned.without_batch())
         self._keep(planned)
@@ -142,6 +145,7 @@ class Provider:
         if planned.captured is not None and planned.request.model is self.model:
             kind = _kind(planned.request)
             self.captured[role_of(kind)] = kind, planned.captured
+            self.several.keep(kind, planned)
 
     def _plan(self, request: Request) -> Planned:
         """The plan for a request, without other processes."""
@@ -150,13 +154,14 @@ class Provider:
             planned = self.ready.pop(_kind(request), None)
         if own and self.awaited is not None:
             planned = self.awaited.take(request)
+        kind = _kind(request)
+        planned = planned or self.several.take(kind, request, self.together)
         if planned is None:
-            kind = _kind(request)
             before = self.captured.get(role_of(kind)) if self.again and own else None
             captured = before[1] if before is not None and before[0] == kind else None
             self.again = False
             start = time.perf_counter()
-            planned = self._made(request, captured)
+            planned = self.several.plan(kind, request, self.together, self._made) or self._made(request, captured)
             if (guessed := planned.request.loop).unreached != request.loop.unreached:
                 self.loops[role_of(kind)] = guessed
             announce(planned, time.perf_counter() - start, self.why or (_NEW_KIND if self.own else ""))
@@ -247,6 +252,7 @@ class Provider:
         # a schedule that recomputes nothing stays the best where it fits; another one may recompute too much now
         self.own = [planned for planned in self.own if not planned.record.overhead]
         self.awaited, self.early = None, {}
+        self.several.forget()
         return True
 
     def _captured(self, role: Role) -> TrainingGraph | None:

@@ -30,7 +30,8 @@ from planner.requests.batch import Batch, arguments
 from planner.requests.planned import Pending, Planned
 from planner.requests.request import Request
 from planner.requests.step_in_backward import refuse_trial_step
-from planner.runtime.interception import attached, detach, taken_off
+from planner.runtime.aside import taken_off
+from planner.runtime.interception import attached, detach
 from planner.runtime.signature import call_signature
 from planner.session.attach import put_on
 from planner.session.twice import unlike_again

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -104,6 +104,17 @@ def outputs_of(calls: Sequence[RegionCall], output: Sequence[Any]) -> tuple[tupl
     for r, call in enumerate(call for call in calls if call.region is not None):
         found |= {id(t): (r, at) for at, t in enumerate(call.results) if isinstance(t, torch.Tensor)}
     return tuple(found.get(id(leaf)) for leaf in output)
+
+
+def parameters_of_calls(calls: Sequence[RegionCall], names: Mapping[int, str]) -> dict[tuple[int, int], str]:
+    """The arguments of regions that are parameters of the model: (region, argument) -> name.
+
+    Args:
+        calls: in order.
+        names: of the parameters, by their identity.
+    """
+    regions = enumerate(call for call in calls if call.region is not None)
+    return {(r, at): names[id(t)] for r, call in regions for at, t in enumerate(call.inputs) if id(t) in names}
 
 
 def links_of(calls: Sequence[RegionCall], output: Sequence[Any]) -> tuple[Link, ...]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from planner.capture.regions.calls import Link, links_of, order_of, outputs_of, regions_of
+from planner.capture.regions.calls import Link, links_of, order_of, outputs_of, parameters_of_calls, regions_of
 from planner.capture.regions.region import Region
 from planner.capture.shapes import enlarged, is_size
 from planner.capture.trace.apart import COMPILED, Paths, Shapes, inner_parts, shapes_of_calls
@@ -56,6 +56,9 @@ class TrainingGraph:
         paths: of the modules that run as without a plan.
         note: a remark for the user; empty for none.
         eager: the same step in eager mode; None where that is not known.
+        parameters: the arguments of regions that are parameters: (region, argument) -> name.
+        calls: where it is a step of several calls of the model, how many regions and how many leaves of the outputs
+            each has; empty for a single call.
     """
 
     regions: tuple[Region, ...]
@@ -72,6 +75,8 @@ class TrainingGraph:
     paths: Paths = field(default=COMPILED, repr=False)
     note: str = ""
     eager: EagerStep | None = None
+    parameters: Mapping[tuple[int, int], str] = field(default_factory=dict, repr=False)
+    calls: tuple[tuple[int, int], ...] = ()
 
 
 def capture(
@@ -186,6 +191,7 @@ def _captured(
                     asked=asked,
                     written=tuple(sorted(writes.names)),
                     paths=paths,
+                    parameters=parameters_of_calls(step.calls, {id(p): n for n, p in fake_model.named_parameters()}),
                 )
         raise CaptureError(f"{type(model).__name__}: which outputs get a gradient changes from one pass to the next")
 
