@@ -78,7 +78,9 @@ def outside_loss(request: Request, graph: TrainingGraph) -> CountedLoss:
     forward, backward = seen.forward, seen.backward
     if loop.gradients == "cleared late":  # until the backward pass of the loss begins, the last step's gradients stay
         used = storage_bytes(p for p in parameters_of(request.model) if p.requires_grad)
-        forward, backward = max(seen.computed, forward - used), max(seen.computed_later + used, backward)
+        # of several calls, outputs of one are there when those of another have gone
+        computed = max(seen.computed, seen.computed_later) if graph.calls else seen.computed
+        forward, backward = max(computed, forward - used), max(seen.computed_later + used, backward)
     others = max(0, seen.tangents - arriving) if loop.in_flight > 1 else 0
     # gradients that the loop gave in the step before are there until the new ones are
     forward, backward = forward + seen.given, backward + seen.given
