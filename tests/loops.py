@@ -1225,7 +1225,7 @@ LOOPS: dict[str, Loop] = {
     "triplet": Loop(triplet),
     "target_network": Loop(target_network),
     "adversarial": Loop(adversarial, plans=3),
-    "projected_gradients": Loop(projected_gradients, plans=3),
+    "projected_gradients": Loop(projected_gradients, plans=5),
     "two_losses_in_turn": Loop(two_losses_in_turn, plans=3),
     "gradients_put_aside": Loop(gradients_put_aside, plans=3),
     "two_sources_of_loss": Loop(two_sources_of_loss),

@@ -93,8 +93,8 @@ class Stays:
             used them, what was made before the backward pass and is still there, gradients that are no `.grad`, batches
             of earlier calls that get gradients.
         around: the same of what was used between one step and the next, and what was made and used there, where another
-            model is trained there; else that is part of `beside`. What was only read there is among it, if it is as
-            large as what a call was given; on a GPU in any case, such as the data that a batch is drawn from.
+            model is trained there; else that is part of `beside`. On a GPU, what was only read there is among it, such
+            as the data that a batch is drawn from.
         read: what the loss is computed from.
         left: from the loss to the end of the backward pass.
         kept: of `beside`, what was made before the backward pass and is still there, by storage.
@@ -172,7 +172,7 @@ def stays(recorder: Recorder, batch: Any, counted: Any, *, batches: bool = False
         for key, each in used.items()
         if key not in stay
         and key not in later
-        and (each.stays or (not each.in_step and (data or each.nbytes in recorder.input_sizes)))
+        and (each.stays or (data and not each.in_step))
     }
     older_states = sum(between[key].nbytes for key in between.keys() & recorder.by_optimizer.made.copy())
     around = sum(each.nbytes for each in between.values()) + made_since - min(awaited - states, older_states)

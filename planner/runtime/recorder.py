@@ -81,7 +81,6 @@ class Recorder(LastingMode):
         held: the most bytes of these that were still there when the planned graphs had used them.
         inputs: what the calls were given that is alive.
         inputs_at_once: its bytes when one of them was called, at most.
-        input_sizes: bytes of each storage that they were given.
         first_input: bytes of what the first was given.
         later: bytes of what calls after the first were given and that was there before the first.
         reached: positions of the outputs that got one.
@@ -131,7 +130,7 @@ class Recorder(LastingMode):
         self.gradients = MadeStorages()  # by the planned graphs
         self.given = MadeStorages()
         self.held = self.inputs_at_once = self.later = 0
-        self.inputs, self.input_sizes = MadeStorages(), set[int]()
+        self.inputs = MadeStorages()
         self.batches = MadeStorages()  # that the model was called with, and that get gradients
         self.waiting = 0, 0
         self.stepping = self.makes_batches = False
@@ -183,7 +182,6 @@ class Recorder(LastingMode):
                 if t.requires_grad:
                     self.batches.add(t.untyped_storage(), storage_key(t))
         self.inputs_at_once = max(self.inputs_at_once, self.inputs.live)
-        self.input_sizes.update(nbytes for _, nbytes in list(self.inputs.made.values()))
 
     def _hook(self, outputs: Sequence[Any], first: int = 0) -> None:
         for at, t in enumerate(outputs, first):
