@@ -337,6 +337,30 @@ def test_what_depends_on_values_is_kept_and_the_rest_is_planned(kind, tmp_path):
     assert state + peak_of(lambda: model(x).backward(), tmp_path) <= least.budget_bytes
 
 
+class Naming(nn.Module):
+    """A variable names a mask to the end of the call, long after the last op that reads it."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Sequential(wide(), wide()), nn.Linear(16, 64)
+
+    def forward(self, x):
+        h = self.head(self.body(x))
+        mask = (x > 0).float().repeat(1, 32)
+        rows = mask.sum(1).nonzero().squeeze(1)
+        return h[rows].square().mean() + h.detach().repeat(1, 16).exp().mean()
+
+
+def test_what_a_variable_names_counts_until_its_function_returns(tmp_path):
+    model, x = Naming(), torch.randn(64, 16)
+    p = plan(model, x, budget_gb=1, progress=False)
+    p.apply()
+    model(x).backward()
+    model.zero_grad()
+    state = sum(t.nbytes for t in (*model.parameters(), x))
+    assert state + peak_of(lambda: model(x).backward(), tmp_path) == pytest.approx(p.peak_bytes, rel=0.005)
+
+
 def test_a_forward_that_is_put_on_a_module_that_runs_apart_is_what_runs():
     model, x = AroundRouting(), torch.randn(64, 16)
     plan(model, x, budget_gb=1, progress=False).apply()

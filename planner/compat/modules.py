@@ -38,6 +38,10 @@ __all__ = [
 
 # hooks on every module (torch 2.11 to 2.15)
 GLOBAL_HOOKS = (_global_forward_pre_hooks, _global_forward_hooks, _global_backward_pre_hooks, _global_backward_hooks)
+_HOOKS = (
+    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks",
+)  # fmt: skip
 _REPLACED = "_compiled_call_impl"
 _replaced = attrgetter(_REPLACED)
 _modules_of, _parameters_of = attrgetter("_modules"), attrgetter("_parameters")
@@ -112,8 +116,8 @@ def has_forward_hooks(module: nn.Module) -> bool:
 
 
 def hook_tables(module: nn.Module) -> list[dict[int, Any]]:
-    """A module's own tables of hooks of every kind (`_forward_hooks` and the like, torch 2.11 to 2.15)."""
-    return [table for name, table in vars(module).items() if "_hooks" in name and isinstance(table, dict)]
+    """A module's own tables of hooks that its call runs (torch 2.11 to 2.15)."""
+    return [getattr(module, name) for name in _HOOKS]
 
 
 def buffers_of(module: nn.Module) -> dict[str, Any]:

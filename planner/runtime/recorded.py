@@ -170,9 +170,7 @@ def stays(recorder: Recorder, batch: Any, counted: Any, *, batches: bool = False
     between = {
         key: each
         for key, each in used.items()
-        if key not in stay
-        and key not in later
-        and (each.stays or (data and not each.in_step))
+        if key not in stay and key not in later and (each.stays or (data and not each.in_step))
     }
     older_states = sum(between[key].nbytes for key in between.keys() & recorder.by_optimizer.made.copy())
     around = sum(each.nbytes for each in between.values()) + made_since - min(awaited - states, older_states)

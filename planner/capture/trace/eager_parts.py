@@ -119,7 +119,8 @@ class _Recorder:
         output = self.graph.output(tuple(outputs))
         output.meta["desc"] = descs + [None] * len(inputs)
         joint = fx.GraphModule(torch.nn.Module(), self.graph)
-        return self._held_by_nodes(analyse(joint, len(results), traced_order(self.graph), REASON), part.saved)
+        region = analyse(joint, len(results), traced_order(self.graph), REASON)
+        return self._held_by_nodes(self._held_by_variables(region), part.saved)
 
     def _placeholder(self, name: str, t: torch.Tensor, desc: Any) -> None:
         last = next((n for n in reversed(self.graph.nodes) if n.op == "placeholder"), None)
@@ -153,7 +154,7 @@ class _Recorder:
         args, kwargs = pytree.tree_map_only(torch.Tensor, self._node, (tuple(call.args), dict(call.kwargs)))
         node = self.graph.call_function(call.target, args, kwargs)
         words = {"stack_trace": call.stack_trace, "nn_module_stack": {"": (call.module, "")}}
-        node.meta.update(val=call.result, autograd_node=call.node, **words)
+        node.meta.update(val=call.result, autograd_node=call.node, held=call.held, **words)
         if isinstance(call.result, torch.Tensor):
             self._know(call.result, node)
         elif isinstance(call.result, (tuple, list)):
@@ -162,6 +163,17 @@ class _Recorder:
                     item = self.graph.call_function(operator.getitem, (node, at))
                     item.meta.update(val=t, **words)
                     self._know(t, item)
+
+    def _held_by_variables(self, region: Region) -> Region:
+        """The same region, in which values are held by the functions' variables while other ops run."""
+        ops = list(region.ops)
+        made: set[int] = set()
+        for i, op in enumerate(ops[: region.boundary]):
+            holders = [self.holder[storage] for storage in op.node.meta["held"] if storage in self.holder]
+            held = {v for node in holders for v in region.value_of[node]} & made
+            ops[i] = replace(op, reads=tuple(dict.fromkeys((*op.reads, *sorted(held)))))
+            made.update(op.writes)
+        return replace(region, ops=tuple(ops))
 
     def _held_by_nodes(self, region: Region, saved: Mapping[int, tuple[torch.Tensor, ...]]) -> Region:
         """The same region, in which each autograd node holds all that it saved, reads and produces until it has run."""

@@ -6,6 +6,7 @@ import inspect
 import linecache
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -13,13 +14,19 @@ import torch
 from planner.capture.provenance import running_module, user_place
 from planner.compat import pytree
 from planner.compat.dynamo import is_tracing
-from planner.compat.fake import FakeTensorMode, replace_dispatch
+from planner.compat.fake import FakeTensor, FakeTensorMode, replace_dispatch
 from planner.compat.ops import OpOverload
+from planner.compat.tensors import storage_key
+from planner.core.frames import variables_of
+from planner.errors import users_frame
 
 
 @dataclass(frozen=True, slots=True)
 class EagerCall:
-    """One op that ran outside every compiled graph, the autograd node that called it, the user's line and module."""
+    """One op that ran outside every compiled graph, the autograd node that called it, the user's line and module.
+
+    `held` are the storages of tensors that variables of the model's functions name meanwhile, by `storage_key`.
+    """
 
     target: OpOverload
     args: Any
@@ -28,6 +35,7 @@ class EagerCall:
     node: int
     stack_trace: str
     module: str
+    held: frozenset[int] = frozenset()
 
 
 class Recording:
@@ -62,7 +70,8 @@ class Recording:
             module = running_module(frame, self.paths)
             # a graph that only stands for these ops has no way to write a generator
             own, named = pytree.tree_map_only(torch.Generator, lambda g: None, (args, dict(kwargs or {})))
-            self.calls.append(EagerCall(func, own, named, result, self.node, trace, module))
+            held = frozenset() if self.node else _held_by_variables(frame)
+            self.calls.append(EagerCall(func, own, named, result, self.node, trace, module, held))
         return result
 
     def pause(self) -> None:
@@ -78,3 +87,17 @@ class Recording:
         taken = tuple(self.calls)
         self.calls.clear()
         return taken
+
+
+def _held_by_variables(frame: FrameType | None) -> frozenset[int]:
+    """The storages of the tensors that variables name in the functions that run, from the user's innermost one on up to
+    the planner's that has called the model; a tensor in a tuple or a list is named, too.
+    """
+    found: set[int] = set()
+    frame = users_frame(frame)
+    while frame is not None and not frame.f_globals.get("__name__", "").startswith("planner."):
+        for value in variables_of(frame).values():
+            named = value if type(value) in (tuple, list) else (value,)
+            found.update(storage_key(t) for t in named if isinstance(t, FakeTensor) and t.layout is torch.strided)
+        frame = frame.f_back
+    return frozenset(found)
