@@ -59,9 +59,9 @@ def optimizer_memory(
     Examples:
         >>> weight = torch.nn.Parameter(torch.empty(1024, 1024, device="meta"))  # 4 MiB
         >>> optimizer_memory([weight], "adamw-fused", cuda=True)
-        OptimizerMemory(state=8388612, step=0)
+        OptimizerMemory(state=8388612, step=0, closure=0)
         >>> optimizer_memory([weight], "adamw", cuda=True)  # foreach, the default there
-        OptimizerMemory(state=8388608, step=4194304)
+        OptimizerMemory(state=8388608, step=4194304, closure=0)
     """
     if optimizer is None:
         return OptimizerMemory(0, 0)
