@@ -60,7 +60,7 @@ def _fold_all(graph: fx.Graph, given: Set[fx.Node]) -> None:
         _unmerge_batches(product, likely)
     for product in graph.find_nodes(op="call_function", target=_ADDMM):
         _add_bias(product, sure)
-    for product in (*products, *graph.find_nodes(op="call_function", target=_LINEAR)):
+    for product in products:
         _turn_inside(product)
 
 
@@ -87,18 +87,13 @@ def _fold(product: fx.Node, contiguous: Set[fx.Node]) -> None:
         return
     source: Any = merged.args[0]
     shape = (*source.meta["val"].shape[:-1], other.meta["val"].shape[1])
-    split = [user for user in product.users if user.target is _RESHAPE and tuple(user.meta["val"].shape) == shape]
-    strided = [user for user in product.users if user.target is _STRIDED]
-    if len(split) > 1 or len(split) + len(strided) < len(product.users):
-        return
-    if not split and not all(user in (product,) or user.target in (_T, _SUM, _MM) for user in merged.users):
+    kept = all(user.target is _STRIDED for user in product.users)
+    if kept and not all(user is product or user.target in (_T, _SUM, _MM) for user in merged.users):
         return  # nothing would be saved
-    _write(product, _ATEN.matmul.default, (source, other), shape)
-    for user in split:
-        user.replace_all_uses_with(product)
-        product.graph.erase_node(user)
-    if not merged.users:
-        merged.graph.erase_node(merged)
+    if not _unsplit(product, shape):
+        return
+    _write(product, _MATMUL, (source, other), shape)
+    _drop(merged)
 
 
 def _write(product: fx.Node, target: Any, args: tuple[Any, ...], shape: Sequence[int]) -> None:
@@ -166,7 +161,7 @@ def _add_bias(product: fx.Node, contiguous: Set[fx.Node]) -> None:
 
 def _turn_inside(product: fx.Node) -> None:
     """Write a product with a transposed matrix as a linear layer without a bias, which transposes it in C++."""
-    left, turned = product.args[:2]
+    left, turned = product.args[:2]  # those that became a contraction have more
     if product.target in (_MM, _MATMUL) and _is_turned(turned):
         product.target, product.args = _LINEAR, (left, turned.args[0])  # type: ignore[union-attr]
         _drop(turned)

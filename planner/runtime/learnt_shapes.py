@@ -7,9 +7,9 @@ import logging
 from planner.core.maxima import Maxima
 from planner.errors import InfeasibleBudgetError, warn
 from planner.runtime.families import Shapes
+from planner.runtime.together import MOST
 
 SHAPES = 3  # of one kind of calls: the first, that of a smaller last batch, and the one that shows that sizes change
-TOGETHER = 4  # of calls of the first step: so many may be what each step has
 PARTS = 8  # of a power of two: sizes that grow from batch to batch are rounded up to multiples of one
 
 Kind = tuple[object, ...]
@@ -54,7 +54,7 @@ class LearntShapes(Shapes):
             return
         if together:
             self.several.add(kind)
-        most = TOGETHER if together else SHAPES
+        most = MOST if together else SHAPES
         if len(came) < most:
             came.append(sizes)
         if len(came) < most:

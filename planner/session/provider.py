@@ -225,8 +225,7 @@ class Provider:
             seen = replace(seen, gradients=self.loops.get(role, self.loop).gradients)
         if self.apart:
             seen = replace(seen, around=0)
-        captured = self._captured(role)
-        seen = replace(seen, unreached=worth_leaving_out(captured, seen, self.request.budget_bytes // TOLERANCE))
+        seen = replace(seen, unreached=worth_leaving_out(self._captured(role), seen, self._tolerance))
         found = [] if self.request.optimizer is not None else stepped
         if role and self.loops and role not in self.loops:  # there is no plan yet
             self.loops[role], self.stepped = seen, [weakref.ref(o) for o in found]
@@ -238,7 +237,8 @@ class Provider:
         self.heard += 1
         if not others and seen in (before, self.accepted.get(role)):
             return False
-        if not others and self._counts(seen, before, role):
+        free = self._free(role) if self.heard > 1 else self._tolerance  # later, whatever plans leave
+        if not others and self._fits(seen, before, role, free):
             self.accepted[role] = seen
             return False
         self.why, self.again = why_anew(before, seen, others), True
@@ -259,24 +259,18 @@ class Provider:
         found = self.captured.get(role, next(iter(self.captured.values()), None))
         return None if found is None else found[1]
 
-    def _counts(self, seen: Loop, before: Loop, role: Role) -> bool:
-        """Whether the plans count what was seen of the loop.
-
-        In its first steps, each part of it within a thousandth of the budget; later, whatever they leave free.
-        """
-        tolerance = self.request.budget_bytes // TOLERANCE
-        return self._fits(seen, before, role, self._free(role) if self.heard > 1 else tolerance)
+    @property
+    def _tolerance(self) -> int:
+        """Bytes that plans are not made anew for."""
+        return self.request.budget_bytes // TOLERANCE
 
     def _free(self, role: Role) -> int:
-        """Bytes of the budget that no plan takes; at least those that plans are not made anew for."""
-        least = self.request.budget_bytes // TOLERANCE
-        if not self.peaks:
-            return least
-        return max(least, self.request.budget_bytes - self.peaks.get(role, max(self.peaks.values())))
+        """Bytes of the budget that no plan takes; at least `_tolerance`."""
+        peak = self.peaks.get(role, max(self.peaks.values(), default=self.request.budget_bytes))
+        return max(self._tolerance, self.request.budget_bytes - peak)
 
     def _fits(self, seen: Loop, before: Loop, role: Role, free: int) -> bool:
-        """Whether what was seen takes so much more than what is counted, at most, or is the same."""
-        tolerance = self.request.budget_bytes // TOLERANCE
+        """Whether plans count what was seen of the loop, where it may take so many bytes more than they count."""
         if not same_facts(seen, before, free):
             return False
         captured = self._captured(role)
@@ -284,8 +278,8 @@ class Provider:
             return (seen.outputs_held, seen.loss) == (before.outputs_held, before.loss)
         more = more_of_loss(replace(self.request, loop=before), seen, captured)
         beside = seen.others - before.others
-        return all(abs(each) <= tolerance for each in more) or (
-            free > tolerance and sum(max(0, each) for each in (*more, beside)) <= free
+        return all(abs(each) <= self._tolerance for each in more) or (
+            free > self._tolerance and sum(max(0, each) for each in (*more, beside)) <= free
         )
 
     def on_no_plan(self, model: nn.Module, error: PlannerError) -> bool:

@@ -134,11 +134,11 @@ class Region:
 
     def statistics_bytes(self) -> int:
         """The most bytes that they hold at a time."""
-        until, held, most = self.statistics(), 0, 0
+        statistics, held, most = self.statistics(), 0, 0
         for op in self.ops:
-            held += sum(self.values[v].nbytes for v in op.writes if v in until)
+            held += sum(self.values[v].nbytes for v in op.writes if v in statistics)
             most = max(most, held)
-            if until and op.kind == "call":
+            if statistics and op.kind == "call":
                 held -= sum(self.values[v].nbytes for n in statistics_of(op.node) for v in self.value_of[n])
         return most
 
