@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from planner.compat.modules import modules_in
+
 _KINDS = (random.Random, np.random.RandomState, np.random.Generator)
 
 
@@ -56,7 +58,7 @@ def undrawing(model: nn.Module | None = None) -> Callable[[], bool]:
 
 def _generators(model: nn.Module | None) -> list[Any]:
     """Python's and NumPy's own generators, and those that modules of a model hold."""
-    held = [x for module in (model.modules() if model is not None else ()) for x in vars(module).values()]
+    held = [x for module in (modules_in(model) if model is not None else ()) for x in vars(module).values()]
     return [random, np.random, *(x for x in held if isinstance(x, _KINDS) and not isinstance(x, random.SystemRandom))]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,12 +17,15 @@ from planner.capture.trace.random_state import undrawing
 from planner.compat import pytree
 from planner.compat.dispatch import written
 from planner.compat.fake import FakeTensor
-from planner.compat.modules import buffers_of, hook_tables
+from planner.compat.modules import buffers_of, hook_tables, modules_in, parameters_in, tables_of
 from planner.compat.tensors import TorchDispatchMode, storage_key
 from planner.core.call import inside, tensors_in
 from planner.devices.accelerator import accelerator_of
 
 _LRU_CACHE = type(functools.cache(lambda: None))
+_PLAIN = {type(None), bool, int, float, str}
+_TABLES = {dict, OrderedDict, set}
+_SINGLE = {*_PLAIN, torch.Tensor, nn.Parameter}  # most values of modules are of these types, and hold no others
 
 
 class Attributes:
@@ -31,9 +35,10 @@ class Attributes:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._buffers = [(module, dict(buffers_of(module))) for module in model.modules()]
-        self._values = [(module, _plain(module), set(vars(module)), _parts(module)) for module in model.modules()]
-        self._hooks = [(table, dict(table)) for module in model.modules() for table in hook_tables(module)]
+        modules = modules_in(model)
+        self._buffers = [(module, dict(buffers_of(module))) for module in modules]
+        self._values = [(module, _plain(module), set(vars(module)), _parts(module)) for module in modules]
+        self._hooks = [(table, dict(table)) for module in modules for table in hook_tables(module)]
 
     def restore(self) -> None:
         """Put them back, and take away those that were not there."""
@@ -91,9 +96,10 @@ class ModelSnapshot:
 
     def __init__(self, model: nn.Module, others: Iterable[torch.Tensor] = (), parameters: Collection[str] = ()) -> None:
         self._attributes = Attributes(model)
-        changing = [*model.buffers(), *(p for name, p in model.named_parameters() if name in parameters)]
+        written = [p for name, p in model.named_parameters() if name in parameters] if parameters else []
+        changing = [*model.buffers(), *written]
         self._contents = [(b, _bytes_of(b)) for each in changing if not each.is_meta for b in inside(each)]
-        devices = dict.fromkeys(t.device for t in (*model.parameters(), *others))
+        devices = dict.fromkeys(t.device for t in (*parameters_in(modules_in(model)), *others))
         here = [(accelerator, d) for d in devices if (accelerator := accelerator_of(d)) is not None]
         self._generators = [(accelerator, d, accelerator.random_state(d)) for accelerator, d in here]
         self._own = [(g, g.get_state()) for g in generators_of(model)]
@@ -113,21 +119,27 @@ class ModelSnapshot:
 
 def generators_of(model: nn.Module) -> list[torch.Generator]:
     """The random number generators that a model has as attributes, in containers too."""
-    leaves = pytree.tree_leaves([vars(module) for module in model.modules()])
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
+    modules = modules_in(model)
+    tables = set(map(id, tables_of(modules)))
+    values = [x for module in modules for x in vars(module).values() if type(x) not in _SINGLE and id(x) not in tables]
+    values = [x for x in values if type(x) not in _TABLES or x]  # most are tables of hooks, and empty
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Generator)]
 
 
 def _plain(module: nn.Module) -> dict[str, Any]:
     """None, numbers, text, and tensors that hold no graph of an earlier call alive."""
-    return {
-        k: v
-        for k, v in vars(module).items()
-        if v is None or isinstance(v, (bool, int, float, str)) or (isinstance(v, torch.Tensor) and v.grad_fn is None)
-    }
+    return {k: v for k, v in vars(module).items() if type(v) in _PLAIN or (type(v) not in _TABLES and _is_plain(v))}
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (int, float, str)) or (isinstance(value, torch.Tensor) and value.grad_fn is None)
 
 
 def _parts(module: nn.Module) -> tuple[list[str], list[str]]:
-    return [name for name, _ in module.named_children()], [name for name, _ in module.named_parameters(recurse=False)]
+    modules, parameters = tables_of([module])
+    return [name for name, own in modules.items() if own is not None], [
+        name for name, own in parameters.items() if own is not None
+    ]
 
 
 def _bytes_of(t: torch.Tensor) -> Any:
