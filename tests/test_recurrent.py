@@ -1,4 +1,4 @@
-"""Recurrent layers: captured step by step of the sequence, measured, as eager."""
+"""Recurrent layers: by the kernels of eager mode, or step by step of the sequence; measured, as eager."""
 
 import pytest
 import torch
@@ -75,6 +75,25 @@ def test_recurrent_layers_train_as_before_within_the_budget(name, tmp_path):
         torch.testing.assert_close(ours[key], value, msg=lambda m, key=key: f"{key}: {m}")
     assert measured <= p.budget_bytes
     assert measured == pytest.approx(p.peak_bytes, rel=0.02)
+
+
+@pytest.mark.parametrize("options", [{"num_layers": 2, "dropout": 0.2}, {"bidirectional": True}, {"bias": False}])
+def test_an_lstm_runs_by_the_kernel_of_eager_mode(options, tmp_path):
+    case = case_of(Recurrent(nn.LSTM, **options))
+    eager, peak = results(case), held_before(case) + step_peak(case, tmp_path)
+    full = plan(case.model, case.batch, budget_gb=1)
+    (graphs,) = full.graph_modules
+    nodes = [n for graph in (graphs.forward, graphs.backward) for n in graph.graph.nodes]
+    calls = [n for n in nodes if "mkldnn" in str(n.target)]
+    layers = options.get("num_layers", 1) * (1 + options.get("bidirectional", False))
+    assert len(calls) == 2 * layers  # however long the sequence is
+    assert full.eager_peak_bytes == pytest.approx(peak, rel=0.001)
+    for p in (full, leanest(full, solver="chen")):
+        p.apply()
+        ours, measured = results(case), held_before(case) + step_peak(case, tmp_path)
+        p.remove()
+        assert all(torch.equal(ours[key], value) for key, value in eager.items())
+        assert measured == pytest.approx(p.peak_bytes, rel=0.001)
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])

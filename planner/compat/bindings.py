@@ -35,6 +35,15 @@ def tensordot(a: torch.Tensor, b: torch.Tensor, dims_self: list[int], dims_other
     return found
 
 
+def lstm_layer(*args: Any) -> tuple[torch.Tensor, ...]:
+    """`aten.mkldnn_rnn_layer`, which leaves what its backward pass needs where gradients are on alone: they are, below
+    autograd, which keeps nothing (`torch._C._AutoDispatchBelowAutograd`, 2.11 to 2.15).
+    """
+    with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad():
+        found: tuple[torch.Tensor, ...] = _ATEN.mkldnn_rnn_layer.default(*args)
+    return found
+
+
 BOUND: dict[object, Any] = {
     **{getattr(_ATEN, name).default: getattr(torch, name) for name in _FUNCTIONS if hasattr(torch, name)},
     **{getattr(getattr(_ATEN, name), overload): getattr(torch, name) for name, overload in _OVERLOADED.items()},
@@ -42,6 +51,7 @@ BOUND: dict[object, Any] = {
     _ATEN.mul.Scalar: torch.mul,
     _ATEN.tensordot.default: tensordot,
     _ATEN.gelu.default: torch.nn.functional.gelu,
+    _ATEN.mkldnn_rnn_layer.default: lstm_layer,
     _ATEN.linear.default: torch.nn.functional.linear,
     _ATEN.silu.default: torch._C._nn.silu,
     _ATEN.add_.Tensor: operator.iadd,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -11,10 +11,15 @@ import torch._decomp.decompositions as decompositions
 import torch.nn.modules.transformer as transformer
 from torch._C import DispatchKey
 from torch._ops import OpOverload
+from torch._subclasses.fake_impls import op_implementations_dict
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from planner.compat.tensors import no_dispatch
 
 RNN_HELPER: Callable[..., Any] = decompositions._rnn_helper
 ONE_LAYER_LSTM: Callable[..., Any] = decompositions.one_layer_lstm
 ONEDNN_LSTM: Callable[..., Any] = decompositions.mkldnn_one_layer_lstm
+_LSTM = 2  # of oneDNN's kinds of recurrent layers (ideep::rnn_kind)
 _DETECT_IS_CAUSAL: Callable[..., Any] = transformer._detect_is_causal_mask
 
 # beside those of `interpolate`, the ops that torch 2.13 decomposes where autograd could run their kernels
@@ -36,6 +41,88 @@ def replace_helpers(detect_is_causal: Callable[..., Any], rnn_helper: Callable[.
 def restore_helpers() -> None:
     """Put torch's own helpers back (torch 2.11 to 2.15)."""
     replace_helpers(_DETECT_IS_CAUSAL, RNN_HELPER)
+
+
+def runs_on_onednn(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether eager mode has oneDNN run an LSTM with these: its input, states and parameters (`use_mkldnn`,
+    RNN.cpp; `torch._C._get_mkldnn_enabled`, 2.11 to 2.15).
+
+    One with a projection has states of two widths. Of the dtypes that oneDNN takes, float32 is the one whose backward
+    pass gives gradients of the parameters' dtype.
+    """
+    sequence, hidden, cell = tensors[:3]
+    plain = all(t.device.type == "cpu" and t.dtype == torch.float32 for t in tensors)
+    concrete = all(isinstance(n, int) for n in sequence.shape) and sequence.numel() > 0
+    return torch._C._get_mkldnn_enabled() and plain and concrete and hidden.shape == cell.shape
+
+
+def onednn_lstm(
+    options: tuple[int, bool, bool],
+    sequence: torch.Tensor,
+    hidden: tuple[torch.Tensor, torch.Tensor],
+    params: Sequence[torch.Tensor],
+    has_biases: bool,
+    reverse: bool = False,
+) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    """One direction of one layer of an LSTM, as eager mode calls it (`mkldnn_rnn`, RNN.cpp).
+
+    Args:
+        options: of the LSTM: layers, whether it goes both ways, whether the batch comes first.
+        sequence: of shape (time, batch, features).
+        hidden: the states of hidden units and cells, of shape (batch, hidden) each.
+        params: the two weights, and the two biases where it has any.
+        has_biases: whether it has.
+        reverse: whether it goes backwards in time.
+    """
+    layers, bidirectional, batch_first = options
+    biases = params[2:4] if has_biases else [torch.zeros_like(w) for w in params[:2]]
+    call = torch.ops.aten.mkldnn_rnn_layer.default
+    states = [t.contiguous() for t in hidden]
+    shape = hidden[0].shape[-1], layers, has_biases, bidirectional, batch_first
+    result = call(sequence.contiguous(), *params[:2], *biases, *states, reverse, [], _LSTM, *shape, True)
+    return result[0], (result[1], result[2])
+
+
+@cache
+def _saved_bytes(time: int, batch: int, features: int, hidden: int) -> int:
+    """Bytes that a layer saves for its backward pass: oneDNN alone knows, and is asked."""
+    with no_dispatch(), torch.inference_mode(False), torch.enable_grad():
+        shapes = (time, batch, features), (4 * hidden, features), (4 * hidden, hidden), *[(4 * hidden,)] * 2
+        tensors = [torch.zeros(shape) for shape in (*shapes, *[(batch, hidden)] * 2)]
+        result = torch.ops.aten.mkldnn_rnn_layer.default(
+            *tensors, False, [], _LSTM, hidden, 1, True, False, False, True
+        )
+        saved: torch.Tensor = result[3]
+        return saved.nbytes
+
+
+def _with_what_it_saves(mode: Any, op: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """Fake results of `aten.mkldnn_rnn_layer`, of which torch's own rule says that it saves nothing."""
+    sequence, first, hidden, trains = args[0], args[1], args[5], args[15]
+    if not trains or kwargs or any(t.dtype != torch.float32 for t in (sequence, first)):
+        return NotImplemented
+    nbytes = _saved_bytes(*map(int, sequence.shape), hidden.shape[-1])
+    with mode:
+        # eager mode says of a layer whether the batch came first, which it no longer does
+        output = sequence.new_empty((*sequence.shape[:2], hidden.shape[-1]))
+        states = [torch.empty_like(t) for t in args[5:7]]
+        return output, *states, torch.empty(nbytes, dtype=torch.uint8, device=sequence.device)
+
+
+def _with_each_bias(mode: Any, op: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """Fake results of `aten.mkldnn_rnn_layer_backward`, which torch's own rule gives one gradient for both biases."""
+    sequence, first, second, bias, _, hidden, cell = args[:7]
+    if any(t.dtype != torch.float32 for t in args[:7]):
+        return NotImplemented
+    with mode:
+        like = sequence, first, second, bias[..., 0] if bias.dim() > 1 else bias
+        made = [torch.empty(t.shape, device=t.device) for t in (*like, like[-1], hidden, cell)]
+        return tuple(made)
+
+
+op_implementations_dict[torch.ops.aten.mkldnn_rnn_layer.default] = _with_what_it_saves
+op_implementations_dict[torch.ops.aten.mkldnn_rnn_layer_backward.default] = _with_each_bias
+FakeTensorMode.cache_clear()
 
 
 def replace_decompositions() -> Callable[[], None]:

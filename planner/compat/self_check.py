@@ -15,9 +15,9 @@ from planner.errors import TorchError, warn
 PARTS = {
     "torch": "_C _VF _dynamo",
     "torch._C": (
-        "_DisableAutocast _autograd _current_autograd_node _current_graph_task_id "
-        "_dispatch_tls_is_dispatch_key_included _get_sdp_priority_order _get_tracing_state _len_torch_function_stack "
-        "_nn _storage_Use_Count _will_engine_execute_node"
+        "_AutoDispatchBelowAutograd _DisableAutocast _autograd _current_autograd_node _current_graph_task_id "
+        "_dispatch_tls_is_dispatch_key_included _get_mkldnn_enabled _get_sdp_priority_order _get_tracing_state "
+        "_len_torch_function_stack _nn _storage_Use_Count _will_engine_execute_node"
     ),
     "torch._C._autograd": "_get_current_graph_task_keep_graph",
     "torch._C:_FunctionBase": "_raw_saved_tensors _sequence_nr",

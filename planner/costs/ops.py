@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from planner.capture.passes.dropout import drawn_by, is_noise
 from planner.capture.recomputability import crosses_the_link, is_collective, is_random, replay_bytes
 from planner.capture.regions.region import Region
 from planner.compat.ops import OpOverload, schema_of
+from planner.compat.tensors import storage_key
 from planner.core.call import Call, describe_call, tensors_in
 from planner.costs.measure_op import Allocated
 from planner.costs.measured_ops import measure
@@ -30,6 +32,9 @@ _SAME_FLOPS: dict[Any, Any] = {
     _ATEN._scaled_dot_product_flash_attention_for_cpu: _ATEN._scaled_dot_product_flash_attention,
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _ATEN._scaled_dot_product_flash_attention_backward,
 }
+# FLOPs for each element of the weights and each row of the sequence, time and batch
+_LSTMS: dict[Any, int] = {_ATEN.mkldnn_rnn_layer: 2, _ATEN.mkldnn_rnn_layer_backward: 4}
+_TAKES_ZEROS = {_ATEN.mkldnn_rnn_layer_backward.default}
 _CONVOLUTIONS = {_ATEN.convolution.default, _ATEN.convolution_backward.default}
 
 
@@ -126,12 +131,19 @@ def _measurable(node: fx.Node) -> bool:
         return False
     if any(t.layout != torch.strided for each in node.all_input_nodes for t in tensors_in(each.meta.get("val"))):
         return False
-    return bool(schema_of(target).returns) and not reads_workspace(target) and not crosses_the_link(node)
+    return bool(schema_of(target).returns) and not reads_workspace(node) and not crosses_the_link(node)
 
 
-def reads_workspace(target: OpOverload) -> bool:
-    """Whether an op reads the bytes that its forward op left for it: arbitrary ones would end the process."""
-    return any(a.name in ("workspace", "reserve") for a in schema_of(target).arguments)
+def reads_workspace(node: fx.Node) -> bool:
+    """Whether an op reads the bytes that its forward op left for it: arbitrary ones would end the process.
+
+    oneDNN's LSTM takes zeros, where their size is known.
+    """
+    target: Any = node.target
+    names = [a.name for a in schema_of(target).arguments]
+    left = [x for name, x in zip(names, node.args, strict=False) if name in ("workspace", "reserve")]
+    sizes = [t.nbytes for x in left if isinstance(x, fx.Node) for t in tensors(x)]
+    return bool(left) and not (target in _TAKES_ZEROS and sizes and all(sizes))
 
 
 def call_of(node: fx.Node) -> Call:
@@ -153,8 +165,18 @@ def _estimate(node: fx.Node, device: Device, measured: Allocated | None, scale: 
         measured = Allocated(predicted_workspace(node, device) if device.type == "cuda" else 0, 0)
     flops = node_flops(node)
     seconds = scale * roofline_seconds(node, device, flops) if measured.seconds is None else measured.seconds
-    workspace = measured.workspace + replay_bytes(node)[1]
+    workspace = measured.workspace + replay_bytes(node)[1] + _copied_state(node)
     return OpEstimate(seconds, flops, workspace, measured.excess)
+
+
+def _copied_state(node: fx.Node) -> int:
+    """Bytes of the copy that oneDNN's LSTM makes in its backward pass where one tensor of zeros is both of its states:
+    it was measured with two.
+    """
+    if node.target not in _TAKES_ZEROS:
+        return 0
+    hidden, cell = (t for n in node.args[5:7] if isinstance(n, fx.Node) for t in tensors(n))
+    return cell.nbytes if storage_key(hidden) == storage_key(cell) else 0
 
 
 def roofline_seconds(node: fx.Node, device: Device, flops: int | None = None) -> float:
@@ -179,8 +201,11 @@ def _rate(node: fx.Node, device: Device) -> float:
 
 
 def node_flops(node: fx.Node) -> int:
-    """FLOPs of one call, by `torch.utils.flop_counter`; 0 for ops that it does not count."""
+    """FLOPs of one call, by `torch.utils.flop_counter`, and of oneDNN's LSTMs; 0 for others."""
     packet: Any = getattr(node.target, "overloadpacket", None)
+    if packet in _LSTMS:
+        sequence, *weights = (t for n in node.all_input_nodes[:3] for t in tensors(n))
+        return _LSTMS[packet] * math.prod(sequence.shape[:2]) * sum(w.numel() for w in weights)
     formula = flop_registry.get(_SAME_FLOPS.get(packet, packet))
     if formula is None:
         return 0

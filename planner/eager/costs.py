@@ -77,7 +77,7 @@ def costs_of(trace: Trace, request: Request, mode: Any, device: torch.device, kn
             is_random(node),
             is_replayed(node),
             "" if mutable and aten else keep_reason(node, ()),
-            reads_workspace(new[key].target),
+            reads_workspace(node),
         )
     costs = [known[op.distinct.key] if op.distinct else _VIEW for op in trace.ops]
     for i, op in enumerate(trace.ops):

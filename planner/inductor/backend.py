@@ -14,6 +14,7 @@ from planner.capture.joint_graph import is_tangent
 from planner.capture.regions.region import Region
 from planner.capture.trace.arrival import Arrivals
 from planner.capture.trace.dynamo import GraphCompiler, Partition
+from planner.capture.trace.layers import lstms_in_steps
 from planner.capture.trace.out_of_sight import out_of_sight
 from planner.compat.fake import FakeTensorMode, detect_fake_mode
 from planner.compat.fx import boxed
@@ -102,7 +103,8 @@ def capturing(sources: list[Source]) -> GraphCompiler:
             found.append(region)
             return default_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **options)
 
-        compiled = compile_graph(graph, examples, split, _op_by_op)
+        with lstms_in_steps():
+            compiled = compile_graph(graph, examples, split, _op_by_op)
         sources.extend(Source(own, examples, tuple(arrivals.cut), region) for region in found)
         return compiled
 
@@ -138,7 +140,8 @@ def look(source: Source, partition: Partition | None, settings: Settings = ()) -
         return parts
 
     near = partition is not None
-    compile_graph(source.graph, source.inputs, split, looking.compiler, near=near, settings=dict(settings))
+    with lstms_in_steps():
+        compile_graph(source.graph, source.inputs, split, looking.compiler, near=near, settings=dict(settings))
     return looking.look(*found[-1])
 
 
@@ -168,6 +171,7 @@ def compiling(*, own: bool = False, settings: Settings = ()) -> GraphCompiler:
 
             return compile_one
 
-        return compile_graph(graph, examples, split, compiler, near=not own, settings=dict(settings))
+        with lstms_in_steps():
+            return compile_graph(graph, examples, split, compiler, near=not own, settings=dict(settings))
 
     return compile

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
 
@@ -16,6 +16,7 @@ from planner.capture.regions.region import Region
 from planner.capture.trace.attention import attention_as_on, eager_attention_as_on
 from planner.capture.trace.data_dependent import told
 from planner.capture.trace.dynamo import GraphCompiler, Partition, op_by_op
+from planner.capture.trace.layers import lstms_in_steps
 from planner.capture.trace.loss_trace import taken_loss
 from planner.capture.trace.quiet import collector_paused
 from planner.capture.trace.random_state import random_kept
@@ -171,7 +172,9 @@ def graph_of(request: Request, compiler: GraphCompiler | None = None) -> Trainin
         traces = None if request.foreign else traces_of(request.model)  # attention is traced as that of the card
         own = op_by_op(options.checkpoints, step_in_backward=options.step_in_backward, traces=traces)
         try:
-            with attention_as_on(card), planned_for((request.device if request.foreign else request.model_device).type):
+            apart = lstms_in_steps() if request.foreign else nullcontext()
+            kind = (request.device if request.foreign else request.model_device).type
+            with attention_as_on(card), planned_for(kind), apart:
                 return _graph_of(request, split, compiler or own)
         except (PlannerError, torch.OutOfMemoryError):
             raise

@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,9 +16,11 @@ from planner.compat.layers import (
     ONE_LAYER_LSTM,
     ONEDNN_LSTM,
     RNN_HELPER,
+    onednn_lstm,
     replace_decompositions,
     replace_helpers,
     restore_helpers,
+    runs_on_onednn,
 )
 
 
@@ -55,6 +59,7 @@ def _own_helpers() -> Callable[[], None]:
     return restore_helpers
 
 
+_IN_STEPS: ContextVar[bool] = ContextVar("lstms in steps", default=False)
 _helpers, _decompositions = _Switch(_own_helpers), _Switch(replace_decompositions)
 
 
@@ -62,8 +67,8 @@ def helpers() -> AbstractContextManager[None]:
     """While it is on, in any thread, torch's layers call the helpers with which they were captured.
 
     Attention is not asked whether its mask is causal, which would stop compiling. Taking a recurrent layer apart keeps
-    its dropout, which torch's `_rnn_helper` (2.13) leaves out, and goes for every LSTM: oneDNN's, which torch would
-    call, saves nothing for a backward pass.
+    its dropout, which torch's `_rnn_helper` (2.13) leaves out. An LSTM that oneDNN's kernel runs in eager mode runs by
+    that kernel, in the way that saves what its backward pass needs; torch would do so without gradients alone.
     """
     return _helpers
 
@@ -76,6 +81,18 @@ def capturable_layers() -> Iterator[None]:
     """
     with _helpers, _decompositions:
         yield
+
+
+@contextmanager
+def lstms_in_steps() -> Iterator[None]:
+    """Meanwhile an LSTM is traced as steps of plain ops, whatever kernel runs it here: for another device, or Inductor,
+    whose forward pass runs without gradients, in which oneDNN's kernel leaves nothing for a backward pass.
+    """
+    before = _IN_STEPS.set(True)
+    try:
+        yield
+    finally:
+        _IN_STEPS.reset(before)
 
 
 def _causal_if_told(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
@@ -95,8 +112,11 @@ def _layer_by_layer(
     batch_first: bool,
     layer_fn: Callable[..., Any],
 ) -> tuple[torch.Tensor, list[Any]]:
-    if layer_fn is ONEDNN_LSTM:
-        layer_fn = ONE_LAYER_LSTM
+    if layer_fn in (ONEDNN_LSTM, ONE_LAYER_LSTM):
+        own = not _IN_STEPS.get() and runs_on_onednn([sequence, *chain(*hidden), *chain(*params)])
+        options = (num_layers, bidirectional, batch_first)
+        layer_fn = partial(onednn_lstm, options) if own else ONE_LAYER_LSTM
+        sequence = sequence.transpose(0, 1).contiguous().transpose(0, 1) if own and batch_first else sequence
     sequence = sequence.transpose(0, 1) if batch_first else sequence
     directions = 2 if bidirectional else 1
     final = []
