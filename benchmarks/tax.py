@@ -9,7 +9,7 @@ import argparse
 import json
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from tqdm import tqdm
 from planner import plan
 
 from . import tax_graphs
-from .measure import held_bytes, in_own_process, software, time_ratio
+from .measure import held_bytes, in_own_process, software
 from .step_bytes import step_bytes
 from .survey import fresh
 from .tax_report import page
@@ -31,7 +31,8 @@ from .zoo.case import Case, noise, square
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results/tax_cpu.json"
 PAGE = ROOT / "docs/tax.md"
-PAIRS = 15  # of steps that are timed
+PAIRS = 31  # of steps that are timed
+WARM = 33  # steps before
 TIME_LIMIT = 600.0  # seconds a model may take
 LAYERS = (2, 12)  # of the transformers of tiny tensors, whose steps are host time alone
 ZOO = {
@@ -46,12 +47,16 @@ QUICK = ("gpt2", "segformer", "unet_2d", "transformer_encoder")
 
 @dataclass(frozen=True)
 class Row:
-    """What was found for one model: planned over eager, and eager's own figures in seconds and bytes."""
+    """What was found for one model: planned over eager, and eager's own figures in seconds and bytes.
+
+    `captured` is the time of the step under `torch.compile(backend="aot_eager")` over eager's; None where that fails.
+    """
 
     name: str
     family: str
     seconds: float = 0.0
     time: float = 0.0
+    captured: float | None = None
     peak_bytes: int = 0
     peak: float = 0.0
     moved_bytes: int = 0
@@ -101,22 +106,46 @@ def row(family: str, name: str) -> Row:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         plan(planned.model, planned.batch, budget_gb=64, loss_fn=planned.loss_fn, progress=False).apply()
-        steps = {planned.model: stepping(planned, planned.model), eager.model: stepping(eager, eager.model)}
-        for step in steps.values():
-            for _ in range(3):  # the first show the planner the loop
-                step()
-        start = time.process_time()
-        steps[eager.model]()
-        seconds = time.process_time() - start
-        ratio = time_ratio(lambda m: steps[m](), planned.model, eager.model, PAIRS, clock=time.process_time)
-        found = {m: step_bytes(step) for m, step in steps.items()}
+        steps = [stepping(planned, planned.model), stepping(eager, eager.model)]
+        compiled = _compiled(family, name)
+        times = in_turns([*steps, compiled] if compiled is not None else steps)
+        ratios = [_median([t / e for t, e in zip(each, times[1], strict=True)]) for each in times]
+        (peak, moved), (eager_peak, eager_moved) = map(step_bytes, steps)
     batch = planned.batch if isinstance(planned.batch, dict) else {}
     held = held_bytes(eager.model, {k: t for k, t in batch.items() if isinstance(t, torch.Tensor)})
-    (peak, moved), (eager_peak, eager_moved) = found[planned.model], found[eager.model]
     total = held + eager_peak
-    return Row(
-        name, family, seconds, ratio, total, (held + peak) / total, eager_moved, moved / eager_moved
-    )  # fmt: skip
+    captured = None if compiled is None else ratios[2]
+    ratio = (held + peak) / total
+    return Row(name, family, _median(times[1]), ratios[0], captured, total, ratio, eager_moved, moved / eager_moved)
+
+
+def _compiled(family: str, name: str) -> Callable[[], None] | None:
+    """Steps of the model under torch.compile with nothing planned, and eager's ops; None where that fails."""
+    case, _ = _cases(family, name)
+    step = stepping(case, torch.compile(case.model, backend="aot_eager"))
+    try:
+        step()
+    except Exception:  # torch.compile cannot, or gives what has no backward pass
+        return None
+    return step
+
+
+def in_turns(steps: Sequence[Callable[[], None]]) -> list[list[float]]:
+    """Processor time of each of some steps, which go first in turns, in seconds.
+
+    Before, each runs until its memory has been asked for and the planner has seen the loop.
+    """
+    for _ in range(WARM):
+        for step in steps:
+            step()
+    seconds: list[list[float]] = [[] for _ in steps]
+    for i in range(PAIRS):
+        for at in range(len(steps)):
+            k = (i + at) % len(steps)
+            start = time.process_time()
+            steps[k]()
+            seconds[k].append(time.process_time() - start)
+    return seconds
 
 
 def host(layers: int, dropout: float) -> Host:

@@ -12,6 +12,8 @@ What a plan that recomputes nothing costs beside eager mode, as `python -m bench
 
 - *time*: processor time, planned over eager, the median of {pairs} alternating pairs. Steps of a few milliseconds have
   noise of several points.
+- *captured*: the same of `torch.compile(backend="aot_eager")`, which plans nothing and runs eager's ops: what
+  it takes to evaluate guards and to run a graph from Python, which a plan's call takes as well.
 - *peak*: the most bytes held, with parameters, by the profiler's allocator events, planned over eager.
 - *moved*: bytes that the profiler's ops read and allocate, planned over eager.
 """
@@ -42,15 +44,17 @@ def page(report: Mapping[str, Any]) -> str:
     shown = {k: v for k, v in report.items() if k not in ("models", "host")}
     lines = [
         INTRODUCTION.format(**shown),
-        "| model | eager's step | time | peak | moved |",
-        "|---|---:|---:|---:|---:|",
+        "| model | eager's step | time | captured | peak | moved |",
+        "|---|---:|---:|---:|---:|---:|",
     ]
     for r in report["models"]:
         if r["why"]:
-            lines.append(f"| {r['name']} | | {' '.join(r['why'].split())[:120].replace('|', ' ')} | | |")
+            lines.append(f"| {r['name']} | | {' '.join(r['why'].split())[:120].replace('|', ' ')} | | | |")
             continue
+        captured = "" if r.get("captured") is None else f"{r['captured']:.2f}"
         lines.append(
-            f"| {r['name']} | {r['seconds'] * 1e3:.1f} ms | {r['time']:.2f} | {r['peak']:.3f} | {r['moved']:.3f} |"
+            f"| {r['name']} | {r['seconds'] * 1e3:.1f} ms | {r['time']:.2f} | {captured} | {r['peak']:.3f} "
+            f"| {r['moved']:.3f} |"
         )
     return "\n".join(lines) + "\n\n" + _host(report["host"]) + _graphs(report.get("graphs", []))
 
