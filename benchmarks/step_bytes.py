@@ -17,6 +17,8 @@ _SIZES = {"float": 4, "double": 8, "long int": 8, "int": 4, "bool": 1, "unsigned
           "signed char": 1, "c10::BFloat16": 2, "c10::Half": 2, "c10::complex<float>": 8}  # fmt: skip
 _MAKE = ("aten::empty", "aten::resize_", "aten::new_empty")  # these neither read nor write
 
+_SAME = ("aten::_unsafe_view", "aten::_reshape_alias")  # views that torch does not call so
+
 
 def step_bytes(step: Callable[[], object]) -> tuple[int, int]:
     """The most bytes that a step holds above what was held before it, and the bytes that its ops read and write.
@@ -60,6 +62,6 @@ def _flat(size: Any) -> bool:
 
 def _is_view(name: str) -> bool:
     packet = getattr(torch.ops.aten, name.removeprefix("aten::"), None)
-    if packet is None:
+    if packet is None or name in _SAME:
         return True
     return all(getattr(packet, overload).is_view for overload in packet.overloads())
