@@ -33,6 +33,7 @@ PARTS = {
     "torch._functorch._aot_autograd.runtime_wrappers": "_double_backward bw_donated_idxs opaque_objects symints",
     "torch._functorch._aot_autograd.utils": "_boxed_call",
     "torch._ops:OpOverload": "_dispatch_cache _op_dk _schema py_kernels",
+    "torch._subclasses.fake_impls": "op_implementations_dict",
     "torch._subclasses.fake_tensor:FakeTensorMode": "dispatch fake_tensor_converter may_turn_const",
     "torch.autograd": "_disable_profiler_legacy _enable_profiler_legacy",
     "torch.autograd.forward_ad": "_current_level",
