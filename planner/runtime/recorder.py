@@ -28,6 +28,7 @@ from planner.runtime.made import Event, LossEvents, Made, MadeStorages, takes_me
 from planner.runtime.outputs import Unasking
 from planner.runtime.rebound import place_of
 
+_LIFTED = torch.ops.aten.lift_fresh.default  # of what `torch.tensor()` has made of Python's numbers
 MOST_OPS = 200_000  # between two calls of the model: no more are recorded
 
 log = logging.getLogger("planner")
@@ -323,7 +324,8 @@ class Recorder(LastingMode):
 
     def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         into = {storage_key(t) for t in tensors_in(written(func, args, kwargs))}
-        inputs, backward = self._note_inputs(tensors_in((args, kwargs)), into), in_backward()
+        fresh = func is _LIFTED and result.untyped_storage().resizable()  # else it is NumPy's
+        inputs, backward = self._note_inputs([] if fresh else tensors_in((args, kwargs)), into), in_backward()
         made = []
         for t in tensors_in(result):
             if takes_memory(t, self.device) and (key := storage_key(t)) not in inputs and key not in self.made.made:
