@@ -1083,12 +1083,15 @@ def prefetched(put: Put, ended: Ended) -> None:
 
 
 def one_batch_ahead(put: Put, ended: Ended) -> None:
-    """A generator has the next batch ready when it gives one."""
+    """A generator has the next batch ready when it gives one, whose inputs it makes of numbers of Python's."""
+
+    def batch():
+        return torch.tensor(torch.randn(32, 3, 16, 16).tolist()), torch.randn(32, 3, 16, 16)
 
     def batches():
-        coming = torch.randn(32, 3, 16, 16), torch.randn(32, 3, 16, 16)
+        coming = batch()
         while True:
-            now, coming = coming, (torch.randn(32, 3, 16, 16), torch.randn(32, 3, 16, 16))
+            now, coming = coming, batch()
             yield now
 
     model = put(_reconstruction())

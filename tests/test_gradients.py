@@ -89,6 +89,38 @@ def assert_same(models, step):
         assert ours is None or torch.equal(ours, theirs), at
 
 
+class _Pair(torch.autograd.Function):
+    """Computes no gradient for what none came for, as functions that save memory do."""
+
+    @staticmethod
+    def forward(ctx, x, y):
+        ctx.set_materialize_grads(False)
+        return 2 * x, 3 * y
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return tuple(None if g is None else n * g for n, g in zip((2, 3), gradients, strict=True))
+
+
+class Paired(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = linear(1), linear(1), linear(1)
+
+    def forward(self, x):
+        one, other = self.apart(self.a(x), self.b(x))
+        return self.c(one).square().mean(), other
+
+    @torch.compiler.disable
+    def apart(self, one, other):
+        return _Pair.apply(one, other)
+
+
+def test_an_output_that_no_gradient_comes_to_although_its_node_runs():
+    models = planned(Paired(), loss_fn=lambda output: output[0])
+    assert_same(models, lambda m: m(batch())[0].backward())
+
+
 @pytest.mark.parametrize("broken", [False, True], ids=["one_graph", "graph_breaks"])
 def test_two_heads_in_turn_leave_no_gradient_where_none_comes_and_run_no_hook_there(broken):
     models = planned(Heads(broken))

@@ -79,6 +79,45 @@ def test_a_loop_that_calls_methods_first_and_the_model_later_has_a_plan_for_both
         autoencoder.zero_grad()
 
 
+@pytest.mark.filterwarnings("error::planner.PlanWarning")
+@pytest.mark.parametrize("laid_out", [lambda t: t.t().contiguous().t(), lambda t: t[:1].expand(64, -1)])
+def test_what_the_loop_gives_from_one_call_to_the_next_may_be_laid_out_in_any_way(autoencoder, laid_out):
+    twin, x = copy.deepcopy(autoencoder), torch.randn(64, 64)
+    plan(autoencoder, budget_gb=1).apply()
+    for _ in range(2):
+        found = []
+        for model in (autoencoder, twin):
+            z = model.encode(laid_out(x))
+            z.register_hook(lambda g: g.contiguous())  # as torch.compile's graphs take it
+            model.decode(laid_out(2 * z)).square().mean().backward()
+            found.append(grads(model))
+        assert same(*found)
+    assert applied_plan(autoencoder) is not None
+
+
+class CallsItself(Autoencoder):
+    """As a LightningModule whose criterion is a module of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.criterion = nn.MSELoss()
+
+    def training_step(self, x, number):
+        return self.criterion(self(x), x)
+
+
+@pytest.mark.filterwarnings("error::planner.PlanWarning")
+def test_a_method_that_calls_the_model_trains_by_the_models_own_plan():
+    twin = copy.deepcopy(model := CallsItself())
+    x = torch.randn(64, 64)
+    plan(model, budget_gb=1).apply()
+    for number in range(3):
+        for each in (model, twin):
+            each.training_step(x, number).backward()
+        assert same(grads(model), grads(twin))
+    assert applied_plan(model) is not None
+
+
 def test_evaluation_between_the_calls_of_a_step_is_no_part_of_it(autoencoder):
     twin, x = copy.deepcopy(autoencoder), torch.randn(64, 64)
     plan(autoencoder, budget_gb=1).apply()

@@ -401,6 +401,21 @@ def test_a_model_without_a_plan_that_takes_more_than_the_budget_between_the_step
     assert len([each for each in caught if "before it called the model again, the loop held" in str(each.message)]) == 1
 
 
+def test_the_batch_counts_among_what_the_loop_holds_between_the_steps():
+    model = perceptron()
+    plan(model, budget_gb="16 MiB", loss_fn=torch.Tensor.mean).apply()
+
+    def train():
+        for _ in range(3):
+            x = torch.randn(2**13, 32)  # 1 MiB
+            model(x).mean().backward()
+            model.zero_grad()
+            torch.ones(31 * 2**17)  # 15.5 MiB
+
+    with pytest.warns(PlanWarning, match="before it called the model again, the loop held"):
+        train()
+
+
 def test_gradients_that_turn_out_not_to_be_cleared_are_said():
     model = nn.Sequential(perceptron(), perceptron(), nn.Linear(32, 4))
 

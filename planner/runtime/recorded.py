@@ -200,8 +200,8 @@ def between_steps(recorder: Recorder, own: Any) -> int:
         own: a tree of what was there all the time.
     """
     there = {key: used.nbytes for key, used in recorder.used.copy().items() if used.stays} | storages(own)
-    made = max((event.live for event in recorder.events if event.call), default=0)
-    return made + sum(_without(there, recorder.made.made.copy()).values())
+    known = {*recorder.made.made.copy(), *recorder.inputs.made.copy()}
+    return recorder.between + sum(_without(there, known).values())
 
 
 def _without(sizes: Mapping[int, int], keys: Collection[int]) -> dict[int, int]:

@@ -28,6 +28,7 @@ from planner.runtime.made import Event, LossEvents, Made, MadeStorages, takes_me
 from planner.runtime.outputs import Unasking
 from planner.runtime.rebound import place_of
 
+_LIFTED = torch.ops.aten.lift_fresh.default  # of what `torch.tensor()` has made of Python's numbers
 MOST_OPS = 200_000  # between two calls of the model: no more are recorded
 
 log = logging.getLogger("planner")
@@ -79,6 +80,7 @@ class Recorder(LastingMode):
         arrived: gradients of outputs, for each backward pass: storage -> as it was made, or 0 and its bytes.
         given: of the same, those that are alive.
         held: the most bytes of these that were still there when the planned graphs had used them.
+        between: the most bytes of what was made, and of `inputs`, at once since the latest backward pass began.
         inputs: what the calls were given that is alive.
         inputs_at_once: its bytes when one of them was called, at most.
         first_input: bytes of what the first was given.
@@ -129,7 +131,7 @@ class Recorder(LastingMode):
         self.in_loss: set[int] = set()  # numbers of tensors that a backward pass made before it came to an output
         self.gradients = MadeStorages()  # by the planned graphs
         self.given = MadeStorages()
-        self.held = self.inputs_at_once = self.later = 0
+        self.held = self.inputs_at_once = self.later = self.between = 0
         self.inputs = MadeStorages()
         self.batches = MadeStorages()  # that the model was called with, and that get gradients
         self.waiting = 0, 0
@@ -282,6 +284,7 @@ class Recorder(LastingMode):
             if not self.passes and (model := self._model()) is not None:
                 self.asks_first = not any(map(adds_to_gradient, model.parameters()))
             self.passes.append((graph_is_kept(), dict(self.gradients.made)))
+            self.between = 0
             own = storages([other.tensors() for other in {*self.others, *self.passing}] if self.older else [])
             alive = {key: n for older in self.older for key, (_, n) in older.made.items() if key not in own}
             self.before = max(self.before, alive, key=lambda each: sum(each.values()))
@@ -323,7 +326,8 @@ class Recorder(LastingMode):
 
     def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         into = {storage_key(t) for t in tensors_in(written(func, args, kwargs))}
-        inputs, backward = self._note_inputs(tensors_in((args, kwargs)), into), in_backward()
+        fresh = func is _LIFTED and result.untyped_storage().resizable()  # else it is NumPy's
+        inputs, backward = self._note_inputs([] if fresh else tensors_in((args, kwargs)), into), in_backward()
         made = []
         for t in tensors_in(result):
             if takes_memory(t, self.device) and (key := storage_key(t)) not in inputs and key not in self.made.made:
@@ -343,6 +347,8 @@ class Recorder(LastingMode):
             self.calls.setdefault(name, call)
         place = None if backward else place_of(inspect.currentframe())
         self.events.append(Event(self.made.live, name, backward, place, tuple(made)))
+        if self.losses:
+            self.between = max(self.between, self.made.live + self.inputs.live)
         self.over |= len(self.events) > MOST_OPS
 
     def _note_inputs(self, given: Sequence[torch.Tensor], into: set[int]) -> set[int]:

@@ -45,12 +45,13 @@ class Derived:
     """A tensor that the loop computed from what earlier calls returned, and that needs a gradient.
 
     Attributes:
-        shape, dtype: its own.
+        shape, stride, dtype: its own.
         sources: what it was computed from: results, by call and position, and other such tensors, by their number.
         number: among such tensors of the step.
     """
 
     shape: tuple[int, ...]
+    stride: tuple[int, ...]
     dtype: torch.dtype
     sources: tuple[tuple[int, int] | int, ...]
     number: int
@@ -85,8 +86,7 @@ class GivenTensor:
 
     def stand_in(self) -> torch.Tensor:
         """A tensor of zeros like it."""
-        made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device).zero_()
-        return made.requires_grad_(self.requires_grad)
+        return _zeros(self.shape, self.stride, self.dtype, self.device).requires_grad_(self.requires_grad)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +102,13 @@ class StepCalls:
     calls: tuple[EntryCall, ...]
     given: tuple[GivenTensor, ...] = field(compare=False)
     outputs: frozenset[int] = field(compare=False)
+
+
+def _zeros(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of zeros, which may have entries in one place, as one that was expanded has."""
+    made = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+    made.as_strided((made.untyped_storage().nbytes() // made.element_size(),), (1,)).zero_()
+    return made
 
 
 class CallsSeen:
@@ -183,7 +190,7 @@ class CallsSeen:
         if x.grad_fn is not None and (sources := origins(x.grad_fn, self._nodes)):
             number, self._derived = self._derived, self._derived + 1
             self._nodes[sequence_number(x.grad_fn)] = number
-            return Derived(tuple(x.shape), x.dtype, sources, number)
+            return Derived(tuple(x.shape), tuple(x.stride()), x.dtype, sources, number)
         for number, (ref, _) in enumerate(self._given):
             if ref() is x:
                 return Given(number)
@@ -261,7 +268,7 @@ class _Between(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, kind: Derived, *results: torch.Tensor) -> torch.Tensor:
         ctx.kinds = [(t.shape, t.dtype, t.device) for t in results]
-        return results[0].new_zeros(kind.shape, dtype=kind.dtype)
+        return _zeros(kind.shape, kind.stride, kind.dtype, results[0].device)
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:

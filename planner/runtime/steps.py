@@ -106,6 +106,8 @@ class StepRuntime(Applied):
             self.warns = None
         if self.watch is not None:
             self.watch.stop()
+        self.points_leave()
+        self.points = []  # else a method that called the model would be seen again when it has returned
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copy of the model has no plan."""
@@ -135,7 +137,8 @@ class StepRuntime(Applied):
                 self.seen = CallsSeen()
                 raise
         assert self.watch is not None
-        self.watch.step_goes_on(self.seen.batch(), self.seen.outputs())
+        if self.points:
+            self.watch.step_goes_on(self.seen.batch(), self.seen.outputs())
         return result
 
     @contextmanager
