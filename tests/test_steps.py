@@ -118,6 +118,33 @@ def test_a_method_that_calls_the_model_trains_by_the_models_own_plan():
     assert applied_plan(model) is not None
 
 
+class Unplannable(Autoencoder):
+    def encode(self, x):
+        return self._run(self.encoder, x)
+
+    def decode(self, z):
+        return self._run(self.decoder, z)
+
+    @torch.compiler.disable
+    def _run(self, module, x):
+        return module(x)
+
+
+def test_a_plan_that_cannot_be_made_of_a_steps_calls_leaves_nothing_behind():
+    model, x = Unplannable(), torch.randn(67, 64)
+    plan(model, budget_gb=1).apply()
+    before = gc.get_threshold()
+    gc.set_threshold(10**6)
+    try:
+        step(model, x)
+        with pytest.warns(PlanWarning, match="trains without a plan"):
+            step(model, x)
+        tensors = [t for t in gc.get_objects() if type(t) is torch.Tensor]
+        assert not [t for t in tensors if t.shape == x.shape and not t.any()]  # what stood for the batch
+    finally:
+        gc.set_threshold(*before)
+
+
 def test_evaluation_between_the_calls_of_a_step_is_no_part_of_it(autoencoder):
     twin, x = copy.deepcopy(autoencoder), torch.randn(64, 64)
     plan(autoencoder, budget_gb=1).apply()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -89,7 +90,7 @@ class StepRuntime(Applied):
         self.seen = CallsSeen()
         self.kinds: list[_Kind] = []  # the latest last
         self.present: _Kind | None = None  # by which the present step runs
-        self.inside = False
+        self.inside = self.failed = False  # whether what a plan that failed has left is still there
         self.warns: Handle | None = None  # while it is not known whether the loop calls the model
         self.regions = Regions(model, store)
         self.compiled: dict[Entry, Callable[..., Any]] = {}
@@ -136,6 +137,9 @@ class StepRuntime(Applied):
             except BaseException:  # the next call begins another step
                 self.seen = CallsSeen()
                 raise
+        if self.failed and gc.isenabled():  # in reference cycles of frames
+            self.failed = False
+            gc.collect()
         assert self.watch is not None
         if self.points:
             self.watch.step_goes_on(self.seen.batch(), self.seen.outputs())
@@ -221,6 +225,7 @@ class StepRuntime(Applied):
             self.points_leave()  # until the call has returned
 
     def _warn(self, why: str) -> None:
+        self.failed = True
         warn(
             f"{type(self.model).__name__} trains without a plan. The loop does not call it, but methods of it, or "
             f"modules in it, and no plan can be made of these calls: {why}. Let forward() do what the loop does"
