@@ -2,8 +2,8 @@
 
 `python -m benchmarks.compiled` writes benchmarks/results/compiled_cpu.json, docs/compiled.md and docs/compiled.svg.
 
-Every comparison is made in a process of its own, of models from one seed: an eager one, one by torch.compile, and the
-ways that are compared, which take turns. Peaks are what a step takes beyond parameters, buffers and batch, by torch's
+Each model has a process of its own, with copies from one seed: an eager one, one by torch.compile, and one for each way
+that is compared; they take turns. Peaks are what a step takes beyond parameters, buffers and batch, by torch's
 profiler; times are medians, over the rounds, of processor time over that of another model in the same round. Plans are
 made for the peaks that torch's own ways reach with right gradients, and for shares of torch.compile's. Gradients are
 compared, from one seed, with torch.compile's, which keeps everything: Inductor draws other dropout masks than eager
@@ -27,6 +27,7 @@ import torch._dynamo.config as dynamo_config
 import torch._functorch.config as functorch_config
 import transformers
 from torch import nn
+from torch._inductor.compile_fx import compile_fx
 
 from planner import Plan, PlannerError, applied_plan, plan
 from tests.real_models import CASES, Case, gpt2, resnet50
@@ -98,11 +99,12 @@ def put(case: Case, way: str, budget: int) -> None:
     kind, _, detail = way.partition(" ")
     if kind == "blocks":
         checkpoint_blocks(case.model)
+    functorch_config.activation_memory_budget = float(detail) if kind == "budget" else 1.0
     if kind in PLANNED:
         planned(case, kind, budget).apply()
     elif kind != "eager":
-        case.model.compile()
-    functorch_config.activation_memory_budget = float(detail) if kind == "budget" else 1.0
+        # a backend of its own: else a model runs what another one of its class was compiled to
+        case.model.compile(backend=lambda graph, inputs: compile_fx(graph, inputs))
 
 
 def planned(case: Case, kind: str, budget: int) -> Plan:
@@ -122,13 +124,13 @@ def stepper(case: Case) -> Step:
     return step
 
 
-def measure_ways(name: str, ways: Sequence[str], budget: int, pairs: int) -> dict[str, Row]:
-    """Some ways beside eager mode and torch.compile: their peaks, times over each other's, gradients.
+def measure_model(name: str, ways: Sequence[str], shares: Sequence[float], pairs: int) -> Row:
+    """Every way on one model: torch's own, plans at the peaks that these reach, and at shares of torch.compile's.
 
     Args:
         name: of the model.
-        ways: as for `put()`.
-        budget: of those that are plans.
+        ways: of torch's, as for `put()`.
+        shares: of torch.compile's peak, for plans.
         pairs: rounds that are timed.
     """
     dynamo_config.recompile_limit, dynamo_config.fail_on_recompile_limit_hit = 64, True
@@ -136,26 +138,47 @@ def measure_ways(name: str, ways: Sequence[str], budget: int, pairs: int) -> dic
     rows: dict[str, Row] = {}
     step = stepper(make(name))
     for way in dict.fromkeys(("eager", "compile", *ways)):
-        case = make(name)
-        try:
-            put(case, way, budget)
-            for _ in range(3):  # the first compiles and shows the loop, for which the second may be planned anew
-                step(case.model)
-                case.model.zero_grad(set_to_none=True)
-        except (PlannerError, NotApplicableError) as e:
-            rows[way] = {"error": f"{type(e).__name__}: {e}"[:300]}
-            continue
-        models[way], rows[way] = case.model, {"peak": measure.step_peak(step, case.model)}
-        if way in PLANNED:
-            record, held = applied_plan(case.model), measure.held_bytes(case.model, case.batch)
-            rows[way] |= {"budget": budget, "predicted": record.peak_bytes - held, "resident": held}
-            rows[way] |= {"mode": record.options.mode, "note": record.note, "overhead": record.overhead}
-    for way, model in models.items():
-        rows[way]["gradients"] = measure.gradient_error(step, model, models["compile"])
-        rows[way]["eager's gradients"] = measure.gradient_error(step, model, models["eager"])
-    for way, over in _times(step, models, pairs).items():
-        rows[way]["time"] = over
+        rows[way] = add(name, way, way, 0, step, models)
+    base = rows["compile"]["peak"]
+    last = 0
+    for peak, way in sorted((rows[way]["peak"], way) for way in ways if right(rows[way])):
+        if last * SAME < peak < base:
+            rows[f"inductor at {way}"] = add(name, "inductor", f"inductor at {way}", peak, step, models)
+            last = peak
+    for share in shares:
+        for kind in ("inductor", "aten"):
+            label = f"{kind} at {share:.0%}"
+            rows[label] = add(name, kind, label, int(share * base), step, models)
+    for label, over in _times(step, models, pairs).items():
+        rows[label]["time"] = over
+        print(line(label, rows[label]), flush=True)
     return rows
+
+
+def add(name: str, way: str, label: str, budget: int, step: Step, models: dict[str, nn.Module]) -> Row:
+    """A way's peak and gradients; the model that runs in it is added to `models` by its label."""
+    case = make(name)
+    start = time.perf_counter()
+    try:
+        put(case, way, budget)
+        for _ in range(3):  # the first compiles and shows the loop, for which the second may be planned anew
+            step(case.model)
+            case.model.zero_grad(set_to_none=True)
+    except (PlannerError, NotApplicableError) as e:
+        print(f"  {label}: {e}", flush=True)
+        return {"error": f"{type(e).__name__}: {e}"[:300]}
+    models[label] = case.model
+    row: Row = {"peak": measure.step_peak(step, case.model)}
+    if (p := applied_plan(case.model)) is not None:
+        held = measure.held_bytes(case.model, case.batch)
+        row |= {"budget": budget, "predicted": p.peak_bytes - held, "held": held, "overhead": p.overhead}
+        row |= {"mode": p.options.mode, "note": p.note}
+    row["gradients"] = measure.gradient_error(step, case.model, models.get("compile", case.model))
+    row["of eager's"] = measure.gradient_error(step, case.model, models["eager"])
+    held_now = f", predicted {row['predicted'] / 2**20:.3f}" if p is not None else ""
+    seconds = time.perf_counter() - start
+    print(f"  {label}: {row['peak'] / 2**20:.3f} MiB{held_now}; {seconds:.0f} s", flush=True)
+    return row
 
 
 def _times(step: Step, models: dict[str, nn.Module], pairs: int) -> dict[str, dict[str, float]]:
@@ -205,40 +228,17 @@ def compiling(name: str, way: str, budget: int, path: str) -> float:
         return time.perf_counter() - start
 
 
-def compare(name: str, ways: Sequence[str], shares: Sequence[float], pairs: int, limit: float) -> Row:
-    """Every way on one model: torch's own, plans at the peaks that these reach, and at shares of torch.compile's."""
-    found: Row = {"torch's": {}, "plans": {}, "compiling": {}}
-
-    def run(label: str, others: Sequence[str], budget: int) -> dict[str, Row]:
-        try:
-            rows: dict[str, Row] = measure.in_own_process(measure_ways, name, others, budget, pairs, time_limit=limit)
-        except RuntimeError as e:
-            rows = {way: {"error": str(e)[:300]} for way in others}
-        for way in others:
-            print(line(f"{label} {way}", rows[way]), flush=True)
-        return rows
-
-    for way in ("compile", *ways):
-        rows = run("", (way,), 0)
-        found["torch's"][way] = rows[way]
-        found["torch's"].setdefault("eager", rows.get("eager", {}))
-    base = found["torch's"]["compile"].get("peak", 0)
-    reached = [(row["peak"], way) for way, row in found["torch's"].items() if way in ways and right(row)]
-    last = 0
-    for peak, way in sorted(reached):
-        if last * SAME < peak < base:
-            found["plans"][way] = run(way, (way, "inductor", "aten"), peak)
-            last = peak
-    for share in shares:
-        found["plans"][f"{share:.0%}"] = run(f"{share:.0%}", ("inductor", "aten"), int(share * base))
+def compile_times(name: str, base: int, limit: float) -> Row:
+    """Seconds of `compiling()` for each of its ways, each in a process of its own; in words where one fails."""
+    found: Row = {}
     with tempfile.TemporaryDirectory() as folder:
         for way in ("compile", "inductor", "known"):
             given = (name, way, int(COMPILED_AT * base), f"{folder}/plan.json")
             try:
-                found["compiling"][way] = measure.in_own_process(compiling, *given, time_limit=limit)
+                found[way] = measure.in_own_process(compiling, *given, time_limit=limit)
             except RuntimeError as e:
-                found["compiling"][way] = str(e)[:300]
-    print(f"  until the first step has ended: {found['compiling']}", flush=True)
+                found[way] = str(e)[:300]
+    print(f"  until the first step has ended: {found}", flush=True)
     return found
 
 
@@ -249,12 +249,8 @@ def right(row: Row) -> bool:
 
 def line(label: str, row: Row) -> str:
     """What is printed of a way."""
-    if "error" in row:
-        return f"  {label}: {row['error']}"
-    times = ", ".join(f"{x:.3f} of {way}" for way, x in row["time"].items())
-    held = f" predicted {row['predicted'] / 2**20:.3f} of {row['budget'] / 2**20:.3f}" if "budget" in row else ""
-    apart = f"{row['gradients']:.1e}, eager's {row['''eager's gradients''']:.1e}"
-    return f"  {label}: {row['peak'] / 2**20:.3f} MiB{held}; time {times}; gradients {apart}"
+    time, apart = row["time"], f"{row['gradients']:.1e}"
+    return f"  {label}: time {time['eager']:.3f} of eager, {time['compile']:.3f} of compile; gradients off by {apart}"
 
 
 def main() -> None:
@@ -266,14 +262,24 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=15, help="rounds that are timed")
     parser.add_argument("--limit", type=float, default=1800, help="seconds for one comparison")
     parser.add_argument("--out", type=Path, default=RESULTS, help="JSON; models that are not measured stay in it")
+    parser.add_argument("--without-compiling", action="store_true", help="do not measure how long it takes to compile")
     parser.add_argument("--report", action="store_true", help="measure nothing; make the page from the JSON file")
     given = parser.parse_args()
     report = json.loads(given.out.read_text()) if given.out.exists() else {"models": {}}
     for name in () if given.report else given.models or MODELS:
         print(name, flush=True)
-        found = compare(name, given.ways, given.shares, given.pairs, given.limit)
+        asked = (name, given.ways, given.shares, given.pairs)
+        before = report["models"].get(name, {})
+        try:
+            rows = measure.in_own_process(measure_model, *asked, time_limit=given.limit)
+        except RuntimeError as e:
+            print(f"  {e}", flush=True)
+            continue
+        times = before.get("compiling", {})
+        if not given.without_compiling:
+            times = compile_times(name, rows["compile"]["peak"], given.limit)
         report |= {"device": "CPU, 1 thread", "platform": measure.software(), "torch": torch.__version__}
-        report["models"][name] = {**found, "pairs": given.pairs}
+        report["models"][name] = {"rows": rows, "compiling": times, "pairs": given.pairs}
         given.out.parent.mkdir(parents=True, exist_ok=True)
         given.out.write_text(json.dumps(report, indent=1) + "\n")
     if given.out == RESULTS:

@@ -42,33 +42,37 @@ def page(report: Report) -> str:
     models = report["models"]
     pairs = "/".join(str(n) for n in sorted({m["pairs"] for m in models.values()}))
     shown = {name: report.get(name, "") for name in ("device", "torch", "platform")}
-    parts = [INTRODUCTION.format(**shown, pairs=pairs), "## In short\n\n", *(f"- {s}\n" for s in summary(models))]
-    parts += [
-        f"\n## {name}\n\n{_torchs(model)}\n{_shares(model)}\n{_compiling(model)}" for name, model in models.items()
-    ]
+    parts = [INTRODUCTION.format(**shown, pairs=pairs), "## In short\n\n", *(f"- {s}.\n" for s in summary(models))]
+    for name, model in models.items():
+        parts.append(f"\n## {name}\n\n{_torchs(model['rows'])}\n{_shares(model['rows'])}{_compiling(model)}")
     return "".join(parts)
 
 
 def summary(models: Mapping[str, Report]) -> Iterator[str]:
     """What all models show together."""
+    every = [m["rows"] for m in models.values()]
     for what, blocks in (("torch's memory budget", False), ("checkpointed blocks", True)):
-        pairs = [(m["plans"][way], way) for m in models.values() for way in _rivals(m) if (way == "blocks") == blocks]
-        ours = [(rows["inductor"], way) for rows, way in pairs]
-        times = [row["time"][way] for row, way in ours if "peak" in row]
-        higher = sum(row["peak"] > rows[way]["peak"] for rows, way in pairs if "peak" in (row := rows["inductor"]))
-        refused = sum("peak" not in row for row, _ in ours)
+        pairs = [(rows, way) for rows in every for way in _rivals(rows) if (way == "blocks") == blocks]
+        asked = [(rows[f"inductor at {way}"], rows[way], way) for rows, way in pairs if f"inductor at {way}" in rows]
+        ran = [(ours, its, way) for ours, its, way in asked if "peak" in ours]
+        higher = sum(ours["peak"] > its["peak"] for ours, its, _ in ran)
         yield (
-            f"At the {len(ours)} peaks of {what}: time over its {spread(times)}; a higher peak {higher}, "
-            f"refused {refused}"
+            f"At the {len(asked)} peaks of {what} (of those where its gradients are right): time over its "
+            f"{spread([ours['time'][way] for ours, _, way in ran])}; {higher} of our peaks are higher, "
+            f"{len(asked) - len(ran)} are refused"
         )
-    every = [rows for m in models.values() for rows in m["plans"].values()]
-    yield f'Over mode="aten" at the same budget: {spread([r["inductor"]["time"]["aten"] for r in every if both(r)])}'
-    rows = [r["inductor"] for r in every if "peak" in r["inductor"]]
-    apart = max((abs(r["peak"] / r["predicted"] - 1) for r in rows), default=0.0)
-    above = sum(r["peak"] > r["budget"] for r in rows)
-    yield f"Predicted and measured peaks differ by at most {apart:.2%}; {above} of {len(rows)} are above the budget"
-    wrong = sum(r["gradients"] > WRONG for r in rows)
-    yield f"Gradients are off by at most {max((r['gradients'] for r in rows), default=0.0):.0e}; {wrong} are wrong"
+        wrong = sum(rows[way].get("gradients", 0.0) > WRONG for rows, way in pairs)
+        yield f"Of {what}, {wrong} of {len(pairs)} give wrong gradients"
+    ours = [(row, label) for rows in every for label, row in rows.items() if label.startswith("inductor")]
+    ran = [(row, label) for row, label in ours if "peak" in row]
+    over = [row["time"][aten] for row, label in ran if (aten := label.replace("inductor", "aten")) in row["time"]]
+    yield f'Over `mode="aten"` at the same budget: {spread(over)}'
+    apart = max((abs(row["peak"] / row["predicted"] - 1) for row, _ in ran), default=0.0)
+    above = sum(row["peak"] > row["budget"] for row, _ in ran)
+    yield f"Predicted and measured peaks differ by at most {apart:.2%}; {above} of {len(ran)} are above the budget"
+    furthest = max((row["gradients"] for row, _ in ran), default=0.0)
+    wrong = sum(row["gradients"] > WRONG for row, _ in ran)
+    yield f"Gradients of our plans are off by at most {furthest:.0e}; {wrong} are wrong"
     for way, what in (("inductor", "planned, compared and compiled"), ("known", "the same from a plan file")):
         times = [t[way] / t["compile"] for m in models.values() if numbers(t := m["compiling"])]
         yield f"Until the first step has ended, {what}, over torch.compile alone: {spread(times)}"
@@ -79,11 +83,6 @@ def numbers(times: Report) -> bool:
     return len(times) > 0 and all(isinstance(t, float) for t in times.values())
 
 
-def both(rows: Report) -> bool:
-    """Whether both modes ran."""
-    return all("peak" in rows[mode] for mode in ("inductor", "aten"))
-
-
 def spread(values: Sequence[float]) -> str:
     """The mean of some ratios, and their range."""
     if not values:
@@ -91,48 +90,49 @@ def spread(values: Sequence[float]) -> str:
     return f"{statistics.mean(values):.2f} in the mean ({min(values):.2f} to {max(values):.2f})"
 
 
-def _rivals(model: Report) -> list[str]:
-    return [way for way in model["plans"] if way in model["torch's"]]
+def _rivals(rows: Report) -> list[str]:
+    return [way for way in rows if way == "blocks" or way.startswith("budget")]
 
 
-def _torchs(model: Report) -> str:
+def _torchs(rows: Report) -> str:
     names = ["", "peak", "time, of eager", "of torch.compile", "gradients"]
-    lines = head([*names, "ours: peak", "time, of its", "of aten's", "gradients"])
-    for way, row in model["torch's"].items():
+    lines = head([*names, "ours: peak", "time, of its", "gradients"])
+    for way in ("eager", "compile", *_rivals(rows)):
+        row = rows[way]
         if "error" in row:
-            lines.append(f"| {way} | {said(row)} | | | | | | | |")
+            lines.append(f"| {way} | {said(row)} | | | | | | |")
             continue
-        wrong = " (wrong)" if row["gradients"] > WRONG else ""
+        wrong = " (wrong)" if row["gradients"] > WRONG and way != "eager" else ""
         times = f"{row['time']['eager']:.2f} | {row['time']['compile']:.2f}"
         theirs = f"| {way} | {row['peak'] / MIB:.2f} | {times} | {row['gradients']:.0e}{wrong} "
-        lines.append(theirs + _ours(model["plans"].get(way), way))
+        lines.append(theirs + _ours(rows.get(f"inductor at {way}"), way))
     return "\n".join(lines) + "\n"
 
 
-def _ours(rows: Report | None, way: str) -> str:
-    if rows is None:
-        return "| | | | |"
-    row = rows["inductor"]
+def _ours(row: Report | None, way: str) -> str:
+    if row is None:
+        return "| | | |"
     if "error" in row:
-        return f"| {said(row)} | | | |"
-    aten = row["time"].get("aten")
-    beside = "" if aten is None else f"{aten:.2f}"
-    return f"| {row['peak'] / MIB:.2f} | {row['time'][way]:.2f} | {beside} | {row['gradients']:.0e} |"
+        return f"| {said(row)} | | |"
+    return f"| {row['peak'] / MIB:.2f} | {row['time'][way]:.2f} | {row['gradients']:.0e} |"
 
 
-def _shares(model: Report) -> str:
-    names = ["of torch.compile's peak", "budget", "predicted", "measured"]
+def _shares(rows: Report) -> str:
+    names = ["plan", "budget", "predicted", "measured"]
     lines = head([*names, "time, of eager", "of torch.compile", "of aten's", "gradients"])
-    for share, rows in model["plans"].items():
-        row = rows["inductor"]
-        if share in model["torch's"]:
+    for label, row in rows.items():
+        kind, _, share = label.partition(" at ")
+        if not share:
             continue
         if "error" in row:
-            lines.append(f"| {share} | {said(row)} | | | | | | |")
+            lines.append(f"| {label} | {said(row)} | | | | | | |")
             continue
-        held = (f"{row[name] / MIB:.3f}" for name in ("budget", "predicted", "peak"))
-        times = (f"{row['time'][other]:.2f}" if other in row["time"] else "" for other in ("eager", "compile", "aten"))
-        lines.append(f"| {share} | {' | '.join(held)} | {' | '.join(times)} | {row['gradients']:.0e} |")
+        held = " | ".join(f"{row[name] / MIB:.3f}" for name in ("budget", "predicted", "peak"))
+        times = " | ".join(
+            f"{x:.2f}" if (x := row["time"].get(o)) else "" for o in ("eager", "compile", f"aten at {share}")
+        )
+        name = label if row["mode"] == kind else f"{label} (runs as {row['mode']})"
+        lines.append(f"| {name} | {held} | {times} | {row['gradients']:.0e} |")
     return "\n".join(lines) + "\n"
 
 
@@ -142,8 +142,8 @@ def _compiling(model: Report) -> str:
         return ""
     own, ours, known = (times[way] for way in ("compile", "inductor", "known"))
     return (
-        f"Seconds until the first step has ended: torch.compile {own:.1f}, a plan {ours:.1f} ({ours / own:.1f} times), "
-        f"a known plan {known:.1f} ({known / own:.1f} times).\n"
+        f"\nSeconds until the first step has ended: torch.compile {own:.1f}, a plan {ours:.1f} "
+        f"({ours / own:.1f} times), a known plan {known:.1f} ({known / own:.1f} times).\n"
     )
 
 
@@ -174,23 +174,21 @@ def draw(report: Report) -> str:
     ]
     for at, (name, model) in enumerate(models.items()):
         left, top = at % COLUMNS * WIDTH, at // COLUMNS * HEIGHT + LEGEND
-        parts.append(f"<g transform='translate({left},{top})'>{_panel(name, model)}</g>")
+        parts.append(f"<g transform='translate({left},{top})'>{_panel(name, model['rows'])}</g>")
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def points(model: Report) -> list[tuple[str, float, float]]:
+def points(rows: Report) -> list[tuple[str, float, float]]:
     """The kind of each way that ran with the right gradients, its peak and its time, over torch.compile's."""
-    rows = [(way.split()[0], row) for way, row in model["torch's"].items() if way not in ("eager", "compile")]
-    rows += [(way, rows[way]) for rows in model["plans"].values() for way in ("inductor", "aten")]
-    base = model["torch's"]["compile"].get("peak", 0)
-    ran = [(kind, row) for kind, row in rows if base and "peak" in row]
+    base = rows["compile"]
+    ran = [(way.split()[0], row) for way, row in rows.items() if "peak" in row and way not in ("eager", "compile")]
     # the mode aten has eager mode's dropout masks
     right = [(kind, row) for kind, row in ran if kind == "aten" or row["gradients"] <= WRONG]
-    return [(kind, row["peak"] / base, row["time"]["compile"]) for kind, row in right if "compile" in row["time"]]
+    return [(kind, row["peak"] / base["peak"], row["time"]["compile"]) for kind, row in right]
 
 
-def _panel(name: str, model: Report) -> str:
-    found = points(model)
+def _panel(name: str, rows: Report) -> str:
+    found = points(rows)
     low, high = min([0.9, *(y for _, _, y in found)]), max([1.2, *(y for _, _, y in found)])
     low, high = int(low * 10) / 10, (int(high * 10) + 1) / 10
     wide = max([1.0, *(x for _, x, _ in found)])

@@ -22,7 +22,7 @@ from planner.lowering.build import split_by_region
 from planner.requests.request import Request
 from solvers import InfeasibleError, Schedule, Solution, every_op_once, minimum_peak, simulate, solve
 
-LOOKS = 4  # at schedules, before the leanest, beside that at Inductor's own partition
+ROUNDS = 3  # of solving, and looking at what Inductor makes of the schedule
 ROOM = 0.05  # of the budget: what is left is not looked for again, as a look takes seconds
 # steps of a schedule that may come together in the code: few kernels, and no more memory than is modelled
 WIDE, NARROW = 6, 1
@@ -178,25 +178,29 @@ def find(search: Search, first: Iterable[Tried]) -> tuple[Trial, Trial, Solution
     best = own if own.peak <= budget else next((t for t in starmap(search.trial, first) if t.peak <= budget), None)
     if best is not None:
         return best, own, _solution(search, best, own, "", 0.0)
-    note, seconds, target, near = "", 0.0, budget, WIDE
+    note, seconds, target = "", 0.0, budget
     tried: list[Trial] = []
-    while len(tried) < LOOKS:
+    for _ in range(ROUNDS):
         found = _solved(search, target)
-        if found is None or any(t.schedule == found.schedule and t.planned.near == near for t in tried):
+        if found is None or any(t.schedule == found.schedule for t in tried):
             break
         note, seconds = found.note, seconds + found.seconds
-        trial = search.trial(found.schedule, near)
-        tried.append(trial)
-        target = found.timeline.peak + budget - trial.peak
-        if trial.peak > budget and near == WIDE:
-            trial = search.trial(found.schedule, NARROW)
-            tried.append(trial)
-            near = WIDE if trial.peak <= budget else NARROW
-            target = max(target, found.timeline.peak + budget - trial.peak) if near == NARROW else target
-        elif trial.peak <= budget and (len(tried) > 1 or budget - trial.peak <= ROOM * budget):
+        before = best_of(tried, budget)
+        for near in (WIDE, NARROW):
+            tried.append(search.trial(found.schedule, near))
+            if tried[-1].peak <= budget:
+                break
+        left = budget - tried[-1].peak
+        if before is not None or 0 <= left <= ROOM * budget:
             break
-    best = min((t for t in tried if t.peak <= budget), key=lambda t: t.seconds, default=None) or _lean(search)
+        target = found.timeline.peak + left
+    best = best_of(tried, budget) or _lean(search)
     return best, own, _solution(search, best, own, note, seconds)
+
+
+def best_of(trials: Sequence[Trial], budget: int) -> Trial | None:
+    """The fastest trial within a budget, by its estimate; None where none is."""
+    return min((t for t in trials if t.peak <= budget), key=lambda t: t.seconds, default=None)
 
 
 def _lean(search: Search) -> Trial:
@@ -213,8 +217,7 @@ def _lean(search: Search) -> Trial:
         raise TooSmall(lean)
     modelled = simulate(search.step.problem, lean.schedule).peak
     found = _solved(search, modelled + budget - lean.peak)
-    trials = [lean] if found is None else [lean, search.trial(found.schedule, NARROW)]
-    return min((t for t in trials if t.peak <= budget), key=lambda t: t.seconds)
+    return lean if found is None else best_of([lean, search.trial(found.schedule, NARROW)], budget) or lean
 
 
 class TooSmall(PlannerError):
