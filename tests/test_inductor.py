@@ -61,7 +61,7 @@ def everything():
 def tight(everything):
     """A model, a batch and a plan that recomputes."""
     model, batch, roomy = everything
-    return model, batch, for_budget(roomy, 0.75 * roomy.peak_bytes / 2**30)
+    return model, batch, for_budget(roomy, 0.7 * roomy.peak_bytes / 2**30)
 
 
 def gradients(model):
