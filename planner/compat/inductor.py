@@ -41,7 +41,7 @@ PARTS = {
     "torch._functorch.partitioners": "min_cut_rematerialization_partition",
     "torch._inductor.codegen.cpp": "CppScheduling TilingSelect",
     "torch._inductor.codegen.wrapper": "AllocateLine",
-    "torch._inductor.pattern_matcher": "FailedMatch PatternExpr",
+    "torch._inductor.pattern_matcher": "FailedMatch Match PatternExpr",
     "torch._inductor.virtualized": "V",
     "torch._functorch.config": "enable_autograd_cache force_non_lazy_backward_lowering",
 }

@@ -17,7 +17,7 @@ from torch._inductor.choices import InductorChoices
 from torch._inductor.codegen.cpp import CppScheduling
 from torch._inductor.codegen.wrapper import AllocateLine
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
-from torch._inductor.pattern_matcher import FailedMatch, PatternExpr
+from torch._inductor.pattern_matcher import FailedMatch, Match, PatternExpr
 from torch._inductor.virtualized import V
 
 STEP = "planner_step"  # in a node's `meta`: the step of a schedule that it is of
@@ -102,7 +102,8 @@ def chosen(near: int) -> Iterator[None]:
 
     def near_match(self: Any, node: fx.Node) -> Any:
         found = match(self, node)
-        return FailedMatch("far apart in the schedule") if found and _apart(_steps(found.nodes), near) else found
+        apart = isinstance(found, Match) and _apart(_steps(found.nodes), near)
+        return FailedMatch("far apart in the schedule") if apart else found
 
     with (
         mock.patch.object(CppScheduling, "codegen_node", codegen),
