@@ -1,35 +1,45 @@
 """Steps compiled by Inductor: torch.compile with and without memory budgets, checkpointed blocks, and our three modes.
 
-Each way has a process of its own, beside an eager copy of the model from the same seed. Peaks are what a step takes
-beyond parameters, buffers and batch, by torch's profiler; times are medians over alternating pairs with the eager copy,
-of processor time; gradients are compared with that copy's (a model with dropout draws other masks under Inductor: there
-they say nothing). "First step" is the time of planning and of the first step, which compiles.
+`python -m benchmarks.compiled` writes benchmarks/results/compiled_cpu.json, docs/compiled.md and docs/compiled.svg.
+
+Each model has a process of its own, with copies from one seed: an eager one, one by torch.compile, and one for each way
+that is compared; they take turns. Peaks are what a step takes beyond parameters, buffers and batch, by torch's
+profiler; times are medians, over the rounds, of processor time over that of another model in the same round. Plans are
+made for the peaks that torch's own ways reach with right gradients, and for shares of torch.compile's. Gradients are
+compared, from one seed, with torch.compile's, which keeps everything: Inductor draws other dropout masks than eager
+mode. How long a model takes to compile is measured apart, each way with caches of its own that are empty.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import json
+import os
+import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo.config as dynamo_config
 import torch._functorch.config as functorch_config
 import transformers
 from torch import nn
+from torch._inductor.compile_fx import compile_fx
 
-from planner import plan
+from planner import Plan, PlannerError, applied_plan, plan
 from tests.real_models import CASES, Case, gpt2, resnet50
 
 from . import measure
-from .blocks import checkpoint_blocks
+from .blocks import NotApplicableError, checkpoint_blocks
+from .compiled_report import WRONG, draw, page
 from .peers import t5, vit
 from .zoo.plain import mlp
 
 Row = dict[str, Any]
+Step = Callable[[nn.Module], None]
 
 
 def convnext() -> Case:
@@ -71,6 +81,10 @@ MODELS: dict[str, Callable[[], Case]] = {**CASES, "t5": t5, "vit": vit, "convnex
 PLANNED = {"aten": "aten", "inductor": "inductor", "modules": "eager"}  # the name of a way -> its mode
 BUDGETS = tuple(f"budget {n / 10}" for n in range(7, 0, -1))
 SHARES = (0.8, 0.6, 0.45)  # of the peak under torch.compile
+SAME = 1.002  # peaks this close are planned for once, at the lower one
+COMPILED_AT = 0.6  # of torch.compile's peak: the plan whose time of compiling is taken
+RESULTS = Path("benchmarks/results/compiled_cpu.json")
+PAGE, PLOT = Path("docs/compiled.md"), Path("docs/compiled.svg")
 
 
 def make(name: str) -> Case:
@@ -80,95 +94,197 @@ def make(name: str) -> Case:
     return {**MODELS, **SMALL}[name]()
 
 
-def put(case: Case, way: str, budget: int) -> nn.Module:
-    """The model, to be run in a way: by torch.compile, or by a plan of so many bytes beyond what is held anyway."""
+def put(case: Case, way: str, budget: int) -> None:
+    """Run the model in a way: by torch.compile, or by a plan of so many bytes beyond what is held anyway."""
     kind, _, detail = way.partition(" ")
     if kind == "blocks":
         checkpoint_blocks(case.model)
-    if kind in ("compile", "blocks", "budget"):
-        if kind == "budget":
-            functorch_config.activation_memory_budget = float(detail)
-        case.model.compile()
+    functorch_config.activation_memory_budget = float(detail) if kind == "budget" else 1.0
+    if kind in PLANNED:
+        planned(case, kind, budget).apply()
     elif kind != "eager":
-        held = measure.held_bytes(case.model, case.batch)
-        gb = (held + budget) / 2**30
-        p = plan(case.model, case.batch, budget_gb=gb, loss_fn=case.loss_fn, mode=PLANNED[kind], progress=False)  # type: ignore[arg-type]
-        print(f"  {way}: predicted {(p.peak_bytes - held) / 2**20:.2f} MiB of {budget / 2**20:.2f}", flush=True)
-        p.apply()
-    return case.model
+        # a backend of its own: else a model runs what another one of its class was compiled to
+        case.model.compile(backend=lambda graph, inputs: compile_fx(graph, inputs))
 
 
-def measure_way(name: str, way: str, budget: int, pairs: int) -> Row:
-    """One way, against an eager copy."""
-    case = make(name)
-    plain = copy.deepcopy(case.model)
+def planned(case: Case, kind: str, budget: int) -> Plan:
+    """A plan of so many bytes beyond what is held anyway."""
+    gb = (measure.held_bytes(case.model, case.batch) + budget) / 2**30
+    mode: Any = PLANNED[kind]
+    return plan(case.model, case.batch, budget_gb=gb, loss_fn=case.loss_fn, mode=mode, progress=False)
+
+
+def stepper(case: Case) -> Step:
+    """One training step of such a model, its output held to the end."""
 
     def step(model: nn.Module) -> None:
-        case.loss(model(**case.batch)).backward()  # type: ignore[no-untyped-call]
+        output = model(**case.batch)
+        case.loss(output).backward()  # type: ignore[no-untyped-call]
 
-    start = time.perf_counter()
-    model = put(case, way, budget)
-    step(model)
-    first = time.perf_counter() - start
-    for _ in range(2):
-        model.zero_grad(set_to_none=True)
-        step(model)
-    model.zero_grad(set_to_none=True)
-    return {
-        "way": way,
-        "peak": measure.step_peak(step, model),
-        "time": measure.time_ratio(step, model, plain, pairs, clock=time.process_time),
-        "gradients": measure.gradient_error(step, model, plain),
-        "first step": first,
-    }
+    return step
 
 
-def compare(name: str, ways: Sequence[str], shares: Sequence[float], pairs: int, limit: float) -> list[Row]:
-    """Every way on one model: torch's own, then plans at shares of torch.compile's peak."""
-    rows = []
-    base = 0
-    for way in ("eager", "compile", *ways, *(f"{way} {share}" for share in shares for way in PLANNED)):
-        share = float(way.split()[1]) if way.split()[0] in PLANNED else 0.0
-        try:
-            row = measure.in_own_process(measure_way, name, way, round(share * base), pairs, time_limit=limit)
-        except RuntimeError as e:
-            row = {"way": way, "error": str(e)[:300]}
-        base = row["peak"] if way == "compile" and "peak" in row else base
-        rows.append(row)
-        print(line(row), flush=True)
+def measure_model(name: str, ways: Sequence[str], shares: Sequence[float], pairs: int) -> Row:
+    """Every way on one model: torch's own, plans at the peaks that these reach, and at shares of torch.compile's.
+
+    Args:
+        name: of the model.
+        ways: of torch's, as for `put()`.
+        shares: of torch.compile's peak, for plans.
+        pairs: rounds that are timed.
+    """
+    dynamo_config.recompile_limit, dynamo_config.fail_on_recompile_limit_hit = 64, True
+    models: dict[str, nn.Module] = {}
+    rows: dict[str, Row] = {}
+    step = stepper(make(name))
+    for way in dict.fromkeys(("eager", "compile", *ways)):
+        rows[way] = add(name, way, way, 0, step, models)
+    base = rows["compile"]["peak"]
+    last = 0
+    for peak, way in sorted((rows[way]["peak"], way) for way in ways if right(rows[way])):
+        if last * SAME < peak < base:
+            rows[f"inductor at {way}"] = add(name, "inductor", f"inductor at {way}", peak, step, models)
+            last = peak
+    for share in shares:
+        for kind in ("inductor", "aten"):
+            label = f"{kind} at {share:.0%}"
+            rows[label] = add(name, kind, label, int(share * base), step, models)
+    for label, over in _times(step, models, pairs).items():
+        rows[label]["time"] = over
+        print(line(label, rows[label]), flush=True)
     return rows
 
 
-def line(row: Row) -> str:
-    """A row of the table."""
-    if "error" in row:
-        return f"| {row['way']} | {row['error']} |"
-    return (
-        f"| {row['way']} | {row['peak'] / 2**20:.2f} | {row['time']:.2f} | {row['gradients']:.1e} | "
-        f"{row['first step']:.0f} s |"
-    )
+def add(name: str, way: str, label: str, budget: int, step: Step, models: dict[str, nn.Module]) -> Row:
+    """A way's peak and gradients; the model that runs in it is added to `models` by its label."""
+    case = make(name)
+    start = time.perf_counter()
+    try:
+        put(case, way, budget)
+        for _ in range(3):  # the first compiles and shows the loop, for which the second may be planned anew
+            step(case.model)
+            case.model.zero_grad(set_to_none=True)
+    except (PlannerError, NotApplicableError) as e:
+        print(f"  {label}: {e}", flush=True)
+        return {"error": f"{type(e).__name__}: {e}"[:300]}
+    models[label] = case.model
+    row: Row = {"peak": measure.step_peak(step, case.model)}
+    if (p := applied_plan(case.model)) is not None:
+        held = measure.held_bytes(case.model, case.batch)
+        row |= {"budget": budget, "predicted": p.peak_bytes - held, "held": held, "overhead": p.overhead}
+        row |= {"mode": p.options.mode, "note": p.note}
+    row["gradients"] = measure.gradient_error(step, case.model, models.get("compile", case.model))
+    row["of eager's"] = measure.gradient_error(step, case.model, models["eager"])
+    held_now = f", predicted {row['predicted'] / 2**20:.3f}" if p is not None else ""
+    seconds = time.perf_counter() - start
+    print(f"  {label}: {row['peak'] / 2**20:.3f} MiB{held_now}; {seconds:.0f} s", flush=True)
+    return row
+
+
+def _times(step: Step, models: dict[str, nn.Module], pairs: int) -> dict[str, dict[str, float]]:
+    """For each way, its processor time over each other one's: medians over rounds, every second in reverse order."""
+    taken: dict[str, list[float]] = {way: [] for way in models}
+    for i in range(pairs + 2):
+        order = list(models.items())
+        for way, model in order if i % 2 else reversed(order):
+            start = time.process_time()
+            step(model)
+            taken[way].append(time.process_time() - start)
+            model.zero_grad(set_to_none=True)
+    return {
+        way: {
+            other: statistics.median(a / b for a, b in zip(mine[2:], theirs[2:], strict=True))
+            for other, theirs in taken.items()
+        }
+        for way, mine in taken.items()
+    }
+
+
+def compiling(name: str, way: str, budget: int, path: str) -> float:
+    """Seconds until a way's first step has ended: compiled from nothing; for a plan, planned and compared, too.
+
+    Args:
+        name: of the model.
+        way: "compile", "inductor", or "known": a plan from the file that "inductor" wrote.
+        budget: of the plan.
+        path: of the file.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+        torch.compile(lambda x: (x @ x).sin().sum())(torch.randn(8, 8, requires_grad=True)).backward()  # type: ignore[no-untyped-call]
+        make(name)
+        case = make(name)
+        step = stepper(case)
+        start = time.perf_counter()
+        if way == "known":
+            Plan.load(path).apply(case.model)
+        elif way == "inductor":
+            p = planned(case, way, budget)
+            p.save(path)
+            p.apply()
+        else:
+            put(case, way, budget)
+        step(case.model)
+        return time.perf_counter() - start
+
+
+def compile_times(name: str, base: int, limit: float) -> Row:
+    """Seconds of `compiling()` for each of its ways, each in a process of its own; in words where one fails."""
+    found: Row = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for way in ("compile", "inductor", "known"):
+            given = (name, way, int(COMPILED_AT * base), f"{folder}/plan.json")
+            try:
+                found[way] = measure.in_own_process(compiling, *given, time_limit=limit)
+            except RuntimeError as e:
+                found[way] = str(e)[:300]
+    print(f"  until the first step has ended: {found}", flush=True)
+    return found
+
+
+def right(row: Row) -> bool:
+    """Whether a way ran, with torch.compile's gradients."""
+    return "peak" in row and row["gradients"] <= WRONG
+
+
+def line(label: str, row: Row) -> str:
+    """What is printed of a way."""
+    time, apart = row["time"], f"{row['gradients']:.1e}"
+    return f"  {label}: time {time['eager']:.3f} of eager, {time['compile']:.3f} of compile; gradients off by {apart}"
 
 
 def main() -> None:
-    """Write a table, and the figures as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "models", nargs="*", default=list(MODELS), help=f"default: {', '.join(MODELS)}; {', '.join(SMALL)}"
-    )
+    """Measure, and write the figures, the page and the plot."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.compiled", description=__doc__)
+    parser.add_argument("models", nargs="*", help=f"default: {', '.join(MODELS)}; also {', '.join(SMALL)}")
     parser.add_argument("--ways", nargs="*", default=["blocks", *BUDGETS])
     parser.add_argument("--shares", nargs="*", type=float, default=list(SHARES))
-    parser.add_argument("--pairs", type=int, default=15)
-    parser.add_argument("--limit", type=float, default=1800, help="seconds for one way")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/compiled.json"))
+    parser.add_argument("--pairs", type=int, default=15, help="rounds that are timed")
+    parser.add_argument("--limit", type=float, default=1800, help="seconds for one comparison")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="JSON; models that are not measured stay in it")
+    parser.add_argument("--without-compiling", action="store_true", help="do not measure how long it takes to compile")
+    parser.add_argument("--report", action="store_true", help="measure nothing; make the page from the JSON file")
     given = parser.parse_args()
-    found = {}
-    for name in given.models:
-        print(
-            f"\n{name}\n\n| way | peak MiB | time / eager | gradients off by | first step |\n|---|---:|---:|---:|---:|"
-        )
-        found[name] = compare(name, given.ways, given.shares, given.pairs, given.limit)
+    report = json.loads(given.out.read_text()) if given.out.exists() else {"models": {}}
+    for name in () if given.report else given.models or MODELS:
+        print(name, flush=True)
+        asked = (name, given.ways, given.shares, given.pairs)
+        before = report["models"].get(name, {})
+        try:
+            rows = measure.in_own_process(measure_model, *asked, time_limit=given.limit)
+        except RuntimeError as e:
+            print(f"  {e}", flush=True)
+            continue
+        times = before.get("compiling", {})
+        if not given.without_compiling:
+            times = compile_times(name, rows["compile"]["peak"], given.limit)
+        report |= {"device": "CPU, 1 thread", "platform": measure.software(), "torch": torch.__version__}
+        report["models"][name] = {"rows": rows, "compiling": times, "pairs": given.pairs}
         given.out.parent.mkdir(parents=True, exist_ok=True)
-        given.out.write_text(json.dumps(found, indent=1) + "\n")
+        given.out.write_text(json.dumps(report, indent=1) + "\n")
+    if given.out == RESULTS:
+        PAGE.write_text(page(report))
+        PLOT.write_text(draw(report))
 
 
 if __name__ == "__main__":

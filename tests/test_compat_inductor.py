@@ -45,7 +45,7 @@ def test_inductor_runs_our_partition_and_generates_a_wrapper_that_compiles_nothi
         return compile_one
 
     def backend(graph, inputs):
-        return inductor.compile_graph(graph, inputs, partition, looking, near=True)
+        return inductor.compile_graph(graph, inputs, partition, looking, near=6)
 
     with inductor_config.patch({"cpp.vec_isa_ok": True}):
         x = torch.randn(8, 8, requires_grad=True)
@@ -93,6 +93,8 @@ def test_what_is_far_apart_in_a_schedule_is_not_fused():
         def get_nodes(self):
             return self.nodes
 
-    near, far = Scheduled(0), Scheduled(inductor_hooks.FAR + 1)
-    assert inductor_hooks.steps_of(near) == {0}
-    assert not inductor_hooks.Near.can_fuse(None, near, far, 1)
+    first, second = Scheduled(0), Scheduled(2)
+    assert inductor_hooks.steps_of(first) == {0}
+    assert not inductor_hooks.Near().can_fuse(None, first, second, 1)
+    assert inductor_hooks.far((first, second), 1)
+    assert not inductor_hooks.far((first, second), 2)

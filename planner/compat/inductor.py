@@ -40,6 +40,8 @@ PARTS = {
     "torch._inductor.graph": "GraphLowering",
     "torch._functorch.partitioners": "min_cut_rematerialization_partition",
     "torch._inductor.codegen.cpp": "CppScheduling TilingSelect",
+    "torch._inductor.codegen.wrapper": "AllocateLine",
+    "torch._inductor.pattern_matcher": "FailedMatch Match PatternExpr",
     "torch._inductor.virtualized": "V",
     "torch._functorch.config": "enable_autograd_cache force_non_lazy_backward_lowering",
 }
@@ -78,7 +80,7 @@ def compile_graph(
     partition: Partition,
     inner: Callable[[Inner], Inner],
     *,
-    near: bool = False,
+    near: int | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
     """A Dynamo graph by Inductor's own pipeline, with a partition of ours (`compile_fx`, torch 2.11 to 2.15).
@@ -91,7 +93,7 @@ def compile_graph(
         inputs: example inputs.
         partition: as `CustomPartitionerFn`: a joint graph, its inputs, `num_fwd_outputs` -> forward and backward.
         inner: Inductor's own compiler of one graph -> what compiles each graph in its place.
-        near: whether only nodes may be fused whose steps (`meta[STEP]`) are near each other.
+        near: how many steps (`meta[STEP]`) nodes lie apart, at most, that come together in the code; None for any.
         settings: of `torch._inductor.config`, by name, as `torch.compile(options=)` takes them.
     """
     from torch._inductor import compile_fx as module
@@ -99,10 +101,10 @@ def compile_graph(
     from planner.compat.inductor_hooks import Near, Partitioner, chosen
 
     own = copied(graph)
-    patches = {**(settings or {}), "custom_partitioner_fn": Partitioner(partition), "cpp_wrapper": False}
-    if near:
+    patches = {**(settings or {}), "custom_partitioner_fn": Partitioner(partition, near), "cpp_wrapper": False}
+    if near is not None:
         patches |= {"inductor_choices_class": Near, "reorder_for_peak_memory": False}
-    together = chosen() if near else nullcontext()
+    together = nullcontext() if near is None else chosen(near)
     with functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True), together:
         compile_fx: Any = module.compile_fx
         compiled: Callable[..., Any] = compile_fx(

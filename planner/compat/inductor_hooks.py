@@ -6,27 +6,36 @@ Imported by `planner.compat.inductor` once a plan needs Inductor.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from torch import fx
 from torch._inductor.choices import InductorChoices
 from torch._inductor.codegen.cpp import CppScheduling
+from torch._inductor.codegen.wrapper import AllocateLine
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch._inductor.pattern_matcher import FailedMatch, Match, PatternExpr
 from torch._inductor.virtualized import V
 
 STEP = "planner_step"  # in a node's `meta`: the step of a schedule that it is of
-# steps; what lies further apart is neither fused nor in one function of C++: one would be held long, or made early
-FAR = 12
+RULES = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()  # what is compiled depends on this module
 
 
 class Partitioner(CustomPartitionerFn):
-    """A partition of ours (`config.custom_partitioner_fn`); in keys of caches it stands for the steps of its nodes."""
+    """A partition of ours (`config.custom_partitioner_fn`); in keys of caches it stands for the steps of its nodes.
 
-    def __init__(self, partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]]) -> None:
-        self.partition = partition
+    Args:
+        partition: as `CustomPartitionerFn`.
+        near: as for `chosen()`; None where Inductor decides.
+    """
+
+    def __init__(
+        self, partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]], near: int | None = None
+    ) -> None:
+        self.partition, self.near = partition, near
         self.key = ""
 
     def __call__(
@@ -34,7 +43,7 @@ class Partitioner(CustomPartitionerFn):
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         graphs = self.partition(gm, joint_inputs, **kwargs)
         steps = [(n.name, n.meta.get(STEP)) for graph in graphs for n in graph.graph.nodes]
-        self.key = hashlib.sha256(repr((steps, FAR)).encode()).hexdigest()
+        self.key = hashlib.sha256(repr((steps, self.near, RULES)).encode()).hexdigest()
         return graphs
 
     def uuid(self) -> str:
@@ -48,45 +57,79 @@ class Partitioner(CustomPartitionerFn):
 
 
 class Near(InductorChoices):
-    """Fuses what a schedule runs close together (`config.inductor_choices_class`)."""
+    """Fuses what a schedule runs close together (`config.inductor_choices_class`): `near` steps apart, at most."""
 
-    @staticmethod
-    def can_fuse(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
-        steps = steps_of(node1) | steps_of(node2)
-        if steps and max(steps) - min(steps) > FAR:
+    near = 0
+
+    def can_fuse(self, scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:  # type: ignore[override]
+        if far((node1, node2), self.near):
             return False
         return bool(InductorChoices.can_fuse(scheduler, node1, node2, shared_data_score))
 
     def uuid(self) -> str:
-        return f"planner {FAR}"
+        return f"planner {self.near} {RULES}"
 
 
 @contextmanager
-def chosen() -> Iterator[None]:
-    """While it is on, only what is near is fused, and functions of C++ end before a loop that is far from their first.
+def chosen(near: int) -> Iterator[None]:
+    """While it is on, what lies further apart in a schedule than so many steps stays apart in the code, too.
 
-    Inductor keeps the choices that a thread made first (`V.choices`), whatever the setting is later. And it puts all
-    loops between two calls of other libraries into one function, whose buffers are allocated before it runs and freed
-    after it (`CppScheduling`, 2.11 to 2.15).
+    - Only what is near is fused. Inductor keeps the choices that a thread made first (`V.choices`), whatever the
+      setting is later.
+    - Functions of C++ end before a loop that is far from their first. Inductor puts all loops between calls of
+      other libraries into one function; its buffers are allocated before it runs and freed after (`CppScheduling`).
+    - A buffer waits for its next use only where that is near (`AllocateLine`): Inductor holds it as long as its own
+      estimate of the peak, which is too high, is not reached.
+    - Patterns match only what is near (`PatternExpr`): `mm` and a late `add` become one `addmm` where the `add` was,
+      and what the `mm` reads is held until then.
     """
-    codegen_node = CppScheduling.codegen_node
+    codegen_node, should_reuse, match = CppScheduling.codegen_node, AllocateLine.should_reuse_buffer, PatternExpr.match
+    choices = Near()
+    choices.near = near
 
     def codegen(self: Any, node: Any) -> None:
         codegen_node(self, node)
         nodes = self.scheduler.nodes
         following = nodes[nodes.index(node) + 1 :][:1]
-        steps = {s for n in (*self.kernel_group.scheduled_nodes, *following) for s in steps_of(n)}
-        if steps and max(steps) - min(steps) > FAR:
+        if far((*self.kernel_group.scheduled_nodes, *following), near):
             self._set_flush_status(True)
 
-    with mock.patch.object(CppScheduling, "codegen_node", codegen), V.set_choices_handler(Near()):
+    def reuse(self: Any, free_line: Any, size: int) -> bool:
+        nodes = V.graph.scheduler.nodes
+        if far((nodes[free_line.scheduler_node_index], nodes[self.scheduler_node_index]), near):
+            return False
+        return bool(should_reuse(self, free_line, size))
+
+    def near_match(self: Any, node: fx.Node) -> Any:
+        found = match(self, node)
+        apart = isinstance(found, Match) and _apart(_steps(found.nodes), near)
+        return FailedMatch("far apart in the schedule") if apart else found
+
+    with (
+        mock.patch.object(CppScheduling, "codegen_node", codegen),
+        mock.patch.object(AllocateLine, "should_reuse_buffer", reuse),
+        mock.patch.object(PatternExpr, "match", near_match),
+        V.set_choices_handler(choices),
+    ):
         yield
+
+
+def far(scheduled: Iterable[Any], near: int) -> bool:
+    """Whether any two nodes of Inductor's scheduler are of steps that lie further apart than so many."""
+    return _apart({step for node in scheduled for step in steps_of(node)}, near)
+
+
+def _apart(steps: set[int], near: int) -> bool:
+    return bool(steps) and max(steps) - min(steps) > near
 
 
 def steps_of(scheduled: Any) -> set[int]:
     """The steps that a node of Inductor's scheduler stands for: `meta[STEP]` of what it realises."""
-    nodes = (origin_of(each.node) for each in scheduled.get_nodes())
-    return {node.meta[STEP] for node in nodes if node is not None and STEP in node.meta}
+    return _steps(node for each in scheduled.get_nodes() if (node := origin_of(each.node)) is not None)
+
+
+def _steps(nodes: Iterable[fx.Node]) -> set[int]:
+    return {node.meta[STEP] for node in nodes if STEP in node.meta}
 
 
 def origin_of(buffer: Any) -> fx.Node | None:

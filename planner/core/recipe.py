@@ -25,6 +25,7 @@ class PlannedRegion:
         own: whether Inductor partitions the graph itself, as without a plan; the schedule is then every op once.
         draws: whether the region draws random numbers.
         settings: what Inductor is set to while it compiles the region, beside its defaults.
+        near: in mode="inductor", how many steps apart is what may be fused, at most.
     """
 
     fingerprint: str
@@ -36,6 +37,7 @@ class PlannedRegion:
     own: bool = False
     draws: bool = False
     settings: Settings = ()
+    near: int = 0
 
 
 @dataclass(frozen=True)

@@ -115,8 +115,14 @@ def _op_by_op(_own: Inner) -> Inner:
     return lambda graph, _inputs, **_options: boxed(graph)
 
 
-def look(source: Source, partition: Partition | None, settings: Settings = ()) -> Look:
+def look(source: Source, partition: Partition | None, settings: Settings = (), near: int = 0) -> Look:
     """What Inductor would make of a captured graph by a partition, or by its own for None; nothing is compiled.
+
+    Args:
+        source: the graph.
+        partition: of its region.
+        settings: what Inductor is set to meanwhile.
+        near: as for `compile_graph`, with a partition of ours.
 
     Raises:
         CaptureError: the graph is not traced to the same joint graph again.
@@ -139,18 +145,19 @@ def look(source: Source, partition: Partition | None, settings: Settings = ()) -
         found.append((parts, num_fwd_outputs))
         return parts
 
-    near = partition is not None
+    apart = None if partition is None else near
     with lstms_in_steps():
-        compile_graph(source.graph, source.inputs, split, looking.compiler, near=near, settings=dict(settings))
+        compile_graph(source.graph, source.inputs, split, looking.compiler, near=apart, settings=dict(settings))
     return looking.look(*found[-1])
 
 
-def compiling(*, own: bool = False, settings: Settings = ()) -> GraphCompiler:
+def compiling(*, own: bool = False, settings: Settings = (), near: int = 0) -> GraphCompiler:
     """The compiler of planned graphs.
 
     Args:
         own: whether Inductor partitions the graph itself; the partition that is given only says whether it is the one.
         settings: what Inductor is set to meanwhile.
+        near: as for `look()`.
     """
 
     def compile(
@@ -171,7 +178,8 @@ def compiling(*, own: bool = False, settings: Settings = ()) -> GraphCompiler:
 
             return compile_one
 
+        apart = None if own else near
         with lstms_in_steps():
-            return compile_graph(graph, examples, split, compiler, near=not own, settings=dict(settings))
+            return compile_graph(graph, examples, split, compiler, near=apart, settings=dict(settings))
 
     return compile

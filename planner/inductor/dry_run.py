@@ -37,7 +37,7 @@ class Launch:
         nbytes: of the tensors that it is given and returns.
         made: names of the buffers that the wrapper mentions here first, in the order of the line.
         writes: storages that were made for it since the last launch.
-        held: bytes made and not freed, at most, since the last launch ended, this one included.
+        held: bytes made and not freed, at most, since the first was made for it, this launch included.
         call: of an op, as data; None for a kernel.
     """
 
@@ -254,4 +254,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _free(self, key: int, number: int) -> None:
         del self._number[key]
         self._live -= self.sizes[number]
+        if not self._new:  # what was held until now was held while the last launch ran, and counts there
+            self._most = self._live
         self.freed[number] = len(self.launches) - 1

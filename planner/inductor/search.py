@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import starmap
 from typing import NoReturn
 
 from planner.capture.regions.region import Region
@@ -18,11 +20,14 @@ from planner.inductor.observe import Observed, observe, told, workspaces
 from planner.inductor.realise import DRAWS, Fused, costs_of, fuse, realised_ops
 from planner.lowering.build import split_by_region
 from planner.requests.request import Request
-from solvers import InfeasibleError, Schedule, Solution, every_op_once, solve
+from solvers import InfeasibleError, Schedule, Solution, every_op_once, minimum_peak, simulate, solve
 
-ROUNDS = 4  # looks at schedules, at most, beside that at Inductor's own partition
-NEAR = 0.05  # of the budget: room that is left is not looked for again, as a look takes seconds
+ROUNDS = 3  # of solving, and looking at what Inductor makes of the schedule
+ROOM = 0.05  # of the budget: what is left is not looked for again, as a look takes seconds
+# steps of a schedule that may come together in the code: few kernels, and no more memory than is modelled
+WIDE, NARROW = 6, 1
 
+Tried = tuple[Schedule, int]  # and how near each other steps come together
 Estimates = Sequence[Sequence[OpEstimate]]
 Lower = Callable[[TrainingGraph, Estimates], Step]
 
@@ -80,10 +85,16 @@ class Search:
     tried: Callable[[], None]
     default: Look
 
-    def trial(self, schedule: Schedule) -> Trial:
-        """What Inductor makes of a schedule. Raises CaptureError where it cannot compile the graphs."""
-        planned = self.planned(schedule)
-        seen = look(self.source, lambda region: emit_planned(region, planned) or _unplanned(), planned.settings)
+    def trial(self, schedule: Schedule, near: int) -> Trial:
+        """What Inductor makes of a schedule. Raises CaptureError where it cannot compile the graphs.
+
+        Args:
+            schedule: of the modelled step's ops.
+            near: how many of its steps apart is what may be fused, at most.
+        """
+        planned = replace(self.planned(schedule), near=near)
+        emitted = partial(emit_planned, planned=planned)
+        seen = look(self.source, lambda region: emitted(region) or _unplanned(), planned.settings, near)
         return self.seen(schedule, planned, seen)
 
     def own(self) -> Trial:
@@ -148,12 +159,12 @@ def fused_as(region: Region, looked: Look) -> Fused:
     return fused
 
 
-def find(search: Search, first: Iterable[Schedule]) -> tuple[Trial, Trial, Solution]:
+def find(search: Search, first: Iterable[Tried]) -> tuple[Trial, Trial, Solution]:
     """The fastest trial within the budget, that of Inductor's own partition, and what the solver said.
 
     Inductor's own is taken where it is within the budget: the step is then what torch.compile runs without a plan. Else
-    the solver's model of memory is not exact: it is given less, or more, by as much as its last schedule's exact peak
-    was off.
+    schedules are looked at as they are fused widely, and narrowly where that takes too much. The solver's model of
+    memory is not exact: it is given less, or more, by as much as the exact peak of its last schedule was off.
 
     Args:
         search: the step.
@@ -164,35 +175,49 @@ def find(search: Search, first: Iterable[Schedule]) -> tuple[Trial, Trial, Solut
     """
     budget = search.request.budget_bytes
     own = search.own()
-    best = own if own.peak <= budget else next((t for t in map(search.trial, first) if t.peak <= budget), None)
+    best = own if own.peak <= budget else next((t for t in starmap(search.trial, first) if t.peak <= budget), None)
     if best is not None:
         return best, own, _solution(search, best, own, "", 0.0)
-    leanest, note, seconds = own, "", 0.0
-    target = budget
+    note, seconds, target = "", 0.0, budget
+    tried: list[Trial] = []
     for _ in range(ROUNDS):
-        try:
-            found = _solved(search, target)
-        except InfeasibleError as e:
-            lean = search.trial(e.schedule)
-            leanest = min(leanest, lean, key=lambda t: t.peak)
-            best = best or (lean if lean.peak <= budget else None)
+        found = _solved(search, target)
+        if found is None or any(t.schedule == found.schedule for t in tried):
             break
-        trial, note, seconds = search.trial(found.schedule), found.note, seconds + found.seconds
-        leanest = min(leanest, trial, key=lambda t: t.peak)
-        if trial.peak <= budget and (best is None or trial.seconds < best.seconds):
-            best = trial
-        if 0 <= budget - trial.peak <= NEAR * budget:
+        note, seconds = found.note, seconds + found.seconds
+        before = best_of(tried, budget)
+        for near in (WIDE, NARROW):
+            tried.append(search.trial(found.schedule, near))
+            if tried[-1].peak <= budget:
+                break
+        left = budget - tried[-1].peak
+        if before is not None or 0 <= left <= ROOM * budget:
             break
-        target += budget - trial.peak
-        if trial.schedule == every_op_once(search.step.problem) and target >= found.timeline.peak:
-            break
-    if best is None:  # the least budget that is named is that of this schedule, so that it is reached where it is given
-        lean = search.trial(_leanest(search))
-        leanest = min(leanest, lean, key=lambda t: t.peak)
-        if leanest.peak > budget:
-            raise TooSmall(leanest)
-        best = leanest
+        target = found.timeline.peak + left
+    best = best_of(tried, budget) or _lean(search)
     return best, own, _solution(search, best, own, note, seconds)
+
+
+def best_of(trials: Sequence[Trial], budget: int) -> Trial | None:
+    """The fastest trial within a budget, by its estimate; None where none is."""
+    return min((t for t in trials if t.peak <= budget), key=lambda t: t.seconds, default=None)
+
+
+def _lean(search: Search) -> Trial:
+    """A trial of little memory, where no other is within the budget.
+
+    The least budget that is named is that of the leanest schedule, so that it is reached where it is given.
+
+    Raises:
+        TooSmall: the leanest schedule is above the budget.
+    """
+    budget = search.request.budget_bytes
+    lean = search.trial(_leanest(search), NARROW)
+    if lean.peak > budget:
+        raise TooSmall(lean)
+    modelled = simulate(search.step.problem, lean.schedule).peak
+    found = _solved(search, modelled + budget - lean.peak)
+    return lean if found is None else best_of([lean, search.trial(found.schedule, NARROW)], budget) or lean
 
 
 class TooSmall(PlannerError):
@@ -207,18 +232,20 @@ class TooSmall(PlannerError):
         self.leanest = leanest
 
 
-def _solved(search: Search, target: int) -> Solution:
+def _solved(search: Search, target: int) -> Solution | None:
+    """The solver's answer for so many bytes of its model; None where it knows none."""
     options = search.request.options
     problem = search.step.problem.with_budget(max(0, target))
-    return solve(problem, options.solver, time_limit=options.time_limit, progress=options.progress)
+    try:
+        return solve(problem, options.solver, time_limit=options.time_limit, progress=options.progress)
+    except InfeasibleError:
+        return None
 
 
 def _leanest(search: Search) -> Schedule:
     """The schedule with the lowest peak, as it is modelled."""
-    try:
-        return _solved(search, 0).schedule
-    except InfeasibleError as e:
-        return e.schedule
+    options = search.request.options
+    return minimum_peak(search.step.problem, time_limit=options.time_limit, progress=options.progress).schedule
 
 
 def _solution(search: Search, best: Trial, own: Trial, note: str, seconds: float) -> Solution:

@@ -16,7 +16,7 @@ from planner.errors import CaptureError, InfeasibleBudgetError, PlannerError
 from planner.inductor.backend import Source, capturing
 from planner.inductor.emit import emit_planned
 from planner.inductor.realise import costs_of, fuse
-from planner.inductor.search import Estimates, Search, TooSmall, find, runs_under, search_of
+from planner.inductor.search import Estimates, Search, TooSmall, Tried, find, runs_under, search_of
 from planner.planning.decisions import peak_account
 from planner.planning.record import Unplanned, record_of
 from planner.requests.planned import Known, Planned, source_of
@@ -97,7 +97,7 @@ def make_inductor_plan(
                 "mode='aten'"
             ) from e
     planned = best.planned
-    if known is not None and best.schedule in first:
+    if known is not None and (best.schedule, planned.near) in first:
         solution = replace(solution, note=f"Taken from {source_of(known)}: the same step and budget.")
     note = f"{solution.note} {graph.note} {LATER}".strip()
     recipe = _recipe(graph, planned)
@@ -165,7 +165,7 @@ def _captured(request: Request, capture: Callable[[GraphCompiler], TrainingGraph
     return FusedGraph(**{name: getattr(graph, name) for name in TrainingGraph.__dataclass_fields__}, source=source)
 
 
-def _schedules(search: Search, plans: Sequence[Known]) -> Iterator[Schedule]:
+def _schedules(search: Search, plans: Sequence[Known]) -> Iterator[Tried]:
     """The schedules of plans that are of this step."""
     step = search.step
     number = {o.index: i for i, o in enumerate(step.origins) if o.region is not None}
@@ -177,4 +177,4 @@ def _schedules(search: Search, plans: Sequence[Known]) -> Iterator[Schedule]:
                 loss = [i for i in own if step.origins[i].phase == "loss"]
                 after = [i for i in own if i not in loss]
                 forward = [number[i] for i in region.forward]
-                yield Schedule((*forward, *loss, *(number[i] for i in region.backward), *after))
+                yield Schedule((*forward, *loss, *(number[i] for i in region.backward), *after)), region.near

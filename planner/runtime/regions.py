@@ -195,7 +195,7 @@ class _Graph:
             arrivals = Arrivals(cut, _unplanned, kind[2])
             by = None
             if planned is not None and planned.realised is not None:
-                by = compiling(own=planned.own, settings=planned.settings)
+                by = compiling(own=planned.own, settings=planned.settings, near=planned.near)
             self.compiled[kind] = self.compile_region(partition, inputs, arrivals, by), arrivals
             if self.regions.shown is not None:
                 self.regions.shown.update()

@@ -54,15 +54,13 @@ def _noted(planned: Planned, note: str) -> Planned:
 
 
 def _op_by_op(planned: Planned) -> Planned:
-    """A plan in mode "aten", within the same budget if there is one; any schedule will do."""
+    """A plan in mode "aten", within the same budget if one is found at once; any schedule will do."""
     asked = in_aten(planned.request)
     quick = replace(asked, options=replace(asked.options, solver="chen"))
-    for request in (quick, asked):
-        try:
-            return make_plan(request)
-        except InfeasibleBudgetError as e:
-            least = e.minimum_gb
-    return make_plan(replace(asked, budget_gb=least))
+    try:
+        return make_plan(quick)
+    except InfeasibleBudgetError as e:
+        return make_plan(replace(quick, budget_gb=e.minimum_gb))
 
 
 def _own(planned: Planned) -> Planned:

@@ -1,0 +1,226 @@
+"""What `benchmarks.compiled` shows: a page in Markdown, and a plot in plain SVG for light and dark pages."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from typing import Any
+
+Report = Mapping[str, Any]
+WRONG = 1e-3  # gradients that are further off than this are wrong, relative to the largest entry of a parameter's
+MIB = 2**20
+COLUMNS, WIDTH, HEIGHT = 4, 232, 190
+LEFT, RIGHT, TOP, BOTTOM = 44, 18, 26, 34  # of a panel, around its axes
+LEGEND = 30
+KINDS = {"inductor": 'mode="inductor"', "aten": 'mode="aten"', "budget": "torch's budget", "blocks": "every block"}
+STYLE = (
+    "svg{font:11px sans-serif;color:#1f2328;--inductor:#0969da;--aten:#6e7781;--budget:#bc4c00;--blocks:#1a7f37}"
+    "@media(prefers-color-scheme:dark){svg{color:#d1d7e0;--inductor:#58a6ff;--aten:#9198a1;--budget:#f0883e;"
+    "--blocks:#3fb950}}text{fill:currentColor}.axis{stroke:currentColor;stroke-opacity:.35;fill:none}"
+    ".grid{stroke:currentColor;stroke-opacity:.1}"
+)
+INTRODUCTION = """# Compiled by Inductor
+
+Plans with `mode="inductor"` beside torch.compile, its `activation_memory_budget` (*budget 0.7* to *0.1*) and blocks
+that are checkpointed under torch.compile, as `python -m benchmarks.compiled` measured them: {device}, torch {torch},
+{platform}. The models are small; a step is forward pass, loss and backward pass.
+
+- *peak*: the most MiB that a step holds beyond parameters, buffers and batch, by the profiler's allocator events.
+- *time*: processor time over that of another model that took turns with it, the median of {pairs} rounds. Noise is
+  about 2 %.
+- *gradients*: the largest difference from those of torch.compile, which keeps everything, from the same seed, over the
+  largest entry of that parameter's gradient. Where torch's are wrong, no plan is made for the peak.
+
+![Time over torch.compile's against measured peak, for each model and way](compiled.svg)
+
+"""
+
+
+def page(report: Report) -> str:
+    """All of it."""
+    models = report["models"]
+    pairs = "/".join(str(n) for n in sorted({m["pairs"] for m in models.values()}))
+    shown = {name: report.get(name, "") for name in ("device", "torch", "platform")}
+    parts = [INTRODUCTION.format(**shown, pairs=pairs), "## In short\n\n", *(f"- {s}.\n" for s in summary(models))]
+    for name, model in models.items():
+        parts.append(f"\n## {name}\n\n{_torchs(model['rows'])}\n{_shares(model['rows'])}{_compiling(model)}")
+    return "".join(parts)
+
+
+def summary(models: Mapping[str, Report]) -> Iterator[str]:
+    """What all models show together."""
+    every = [m["rows"] for m in models.values()]
+    for what, blocks in (("torch's memory budget", False), ("checkpointed blocks", True)):
+        pairs = [(rows, way) for rows in every for way in _rivals(rows) if (way == "blocks") == blocks]
+        asked = [(rows[f"inductor at {way}"], rows[way], way) for rows, way in pairs if f"inductor at {way}" in rows]
+        ran = [(ours, its, way) for ours, its, way in asked if "peak" in ours]
+        higher = sum(ours["peak"] > its["peak"] for ours, its, _ in ran)
+        yield (
+            f"At the {len(asked)} peaks of {what} (of those where its gradients are right): time over its "
+            f"{spread([ours['time'][way] for ours, _, way in ran])}; {higher} of our peaks are higher, "
+            f"{len(asked) - len(ran)} are refused"
+        )
+        wrong = sum(rows[way].get("gradients", 0.0) > WRONG for rows, way in pairs)
+        yield f"Of {what}, {wrong} of {len(pairs)} give wrong gradients"
+    ours = [(row, label) for rows in every for label, row in rows.items() if label.startswith("inductor")]
+    ran = [(row, label) for row, label in ours if "peak" in row]
+    over = [row["time"][aten] for row, label in ran if (aten := label.replace("inductor", "aten")) in row["time"]]
+    yield f'Over `mode="aten"` at the same budget: {spread(over)}'
+    apart = max((abs(row["peak"] / row["predicted"] - 1) for row, _ in ran), default=0.0)
+    above = sum(row["peak"] > row["budget"] for row, _ in ran)
+    yield f"Predicted and measured peaks differ by at most {apart:.2%}; {above} of {len(ran)} are above the budget"
+    furthest = max((row["gradients"] for row, _ in ran), default=0.0)
+    wrong = sum(row["gradients"] > WRONG for row, _ in ran)
+    yield f"Gradients of our plans are off by at most {furthest:.0e}; {wrong} are wrong"
+    for way, what in (("inductor", "planned, compared and compiled"), ("known", "the same from a plan file")):
+        times = [t[way] / t["compile"] for m in models.values() if numbers(t := m["compiling"])]
+        yield f"Until the first step has ended, {what}, over torch.compile alone: {spread(times)}"
+
+
+def numbers(times: Report) -> bool:
+    """Whether all ways were timed."""
+    return len(times) > 0 and all(isinstance(t, float) for t in times.values())
+
+
+def spread(values: Sequence[float]) -> str:
+    """The mean of some ratios, and their range."""
+    if not values:
+        return "none"
+    return f"{statistics.mean(values):.2f} in the mean ({min(values):.2f} to {max(values):.2f})"
+
+
+def _rivals(rows: Report) -> list[str]:
+    return [way for way in rows if way == "blocks" or way.startswith("budget")]
+
+
+def _torchs(rows: Report) -> str:
+    names = ["", "peak", "time, of eager", "of torch.compile", "gradients"]
+    lines = head([*names, "ours: peak", "time, of its", "gradients"])
+    for way in ("eager", "compile", *_rivals(rows)):
+        row = rows[way]
+        if "error" in row:
+            lines.append(f"| {way} | {said(row)} | | | | | | |")
+            continue
+        wrong = " (wrong)" if row["gradients"] > WRONG and way != "eager" else ""
+        times = f"{row['time']['eager']:.2f} | {row['time']['compile']:.2f}"
+        theirs = f"| {way} | {row['peak'] / MIB:.2f} | {times} | {row['gradients']:.0e}{wrong} "
+        lines.append(theirs + _ours(rows.get(f"inductor at {way}"), way))
+    return "\n".join(lines) + "\n"
+
+
+def _ours(row: Report | None, way: str) -> str:
+    if row is None:
+        return "| | | |"
+    if "error" in row:
+        return f"| {said(row)} | | |"
+    return f"| {row['peak'] / MIB:.2f} | {row['time'][way]:.2f} | {row['gradients']:.0e} |"
+
+
+def _shares(rows: Report) -> str:
+    names = ["plan", "budget", "predicted", "measured"]
+    lines = head([*names, "time, of eager", "of torch.compile", "of aten's", "gradients"])
+    for label, row in rows.items():
+        kind, _, share = label.partition(" at ")
+        if not share:
+            continue
+        if "error" in row:
+            lines.append(f"| {label} | {said(row)} | | | | | | |")
+            continue
+        held = " | ".join(f"{row[name] / MIB:.3f}" for name in ("budget", "predicted", "peak"))
+        times = " | ".join(
+            f"{x:.2f}" if (x := row["time"].get(o)) else "" for o in ("eager", "compile", f"aten at {share}")
+        )
+        name = label if row["mode"] == kind else f"{label} (runs as {row['mode']})"
+        lines.append(f"| {name} | {held} | {times} | {row['gradients']:.0e} |")
+    return "\n".join(lines) + "\n"
+
+
+def _compiling(model: Report) -> str:
+    times = model["compiling"]
+    if not numbers(times):
+        return ""
+    own, ours, known = (times[way] for way in ("compile", "inductor", "known"))
+    return (
+        f"\nSeconds until the first step has ended: torch.compile {own:.1f}, a plan {ours:.1f} "
+        f"({ours / own:.1f} times), a known plan {known:.1f} ({known / own:.1f} times).\n"
+    )
+
+
+def head(names: Sequence[str]) -> list[str]:
+    """The first lines of a table."""
+    return [f"| {' | '.join(names)} |", f"|---|{'---:|' * (len(names) - 1)}"]
+
+
+def said(row: Report) -> str:
+    """An error as a cell."""
+    return " ".join(row["error"].split())[:120].replace("|", " ")
+
+
+def draw(report: Report) -> str:
+    """Measured peak as a share of torch.compile's, against time over torch.compile's, for each model's ways."""
+    models = report["models"]
+    legend, x = [], 14.0
+    for kind, name in KINDS.items():
+        legend.append(f"{_mark(kind, x, 14)}<text x='{x + 9:.0f}' y='18'>{escape(name)}</text>")
+        x += 32 + 6.1 * len(name)
+    width = max(round(x), min(COLUMNS, len(models)) * WIDTH)
+    height = -(-len(models) // COLUMNS) * HEIGHT + LEGEND
+    label = "Time over torch.compile's against measured peak, for each model and way"
+    parts = [
+        f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}' width='{width}' height='{height}' "
+        f"role='img' aria-label='{label}'>\n<style>{STYLE}</style>",
+        *legend,
+    ]
+    for at, (name, model) in enumerate(models.items()):
+        left, top = at % COLUMNS * WIDTH, at // COLUMNS * HEIGHT + LEGEND
+        parts.append(f"<g transform='translate({left},{top})'>{_panel(name, model['rows'])}</g>")
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def points(rows: Report) -> list[tuple[str, float, float]]:
+    """The kind of each way that ran with the right gradients, its peak and its time, over torch.compile's."""
+    base = rows["compile"]
+    ran = [(way.split()[0], row) for way, row in rows.items() if "peak" in row and way not in ("eager", "compile")]
+    # the mode aten has eager mode's dropout masks
+    right = [(kind, row) for kind, row in ran if kind == "aten" or row["gradients"] <= WRONG]
+    return [(kind, row["peak"] / base["peak"], row["time"]["compile"]) for kind, row in right]
+
+
+def _panel(name: str, rows: Report) -> str:
+    found = points(rows)
+    low, high = min([0.9, *(y for _, _, y in found)]), max([1.2, *(y for _, _, y in found)])
+    low, high = int(low * 10) / 10, (int(high * 10) + 1) / 10
+    wide = max([1.0, *(x for _, x, _ in found)])
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        across = LEFT + x / wide * (WIDTH - LEFT - RIGHT)
+        return across, HEIGHT - BOTTOM - (y - low) / (high - low) * (HEIGHT - TOP - BOTTOM)
+
+    parts = [f"<text x='{LEFT}' y='16' font-weight='bold'>{escape(name)}</text>"]
+    each = 0.1 if high - low <= 0.6 else 0.2
+    for step in range(round((high - low) / each) + 1):
+        (x0, at), (x1, _) = place(0, low + step * each), place(wide, low + step * each)
+        parts.append(f"<path class='grid' d='M{x0:.1f},{at:.1f} H{x1:.1f}'/>")
+        parts.append(f"<text x='{x0 - 4:.1f}' y='{at + 4:.1f}' text-anchor='end'>{low + step * each:.1f}</text>")
+    for x in range(0, int(100 * wide) + 1, 25):
+        across, bottom = place(x / 100, low)
+        parts.append(f"<text x='{across:.1f}' y='{bottom + 14:.1f}' text-anchor='middle'>{x}%</text>")
+    (x0, y0), (x1, y1) = place(0, low), place(wide, high)
+    parts.append(f"<path class='axis' d='M{x0:.1f},{y1:.1f} V{y0:.1f} H{x1:.1f}'/>")
+    where = f"x='{(x0 + x1) / 2:.0f}' y='{HEIGHT - 6}' text-anchor='middle' font-size='10'"
+    parts.append(f"<text {where}>peak, of torch.compile's</text>")
+    turned = f"translate(10,{(y0 + y1) / 2:.0f}) rotate(-90)"
+    parts.append(f"<text transform='{turned}' text-anchor='middle' font-size='10'>time</text>")
+    parts += [_mark(kind, *place(x, y)) for kind, x, y in found]
+    return "".join(parts)
+
+
+def _mark(kind: str, x: float, y: float) -> str:
+    if kind == "blocks":
+        shape = "<path d='M-4,-4 H4 V4 H-4 Z' fill='var(--blocks)'/>"
+    elif kind == "budget":
+        shape = "<circle r='3' stroke='var(--budget)' stroke-width='1.5' fill='none'/>"
+    else:
+        shape = f"<circle r='3' fill='var(--{kind})'/>"
+    return f"<g transform='translate({x:.1f},{y:.1f})'>{shape}</g>"
