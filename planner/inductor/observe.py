@@ -19,7 +19,7 @@ from planner.costs.ops import OpEstimate, roofline_seconds
 from planner.devices.specs import Device
 from planner.inductor.backend import Look
 from planner.inductor.dry_run import DryRun, Launch
-from planner.inductor.emit import OP, STEP
+from planner.inductor.emit import OP
 from planner.inductor.realise import Fused
 
 
@@ -33,7 +33,6 @@ class Observed:
         kinds: what to call each launch.
         again: for each, whether most of what it makes, in bytes, has been made before.
         steps: for each, the coarse ops whose results it makes.
-        positions: for each, the steps of the schedule of its pass that it runs.
         makers: for each value, the coarse op whose result it is; None for a gradient that comes in and for others.
     """
 
@@ -42,7 +41,6 @@ class Observed:
     kinds: tuple[str, ...]
     again: tuple[bool, ...]
     steps: tuple[tuple[int, ...], ...]
-    positions: tuple[tuple[int, ...], ...]
     makers: tuple[int | None, ...]
 
 
@@ -70,7 +68,7 @@ def observe(fused: Fused, look: Look, device: Device, taken: Mapping[str, Alloca
     for at, storage in enumerate(run.inputs):
         if storage is not None:
             takes[storage].append(at)
-    ops, estimates, kinds, again, steps, positions = [], [], [], [], [], []
+    ops, estimates, kinds, again, steps = [], [], [], [], []
     for i, launch in enumerate(run.launches):
         made = [n for n in nodes[i] if OP in n.meta]
         coarse = tuple(dict.fromkeys(n.meta[OP] for n in made))
@@ -88,7 +86,6 @@ def observe(fused: Fused, look: Look, device: Device, taken: Mapping[str, Alloca
         kinds.append(_kind(launch))
         again.append(_mostly_again(made))
         steps.append(coarse)
-        positions.append(tuple(sorted({n.meta[STEP] for n in made if STEP in n.meta})))
     makers: list[int | None] = [None] * len(values)
     for i, op in enumerate(ops):
         for v in op.writes:
@@ -101,7 +98,7 @@ def observe(fused: Fused, look: Look, device: Device, taken: Mapping[str, Alloca
         value_of=_value_of(run, fine, number),
         primal_of=_primal_of(run, fine),
     )
-    return Observed(region, tuple(estimates), tuple(kinds), tuple(again), tuple(steps), tuple(positions), tuple(makers))
+    return Observed(region, tuple(estimates), tuple(kinds), tuple(again), tuple(steps), tuple(makers))
 
 
 def _mostly_again(made: Sequence[fx.Node]) -> bool:
