@@ -146,11 +146,13 @@ def measure_model(name: str, ways: Sequence[str], shares: Sequence[float], pairs
             rows[f"inductor at {way}"] = add(name, "inductor", f"inductor at {way}", peak, step, models)
             last = peak
     for share in shares:
-        for kind in ("inductor", "aten"):
+        for kind in ("aten", "inductor"):
             label = f"{kind} at {share:.0%}"
             rows[label] = add(name, kind, label, int(share * base), step, models)
-    for label, over in _times(step, models, pairs).items():
-        rows[label]["time"] = over
+    for label in models:
+        # two or three others at a time: plans are made anew for what a loop with more models holds
+        beside = {"eager", "compile", label.partition(" at ")[2], label.replace("inductor", "aten"), label}
+        rows[label]["time"] = _times(step, {way: models[way] for way in models if way in beside}, pairs)[label]
         print(line(label, rows[label]), flush=True)
     return rows
 
