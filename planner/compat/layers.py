@@ -68,7 +68,7 @@ def onednn_lstm(
 
     Args:
         options: of the LSTM: layers, whether it goes both ways, whether the batch comes first.
-        sequence: of shape (time, batch, features).
+        sequence: of shape (time, batch, features), contiguous.
         hidden: the states of hidden units and cells, of shape (batch, hidden) each.
         params: the two weights, and the two biases where it has any.
         has_biases: whether it has.
@@ -79,7 +79,7 @@ def onednn_lstm(
     call = torch.ops.aten.mkldnn_rnn_layer.default
     states = [t.contiguous() for t in hidden]
     shape = hidden[0].shape[-1], layers, has_biases, bidirectional, batch_first
-    result = call(sequence.contiguous(), *params[:2], *biases, *states, reverse, [], _LSTM, *shape, True)
+    result = call(sequence, *params[:2], *biases, *states, reverse, [], _LSTM, *shape, True)
     return result[0], (result[1], result[2])
 
 
@@ -122,7 +122,7 @@ def _with_each_bias(mode: Any, op: OpOverload, *args: Any, **kwargs: Any) -> Any
 
 op_implementations_dict[torch.ops.aten.mkldnn_rnn_layer.default] = _with_what_it_saves
 op_implementations_dict[torch.ops.aten.mkldnn_rnn_layer_backward.default] = _with_each_bias
-FakeTensorMode.cache_clear()
+FakeTensorMode.cache_clear()  # of results by torch's own rules, under whatever was traced before
 
 
 def replace_decompositions() -> Callable[[], None]:

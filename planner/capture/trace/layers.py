@@ -112,12 +112,13 @@ def _layer_by_layer(
     batch_first: bool,
     layer_fn: Callable[..., Any],
 ) -> tuple[torch.Tensor, list[Any]]:
-    if layer_fn in (ONEDNN_LSTM, ONE_LAYER_LSTM):
-        own = not _IN_STEPS.get() and runs_on_onednn([sequence, *chain(*hidden), *chain(*params)])
-        options = (num_layers, bidirectional, batch_first)
-        layer_fn = partial(onednn_lstm, options) if own else ONE_LAYER_LSTM
-        sequence = sequence.transpose(0, 1).contiguous().transpose(0, 1) if own and batch_first else sequence
+    own = layer_fn in (ONEDNN_LSTM, ONE_LAYER_LSTM) and not _IN_STEPS.get()
+    own = own and runs_on_onednn([sequence, *chain(*hidden), *chain(*params)])
     sequence = sequence.transpose(0, 1) if batch_first else sequence
+    if own:
+        layer_fn, sequence = partial(onednn_lstm, (num_layers, bidirectional, batch_first)), sequence.contiguous()
+    elif layer_fn is ONEDNN_LSTM:
+        layer_fn = ONE_LAYER_LSTM
     directions = 2 if bidirectional else 1
     final = []
     for i in range(num_layers):
