@@ -3,11 +3,11 @@
 `python -m benchmarks.compiled` writes benchmarks/results/compiled_cpu.json, docs/compiled.md and docs/compiled.svg.
 
 Each model has a process of its own, with copies from one seed: an eager one, one by torch.compile, and one for each way
-that is compared; they take turns. Peaks are what a step takes beyond parameters, buffers and batch, by torch's
-profiler; times are medians, over the rounds, of processor time over that of another model in the same round. Plans are
-made for the peaks that torch's own ways reach with right gradients, and for shares of torch.compile's. Gradients are
-compared, from one seed, with torch.compile's, which keeps everything: Inductor draws other dropout masks than eager
-mode. How long a model takes to compile is measured apart, each way with caches of its own that are empty.
+that is compared; two or three of them take turns. Peaks are what a step takes beyond parameters, buffers and batch, by
+torch's profiler; times are medians, over the rounds, of processor time over that of another model in the same round.
+Plans are made for the peaks that torch's own ways reach with right gradients, and for shares of torch.compile's.
+Gradients are compared, from one seed, with torch.compile's, which keeps everything: Inductor draws other dropout masks
+than eager mode. How long a model takes to compile is measured apart, each way with caches of its own that are empty.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def measure_model(name: str, ways: Sequence[str], shares: Sequence[float], pairs
     for label in models:
         # two or three others at a time: plans are made anew for what a loop with more models holds
         beside = {"eager", "compile", label.partition(" at ")[2], label.replace("inductor", "aten"), label}
-        rows[label]["time"] = _times(step, {way: models[way] for way in models if way in beside}, pairs)[label]
+        rows[label]["time"] = _times(label, step, {way: models[way] for way in models if way in beside}, pairs)
         print(line(label, rows[label]), flush=True)
     return rows
 
@@ -183,22 +183,12 @@ def add(name: str, way: str, label: str, budget: int, step: Step, models: dict[s
     return row
 
 
-def _times(step: Step, models: dict[str, nn.Module], pairs: int) -> dict[str, dict[str, float]]:
-    """For each way, its processor time over each other one's: medians over rounds, every second in reverse order."""
-    taken: dict[str, list[float]] = {way: [] for way in models}
-    for i in range(pairs + 2):
-        order = list(models.items())
-        for way, model in order if i % 2 else reversed(order):
-            start = time.process_time()
-            step(model)
-            taken[way].append(time.process_time() - start)
-            model.zero_grad(set_to_none=True)
+def _times(label: str, step: Step, models: dict[str, nn.Module], pairs: int) -> dict[str, float]:
+    """A way's processor time over each one's: medians over rounds."""
+    taken = dict(zip(models, measure.model_times(step, list(models.values()), pairs), strict=True))
     return {
-        way: {
-            other: statistics.median(a / b for a, b in zip(mine[2:], theirs[2:], strict=True))
-            for other, theirs in taken.items()
-        }
-        for way, mine in taken.items()
+        other: statistics.median(a / b for a, b in zip(taken[label], theirs, strict=True))
+        for other, theirs in taken.items()
     }
 
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from html import escape
 from typing import Any
+
+from .panels import axes, picture, placing
 
 Report = Mapping[str, Any]
 WRONG = 1e-3  # gradients that are further off than this are wrong, relative to the largest entry of a parameter's
 MIB = 2**20
-COLUMNS, WIDTH, HEIGHT = 4, 232, 190
-LEFT, RIGHT, TOP, BOTTOM = 44, 18, 26, 34  # of a panel, around its axes
-LEGEND = 30
 KINDS = {"inductor": 'mode="inductor"', "aten": 'mode="aten"', "budget": "torch's budget", "blocks": "every block"}
 STYLE = (
     "svg{font:11px sans-serif;color:#1f2328;--inductor:#0969da;--aten:#6e7781;--budget:#bc4c00;--blocks:#1a7f37}"
@@ -159,23 +157,10 @@ def said(row: Report) -> str:
 
 def draw(report: Report) -> str:
     """Measured peak as a share of torch.compile's, against time over torch.compile's, for each model's ways."""
-    models = report["models"]
-    legend, x = [], 14.0
-    for kind, name in KINDS.items():
-        legend.append(f"{_mark(kind, x, 14)}<text x='{x + 9:.0f}' y='18'>{escape(name)}</text>")
-        x += 32 + 6.1 * len(name)
-    width = max(round(x), min(COLUMNS, len(models)) * WIDTH)
-    height = -(-len(models) // COLUMNS) * HEIGHT + LEGEND
-    label = "Time over torch.compile's against measured peak, for each model and way"
-    parts = [
-        f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}' width='{width}' height='{height}' "
-        f"role='img' aria-label='{label}'>\n<style>{STYLE}</style>",
-        *legend,
-    ]
-    for at, (name, model) in enumerate(models.items()):
-        left, top = at % COLUMNS * WIDTH, at // COLUMNS * HEIGHT + LEGEND
-        parts.append(f"<g transform='translate({left},{top})'>{_panel(name, model['rows'])}</g>")
-    return "\n".join([*parts, "</svg>"]) + "\n"
+    panels = [_panel(name, model["rows"]) for name, model in report["models"].items()]
+    return picture(
+        "Time over torch.compile's against measured peak, for each model and way", STYLE, KINDS, _mark, panels
+    )
 
 
 def points(rows: Report) -> list[tuple[str, float, float]]:
@@ -192,28 +177,12 @@ def _panel(name: str, rows: Report) -> str:
     low, high = min([0.9, *(y for _, _, y in found)]), max([1.2, *(y for _, _, y in found)])
     low, high = int(low * 10) / 10, (int(high * 10) + 1) / 10
     wide = max([1.0, *(x for _, x, _ in found)])
-
-    def place(x: float, y: float) -> tuple[float, float]:
-        across = LEFT + x / wide * (WIDTH - LEFT - RIGHT)
-        return across, HEIGHT - BOTTOM - (y - low) / (high - low) * (HEIGHT - TOP - BOTTOM)
-
-    parts = [f"<text x='{LEFT}' y='16' font-weight='bold'>{escape(name)}</text>"]
     each = 0.1 if high - low <= 0.6 else 0.2
-    for step in range(round((high - low) / each) + 1):
-        (x0, at), (x1, _) = place(0, low + step * each), place(wide, low + step * each)
-        parts.append(f"<path class='grid' d='M{x0:.1f},{at:.1f} H{x1:.1f}'/>")
-        parts.append(f"<text x='{x0 - 4:.1f}' y='{at + 4:.1f}' text-anchor='end'>{low + step * each:.1f}</text>")
-    for x in range(0, int(100 * wide) + 1, 25):
-        across, bottom = place(x / 100, low)
-        parts.append(f"<text x='{across:.1f}' y='{bottom + 14:.1f}' text-anchor='middle'>{x}%</text>")
-    (x0, y0), (x1, y1) = place(0, low), place(wide, high)
-    parts.append(f"<path class='axis' d='M{x0:.1f},{y1:.1f} V{y0:.1f} H{x1:.1f}'/>")
-    where = f"x='{(x0 + x1) / 2:.0f}' y='{HEIGHT - 6}' text-anchor='middle' font-size='10'"
-    parts.append(f"<text {where}>peak, of torch.compile's</text>")
-    turned = f"translate(10,{(y0 + y1) / 2:.0f}) rotate(-90)"
-    parts.append(f"<text transform='{turned}' text-anchor='middle' font-size='10'>time</text>")
-    parts += [_mark(kind, *place(x, y)) for kind, x, y in found]
-    return "".join(parts)
+    across = [(x / 100, f"{x}%") for x in range(0, int(100 * wide) + 1, 25)]
+    up = [(y, f"{y:.1f}") for y in (low + step * each for step in range(round((high - low) / each) + 1))]
+    ends = wide, low, high
+    parts, place = axes(name, ("peak, of torch.compile's", "time"), ends, across, up), placing(*ends)
+    return "".join([*parts, *(_mark(kind, *place(x, y)) for kind, x, y in found)])
 
 
 def _mark(kind: str, x: float, y: float) -> str:

@@ -11,6 +11,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -127,20 +128,46 @@ def gradient_error(step: Step, model: nn.Module, plain: nn.Module) -> float:
     return max(found)
 
 
+def in_turns(
+    steps: Sequence[Callable[[], object]],
+    rounds: int,
+    clock: Callable[[], float] = time.process_time,
+    after: Callable[[int], object] = lambda _: None,
+) -> list[list[float]]:
+    """Seconds of each of some steps in each round; the first of a round is another one each time.
+
+    Args:
+        steps: what takes turns.
+        rounds: how often each runs.
+        clock: that times them.
+        after: is called with the number of each, once it has run, untimed.
+    """
+    seconds: list[list[float]] = [[] for _ in steps]
+    for i in range(rounds):
+        for at in range(len(steps)):
+            k = (i + at) % len(steps)
+            start = clock()
+            steps[k]()
+            seconds[k].append(clock() - start)
+            after(k)
+    return seconds
+
+
 def time_ratio(
     step: Step, model: nn.Module, plain: nn.Module, pairs: int, clock: Callable[[], float] = time.perf_counter
 ) -> float:
     """Median over pairs of steps of one model's seconds over the other's; which goes first alternates."""
-    ratios = []
-    for i in range(pairs + 2):
-        seconds = {}
-        for m in (model, plain) if i % 2 else (plain, model):
-            start = clock()
-            step(m)
-            seconds[m] = clock() - start
-            m.zero_grad(set_to_none=True)
-        ratios.append(seconds[model] / seconds[plain])
-    return statistics.median(ratios[2:])
+    own, others = model_times(step, [model, plain], pairs, clock)
+    return statistics.median(a / b for a, b in zip(own, others, strict=True))
+
+
+def model_times(
+    step: Step, models: Sequence[nn.Module], rounds: int, clock: Callable[[], float] = time.process_time
+) -> list[list[float]]:
+    """Seconds of a step of each model, by round, after two rounds that are not timed; gradients are cleared between."""
+    steps = [partial(step, model) for model in models]
+    times = in_turns(steps, rounds + 2, clock, lambda at: models[at].zero_grad(set_to_none=True))
+    return [each[2:] for each in times]
 
 
 def in_own_process(function: Callable[..., Any], *args: Any, time_limit: float | None = None) -> Any:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from html import escape
 from typing import Any
 
-COLUMNS, WIDTH, HEIGHT = 4, 232, 190
-LEFT, RIGHT, TOP, BOTTOM = 44, 18, 26, 34  # of a panel, around its axes
-LEGEND = 30
+from .panels import axes, picture, placing
+
 MARKS = {"groups": "M-4,4 L4,4 L0,-4 Z", "block": "M-4,-4 H4 V4 H-4 Z", "chen": "M-5,0 L0,-5 L5,0 L0,5 Z"}
 CROSS = "M-4,-4 L4,4 M-4,4 L4,-4"
 NAMES = {
@@ -88,22 +86,9 @@ def _ratios(found: Mapping[str, float]) -> str:
 
 def draw(models: Mapping[str, Rows]) -> str:
     """Measured step peak as a share of eager's, against FLOPs spent again, for each model's rows."""
-    legend, x = [], 14.0
-    for kind, name in NAMES.items():
-        legend.append(f"{_mark(kind, x, 14)}<text x='{x + 9:.0f}' y='18'>{escape(name)}</text>")
-        x += 32 + 6.1 * len(name)
-    width = max(round(x), min(COLUMNS, len(models)) * WIDTH)
-    height = -(-len(models) // COLUMNS) * HEIGHT + LEGEND
+    panels = [_panel(model, rows) for model, rows in models.items()]
     label = "FLOPs recomputed against measured peak, for each model and alternative"
-    parts = [
-        f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}' width='{width}' height='{height}' "
-        f"role='img' aria-label='{label}'>\n<style>{STYLE}</style>",
-        *legend,
-    ]
-    for at, (model, rows) in enumerate(models.items()):
-        left, top = at % COLUMNS * WIDTH, at // COLUMNS * HEIGHT + LEGEND
-        parts.append(f"<g transform='translate({left},{top})'>{_panel(model, rows)}</g>")
-    return "\n".join([*parts, "</svg>"]) + "\n"
+    return picture(label, STYLE, NAMES, _mark, panels)
 
 
 def _panel(model: str, rows: Rows) -> str:
@@ -114,25 +99,11 @@ def _panel(model: str, rows: Rows) -> str:
     tall = -(-most // 10) * 10
     wide = -(-widest // 25) * 25
 
-    def place(x: float, y: float) -> tuple[float, float]:
-        across = LEFT + x / wide * (WIDTH - LEFT - RIGHT)
-        return across, HEIGHT - BOTTOM - max(0.0, y) / tall * (HEIGHT - TOP - BOTTOM)
-
-    parts = [f"<text x='{LEFT}' y='16' font-weight='bold'>{escape(model)}</text>"]
-    for y in range(0, int(tall) + 1, 10 if tall <= 50 else 20):
-        (x0, at), (x1, _) = place(0, y), place(wide, y)
-        parts.append(f"<path class='grid' d='M{x0:.1f},{at:.1f} H{x1:.1f}'/>")
-        parts.append(f"<text x='{x0 - 4:.1f}' y='{at + 4:.1f}' text-anchor='end'>{y}%</text>")
-    for x in range(0, int(wide) + 1, 25 if wide <= 100 else 50):
-        across, bottom = place(x, 0)
-        parts.append(f"<text x='{across:.1f}' y='{bottom + 14:.1f}' text-anchor='middle'>{x}%</text>")
-    (x0, y0), (x1, y1) = place(0, 0), place(wide, tall)
-    parts.append(f"<path class='axis' d='M{x0:.1f},{y1:.1f} V{y0:.1f} H{x1:.1f}'/>")
-    parts.append(
-        f"<text x='{(x0 + x1) / 2:.0f}' y='{HEIGHT - 6}' text-anchor='middle' font-size='10'>peak, of eager's</text>"
-    )
-    turned = f"translate(10,{(y0 + y1) / 2:.0f}) rotate(-90)"
-    parts.append(f"<text transform='{turned}' text-anchor='middle' font-size='10'>FLOPs again</text>")
+    across = [(x, f"{x}%") for x in range(0, int(wide) + 1, 25 if wide <= 100 else 50)]
+    up = [(y, f"{y}%") for y in range(0, int(tall) + 1, 10 if tall <= 50 else 20)]
+    ends = wide, 0.0, tall
+    parts, place = axes(model, ("peak, of eager's", "FLOPs again"), ends, across, up), placing(*ends)
+    points = [(kind, x, max(0.0, y)) for kind, x, y in points]
     line = sorted((x, y) for kind, x, y in points if kind == "auto")  # torch's peak rises again: no line
     if line:
         path = " L".join("{:.1f},{:.1f}".format(*place(*p)) for p in line)

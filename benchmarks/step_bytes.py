@@ -16,7 +16,6 @@ from torch.profiler import ProfilerActivity, profile
 _SIZES = {"float": 4, "double": 8, "long int": 8, "int": 4, "bool": 1, "unsigned char": 1, "short int": 2,
           "signed char": 1, "c10::BFloat16": 2, "c10::Half": 2, "c10::complex<float>": 8}  # fmt: skip
 _MAKE = ("aten::empty", "aten::resize_", "aten::new_empty")  # these neither read nor write
-
 _SAME = ("aten::_unsafe_view", "aten::_reshape_alias")  # views that torch does not call so
 
 

@@ -9,7 +9,7 @@ import argparse
 import json
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from tqdm import tqdm
 from planner import plan
 
 from . import tax_graphs
-from .measure import held_bytes, in_own_process, software
+from .measure import held_bytes, in_own_process, in_turns, software
 from .step_bytes import step_bytes
 from .survey import fresh
 from .tax_report import page
@@ -108,7 +108,9 @@ def row(family: str, name: str) -> Row:
         plan(planned.model, planned.batch, budget_gb=64, loss_fn=planned.loss_fn, progress=False).apply()
         steps = [stepping(planned, planned.model), stepping(eager, eager.model)]
         compiled = _compiled(family, name)
-        times = in_turns([*steps, compiled] if compiled is not None else steps)
+        timed = steps if compiled is None else [*steps, compiled]
+        in_turns(timed, WARM)  # memory is asked for, and the planner sees the loop
+        times = in_turns(timed, PAIRS)
         ratios = [_median([t / e for t, e in zip(each, times[1], strict=True)]) for each in times]
         # the planner looks at some steps, in which autograd adds out of place: at no two in a row by now
         (peak, moved), (eager_peak, eager_moved) = (min(step_bytes(step) for _ in range(2)) for step in steps)
@@ -129,24 +131,6 @@ def _compiled(family: str, name: str) -> Callable[[], None] | None:
     except Exception:  # torch.compile cannot, or gives what has no backward pass
         return None
     return step
-
-
-def in_turns(steps: Sequence[Callable[[], None]]) -> list[list[float]]:
-    """Processor time of each of some steps, which go first in turns, in seconds.
-
-    Before, each runs until its memory has been asked for and the planner has seen the loop.
-    """
-    for _ in range(WARM):
-        for step in steps:
-            step()
-    seconds: list[list[float]] = [[] for _ in steps]
-    for i in range(PAIRS):
-        for at in range(len(steps)):
-            k = (i + at) % len(steps)
-            start = time.process_time()
-            steps[k]()
-            seconds[k].append(time.process_time() - start)
-    return seconds
 
 
 def host(layers: int, dropout: float) -> Host:
