@@ -524,6 +524,23 @@ def projected_gradients(put: Put, ended: Ended) -> None:
         ended(loss)
 
 
+def pseudo_labels(put: Put, ended: Ended) -> None:
+    """A call without gradients between one of the labelled and two of the others."""
+    model = put(Convolutional())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for _ in range(STEPS):
+        labelled, labels, others = torch.randn(4, 3, 16, 16), torch.randint(10, (4,)), torch.randn(12, 3, 16, 16)
+        loss = F.cross_entropy(model(labelled), labels)
+        with torch.no_grad():
+            guessed = model(others).argmax(dim=1)
+        for _ in range(2):
+            loss = loss + F.cross_entropy(model(others + 0.1 * torch.randn_like(others)), guessed)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ended(loss)
+
+
 def two_losses_in_turn(put: Put, ended: Ended) -> None:
     """Two calls with a backward pass each, of batches that are drawn together; the second loss is the larger one."""
     model = put(mlp())
@@ -1247,6 +1264,7 @@ LOOPS: dict[str, Loop] = {
     "target_network": Loop(target_network),
     "adversarial": Loop(adversarial, plans=3),
     "projected_gradients": Loop(projected_gradients, plans=5),
+    "pseudo_labels": Loop(pseudo_labels, plans=3),
     "two_losses_in_turn": Loop(two_losses_in_turn, plans=3),
     "gradients_put_aside": Loop(gradients_put_aside, plans=3),
     "two_sources_of_loss": Loop(two_sources_of_loss),

@@ -32,7 +32,8 @@ def after(*kinds, **recorded):
 
 def test_a_step_of_several_kinds_is_planned_together_where_one_backward_pass_goes_through_all():
     assert after(A, B).kinds == (A, B)
-    assert after(A, B, A).kinds == after(A).kinds == after(A, B, passes=2).kinds == after(A, B, roles=2).kinds == ()
+    assert after(A, B, A).kinds == (A, B, A)
+    assert after(A, A).kinds == after(A).kinds == after(A, B, passes=2).kinds == after(A, B, roles=2).kinds == ()
 
 
 def test_steps_that_leave_calls_out_are_of_the_same_plan_and_others_end_it():

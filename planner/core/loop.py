@@ -22,6 +22,9 @@ class LossSeen:
         backward: the most from then on.
         computed: of `forward`, the most before the backward pass of the loss itself began.
         computed_later: the same of `backward`.
+        between: the same as `forward` of what came before the last of several calls of the model, which none of the others
+            counts.
+        between_later: the same as `backward`.
         left: of those that were alive when the planned backward pass began, beside the gradients of the outputs.
         read: of other tensors on the device that they were computed from, such as targets; neither the model's own,
             nor of its batch, nor parameters.
@@ -51,6 +54,8 @@ class LossSeen:
     inputs: int = 0
     first_input: int = 0
     computed_later: int = 0
+    between: int = 0
+    between_later: int = 0
 
     def of(self, output_bytes: int) -> LossSeen:
         """The same for a step with other outputs."""

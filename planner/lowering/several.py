@@ -21,7 +21,7 @@ class Between:
         let_go: whether the outputs that it lets go of are gone before the next call runs.
         late: of so many of the first calls, the gradients of the outputs are made once the backward pass of the next
             call has run.
-        forward: at most while the loss of one call is computed, with its outputs.
+        forward: at most between one call and the next, with the outputs of the first.
         workspace: at most while gradients are made late.
     """
 
@@ -47,8 +47,8 @@ def add_calls(step: Step, between: Between) -> Step:
     ends = {call: max(i for i in forward if of_op[i] == call) for call in range(len(between.regions))}
     rows: list[Row] = [(_out_of_place(op, problem), at) for op, at in zip(problem.ops, origins, strict=True)]
     sizes, before = list(problem.sizes), dict[int, list[Row]]()
-    if between.let_go:
-        _let_go_early(problem, rows, of_op, ends, between.forward, before)
+    if between.let_go or between.forward:
+        _let_go_early(problem, rows, of_op, ends, between, before)
     if between.made:
         made = len(sizes)
         sizes.append(between.made)
@@ -75,20 +75,20 @@ def _let_go_early(
     rows: list[Row],
     of_op: Sequence[int | None],
     ends: dict[int, int],
-    workspace: int,
+    between: Between,
     before: dict[int, list[Row]],
 ) -> None:
-    """The outputs of each call that the loop lets go of are read last before the next call."""
-    last = problem.boundary - 1
-    if of_op[last] is not None:  # it holds all of them
-        return
+    """What the loop does between calls; there it reads the outputs of the first last, if it lets go of them."""
+    last, final = problem.boundary - 1, max(ends)
     held = set(problem.ops[problem.boundary].reads)
-    gone = [v for v in problem.ops[last].reads if v not in held]
-    final = max(ends)
+    lets_go = between.let_go and of_op[last] is None  # else it holds all of them
+    gone = [v for v in problem.ops[last].reads if v not in held] if lets_go else []
     for call, end in ends.items():
         own = [v for v in gone if call != final and of_op[problem.producer[v]] == call]
+        if call != final and (own or between.forward):
+            row = own_row(LOSS, "loss of a call", "forward", own, (), between.forward)
+            before.setdefault(end + 1, []).append(row)
         if own:
-            before.setdefault(end + 1, []).append(own_row(LOSS, "loss of a call", "forward", own, (), workspace))
             op, origin = rows[last]
             rows[last] = replace(op, reads=tuple(v for v in op.reads if v not in own)), origin
 

@@ -75,6 +75,7 @@ def outside_loss(request: Request, graph: TrainingGraph) -> CountedLoss:
     tangents = {(r, v) for r, at in results for v in _values(graph.regions[r], graph.regions[r].tangent_at(at))}
     late = _late(graph, tangents, seen.tangents)
     arriving = sum(_bytes_of(graph, (r, v)) for r, v in tangents if r >= sum(n for n, _ in graph.calls[:late]))
+    seen = seen if graph.calls else _as_one(seen)
     forward, backward = seen.forward, seen.backward
     if loop.gradients == "cleared late":  # until the backward pass of the loss begins, the last step's gradients stay
         used = storage_bytes(p for p in parameters_of(request.model) if p.requires_grad)
@@ -98,7 +99,18 @@ def outside_loss(request: Request, graph: TrainingGraph) -> CountedLoss:
         stays=seen.stays + seen.given,
         waiting_backward=each,
         inputs=_inputs(request, seen) if request.occupancy is None and (loop.in_flight > 1 or graph.calls) else None,
-        between=_between(graph, seen, results - gone, late, workspace, forward) if graph.calls else None,
+        between=_between(graph, seen, results - gone, late, workspace) if graph.calls else None,
+    )
+
+
+def _as_one(seen: LossSeen) -> LossSeen:
+    """The loss as if what the loop does between its calls came after the last of them."""
+    return replace(
+        seen,
+        forward=max(seen.forward, seen.between),
+        computed=max(seen.computed, seen.between),
+        backward=max(seen.backward, seen.between_later),
+        computed_later=max(seen.computed_later, seen.between_later),
     )
 
 
@@ -130,7 +142,6 @@ def _between(
     kept: Collection[tuple[int, int]],
     late: int,
     workspace: int,
-    forward: int,
 ) -> Between:
     earlier, last = len(graph.calls) - 1, len(graph.regions) - graph.calls[-1][0]
     stays = sum(_bytes_out(graph, r, at) for r, at in kept if r < last)
@@ -139,7 +150,7 @@ def _between(
         seen.made * earlier,
         seen.waiting * earlier <= stays,
         late,
-        forward,
+        max(seen.between, seen.between_later),
         workspace,
     )
 

@@ -32,6 +32,8 @@ class Planned:
         graphs: emits the graphs of each region.
         known: the plan that was given as known, for other kinds of steps.
         captured: the step that was captured; None in eager mode, and for a plan from a file.
+        repeats: for a call that comes several times in a step which is planned together, the plans of those after the
+            first.
     """
 
     record: PlanRecord
@@ -39,6 +41,7 @@ class Planned:
     graphs: Graphs = no_graphs
     known: Planned | Filed | None = None
     captured: TrainingGraph | None = None
+    repeats: tuple[PlanRecord, ...] = ()
 
     def without_batch(self) -> Planned:
         """The same without the tensors of the batch that it was made for."""

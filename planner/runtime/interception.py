@@ -62,6 +62,7 @@ class Applied:
         self.model = model
         self.provider = provider
         self.plans: dict[Signature, PlanRecord] = {}
+        self.turns: dict[Signature, tuple[PlanRecord, ...]] = {}
         self.unplanned: set[Signature] = set()
         self.newest: Planned | None = None
         self.state: ModelState | None = None
@@ -94,7 +95,7 @@ class Applied:
     def like(self, model: nn.Module) -> Applied:
         """The same for a copy of the model."""
         copied = type(self)(model, self.provider)
-        copied.plans = dict(self.plans)
+        copied.plans, copied.turns = dict(self.plans), dict(self.turns)
         copied.newest = self.newest and self.newest.of(model)
         return copied
 
@@ -110,12 +111,14 @@ class Applied:
         """Let a plan serve such calls; where it was made for maxima, smaller ones too."""
         self.newest = planned
         self.peaks.plan_made()
-        self.plans[call_signature(self.model, args, kwargs)] = planned.record
+        self.plans[signature := call_signature(self.model, args, kwargs)] = planned.record
+        self.turns[signature] = (planned.record, *planned.repeats)
 
     def forget(self, role: Role | None = None) -> None:
         """Forget plans: other ranks may have others, or the loop is not as they count it; of one role, or all."""
         for signature in [s for s in self.plans if role in (None, role_of(s))]:
             del self.plans[signature]
+            self.turns.pop(signature, None)
 
     # a compiled model around this one would have it in its own graph, without the plan
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -179,6 +182,8 @@ class Applied:
                 self.forget(role_of(signature))
             if signature not in self.plans and not self._found(signature, args, kwargs):
                 return self.call_eagerly(*args, **kwargs)
+            if self.together and (turns := self.turns.get(signature)):
+                self.plans[signature] = turns[self.watch.together.turn(signature) % len(turns)]
             for recorder in others:
                 if isinstance(recorder, Recorder) and not (self.watch and self.watch.recorder is recorder):
                     recorder.runs_planned(self, (args, kwargs), self._taken(self.plans[signature]))

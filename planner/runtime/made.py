@@ -69,6 +69,7 @@ class LossEvents:
         left: the tensors that were made and still alive.
         parts: of these, made by the backward pass of the loss.
         read: others that existed before and were read.
+        between: how many of the events ran before the last of the calls that come before the backward pass.
     """
 
     events: tuple[Event, ...]
@@ -77,3 +78,4 @@ class LossEvents:
     left: Mapping[int, Made]
     parts: frozenset[int]
     read: Mapping[int, int]
+    between: int = 0

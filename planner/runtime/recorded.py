@@ -33,8 +33,8 @@ def loss_seen(recorder: Recorder, workspaces: Mapping[str, int], found: Stays) -
     if not recorder.losses:
         return None
     losses = without_rebound(recorder.losses, found.kept, inspect.currentframe())
-    with_outputs = [loss.events[: loss.let_go] for loss in losses]
-    without = [loss.events[loss.let_go :] for loss in losses]
+    with_outputs = [loss.events[loss.between : loss.let_go] for loss in losses]
+    without = [loss.events[max(loss.between, loss.let_go) :] for loss in losses]
     forward, backward = (max(_most(events, workspaces) for events in each) for each in (with_outputs, without))
     computed, later = (max(_most(_computed(events), workspaces) for events in each) for each in (with_outputs, without))
     stays = sum(storages([t for ref in recorder.outputs.values() if (t := ref()) is not None]).values())
@@ -46,6 +46,8 @@ def loss_seen(recorder: Recorder, workspaces: Mapping[str, int], found: Stays) -
         backward=backward,
         computed=computed,
         computed_later=later,
+        between=max(_most(loss.events[: min(loss.between, loss.let_go)], workspaces) for loss in losses),
+        between_later=max(_most(loss.events[loss.let_go : loss.between], workspaces) for loss in losses),
         left=found.left,
         read=found.read,
         stays=stays,

@@ -135,7 +135,7 @@ class Recorder(LastingMode):
         self.in_loss: set[int] = set()  # numbers of tensors that a backward pass made before it came to an output
         self.gradients = MadeStorages()  # by the planned graphs
         self.given = MadeStorages()
-        self.held = self.inputs_at_once = self.later = self.between = 0
+        self.held = self.inputs_at_once = self.later = self.between = self._called = 0
         self.inputs = MadeStorages()
         self.batches = MadeStorages()  # that the model was called with, and that get gradients
         self.waiting = 0, 0
@@ -203,6 +203,7 @@ class Recorder(LastingMode):
 
     def expect(self, batch: Any, outputs: Sequence[Any], aside: Sequence[Any] = ()) -> None:
         """Another call of the model, with this batch, has returned these before the backward pass of the first."""
+        self._called = len(self.events)
         returned = storages([t for call in self._returned for ref in call if (t := ref()) is not None])
         alive = sum(returned.values())
         before = storages([t for t in tensors_in(batch) if t.device == self.device])
@@ -254,8 +255,8 @@ class Recorder(LastingMode):
     @property
     def laid_out(self) -> LaidOut:
         """Of the outputs whose gradients came in one order that was not expected, their positions and that order."""
-        orders = {at: order for at, (order, *others) in sorted(self._orders.items()) if not others}
-        return tuple((at, order) for at, order in orders.items() if order is not None)
+        one = sorted((at, *orders) for at, orders in self._orders.items() if len(orders) == 1)
+        return tuple((at, order) for at, order in one if order is not None)
 
     @property
     def graph_retained(self) -> bool:
@@ -300,6 +301,7 @@ class Recorder(LastingMode):
             alive = {key: n for older in self.older for key, (_, n) in older.made.items() if key not in own}
             self.before = max(self.before, alive, key=lambda each: sum(each.values()))
             self.arrived.append({})
+            self._called = 0
             self.events.clear()
             self.in_loss.clear()
             when_backward_ends(self._backward_ended)
@@ -319,7 +321,7 @@ class Recorder(LastingMode):
         parts = frozenset(key for key, (number, _) in made.items() if number in self.in_loss)
         later = [ref() is not None for call in self._returned[1:] for ref in call]
         self.later_held.update(at for at, there in enumerate(later) if there)
-        return LossEvents(tuple(self.events), let_go, held, made, parts, read)
+        return LossEvents(tuple(self.events), let_go, held, made, parts, read, self._called)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

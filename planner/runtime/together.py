@@ -12,7 +12,7 @@ class Together:
     """The calls of the present step, and those of the step that plans are made for.
 
     Attributes:
-        kinds: of these, in order, where each is another one; empty where each call is planned by itself.
+        kinds: of these, in order, where they are not all alike; empty where each call is planned by itself.
     """
 
     def __init__(self) -> None:
@@ -39,12 +39,16 @@ class Together:
         rest = iter(self.kinds)
         return not set(self.kinds).isdisjoint(self._now) and not all(each in rest for each in self._now)
 
+    def turn(self, kind: Signature) -> int:
+        """How many calls of a kind came in the present step before the latest one."""
+        return max(0, self._now.count(kind) - 1)
+
     def recorded(self, *, passes: int, roles: int) -> None:
         """The step has ended and was recorded, with so many backward passes, through calls in so many roles."""
         kinds = tuple(self._now)
         if self.kinds:
             self._apart = kinds == self.kinds and passes != 1
-        elif 1 < len(kinds) == len(set(kinds)) <= MOST and passes == 1 and roles == 1 and not self._never:
+        elif len(set(kinds)) > 1 and len(kinds) <= MOST and passes == 1 and roles == 1 and not self._never:
             self.kinds = kinds
 
 

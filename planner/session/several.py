@@ -124,5 +124,8 @@ class Several:
         step = make(replace(request, loop=replace(request.loop, in_flight=1)), joined(graphs))
         asked = [replace(request, batch=None, kinds=call.kinds) for call in calls]
         plans = plans_of_calls(step, list(zip(asked, graphs, strict=True)))
-        self._plans = dict(zip(together, plans, strict=True))
+        self._plans = {}
+        for own, planned in zip(together, plans, strict=True):
+            first = self._plans.get(own)
+            self._plans[own] = replace(first, repeats=(*first.repeats, planned.record)) if first else planned
         return self.take(kind, request, together)
