@@ -17,7 +17,7 @@ from planner.capture.trace.apart import COMPILED, Paths, Shapes, inner_parts, sh
 from planner.capture.trace.data_dependent import CHANCES, Answers
 from planner.capture.trace.dynamo import OP_BY_OP, GraphCompiler, Partition, lone_loss, to_fake
 from planner.capture.trace.fake_step import FakeStep, NothingCapturedError
-from planner.capture.trace.loss_trace import LossFn, OutsideLoss, checked_loss, differentiable, leaves
+from planner.capture.trace.loss_trace import LossFn, OutsideLoss, checked_loss, differentiable
 from planner.capture.trace.quiet import quietly
 from planner.capture.trace.random_state import random_kept
 from planner.capture.trace.recording import Recording
@@ -33,6 +33,7 @@ from planner.core.account import EagerStep
 from planner.core.call import bytes_of_elements, tensors_in
 from planner.core.frames import forgotten
 from planner.core.maxima import Maxima
+from planner.core.objects import leaves
 from planner.errors import BatchError, CaptureError, ModelError
 from planner.parallel.meshes import on_mesh, tracker_kept
 
