@@ -12,6 +12,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from planner.compat.dispatch import lasting_modes_off
+from planner.core.objects import dense_tensors
 
 from .real_models import Case
 
@@ -70,7 +71,7 @@ def peak_in(profiler: profile, folder: Path) -> int:
 
 def held_before(case: Case) -> int:
     """Bytes of parameters, buffers and batch, counted by storage."""
-    everything = [*case.model.parameters(), *case.model.buffers(), *case.batch.values()]
+    everything = [*case.model.parameters(), *case.model.buffers(), *dense_tensors(case.batch)]
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in everything}.values())
 
 

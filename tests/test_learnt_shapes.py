@@ -3,6 +3,8 @@
 import copy
 import logging
 import random
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch._dynamo.utils import counters
 import planner.planning.pipeline
 from planner import PlanWarning, plan
 from planner.core.maxima import Maxima
+from planner.core.objects import tensors_of, with_tensors
 from planner.runtime.learnt_shapes import LearntShapes
 
 from .measure import beside_the_loop, held_before, results, step_peak
@@ -95,6 +98,56 @@ class Shifted(nn.Module):
 
     def forward(self, x, target):
         return (self.layer(x)[:, 1:] - target).square().mean()
+
+
+class Rows(NamedTuple):
+    x: torch.Tensor
+
+
+class Store:
+    def __init__(self, x):
+        self.rows = {"features": Rows(x)}
+        self.owner = self  # as objects of graphs refer to each other
+
+
+@dataclass(frozen=True)
+class Sample:
+    store: Store
+    number: int = 8
+
+
+class OfObjects(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = Layers()
+
+    def forward(self, sample):
+        return self.net(sample.store.rows["features"].x)
+
+
+def test_sizes_in_objects_change_as_others_do(captured, tmp_path, caplog):
+    lengths = (20, 27, 25, 22, 21, 18)
+    batches = [{"sample": Sample(Store(torch.randn(4, n, 8)))} for n in lengths]
+    with caplog.at_level(logging.INFO, "planner"):
+        loop(OfObjects(), batches, tmp_path, share=1.1, largest=batches[1])
+    assert len(captured) == 4  # for the budget, for two shapes, rounded up
+    told = "dimension 1 of batch['sample'].store.rows['features'].x"
+    assert any("one plan and one compiled graph" in m and told in m for m in caplog.messages)
+
+
+def test_objects_are_copied_where_their_tensors_are_others():
+    given, twice = Sample(Store(torch.ones(2))), torch.zeros(3)
+    others = Sample([1, "a", None], 2)
+    (new, same, tied), kwargs = with_tensors((given, others, given), {"x": twice}, lambda _, t: t + 1)
+    assert type(new) is Sample
+    assert new.store.rows["features"].x.tolist() == [2, 2]
+    assert new.number == 8
+    assert same is others
+    assert given.store.rows["features"].x.tolist() == [1, 1]
+    assert kwargs["x"].tolist() == [1, 1, 1]
+    assert tied is not given
+    names = [name for name, _ in tensors_of((given,), {"x": twice})]
+    assert names == ["[0][0].store.rows['features'].x", "[1]['x']"]
 
 
 def test_sizes_that_belong_together_are_not_rounded_apart(captured):

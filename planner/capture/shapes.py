@@ -20,7 +20,8 @@ from planner.compat import pytree
 from planner.compat.fake import FakeTensorMode
 from planner.compat.symbols import dynamic_dimensions, evaluate, expression_of, hint_of
 from planner.compat.tensors import storage_key
-from planner.core.maxima import Maxima, layout, tensors_of
+from planner.core.maxima import Maxima, layout
+from planner.core.objects import tensors_of, with_tensors
 from planner.errors import CaptureError
 
 SYMBOLIC = "planner_symbolic"  # in a node's meta: its value with symbols in it
@@ -60,15 +61,14 @@ def _mapped(args: Any, kwargs: Any, maxima: Maxima, make: Callable[[torch.Tensor
     """Arguments with new tensors for those that may be smaller; one that comes twice stays one."""
     mapped: dict[int, Any] = {}
 
-    def new(path: Any, t: Any) -> Any:
-        at = maxima.of(pytree.keystr(path))
-        if not at or not isinstance(t, torch.Tensor):
+    def new(path: str, t: torch.Tensor) -> Any:
+        if not (at := maxima.of(path)):
             return t
         if id(t) not in mapped:
             mapped[id(t)] = make(t, at)
         return mapped[id(t)]
 
-    return pytree.tree_map_with_path(new, (tuple(args), dict(kwargs)))
+    return with_tensors(args, kwargs, new)
 
 
 @contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from inspect import CO_OPTIMIZED
 from types import FrameType
 from typing import Any
@@ -23,3 +25,17 @@ def variables_of(frame: FrameType) -> dict[str, Any]:
     if frame.f_code.co_flags & CO_OPTIMIZED and seen is not frame.f_globals and type(seen) is dict:
         seen.clear()
     return variables
+
+
+@contextmanager
+def forgotten() -> Iterator[list[Exception | None]]:
+    """A list for errors that are looked at later, empty afterwards.
+
+    An error has the frames that it went through and those that called them: one that a variable of such a frame holds
+    would keep the variables of all of them, and so a batch, until Python's collector comes.
+    """
+    errors: list[Exception | None] = []
+    try:
+        yield errors
+    finally:
+        errors.clear()

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from planner.compat.modules import buffers_of, unsaved_buffers
-from planner.core.maxima import Maxima, tensors_of
+from planner.core.maxima import Maxima
+from planner.core.objects import tensors_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,7 @@ class LossSeen:
         backward: the most from then on.
         computed: of `forward`, the most before the backward pass of the loss itself began.
         computed_later: the same of `backward`.
-        between: the same as `forward` of what came before the last of several calls of the model, which none of the others
-            counts.
+        between: the same as `forward` of what came before the last of several calls, which no other one counts.
         between_later: the same as `backward`.
         left: of those that were alive when the planned backward pass began, beside the gradients of the outputs.
         read: of other tensors on the device that they were computed from, such as targets; neither the model's own,

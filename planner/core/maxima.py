@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from planner.compat import pytree
+from planner.core.objects import tensors_of
 
 
 @dataclass(frozen=True)
@@ -31,18 +31,16 @@ class Maxima:
 
 
 def sizes_in(args: Any, kwargs: Any, free: Mapping[str, Collection[int]] | None = None) -> Maxima:
-    """The sizes of a call as maxima: of the free dimensions (None: of all), without those of one element or none."""
+    """The sizes of a call as maxima: of the free dimensions (None: of all), without those of one element or none.
+
+    Those of sparse tensors are no symbols.
+    """
     sizes = {
         path: {d: n for d, n in enumerate(t.shape) if n > 1 and (free is None or d in free.get(path, ()))}
         for path, t in tensors_of(args, kwargs)
+        if t.layout is torch.strided
     }
     return Maxima({path: at for path, at in sizes.items() if at})
-
-
-def tensors_of(args: Any, kwargs: Any) -> list[tuple[str, torch.Tensor]]:
-    """The tensors of a call, each with its path."""
-    leaves, _ = pytree.tree_flatten_with_path((tuple(args), dict(kwargs)))
-    return [(pytree.keystr(path), t) for path, t in leaves if isinstance(t, torch.Tensor) and not t.is_nested]
 
 
 def layout(t: torch.Tensor) -> tuple[int, ...]:

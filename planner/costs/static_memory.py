@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from planner.capture.trace.loss_trace import leaves
 from planner.core.account import BATCH, UNREDUCED
 from planner.core.call import storages, tensors_in
+from planner.core.objects import leaves
 from planner.devices.specs import Device
 from planner.parallel.sharded import parameters_of, unreduced_bytes
 

@@ -14,13 +14,14 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from planner.capture.joint_graph import is_dense
 from planner.capture.provenance import line_at, user_place
-from planner.capture.trace.loss_trace import differentiable, leaves
+from planner.capture.trace.loss_trace import differentiable
 from planner.compat import pytree
 from planner.compat.autograd import references
 from planner.compat.fake import FakeTensorMode
 from planner.compat.ops import schema_of
 from planner.compat.tensors import TorchDispatchMode, is_traceable_wrapper_subclass, storage_key
 from planner.core.call import TensorSpec, storages
+from planner.core.objects import leaves
 from planner.eager.trace import DistinctOp, ModuleCall, Phase, Saved, Trace, TracedOp
 from planner.eager.values import call_op
 

@@ -12,11 +12,12 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from planner.capture.provenance import line_at
-from planner.capture.trace.loss_trace import LossFn, checked_loss, differentiable, find_loss, leaves
+from planner.capture.trace.loss_trace import LossFn, checked_loss, differentiable, find_loss
 from planner.compat.fake import FakeTensorMode
 from planner.compat.modules import buffers_of, parameters_of
 from planner.core.call import storages
 from planner.core.loop import Loop
+from planner.core.objects import leaves
 from planner.core.recipe import Choice
 from planner.devices.accelerator import random_state_kept
 from planner.eager.checkpointing import checkpointed

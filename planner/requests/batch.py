@@ -11,7 +11,8 @@ from torch import nn
 
 from planner.compat import pytree
 from planner.core.identity import TensorKind, batch_kinds
-from planner.core.maxima import Maxima, sizes_in, tensors_of
+from planner.core.maxima import Maxima, sizes_in
+from planner.core.objects import tensors_at, tensors_of
 from planner.core.options import Dynamic
 from planner.errors import BatchError, OptionError
 
@@ -33,7 +34,7 @@ class Batch:
             return
         self._kinds = batch_kinds(*self._held, None)
         leaves, self._spec = pytree.tree_flatten(self._held)
-        self._leaves = [weakref.ref(x) if isinstance(x, torch.Tensor) else x for x in leaves]
+        self._leaves = [_weakly(x) if tensors_at("", x) else x for x in leaves]
         self._held = None
 
     @property
@@ -49,6 +50,14 @@ class Batch:
         """Its tensors, at the largest sizes."""
         found = self.arguments
         return self._kinds if found is None else batch_kinds(*found, maxima)
+
+
+def _weakly(x: Any) -> weakref.ref[Any]:
+    """A reference that does not hold a tensor, or an object that has some."""
+    try:
+        return weakref.ref(x)
+    except TypeError:  # a class with slots: it counts as gone
+        return weakref.ref(set())
 
 
 def named_maxima(dynamic: Dynamic) -> Maxima:

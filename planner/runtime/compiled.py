@@ -36,7 +36,7 @@ from planner.runtime.signature import Role, Signature, call_signature, without_n
 
 SETTLES = 2  # calls of a kind, after which its graphs are expected to stay: the first may make what the second uses
 WARN_PLANS = 3  # for calls that differ in numbers alone, or in what they are compiled to
-WARN_WAYS, MOST_WAYS = 8, 32  # through a model's code: when to warn, and how many plans to keep
+WARN_WAYS, MOST_WAYS = 2, 32  # through a model's code: when to warn, and how many plans to keep
 
 
 def _always(recipe: Recipe) -> Callable[[], Recipe]:
@@ -291,8 +291,9 @@ class Runtime(Applied):
         if len(ways) == WARN_WAYS:
             warn(
                 f"the model took {WARN_WAYS + 1} ways through its code, by values that each step has anew "
-                f"({'; '.join(recipe_of(tried).asks)}): each is planned and compiled for itself. Where they do not "
-                "end, take the question out of forward(), or plan a submodule without it"
+                f"({'; '.join(recipe_of(tried).asks)}): each is planned and compiled for itself, and a step that goes "
+                "a new one may take more than the budget. Where they do not end, take the question out of forward(), "
+                "or plan a submodule without it"
             )
         return ways
 

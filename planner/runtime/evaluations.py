@@ -15,11 +15,12 @@ from torch import nn, optim
 from planner.compat.autograd import is_transformed
 from planner.compat.dispatch import LastingMode, may_last, switch_off, switch_on
 from planner.compat.tensors import is_traceable_wrapper_subclass, storage_key
-from planner.core.call import inside, storages, tensors_in
+from planner.core.call import Call, inside, storages, tensors_in
 from planner.core.plan import PlanRecord
 from planner.errors import gb, warn
 from planner.runtime.cuda_graphs import captures
-from planner.runtime.made import MadeStorages, takes_memory
+from planner.runtime.made import MadeStorages, call_of, takes_memory
+from planner.runtime.recorded import workspaces
 
 LARGER = 1.25  # times the largest batch without gradients: such a one is looked at
 MOST_OPS = 200_000  # of an evaluation: no more are looked at
@@ -34,7 +35,11 @@ def tensors_of(model: nn.Module, optimizers: Sequence[optim.Optimizer]) -> Any:
 
 
 class _Live(LastingMode):  # type: ignore[no-untyped-call]
-    """The most bytes of tensors that were alive at once: of those that ops made, and of what was there before."""
+    """The most bytes of tensors that were alive at once: of those that ops made, and of what was there before.
+
+    Attributes:
+        calls: the distinct ops that ran, by key, each with the most bytes that were alive beside its workspace.
+    """
 
     def __init__(self, device: torch.device, before: _Live | None = None) -> None:
         super().__init__()
@@ -42,6 +47,7 @@ class _Live(LastingMode):  # type: ignore[no-untyped-call]
         self.made: MadeStorages = MadeStorages() if before is None else before.made
         self.beside: MadeStorages = MadeStorages() if before is None else before.beside
         self.most: int = 0 if before is None else before.most
+        self.calls: dict[str, tuple[int, Call]] = {} if before is None else before.calls
         self._ops: int = 0 if before is None else before._ops
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -52,6 +58,7 @@ class _Live(LastingMode):  # type: ignore[no-untyped-call]
             return NotImplemented  # the wrapper's own ops on the tensors inside it come here
         result = func(*args, **kwargs)
         self.enter(result, (args, kwargs))
+        self._describe(func, args, kwargs, result)
         self._ops += 1
         self.over |= self._ops > MOST_OPS
         return result
@@ -66,6 +73,15 @@ class _Live(LastingMode):  # type: ignore[no-untyped-call]
             self.most = max(self.most, self.made.live + self.beside.live)
         except Exception as e:  # a tensor without a storage, or one of the loop's own kind: the loop goes on
             log.debug("an op of an evaluation was not looked at: %s: %s", type(e).__name__, e)
+
+    def _describe(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        try:
+            here = any(takes_memory(t, self.device) for t in tensors_in(result))
+            if here and (call := call_of(func, args, kwargs, result)) is not None:
+                before, _ = self.calls.get(call.key, (0, call))
+                self.calls[call.key] = max(before, self.made.live + self.beside.live), call
+        except Exception as e:  # as above
+            log.debug("an op of an evaluation was not described: %s: %s", type(e).__name__, e)
 
     def hold(self, tree: Any) -> None:
         """These are there as well."""
@@ -93,9 +109,10 @@ class Evaluations:
     """
 
     def __init__(self) -> None:
-        self._largest = self._took = 0  # bytes of the batch, and of all that its call took
+        self._largest = self._took = 0  # bytes of the batch, and of what its call took
         self._others = 0  # bytes that the loop holds beside the step
-        self._budget: float = 0  # of the plan, in bytes
+        self._budget = inf  # of the plan, in bytes
+        self._workspaces: dict[str, int] = {}  # of ops, by key
         self._first = MadeStorages()  # the batch of the first call that is looked at
         self.left: list[MadeStorages] = []
         self._made = False  # whether the loop makes the batches, which are not part of its data then
@@ -124,11 +141,14 @@ class Evaluations:
         (args, kwargs), device = batch, next(model.parameters()).device
         given = tensors_in(batch)
         here = [t for t in given if t.device == device and t.layout == torch.strided]
-        nbytes, most, budget = sum(t.nbytes for t in here), self._largest, inf if plan is None else plan.budget_bytes
+        nbytes, budget = sum(t.nbytes for t in here), inf if plan is None else plan.budget_bytes
+        most = self._largest if budget == inf or self._budget < inf else 0  # what came before the plan was not judged
         if self.live is not None and not is_transformed(given):
             self._made |= {storage_key(t) for t in here} <= self.live.made.made.keys()
-        hardly = nbytes < LARGER * most and nbytes * self._took <= budget * most
+        self._others = 0 if plan is None else plan.step.loop.others
+        hardly = nbytes < LARGER * most and nbytes * (self._others + self._took) <= budget * most
         if self.warned or nbytes <= most or hardly or captures(model) or not may_look():
+            self._tell()  # more of what is beside them may be known now
             return self._unseen(call, args, kwargs)
         if is_transformed([*model.parameters(), *given]):
             return call(*args, **kwargs)
@@ -143,8 +163,6 @@ class Evaluations:
             raise
         if alone:
             switch_off(live)
-        self._others = 0 if plan is None else plan.step.loop.others
-        self._took = self._others + live.most
         self._judge(live)
         return result
 
@@ -189,7 +207,17 @@ class Evaluations:
         return sum(each.live for each in self.left)
 
     def _judge(self, live: _Live) -> None:
-        takes = self._others + live.most
+        """Find what all took at once, with the workspaces of ops where these decide."""
+        self._took = live.most
+        if not self.warned and self._others + live.most <= self._budget < inf:
+            new = {key: call for key, (_, call) in live.calls.items() if key not in self._workspaces}
+            self._workspaces |= workspaces(new, live.device)
+            self._took = max([live.most, *(held + self._workspaces[key] for key, (held, _) in live.calls.items())])
+        self._tell()
+
+    def _tell(self) -> None:
+        """Warn, once, where that is over the budget."""
+        takes = self._others + self._took
         if takes > self._budget and not self.warned:
             self.warned = True
             warn(

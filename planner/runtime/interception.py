@@ -49,7 +49,7 @@ class Applied:
         alone: whether the plans are for this process alone, whatever others train the model with it.
 
     Attributes:
-        plans: for each kind of call, by signature, its plan.
+        plans: for each kind of call, by signature, its plan; that of the latest, where several come in a step.
         unplanned: kinds of calls that run as without a plan, as there is none for them.
         newest: the plan made last, with the request and the batch that it was made for.
         state: that of the model in its latest training call.
@@ -62,7 +62,6 @@ class Applied:
         self.model = model
         self.provider = provider
         self.plans: dict[Signature, PlanRecord] = {}
-        self.turns: dict[Signature, tuple[PlanRecord, ...]] = {}
         self.unplanned: set[Signature] = set()
         self.newest: Planned | None = None
         self.state: ModelState | None = None
@@ -95,7 +94,7 @@ class Applied:
     def like(self, model: nn.Module) -> Applied:
         """The same for a copy of the model."""
         copied = type(self)(model, self.provider)
-        copied.plans, copied.turns = dict(self.plans), dict(self.turns)
+        copied.plans = dict(self.plans)
         copied.newest = self.newest and self.newest.of(model)
         return copied
 
@@ -112,13 +111,13 @@ class Applied:
         self.newest = planned
         self.peaks.plan_made()
         self.plans[signature := call_signature(self.model, args, kwargs)] = planned.record
-        self.turns[signature] = (planned.record, *planned.repeats)
+        if self.watch is not None:
+            self.watch.together.plans[signature] = planned.record, *planned.repeats
 
     def forget(self, role: Role | None = None) -> None:
         """Forget plans: other ranks may have others, or the loop is not as they count it; of one role, or all."""
         for signature in [s for s in self.plans if role in (None, role_of(s))]:
             del self.plans[signature]
-            self.turns.pop(signature, None)
 
     # a compiled model around this one would have it in its own graph, without the plan
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -182,8 +181,8 @@ class Applied:
                 self.forget(role_of(signature))
             if signature not in self.plans and not self._found(signature, args, kwargs):
                 return self.call_eagerly(*args, **kwargs)
-            if self.together and (turns := self.turns.get(signature)):
-                self.plans[signature] = turns[self.watch.together.turn(signature) % len(turns)]
+            if self.watch is not None:
+                self.plans[signature] = self.watch.together.plan(signature, self.plans[signature])
             for recorder in others:
                 if isinstance(recorder, Recorder) and not (self.watch and self.watch.recorder is recorder):
                     recorder.runs_planned(self, (args, kwargs), self._taken(self.plans[signature]))
@@ -215,8 +214,7 @@ class Applied:
     def _learns(self, watch: Watch, parameters: Sequence[nn.Parameter], batch: Any, signature: Signature) -> bool:
         """Whether plans for calls in a role have to be made anew, for what the loop was seen to do."""
         watch.budget = None if self.newest is None else self.newest.record.budget_bytes
-        role = role_of(signature)
-        seen = watch.call_begins(parameters, batch, self.waiting_calls(), role)
+        seen = watch.call_begins(parameters, batch, self.waiting_calls(), role := role_of(signature))
         other = watch.together.call_begins(signature, first=watch.first)
         if not watch.settled and not watch.fresh:
             return other
@@ -231,8 +229,7 @@ class Applied:
         """Gradients that were there in the forward pass are there still, if they are."""
         if not self._passes.begins():  # another call's part of it, which came before, has made some
             return
-        still = any(p.grad is not None and adds_to_gradient(p) for p in self.model.parameters())
-        if self.watch is not None and still:
+        if self.watch is not None and any(p.grad is not None and adds_to_gradient(p) for p in self.model.parameters()):
             if self.watch.loop.gradients != "accumulated" and signature in self.plans:  # from the next step on, it is
                 self.provider.on_backward_begin(self.model, self.plans[signature])
             self.watch.backward_begins()
@@ -252,8 +249,8 @@ class Applied:
             return 0
         account, parameters = self.newest.record.account, self.model.parameters()
         with_gradients = [p for p in parameters if p.requires_grad or p.grad is not None]  # frozen now, it may have one
-        lines = sum(account.get(name, 0) for name in ("parameters", "buffers", "optimizer state"))
-        return lines + storage_bytes(with_gradients)
+        lines = [account.get(name, 0) for name in ("parameters", "buffers", "optimizer state")]
+        return sum(lines, storage_bytes(with_gradients))
 
     def was_trained(self) -> bool:
         """Whether a backward pass has come of some call, as far as that is known."""

@@ -6,9 +6,15 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import CodeType
+from typing import Any
 
 import torch
 
+from planner.compat.ops import OpOverload
+from planner.compat.pytree import tree_leaves
+from planner.core.call import Call, describe_call
+
+_STORAGES = (torch.UntypedStorage, torch.TypedStorage)
 Made = tuple[int, int]  # a storage that was made: a number that no other one has, and its bytes
 Place = tuple[CodeType, int]  # an instruction: of this code, at this byte of it
 
@@ -16,6 +22,15 @@ Place = tuple[CodeType, int]  # an instruction: of this code, at this byte of it
 def takes_memory(t: torch.Tensor, device: torch.device) -> bool:
     """Whether a tensor takes memory of a device: one of a FakeTensorMode takes none."""
     return t.device == device and t.untyped_storage().device == device
+
+
+def call_of(func: Any, args: Any, kwargs: Any, result: Any) -> Call | None:
+    """The data of an op that ran; None where it is none of torch's, or is given a storage, which describes itself by
+    all that is in it.
+    """
+    if not isinstance(func, OpOverload) or any(isinstance(x, _STORAGES) for x in tree_leaves((args, kwargs))):
+        return None
+    return describe_call(func, args, kwargs, result)
 
 
 @dataclass

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from planner.capture.trace.loss_trace import leaves
 from planner.compat.autograd import when_backward_ends
 from planner.core.call import tensors_in
+from planner.core.objects import leaves
 from planner.core.plan import PlanRecord
 from planner.core.verification import FOUND
 from planner.devices.accelerator import Accelerator, accelerator_of

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from planner.compat.dispatch import lasting_modes_off
-from planner.core.call import storages
+from planner.core.call import Call, storages
 from planner.core.loop import LossSeen
 from planner.costs.measured_ops import measure
 from planner.runtime.made import Event, LossEvents, Made
@@ -66,10 +66,14 @@ def workspaces_of(recorder: Recorder, known: Collection[str]) -> dict[str, int]:
     measured.
     """
     ran = {event.call for loss in recorder.losses for event in loss.events} - {""}
-    todo = [recorder.calls[key] for key in ran.difference(known)]
+    return workspaces({key: recorder.calls[key] for key in ran.difference(known)}, recorder.device)
+
+
+def workspaces(calls: Mapping[str, Call], device: torch.device) -> dict[str, int]:
+    """The bytes that ops hold while they run, beside what they make: they are measured; 0 for those that fail."""
     with lasting_modes_off():
-        found = measure(todo, recorder.device, progress=False)
-    return dict.fromkeys((call.key for call in todo), 0) | {key: each.workspace for key, each in found.items()}
+        found = measure(calls.values(), device, progress=False)
+    return {key: found[key].workspace if key in found else 0 for key in calls}
 
 
 def _tangents(loss: LossEvents, arrived: Mapping[int, Made]) -> int:

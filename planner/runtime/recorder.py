@@ -21,13 +21,11 @@ from torch import nn
 
 from planner.compat.autograd import adds_to_gradient, graph_is_kept, in_backward, when_backward_ends
 from planner.compat.dispatch import LastingMode, finds_ops, written
-from planner.compat.ops import OpOverload
-from planner.compat.pytree import tree_leaves
 from planner.compat.tensors import dense_parts, is_traceable_wrapper_subclass, storage_key
-from planner.core.call import Call, bytes_of_elements, describe_call, storages, tensors_in
+from planner.core.call import Call, bytes_of_elements, storages, tensors_in
 from planner.core.layout import Order, memory_order, order_of_gradient
 from planner.core.loop import LaidOut
-from planner.runtime.made import Event, LossEvents, Made, MadeStorages, takes_memory
+from planner.runtime.made import Event, LossEvents, Made, MadeStorages, call_of, takes_memory
 from planner.runtime.outputs import Unasking
 from planner.runtime.rebound import place_of
 
@@ -255,7 +253,7 @@ class Recorder(LastingMode):
     @property
     def laid_out(self) -> LaidOut:
         """Of the outputs whose gradients came in one order that was not expected, their positions and that order."""
-        one = sorted((at, *orders) for at, orders in self._orders.items() if len(orders) == 1)
+        one = ((at, order) for at, (order, *others) in sorted(self._orders.items()) if not others)
         return tuple((at, order) for at, order in one if order is not None)
 
     @property
@@ -354,8 +352,7 @@ class Recorder(LastingMode):
                     self.of_optimizer.add(self.made.number)
                     self.by_optimizer.add(t.untyped_storage(), key)
         name = ""
-        if isinstance(func, OpOverload) and not any(map(_is_storage, tree_leaves((args, kwargs)))):
-            call = describe_call(func, args, kwargs, result)
+        if (call := call_of(func, args, kwargs, result)) is not None:
             name = call.key
             self.calls.setdefault(name, call)
         place = None if backward else place_of(inspect.currentframe())
@@ -394,8 +391,3 @@ def _weakly(value: Any) -> Callable[[], torch.Tensor | None]:
 
 def _none() -> None:
     return None
-
-
-def _is_storage(value: Any) -> bool:
-    """Whether an argument is a storage, which describes itself by all that is in it."""
-    return isinstance(value, (torch.UntypedStorage, torch.TypedStorage))

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from planner.capture.trace.loss_trace import leaves
 from planner.compat import pytree
 from planner.compat.modules import modules_in, tables_of
 from planner.compat.tensors import is_traceable_wrapper_subclass
 from planner.core.maxima import Maxima, layout
+from planner.core.objects import tensors_at
 from planner.parallel.sharded import parameters_among
 
 Signature = tuple[Any, ...]
@@ -166,11 +166,11 @@ def call_signature(
     The model is not read where its present state is given.
     """
 
-    def describe(path: Any, x: Any) -> Any:
+    def describe(path: str, x: Any) -> Any:
         if isinstance(x, torch.Tensor):
             if x.is_nested:  # no plan serves it, and it has no strides
                 return ("nested", x.dtype)
-            free = maxima.of(pytree.keystr(path)) if maxima else {}
+            free = maxima.of(path) if maxima else {}
             shape = tuple(None if d in free else n for d, n in enumerate(x.shape))
             same = first.setdefault(id(x), len(first))
             kind = (
@@ -181,8 +181,8 @@ def call_signature(
             return (shape, strides, x.dtype, x.device, x.requires_grad, same, kind)
         if isinstance(x, (int, float, str, bool, type(None))):
             return x
-        inner = [t for t in leaves(x) if isinstance(t, torch.Tensor)]  # of a batch that is an object
-        return (type(x), *(describe(path, t) for t in inner)) if inner else type(x)
+        inner = tensors_at(path, x)  # of a batch that is an object
+        return (type(x), *(describe(at, t) for at, t in inner)) if inner else type(x)
 
     first: dict[int, int] = {}
     if state is None:
@@ -191,11 +191,11 @@ def call_signature(
     flat: list[Any] = [*args, *kwargs.values()]
     plain = all(isinstance(x, _LEAVES) for x in flat)
     if plain and not maxima:
-        described = tuple(describe((), x) for x in flat)
+        described = tuple(describe("", x) for x in flat)
         structure: object = (len(args), *kwargs)
     else:
         found, spec = pytree.tree_flatten_with_path((tuple(args), dict(kwargs)))
-        described = tuple(describe(*leaf) for leaf in found)
+        described = tuple(describe(pytree.keystr(path) if maxima else "", x) for path, x in found)
         structure = (len(args), *kwargs) if plain else str(spec)
     return (
         described,

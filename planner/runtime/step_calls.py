@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from planner.capture.trace.loss_trace import leaves
 from planner.compat import pytree
 from planner.compat.autograd import origins, sequence_number
 from planner.compat.dynamo import own_frame
 from planner.compat.modules import with_call
 from planner.compat.tensors import is_traceable_wrapper_subclass, storage_key
+from planner.core.objects import leaves
 from planner.runtime.entries import Entry
 from planner.runtime.interception import CARRIER, COMPILE
 from planner.runtime.signature import Signature

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from planner.compat.autograd import when_backward_ends
+from planner.core.plan import PlanRecord
 from planner.runtime.signature import Signature
 
 MOST = 4  # calls of a step that are planned together
@@ -13,10 +14,12 @@ class Together:
 
     Attributes:
         kinds: of these, in order, where they are not all alike; empty where each call is planned by itself.
+        plans: the plans of each kind, in the order of its calls in a step.
     """
 
     def __init__(self) -> None:
         self.kinds: tuple[Signature, ...] = ()
+        self.plans: dict[Signature, tuple[PlanRecord, ...]] = {}
         self._now: list[Signature] = []
         self._never = self._apart = False  # that there is one; that the backward passes are several
 
@@ -39,9 +42,11 @@ class Together:
         rest = iter(self.kinds)
         return not set(self.kinds).isdisjoint(self._now) and not all(each in rest for each in self._now)
 
-    def turn(self, kind: Signature) -> int:
-        """How many calls of a kind came in the present step before the latest one."""
-        return max(0, self._now.count(kind) - 1)
+    def plan(self, kind: Signature, plan: PlanRecord) -> PlanRecord:
+        """The plan for the latest call, of a kind that has such a one: calls of a kind take turns in a step."""
+        turns = self.plans.get(kind, (plan,))
+        taken = any(plan is each for each in turns)  # else it was planned anew, for itself
+        return turns[(self._now.count(kind) - 1) % len(turns)] if taken else plan
 
     def recorded(self, *, passes: int, roles: int) -> None:
         """The step has ended and was recorded, with so many backward passes, through calls in so many roles."""

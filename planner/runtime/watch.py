@@ -12,11 +12,12 @@ import torch
 from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from planner.capture.trace.loss_trace import dense_tensors, find_loss, leaves, probable_loss
+from planner.capture.trace.loss_trace import find_loss, probable_loss
 from planner.compat.dispatch import switch_off, switch_on
 from planner.compat.tensors import storage_key
 from planner.core.call import storages
 from planner.core.loop import Gradients, Loop
+from planner.core.objects import dense_tensors, leaves
 from planner.core.plan import PlanRecord
 from planner.requests.optimizers import trained_by, wraps_another
 from planner.runtime.cuda_graphs import captures

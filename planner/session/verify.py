@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from planner.capture.trace.loss_trace import checked_loss, find_loss, leaves
+from planner.capture.trace.loss_trace import checked_loss, find_loss
 from planner.capture.trace.state_guard import ModelSnapshot
 from planner.capture.trace.step import TrainingGraph
 from planner.compat.autograd import post_accumulate_hooks
 from planner.core.call import here
+from planner.core.objects import leaves
 from planner.core.options import GB
 from planner.core.plan import PlanRecord
 from planner.core.surroundings import under

@@ -32,6 +32,7 @@ from planner.compat.fake import (
 from planner.compat.ops import OpOverload, schema_of
 from planner.compat.tensors import no_dispatch, storage_key
 from planner.core.call import TensorSpec, tensors_in
+from planner.core.objects import with_tensors
 
 _ATEN = torch.ops.aten
 MOST_ELEMENTS = 2**22  # of a tensor that is known: a mask of 2048 by 2048 tokens
@@ -54,11 +55,11 @@ class ConstantPropagation:
         self._dispatch = replace_dispatch(mode, self.dispatch)
         allow_constants(mode, MOST_ELEMENTS)
 
-    def fake(self, tree: Any) -> Any:
-        """A tree with fake tensors for its tensors, known where they are small; writing into them changes nothing."""
+    def fake(self, args: Any, kwargs: Any) -> Any:
+        """A call with fake tensors for its tensors, known where they are small; writing into them changes nothing."""
         memo: dict[int, Any] = {}  # what is there twice stays one
 
-        def fake(t: torch.Tensor) -> Any:
+        def fake(_: str, t: torch.Tensor) -> Any:
             if type(t) is not torch.Tensor or t.requires_grad or t.is_meta or t.numel() > MOST_ELEMENTS:
                 return self.mode.from_tensor(t)
             if id(t) not in memo:
@@ -70,7 +71,7 @@ class ConstantPropagation:
                 memo[id(t)] = known
             return memo[id(t)]
 
-        return pytree.tree_map_only(torch.Tensor, fake, tree)
+        return with_tensors(args, kwargs, fake)
 
     def dispatch(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

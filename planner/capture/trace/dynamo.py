@@ -27,7 +27,6 @@ from planner.capture.trace.out_of_sight import out_of_sight
 from planner.capture.trace.quiet import collector_paused, quietly
 from planner.capture.trace.recording import Recording
 from planner.capture.trace.state_guard import generators_of
-from planner.compat import pytree
 from planner.compat.autograd import like_eager
 from planner.compat.dynamo import aot_autograd, dynamo_config, functorch_config
 from planner.compat.fake import FakeCopyMode, FakeTensorMode
@@ -35,6 +34,7 @@ from planner.compat.fx import boxed
 from planner.compat.joint_trace import Traces, shared
 from planner.compat.modules import buffers_of, parameters_of, replace_call
 from planner.compat.tensors import is_traceable_wrapper_subclass
+from planner.core.objects import with_tensors
 from planner.core.options import Checkpoints
 from planner.errors import CaptureError, PlannerError
 from planner.parallel.meshes import refuse_swapped
@@ -205,9 +205,6 @@ def to_fake(
     except Exception as e:
         raise CaptureError(f"{type(model).__name__} cannot be copied for planning: {type(e).__name__}: {e}") from e
 
-    def fake(t: torch.Tensor) -> Any:
-        return _landed(t, mode)
-
     landed: dict[int, Any] = {}  # tied parameters stay tied
     for module in fake_model.modules():
         for table in (parameters_of(module), buffers_of(module)):
@@ -215,9 +212,8 @@ def to_fake(
                 if t is not None and t.device.type == "meta":
                     table[name] = landed.setdefault(id(t), _landed(t, mode))
     paths = {id(module): name for name, module in fake_model.named_modules()}
-    fake_args, fake_kwargs = pytree.tree_map_only(
-        torch.Tensor, fake, ConstantPropagation(mode, answers, paths).fake((tuple(args), dict(kwargs)))
-    )
+    fake_args, fake_kwargs = ConstantPropagation(mode, answers, paths).fake(args, kwargs)
+    fake_args, fake_kwargs = with_tensors(fake_args, fake_kwargs, lambda _, t: _landed(t, mode))
     return Recording(mode, paths), fake_model, fake_args, fake_kwargs
 
 

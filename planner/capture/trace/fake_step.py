@@ -27,13 +27,14 @@ from planner.capture.trace.dynamo import (
     make_backend,
 )
 from planner.capture.trace.eager_parts import as_region_calls
-from planner.capture.trace.loss_trace import LossFn, OutsideLoss, differentiable, leaves, trace_loss
+from planner.capture.trace.loss_trace import LossFn, OutsideLoss, differentiable, trace_loss
 from planner.capture.trace.recording import EagerCall, Recording
 from planner.capture.trace.refusals import refusal
 from planner.compat.dynamo import compile_call, forget_compiled
 from planner.core.call import storages
 from planner.core.loop import LaidOut
 from planner.core.maxima import Maxima
+from planner.core.objects import leaves
 from planner.errors import CaptureError, PlannerError
 
 Detach = Callable[[fx.GraphModule], Collection[int]] | Mapping[str, tuple[int, ...]]

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, Literal
 
 import torch
 
 from planner.compat import pytree
-from planner.compat.tensors import TorchDispatchMode, dense_parts, is_traceable_wrapper_subclass, storage_key
-from planner.core.call import PLAIN, Call, describe_call, here, storages, tensors_in
+from planner.compat.tensors import TorchDispatchMode, is_traceable_wrapper_subclass, storage_key
+from planner.core.call import Call, describe_call, here, storages, tensors_in
+from planner.core.objects import leaves, named_leaves
 from planner.errors import BatchError
 
 LossFn = Callable[[Any], torch.Tensor]
-DEEPEST = 8  # containers in containers
-MOST_LEAVES = 4096  # a batch may refer to a whole data set
-FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, ModuleType)
 
 
 @dataclass(frozen=True)
@@ -95,54 +92,6 @@ def gradients_received(output: Any) -> torch.Tensor:
     Called, it is a loss that gives all of them one.
     """
     return torch.stack([t.float().mean() for t in leaves(output) if differentiable(t)]).sum()
-
-
-def leaves(output: Any) -> list[Any]:
-    """The first leaves of a model's output; dataclasses and other objects are read through their attributes."""
-    found: list[Any] = []
-    _collect(output, (), found)
-    return found
-
-
-def dense_tensors(batch: Any) -> list[torch.Tensor]:
-    """The tensors of a batch, those of objects and the parts of sparse ones too."""
-    return [part for t in leaves(batch) if isinstance(t, torch.Tensor) for part in dense_parts(t)]
-
-
-def _collect(output: Any, within: tuple[int, ...], into: list[Any]) -> None:
-    if type(output) in PLAIN or isinstance(output, torch.Tensor) or (inner := _inside(output, within)) is None:
-        into.append(output)
-        return
-    for value in inner.values() if isinstance(inner, Mapping) else inner:
-        if len(into) > MOST_LEAVES:
-            return
-        _collect(value, (*within, id(output)), into)
-
-
-def _inside(output: Any, within: tuple[int, ...]) -> Mapping[Any, Any] | Sequence[Any] | None:
-    """What a container in a model's output has: attributes as a mapping; None for a leaf."""
-    if len(within) > DEEPEST or id(output) in within or isinstance(output, (torch.Tensor, torch.nn.Module, type)):
-        return None
-    if isinstance(output, (Mapping, tuple, list)):
-        return output
-    own = None if isinstance(output, FUNCTIONS) else getattr(output, "__dict__", None)
-    return own if isinstance(own, dict) else None
-
-
-def named_leaves(output: Any, path: str = "", within: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """The leaves of a model's output, each with its path, as in ".loss"; `within` are the containers around it."""
-    inner = _inside(output, within)
-    if inner is None:
-        yield path, output
-        return
-    if isinstance(inner, Mapping):
-        named: Iterable[tuple[Any, Any]] = inner.items()
-        attributes = inner is not output or hasattr(output, "to_tuple")  # transformers' and diffusers' outputs
-    else:
-        fields = getattr(output, "_fields", ())
-        named, attributes = zip(fields or range(len(inner)), inner, strict=True), bool(fields)
-    for name, value in named:
-        yield from named_leaves(value, path + (f".{name}" if attributes else f"[{name!r}]"), (*within, id(output)))
 
 
 def differentiable(t: Any) -> bool:

@@ -91,13 +91,14 @@ class Recording:
 
 def _held_by_variables(frame: FrameType | None) -> frozenset[int]:
     """The storages of the tensors that variables name in the functions that run, from the user's innermost one on up to
-    the planner's that has called the model; a tensor in a tuple or a list is named, too.
+    the planner's that has called the model; a tensor in a tuple, a list or a dictionary is named, too.
     """
     found: set[int] = set()
     frame = users_frame(frame)
     while frame is not None and not frame.f_globals.get("__name__", "").startswith("planner."):
         for value in variables_of(frame).values():
-            named = value if type(value) in (tuple, list) else (value,)
+            inner = value.values() if type(value) is dict else value
+            named = inner if isinstance(value, (tuple, list, dict)) else (value,)
             found.update(storage_key(t) for t in named if isinstance(t, FakeTensor) and t.layout is torch.strided)
         frame = frame.f_back
     return frozenset(found)

@@ -20,6 +20,7 @@ from planner.compat.fake import FakeTensor
 from planner.compat.modules import buffers_of, hook_tables, modules_in, parameters_in, tables_of
 from planner.compat.tensors import TorchDispatchMode, storage_key
 from planner.core.call import inside, tensors_in
+from planner.core.objects import with_tensors
 from planner.devices.accelerator import accelerator_of
 
 _LRU_CACHE = type(functools.cache(lambda: None))
@@ -161,7 +162,7 @@ def untouched(
     state, writes = ModelSnapshot(model, tensors_in((args, dict(kwargs)))), ParameterWrites(model, keep=True)
     try:
         with torch.no_grad(), writes:
-            yield pytree.tree_map_only(torch.Tensor, torch.clone, (tuple(args), dict(kwargs)))
+            yield with_tensors(args, kwargs, lambda _, t: t.clone())
     finally:
         state.restore()
         _put_back(writes.before)

@@ -17,7 +17,7 @@ from planner.capture.trace.apart import COMPILED, Paths, Shapes, inner_parts, sh
 from planner.capture.trace.data_dependent import CHANCES, Answers
 from planner.capture.trace.dynamo import OP_BY_OP, GraphCompiler, Partition, lone_loss, to_fake
 from planner.capture.trace.fake_step import FakeStep, NothingCapturedError
-from planner.capture.trace.loss_trace import LossFn, OutsideLoss, checked_loss, differentiable, leaves
+from planner.capture.trace.loss_trace import LossFn, OutsideLoss, checked_loss, differentiable
 from planner.capture.trace.quiet import quietly
 from planner.capture.trace.random_state import random_kept
 from planner.capture.trace.recording import Recording
@@ -31,8 +31,10 @@ from planner.compat.fake import (
 )
 from planner.core.account import EagerStep
 from planner.core.call import bytes_of_elements, tensors_in
+from planner.core.frames import forgotten
 from planner.core.loop import LaidOut
 from planner.core.maxima import Maxima
+from planner.core.objects import leaves
 from planner.errors import BatchError, CaptureError, ModelError
 from planner.parallel.meshes import on_mesh, tracker_kept
 
@@ -144,7 +146,8 @@ def _captured(
     answers: Answers,
 ) -> TrainingGraph:
     """As `capture()`, for one way through the model's Python code."""
-    with _on_fakes(model, args, kwargs, answers) as (recording, fake_model, fake_args, fake_kwargs):
+    fakes = _on_fakes(model, args, kwargs, answers)
+    with fakes as (recording, fake_model, fake_args, fake_kwargs), forgotten() as errors:
         if maxima is not None and symbolic and on_mesh(fake_model, fake_args, fake_kwargs):
             raise CaptureError("torch.compile has no symbols for sizes of DTensors")
         if maxima is not None:
@@ -154,12 +157,12 @@ def _captured(
         writes = ParameterWrites(fake_model)
         trial = recording.mode, fake_model, fake_args, fake_kwargs, loss_fn, writes, answers
         with _drawing(fake_model, answers) as undraw:
-            unsure = first = _try_eagerly(*trial)
+            errors.append(_try_eagerly(*trial))
             paths = COMPILED
-            if isinstance(unsure, (DataDependentOutputException, DynamicOutputShapeException)):
+            if isinstance(errors[0], (DataDependentOutputException, DynamicOutputShapeException)):
                 undraw()
                 knows = learnt(answers, model, args, kwargs)
-                unsure, paths = _try_again(knows, before, *trial)
+                paths = _try_again(errors, knows, before, *trial)
         cut: dict[str, tuple[int, ...]] | None = None
         orders: dict[str, LaidOut] = {}
         for _ in range(2):
@@ -171,14 +174,14 @@ def _captured(
                 with _drawing(fake_model, answers):
                     output = step.run(fake_model, fake_args, fake_kwargs, maxima if symbolic else None)
             except CaptureError as e:
-                if paths.apart and first is not None:
-                    raise CaptureError(refusal(fake_model, first, eagerly=True)) from first
-                if unsure is None:
+                if paths.apart and errors[0] is not None:
+                    raise CaptureError(refusal(fake_model, errors[0], eagerly=True)) from errors[0]
+                if errors[-1] is None:
                     raise
-                blame(model, args, kwargs, unsure)
+                blame(model, args, kwargs, errors[-1])
                 if e.__cause__ is None:
                     raise
-                raise CaptureError(refusal(fake_model, unsure, eagerly=True)) from unsure
+                raise CaptureError(refusal(fake_model, errors[-1], eagerly=True)) from errors[-1]
             answers.drew &= step.frames > 1  # a single graph takes the numbers for inputs
             asked = answers.lines()
             cut, loss = step.gradients(output, loss_fn, unreached)
@@ -259,27 +262,29 @@ def _try_eagerly(
     return None
 
 
-def _try_again(knows: bool, before: Attributes, *trial: Any) -> tuple[Exception | None, Paths]:
+def _try_again(errors: list[Exception | None], knows: bool, before: Attributes, *trial: Any) -> Paths:
     """As `_try_eagerly(*trial)`, with what a real call told, if one did; without its sizes where these do not help.
 
-    Returns also the modules that run apart: those whose sizes depend on values.
+    Enters the error as the last one. Returns the modules that run apart: those whose sizes depend on values.
     """
-    model, answers = trial[1], trial[-1]
-    errors: list[Exception | None] = []
+    model, answers, first = trial[1], trial[-1], len(errors)
     shapes: list[Shapes] = []
     for answers.more in (0, 1) if knows else ():
         before.restore()
         shapes.append(shapes_of_calls(model, lambda: errors.append(_try_eagerly(*trial))))
         if not answers.sized:
-            return errors[0], COMPILED
+            del errors[first + 1 :]
+            return COMPILED
     answers.more = 0
     sized = tuple(sorted(answers.sized))
-    inner = () if any(errors) or not sized else inner_parts(model, sized, *shapes)
-    if sized and errors[0] is None and ("" not in sized or inner):
-        return None, Paths(sized, inner)
+    inner = () if any(errors[first:]) or not sized else inner_parts(model, sized, *shapes)
+    if sized and errors[first] is None and ("" not in sized or inner):
+        errors.append(None)
+        return Paths(sized, inner)
     answers.forget_sizes()
     before.restore()
-    return _try_eagerly(*trial), COMPILED
+    errors.append(_try_eagerly(*trial))
+    return COMPILED
 
 
 def learnt(answers: Answers, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
