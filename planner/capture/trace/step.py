@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -174,14 +174,7 @@ def _captured(
                 with _drawing(fake_model, answers):
                     output = step.run(fake_model, fake_args, fake_kwargs, maxima if symbolic else None)
             except CaptureError as e:
-                if paths.apart and errors[0] is not None:
-                    raise CaptureError(refusal(fake_model, errors[0], eagerly=True)) from errors[0]
-                if errors[-1] is None:
-                    raise
-                blame(model, args, kwargs, errors[-1])
-                if e.__cause__ is None:
-                    raise
-                raise CaptureError(refusal(fake_model, errors[-1], eagerly=True)) from errors[-1]
+                _refuse(e, errors, paths, fake_model, (model, args, kwargs))
             answers.drew &= step.frames > 1  # a single graph takes the numbers for inputs
             asked = answers.lines()
             cut, loss = step.gradients(output, loss_fn, unreached)
@@ -207,6 +200,28 @@ def _captured(
                     parameters=parameters_of_calls(step.calls, {id(p): n for n, p in fake_model.named_parameters()}),
                 )
         raise CaptureError(f"{type(model).__name__}: which outputs get a gradient changes from one pass to the next")
+
+
+def _refuse(
+    e: CaptureError, errors: Sequence[Exception | None], paths: Paths, fake_model: nn.Module, call: tuple[Any, Any, Any]
+) -> NoReturn:
+    """Raise the error of a step that cannot be captured, or that of an earlier attempt, which says more.
+
+    Args:
+        e: the error.
+        errors: of the attempts in eager mode, by their order.
+        paths: of the modules that run apart.
+        fake_model: on fake tensors.
+        call: the model, its arguments and keyword arguments.
+    """
+    if paths.apart and errors[0] is not None:
+        raise CaptureError(refusal(fake_model, errors[0], eagerly=True)) from errors[0]
+    if errors[-1] is None:
+        raise e
+    blame(*call, errors[-1])
+    if e.__cause__ is None:
+        raise e
+    raise CaptureError(refusal(fake_model, errors[-1], eagerly=True)) from errors[-1]
 
 
 @contextmanager
