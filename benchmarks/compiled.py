@@ -133,6 +133,7 @@ def measure_model(name: str, ways: Sequence[str], shares: Sequence[float], pairs
         shares: of torch.compile's peak, for plans.
         pairs: rounds that are timed.
     """
+    measure.keep_freed_memory()
     dynamo_config.recompile_limit, dynamo_config.fail_on_recompile_limit_hit = 64, True
     models: dict[str, nn.Module] = {}
     rows: dict[str, Row] = {}
