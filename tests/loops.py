@@ -811,6 +811,23 @@ def cnn_smaller_last_batch(put: Put, ended: Ended) -> None:
         ended(loss)
 
 
+def segmentation(put: Put, ended: Ended) -> None:
+    """The gradient of the output comes with the channels last, as the loss reads it."""
+    layers = [nn.Conv2d(3, 16, 3, padding=1)]
+    for _ in range(3):
+        layers += [nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1)]
+    model = put(nn.Sequential(*layers))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(STEPS):
+        images, labels = torch.randn(8, 3, 32, 32), torch.randint(16, (8, 32, 32))
+        scores = model(images).permute(0, 2, 3, 1).reshape(-1, 16)
+        loss = F.cross_entropy(scores, labels.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ended(loss)
+
+
 def _generator():
     layers = [nn.Unflatten(1, (16, 1, 1)), nn.ConvTranspose2d(16, 16, 4, bias=False), nn.BatchNorm2d(16), nn.ReLU(True)]
     layers += [nn.ConvTranspose2d(16, 16, 4, 2, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU(True)]
@@ -1208,6 +1225,7 @@ LOOPS: dict[str, Loop] = {
     "hidden_states_later": Loop(hidden_states_later, plans=3),
     "prefetched": Loop(prefetched),
     "one_batch_ahead": Loop(one_batch_ahead),
+    "segmentation": Loop(segmentation),
     "varying_lengths": Loop(varying_lengths, plans=3),
     "auxiliary_loss": Loop(auxiliary_loss),
     "autoencoder": Loop(autoencoder),

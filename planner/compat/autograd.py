@@ -40,7 +40,23 @@ def holds_saved(node: Any) -> bool:
         return False
 
 
-def like_eager(results: Iterable[Any], differentiated_twice: Callable[[], None]) -> None:
+class _Anything:
+    """Is equal to all that it is compared with."""
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class _AnyLayout:
+    """A `MemoryFormatMeta` that a gradient of any layout has: none is copied into another one (2.11 to 2.15)."""
+
+    memory_format = None
+    size = stride = _Anything()
+
+
+def like_eager(results: Iterable[Any], differentiated_twice: Callable[[], None], *, as_they_come: bool = False) -> None:
     """Give the backward pass of a compiled graph what autograd's own nodes have.
 
     It gets None where no gradient arrives, which AOTAutograd hands on as what is no tensor; it runs again on a kept
@@ -51,6 +67,8 @@ def like_eager(results: Iterable[Any], differentiated_twice: Callable[[], None])
     Args:
         results: of the compiled graph.
         differentiated_twice: that function.
+        as_they_come: whether gradients enter as they are laid out; else AOTAutograd copies those that are laid out
+            otherwise than the output (`subclass_tangent_meta`).
     """
     done = set[Any]()
     for t in results:
@@ -65,6 +83,8 @@ def like_eager(results: Iterable[Any], differentiated_twice: Callable[[], None])
             function = node._forward_cls
             if getattr(function, _REFUSES, None) is not differentiated_twice:  # once for all calls of the graph
                 function.metadata.bw_donated_idxs = []
+                for meta in function.metadata.subclass_tangent_meta if as_they_come else ():
+                    meta.memory_format = _AnyLayout()
                 function._double_backward = staticmethod(_double_backward(differentiated_twice))
                 setattr(function, _REFUSES, differentiated_twice)
 

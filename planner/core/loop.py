@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
+from planner.core.layout import Order
+
 Gradients = Literal["cleared", "cleared late", "accumulated"]
+LaidOut = tuple[tuple[int, Order], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,8 @@ class Loop:
             backward pass began; None: all of them.
         only_loss: whether the model's own loss is the only one of its outputs that got a gradient.
         unreached: the positions of other outputs that may get a gradient and got none.
+        laid_out: the positions of those whose gradient came laid out otherwise than in their own memory format, each
+            with its order.
         loss: the loss, as far as it was computed outside the model; None: not seen.
         beside: bytes of what else the loop used on the device for the loss: parameters of other models, tensors that it
             wrote into.
@@ -89,6 +94,7 @@ class Loop:
     outputs_held: tuple[int, ...] | None = None
     only_loss: bool = False
     unreached: tuple[int, ...] = ()
+    laid_out: LaidOut = ()
     loss: LossSeen | None = None
     beside: int = 0
     around: int = 0
@@ -126,6 +132,7 @@ def most_of(one: Loop, other: Loop) -> Loop:
         later_held=_either(one.later_held, other.later_held),
         only_loss=one.only_loss and other.only_loss,
         unreached=tuple(at for at in one.unreached if at in other.unreached),
+        laid_out=tuple(each for each in one.laid_out if each in other.laid_out),
         loss=loss,
         beside=beside,
         around=most.around,

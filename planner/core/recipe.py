@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from planner.core.loop import LaidOut
 from planner.core.maxima import Maxima
 from planner.core.pieces import Split
 from solvers import Move
@@ -48,6 +49,7 @@ class Recipe:
         calls: for each Dynamo graph, by key, the schedule of each of its calls in a step; None for one without a
             gradient.
         detached: for each Dynamo graph, by key, the outputs that get no gradient.
+        laid_out: the same of those whose gradient comes in another layout, as in `Loop`.
         maxima: where sizes are symbols in the graphs, the largest for which the plan holds.
         asks: lines of Python that ask for values of tensors, so that another step may have other graphs.
         apart: paths of the modules that torch.compile leaves alone, with all that they call.
@@ -57,6 +59,7 @@ class Recipe:
 
     calls: Mapping[str, tuple[PlannedRegion | None, ...]] = field(repr=False)
     detached: Mapping[str, tuple[int, ...]] = field(repr=False)
+    laid_out: Mapping[str, LaidOut] = field(default_factory=dict, repr=False)
     maxima: Maxima | None = field(default=None, repr=False)
     asks: tuple[str, ...] = ()
     apart: tuple[str, ...] = ()

@@ -108,7 +108,7 @@ def make_inductor_plan(
 
 def _recipe(graph: FusedGraph, planned: PlannedRegion) -> Recipe:
     calls = {key: tuple(None if r is None else planned for r in order) for key, order in graph.order.items()}
-    return Recipe(calls, graph.detached, None, graph.asked, graph.paths.apart, graph.paths.inner, graph.written)
+    return Recipe(calls, graph.detached, {}, None, graph.asked, graph.paths.apart, graph.paths.inner, graph.written)
 
 
 def _graphs(graph: FusedGraph, planned: PlannedRegion) -> Callable[[], tuple[GraphModules, ...]]:

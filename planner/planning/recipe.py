@@ -22,5 +22,5 @@ def recipe_of(
         for r, each, own in zip(graph.regions, passes, moves, strict=True)
     ]
     calls = {key: tuple(None if r is None else planned[r] for r in order) for key, order in graph.order.items()}
-    paths = graph.paths
-    return Recipe(calls, graph.detached, graph.maxima, graph.asked, paths.apart, paths.inner, graph.written)
+    gradients = graph.detached, graph.laid_out
+    return Recipe(calls, *gradients, graph.maxima, graph.asked, graph.paths.apart, graph.paths.inner, graph.written)

@@ -11,6 +11,7 @@ from itertools import accumulate as totals
 from planner.capture.regions.calls import Link
 from planner.capture.trace.apart import COMPILED
 from planner.capture.trace.step import TrainingGraph
+from planner.core.loop import LaidOut
 from planner.core.plan import GraphModules
 from planner.core.recipe import Recipe
 from planner.requests.planned import Planned
@@ -42,6 +43,7 @@ def joined(graphs: Sequence[TrainingGraph]) -> TrainingGraph:
     outputs: list[tuple[int, int] | None] = []
     fed: dict[int, int] = {}
     detached: dict[str, tuple[int, ...]] = {}
+    laid_out: dict[str, LaidOut] = {}
     parameters: dict[tuple[int, int], str] = {}
     for start, leaf, graph in zip(first, leaves, graphs, strict=False):
         for key, own in graph.order.items():
@@ -53,11 +55,13 @@ def joined(graphs: Sequence[TrainingGraph]) -> TrainingGraph:
         outputs += [None if at is None else (start + at[0], at[1]) for at in graph.outputs]
         fed |= {leaf + at: nbytes for at, nbytes in graph.fed.items()}
         detached |= graph.detached
+        laid_out |= graph.laid_out
     links += [Link(None, tuple(uses), True) for uses in shared.values() if len(uses) > 1]
     return TrainingGraph(
         regions=regions,
         order=order,
         detached=detached,
+        laid_out=laid_out,
         loss=graphs[0].loss,
         links=tuple(links),
         outputs=tuple(outputs),
@@ -91,7 +95,7 @@ def plans_of_calls(planned: Planned, calls: Sequence[tuple[Request, TrainingGrap
         record = replace(
             planned.record,
             note=f"{planned.record.note} {told}".strip(),
-            recipe=Recipe(own, graph.detached),
+            recipe=Recipe(own, graph.detached, graph.laid_out),
             step=replace(planned.record.step, batch=request.batch_kinds, loop=request.loop),
         )
         here = slice(first, first + len(graph.regions))

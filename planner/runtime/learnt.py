@@ -97,6 +97,7 @@ def _with(loop: Loop, shown: Loop) -> Loop:
         later_held=shown.later_held,
         only_loss=shown.only_loss,
         unreached=shown.unreached,
+        laid_out=shown.laid_out,
         loss=shown.loss,
         beside=shown.beside,
         around=shown.around,

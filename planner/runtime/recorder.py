@@ -10,6 +10,7 @@ import inspect
 import logging
 import os
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +25,8 @@ from planner.compat.ops import OpOverload
 from planner.compat.pytree import tree_leaves
 from planner.compat.tensors import dense_parts, is_traceable_wrapper_subclass, storage_key
 from planner.core.call import Call, bytes_of_elements, describe_call, storages, tensors_in
+from planner.core.layout import Order, memory_order, order_of_gradient
+from planner.core.loop import LaidOut
 from planner.runtime.made import Event, LossEvents, Made, MadeStorages, takes_memory
 from planner.runtime.outputs import Unasking
 from planner.runtime.rebound import place_of
@@ -121,6 +124,7 @@ class Recorder(LastingMode):
         self.losses: list[LossEvents] = []
         self.arrived: list[dict[int, Made]] = []
         self.reached, self._awaiting = set[int](), set[int]()  # of the outputs that may get a gradient
+        self._orders = defaultdict[int, set[Order | None]](set)  # of gradients of outputs; None: as was expected
         self.passes: list[tuple[bool, dict[int, Made]]] = []
         self.asks_first = False
         self._model = weakref.ref(model)
@@ -188,7 +192,7 @@ class Recorder(LastingMode):
     def _hook(self, outputs: Sequence[Any], first: int = 0) -> None:
         for at, t in enumerate(outputs, first):
             if isinstance(t, torch.Tensor) and t.requires_grad:
-                arrives = Unasking(partial(self._gradient_arrives, at))
+                arrives = Unasking(partial(self._gradient_arrives, at, order_of_gradient(t)))
                 self._hooks.append(t.register_hook(arrives))  # type: ignore[no-untyped-call]
                 self._awaiting.add(at)
 
@@ -248,6 +252,12 @@ class Recorder(LastingMode):
         return tuple(sorted(self._awaiting - self.reached))
 
     @property
+    def laid_out(self) -> LaidOut:
+        """Of the outputs whose gradients came in one order that was not expected, their positions and that order."""
+        orders = {at: order for at, (order, *others) in sorted(self._orders.items()) if not others}
+        return tuple((at, order) for at, order in orders.items() if order is not None)
+
+    @property
     def graph_retained(self) -> bool:
         """Whether a backward pass was asked to keep its graph."""
         return any(kept for kept, _ in self.passes)
@@ -269,7 +279,7 @@ class Recorder(LastingMode):
             hook.remove()
         self._hooks.clear()
 
-    def _gradient_arrives(self, at: int, gradient: torch.Tensor | None) -> None:
+    def _gradient_arrives(self, at: int, expected: Order, gradient: torch.Tensor | None) -> None:
         """A gradient of an output is there: the planned backward pass begins, if it has not begun."""
         if self.over or gradient is None:
             return
@@ -277,6 +287,7 @@ class Recorder(LastingMode):
             self.over = True
             return
         self.reached.add(at)
+        self._orders[at].add(None if (order := memory_order(gradient)) == expected else order)
         found = storages(gradient)
         if self.phase == "loss":
             self.phase = "backward"

@@ -189,10 +189,11 @@ class _Graph:
             return written
 
         cut = self.recipe().detached.get(self.key, ())
+        laid_out = self.recipe().laid_out.get(self.key, ())
         fused = planned is not None and planned.realised is not None
-        kind = planned, cut, () if fused else gradients_together(self.regions.model)
+        kind = planned, cut, laid_out, () if fused else gradients_together(self.regions.model)
         if kind not in self.compiled:
-            arrivals = Arrivals(cut, _unplanned, kind[2])
+            arrivals = Arrivals(cut, _unplanned, kind[3], laid_out=laid_out)
             by = None
             if planned is not None and planned.realised is not None:
                 by = compiling(own=planned.own, settings=planned.settings, near=planned.near)

@@ -201,6 +201,7 @@ class Watch:
             later_held=tuple(sorted(recorder.later_held)),
             only_loss=(only_loss := recorder.reached == {self._loss_at}),
             unreached=() if only_loss else recorder.unreached,
+            laid_out=recorder.laid_out,
             loss=seen,
             beside=found.beside + between,
             around=found.around,

@@ -334,7 +334,8 @@ def _kind(request: Request) -> Signature:
     """The kind of call that a request is for."""
     with under(request.surroundings, request.model):
         signature = call_signature(request.model, request.args or (), request.kwargs, request.maxima)
-    return (*signature, request.assume_median_branch, request.loop.only_loss, request.loop.unreached)
+    gradients = request.loop.only_loss, request.loop.unreached, request.loop.laid_out
+    return (*signature, request.assume_median_branch, *gradients)
 
 
 def _cleared_late(record: PlanRecord) -> bool:

@@ -21,9 +21,12 @@ from torch import fx
 from torch.fx import traceback
 
 from planner.capture.joint_graph import ancestors, index_of, is_tangent
+from planner.compat.fake import unset_fake_temporarily
+from planner.core.layout import Order, strides_in
 from planner.errors import ApplyError
 
 _ATEN = torch.ops.aten
+_VIEWS = {_ATEN.view.default, _ATEN._unsafe_view.default}
 _WHOLE = "planner_whole_gradient"  # in a node's `meta`: the position of the output
 
 
@@ -141,6 +144,45 @@ def leave_out(graph: fx.Graph, undefined: Collection[fx.Node]) -> None:
                     for n in filter(gone.__contains__, inputs):
                         node.replace_input_with(n, _zeros(graph, n, node, gone))
     _drop_unused(graph, gone)
+
+
+def lay_out(graph: fx.Graph, orders: Mapping[int, Order]) -> None:
+    """Let gradients enter a joint graph in other memory layouts, in place; what is computed from them follows.
+
+    Args:
+        graph: of fixed sizes.
+        orders: of the gradients' dimensions, by the positions of the outputs that they are of.
+    """
+    strides = {
+        node: own
+        for at, node in entering(graph).items()
+        if at in orders and (own := strides_in(orders[at], node.meta["val"].shape)) != list(node.meta["val"].stride())
+    }
+    if not strides:
+        return
+    reads = set(strides)
+    # of the trace, which may be one that was kept
+    with unset_fake_temporarily(), next(iter(strides)).meta["val"].fake_mode, torch.no_grad():
+        for node in graph.nodes:
+            if node in strides:
+                t = node.meta["val"]
+                node.meta["val"] = torch.empty_strided(t.shape, strides[node], dtype=t.dtype, device=t.device)
+            elif node.op == "call_function" and not reads.isdisjoint(node.all_input_nodes):
+                _compute_again(node)
+                reads.add(node)
+
+
+def _compute_again(node: fx.Node) -> None:
+    """Compute what a node's value is on fake tensors. Where there is no such view, it copies, as in eager mode."""
+    target: Any = node.target
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    try:
+        node.meta["val"] = target(*args, **kwargs)
+    except (RuntimeError, ValueError):
+        if target not in _VIEWS:
+            raise
+        node.target = _ATEN.reshape.default
+        node.meta["val"] = _ATEN.reshape.default(*args, **kwargs)
 
 
 def _is_sum(node: fx.Node) -> bool:

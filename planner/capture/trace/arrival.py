@@ -17,6 +17,7 @@ from planner.capture.passes.tangents import (
     add_entering,
     entering,
     feeds,
+    lay_out,
     leave_out,
     read_marks,
     take_whole,
@@ -26,6 +27,7 @@ from planner.capture.passes.whole_ops import write_whole
 from planner.capture.trace.parts import HANDING, PART, Handing, Parts, in_parts
 from planner.compat.autograd import leaves_of, running_node, skip_undefined
 from planner.compat.fx import boxed, takes_a_list
+from planner.core.loop import LaidOut
 from planner.errors import ApplyError, warn
 
 _UNFUSED = (
@@ -76,12 +78,16 @@ class Arrivals:
         unplanned: called where one of these gets a gradient that the graph has no place for.
         sizes: bytes of gradients that go out together, as in `in_parts`; none for all at the end.
         feeds: for each output whose gradient the graph adds to, the outputs whose gradients it is computed from.
+        laid_out: of outputs whose gradients come in other layouts than their own, the positions, and the orders.
+        as_they_come: whether gradients enter in whatever layout they have, as in eager mode.
     """
 
     cut: Collection[int]
     unplanned: Callable[[], None]
     sizes: Sequence[int] = ()
     feeds: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    laid_out: LaidOut = ()
+    as_they_come: bool = False
     _graph: fx.GraphModule | None = None
     _inputs: int = 0
     _entering: tuple[_Entering, ...] = ()
@@ -94,6 +100,11 @@ class Arrivals:
         self.feeds = feeds(joint)
         tangents = entering(joint)
         leave_out(joint, [tangents[at] for at in self.cut if at in tangents])
+
+    def lay_out(self, joint: fx.Graph) -> None:
+        """Have gradients enter the joint graph, of fixed sizes, in the layouts in which they come, in place."""
+        lay_out(joint, dict(self.laid_out))
+        self.as_they_come = True
 
     def write(self, forward: fx.GraphModule, backward: fx.GraphModule) -> None:
         """Take a copy of the backward graph, to write others from, and cut it where its gradients are to go out."""

@@ -105,6 +105,8 @@ def op_by_op(
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
             symbolic = at_hints(joint)
             arrivals.read(joint.graph)
+            if not symbolic:
+                arrivals.lay_out(joint.graph)
             order = rewrite(joint, num_fwd_outputs, checkpoints, trained if step_in_backward else ())
             forward, backward = partition(analyse(joint, num_fwd_outputs, order))
             if symbolic:
@@ -158,7 +160,7 @@ def make_backend(serve: Serve, compiler: GraphCompiler = OP_BY_OP) -> Callable[.
             def run(*inputs: Any) -> Any:
                 handing = arrivals.handing()
                 results = arrivals.watched(compiled(*(inputs if handing is None else handing.entered(inputs))))
-                like_eager(results, refuse_second_order)
+                like_eager(results, refuse_second_order, as_they_come=arrivals.as_they_come)
                 if handing is not None:
                     handing.belongs_to(results)
                 return results

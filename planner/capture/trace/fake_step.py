@@ -32,6 +32,7 @@ from planner.capture.trace.recording import EagerCall, Recording
 from planner.capture.trace.refusals import refusal
 from planner.compat.dynamo import compile_call, forget_compiled
 from planner.core.call import storages
+from planner.core.loop import LaidOut
 from planner.core.maxima import Maxima
 from planner.errors import CaptureError, PlannerError
 
@@ -47,6 +48,7 @@ class FakeStep:
 
     Args:
         paths: of the modules that run apart.
+        laid_out: for each Dynamo graph, by its key, the outputs whose gradients come in other layouts than their own.
 
     Attributes:
         calls: of compiled graphs, in order; one graph may serve several. After `gradients()`, calls for the ops that
@@ -65,12 +67,14 @@ class FakeStep:
         detach: Detach,
         compiler: GraphCompiler = OP_BY_OP,
         paths: Paths = COMPILED,
+        laid_out: Mapping[str, LaidOut] | None = None,
     ) -> None:
         self.recording = recording
         self.split = split
         self.detach = detach
         self.compiler = compiler
         self.paths = paths
+        self.laid_out = dict(laid_out or {})
         self.calls: list[RegionCall] = []
         self.cut: dict[str, tuple[int, ...]] = {}
         self.frames = 0
@@ -129,7 +133,7 @@ class FakeStep:
         key = fingerprint(graph.graph)
         cut = self.detach.get(key, ()) if isinstance(self.detach, Mapping) else self.detach(graph)
         self.cut[key] = tuple(cut)
-        arrivals = self._arrivals[key] = Arrivals(self.cut[key], _ignored)
+        arrivals = self._arrivals[key] = Arrivals(self.cut[key], _ignored, laid_out=self.laid_out.get(key, ()))
         captured: list[Region] = []
 
         def partition(region: Region) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -200,6 +204,16 @@ class FakeStep:
             here = tuple(at for at, t in enumerate(call.results) if id(t) in unused)
             cut[call.key] = tuple(at for at in cut.get(call.key, here) if at in here)
         return {key: cut.get(key, ()) for key in self.cut}, outside
+
+    def orders(self, output: Any, laid_out: LaidOut) -> dict[str, LaidOut]:
+        """For each Dynamo graph, the outputs whose gradients come in other layouts, where leaves of `output` do."""
+        ends = leaves(output)
+        orders = {id(ends[at]): order for at, order in laid_out if at < len(ends)}
+        found = {}
+        for call in self.calls:
+            if here := tuple((at, orders[id(t)]) for at, t in enumerate(call.results) if id(t) in orders):
+                found[call.key] = here
+        return found
 
     def _not_reached(self, ends: Sequence[Any], unreached: Collection[int]) -> set[int]:
         """The results that get no gradient from outside their graph, where some leaves of the output get none.

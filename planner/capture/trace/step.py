@@ -31,6 +31,7 @@ from planner.compat.fake import (
 )
 from planner.core.account import EagerStep
 from planner.core.call import bytes_of_elements, tensors_in
+from planner.core.loop import LaidOut
 from planner.core.maxima import Maxima
 from planner.errors import BatchError, CaptureError, ModelError
 from planner.parallel.meshes import on_mesh, tracker_kept
@@ -44,6 +45,7 @@ class TrainingGraph:
         regions: in the order in which their forward passes run; one for each call of a compiled graph.
         order: for each Dynamo graph, by its key, the regions that its calls are; None for a call without a gradient.
         detached: for each Dynamo graph, by its key, the outputs that get no gradient.
+        laid_out: the same of those whose gradient comes in another layout, and which.
         loss: the loss, as far as it is computed outside the model.
         links: the tensors that regions pass to each other and share.
         outputs: for each leaf of the model's output, the region and the result that it is; None for another object.
@@ -76,6 +78,7 @@ class TrainingGraph:
     note: str = ""
     eager: EagerStep | None = None
     parameters: Mapping[tuple[int, int], str] = field(default_factory=dict, repr=False)
+    laid_out: Mapping[str, LaidOut] = field(default_factory=dict, repr=False)
     calls: tuple[tuple[int, int], ...] = ()
 
 
@@ -89,6 +92,7 @@ def capture(
     maxima: Maxima | None = None,
     *,
     unreached: Collection[int] = (),
+    laid_out: LaidOut = (),
     symbolic: bool = True,
     likely: bool = True,
 ) -> TrainingGraph:
@@ -104,6 +108,7 @@ def capture(
         compiler: compiles the graphs of the pass under fake tensors.
         maxima: sizes that may be smaller than these; the step is that of the largest.
         unreached: where the loss is unknown, positions of leaves of the model's output that get no gradient.
+        laid_out: positions of those whose gradient comes in another layout than their own, and which.
         symbolic: whether they are symbols in the graphs.
         likely: where the model's Python code decides by a random number, whether to go the way that it goes most often,
             or the way that this call will go.
@@ -117,7 +122,8 @@ def capture(
         for chance in chances:
             answers = Answers(chance)
             try:
-                return _captured(model, args, kwargs, split, loss_fn, unreached, compiler, maxima, symbolic, answers)
+                ends = loss_fn, unreached, laid_out
+                return _captured(model, args, kwargs, split, *ends, compiler, maxima, symbolic, answers)
             except (NothingCapturedError, ModelError):
                 if chance == chances[-1] or not (answers.drew or answers.guessed):
                     raise
@@ -131,6 +137,7 @@ def _captured(
     split: Partition,
     loss_fn: LossFn | None,
     unreached: Collection[int],
+    laid_out: LaidOut,
     compiler: GraphCompiler,
     maxima: Maxima | None,
     symbolic: bool,
@@ -154,10 +161,11 @@ def _captured(
                 knows = learnt(answers, model, args, kwargs)
                 unsure, paths = _try_again(knows, before, *trial)
         cut: dict[str, tuple[int, ...]] | None = None
+        orders: dict[str, LaidOut] = {}
         for _ in range(2):
             before.restore()
             detach = lone_loss if cut is None and loss_fn is None else (cut or {})
-            step = FakeStep(recording, split, detach, compiler, paths)
+            step = FakeStep(recording, split, detach, compiler, paths, orders)
             answers.begin()
             try:
                 with _drawing(fake_model, answers):
@@ -176,12 +184,14 @@ def _captured(
             cut, loss = step.gradients(output, loss_fn, unreached)
             if not step.reached:
                 raise step.nothing_captured(fake_model, fake_args, fake_kwargs, maxima)
-            if cut == step.cut:
+            orders = step.orders(output, laid_out)
+            if cut == step.cut and orders == step.laid_out:
                 regions, ends = regions_of(step.calls), leaves(output)
                 return TrainingGraph(
                     regions=regions,
                     order=order_of(step.calls),
                     detached=cut,
+                    laid_out=orders,
                     loss=loss,
                     links=links_of(step.calls, ends),
                     outputs=outputs_of(step.calls, ends),

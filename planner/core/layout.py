@@ -1,0 +1,43 @@
+"""How the elements of a tensor follow each other in memory, whatever its sizes are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+Order = tuple[int, ...]  # dimensions, outermost first, without those of size 1 and those that are broadcast
+
+
+def memory_order(t: torch.Tensor) -> Order:
+    """The order of a tensor's dimensions in memory. O(dimensions).
+
+    >>> memory_order(torch.zeros(2, 3, 4, 5).permute(0, 3, 1, 2)), memory_order(torch.zeros(()).expand(2, 3))
+    ((0, 2, 3, 1), ())
+    """
+    there = [d for d, (size, stride) in enumerate(zip(t.shape, t.stride(), strict=True)) if size > 1 and stride]
+    return tuple(sorted(there, key=lambda d: -t.stride()[d]))
+
+
+def order_of_gradient(output: torch.Tensor) -> Order:
+    """The order in which AOTAutograd expects the gradient of an output: that of channels last, if it is so, or none.
+
+    As `torch._prims_common.suggest_memory_format`, by `collect_metadata_analysis` of `torch._functorch`.
+    """
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    last = output.dim() in formats and output.is_contiguous(memory_format=formats[output.dim()])
+    expected = output.detach() if last else torch.empty(output.shape, device="meta")
+    return memory_order(expected)
+
+
+def strides_in(order: Order, shape: Sequence[int]) -> list[int]:
+    """The strides of a tensor of a shape whose dimensions have an order, without gaps. O(dimensions).
+
+    >>> strides_in((0, 2, 3, 1), (2, 5, 3, 4)), strides_in((), (2, 3))
+    ([60, 1, 20, 5], [0, 0])
+    """
+    strides, step = [0] * len(shape), 1
+    for d in reversed(order):
+        strides[d] = step
+        step *= shape[d]
+    return strides
