@@ -202,11 +202,12 @@ def in_own_process(function: Callable[..., Any], *args: Any, time_limit: float |
         if receiver.poll(time_limit):
             good, found = receiver.recv()
         else:
-            process.kill()
             good, found = False, f"it did not end within {time_limit:.0f} s"
     except EOFError:
         good, found = False, "it ended without an answer"
-    process.join()
+    finally:  # an interruption, too
+        process.kill()
+        process.join()
     if not good:
         raise RuntimeError(f"{function.__name__}: {found}")
     return found
