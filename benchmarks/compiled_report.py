@@ -26,7 +26,7 @@ that are checkpointed under torch.compile, as `python -m benchmarks.compiled` me
 
 - *peak*: the most MiB that a step holds beyond parameters, buffers and batch, by the profiler's allocator events.
 - *time*: processor time over that of another model that took turns with it, the median of {pairs} rounds. Noise is
-  about 2 %.
+  about 2 %. The C allocator keeps what is freed, as torch's does on a GPU.
 - *gradients*: the largest difference from those of torch.compile, which keeps everything, from the same seed, over the
   largest entry of that parameter's gradient. Where torch's are wrong, no plan is made for the peak.
 
