@@ -27,6 +27,7 @@ from planner.inductor.emit import emit_planned
 from planner.offload.store import Store
 from planner.offload.transfers import enter
 from planner.parallel.buckets import gradients_together
+from planner.parallel.group import together
 from planner.runtime.families import GraphChanged, recipe_of
 from planner.runtime.modes import backward_node, waits
 from planner.runtime.outputs import with_nodes
@@ -189,7 +190,8 @@ class _Graph:
             return written
 
         cut = self.recipe().detached.get(self.key, ())
-        laid_out = self.recipe().laid_out.get(self.key, ())
+        # what the loop of several processes does is not looked at
+        laid_out = None if together(self.regions.model) else self.recipe().laid_out.get(self.key, ())
         fused = planned is not None and planned.realised is not None
         kind = planned, cut, laid_out, () if fused else gradients_together(self.regions.model)
         if kind not in self.compiled:

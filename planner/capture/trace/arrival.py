@@ -78,7 +78,8 @@ class Arrivals:
         unplanned: called where one of these gets a gradient that the graph has no place for.
         sizes: bytes of gradients that go out together, as in `in_parts`; none for all at the end.
         feeds: for each output whose gradient the graph adds to, the outputs whose gradients it is computed from.
-        laid_out: of outputs whose gradients come in other layouts than their own, the positions, and the orders.
+        laid_out: of outputs whose gradients come in other layouts than their own, the positions, and the orders; None:
+            where they do, AOTAutograd copies them.
         as_they_come: whether gradients enter in whatever layout they have, as in eager mode.
     """
 
@@ -86,7 +87,7 @@ class Arrivals:
     unplanned: Callable[[], None]
     sizes: Sequence[int] = ()
     feeds: Mapping[int, frozenset[int]] = field(default_factory=dict)
-    laid_out: LaidOut = ()
+    laid_out: LaidOut | None = ()
     as_they_come: bool = False
     _graph: fx.GraphModule | None = None
     _inputs: int = 0
@@ -103,8 +104,9 @@ class Arrivals:
 
     def lay_out(self, joint: fx.Graph) -> None:
         """Have gradients enter the joint graph, of fixed sizes, in the layouts in which they come, in place."""
-        lay_out(joint, dict(self.laid_out))
-        self.as_they_come = True
+        if self.laid_out is not None:
+            lay_out(joint, dict(self.laid_out))
+            self.as_they_come = True
 
     def write(self, forward: fx.GraphModule, backward: fx.GraphModule) -> None:
         """Take a copy of the backward graph, to write others from, and cut it where its gradients are to go out."""
