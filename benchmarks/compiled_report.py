@@ -72,8 +72,8 @@ def summary(models: Mapping[str, Report]) -> Iterator[str]:
     wrong = sum(row["gradients"] > WRONG for row, _ in ran)
     yield f"Gradients of our plans are off by at most {furthest:.0e}; {wrong} are wrong"
     for way, what in (("inductor", "planned, compared and compiled"), ("known", "the same from a plan file")):
-        times = [t[way] / t["compile"] for m in models.values() if numbers(t := m["compiling"])]
-        yield f"Until the first step has ended, {what}, over torch.compile alone: {spread(times)}"
+        if times := [t[way] / t["compile"] for m in models.values() if numbers(t := m["compiling"])]:
+            yield f"Until the first step has ended, {what}, over torch.compile alone: {spread(times)}"
 
 
 def numbers(times: Report) -> bool:
@@ -151,8 +151,8 @@ def head(names: Sequence[str]) -> list[str]:
 
 
 def said(row: Report) -> str:
-    """An error as a cell."""
-    return " ".join(row["error"].split())[:120].replace("|", " ")
+    """An error as a cell: what it says first."""
+    return " ".join(row["error"].split()).split(": the ")[0][:120].replace("|", " ")
 
 
 def draw(report: Report) -> str:

@@ -32,7 +32,7 @@ def picture(label: str, style: str, names: Mapping[str, str], mark: Mark, panels
     height = -(-len(panels) // COLUMNS) * HEIGHT + LEGEND
     parts = [
         f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}' width='{width}' height='{height}' "
-        f"role='img' aria-label='{label}'>\n<style>{style}</style>",
+        f"role='img' aria-label='{escape(label)}'>\n<style>{style}</style>",
         *legend,
     ]
     for at, panel in enumerate(panels):

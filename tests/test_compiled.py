@@ -1,5 +1,7 @@
 """The page and the plot of `benchmarks.compiled`."""
 
+from xml.etree import ElementTree
+
 from benchmarks.compiled_report import draw, page
 
 
@@ -30,4 +32,5 @@ def test_the_page_says_what_is_wrong_refused_and_above_the_budget():
     assert "1 of our peaks are higher" in text
     assert "by at most 25.00%; 1 of 1 are above the budget" in text
     assert "Of torch's memory budget, 1 of 1 give wrong gradients" in text
+    assert ElementTree.fromstring(draw(report)).get("role") == "img"
     assert draw(report).count("<g transform") == 1 + 4 + 2  # a panel, the legend, the two ways of right gradients
