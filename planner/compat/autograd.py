@@ -67,8 +67,8 @@ def like_eager(results: Iterable[Any], differentiated_twice: Callable[[], None],
     Args:
         results: of the compiled graph.
         differentiated_twice: that function.
-        as_they_come: whether gradients enter as they are laid out; else AOTAutograd copies those that are laid out
-            otherwise than the output (`subclass_tangent_meta`).
+        as_they_come: whether gradients of plain outputs enter as they are laid out; else AOTAutograd copies those that
+            are laid out otherwise than the output (`subclass_tangent_meta`).
     """
     done = set[Any]()
     for t in results:
@@ -83,10 +83,17 @@ def like_eager(results: Iterable[Any], differentiated_twice: Callable[[], None],
             function = node._forward_cls
             if getattr(function, _REFUSES, None) is not differentiated_twice:  # once for all calls of the graph
                 function.metadata.bw_donated_idxs = []
-                for meta in function.metadata.subclass_tangent_meta if as_they_come else ():
-                    meta.memory_format = _AnyLayout()
+                if as_they_come:
+                    _take_any_layout(function.metadata)
                 function._double_backward = staticmethod(_double_backward(differentiated_twice))
                 setattr(function, _REFUSES, differentiated_twice)
+
+
+def _take_any_layout(metadata: Any) -> None:
+    """Have the gradients of plain outputs enter as they are; those of bases that outputs are views of are none's."""
+    for meta, desc in zip(metadata.subclass_tangent_meta, metadata.traced_tangents_descs, strict=True):
+        if type(desc.output).__name__ == "PlainAOTOutput":
+            meta.memory_format = _AnyLayout()
 
 
 def _double_backward(then: Callable[[], None]) -> Callable[..., Any]:

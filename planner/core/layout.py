@@ -19,17 +19,6 @@ def memory_order(t: torch.Tensor) -> Order:
     return tuple(sorted(there, key=lambda d: -t.stride()[d]))
 
 
-def order_of_gradient(output: torch.Tensor) -> Order:
-    """The order in which AOTAutograd expects the gradient of an output: that of channels last, if it is so, or none.
-
-    As `torch._prims_common.suggest_memory_format`, by `collect_metadata_analysis` of `torch._functorch`.
-    """
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    last = output.dim() in formats and output.is_contiguous(memory_format=formats[output.dim()])
-    expected = output.detach() if last else torch.empty(output.shape, device="meta")
-    return memory_order(expected)
-
-
 def strides_in(order: Order, shape: Sequence[int]) -> list[int]:
     """The strides of a tensor of a shape whose dimensions have an order, without gaps. O(dimensions).
 

@@ -73,7 +73,7 @@ class Loop:
             backward pass began; None: all of them.
         only_loss: whether the model's own loss is the only one of its outputs that got a gradient.
         unreached: the positions of other outputs that may get a gradient and got none.
-        laid_out: the positions of those whose gradient came laid out otherwise than in their own memory format, each
+        laid_out: the positions of those whose gradient came laid out otherwise than they are, each
             with its order.
         loss: the loss, as far as it was computed outside the model; None: not seen.
         beside: bytes of what else the loop used on the device for the loss: parameters of other models, tensors that it

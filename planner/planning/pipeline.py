@@ -195,7 +195,7 @@ def _graph_of(request: Request, split: Partition, compiler: GraphCompiler) -> Tr
         taken_loss if request.loss_fn is None and request.loop.only_loss else request.loss_fn,
         compiler,
         unreached=request.loop.unreached,
-        laid_out=request.loop.laid_out,
+        laid_out=None if request.loop.loss is None else request.loop.laid_out,
         likely=request.assume_median_branch,
     )
     if request.maxima is None:

@@ -23,7 +23,7 @@ from planner.compat.autograd import adds_to_gradient, graph_is_kept, in_backward
 from planner.compat.dispatch import LastingMode, finds_ops, written
 from planner.compat.tensors import dense_parts, is_traceable_wrapper_subclass, storage_key
 from planner.core.call import Call, bytes_of_elements, storages, tensors_in
-from planner.core.layout import Order, memory_order, order_of_gradient
+from planner.core.layout import Order, memory_order
 from planner.core.loop import LaidOut
 from planner.runtime.made import Event, LossEvents, Made, MadeStorages, call_of, takes_memory
 from planner.runtime.outputs import Unasking
@@ -190,7 +190,7 @@ class Recorder(LastingMode):
     def _hook(self, outputs: Sequence[Any], first: int = 0) -> None:
         for at, t in enumerate(outputs, first):
             if isinstance(t, torch.Tensor) and t.requires_grad:
-                arrives = Unasking(partial(self._gradient_arrives, at, order_of_gradient(t)))
+                arrives = Unasking(partial(self._gradient_arrives, at, memory_order(t)))
                 self._hooks.append(t.register_hook(arrives))  # type: ignore[no-untyped-call]
                 self._awaiting.add(at)
 

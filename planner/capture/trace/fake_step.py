@@ -32,6 +32,7 @@ from planner.capture.trace.recording import EagerCall, Recording
 from planner.capture.trace.refusals import refusal
 from planner.compat.dynamo import compile_call, forget_compiled
 from planner.core.call import storages
+from planner.core.layout import Order, memory_order
 from planner.core.loop import LaidOut
 from planner.core.maxima import Maxima
 from planner.core.objects import leaves
@@ -82,6 +83,7 @@ class FakeStep:
         self.reached = False
         self.fed: dict[int, int] = {}
         self._arrivals: dict[str, Arrivals] = {}
+        self._came: dict[int, Order] = {}  # gradients of results, where the loss is known
         self._between: list[tuple[EagerCall, ...]] = []  # before each call that has a gradient, and after the last
 
     def run(self, model: nn.Module, args: Any, kwargs: Any, maxima: Maxima | None = None) -> Any:
@@ -197,6 +199,8 @@ class FakeStep:
         except Exception as e:
             raise CaptureError(f"the backward pass cannot be captured: {type(e).__name__}: {e}") from e
         self.reached = loss is None or any(g is not None for g in reached)
+        if loss is not None:
+            self._came = {id(t): memory_order(g) for t, g in zip(results, reached, strict=True) if g is not None}
         unused = {id(t) for t, g in zip(results, reached, strict=True) if g is None} if loss is not None else set()
         if loss is None and loss_fn is None and not eager:
             unused = self._not_reached(leaves(output), unreached)
@@ -206,13 +210,22 @@ class FakeStep:
             cut[call.key] = tuple(at for at in cut.get(call.key, here) if at in here)
         return {key: cut.get(key, ()) for key in self.cut}, outside
 
-    def orders(self, output: Any, laid_out: LaidOut) -> dict[str, LaidOut]:
-        """For each Dynamo graph, the outputs whose gradients come in other layouts, where leaves of `output` do."""
-        ends = leaves(output)
-        orders = {id(ends[at]): order for at, order in laid_out if at < len(ends)}
+    def orders(self, output: Any, laid_out: LaidOut | None) -> dict[str, LaidOut]:
+        """For each Dynamo graph that takes them so, the outputs whose gradients come in other layouts than their own.
+
+        Args:
+            output: of the model.
+            laid_out: of its leaves, those that do; None: as here in the backward pass.
+        """
+        ends, came = leaves(output), dict(self._came)
+        if laid_out is not None:
+            came |= {id(t): memory_order(t) for t in ends if id(t) in came}
+            came |= {id(ends[at]): order for at, order in laid_out if at < len(ends)}
         found = {}
         for call in self.calls:
-            if here := tuple((at, orders[id(t)]) for at, t in enumerate(call.results) if id(t) in orders):
+            own = ((at, came[id(t)], t) for at, t in enumerate(call.results) if id(t) in came)
+            here = tuple((at, order) for at, order, t in own if order != memory_order(t))
+            if here and self._arrivals[call.key].as_they_come:
                 found[call.key] = here
         return found
 

@@ -94,7 +94,7 @@ def capture(
     maxima: Maxima | None = None,
     *,
     unreached: Collection[int] = (),
-    laid_out: LaidOut = (),
+    laid_out: LaidOut | None = None,
     symbolic: bool = True,
     likely: bool = True,
 ) -> TrainingGraph:
@@ -110,7 +110,8 @@ def capture(
         compiler: compiles the graphs of the pass under fake tensors.
         maxima: sizes that may be smaller than these; the step is that of the largest.
         unreached: where the loss is unknown, positions of leaves of the model's output that get no gradient.
-        laid_out: positions of those whose gradient comes in another layout than their own, and which.
+        laid_out: positions of those whose gradient comes in another layout than their own, and which; None: as the
+            captured loss gives them.
         symbolic: whether they are symbols in the graphs.
         likely: where the model's Python code decides by a random number, whether to go the way that it goes most often,
             or the way that this call will go.
@@ -139,7 +140,7 @@ def _captured(
     split: Partition,
     loss_fn: LossFn | None,
     unreached: Collection[int],
-    laid_out: LaidOut,
+    laid_out: LaidOut | None,
     compiler: GraphCompiler,
     maxima: Maxima | None,
     symbolic: bool,
