@@ -55,8 +55,10 @@ def inputs_of(region: Region) -> list[torch.Tensor]:
     made = []
     for node in region.joint.graph.find_nodes(op="placeholder"):
         (fake,) = tensors(node)
-        strided = torch.empty_strided(tuple(fake.shape), fake.stride(), dtype=fake.dtype)
-        made.append(strided.normal_() if fake.dtype.is_floating_point else strided.random_(0, 2))
+        shape = [n if stride else min(n, 1) for n, stride in zip(fake.shape, fake.stride(), strict=True)]  # of a sum
+        strided = torch.empty_strided(shape, fake.stride(), dtype=fake.dtype)
+        filled = strided.normal_() if fake.dtype.is_floating_point else strided.random_(0, 2)
+        made.append(filled.expand(fake.shape))
     return made
 
 
