@@ -82,9 +82,7 @@ MODELS: dict[str, Callable[[], Case]] = {**CASES, "t5": t5, "vit": vit, "convnex
 PLANNED = {"aten": "aten", "inductor": "inductor", "modules": "eager"}  # the name of a way -> its mode
 BUDGETS = tuple(f"budget {n / 10}" for n in range(7, 0, -1))
 SHARES = (0.8, 0.6, 0.45)  # of the peak under torch.compile
-WARM = (
-    36  # steps of a planned model before any is timed: what the loop does is looked at in the first, and seldom later
-)
+WARM = 36  # steps of a planned model before any is timed: the loop is looked at in the first ones, and seldom later
 SAME = 1.002  # peaks this close are planned for once, at the lower one
 COMPILED_AT = 0.6  # of torch.compile's peak: the plan whose time of compiling is taken
 RESULTS = Path("benchmarks/results/compiled_cpu.json")

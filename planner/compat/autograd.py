@@ -90,7 +90,7 @@ def like_eager(results: Iterable[Any], differentiated_twice: Callable[[], None],
 
 
 def _take_any_layout(metadata: Any) -> None:
-    """Have the gradients of plain outputs enter as they are; those of bases that outputs are views of are none's."""
+    """Have the gradients of plain outputs enter as they are: a base of which outputs are views is no output itself."""
     for meta, desc in zip(metadata.subclass_tangent_meta, metadata.traced_tangents_descs, strict=True):
         if type(desc.output).__name__ == "PlainAOTOutput":
             meta.memory_format = _AnyLayout()

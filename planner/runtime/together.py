@@ -43,9 +43,9 @@ class Together:
         return not set(self.kinds).isdisjoint(self._now) and not all(each in rest for each in self._now)
 
     def plan(self, kind: Signature, plan: PlanRecord) -> PlanRecord:
-        """The plan for the latest call, of a kind that has such a one: calls of a kind take turns in a step."""
+        """The plan by which the latest call runs: the calls of a kind take turns, unless it was planned anew since."""
         turns = self.plans.get(kind, (plan,))
-        taken = any(plan is each for each in turns)  # else it was planned anew, for itself
+        taken = any(plan is each for each in turns)
         return turns[(self._now.count(kind) - 1) % len(turns)] if taken else plan
 
     def recorded(self, *, passes: int, roles: int) -> None:
