@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -58,6 +58,21 @@ def modules_in(model: nn.Module) -> list[nn.Module]:
             if children := module._modules:
                 ahead.extend(reversed(children.values()))
     return list(seen)
+
+
+def each_parameter(model: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters of a model, one by one, some more than once: the first comes sooner than of `Module.parameters`.
+
+    Reads `_modules` and `_parameters` (torch 2.11 to 2.15).
+    """
+    seen: set[nn.Module] = set()
+    ahead: list[nn.Module | None] = [model]
+    while ahead:
+        module = ahead.pop()
+        if module is not None and module not in seen:
+            seen.add(module)
+            yield from (p for p in module._parameters.values() if p is not None)
+            ahead.extend(reversed(module._modules.values()))
 
 
 def parameters_in(modules: Iterable[nn.Module]) -> list[nn.Parameter]:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from planner.compat.modules import each_parameter
 from planner.core.plan import PlanRecord
 from planner.core.recipe import Choice, Recipe
 from planner.devices.accelerator import present
@@ -22,7 +23,7 @@ WARM_UP = "Run at least three whole steps on a side stream before, as PyTorch's 
 
 def captures(model: nn.Module) -> bool:
     """Whether a graph of the current stream of the model's device is captured now."""
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    device = next((p.device for p in each_parameter(model)), torch.device("cpu"))
     accelerator = present(device)
     return accelerator is not None and accelerator.capturing()
 

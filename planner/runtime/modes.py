@@ -12,7 +12,7 @@ from torch import nn
 
 from planner.compat.autograd import holds_saved, in_backward, is_custom, is_jit_tracing, is_transformed
 from planner.compat.dispatch import LastingMode, modes_here
-from planner.compat.modules import GLOBAL_HOOKS, modules_in, replaced_call, replaced_calls
+from planner.compat.modules import GLOBAL_HOOKS, each_parameter, modules_in, replaced_call, replaced_calls
 from planner.core.call import tensors_in
 from planner.errors import ApplyError
 from planner.runtime.entries import EntryPoint
@@ -24,7 +24,9 @@ def trains(model: nn.Module, args: Any, kwargs: Any) -> bool:
     """Whether a call holds anything for a backward pass: gradients are on, and something needs one."""
     if not torch.is_grad_enabled() or is_jit_tracing() or torch.compiler.is_exporting():
         return False
-    return any(p.requires_grad for p in model.parameters()) or any(t.requires_grad for t in tensors_in((args, kwargs)))
+    return any(p.requires_grad for p in each_parameter(model)) or any(
+        t.requires_grad for t in tensors_in((args, kwargs))
+    )
 
 
 def redirected(model: nn.Module) -> bool:
@@ -48,7 +50,7 @@ def refuse_transformed(model: nn.Module, parameters: Iterable[torch.Tensor], arg
         args: positional arguments of the call.
         kwargs: its keyword arguments.
     """
-    if what := is_transformed([*parameters, *tensors_in((args, kwargs))]):
+    if what := is_transformed(t for tree in (list(parameters), args, kwargs) for t in tensors_in(tree)):
         name = type(model).__name__
         raise ApplyError(
             f"{name} was called inside {what}, and its plan is for loss.backward(). Call it under torch.no_grad() "

@@ -28,6 +28,9 @@ from planner.compat.autograd import (
 )
 from planner.compat.tensors import viewed
 
+_LEAF = torch.empty((), device="meta", requires_grad=True)  # no `torch.autograd.grad` asks for it
+_END = get_gradient_edge(_LEAF).node
+
 
 @dataclass(frozen=True, eq=False)
 class Unasking:
@@ -55,7 +58,7 @@ def with_nodes(results: Sequence[Any], arrivals: Arrivals) -> Sequence[Any]:
     for at in sorted(own, key=lambda at: len(feeds.get(at, ())), reverse=True):
         into = [i for i in fed if at in feeds[i]]
         done[at] = output = _Output.apply(  # type: ignore[no-untyped-call]
-            call, (at, *into), results[at], call.leaf, *(done[i] for i in into)
+            call, (at, *into), results[at], _LEAF, *(done[i] for i in into)
         )
         if at in feeds:
             fed.append(at)
@@ -67,15 +70,12 @@ class _Call:
     """One call of a compiled graph, until its backward passes are over.
 
     Attributes:
-        leaf: a tensor that no `torch.autograd.grad` asks for.
         arrived: the gradients of outputs, by position, as far as whole gradients are computed from them.
         whole: positions of the outputs whose whole gradients were computed.
     """
 
     def __init__(self, arrivals: Arrivals, node: Any) -> None:
         self.arrivals, self.node = arrivals, weakref.ref(node)
-        self.leaf = torch.empty((), device="meta", requires_grad=True)
-        self.end = get_gradient_edge(self.leaf).node
         self.hooks: dict[int, Mapping[int, Any]] = {}
         self.outputs: dict[int, weakref.ref[torch.Tensor]] = {}
         self.kinds: dict[int, tuple[torch.Size, torch.dtype, torch.device]] = {}
@@ -100,7 +100,7 @@ class _Call:
         node = self.node()
         if gradient is None or node is None or not into:
             return [None] * len(into)
-        if not runs_in_this_pass(self.end):
+        if not runs_in_this_pass(_END):
             self.whole.update(into)
             saved, others = saved_in_order(node), self.arrivals.feeds.keys()
             return [self.arrivals.whole(saved, {at: gradient}, others - {i}, i) for i in into]
@@ -117,7 +117,7 @@ class _Call:
         """The whole gradient of an output, from that which comes from outside; None where nobody asks."""
         self._begin()
         node = self.node()
-        if node is None or gradient is None or not runs_in_this_pass(self.end) or not self._asked(at):
+        if node is None or gradient is None or not runs_in_this_pass(_END) or not self._asked(at):
             return None
         whole = self.arrivals.whole(saved_in_order(node), {**self.arrived, at: gradient}, self.whole, at)
         self.whole.add(at)

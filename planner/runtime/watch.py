@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from planner.capture.trace.loss_trace import find_loss, probable_loss
 from planner.compat.dispatch import switch_off, switch_on
+from planner.compat.modules import each_parameter
 from planner.compat.tensors import storage_key
 from planner.core.call import storages
 from planner.core.loop import Gradients, Loop
@@ -270,7 +271,7 @@ class Watch:
         """
         model, outputs, batch = self._model(), leaves(result), dense_tensors((args, kwargs))
         if model is not None:
-            self._kept.returned(outputs, batch, next(model.parameters()).device)
+            self._kept.returned(outputs, batch, next(each_parameter(model)).device)
         if model is None or (self.settled and not self._rounds.chosen):
             self._earlier = None
             return

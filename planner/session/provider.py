@@ -223,9 +223,9 @@ class Provider:
             return False
         if self.request.options.accumulate:  # they are counted
             seen = replace(seen, gradients=self.loops.get(role, self.loop).gradients)
-        if self.apart:
-            seen = replace(seen, around=0)
-        seen = replace(seen, unreached=worth_leaving_out(self._captured(role), seen, self._tolerance))
+        if self.apart or seen.unreached:
+            left_out = worth_leaving_out(self._captured(role), seen, self._tolerance)
+            seen = replace(seen, around=0 if self.apart else seen.around, unreached=left_out)
         found = [] if self.request.optimizer is not None else stepped
         if role and self.loops and role not in self.loops:  # there is no plan yet
             self.loops[role], self.stepped = seen, [weakref.ref(o) for o in found]
