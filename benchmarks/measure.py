@@ -25,6 +25,8 @@ from tests.measure import peak_of
 Step = Callable[[nn.Module], object]
 PRELOAD = ["planner", "transformers", "diffusers", "torch._dynamo.backends.debugging", "torch._functorch.partitioners"]
 
+CANCELLED = 1e-3  # a gradient of less than this share of the largest is compared with that share
+
 
 def software() -> str:
     """The system, the processor's kind and the Python that measure, for a report."""
@@ -123,10 +125,13 @@ def gradients(step: Step, model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def gradient_error(step: Step, model: nn.Module, plain: nn.Module) -> float:
-    """The largest difference of any gradient, relative to the largest entry of that gradient."""
+    """The largest difference of any gradient, relative to the largest entry of that gradient.
+
+    Or to `CANCELLED` of the largest of all: the gradient of a bias of attention's keys is rounding errors alone.
+    """
     ours, theirs = gradients(step, model), gradients(step, plain)
-    found = (float((ours[n] - g).abs().max() / g.abs().max().clamp_min(1e-30)) for n, g in theirs.items())
-    return max(found)
+    least = max(CANCELLED * max(float(g.abs().max()) for g in theirs.values()), 1e-30)
+    return max(float((ours[n] - g).abs().max() / g.abs().max().clamp_min(least)) for n, g in theirs.items())
 
 
 def in_turns(

@@ -324,6 +324,30 @@ def test_wrong_gradients_leave_the_model_with_aten_and_a_note(everything, monkey
     assert "differ from those of mode='aten'" in found.record.note
 
 
+def test_gradients_that_are_rounding_errors_alone_do_not_tell_inductor_from_aten():
+    """Of a bias of attention's keys: softmax takes no notice of what it adds to a row."""
+
+    class Attention(nn.Module):
+        def __init__(self, width=32, heads=2):
+            super().__init__()
+            self.heads = heads
+            self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
+
+        def forward(self, x):
+            q, k, v = (
+                layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.query, self.key, self.value)
+            )
+            return self.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)).square()
+
+    torch.manual_seed(0)
+    model, x = Attention(), torch.randn(4, 64, 32)
+    planned(model, x, loss_fn=torch.Tensor.mean).apply()
+    model(x).mean().backward()
+    assert model.key.bias.grad.abs().max() < 1e-6 * model.out.weight.grad.abs().max()
+    p = applied_plan(model)
+    assert p.options.mode == "inductor", p.note
+
+
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_compiled_model_is_planned_in_this_mode_and_with_its_options(in_place, monkeypatch):
     monkeypatch.setattr("planner.session.apply.trusted", lambda planned: planned)
