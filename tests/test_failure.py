@@ -76,6 +76,35 @@ def test_a_model_without_a_plan_trains_as_it_is_after_one_warning_if_asked_for(c
     assert p.remove() is model
 
 
+def test_a_model_that_changes_so_that_nothing_can_be_captured_goes_on_as_it_is_after_a_warning():
+    """As Lightning's StochasticWeightAveraging has it: cumulative averages ask for the number of batches."""
+
+    def trained(planned):
+        torch.manual_seed(0)
+        blocks = [m for _ in range(2) for m in (nn.Linear(32, 32), nn.BatchNorm1d(32), nn.GELU())]
+        model, losses = nn.Sequential(*blocks), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if planned:
+            plan(model, budget_gb=1, progress=False).apply()
+        for step in range(5):
+            if step == 3:
+                for m in model.modules():
+                    m.momentum = None
+            loss = model(torch.randn(16, 32)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses, model.state_dict()
+
+    expected, state = trained(planned=False)
+    with pytest.warns(PlanWarning, match="run without their plan from now on") as warned:
+        losses, own = trained(planned=True)
+    assert len(warned) == 1
+    assert losses == expected
+    assert all(torch.equal(own[name], t) for name, t in state.items())
+
+
 def test_bad_arguments_are_errors_all_the_same():
     model, x = layers(), torch.randn(4, 64)
     for error, options in (

@@ -323,7 +323,7 @@ class Runtime(Applied):
 
     def _run(self, signature: Signature, args: Any, kwargs: Any) -> Any:
         self.regions.call_begins()
-        family = self.serving.get(signature)
+        frames, family = self.regions.frames, self.serving.get(signature)
         try:
             plan = self.plans[signature]
             with self.regions.running(plan), self._leaving_alone(recipe_of(plan)):
@@ -340,13 +340,26 @@ class Runtime(Applied):
             if self.regions.compiling or not isinstance(e, GraphChanged):
                 self._compile_anew()  # torch.compile runs code that it failed to compile without its plan from then on
             raise
-        if self.came[signature] < SETTLES:
-            self.came[signature] += 1
         may_drop_all = self.traced and recipe_of(self.plans[signature]).asks
         if not self.regions.calls and not may_drop_all:
-            raise ApplyError(
-                "torch.compile ran the model without its plan (TORCH_COMPILE_DISABLE, a stance, or a dispatch mode "
-                "such as FlopCounterMode keeps it out); "
-                "remove() the plan to run without one"
-            )
+            if self.regions.frames == frames or not self.came[signature]:
+                raise ApplyError(
+                    "torch.compile ran the model without its plan (TORCH_COMPILE_DISABLE, a stance, or a dispatch mode "
+                    "such as FlopCounterMode keeps it out); "
+                    "remove() the plan to run without one"
+                )
+            self._goes_without(signature)
+        if self.came[signature] < SETTLES:
+            self.came[signature] += 1
         return result
+
+    def _goes_without(self, signature: Signature) -> None:
+        """Such calls ran by their plan before; torch.compile, which looked at the code again, has captured nothing."""
+        del self.plans[signature]
+        self.unplanned.add(signature)
+        warn(
+            f"calls of this {type(self.model).__name__} run without their plan from now on: something "
+            "that its code reads has changed since the last one (an attribute, as a BatchNorm's momentum), and "
+            "torch.compile captures nothing of the way that it takes now. Once that is as it was, remove() the plan "
+            "and apply() it again"
+        )
