@@ -253,7 +253,7 @@ def lower(
     if estimates is None:
         timed = request.costs == "measured"
         estimates = estimate(graph.regions, device, measure_on=here, timed=timed, progress=options.progress)
-    step = build(graph.regions, with_steps(request, graph, estimates), graph.links, settings)
+    step = build(graph.regions, with_steps(request, graph, estimates), graph.links, settings, graph.held)
     if loss.between is not None:
         step = add_calls(step, loss.between)
     if not planned_before:

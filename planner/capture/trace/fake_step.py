@@ -28,7 +28,7 @@ from planner.capture.trace.dynamo import (
 )
 from planner.capture.trace.eager_parts import as_region_calls
 from planner.capture.trace.loss_trace import LossFn, OutsideLoss, differentiable, trace_loss
-from planner.capture.trace.recording import EagerCall, Recording
+from planner.capture.trace.recording import EagerCall, Recording, held_by_variables
 from planner.capture.trace.refusals import refusal
 from planner.compat.dynamo import compile_call, forget_compiled
 from planner.core.call import storages
@@ -150,11 +150,12 @@ class FakeStep:
             if region is not None:  # else its ops run as they are, and count as ops outside the regions
                 self._between.append(self.recording.taken())
                 self.recording.pause()
-            module = running_module(inspect.currentframe(), self.recording.paths)
+            frame = inspect.currentframe()
+            module, held = running_module(frame, self.recording.paths), held_by_variables(frame)
             results = tuple(compiled(*inputs))
             if region is not None:
                 self.recording.resume()
-            self.calls.append(RegionCall(key, region, inputs, tuple(map(version, inputs)), results, module))
+            self.calls.append(RegionCall(key, region, inputs, tuple(map(version, inputs)), results, module, held))
             return results
 
         return call

@@ -70,7 +70,7 @@ class Recording:
             module = running_module(frame, self.paths)
             # a graph that only stands for these ops has no way to write a generator
             own, named = pytree.tree_map_only(torch.Generator, lambda g: None, (args, dict(kwargs or {})))
-            held = frozenset() if self.node else _held_by_variables(frame)
+            held = frozenset() if self.node else held_by_variables(frame)
             self.calls.append(EagerCall(func, own, named, result, self.node, trace, module, held))
         return result
 
@@ -89,7 +89,7 @@ class Recording:
         return taken
 
 
-def _held_by_variables(frame: FrameType | None) -> frozenset[int]:
+def held_by_variables(frame: FrameType | None) -> frozenset[int]:
     """The storages of the tensors that variables name in the functions that run, from the user's innermost one on up to
     the planner's that has called the model; a tensor in a tuple, a list or a dictionary is named, too.
     """
