@@ -279,6 +279,35 @@ def auxiliary_loss(put: Put, ended: Ended) -> None:
         ended([loss, model.aux_loss])
 
 
+class Views(nn.Module):
+    """Makes views of its batch outside torch.compile's graphs, and names all of them while it goes on with one."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = mlp(depth=6)
+
+    @torch.compiler.disable
+    def crops(self, x):
+        self.last = {"view": x.abs()}
+        return [x + shift for shift in range(8)]
+
+    def forward(self, x):
+        views = self.crops(x)
+        return self.net(views[0]).square().mean() + self.last["view"].mean()
+
+
+def views_that_are_named(put: Put, ended: Ended) -> None:
+    model = put(Views())
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    for _ in range(STEPS):
+        x = torch.randn(512, 64)
+        loss = model(x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ended(loss)
+
+
 class Autoencoder(nn.Module):
     def __init__(self):
         super().__init__()
@@ -1245,6 +1274,7 @@ LOOPS: dict[str, Loop] = {
     "segmentation": Loop(segmentation),
     "varying_lengths": Loop(varying_lengths, plans=3),
     "auxiliary_loss": Loop(auxiliary_loss),
+    "views_that_are_named": Loop(views_that_are_named),
     "autoencoder": Loop(autoencoder),
     "variational": Loop(variational),
     "modules_by_themselves": Loop(modules_by_themselves),

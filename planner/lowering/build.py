@@ -130,7 +130,9 @@ def build(
         rows.append(own_row(OPTIMIZER, "optimizer step", "optimizer", workspace=settings.optimizer_step))
     ops, table = zip(*rows, strict=True)
     resident = sum(settings.account.values())
-    problem = Problem(ops, tuple(sizes), boundary, _pinned(parts) | {loss_saves}, resident, settings.budget)
+    left = {parts.offset[each.value[0]] + each.value[1] for each in named if each.until is None}
+    pinned = _pinned(parts) | left | {loss_saves}
+    problem = Problem(ops, tuple(sizes), boundary, pinned, resident, settings.budget)
     final = frozenset[int]().union(*parts.linked.gradients)
     names = _names(regions)
     names += [""] * (len(sizes) - len(names))
@@ -227,7 +229,8 @@ def _forward_rows(parts: _Parts, named: Sequence[Held]) -> Iterator[Row]:
     """The forward passes of all regions, and until when variables hold what regions make."""
     last: dict[tuple[int, int], list[int]] = defaultdict(list)
     for each in named:
-        last[each.until].append(parts.offset[each.value[0]] + each.value[1])
+        if each.until is not None:
+            last[each.until].append(parts.offset[each.value[0]] + each.value[1])
     for r, region in enumerate(parts.regions):
         for i in range(region.boundary):
             yield from _region_rows(parts, r, range(i, i + 1))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import starmap
 from typing import Any
@@ -61,11 +61,11 @@ class Held:
 
     Attributes:
         value: (region, value); of a region outside compiled graphs.
-        until: (region, op) of the forward pass, the last one that runs meanwhile.
+        until: (region, op) of the forward pass, the last one that runs meanwhile; None for the end of the step.
     """
 
     value: tuple[int, int]
-    until: tuple[int, int]
+    until: tuple[int, int] | None
 
 
 def version(t: Any) -> int:
@@ -166,16 +166,17 @@ def links_of(calls: Sequence[RegionCall], output: Sequence[Any]) -> tuple[Link, 
     return tuple(links)
 
 
-def held_of(calls: Sequence[RegionCall]) -> tuple[Held, ...]:
+def held_of(calls: Sequence[RegionCall], left: Collection[int]) -> tuple[Held, ...]:
     """What variables hold of the values that are made outside compiled graphs, beyond the region that makes each.
 
     What compiled graphs return is counted to the end of the forward pass anyway.
 
     Args:
         calls: in order.
+        left: the storages of tensors that modules hold once the model has returned.
     """
     made: dict[int, tuple[int, int]] = {}
-    until: dict[tuple[int, int], tuple[int, int]] = {}
+    until: dict[tuple[int, int], tuple[int, int] | None] = {}
     for r, call in enumerate(call for call in calls if call.region is not None):
         region = call.region
         assert region is not None
@@ -185,4 +186,5 @@ def held_of(calls: Sequence[RegionCall]) -> tuple[Held, ...]:
             until |= {made[storage]: (r, i) for storage in storages_held & made.keys()}
         if not call.key:
             made |= {storage: (r, v) for storage, v in region.value_by_storage().items()}
+    until |= {made[storage]: None for storage in made.keys() & left}
     return tuple(starmap(Held, until.items()))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 import linecache
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from types import FrameType
+from itertools import islice
+from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -17,7 +18,9 @@ from planner.compat.dynamo import is_tracing
 from planner.compat.fake import FakeTensor, FakeTensorMode, replace_dispatch
 from planner.compat.ops import OpOverload
 from planner.compat.tensors import storage_key
+from planner.core.call import PLAIN
 from planner.core.frames import variables_of
+from planner.core.objects import MOST_LEAVES
 from planner.errors import users_frame
 
 
@@ -91,14 +94,28 @@ class Recording:
 
 def held_by_variables(frame: FrameType | None) -> frozenset[int]:
     """The storages of the tensors that variables name in the functions that run, from the user's innermost one on up to
-    the planner's that has called the model; a tensor in a tuple, a list or a dictionary is named, too.
+    the planner's that has called the model; a tensor in a container or an object, as a module, is named, too.
     """
-    found: set[int] = set()
+    named: list[Any] = []
     frame = users_frame(frame)
     while frame is not None and not frame.f_globals.get("__name__", "").startswith("planner."):
-        for value in variables_of(frame).values():
-            inner = value.values() if type(value) is dict else value
-            named = inner if isinstance(value, (tuple, list, dict)) else (value,)
-            found.update(storage_key(t) for t in named if isinstance(t, FakeTensor) and t.layout is torch.strided)
+        named.extend(variables_of(frame).values())
         frame = frame.f_back
-    return frozenset(found)
+    return held_by(named)
+
+
+def held_by(values: Iterable[Any]) -> frozenset[int]:
+    """The storages of tensors that are among these values, or in containers or objects that are; by `storage_key`."""
+    named = (t for value in values for t in _named(value, containers=2))
+    return frozenset(storage_key(t) for t in named if isinstance(t, FakeTensor) and t.layout is torch.strided)
+
+
+def _named(value: Any, containers: int, inside: bool = False) -> Iterator[Any]:
+    """A value, or what is in so many containers or objects, one in another; modules in a module are not looked at."""
+    if type(value) in PLAIN or isinstance(value, (torch.Tensor, FunctionType, ModuleType, type)) or not containers:
+        yield value
+    elif isinstance(value, (dict, tuple, list)):
+        for each in islice(list(value.values()) if isinstance(value, dict) else value, MOST_LEAVES):
+            yield from _named(each, containers - 1, inside=True)
+    elif not (inside and isinstance(value, torch.nn.Module)):
+        yield from _named(getattr(value, "__dict__", ()), containers, inside=True)

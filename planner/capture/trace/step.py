@@ -203,7 +203,7 @@ def _captured(
                     loss=loss,
                     links=links_of(step.calls, ends),
                     outputs=outputs_of(step.calls, ends),
-                    held=held_of(step.calls),
+                    held=held_of(step.calls, step.left),
                     fed=step.fed,
                     output_bytes=bytes_of_elements(ends),
                     maxima=maxima if any(is_size(n) for region in regions for n in region.primals) else None,
