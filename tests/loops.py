@@ -308,6 +308,33 @@ def views_that_are_named(put: Put, ended: Ended) -> None:
         ended(loss)
 
 
+class Weighted(nn.Module):
+    """Several outputs, and weights of their losses that only the loop uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.heads = mlp(), nn.ModuleList(nn.Linear(64, n) for n in (10, 1))
+        self.weights = nn.Parameter(torch.zeros(2))
+
+    def forward(self, x):
+        features = self.net(x)
+        return [head(features) for head in self.heads]
+
+
+def weights_of_losses(put: Put, ended: Ended) -> None:
+    """The weights have gradients when the backward pass of the model begins: these are new, and not added to."""
+    model = put(Weighted())
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    for _ in range(STEPS):
+        kind, depth = model(torch.randn(512, 64))
+        losses = torch.stack([F.cross_entropy(kind, torch.randint(10, (512,))), F.l1_loss(depth, torch.randn(512, 1))])
+        loss = (losses * torch.exp(-model.weights) + model.weights).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ended(loss)
+
+
 class Autoencoder(nn.Module):
     def __init__(self):
         super().__init__()
@@ -1275,6 +1302,7 @@ LOOPS: dict[str, Loop] = {
     "varying_lengths": Loop(varying_lengths, plans=3),
     "auxiliary_loss": Loop(auxiliary_loss),
     "views_that_are_named": Loop(views_that_are_named),
+    "weights_of_losses": Loop(weights_of_losses),
     "autoencoder": Loop(autoencoder),
     "variational": Loop(variational),
     "modules_by_themselves": Loop(modules_by_themselves),
