@@ -335,6 +335,52 @@ def weights_of_losses(put: Put, ended: Ended) -> None:
         ended(loss)
 
 
+class Named(nn.Module):
+    """Is given dictionaries with names, of which it goes by that of the task, and returns those of the files."""
+
+    def __init__(self, tasks):
+        super().__init__()
+        self.net, self.heads = mlp(), nn.ModuleDict({task: mlp(depth=depth, out=10) for task, depth in tasks})
+
+    def forward(self, batch):
+        return {"logits": self.heads[batch["task"]](self.net(batch["x"])), "files": batch["files"]}
+
+
+def _named(put, ended, **tasks):
+    model = put(Named(tasks.items()))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    for i in range(STEPS):
+        batch = {"x": torch.randn(512, 64), "files": [f"{i}.png", f"{i}.txt"], "task": [*tasks][i % len(tasks)]}
+        loss = F.cross_entropy(model(batch)["logits"], torch.randint(10, (512,)))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ended(loss)
+
+
+def names_of_files(put: Put, ended: Ended) -> None:
+    _named(put, ended, kind=1)
+
+
+def names_of_tasks(put: Put, ended: Ended) -> None:
+    _named(put, ended, kind=1, place=2)
+
+
+def frozen_in_the_middle(put: Put, ended: Ended) -> None:
+    """The optimizer keeps the state of parameters that it trains no longer."""
+    model = put(mlp(depth=6))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    for i in range(STEPS):
+        optimizer.zero_grad()
+        if i == 2:
+            model[:8].requires_grad_(False)
+        x = torch.randn(128, 64)
+        loss = F.mse_loss(model(x), x)
+        loss.backward()
+        optimizer.step()
+        ended(loss)
+
+
 class Autoencoder(nn.Module):
     def __init__(self):
         super().__init__()
@@ -1303,6 +1349,9 @@ LOOPS: dict[str, Loop] = {
     "auxiliary_loss": Loop(auxiliary_loss),
     "views_that_are_named": Loop(views_that_are_named),
     "weights_of_losses": Loop(weights_of_losses),
+    "names_of_files": Loop(names_of_files),
+    "names_of_tasks": Loop(names_of_tasks, plans=5),
+    "frozen_in_the_middle": Loop(frozen_in_the_middle, plans=3, share=0.72),
     "autoencoder": Loop(autoencoder),
     "variational": Loop(variational),
     "modules_by_themselves": Loop(modules_by_themselves),
