@@ -381,6 +381,19 @@ def frozen_in_the_middle(put: Put, ended: Ended) -> None:
         ended(loss)
 
 
+def larger_later(put: Put, ended: Ended) -> None:
+    """What the graph of the step before keeps grows with the batch, as all that the loop makes of the outputs."""
+    model = put(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for i in range(STEPS):
+        x = torch.randn(512 if i < 3 else 1024, 64)
+        loss = F.mse_loss(model(x), x)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ended(loss)
+
+
 class Autoencoder(nn.Module):
     def __init__(self):
         super().__init__()
@@ -1352,6 +1365,7 @@ LOOPS: dict[str, Loop] = {
     "names_of_files": Loop(names_of_files),
     "names_of_tasks": Loop(names_of_tasks, plans=5),
     "frozen_in_the_middle": Loop(frozen_in_the_middle, plans=3, share=0.72),
+    "larger_later": Loop(larger_later, plans=3, share=0.7),
     "autoencoder": Loop(autoencoder),
     "variational": Loop(variational),
     "modules_by_themselves": Loop(modules_by_themselves),
