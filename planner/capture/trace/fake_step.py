@@ -153,8 +153,9 @@ class FakeStep:
             if region is not None:  # else its ops run as they are, and count as ops outside the regions
                 self._between.append(self.recording.taken())
                 self.recording.pause()
-            frame = inspect.currentframe()
-            module, held = running_module(frame, self.recording.paths), held_by_variables(frame)
+            # a variable for the frame would keep the frame, and all that it names, until Python's collector comes
+            module = running_module(inspect.currentframe(), self.recording.paths)
+            held = held_by_variables(inspect.currentframe())
             results = tuple(compiled(*inputs))
             if region is not None:
                 self.recording.resume()

@@ -74,6 +74,7 @@ class Recording:
             # a graph that only stands for these ops has no way to write a generator
             own, named = pytree.tree_map_only(torch.Generator, lambda g: None, (args, dict(kwargs or {})))
             held = frozenset() if self.node else held_by_variables(frame)
+            del frame  # it would keep itself, and all that it names, until Python's collector comes
             self.calls.append(EagerCall(func, own, named, result, self.node, trace, module, held))
         return result
 
@@ -97,11 +98,19 @@ def held_by_variables(frame: FrameType | None) -> frozenset[int]:
     the planner's that has called the model; a tensor in a container or an object, as a module, is named, too.
     """
     named: list[Any] = []
-    frame = users_frame(frame)
-    while frame is not None and not frame.f_globals.get("__name__", "").startswith("planner."):
-        named.extend(variables_of(frame).values())
+    while frame is not None and _is_own(frame):
+        frame = frame.f_back
+    users = False
+    while frame is not None and not _is_own(frame):
+        users = users or users_frame(frame) is frame
+        if users:
+            named.extend(variables_of(frame).values())
         frame = frame.f_back
     return held_by(named)
+
+
+def _is_own(frame: FrameType) -> bool:
+    return bool(frame.f_globals.get("__name__", "").startswith("planner."))
 
 
 def held_by(values: Iterable[Any]) -> frozenset[int]:
