@@ -279,6 +279,121 @@ def auxiliary_loss(put: Put, ended: Ended) -> None:
         ended([loss, model.aux_loss])
 
 
+class Views(nn.Module):
+    """Makes views of its batch outside torch.compile's graphs, and names all of them while it goes on with one."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = mlp(depth=6)
+
+    @torch.compiler.disable
+    def crops(self, x):
+        self.last = {"view": x.abs()}
+        return [x + shift for shift in range(8)]
+
+    def forward(self, x):
+        views = self.crops(x)
+        return self.net(views[0]).square().mean() + self.last["view"].mean()
+
+
+def views_that_are_named(put: Put, ended: Ended) -> None:
+    model = put(Views())
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    for _ in range(STEPS):
+        x = torch.randn(512, 64)
+        loss = model(x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ended(loss)
+
+
+class Weighted(nn.Module):
+    """Several outputs, and weights of their losses that only the loop uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.heads = mlp(), nn.ModuleList(nn.Linear(64, n) for n in (10, 1))
+        self.weights = nn.Parameter(torch.zeros(2))
+
+    def forward(self, x):
+        features = self.net(x)
+        return [head(features) for head in self.heads]
+
+
+def weights_of_losses(put: Put, ended: Ended) -> None:
+    """The weights have gradients when the backward pass of the model begins: these are new, and not added to."""
+    model = put(Weighted())
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    for _ in range(STEPS):
+        kind, depth = model(torch.randn(512, 64))
+        losses = torch.stack([F.cross_entropy(kind, torch.randint(10, (512,))), F.l1_loss(depth, torch.randn(512, 1))])
+        loss = (losses * torch.exp(-model.weights) + model.weights).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ended(loss)
+
+
+class Named(nn.Module):
+    """Is given dictionaries with names, of which it goes by that of the task, and returns those of the files."""
+
+    def __init__(self, tasks):
+        super().__init__()
+        self.net, self.heads = mlp(), nn.ModuleDict({task: mlp(depth=depth, out=10) for task, depth in tasks})
+
+    def forward(self, batch):
+        return {"logits": self.heads[batch["task"]](self.net(batch["x"])), "files": batch["files"]}
+
+
+def _named(put, ended, **tasks):
+    model = put(Named(tasks.items()))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    for i in range(STEPS):
+        batch = {"x": torch.randn(512, 64), "files": [f"{i}.png", f"{i}.txt"], "task": [*tasks][i % len(tasks)]}
+        loss = F.cross_entropy(model(batch)["logits"], torch.randint(10, (512,)))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ended(loss)
+
+
+def names_of_files(put: Put, ended: Ended) -> None:
+    _named(put, ended, kind=1)
+
+
+def names_of_tasks(put: Put, ended: Ended) -> None:
+    _named(put, ended, kind=1, place=2)
+
+
+def frozen_in_the_middle(put: Put, ended: Ended) -> None:
+    """The optimizer keeps the state of parameters that it trains no longer."""
+    model = put(mlp(depth=6))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    for i in range(STEPS):
+        optimizer.zero_grad()
+        if i == 2:
+            model[:8].requires_grad_(False)
+        x = torch.randn(128, 64)
+        loss = F.mse_loss(model(x), x)
+        loss.backward()
+        optimizer.step()
+        ended(loss)
+
+
+def larger_later(put: Put, ended: Ended) -> None:
+    """What the graph of the step before keeps grows with the batch, as all that the loop makes of the outputs."""
+    model = put(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for i in range(STEPS):
+        x = torch.randn(512 if i < 3 else 1024, 64)
+        loss = F.mse_loss(model(x), x)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ended(loss)
+
+
 class Autoencoder(nn.Module):
     def __init__(self):
         super().__init__()
@@ -1245,6 +1360,12 @@ LOOPS: dict[str, Loop] = {
     "segmentation": Loop(segmentation),
     "varying_lengths": Loop(varying_lengths, plans=3),
     "auxiliary_loss": Loop(auxiliary_loss),
+    "views_that_are_named": Loop(views_that_are_named),
+    "weights_of_losses": Loop(weights_of_losses),
+    "names_of_files": Loop(names_of_files),
+    "names_of_tasks": Loop(names_of_tasks, plans=5),
+    "frozen_in_the_middle": Loop(frozen_in_the_middle, plans=3, share=0.72),
+    "larger_later": Loop(larger_later, plans=3, share=0.7),
     "autoencoder": Loop(autoencoder),
     "variational": Loop(variational),
     "modules_by_themselves": Loop(modules_by_themselves),

@@ -36,6 +36,8 @@ class LossSeen:
         held: of the gradients of the model's outputs that were there still when the planned graphs had used them.
         inputs: of what the calls of a step were given and was there at once, at most.
         first_input: of what the first of them was given.
+        kept: of those that were alive when the planned backward pass began, what the loop still holds while the next
+            forward pass runs, as what the graph of the loss keeps; it is in the loop's `beside`, too.
     """
 
     output_bytes: int
@@ -55,6 +57,7 @@ class LossSeen:
     computed_later: int = 0
     between: int = 0
     between_later: int = 0
+    kept: int = 0
 
     def of(self, output_bytes: int) -> LossSeen:
         """The same for a step with other outputs."""
@@ -116,6 +119,15 @@ class Loop:
     def others(self) -> int:
         """Bytes of all that the loop holds beside the planned step."""
         return self.beside + self.around + self.left_over
+
+    def more_than(self, other: Loop) -> int:
+        """Bytes that it holds beside the planned step, and another one does not, in steps with equal outputs."""
+        most = max((loop.loss.output_bytes for loop in (self, other) if loop.loss is not None), default=0)
+        own, its = (
+            loop.others + (0 if loop.loss is None else loop.loss.of(most).kept - loop.loss.kept)
+            for loop in (self, other)
+        )
+        return own - its
 
 
 def most_of(one: Loop, other: Loop) -> Loop:
@@ -179,6 +191,6 @@ def same_facts(one: Loop, other: Loop, tolerance: int) -> bool:
             freed_beside=none,
         )
 
-    sizes = [(one.others, other.others), (one.kept_beside, other.kept_beside)]
+    sizes = [(one.more_than(other), 0), (one.kept_beside, other.kept_beside)]
     sizes.append((one.freed_beside or 0, other.freed_beside or 0))
     return facts(one) == facts(other) and all(abs(a - b) <= tolerance for a, b in sizes)

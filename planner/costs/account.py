@@ -16,13 +16,15 @@ from planner.core.call import storages
 from planner.core.options import GB
 from planner.core.plan import PlannedStep
 from planner.costs.optimizer import OptimizerMemory, optimizer_memory
-from planner.costs.static_memory import account, batch_tensors
+from planner.costs.static_memory import account, batch_tensors, storage_bytes
 from planner.errors import OptionError
 from planner.parallel.group import communication_buffers, world_size
 from planner.parallel.sharded import parameters_of
+from planner.requests.optimizers import trained_by
 from planner.requests.request import Request
 
 OPTIMIZER_STEP = "optimizer step"  # a line that can be set, and is not held all the time
+FROZEN = "gradients of parameters that are trained no longer"
 OTHERS = "other tensors of the training loop"
 
 
@@ -43,6 +45,8 @@ def account_of(request: Request) -> tuple[dict[str, int], int | None]:
     if request.occupancy is None and request.in_flight > 1:
         lines[BATCH] = _batches(args, kwargs, request)
     lines |= request.beside
+    if frozen := _of_frozen(request):
+        lines[FROZEN] = frozen
     if buffers := communication_buffers(request.model_device):
         lines["NCCL buffers"] = buffers
     if others := request.loop.others:
@@ -65,6 +69,13 @@ def _optimizers(request: Request) -> OptimizerMemory:
                 raise  # one that was found is counted from the step on in which it has a state
     state = sum(each.state for each in takes) + max((each.closure for each in takes), default=0)
     return OptimizerMemory(state, max((each.step for each in takes), default=0))
+
+
+def _of_frozen(request: Request) -> int:
+    """Bytes of the gradients that frozen parameters have, where no optimizer is there that would clear them."""
+    cleared = {at for optimizer in request.optimizers if not isinstance(optimizer, str) for at in trained_by(optimizer)}
+    frozen = [p for p in parameters_of(request.model) if not p.requires_grad and id(p) not in cleared]
+    return storage_bytes(p.grad for p in frozen if p.grad is not None)
 
 
 def planned_step(request: Request, optimizer_state: int, optimizer_step: int | None) -> PlannedStep:

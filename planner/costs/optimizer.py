@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -78,7 +78,8 @@ def optimizer_memory(
     if type(optimizer) is optim.LBFGS:
         return _lbfgs(optimizer)
     try:
-        return _two_steps(kind, optimizer.defaults, optimizer.param_groups, cuda)
+        memory = _two_steps(kind, optimizer.defaults, optimizer.param_groups, cuda)
+        return replace(memory, state=memory.state + _of_frozen(optimizer, cuda))
     except Exception as e:
         state = list(optimizer.state.values())
         nbytes = sum(storages(state).values()) - (_on_cpu(state) if cuda else 0)
@@ -218,6 +219,13 @@ def _foreach_by_default(kind: type[optim.Optimizer], group: Mapping[str, Any]) -
     if issubclass(kind, optim.Adam) and isinstance(group["lr"], torch.Tensor):
         return bool(group["capturable"])
     return not issubclass(kind, optim.Adafactor)
+
+
+def _of_frozen(optimizer: optim.Optimizer, cuda: bool) -> int:
+    """Bytes of the state that it has of parameters which are trained no longer."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    state = [optimizer.state[p] for p in parameters if not p.requires_grad and p in optimizer.state]
+    return sum(storages(state).values()) - (_on_cpu(state) if cuda else 0)
 
 
 def _on_cpu(state: list[Any]) -> int:

@@ -8,6 +8,7 @@ to those of earlier microbatches; the optimizer's step comes last.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate as totals
@@ -16,7 +17,7 @@ from typing import Literal
 from planner.capture.joint_graph import tensors
 from planner.capture.provenance import op_kind, origins
 from planner.capture.recomputability import is_random
-from planner.capture.regions.calls import Link
+from planner.capture.regions.calls import Held, Link
 from planner.capture.regions.region import Region
 from planner.compat.ops import name_of
 from planner.core.plan import Phase
@@ -103,6 +104,7 @@ def build(
     estimates: Sequence[Sequence[OpEstimate]],
     links: Sequence[Link],
     settings: BuildSettings,
+    named: Sequence[Held] = (),
 ) -> Step:
     """Write the training step as a `Problem`, with its provenance. O(ops + reads).
 
@@ -111,10 +113,11 @@ def build(
         estimates: for each region, one per op.
         links: tensors that regions make for each other; other results of regions are held to the end.
         settings: of the step.
+        named: values of regions that Python's variables hold while other regions run.
     """
     parts = _parts(regions, estimates, links, settings)
     loss_saves, sizes = len(parts.sizes), [*parts.sizes, round_up(settings.loss_bytes, settings.granularity)]
-    rows = [row for r, region in enumerate(regions) for row in _region_rows(parts, r, range(region.boundary))]
+    rows = list(_forward_rows(parts, named))
     if parts.let_go:
         rows.append(own_row(LOSS, "loss, with all outputs", "loss", parts.outputs, (), settings.loss_forward))
     boundary = len(rows)
@@ -127,7 +130,9 @@ def build(
         rows.append(own_row(OPTIMIZER, "optimizer step", "optimizer", workspace=settings.optimizer_step))
     ops, table = zip(*rows, strict=True)
     resident = sum(settings.account.values())
-    problem = Problem(ops, tuple(sizes), boundary, _pinned(parts) | {loss_saves}, resident, settings.budget)
+    left = {parts.offset[each.value[0]] + each.value[1] for each in named if each.until is None}
+    pinned = _pinned(parts) | left | {loss_saves}
+    problem = Problem(ops, tuple(sizes), boundary, pinned, resident, settings.budget)
     final = frozenset[int]().union(*parts.linked.gradients)
     names = _names(regions)
     names += [""] * (len(sizes) - len(names))
@@ -218,6 +223,19 @@ def _names(regions: Sequence[Region]) -> list[str]:
         states = {v for op in region.ops if op.kind == "rng_state" for v in op.writes}
         names += ["" if v in states else value.owner.name for v, value in enumerate(region.values)]
     return names
+
+
+def _forward_rows(parts: _Parts, named: Sequence[Held]) -> Iterator[Row]:
+    """The forward passes of all regions, and until when variables hold what regions make."""
+    last: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for each in named:
+        if each.until is not None:
+            last[each.until].append(parts.offset[each.value[0]] + each.value[1])
+    for r, region in enumerate(parts.regions):
+        for i in range(region.boundary):
+            yield from _region_rows(parts, r, range(i, i + 1))
+            if (r, i) in last:
+                yield own_row(LOSS, "variables", "forward", last[r, i])
 
 
 def _region_rows(parts: _Parts, r: int, indices: range) -> Iterator[Row]:

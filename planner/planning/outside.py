@@ -39,6 +39,7 @@ class CountedLoss:
             its outputs.
         inputs: of all calls whose backward passes come together; None where that was not seen.
         between: what the loop does between the calls of a step, where it makes several; None for one.
+        more: of what the loop keeps of the step before, what is not counted as it was seen in steps with less output.
     """
 
     workspace: int
@@ -52,6 +53,7 @@ class CountedLoss:
     waiting_backward: int = 0
     inputs: int | None = None
     between: Between | None = None
+    more: int = 0
 
 
 def outside_loss(request: Request, graph: TrainingGraph) -> CountedLoss:
@@ -100,6 +102,7 @@ def outside_loss(request: Request, graph: TrainingGraph) -> CountedLoss:
         waiting_backward=each,
         inputs=_inputs(request, seen) if request.occupancy is None and (loop.in_flight > 1 or graph.calls) else None,
         between=_between(graph, seen, results - gone, late, workspace) if graph.calls else None,
+        more=max(0, seen.kept - loop.loss.kept),
     )
 
 

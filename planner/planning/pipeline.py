@@ -31,7 +31,7 @@ from planner.core.options import Options
 from planner.core.plan import GraphModules
 from planner.core.step import Pass, Step, replay, run_passes
 from planner.core.surroundings import under
-from planner.costs.account import account_of
+from planner.costs.account import OTHERS, account_of
 from planner.costs.ops import OpEstimate, estimate
 from planner.eager.unplanned import eager_step
 from planner.errors import LOWER, CaptureError, InfeasibleBudgetError, PlannerError, RankError, warn
@@ -229,6 +229,8 @@ def lower(
     account, optimizer_step = account_of(request)
     if loss.read:
         account |= {TARGETS: loss.read}
+    if loss.more:
+        account |= {OTHERS: account.get(OTHERS, 0) + loss.more}
     if loss.inputs is not None and BATCH not in options.account_gb:
         account |= {BATCH: loss.inputs}
     if statistics := sum(region.statistics_bytes() for region in graph.regions):
@@ -253,7 +255,7 @@ def lower(
     if estimates is None:
         timed = request.costs == "measured"
         estimates = estimate(graph.regions, device, measure_on=here, timed=timed, progress=options.progress)
-    step = build(graph.regions, with_steps(request, graph, estimates), graph.links, settings)
+    step = build(graph.regions, with_steps(request, graph, estimates), graph.links, settings, graph.held)
     if loss.between is not None:
         step = add_calls(step, loss.between)
     if not planned_before:

@@ -32,11 +32,17 @@ from planner.runtime.families import Family, GraphChanged, Shapes, recipe_of
 from planner.runtime.interception import Applied
 from planner.runtime.modes import unguarded
 from planner.runtime.regions import Regions
-from planner.runtime.signature import Role, Signature, call_signature, without_numbers
+from planner.runtime.signature import Role, Signature, call_signature, has_strings, without_numbers
 
 SETTLES = 2  # calls of a kind, after which its graphs are expected to stay: the first may make what the second uses
 WARN_PLANS = 3  # for calls that differ in numbers alone, or in what they are compiled to
+STRINGS = "strings in its batch"
 WARN_WAYS, MOST_WAYS = 2, 32  # through a model's code: when to warn, and how many plans to keep
+
+
+def _has_ways(signature: Signature, plan: PlanRecord) -> bool:
+    """Whether calls with this signature may have other graphs than those of a plan for it."""
+    return bool(recipe_of(plan).asks) or has_strings(signature)
 
 
 def _always(recipe: Recipe) -> Callable[[], Recipe]:
@@ -147,6 +153,7 @@ class Runtime(Applied):
     def forget(self, role: Role | None = None) -> None:
         super().forget(role)
         self.serving = {signature: family for signature, family in self.serving.items() if signature in self.plans}
+        self.ways = {signature: ways for signature, ways in self.ways.items() if signature in self.plans}
         self.shapes = self.shapes.without_families()
         self.shapes.apart.clear()
 
@@ -266,7 +273,7 @@ class Runtime(Applied):
             with suppress(GraphChanged):
                 return self._run(signature, args, kwargs)
         self.add(args, kwargs, self.provide(args, kwargs, median=False))
-        if not recipe_of(tried).asks:
+        if not _has_ways(signature, tried):
             why = "has other graphs than before, as where a number that it keeps changes,"
             self._comes_again(signature, self.newest and self.newest.record.recipe, why)
             self._compile_anew()
@@ -281,7 +288,7 @@ class Runtime(Applied):
 
     def _other_ways(self, signature: Signature, tried: PlanRecord) -> list[PlanRecord]:
         """The plans of other ways that such a call has taken; the one that was tried becomes the latest of all."""
-        if not recipe_of(tried).asks or recipe_of(tried).maxima is not None:
+        if not _has_ways(signature, tried) or recipe_of(tried).maxima is not None:
             return []
         ways = [way for way in self.ways.get(signature, ()) if way.recipe is not tried.recipe]
         if len(ways) == MOST_WAYS:
@@ -291,16 +298,17 @@ class Runtime(Applied):
         if len(ways) == WARN_WAYS:
             warn(
                 f"the model took {WARN_WAYS + 1} ways through its code, by values that each step has anew "
-                f"({'; '.join(recipe_of(tried).asks)}): each is planned and compiled for itself, and a step that goes "
-                "a new one may take more than the budget. Where they do not end, take the question out of forward(), "
-                "or plan a submodule without it"
+                f"({'; '.join(recipe_of(tried).asks or [STRINGS])}): each is planned and compiled for itself, and a "
+                "step that goes a new one may take more than the budget. Where they do not end, take the question out "
+                "of forward(), or plan a submodule without it"
             )
         return ways
 
     def _undoes(self, signature: Signature) -> bool:
         """Whether the model's state is put back where a graph turns out to be another after others have run."""
         recipe = recipe_of(self.plans[signature])
-        changes = bool(recipe.asks) or (len(recipe.calls) > 1 and self.came[signature] < SETTLES)
+        several = len(recipe.calls) > 1 and (self.came[signature] < SETTLES or has_strings(signature))
+        changes = bool(recipe.asks) or several
         return changes and not captures(self.model)  # the copies would wait for the device
 
     def has_run(self, signature: Signature) -> bool:

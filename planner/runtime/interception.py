@@ -31,6 +31,7 @@ from planner.runtime.peaks import Peaks, when_begun
 from planner.runtime.recorder import Recorder
 from planner.runtime.signature import ModelState, Role, Signature, Walk, call_signature, role_of, walk
 from planner.runtime.together import BackwardPasses
+from planner.runtime.used_gradients import There, gradients_there, still_there
 from planner.runtime.watch import Watch, listen
 from planner.stepping.step import Stepping
 
@@ -198,8 +199,8 @@ class Applied:
                 self.watch.called(number, self.plans[signature], result, self.made)
             if self.newest is not None and self.newest.request.batch is not None:
                 self.newest.request.batch.release()
-            if any(p.grad is not None for p in parameters):
-                when_begun(result, partial(self._backward_begins, signature))
+            if there := gradients_there(parameters):
+                when_begun(result, partial(self._backward_begins, signature, there))
             report(result, self.plans.get(signature))
             return result
 
@@ -225,11 +226,11 @@ class Applied:
         """The kinds of calls that are planned together."""
         return () if self.watch is None else self.watch.together.kinds
 
-    def _backward_begins(self, signature: Signature) -> None:
-        """Gradients that were there in the forward pass are there still, if they are."""
+    def _backward_begins(self, signature: Signature, there: There) -> None:
+        """Gradients that were there in the forward pass are there still, if they are; a loss may have made others."""
         if not self._passes.begins():  # another call's part of it, which came before, has made some
             return
-        if self.watch is not None and any(p.grad is not None and adds_to_gradient(p) for p in self.model.parameters()):
+        if self.watch is not None and any(map(adds_to_gradient, still_there(there))):
             if self.watch.loop.gradients != "accumulated" and signature in self.plans:  # from the next step on, it is
                 self.provider.on_backward_begin(self.model, self.plans[signature])
             self.watch.backward_begins()
@@ -248,9 +249,8 @@ class Applied:
         if self.newest is None:
             return 0
         account, parameters = self.newest.record.account, self.model.parameters()
-        with_gradients = [p for p in parameters if p.requires_grad or p.grad is not None]  # frozen now, it may have one
-        lines = [account.get(name, 0) for name in ("parameters", "buffers", "optimizer state")]
-        return sum(lines, storage_bytes(with_gradients))
+        graded = [p for p in parameters if p.requires_grad or p.grad is not None]  # frozen now, it may have a gradient
+        return storage_bytes(graded) + sum(account.get(n, 0) for n in ("parameters", "buffers", "optimizer state"))
 
     def was_trained(self) -> bool:
         """Whether a backward pass has come of some call, as far as that is known."""

@@ -58,6 +58,7 @@ def loss_seen(recorder: Recorder, workspaces: Mapping[str, int], found: Stays) -
         held=recorder.held,
         inputs=recorder.inputs_at_once,
         first_input=recorder.first_input,
+        kept=sum(found.kept.values()),
     )
 
 

@@ -22,6 +22,7 @@ from planner.parallel.sharded import parameters_among
 
 Signature = tuple[Any, ...]
 Role = tuple[object, ...]
+DIRECT = 2  # parts of the path of an argument itself
 TENSOR = 7  # parts of what a signature says of a tensor
 _LEAVES = (torch.Tensor, int, float, str, bool, type(None))  # of a batch, which is mostly these alone
 
@@ -162,8 +163,8 @@ def call_signature(
 ) -> Signature:
     """Equal for calls that one plan serves: same shapes, dtypes, devices, other arguments, modes, frozen parts.
 
-    Where sizes may be smaller than maxima, these do not count. A tensor that is passed twice is one input of a graph.
-    The model is not read where its present state is given.
+    Where sizes may be smaller than maxima, these do not count, and neither do strings in containers, as names of files.
+    A tensor that is passed twice is one input of a graph. The model is not read where its present state is given.
     """
 
     def describe(path: str, x: Any) -> Any:
@@ -195,7 +196,10 @@ def call_signature(
         structure: object = (len(args), *kwargs)
     else:
         found, spec = pytree.tree_flatten_with_path((tuple(args), dict(kwargs)))
-        described = tuple(describe(pytree.keystr(path) if maxima else "", x) for path, x in found)
+        described = tuple(
+            str if type(x) is str and len(path) > DIRECT else describe(pytree.keystr(path) if maxima else "", x)
+            for path, x in found
+        )
         structure = (len(args), *kwargs) if plain else str(spec)
     return (
         described,
@@ -203,6 +207,11 @@ def call_signature(
         state,
         tuple((torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in state.device_types),
     )
+
+
+def has_strings(signature: Signature) -> bool:
+    """Whether such calls are given strings in containers, of which a model may have other graphs."""
+    return str in signature[0]
 
 
 def without_numbers(signature: Signature) -> Signature:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -10,6 +11,18 @@ from torch import nn
 from planner.compat.tensors import version_of
 from planner.core.loop import Gradients
 from planner.stepping.spent import SpentGradient
+
+There = Sequence[tuple[torch.Tensor, weakref.ref[torch.Tensor]]]  # parameters, each with its gradient
+
+
+def gradients_there(parameters: Iterable[torch.Tensor]) -> There:
+    """The gradients that are there, and stay no longer for that."""
+    return [(p, weakref.ref(p.grad)) for p in parameters if p.grad is not None]
+
+
+def still_there(gradients: There) -> Iterator[torch.Tensor]:
+    """The parameters whose gradients these still are."""
+    return (p for p, gradient in gradients if p.grad is not None and gradient() is p.grad)
 
 
 class UsedGradients:

@@ -277,7 +277,7 @@ class Provider:
         if seen.loss is None or captured is None:
             return (seen.outputs_held, seen.loss) == (before.outputs_held, before.loss)
         more = more_of_loss(replace(self.request, loop=before), seen, captured)
-        beside = seen.others - before.others
+        beside = seen.more_than(before)
         return all(abs(each) <= self._tolerance for each in more) or (
             free > self._tolerance and sum(max(0, each) for each in (*more, beside)) <= free
         )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ class RegionCall:
         versions: of the inputs once it had returned; 0 for an input that is no tensor.
         results: its results.
         module: path of the module that called it.
+        held: the storages of tensors that variables of the model's functions name while it runs, by `storage_key`.
     """
 
     key: str
@@ -35,6 +37,7 @@ class RegionCall:
     versions: tuple[int, ...]
     results: tuple[Any, ...]
     module: str = ""
+    held: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,19 @@ class Link:
     producer: tuple[int, int] | None
     uses: tuple[tuple[int, int], ...]
     held: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A value that variables of the model's functions hold while other regions run, which need not use it.
+
+    Attributes:
+        value: (region, value); of a region outside compiled graphs.
+        until: (region, op) of the forward pass, the last one that runs meanwhile; None for the end of the step.
+    """
+
+    value: tuple[int, int]
+    until: tuple[int, int] | None
 
 
 def version(t: Any) -> int:
@@ -148,3 +164,27 @@ def links_of(calls: Sequence[RegionCall], output: Sequence[Any]) -> tuple[Link, 
         if key in producers or (len(takers) > 1 and leaf):
             links.append(Link(producers.get(key), tuple(takers), held))
     return tuple(links)
+
+
+def held_of(calls: Sequence[RegionCall], left: Collection[int]) -> tuple[Held, ...]:
+    """What variables hold of the values that are made outside compiled graphs, beyond the region that makes each.
+
+    What compiled graphs return is counted to the end of the forward pass anyway.
+
+    Args:
+        calls: in order.
+        left: the storages of tensors that modules hold once the model has returned.
+    """
+    made: dict[int, tuple[int, int]] = {}
+    until: dict[tuple[int, int], tuple[int, int] | None] = {}
+    for r, call in enumerate(call for call in calls if call.region is not None):
+        region = call.region
+        assert region is not None
+        ops = range(region.boundary) if not call.key else range(region.boundary - 1, region.boundary)
+        for i in ops:
+            storages_held = call.held if call.key else region.ops[i].node.meta["held"]
+            until |= {made[storage]: (r, i) for storage in storages_held & made.keys()}
+        if not call.key:
+            made |= {storage: (r, v) for storage, v in region.value_by_storage().items()}
+    until |= {made[storage]: None for storage in made.keys() & left}
+    return tuple(starmap(Held, until.items()))

@@ -124,6 +124,12 @@ class Region:
         """The values that a list of output nodes holds alive, each once."""
         return tuple(dict.fromkeys(v for n in nodes_in(outputs) for v in self.value_of[n]))
 
+    def value_by_storage(self) -> dict[int, int]:
+        """The values that ops of its forward pass make, by `storage_key`."""
+        made = {v for op in self.ops[: self.boundary] for v in op.writes}
+        alone = ((list(tensors(n)), vs) for n, vs in self.value_of.items())
+        return {storage_key(ts[0]): vs[0] for ts, vs in alone if len(ts) == len(vs) == 1 and vs[0] in made}
+
     def statistics(self) -> set[int]:
         """The values that are running statistics for the next call of their layer; no op's `reads` name them.
 

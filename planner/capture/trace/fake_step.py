@@ -28,7 +28,7 @@ from planner.capture.trace.dynamo import (
 )
 from planner.capture.trace.eager_parts import as_region_calls
 from planner.capture.trace.loss_trace import LossFn, OutsideLoss, differentiable, trace_loss
-from planner.capture.trace.recording import EagerCall, Recording
+from planner.capture.trace.recording import EagerCall, Recording, held_by, held_by_variables
 from planner.capture.trace.refusals import refusal
 from planner.compat.dynamo import compile_call, forget_compiled
 from planner.core.call import storages
@@ -59,6 +59,7 @@ class FakeStep:
         reached: whether, by `gradients()`, a gradient reaches any of the compiled graphs.
         fed: of the leaves of the model's output, by position, those whose gradient a graph adds to: bytes of each. The
             graph has a place for them, whether it is planned that the loop gives them one or not.
+        left: the storages of tensors that modules hold after the call, by `storage_key`.
         frames: how many frames torch.compile took; with more than one, Python runs between the graphs.
     """
 
@@ -81,6 +82,7 @@ class FakeStep:
         self.cut: dict[str, tuple[int, ...]] = {}
         self.frames = 0
         self.reached = False
+        self.left: frozenset[int] = frozenset()
         self.fed: dict[int, int] = {}
         self._arrivals: dict[str, Arrivals] = {}
         self._came: dict[int, Order] = {}  # gradients of results, where the loss is known
@@ -95,6 +97,7 @@ class FakeStep:
         except Exception as e:
             raise CaptureError(refusal(model, e, eagerly=False)) from e
         self._between.append(self.recording.taken())
+        self.left = held_by(model.modules())
         if all(call.region is None for call in self.calls):
             raise self.nothing_captured(model, args, kwargs, maxima)
         return output
@@ -150,11 +153,13 @@ class FakeStep:
             if region is not None:  # else its ops run as they are, and count as ops outside the regions
                 self._between.append(self.recording.taken())
                 self.recording.pause()
+            # a variable for the frame would keep the frame, and all that it names, until Python's collector comes
             module = running_module(inspect.currentframe(), self.recording.paths)
+            held = held_by_variables(inspect.currentframe())
             results = tuple(compiled(*inputs))
             if region is not None:
                 self.recording.resume()
-            self.calls.append(RegionCall(key, region, inputs, tuple(map(version, inputs)), results, module))
+            self.calls.append(RegionCall(key, region, inputs, tuple(map(version, inputs)), results, module, held))
             return results
 
         return call

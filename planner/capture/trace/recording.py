@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 import linecache
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from types import FrameType
+from itertools import islice
+from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -17,7 +18,9 @@ from planner.compat.dynamo import is_tracing
 from planner.compat.fake import FakeTensor, FakeTensorMode, replace_dispatch
 from planner.compat.ops import OpOverload
 from planner.compat.tensors import storage_key
+from planner.core.call import PLAIN
 from planner.core.frames import variables_of
+from planner.core.objects import MOST_LEAVES
 from planner.errors import users_frame
 
 
@@ -70,7 +73,8 @@ class Recording:
             module = running_module(frame, self.paths)
             # a graph that only stands for these ops has no way to write a generator
             own, named = pytree.tree_map_only(torch.Generator, lambda g: None, (args, dict(kwargs or {})))
-            held = frozenset() if self.node else _held_by_variables(frame)
+            held = frozenset() if self.node else held_by_variables(frame)
+            del frame  # it would keep itself, and all that it names, until Python's collector comes
             self.calls.append(EagerCall(func, own, named, result, self.node, trace, module, held))
         return result
 
@@ -89,16 +93,38 @@ class Recording:
         return taken
 
 
-def _held_by_variables(frame: FrameType | None) -> frozenset[int]:
+def held_by_variables(frame: FrameType | None) -> frozenset[int]:
     """The storages of the tensors that variables name in the functions that run, from the user's innermost one on up to
-    the planner's that has called the model; a tensor in a tuple, a list or a dictionary is named, too.
+    the planner's that has called the model; a tensor in a container or an object, as a module, is named, too.
     """
-    found: set[int] = set()
-    frame = users_frame(frame)
-    while frame is not None and not frame.f_globals.get("__name__", "").startswith("planner."):
-        for value in variables_of(frame).values():
-            inner = value.values() if type(value) is dict else value
-            named = inner if isinstance(value, (tuple, list, dict)) else (value,)
-            found.update(storage_key(t) for t in named if isinstance(t, FakeTensor) and t.layout is torch.strided)
+    named: list[Any] = []
+    while frame is not None and _is_own(frame):
         frame = frame.f_back
-    return frozenset(found)
+    users = False
+    while frame is not None and not _is_own(frame):
+        users = users or users_frame(frame) is frame
+        if users:
+            named.extend(variables_of(frame).values())
+        frame = frame.f_back
+    return held_by(named)
+
+
+def _is_own(frame: FrameType) -> bool:
+    return bool(frame.f_globals.get("__name__", "").startswith("planner."))
+
+
+def held_by(values: Iterable[Any]) -> frozenset[int]:
+    """The storages of tensors that are among these values, or in containers or objects that are; by `storage_key`."""
+    named = (t for value in values for t in _named(value, containers=2))
+    return frozenset(storage_key(t) for t in named if isinstance(t, FakeTensor) and t.layout is torch.strided)
+
+
+def _named(value: Any, containers: int, inside: bool = False) -> Iterator[Any]:
+    """A value, or what is in so many containers or objects, one in another; modules in a module are not looked at."""
+    if type(value) in PLAIN or isinstance(value, (torch.Tensor, FunctionType, ModuleType, type)) or not containers:
+        yield value
+    elif isinstance(value, (dict, tuple, list)):
+        for each in islice(list(value.values()) if isinstance(value, dict) else value, MOST_LEAVES):
+            yield from _named(each, containers - 1, inside=True)
+    elif not (inside and isinstance(value, torch.nn.Module)):
+        yield from _named(getattr(value, "__dict__", ()), containers, inside=True)

@@ -10,7 +10,16 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from planner.capture.regions.calls import Link, links_of, order_of, outputs_of, parameters_of_calls, regions_of
+from planner.capture.regions.calls import (
+    Held,
+    Link,
+    held_of,
+    links_of,
+    order_of,
+    outputs_of,
+    parameters_of_calls,
+    regions_of,
+)
 from planner.capture.regions.region import Region
 from planner.capture.shapes import enlarged, is_size
 from planner.capture.trace.apart import COMPILED, Paths, Shapes, inner_parts, shapes_of_calls
@@ -50,6 +59,7 @@ class TrainingGraph:
         laid_out: the same of those whose gradient comes in another layout, and which.
         loss: the loss, as far as it is computed outside the model.
         links: the tensors that regions pass to each other and share.
+        held: what variables hold of values that are made outside the compiled graphs.
         outputs: for each leaf of the model's output, the region and the result that it is; None for another object.
         fed: of these leaves, by position, those whose gradient a graph adds to: bytes of each. They are none to a plan
             for a loop that gives them no gradient.
@@ -82,6 +92,7 @@ class TrainingGraph:
     parameters: Mapping[tuple[int, int], str] = field(default_factory=dict, repr=False)
     laid_out: Mapping[str, LaidOut] = field(default_factory=dict, repr=False)
     calls: tuple[tuple[int, int], ...] = ()
+    held: tuple[Held, ...] = ()
 
 
 def capture(
@@ -192,6 +203,7 @@ def _captured(
                     loss=loss,
                     links=links_of(step.calls, ends),
                     outputs=outputs_of(step.calls, ends),
+                    held=held_of(step.calls, step.left),
                     fed=step.fed,
                     output_bytes=bytes_of_elements(ends),
                     maxima=maxima if any(is_size(n) for region in regions for n in region.primals) else None,
