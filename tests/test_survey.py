@@ -1,12 +1,14 @@
 """The survey of models: its models build, and its rows say what happened."""
 
+import json
 import math
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 import torch
 
+from benchmarks import models
 from benchmarks.models import listed
 from benchmarks.models_report import libraries_page, page
 from benchmarks.survey import Row, differing, error, survey
@@ -32,6 +34,16 @@ def test_libraries_that_are_not_here_are_named(monkeypatch):
     text = libraries_page({**_report_of(row), **report})
     assert f"timm was skipped: {absent['timm']}" in text
     assert "timm 1" in text
+
+
+def test_the_version_of_a_library_that_is_not_here_is_that_of_its_rows(monkeypatch, tmp_path):
+    here = {"timm": "2", "torchaudio": "1"}
+    monkeypatch.setattr(models, "versions", lambda families: dict(here))
+    survey = replace(models.OF_LIBRARIES, results=tmp_path / "rows.json", families=("timm", "torchaudio"))
+    models.write(survey, {}, {})
+    del here["torchaudio"]
+    models.write(survey, {}, {"torchaudio": "no such module"})
+    assert json.loads(survey.results.read_text())["versions"] == {"timm": "2", "torchaudio": "1"}
 
 
 @pytest.mark.parametrize("family", LIBRARIES)
