@@ -31,8 +31,9 @@ PARTS = {
     "torch._dynamo.eval_frame": "_orig_mod _torchdynamo_orig_backend _torchdynamo_orig_callable",
     "torch._functorch._aot_autograd.graph_compile": "aot_dispatch_autograd_graph",
     "torch._functorch._aot_autograd.runtime_wrappers": (
-        "_double_backward bw_donated_idxs opaque_objects subclass_tangent_meta symints traced_tangents_descs"
+        "_double_backward bw_donated_idxs opaque_objects subclass_tangent_meta symints"
     ),
+    "torch._functorch._aot_autograd.schemas": "traced_tangents_descs",
     "torch._functorch._aot_autograd.utils": "_boxed_call",
     "torch._ops:OpOverload": "_dispatch_cache _op_dk _schema py_kernels",
     "torch._subclasses.fake_impls": "op_implementations_dict",
