@@ -81,14 +81,16 @@ def versions(families: Sequence[str]) -> dict[str, str]:
 
 
 def write(survey_of: Survey, rows: Rows, skipped: Mapping[str, str]) -> None:
-    """The rows as JSON, by family, and what was skipped."""
+    """The rows as JSON, by family, and what was skipped, whose rows and version are those of an earlier run."""
+    before = json.loads(survey_of.results.read_text())["versions"] if survey_of.results.exists() else {}
+    here = versions(survey_of.families) | {name: version for name, version in before.items() if name in skipped}
     report = {
         "device": "CPU, 1 thread",
         "platform": software(),
         "torch": torch.__version__,
         "date": f"{datetime.date.today():%Y-%m-%d}",
         "pairs": PAIRS,
-        "versions": versions(survey_of.families),
+        "versions": {name: here[name] for name in survey_of.families if name in here},
         "skipped": dict(skipped),
         "unmeasured": [name for _, name in listed(survey_of.families)[0] if name not in rows],
         "models": sorted(rows.values(), key=lambda row: survey_of.families.index(row["family"])),

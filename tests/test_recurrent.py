@@ -5,9 +5,10 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from planner import CaptureError, plan
+from planner import CaptureError, InfeasibleBudgetError, Plan, applied_plan, plan
+from planner.planning import pipeline
 
-from .measure import held_before, results, step_peak
+from .measure import held_before, peak_of, results, step_peak
 from .plans import leanest
 from .real_models import Case
 
@@ -52,6 +53,11 @@ def case_of(model):
     return Case(model, {"x": torch.randn(32, STEPS, 16)}, lambda loss: loss)
 
 
+def whole_only(monkeypatch):
+    """LSTMs run whole, also where that does not fit."""
+    monkeypatch.setattr(pipeline, "has_whole_lstm", lambda region: False)
+
+
 MODELS = {
     "LSTM": lambda: Recurrent(nn.LSTM, num_layers=2),
     "both ways, projected": lambda: Recurrent(nn.LSTM, bidirectional=True, proj_size=8),
@@ -78,7 +84,7 @@ def test_recurrent_layers_train_as_before_within_the_budget(name, tmp_path):
 
 
 @pytest.mark.parametrize("options", [{"num_layers": 2, "dropout": 0.2}, {"bidirectional": True}, {"bias": False}])
-def test_an_lstm_runs_by_the_kernel_of_eager_mode(options, tmp_path):
+def test_an_lstm_runs_by_the_kernel_of_eager_mode(options, tmp_path, monkeypatch):
     case = case_of(Recurrent(nn.LSTM, **options))
     eager, peak = results(case), held_before(case) + step_peak(case, tmp_path)
     full = plan(case.model, case.batch, budget_gb=1)
@@ -88,6 +94,7 @@ def test_an_lstm_runs_by_the_kernel_of_eager_mode(options, tmp_path):
     layers = options.get("num_layers", 1) * (1 + options.get("bidirectional", False))
     assert len(calls) == 2 * layers  # however long the sequence is
     assert full.eager_peak_bytes == pytest.approx(peak, rel=0.001)
+    whole_only(monkeypatch)
     for p in (full, leanest(full, solver="chen")):
         p.apply()
         ours, measured = results(case), held_before(case) + step_peak(case, tmp_path)
@@ -97,18 +104,135 @@ def test_an_lstm_runs_by_the_kernel_of_eager_mode(options, tmp_path):
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
-def test_dropout_between_layers_is_drawn_once_and_as_without_a_plan(kind):
+def test_dropout_between_layers_is_drawn_once_and_as_without_a_plan(kind, monkeypatch):
     case = case_of(Recurrent(kind, num_layers=3, dropout=0.2))
     eager = results(case)
     full = plan(case.model, case.batch, budget_gb=1)
     full.apply()
     expected = results(case)
     full.remove()
+    whole_only(monkeypatch)
     leanest(full, solver="chen").apply()
     ours = results(case)
     assert all(torch.equal(ours[key], value) for key, value in expected.items())
     for key, value in eager.items():
         torch.testing.assert_close(ours[key], value, msg=lambda m, key=key: f"{key}: {m}")
+
+
+class Tagger(nn.Module):
+    """As `Recurrent`, whose forward pass torch.compile takes as two graphs where it is told to."""
+
+    def __init__(self, breaks=False, **options):
+        super().__init__()
+        self.first, self.second = (nn.LSTM(width, 32, batch_first=True, **options) for width in (16, 32))
+        self.last, self.breaks = nn.Linear(32, 8), breaks
+
+    def forward(self, x):
+        y, _ = self.first(x)
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return self.last(self.second(y)[0]).square().mean()
+
+
+LONG = 24
+
+
+def long_case(model):
+    return Case(model, {"x": torch.randn(8, LONG, 16)}, lambda loss: loss)
+
+
+def whole_and_parts(case):
+    """A plan that keeps everything, and one for the least budget that a refusal names."""
+    whole = plan(case.model, case.batch, budget_gb=1)
+    with pytest.raises(InfeasibleBudgetError) as refused:
+        plan(case.model, case.batch, budget_gb=1e-4, solver="chen")
+    return whole, plan(case.model, case.batch, budget_gb=refused.value.minimum_gb, solver="chen")
+
+
+def kernels(p):
+    nodes = [n for graphs in p.graph_modules for n in graphs.forward.graph.nodes]
+    return sum("mkldnn_rnn_layer.default" in str(n.target) for n in nodes)
+
+
+def trains_as(case, eager, p, folder):
+    ours, measured = results(case), held_before(case) + step_peak(case, folder)
+    for key, value in eager.items():
+        torch.testing.assert_close(ours[key], value, msg=lambda m, key=key: f"{key}: {m}")
+    assert measured <= p.budget_bytes
+    assert measured == pytest.approx(p.peak_bytes, rel=0.01)
+
+
+OPTIONS = [
+    {"breaks": True},
+    {"bidirectional": True, "proj_size": 0},
+    {"num_layers": 3, "dropout": 0.2},
+    {"bias": False},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: next(iter(o)))
+def test_lstms_run_in_parts_of_their_sequences_where_whole_ones_do_not_fit(options, tmp_path):
+    kind = Tagger if "breaks" in options else Recurrent
+    case = long_case(Tagger(**options) if kind is Tagger else Recurrent(nn.LSTM, **options))
+    eager = results(case)
+    whole, p = whole_and_parts(case)
+    assert len(p.graph_modules) == len(whole.graph_modules) == 1 + (kind is Tagger)
+    assert kernels(p) > kernels(whole)
+    assert p.peak_bytes < 0.5 * whole.peak_bytes
+    assert "in parts of their sequences" in p.note
+    assert "in parts of their sequences" not in whole.note
+    p.apply()
+    trains_as(case, eager, p, tmp_path)
+    assert applied_plan(case.model).verify(case.batch).gradients_agree
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_a_plan_file_made_in_parts_runs_in_parts(breaks, tmp_path):
+    case = long_case(Tagger(breaks))
+    eager = results(case)
+    _, p = whole_and_parts(case)
+    p.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+    loaded.apply(case.model)
+    trains_as(case, eager, p, tmp_path)
+    assert applied_plan(case.model).peak_bytes == p.peak_bytes
+    assert "Taken from" in plan(case.model, case.batch, budget_gb=p.budget_bytes / 2**30, known=p, solver="chen").note
+
+
+def test_a_loop_whose_budget_only_parts_fit_has_its_plan_at_the_first_step(tmp_path):
+    case = long_case(Tagger())
+    eager = results(case)
+    _, p = whole_and_parts(case)
+    plan(case.model, budget_gb=1.02 * p.budget_bytes / 2**30, solver="chen").apply()
+    case.loss(case.model(**case.batch)).backward()
+    case.model.zero_grad(set_to_none=True)
+    trains_as(case, eager, applied_plan(case.model), tmp_path)
+    assert "in parts of their sequences" in applied_plan(case.model).note
+
+
+def test_calls_of_one_step_are_planned_in_parts_together(tmp_path):
+    model = Tagger()
+    batches = [torch.randn(8, n, 16) for n in (LONG, LONG // 2)]
+    both = Case(model, {}, lambda losses: sum(losses))
+
+    def step():
+        sum(model(x) for x in batches).backward()
+        gradients = [p.grad for p in model.parameters()]
+        model.zero_grad(set_to_none=True)
+        return gradients
+
+    eager, peak = step(), peak_of(step, tmp_path)
+    held = held_before(both) + sum(x.nbytes for x in batches)
+    plan(model, budget_gb=0.45 * (peak + held) / 2**30, solver="chen").apply()
+    for _ in range(3):
+        ours = step()
+    for own, other in zip(ours, eager, strict=True):
+        torch.testing.assert_close(own, other)
+    measured = peak_of(step, tmp_path) + held
+    record = applied_plan(model)
+    assert "planned together" in record.note
+    assert "in parts of their sequences" in record.note
+    assert measured <= record.budget_bytes
 
 
 def test_packed_sequences_are_refused_in_words():

@@ -119,7 +119,17 @@ class Hooked(Base):
         self.b.register_full_backward_hook(lambda module, gradients_in, gradients_out: None)
 
 
-KINDS = [TwoRegions, Shared, SharedWeights, NormAcross, Repeated, Disabled, OverwrittenLater, Hooked]
+class OnlyViews(Base):
+    """A graph of views alone runs between the others, and a gradient comes to it in another layout than its own."""
+
+    def middle(self, x):
+        torch._dynamo.graph_break()
+        x = x.view(-1, 4, 16).transpose(0, 1)
+        torch._dynamo.graph_break()
+        return torch.tanh(x.contiguous()).reshape(-1, 64)
+
+
+KINDS = [OnlyViews, TwoRegions, Shared, SharedWeights, NormAcross, Repeated, Disabled, OverwrittenLater, Hooked]
 
 
 @pytest.mark.compat

@@ -1,16 +1,19 @@
 """The survey of models: its models build, and its rows say what happened."""
 
+import json
 import math
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 import torch
 
+from benchmarks import models
 from benchmarks.models import listed
 from benchmarks.models_report import libraries_page, page
 from benchmarks.survey import Row, differing, error, survey
 from benchmarks.zoo import FAMILIES, LIBRARIES, build, cases
+from benchmarks.zoo.case import Case
 
 NAMES = [(family, name) for family in FAMILIES for name in cases(family)]
 
@@ -32,6 +35,16 @@ def test_libraries_that_are_not_here_are_named(monkeypatch):
     text = libraries_page({**_report_of(row), **report})
     assert f"timm was skipped: {absent['timm']}" in text
     assert "timm 1" in text
+
+
+def test_the_version_of_a_library_that_is_not_here_is_that_of_its_rows(monkeypatch, tmp_path):
+    here = {"timm": "2", "torchaudio": "1"}
+    monkeypatch.setattr(models, "versions", lambda families: dict(here))
+    survey = replace(models.OF_LIBRARIES, results=tmp_path / "rows.json", families=("timm", "torchaudio"))
+    models.write(survey, {}, {})
+    del here["torchaudio"]
+    models.write(survey, {}, {"torchaudio": "no such module"})
+    assert json.loads(survey.results.read_text())["versions"] == {"timm": "2", "torchaudio": "1"}
 
 
 @pytest.mark.parametrize("family", LIBRARIES)
@@ -61,6 +74,19 @@ def test_the_row_of_a_model_that_can_be_planned(short_searches):
     assert 0 < row.measured_bytes <= row.budget_bytes < row.baseline_bytes
     assert row.parameters == 6 * (128 * 128 + 128)
     assert "perceptron" in page(_report(row))
+
+
+def test_a_model_is_planned_for_what_its_loss_turns_out_to_hold(short_searches, monkeypatch):
+    def build(family, name):
+        targets = torch.zeros(512, 64)
+        model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(6)], torch.nn.Tanh())
+        return Case(model, {"input": torch.randn(512, 64)}, lambda y: ((y - targets).exp() * targets).sum())
+
+    monkeypatch.setattr("benchmarks.survey.build", build)
+    monkeypatch.setattr("benchmarks.survey.SHARE", 0.1)
+    row = survey("plain", "with targets")
+    assert (row.verdict, row.bitwise, row.feasible) == ("planned", True, False), row
+    assert row.measured_bytes <= row.budget_bytes
 
 
 def test_the_row_of_a_model_that_cannot():

@@ -370,6 +370,37 @@ def test_what_a_variable_names_counts_until_its_function_returns(named, tmp_path
     assert state + peak_of(lambda: model(x).backward(), tmp_path) == pytest.approx(p.peak_bytes, rel=0.005)
 
 
+class Overwriting(nn.Module):
+    """Writes, where a mask says, what it makes of what is there, as a loss of boxes does where they meet."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Sequential(wide(), wide()), nn.Linear(16, 64)
+
+    def forward(self, x):
+        h = self.head(self.body(x))
+        mask = h > 0.1
+        out = torch.zeros_like(h)
+        out[mask] = h[mask].exp() * h[mask]
+        return out.mean()
+
+
+def test_what_is_written_by_a_mask_has_the_gradients_of_eager_mode(tmp_path):
+    model, x = Overwriting(), torch.randn(64, 16)
+    model(x).backward()
+    eager = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    p = plan(model, x, budget_gb=1, progress=False)
+    p.apply()
+    model(x).backward()
+    assert all(torch.equal(own.grad, other) for own, other in zip(model.parameters(), eager, strict=True))
+    del eager
+    model.zero_grad()
+    state = sum(t.nbytes for t in (*model.parameters(), x))
+    measured = state + peak_of(lambda: model(x).backward(), tmp_path)
+    assert measured <= p.peak_bytes <= 1.1 * measured  # eager mode writes in place in the backward pass, fakes do not
+
+
 def test_a_forward_that_is_put_on_a_module_that_runs_apart_is_what_runs():
     model, x = AroundRouting(), torch.randn(64, 16)
     plan(model, x, budget_gb=1, progress=False).apply()

@@ -52,12 +52,13 @@ def traces_of(model: nn.Module) -> Traces:
 
 
 @contextmanager
-def shared(traces: Traces | None, graph: fx.GraphModule) -> Iterator[None]:
+def shared(traces: Traces | None, graph: fx.GraphModule, told: Hashable = None) -> Iterator[None]:
     """A while in which AOTAutograd compiles one Dynamo graph, by the joint graph of an earlier trace if there is one.
 
     That is of a graph with equal nodes of the same lines and modules, on inputs of equal kinds that alias each other
     alike, under equal modes. A graph with attributes of its own (constants, inner graphs) or ops of the user's, one
-    with symbols, and one of sparse tensors or tensor subclasses are traced each time.
+    with symbols, and one of sparse tensors or tensor subclasses are traced each time. `told` is what a trace depends on
+    beside these.
     """
     structure = None if traces is None else _structure(graph.graph)
     if traces is None or structure is None:
@@ -70,7 +71,7 @@ def shared(traces: Traces | None, graph: fx.GraphModule) -> Iterator[None]:
         # else some are views of one base, and which views is not seen here
         if modes is None or kinds is None or len(flat_args) != inputs:
             return trace(flat_fn, flat_args, descs, config, fw_metadata=metadata)
-        key = structure, kinds, modes
+        key = structure, kinds, modes, told
         with _LOCK:
             if known := traces.get(key):
                 traces.move_to_end(key)

@@ -43,7 +43,7 @@ _HOOKS = (
     "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks",
 )  # fmt: skip
 _REPLACED = "_compiled_call_impl"
-_replaced = attrgetter(_REPLACED)
+_replaced, _hooks_of = attrgetter(_REPLACED), attrgetter(*_HOOKS)
 _modules_of, _parameters_of = attrgetter("_modules"), attrgetter("_parameters")
 
 
@@ -130,9 +130,9 @@ def has_forward_hooks(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
-def hook_tables(module: nn.Module) -> list[dict[int, Any]]:
+def hook_tables(module: nn.Module) -> tuple[dict[int, Any], ...]:
     """A module's own tables of hooks that its call runs (torch 2.11 to 2.15)."""
-    return [getattr(module, name) for name in _HOOKS]
+    return _hooks_of(module)
 
 
 def buffers_of(module: nn.Module) -> dict[str, Any]:

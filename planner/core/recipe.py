@@ -27,6 +27,7 @@ class PlannedRegion:
         draws: whether the region draws random numbers.
         settings: what Inductor is set to while it compiles the region, beside its defaults.
         near: in mode="inductor", how many steps apart is what may be fused, at most.
+        lstms_in_parts: whether it is traced with LSTMs in parts of their sequences.
     """
 
     fingerprint: str
@@ -39,6 +40,7 @@ class PlannedRegion:
     draws: bool = False
     settings: Settings = ()
     near: int = 0
+    lstms_in_parts: bool = False
 
 
 @dataclass(frozen=True)

@@ -197,5 +197,5 @@ def _arguments(call: Call, device: torch.device, worst: bool = False, drawn: boo
     args, kwargs = pytree.tree_map_only(TensorSpec, real, (call.args, call.kwargs))
     fill_valid(call.target, args, kwargs)
     if worst:
-        fill_worst(call.target, args, kwargs)
+        fill_worst(call.target, args, kwargs, call.made_bytes)
     return args, kwargs

@@ -18,10 +18,13 @@ _ATEN = torch.ops.aten
 Fill = Callable[[torch.Tensor, Mapping[str, Any]], object]  # a tensor of zeros, and all arguments by their names
 
 
-def fill_worst(op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Write the values for which an op takes the most memory into arguments of zeros; others stay as they are."""
+def fill_worst(op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: int = 0) -> None:
+    """Write the values for which an op takes the most memory into arguments of zeros; others stay as they are.
+
+    Those for which its results have other sizes than the step's, of so many bytes, are not among them.
+    """
     fills = _WORST.get(op, {})
-    named = {**dict(zip((a.name for a in schema_of(op).arguments), args, strict=False)), **kwargs}
+    named = {**dict(zip((a.name for a in schema_of(op).arguments), args, strict=False)), **kwargs, "made": made}
     for name, fill in fills.items():
         for t in tensors_in(named.get(name)):
             fill(t, named)
@@ -39,10 +42,22 @@ def _ones(t: torch.Tensor, _: Mapping[str, Any]) -> None:
     t.fill_(1)
 
 
-def _all_of_mask(t: torch.Tensor, _: Mapping[str, Any]) -> None:
-    """A mask as an index becomes the positions where it holds."""
-    if t.dtype in (torch.bool, torch.uint8):
-        t.fill_(1)
+def _most_of_mask(t: torch.Tensor, named: Mapping[str, Any]) -> None:
+    """A mask as an index becomes the positions where it holds: as many as there are values to be written, or as the
+    result has.
+    """
+    if t.dtype not in (torch.bool, torch.uint8):
+        return
+    data, values, indices = named["self"], named.get("values"), named["indices"]
+    at = next(i for i, x in enumerate(indices) if x is t)
+    behind = data.dim() - at - t.dim() - sum(x is not None for x in indices[at + 1 :])
+    rows = t.numel()
+    if values is None:
+        each = math.prod(data.shape[:at]) * math.prod(data.shape[data.dim() - behind :]) * data.itemsize
+        rows = named["made"] // max(1, each)
+    elif values.dim() > behind and values.shape[-1 - behind] > 1:
+        rows = values.shape[-1 - behind]
+    t.copy_((torch.arange(t.numel(), device=t.device) < rows).view(t.shape))
 
 
 def _different(t: torch.Tensor, named: Mapping[str, Any]) -> None:
@@ -69,12 +84,13 @@ def _as_long_as_states(t: torch.Tensor, named: Mapping[str, Any]) -> None:
 
 
 _BAGS: dict[str, Fill] = {"bag_size": _ones, "indices": _different}
-_MASKS: dict[str, Fill] = {"indices": _all_of_mask}
+_MASKS: dict[str, Fill] = {"indices": _most_of_mask}
 _WORST: dict[OpOverload, dict[str, Fill]] = {
     _ATEN.linalg_matrix_exp.default: {"self": _differently_scaled},
     _ATEN.embedding_dense_backward.default: {"indices": _different},
     _ATEN._embedding_bag_backward.default: _BAGS,
     _ATEN._embedding_bag_dense_backward.default: _BAGS,  # the largest of a bag: only bags that are not empty count
+    _ATEN.index.Tensor: _MASKS,
     _ATEN.index_put.default: _MASKS,
     _ATEN.index_put_.default: _MASKS,
     _ATEN._unsafe_index_put.default: _MASKS,

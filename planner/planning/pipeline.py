@@ -14,9 +14,8 @@ from planner.capture.passes.checkpoints import clone_of
 from planner.capture.passes.dropout import planned_for
 from planner.capture.regions.region import Region
 from planner.capture.trace.attention import attention_as_on, eager_attention_as_on
-from planner.capture.trace.data_dependent import told
 from planner.capture.trace.dynamo import GraphCompiler, Partition, op_by_op
-from planner.capture.trace.layers import lstms_in_steps
+from planner.capture.trace.layers import has_whole_lstm, lstms_in_parts, lstms_in_steps
 from planner.capture.trace.loss_trace import taken_loss
 from planner.capture.trace.quiet import collector_paused
 from planner.capture.trace.random_state import random_kept
@@ -52,10 +51,11 @@ from planner.planning.eager_peak import no_higher_than_eager
 from planner.planning.fragmentation import solve_with_margin
 from planner.planning.host_room import room_taken, solve_within_host
 from planner.planning.inductor import in_aten, make_inductor_plan, without_inductor
+from planner.planning.notes import notes, sentence
 from planner.planning.outside import TANGENTS_FREED, outside_loss, pinned_tangents
 from planner.planning.pieces import Solved, as_in, described, solve_in_pieces
 from planner.planning.pieces import in_words as pieces_in_words
-from planner.planning.recipe import recipe_of
+from planner.planning.recipe import in_parts, recipe_of
 from planner.planning.record import record_of
 from planner.planning.steps import with_steps
 from planner.requests.inductor import refuse_inductor
@@ -100,7 +100,27 @@ def make_plan(
                 return make_inductor_plan(request, partial(graph_of, request), lower, others, known, captured)
             planned = make_plan(in_aten(request), others, known=known, must_match=must_match)
             return replace(planned, record=replace(planned.record, note=f"{planned.record.note} {why}".strip()))
-    graph = _captured(request, captured)
+    same = known is not None and (must_match or known.record.budget_bytes == request.budget_bytes)
+    with lstms_in_parts(on=same and known is not None and in_parts(known.record.recipe)):
+        graph = _captured(request, captured)
+        try:
+            return _as_told(request, graph, others, known, must_match=must_match)
+        except InfeasibleBudgetError as whole:
+            if must_match or graph.calls or not any(map(has_whole_lstm, graph.regions)):
+                raise
+            try:
+                with lstms_in_parts():
+                    return _as_told(request, _captured(request), others, known, must_match=False)
+            except InfeasibleBudgetError as parted:
+                if parted.minimum_bytes < whole.minimum_bytes:
+                    raise parted from None
+            raise
+
+
+def _as_told(
+    request: Request, graph: TrainingGraph, others: Sequence[Planned], known: Known | None, *, must_match: bool
+) -> Planned:
+    """The plan for a captured step; where it does not fit, for one in which outputs get no gradient, if that may be."""
     try:
         return _planned(request, graph, others, known, must_match=must_match)
     except InfeasibleBudgetError:
@@ -344,29 +364,6 @@ def _known(step: Step, request: Request, known: Known, must_match: bool) -> Solu
     return replace(why, solver=record.solver, note=f"Taken from {source_of(known)}: the same step and budget.")
 
 
-def _sentence(note: str) -> str:
-    return f"{note[:1].upper()}{note[1:]}{'' if note.endswith('.') else '.'}" if note else ""
-
-
-def _notes(request: Request, graph: TrainingGraph) -> Iterator[str]:
-    found = sum(region.checkpointed for region in graph.regions)
-    calls = "1 checkpointed call" if found == 1 else f"{found} checkpointed calls"
-    if found and request.options.checkpoints == "keep":
-        yield f'{calls} of the model recomputed as the model asks; that is part of "everything kept" here.'
-    elif found:
-        yield f"{calls} of the model planned like the rest (checkpoints='keep' leaves them as they are)."
-    if graph.loss.name:
-        yield f"The loss was taken to be {graph.loss.name}."
-    if graph.paths.apart:
-        names = (path or "the model's own forward()" for path in graph.paths.apart)
-        yield (
-            f"Sizes in {', '.join(names)} depend on values, and are counted as they are for this batch: what is "
-            "computed there is kept, and a step in which more is may take more."
-        )
-    if graph.asked:
-        yield told(graph.asked, "is planned when it comes")
-
-
 def write(
     request: Request, graph: TrainingGraph, step: Step, solution: Solution, captured: TrainingGraph | None = None
 ) -> Planned:
@@ -382,11 +379,11 @@ def write(
         return tuple(GraphModules(*emit(region, *each, own)) for region, each, own in rows if region.fingerprint)
 
     cut = described(graph, step)
-    words = [_sentence(solution.note), in_words(problem, planned), pieces_in_words(cut), graph.note]
+    words = [sentence(solution.note), in_words(problem, planned), pieces_in_words(cut), graph.note]
     if request.options.offload is not None and (stays := nothing_leaves(problem)):
         warn(stays)
         words.append(stays)
-    note = " ".join(filter(None, [*words, *_notes(request, graph)]))
+    note = " ".join(filter(None, [*words, *notes(request, graph)]))
     recipe = recipe_of(graph, passes, moves)
     host_bytes = room_taken(graph, passes, moves)
     record = record_of(request, step, planned, replace(solution, note=note), recipe, host_bytes=host_bytes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from planner.capture.trace.step import TrainingGraph
-from planner.core.recipe import PlannedRegion, Recipe
+from planner.core.recipe import Choice, PlannedRegion, Recipe
 from solvers import Move
 
 Passes = tuple[tuple[int, ...], tuple[int, ...]]
@@ -18,9 +18,15 @@ def recipe_of(
 ) -> Recipe:
     """What the runtime reads: for each region the ops of its passes, and its moves."""
     planned = [
-        PlannedRegion(r.fingerprint, *each, moves=own, splits=r.splits)
+        PlannedRegion(r.fingerprint, *each, moves=own, splits=r.splits, lstms_in_parts=r.lstms_in_parts)
         for r, each, own in zip(graph.regions, passes, moves, strict=True)
     ]
     calls = {key: tuple(None if r is None else planned[r] for r in order) for key, order in graph.order.items()}
     gradients = graph.detached, graph.laid_out
     return Recipe(calls, *gradients, graph.maxima, graph.asked, graph.paths.apart, graph.paths.inner, graph.written)
+
+
+def in_parts(recipe: Recipe | Choice) -> bool:
+    """Whether a recipe is of graphs that were traced with LSTMs in parts of their sequences."""
+    calls = recipe.calls.values() if isinstance(recipe, Recipe) else ()
+    return any(region is not None and region.lstms_in_parts for order in calls for region in order)

@@ -17,6 +17,7 @@ from planner.capture.regions.fingerprint import fingerprint
 from planner.capture.regions.region import Region
 from planner.capture.trace.arrival import Arrivals
 from planner.capture.trace.dynamo import CompileRegion, Serve, dynamo_settings
+from planner.capture.trace.layers import lstms_in_parts
 from planner.codegen.replay import run_and_save_state
 from planner.core.plan import PlanRecord
 from planner.core.recipe import PlannedRegion, Recipe
@@ -202,7 +203,8 @@ class _Graph:
             by = None
             if planned is not None and planned.realised is not None:
                 by = compiling(own=planned.own, settings=planned.settings, near=planned.near)
-            self.compiled[kind] = self.compile_region(partition, inputs, arrivals, by), arrivals
+            with lstms_in_parts(on=planned is not None and planned.lstms_in_parts):
+                self.compiled[kind] = self.compile_region(partition, inputs, arrivals, by), arrivals
             if self.regions.shown is not None:
                 self.regions.shown.update()
         self._latest = kind, self.compiled[kind]

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
+from planner.capture.trace.layers import has_whole_lstm, lstms_in_parts
 from planner.capture.trace.step import TrainingGraph
 from planner.compat.pytree import tree_leaves, tree_map_only
 from planner.core.identity import TensorKind
-from planner.errors import PlannerError
+from planner.errors import InfeasibleBudgetError, PlannerError
 from planner.planning.pipeline import capture_step
 from planner.planning.together import joined, may_go_together, plans_of_calls
 from planner.requests.check import with_batch
@@ -121,7 +122,17 @@ class Several:
         graphs = [call.graph for call in calls]
         if not may_go_together(request, graphs):
             return None
-        step = make(replace(request, loop=replace(request.loop, in_flight=1)), joined(graphs))
+        alone = replace(request, loop=replace(request.loop, in_flight=1))
+        try:
+            step = make(alone, joined(graphs))
+        except InfeasibleBudgetError:
+            if not any(has_whole_lstm(region) for graph in graphs for region in graph.regions):
+                raise
+            with lstms_in_parts():
+                if not all(_captured_anew(each, request, kind[SIGNATURE:]) for each in calls):
+                    raise
+            graphs = [call.graph for call in calls]
+            step = make(alone, joined(graphs))
         asked = [replace(request, batch=None, kinds=call.kinds) for call in calls]
         plans = plans_of_calls(step, list(zip(asked, graphs, strict=True)))
         self._plans = {}

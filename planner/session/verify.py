@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from planner.capture.trace.layers import lstms_in_parts
 from planner.capture.trace.loss_trace import checked_loss, find_loss
 from planner.capture.trace.state_guard import ModelSnapshot
 from planner.capture.trace.step import TrainingGraph
@@ -27,6 +28,7 @@ from planner.devices.meter import record_allocations
 from planner.errors import BatchError
 from planner.lowering.margin import MARGIN
 from planner.planning.pipeline import make_plan
+from planner.planning.recipe import in_parts
 from planner.requests.batch import Batch, arguments
 from planner.requests.planned import Pending, Planned
 from planner.requests.request import Request
@@ -178,7 +180,9 @@ def _captured(
     roomy = 2 * used.baseline_peak_bytes / GB
     try:
         options = replace(request.options, budget_gb=roomy)
-        return by(make_plan(replace(request, options=options, budget_gb=roomy), captured=graph))[0].gradients
+        with lstms_in_parts(on=in_parts(used.recipe)):
+            whole = make_plan(replace(request, options=options, budget_gb=roomy), captured=graph)
+        return by(whole)[0].gradients
     except torch.OutOfMemoryError:
         return None
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from planner.capture.provenance import running_forward
-from planner.capture.trace.data_dependent import Answers, asks
+from planner.capture.trace.data_dependent import INDEX, Answers, asks, first_index
 from planner.compat import pytree
 from planner.compat.dispatch import written
 from planner.compat.dynamo import is_tracing
@@ -83,6 +83,8 @@ class ConstantPropagation:
         except DynamicOutputShapeException:
             leaves = pytree.tree_leaves(specs)
             if not leaves or not all(isinstance(spec, TensorSpec) for spec in leaves):
+                if (again := self._indexed_again(func, types, args)) is not None:
+                    return again
                 raise
             self.answers.sized.add(running_forward(inspect.currentframe(), self.paths))
             device = next(t.device for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor))
@@ -94,7 +96,27 @@ class ConstantPropagation:
                 return torch.empty_strided(shape, spec.stride, dtype=spec.dtype, device=device)
 
             with self.mode:
-                return pytree.tree_map_only(TensorSpec, made, specs)
+                result = pytree.tree_map_only(TensorSpec, made, specs)
+            masks = [x for x in args[1] if _is_mask(x)] if func is INDEX else []
+            if len(masks) == 1:
+                masks[0].planner_rows = result.shape[first_index(args[1])]
+            return result
+
+    def _indexed_again(self, func: Any, types: Sequence[type], args: Sequence[Any]) -> Any:
+        """What an index makes by masks by which the forward pass has indexed, as the backward pass of writing by them
+        does; None for others.
+        """
+        indices: list[Any] = []
+        for x in args[1] if func is INDEX else ():
+            if _is_mask(x) and hasattr(x, "planner_rows"):
+                with self.mode:
+                    rows = torch.empty(x.planner_rows, dtype=torch.long, device=x.device)
+                indices += [rows] * x.dim()
+            elif _is_mask(x):
+                return None
+            else:
+                indices.append(x)
+        return self._dispatch(func, types, (args[0], indices), {}) if indices else None
 
     def _propagate(self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run an op on fake tensors, and for real where all its inputs are known and the result is small."""
@@ -169,6 +191,10 @@ def _repeatable(func: Any) -> bool:
         and not schema_of(func).is_mutable
         and not any(tag in func.tags for tag in tags)
     )
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
 
 
 def _uninitialised(func: Any) -> bool:

@@ -18,7 +18,7 @@ from planner.compat.tensors import TorchDispatchMode
 from planner.core.call import TensorSpec, tensors_in
 
 Place = tuple[str, int]  # file and line
-_INDEX = torch.ops.aten.index.Tensor
+INDEX = torch.ops.aten.index.Tensor
 DRAWN = "random numbers of Python's random, or of NumPy"
 # what a random number between 0 and 1 is taken for: its median says what a model does most often (a layer that is
 # dropped now and then is not); one that drops most of its layers keeps them by a high number, or by a low one
@@ -87,7 +87,7 @@ class Answers:
 
     def enlarged(self, func: Any, args: Any, spec: TensorSpec) -> tuple[int, ...]:
         """The shape of such a tensor, with so many more rows."""
-        at = next((i for i, x in enumerate(args[1]) if x is not None), 0) if func is _INDEX else 0
+        at = first_index(args[1]) if func is INDEX else 0
         return (*spec.shape[:at], spec.shape[at] + self.more, *spec.shape[at + 1 :]) if self.more else spec.shape
 
     def forget_sizes(self) -> None:
@@ -121,6 +121,11 @@ class _Listener(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _spec(t: torch.Tensor) -> TensorSpec | None:
     return TensorSpec(tuple(t.shape), tuple(t.stride()), t.dtype) if t.layout == torch.strided else None
+
+
+def first_index(indices: Sequence[Any]) -> int:
+    """The first dimension that `aten.index` indexes."""
+    return next((i for i, x in enumerate(indices) if x is not None), 0)
 
 
 def told(asked: Sequence[str], otherwise: str) -> str:

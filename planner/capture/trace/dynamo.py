@@ -10,6 +10,7 @@ import contextlib
 import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from planner.capture.shapes import at_hints, symbolic_again
 from planner.capture.trace.arrival import Arrivals, refuse_second_order
 from planner.capture.trace.constant_propagation import ConstantPropagation
 from planner.capture.trace.data_dependent import Answers
-from planner.capture.trace.layers import capturable_layers
+from planner.capture.trace.layers import capturable_layers, lstms_traced
 from planner.capture.trace.out_of_sight import out_of_sight
 from planner.capture.trace.quiet import collector_paused, quietly
 from planner.capture.trace.recording import Recording
@@ -108,7 +109,8 @@ def op_by_op(
             if not symbolic:
                 arrivals.lay_out(joint.graph)
             order = rewrite(joint, num_fwd_outputs, checkpoints, trained if step_in_backward else ())
-            forward, backward = partition(analyse(joint, num_fwd_outputs, order))
+            region = analyse(joint, num_fwd_outputs, order)
+            forward, backward = partition(replace(region, lstms_in_parts=lstms_traced() == "in parts"))
             if symbolic:
                 forward, backward = symbolic_again(forward), symbolic_again(backward)
             arrivals.write(forward, backward)
@@ -118,7 +120,7 @@ def op_by_op(
             return out_of_sight(arrivals.compile(backward))
 
         aot = aot_autograd(fw_compiler=compiler, bw_compiler=backward_compiler, partition_fn=split)
-        with shared(traces, graph):
+        with shared(traces, graph, lstms_traced()):
             compiled: Callable[..., Any] = aot(graph, examples)
         return compiled
 

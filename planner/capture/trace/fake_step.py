@@ -230,7 +230,8 @@ class FakeStep:
         for call in self.calls:
             own = ((at, came[id(t)], t) for at, t in enumerate(call.results) if id(t) in came)
             here = tuple((at, order) for at, order, t in own if order != memory_order(t))
-            if here and self._arrivals[call.key].as_they_come:
+            arrivals = self._arrivals.get(call.key)  # none for ops between the graphs
+            if here and arrivals is not None and arrivals.as_they_come:
                 found[call.key] = here
         return found
 

@@ -8,10 +8,12 @@ from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import partial
 from itertools import chain
-from typing import Any
+from math import isqrt
+from typing import Any, Literal
 
 import torch
 
+from planner.capture.regions.region import Region
 from planner.compat.layers import (
     ONE_LAYER_LSTM,
     ONEDNN_LSTM,
@@ -59,7 +61,7 @@ def _own_helpers() -> Callable[[], None]:
     return restore_helpers
 
 
-_IN_STEPS: ContextVar[bool] = ContextVar("lstms in steps", default=False)
+_LSTMS: ContextVar[Literal["whole", "in parts", "in steps"]] = ContextVar("how LSTMs are traced", default="whole")
 _helpers, _decompositions = _Switch(_own_helpers), _Switch(replace_decompositions)
 
 
@@ -88,11 +90,34 @@ def lstms_in_steps() -> Iterator[None]:
     """Meanwhile an LSTM is traced as steps of plain ops, whatever kernel runs it here: for another device, or Inductor,
     whose forward pass runs without gradients, in which oneDNN's kernel leaves nothing for a backward pass.
     """
-    before = _IN_STEPS.set(True)
+    before = _LSTMS.set("in steps")
     try:
         yield
     finally:
-        _IN_STEPS.reset(before)
+        _LSTMS.reset(before)
+
+
+@contextmanager
+def lstms_in_parts(*, on: bool = True) -> Iterator[None]:
+    """Meanwhile, where it is on, oneDNN's kernel is traced as one call for each part of an LSTM's sequence: what each
+    saves for its backward pass is kept, or made again, by itself.
+    """
+    before = _LSTMS.set("in parts" if on else _LSTMS.get())
+    try:
+        yield
+    finally:
+        _LSTMS.reset(before)
+
+
+def lstms_traced() -> str:
+    """How LSTMs are traced now: "whole", "in parts" or "in steps"."""
+    return _LSTMS.get()
+
+
+def has_whole_lstm(region: Region) -> bool:
+    """Whether oneDNN's kernel runs an LSTM of a region for its whole sequence, which could be in parts."""
+    target = torch.ops.aten.mkldnn_rnn_layer.default
+    return not region.lstms_in_parts and bool(region.joint.graph.find_nodes(op="call_function", target=target))
 
 
 def _causal_if_told(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
@@ -112,11 +137,12 @@ def _layer_by_layer(
     batch_first: bool,
     layer_fn: Callable[..., Any],
 ) -> tuple[torch.Tensor, list[Any]]:
-    own = layer_fn in (ONEDNN_LSTM, ONE_LAYER_LSTM) and not _IN_STEPS.get()
+    own = layer_fn in (ONEDNN_LSTM, ONE_LAYER_LSTM) and _LSTMS.get() != "in steps"
     own = own and runs_on_onednn([sequence, *chain(*hidden), *chain(*params)])
     sequence = sequence.transpose(0, 1) if batch_first else sequence
     if own:
         layer_fn, sequence = partial(onednn_lstm, (num_layers, bidirectional, batch_first)), sequence.contiguous()
+        layer_fn = partial(_part_by_part, layer_fn) if _LSTMS.get() == "in parts" else layer_fn
     elif layer_fn is ONEDNN_LSTM:
         layer_fn = ONE_LAYER_LSTM
     directions = 2 if bidirectional else 1
@@ -130,3 +156,24 @@ def _layer_by_layer(
         if dropout and train and i < num_layers - 1:
             sequence = torch.dropout(sequence, dropout, train=True)
     return (sequence.transpose(0, 1) if batch_first else sequence), final
+
+
+def _part_by_part(
+    layer: Callable[..., Any],
+    sequence: torch.Tensor,
+    state: Any,
+    params: Sequence[torch.Tensor],
+    has_biases: bool,
+    reverse: bool = False,
+) -> tuple[torch.Tensor, Any]:
+    """A layer of an LSTM, called for one part of the sequence after the other.
+
+    The more parts there are, the less each saves, and the more states lie between them: their number and their length
+    are about equal.
+    """
+    parts = torch.split(sequence, max(1, isqrt(len(sequence) // 2)))
+    outputs = []
+    for part in reversed(parts) if reverse else parts:
+        output, state = layer(part, state, params, has_biases, reverse=reverse)
+        outputs.append(output)
+    return torch.cat(outputs[::-1] if reverse else outputs), state

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -58,7 +59,10 @@ def undrawing(model: nn.Module | None = None) -> Callable[[], bool]:
 
 def _generators(model: nn.Module | None) -> list[Any]:
     """Python's and NumPy's own generators, and those that modules of a model hold."""
-    held = [x for module in (modules_in(model) if model is not None else ()) for x in vars(module).values()]
+    modules = modules_in(model) if model is not None else ()
+    held = list(chain.from_iterable(vars(module).values() for module in modules))
+    if not any(issubclass(kind, _KINDS) for kind in set(map(type, held))):
+        return [random, np.random]
     return [random, np.random, *(x for x in held if isinstance(x, _KINDS) and not isinstance(x, random.SystemRandom))]
 
 

@@ -7,6 +7,7 @@ import gc
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,6 @@ from planner.devices.accelerator import accelerator_of
 _LRU_CACHE = type(functools.cache(lambda: None))
 _PLAIN = {type(None), bool, int, float, str}
 _TABLES = {dict, OrderedDict, set}
-_SINGLE = {*_PLAIN, torch.Tensor, nn.Parameter}  # most values of modules are of these types, and hold no others
 
 
 class Attributes:
@@ -36,25 +36,27 @@ class Attributes:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        modules = modules_in(model)
-        self._buffers = [(module, dict(buffers_of(module))) for module in modules]
-        self._values = [(module, _plain(module), set(vars(module)), _parts(module)) for module in modules]
-        self._hooks = [(table, dict(table)) for module in modules for table in hook_tables(module)]
+        self._modules = modules_in(model)
+        self._buffers = [dict(buffers_of(module)) for module in self._modules]
+        self._values = [(_plain(module), tuple(vars(module)), _parts(module)) for module in self._modules]
+        tables = chain.from_iterable(map(hook_tables, self._modules))
+        self._hooks = {id(table): dict(table) for table in tables if table}  # most are empty
 
     def restore(self) -> None:
         """Put them back, and take away those that were not there."""
-        for module, buffers in self._buffers:
+        for module, buffers in zip(self._modules, self._buffers, strict=True):
             table = buffers_of(module)
             table.clear()
             table.update(buffers)
-        for module, values, names, parts in self._values:
+        for module, (values, names, parts) in zip(self._modules, self._values, strict=True):
             own = vars(module)
             own.update({k: v for k, v in values.items() if own.get(k, own) is not v})
             if _parts(module) == parts:
-                for name in _plain(module).keys() - names:
+                for name in _plain(module).keys() - set(names):
                     del own[name]
-        for of_kind, hooks in self._hooks:  # a first call may have installed some, and noted that in a value
-            if of_kind != hooks:
+        for of_kind in chain.from_iterable(map(hook_tables, self._modules)):
+            hooks = self._hooks.get(id(of_kind), {})
+            if of_kind != hooks:  # a first call may have installed some, and noted that in a value
                 of_kind.clear()
                 of_kind.update(hooks)
 
@@ -98,7 +100,8 @@ class ModelSnapshot:
     def __init__(self, model: nn.Module, others: Iterable[torch.Tensor] = (), parameters: Collection[str] = ()) -> None:
         self._attributes = Attributes(model)
         written = [p for name, p in model.named_parameters() if name in parameters] if parameters else []
-        changing = [*model.buffers(), *written]
+        own = chain.from_iterable(buffers_of(module).values() for module in modules_in(model))
+        changing = [*{id(b): b for b in own if b is not None}.values(), *written]
         self._contents = [(b, _bytes_of(b)) for each in changing if not each.is_meta for b in inside(each)]
         devices = dict.fromkeys(t.device for t in (*parameters_in(modules_in(model)), *others))
         here = [(accelerator, d) for d in devices if (accelerator := accelerator_of(d)) is not None]
@@ -122,7 +125,10 @@ def generators_of(model: nn.Module) -> list[torch.Generator]:
     """The random number generators that a model has as attributes, in containers too."""
     modules = modules_in(model)
     tables = set(map(id, tables_of(modules)))
-    values = [x for module in modules for x in vars(module).values() if type(x) not in _SINGLE and id(x) not in tables]
+    values = list(chain.from_iterable(vars(module).values() for module in modules))
+    kinds = dict(zip(map(type, values), values, strict=True))
+    leaves = {kind for kind, x in kinds.items() if pytree.tree_is_leaf(x) and not isinstance(x, torch.Generator)}
+    values = [x for x in values if type(x) not in leaves and id(x) not in tables]
     values = [x for x in values if type(x) not in _TABLES or x]  # most are tables of hooks, and empty
     return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Generator)]
 
@@ -136,15 +142,12 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, (int, float, str)) or (isinstance(value, torch.Tensor) and value.grad_fn is None)
 
 
-def _parts(module: nn.Module) -> tuple[list[str], list[str]]:
-    modules, parameters = tables_of([module])
-    return [name for name, own in modules.items() if own is not None], [
-        name for name, own in parameters.items() if own is not None
-    ]
+def _parts(module: nn.Module) -> tuple[str, ...]:
+    return tuple([name for table in tables_of([module]) for name, own in table.items() if own is not None])
 
 
 def _bytes_of(t: torch.Tensor) -> Any:
-    return t.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().copy()
+    return t.detach().cpu().reshape(-1).view(torch.uint8).numpy().copy()
 
 
 def _put_back(contents: Iterable[tuple[torch.Tensor, Any]]) -> None:

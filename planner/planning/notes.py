@@ -1,0 +1,39 @@
+"""What a plan's note says of the step that was captured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from planner.capture.trace.data_dependent import told
+from planner.capture.trace.step import TrainingGraph
+from planner.requests.request import Request
+
+
+def sentence(note: str) -> str:
+    """A note of a solver's as a sentence; empty for none."""
+    return f"{note[:1].upper()}{note[1:]}{'' if note.endswith('.') else '.'}" if note else ""
+
+
+def notes(request: Request, graph: TrainingGraph) -> Iterator[str]:
+    """Remarks on how a step was captured."""
+    found = sum(region.checkpointed for region in graph.regions)
+    calls = "1 checkpointed call" if found == 1 else f"{found} checkpointed calls"
+    if found and request.options.checkpoints == "keep":
+        yield f'{calls} of the model recomputed as the model asks; that is part of "everything kept" here.'
+    elif found:
+        yield f"{calls} of the model planned like the rest (checkpoints='keep' leaves them as they are)."
+    if graph.loss.name:
+        yield f"The loss was taken to be {graph.loss.name}."
+    if graph.paths.apart:
+        names = (path or "the model's own forward()" for path in graph.paths.apart)
+        yield (
+            f"Sizes in {', '.join(names)} depend on values, and are counted as they are for this batch: what is "
+            "computed there is kept, and a step in which more is may take more."
+        )
+    if graph.asked:
+        yield told(graph.asked, "is planned when it comes")
+    if any(region.lstms_in_parts for region in graph.regions):
+        yield (
+            "LSTMs run in parts of their sequences, for a lower peak than whole ones reach: gradients are those "
+            "without a plan but for rounding."
+        )
