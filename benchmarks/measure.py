@@ -134,6 +134,30 @@ def gradient_error(step: Step, model: nn.Module, plain: nn.Module) -> float:
     return max(float((ours[n] - g).abs().max() / g.abs().max().clamp_min(least)) for n, g in theirs.items())
 
 
+def slope(step: Step, model: nn.Module, loss: Callable[[], float], reach: float = 1e-2) -> float:
+    """How steep the loss is along its gradient, by two forward passes from the same seed, over what the gradient says.
+
+    It is 1 where the gradient is right, whatever masks dropout has drawn.
+
+    Args:
+        step: whose gradients are judged.
+        model: that it trains.
+        loss: one forward pass.
+        reach: how far from the parameters, both ways, relative to a gradient of length 1.
+    """
+    found = gradients(step, model)
+    length = float(sum(g.double().square().sum() for g in found.values())) ** 0.5
+    values = []
+    for at in (reach, -2 * reach, reach):  # the last puts the parameters back
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                if name in found:
+                    p.add_(found[name], alpha=at / length)
+        torch.manual_seed(1)
+        values.append(loss())
+    return (values[0] - values[1]) / (2 * reach) / length
+
+
 def in_turns(
     steps: Sequence[Callable[[], object]],
     rounds: int,
