@@ -137,7 +137,7 @@ def gradient_error(step: Step, model: nn.Module, plain: nn.Module) -> float:
 def slope(step: Step, model: nn.Module, loss: Callable[[], float], reach: float = 1e-2) -> float:
     """How steep the loss is along its gradient, by two forward passes from the same seed, over what the gradient says.
 
-    It is 1 where the gradient is right, whatever masks dropout has drawn.
+    It is 1 where the gradient is right, whatever masks dropout has drawn. The parameters are left as they were.
 
     Args:
         step: whose gradients are judged.
@@ -147,15 +147,17 @@ def slope(step: Step, model: nn.Module, loss: Callable[[], float], reach: float 
     """
     found = gradients(step, model)
     length = float(sum(g.double().square().sum() for g in found.values())) ** 0.5
-    values = []
-    for at in (reach, -2 * reach, reach):  # the last puts the parameters back
+    moved = {p: (p.detach().clone(), found[name]) for name, p in model.named_parameters() if name in found}
+
+    losses = []
+    for distance in (reach, -reach, 0.0):
         with torch.no_grad():
-            for name, p in model.named_parameters():
-                if name in found:
-                    p.add_(found[name], alpha=at / length)
-        torch.manual_seed(1)
-        values.append(loss())
-    return (values[0] - values[1]) / (2 * reach) / length
+            for p, (own, gradient) in moved.items():
+                p.copy_(own + gradient * (distance / length))
+        if distance:
+            torch.manual_seed(1)
+            losses.append(loss())
+    return (losses[0] - losses[1]) / (2 * reach) / length
 
 
 def in_turns(

@@ -21,7 +21,7 @@ from planner import InfeasibleBudgetError, Plan, PlannerError, plan
 from planner.compat.dispatch import lasting_modes_off
 from solvers.search import effort
 
-from .measure import step_peak, time_ratio
+from .measure import CANCELLED, step_peak, time_ratio
 from .zoo import LIBRARIES, build
 from .zoo.case import Case
 
@@ -30,7 +30,6 @@ SHARE = 0.6  # of eager's measured peak
 SHARE_OF_LIBRARIES = 0.7  # as more of it is parameters, in models that cannot be made as small
 PAIRS = 5  # of steps that are timed
 PLENTY = "100%"  # room to keep everything
-FLOOR = 1e-3  # a tensor's error is relative to its largest entry, or to this share of the largest of all gradients
 ROUNDING = 1e-5  # relative error that single precision accounts for where eager's own is smaller or not known
 SHORT = 2e6  # steps of a short search
 SLACK = 4  # how many times eager's own error against float64 a planned step may have
@@ -309,7 +308,7 @@ def error(ours: Results, theirs: Results) -> float:
     for name, t in theirs.items():
         if t.is_floating_point() or t.is_complex():
             wide = torch.complex128 if t.is_complex() else torch.float64
-            scale = max(_largest(t), FLOOR * largest, 1e-30)
+            scale = max(_largest(t), CANCELLED * largest, 1e-30)
             found = float((ours[name].to(wide) - t.to(wide)).abs().nan_to_num(math.inf).max()) if t.numel() else 0.0
             worst = max(worst, found / scale)
         elif not torch.equal(ours[name], t):
