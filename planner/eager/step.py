@@ -16,6 +16,7 @@ from planner.capture.trace.loss_trace import LossFn, checked_loss, differentiabl
 from planner.compat.fake import FakeTensorMode
 from planner.compat.modules import buffers_of, parameters_of
 from planner.core.call import storages
+from planner.core.layout import Order, strides_in
 from planner.core.loop import Loop
 from planner.core.objects import leaves
 from planner.core.recipe import Choice
@@ -96,9 +97,11 @@ def trace_step(
         hooks = saved_tensors_hooks(recorder.pack, recorder.unpack) if detailed else nullcontext()
         try:
             with checkpointed(model, choice or Choice()), recorder, hooks:
+                late = loop.gradients == "cleared late"
+                earlier = [_allocate(sum(storages(parameters).values()))] if late else []
                 outputs = [model(*args, **kwargs)]
                 recorder.phase = "loss"
-                _differentiate(outputs, loss_fn, recorder, loop)
+                _differentiate(outputs, loss_fn, recorder, loop, earlier)
         except Exception as e:
             if recorder.phase == "loss":
                 raise
@@ -110,13 +113,21 @@ def trace_step(
     return trace
 
 
-def _differentiate(outputs: list[Any], loss_fn: LossFn | None, recorder: Recorder, loop: Loop) -> None:
-    """The loss and the backward pass from the only one of the outputs, which goes as the loop lets go of it."""
+def _differentiate(
+    outputs: list[Any], loss_fn: LossFn | None, recorder: Recorder, loop: Loop, earlier: list[torch.Tensor]
+) -> None:
+    """The loss and the backward pass from the only one of the outputs, which goes as the loop lets go of it; gradients
+    of earlier steps go when the loss is there.
+    """
     ends = leaves(outputs[0])
     size = sum(storages(ends).values())
     seen = None if loop.loss is None else loop.loss.of(size)
     loss = find_loss(outputs[0]) if loss_fn is None else checked_loss(loss_fn, outputs[0])
     results = [t for t in ends if differentiable(t)]
+    orders = {id(ends[at]): order for at, order in loop.laid_out if at < len(ends)}
+    if seen is not None and earlier:
+        _allocate(max(seen.computed, seen.computed_later))
+    earlier.clear()
     if seen is not None:
         _allocate(seen.forward)
     if loop.outputs_held is not None:
@@ -129,7 +140,7 @@ def _differentiate(outputs: list[Any], loss_fn: LossFn | None, recorder: Recorde
         loss.backward()  # type: ignore[no-untyped-call]
         del kept
         return
-    gradients = [torch.empty_like(t) for t in results]
+    gradients = [_gradient(t, orders.get(id(t))) for t in results]
     if seen is None:  # every output may get a gradient; a loss may hold as much, and need as much again for a moment
         size = sum(storages(results).values())
         held = _allocate(size + 16)
@@ -143,6 +154,13 @@ def _differentiate(outputs: list[Any], loss_fn: LossFn | None, recorder: Recorde
     recorder.phase = "backward"
     torch.autograd.backward(edges, gradients)
     del held
+
+
+def _gradient(t: torch.Tensor, order: Order | None) -> torch.Tensor:
+    """A gradient of an output, in the layout that it came in."""
+    if order is None:
+        return torch.empty_like(t)
+    return torch.empty_strided(t.shape, strides_in(order, t.shape), dtype=t.dtype, device=t.device)
 
 
 def _allocate(nbytes: int) -> torch.Tensor:

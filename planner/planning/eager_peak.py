@@ -13,7 +13,7 @@ from planner.errors import gb
 from planner.requests.request import Request
 from solvers import InfeasibleError, Problem, Solution, cost_bound, every_op_once, simulate, solve
 
-SLACK = 0.01  # of the time of keeping everything, where eager mode takes less
+SLACK = 0.01  # of the time of keeping everything, where eager mode takes less, and of its peak
 
 
 def no_higher_than_eager(problem: Problem, request: Request, graph: TrainingGraph) -> Solution | None:
@@ -30,7 +30,7 @@ def no_higher_than_eager(problem: Problem, request: Request, graph: TrainingGrap
     if eager is None or any(region.checkpointed for region in graph.regions):
         return None
     everything = simulate(problem, every_op_once(problem)).peak
-    if not eager.peak_bytes < everything <= request.budget_bytes:
+    if not (1 + SLACK) * eager.peak_bytes < everything <= request.budget_bytes:
         return None
     try:
         lean = problem.with_budget(eager.peak_bytes)
