@@ -21,6 +21,8 @@ FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, ModuleType)
 
 def leaves(output: Any) -> list[Any]:
     """The first leaves of a model's output; dataclasses and other objects are read through their attributes."""
+    if isinstance(output, torch.Tensor):
+        return [output]
     found: list[Any] = []
     _collect(output, (), found)
     return found
@@ -32,7 +34,7 @@ def dense_tensors(batch: Any) -> list[torch.Tensor]:
 
 
 def _collect(output: Any, within: tuple[int, ...], into: list[Any]) -> None:
-    if type(output) in PLAIN or isinstance(output, torch.Tensor) or (inner := _inside(output, within)) is None:
+    if isinstance(output, torch.Tensor) or type(output) in PLAIN or (inner := _inside(output, within)) is None:
         into.append(output)
         return
     for value in inner.values() if isinstance(inner, Mapping) else inner:

@@ -123,7 +123,7 @@ def _differentiate(
     size = sum(storages(ends).values())
     seen = None if loop.loss is None else loop.loss.of(size)
     loss = find_loss(outputs[0]) if loss_fn is None else checked_loss(loss_fn, outputs[0])
-    results = [t for t in ends if differentiable(t)]
+    results = [t for at, t in enumerate(ends) if differentiable(t) and at not in loop.unreached]
     orders = {id(ends[at]): order for at, order in loop.laid_out if at < len(ends)}
     if seen is not None and earlier:
         _allocate(max(seen.computed, seen.computed_later))

@@ -16,9 +16,9 @@ def eager_step(request: Request) -> EagerStep | None:
     """The peak and the time of the step as it runs without a plan, with nothing checkpointed but by the model itself.
 
     None where such a trace is not the step of the request: it asks for values of tensors, is spread over processes, has
-    several microbatches in flight, or sizes that may be smaller than the batch's.
+    several microbatches in flight, a second backward pass, or sizes that may be smaller than the batch's.
     """
-    several = request.occupancy is not None or request.options.in_flight > 1
+    several = request.occupancy is not None or request.in_flight > 1 or request.loop.graph_retained
     if several or request.maxima is not None or groups_of(request.model):
         return None
     try:

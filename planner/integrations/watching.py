@@ -32,7 +32,7 @@ from planner.runtime.events import Call, Caller, PlanProvider
 from planner.runtime.interception import detach
 from planner.runtime.signature import Role
 from planner.session.apply import apply
-from planner.session.provider import uncounted
+from planner.session.uncounted import uncounted
 
 WHY = {  # gradients are there, by whether an optimizer has used them
     False: "as where microbatches accumulate",

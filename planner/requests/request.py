@@ -50,6 +50,7 @@ class Request:
         runs: whether the model runs with the plan now: it is traced as it runs, for whatever device that is.
         surroundings: what was on where the step was asked for; None where that is still to come.
         settings: those of Inductor that the model was compiled with by its user.
+        uncompiled: whether the step may run without torch.compile, if that fits the budget.
     """
 
     options: Options
@@ -73,6 +74,7 @@ class Request:
     found: Found = ()
     runs: bool = False
     settings: Settings = ()
+    uncompiled: bool = False
 
     @property
     def foreign(self) -> bool:

@@ -33,6 +33,7 @@ from planner.runtime.interception import Applied
 from planner.runtime.modes import unguarded
 from planner.runtime.regions import Regions
 from planner.runtime.signature import Role, Signature, call_signature, has_strings, without_numbers
+from planner.runtime.uncompiled import Uncompiled
 
 SETTLES = 2  # calls of a kind, after which its graphs are expected to stay: the first may make what the second uses
 WARN_PLANS = 3  # for calls that differ in numbers alone, or in what they are compiled to
@@ -62,6 +63,7 @@ class Runtime(Applied):
         planned: for a kind of call, the first of those that were planned and differ in numbers, or in their graphs.
         ways: for a kind of call whose graphs depend on values, the plans of all that came, the latest first.
         regions: runs the model's graphs.
+        uncompiled: the calls that ran as they are.
         traced: whether torch.compile has taken the model's call since it was compiled anew.
     """
 
@@ -85,6 +87,7 @@ class Runtime(Applied):
         self.planned: dict[object, list[object]] = {}
         self.ways: dict[Signature, list[PlanRecord]] = {}
         self.regions = Regions(model, stores())
+        self.uncompiled = Uncompiled()
         self.settled = self.traced = False
         self.unguarded: object = None
         self.current = Recipe({}, {})
@@ -141,9 +144,9 @@ class Runtime(Applied):
         self._came(args, kwargs)
         if maxima is not None:
             self.shapes.limit(maxima)
-        largest = recipe_of(planned.record).maxima
-        if largest is not None:
-            self._add_family(call_signature(self.model, args, kwargs, largest), planned.record)
+        recipe = planned.record.recipe
+        if isinstance(recipe, Recipe) and recipe.maxima is not None:
+            self._add_family(call_signature(self.model, args, kwargs, recipe.maxima), planned.record)
             return
         if maxima is not None:
             self.shapes.apart.add(call_signature(self.model, args, kwargs, maxima))
@@ -158,7 +161,7 @@ class Runtime(Applied):
         self.shapes.apart.clear()
 
     def waiting_calls(self) -> frozenset[int]:
-        return self.regions.waiting()
+        return self.regions.waiting() | self.uncompiled.waiting()
 
     def call_number(self) -> int | None:
         return self.regions.call
@@ -246,8 +249,13 @@ class Runtime(Applied):
 
     def run(self, signature: Signature, args: Any, kwargs: Any) -> Any:
         assert self.state is not None
+        if self.watch is not None:
+            self.watch.compiled = isinstance(self.plans[signature].recipe, Recipe)
         if isinstance(self.plans[signature].recipe, Choice):
-            return self.call_eagerly(*args, **kwargs)
+            self.regions.call_begins()
+            result = self.call_eagerly(*args, **kwargs)
+            self.uncompiled.add(self.regions.call, result)
+            return result
         if (found := unguarded(self.state.classes)) != self.unguarded:
             self.unguarded = found
             self._compile_anew()

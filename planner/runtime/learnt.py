@@ -64,7 +64,9 @@ class Learnt:
         """Whatever role a call is in, the loop holds that much beside it."""
         self._loops = {role: most_beside(loop, beside) for role, loop in self._loops.items()}
 
-    def enter(self, shown: Loop, roles: Collection[Role], batches: int, *, settles: bool) -> None:
+    def enter(
+        self, shown: Loop, roles: Collection[Role], batches: int, *, settles: bool, compiled: bool = True
+    ) -> None:
         """Enter what a recording of calls in these roles has shown.
 
         Args:
@@ -72,7 +74,12 @@ class Learnt:
             roles: of its calls.
             batches: of the bytes beside the step, those of the calls' own batches.
             settles: whether it has shown all of a step.
+            compiled: whether the latest of the calls was; else gradients also came to outputs that others are computed
+                from, whoever uses them.
         """
+        if not compiled:
+            before = self.loop
+            shown = replace(shown, only_loss=before.only_loss, unreached=before.unreached, laid_out=before.laid_out)
         # the next call in that role has another batch in its place
         own = replace(shown, beside=shown.beside - (0 if self.role in roles else batches))
         for role in roles:

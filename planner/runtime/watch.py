@@ -86,6 +86,7 @@ class Watch:
         self._rounds = Rounds()  # of the calls that began while no other one waited
         self.together = Together()
         self._gradients = UsedGradients()
+        self.compiled = True  # the latest call
         _watches.add(self)
 
     def optimizers(self) -> list[optim.Optimizer]:
@@ -212,7 +213,7 @@ class Watch:
             freed_beside=found.freed_passes,
             asks_first=recorder.asks_first,
         )
-        self._learnt.enter(shown, roles, found.batches, settles=came_round)
+        self._learnt.enter(shown, roles, found.batches, settles=came_round, compiled=self.compiled)
 
     def spare(self) -> int:
         """Bytes of the optimizers' state that plans count and that is not there yet; 0 once the loop has been seen.
@@ -362,7 +363,7 @@ class Watch:
         self.seen.add(optimizer)
         if wraps_another(optimizer):
             return
-        own = {id(p): p for p in model.parameters()}
+        own = {id(p): p for p in each_parameter(model)}
         trained = [own[at] for at in trained_by(optimizer) & own.keys()]
         if not trained:
             return

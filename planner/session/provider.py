@@ -12,20 +12,16 @@ from functools import partial
 from torch import nn, optim
 
 from planner.capture.trace.step import TrainingGraph
-from planner.compat.modules import modules_in, parameters_in
-from planner.core.account import UNREDUCED
 from planner.core.loop import Loop, same_facts
-from planner.core.occupancy import CLEARED_LATE
 from planner.core.options import GB
 from planner.core.plan import PlanRecord
 from planner.core.surroundings import surroundings_of, under
-from planner.costs.static_memory import storage_bytes
 from planner.errors import InfeasibleBudgetError, PlannerError, gb, warn
 from planner.parallel.buckets import buckets_of
 from planner.parallel.group import refuse_verification
-from planner.parallel.sharded import unreduced_bytes
 from planner.planning.outside import more_of_loss, worth_leaving_out
 from planner.planning.pipeline import make_plan
+from planner.planning.uncompiled import fits_uncompiled
 from planner.requests.check import with_batch
 from planner.requests.optimizers import Found, optimizers_of, weakly
 from planner.requests.planned import Known, Planned
@@ -37,6 +33,7 @@ from planner.session.announce import announce, warn_unplanned, why_anew
 from planner.session.binding import Awaited
 from planner.session.counted import counted, with_buckets
 from planner.session.several import Several
+from planner.session.uncounted import gradients_warned, unreduced_warned, waiting_warned
 
 TOLERANCE = 1000  # plans are made anew for what is more than this part of the budget
 
@@ -86,11 +83,13 @@ class Provider:
         self.accepted: dict[Role, Loop] = {}  # what was seen, for which the plans are good enough
         self.why = ""  # plans are made anew for the loop
         self.heard = 0  # how often the loop was looked at
+        self.uncompiled: set[Role] = set()  # of whose steps it is known whether they run without torch.compile
         self.apart = False  # what is used between the steps is left out of account
         self.again = False  # the next plan is for a step that was captured, and another loop
         self.stepped: list[weakref.ref[optim.Optimizer]] = []  # that were seen to step the model's parameters
         self.counted: dict[Role, Found] = {}  # the optimizers in the plans
-        self.captured: dict[Role, tuple[Signature, TrainingGraph]] = {}  # the latest step of each role that was
+        # of each role, the latest step that was captured, and its peak with everything kept, in bytes
+        self.captured: dict[Role, tuple[Signature, TrainingGraph, int]] = {}
         self.peaks: dict[Role, int] = {}  # the highest of the plans for it
         self.warned = False  # that there is no plan
         self.own: list[Planned] = []  # whose schedules may serve other sizes
@@ -114,6 +113,8 @@ class Provider:
         median, now = call.assume_median_branch, surroundings_of(model)
         request = replace(request, assume_median_branch=median, surroundings=now)
         request = with_buckets(self._with_loop(request), buckets_of(model))
+        known = self.heard > 0 and role_of(_kind(request)) in self.captured
+        request = replace(request, uncompiled=known and model is self.model and not caller.agrees)
         if self.judge is not None:
             refuse_verification(model)
         if not call.compiled:
@@ -144,7 +145,7 @@ class Provider:
     def _keep(self, planned: Planned) -> None:
         if planned.captured is not None and planned.request.model is self.model:
             kind = _kind(planned.request)
-            self.captured[role_of(kind)] = kind, planned.captured
+            self.captured[role_of(kind)] = kind, planned.captured, planned.record.baseline_peak_bytes
             self.several.keep(kind, planned)
 
     def _plan(self, request: Request) -> Planned:
@@ -166,6 +167,8 @@ class Provider:
                 self.loops[role_of(kind)] = guessed
             announce(planned, time.perf_counter() - start, self.why or (_NEW_KIND if self.own else ""))
             self.why = ""
+            if request.uncompiled:
+                self.uncompiled.add(role_of(kind))
             self.peaks[role_of(kind)] = max(planned.record.peak_bytes, self.peaks.get(role_of(kind), 0))
         planned = counted(planned, request)
         judges = [self.check, self.judge if request.loop == self.request.loop else None]
@@ -235,13 +238,15 @@ class Provider:
         if spare and not others and self._fits(seen, before, role, self._free(role) + spare):
             return False  # more will be seen before the rest is there
         self.heard += 1
-        if not others and seen in (before, self.accepted.get(role)):
-            return False
         free = self._free(role) if self.heard > 1 else self._tolerance  # later, whatever plans leave
-        if not others and self._fits(seen, before, role, free):
+        if not others and (seen in (before, self.accepted.get(role)) or self._fits(seen, before, role, free)):
             self.accepted[role] = seen
-            return False
-        self.why, self.again = why_anew(before, seen, others), True
+            if role in self.uncompiled or not self._fits_uncompiled(seen, role):
+                return False
+            self.why = "its step fits the budget in eager mode"
+        else:
+            self.why = why_anew(before, seen, others)
+        self.again = True
         self.stepped = [weakref.ref(o) for o in stepped]
         if role:
             self.loops[role] = seen
@@ -254,6 +259,14 @@ class Provider:
         self.awaited, self.early = None, {}
         self.several.forget()
         return True
+
+    def _fits_uncompiled(self, seen: Loop, role: Role) -> bool:
+        """Whether the latest step in a role need not be compiled, now that the loop is known; asked once."""
+        self.uncompiled.add(role)
+        if role not in self.captured:
+            return False
+        _, graph, everything = self.captured[role]
+        return fits_uncompiled(replace(self.request, loop=seen), graph, everything)
 
     def _captured(self, role: Role) -> TrainingGraph | None:
         found = self.captured.get(role, next(iter(self.captured.values()), None))
@@ -295,11 +308,12 @@ class Provider:
         """Warn where tensors that a plan does not count leave too little room: gradients, and an earlier forward pass
         that waits for its backward pass.
         """
-        return _gradients_warned(model, record, False) or _unreduced_warned(model, record) or _waiting(record, waits)
+        uncounted = gradients_warned(model, record, False) or unreduced_warned(model, record)
+        return uncounted or waiting_warned(record, waits)
 
     def on_backward_begin(self, model: nn.Module, record: PlanRecord) -> bool:
         """Warn of gradients that are there and not counted."""
-        return _gradients_warned(model, record, True)
+        return gradients_warned(model, record, True)
 
 
 def _leanest(make: Callable[[Request], Planned], request: Request) -> Planned:
@@ -336,65 +350,3 @@ def _kind(request: Request) -> Signature:
         signature = call_signature(request.model, request.args or (), request.kwargs, request.maxima)
     gradients = request.loop.only_loss, request.loop.unreached, request.loop.laid_out
     return (*signature, request.assume_median_branch, *gradients)
-
-
-def _cleared_late(record: PlanRecord) -> bool:
-    return record.step.occupancy == CLEARED_LATE or record.step.loop.gradients == "cleared late"
-
-
-def _gradients_warned(model: nn.Module, record: PlanRecord, begun: bool) -> bool:
-    held = uncounted(model, record, begun)
-    if held:
-        warn(
-            f"{gb(held)} of gradients are there already, which this plan does not count: the step may take "
-            f"{gb(most_held(record, begun) + held)} of {gb(record.budget_bytes)}. Plan with accumulate=True, or clear "
-            "them with zero_grad(set_to_none=True)"
-        )
-    return bool(held)
-
-
-def _unreduced_warned(model: nn.Module, record: PlanRecord) -> bool:
-    late = unreduced_bytes(model) - record.account.get(UNREDUCED, 0)
-    if not late or late <= record.budget_bytes - record.peak_bytes:
-        return False
-    warn(
-        f"fully_shard keeps {gb(late)} of gradients whole until a later microbatch reduces them "
-        f"(set_requires_gradient_sync(False)), which this plan does not count: the step may take "
-        f"{gb(record.peak_bytes + late)} of {gb(record.budget_bytes)}. Count them with "
-        f"account_gb={{{UNREDUCED!r}: {late / GB:.3g}}}, or plan without a batch: then the first step shows them"
-    )
-    return True
-
-
-def _waiting(record: PlanRecord, waits: bool) -> bool:
-    if not waits or record.options.in_flight > 1:
-        return False
-    kept = record.kept_bytes
-    if kept <= record.budget_bytes - record.peak_bytes:
-        return False
-    warn(
-        f"the model runs forward again before the backward pass of an earlier call, whose activations "
-        f"({gb(kept)}) this plan does not count: the step may take {gb(record.peak_bytes + kept)} of "
-        f"{gb(record.budget_bytes)}. Count them with in_flight=2, or as many as there are at once, "
-        "or call backward() after each"
-    )
-    return True
-
-
-def uncounted(model: nn.Module, record: PlanRecord, begun: bool) -> int:
-    """Bytes of gradients that are there, that a plan does not count, and for which it leaves no room; else 0.
-
-    Args:
-        model: the model that trains by the plan.
-        record: the plan.
-        begun: whether to look for room in the backward pass, which begins, or before it, as in `most_held`.
-    """
-    if record.step.gradients_copied or (not begun and _cleared_late(record)):
-        return 0
-    held = storage_bytes(p.grad for p in parameters_in(modules_in(model)) if p.grad is not None)
-    return held if held and held > record.budget_bytes - most_held(record, begun) else 0
-
-
-def most_held(record: PlanRecord, begun: bool) -> int:
-    """The peak of a step from the beginning of its backward pass on, or before it, in bytes."""
-    return max(m.held_bytes for m in record.timeline if (m.phase in ("forward", "loss")) != begun)

@@ -1,0 +1,54 @@
+"""Steps that fit the budget in eager mode: they run as they are, without torch.compile, and recompute nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from planner.capture.trace.step import TrainingGraph
+from planner.core.recipe import Choice
+from planner.errors import PlannerError, gb
+from planner.parallel.fsdp import groups_of
+from planner.planning.eager import make_eager_plan
+from planner.requests.planned import Planned
+from planner.requests.request import Request
+
+OFF = 0.01  # how much less than the captured step the trace may take
+
+
+def fits_uncompiled(request: Request, graph: TrainingGraph, everything: int) -> bool:
+    """Whether the step takes no more than the budget in eager mode, by the trace of that step.
+
+    False where the trace is not all of the step: where it takes less than the captured graphs, where calls wait for
+    their backward pass together, where a graph is kept for a second backward pass, where outputs that others are
+    computed from get no gradient, where sizes may be smaller, and where the way through the code depends on values.
+    False, too, where eager mode computes again what a plan keeps: parts that the model checkpoints itself.
+
+    Args:
+        request: for the step, with what the loop was seen to do.
+        graph: the captured step.
+        everything: the peak of the captured step with everything kept, in bytes.
+    """
+    options, loop, eager = request.options, request.loop, graph.eager
+    if eager is None or not (1 - OFF) * everything <= eager.peak_bytes <= request.budget_bytes:
+        return False
+    seen = loop.loss is not None and not (loop.unreached or loop.unused or loop.left_over or loop.graph_retained)
+    alone = request.in_flight == 1 and request.occupancy is None and not (graph.calls or graph.maxima or graph.asked)
+    moves = options.mode != "aten" or options.offload is not None or options.step_in_backward or options.shard > 1
+    apart = any(region.checkpointed for region in graph.regions) or groups_of(request.model)
+    return seen and alone and not (moves or apart or request.foreign)
+
+
+def make_uncompiled(request: Request, graph: TrainingGraph) -> Planned | None:
+    """The plan by which a step that fits runs as it is; None where it does not fit after all."""
+    try:
+        planned = make_eager_plan(replace(request, options=replace(request.options, mode="eager")))
+    except PlannerError:
+        return None
+    record = planned.record
+    if not isinstance(record.recipe, Choice) or record.recipe.kept:
+        return None
+    note = (
+        f"Eager mode takes {gb(record.peak_bytes)}, within the budget: the model runs as it is, without torch.compile."
+    )
+    record = replace(record, note=f"{record.note} {note}".strip())
+    return Planned(record, request, captured=graph)

@@ -1,0 +1,45 @@
+"""Calls of a planned model that run as they are, without torch.compile: which of them wait for their backward pass."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from planner.core.call import tensors_in
+from planner.core.objects import leaves
+from planner.runtime.peaks import when_begun
+
+_KEY = "call of a planned model"
+
+
+class _Call:
+    """Lives as long as the autograd nodes of a call's results."""
+
+    __slots__ = ("__weakref__", "begun")
+
+    def __init__(self) -> None:
+        self.begun = False  # its backward pass
+
+    def begins(self) -> None:
+        self.begun = True
+
+
+class Uncompiled:
+    """The latest calls that ran as they are."""
+
+    def __init__(self) -> None:
+        self._calls: dict[int, weakref.ref[_Call]] = {}
+
+    def add(self, number: int, result: Any) -> None:
+        """A call has run: its number, and what it gave."""
+        call = _Call()
+        nodes: list[Any] = [t.grad_fn for t in tensors_in(leaves(result)) if t.grad_fn is not None]
+        for node in nodes:
+            node.metadata[_KEY] = call
+        when_begun(result, call.begins)
+        self._calls[number] = weakref.ref(call)
+
+    def waiting(self) -> frozenset[int]:
+        """The numbers of those that wait for their backward pass."""
+        self._calls = {n: ref for n, ref in self._calls.items() if (call := ref()) is not None and not call.begun}
+        return frozenset(self._calls)
