@@ -1,0 +1,107 @@
+"""Steps that fit the budget in eager mode run as they are, without torch.compile, once the loop is known."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from planner import applied_plan, plan
+from planner.runtime.interception import attached
+
+from .loop_harness import GB, differences, run, run_within
+from .loops import LOOPS, mlp
+
+pytestmark = [pytest.mark.usefixtures("short_searches"), pytest.mark.filterwarnings("ignore")]
+ROOM = 1.2  # of the peak without a plan
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mlp_adamw_after",
+        "nanogpt",
+        "transformers_loss_only",
+        "two_heads_in_turn",
+        "segmentation",
+        "ema",
+        "auxiliary_loss",
+        "projected_gradients",
+        "closure",
+    ],
+)
+def test_a_loop_with_room_to_spare_runs_as_it_is_and_as_predicted(name):
+    loop = replace(LOOPS[name], share=ROOM)
+    unplanned = run(loop)
+    seen = run_within(loop, loop.share * unplanned.peak)
+    assert differences(seen, unplanned) == []
+    assert seen.peak == pytest.approx(unplanned.peak, rel=0.001)
+    assert 0.99 * seen.predicted[-1] <= seen.peak <= 1.001 * seen.predicted[-1]
+    assert seen.plans <= loop.plans + 1
+
+
+def steps(model, n=4, x=None, calls=1):
+    """How often graphs ran in some steps of a loop, by step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    ran = []
+    for _ in range(n):
+        before = attached(model).regions_run
+        losses = [model(torch.randn(256, 64) if x is None else x).square().mean() for _ in range(calls)]
+        sum(losses).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ran.append(attached(model).regions_run - before)
+    return ran
+
+
+def test_calls_are_compiled_until_the_loop_is_known():
+    model = plan(mlp(), budget_gb=1, progress=False).apply()
+    assert steps(model) == [1, 0, 0, 0]
+    assert "runs as it is" in str(applied_plan(model))
+
+
+def test_a_budget_below_eager_modes_peak_is_kept_by_compiled_calls():
+    model = mlp()
+    loop = partial(steps, model, x=torch.randn(256, 64))
+    p = plan(model, budget_gb=1, progress=False)
+    p.apply()
+    loop()
+    least = applied_plan(model).peak_bytes
+    p.remove()
+    plan(model, budget_gb=0.95 * least / GB, progress=False).apply()
+    assert loop() == [1, 1, 1, 1]
+    assert applied_plan(model).peak_bytes <= 0.95 * least
+
+
+def test_calls_that_begin_to_wait_for_each_other_are_seen():
+    model = plan(mlp(), budget_gb=1, progress=False).apply()
+    assert steps(model)[-1] == 0
+    alone = applied_plan(model).peak_bytes
+    assert steps(model, 3, calls=2)[-1] == 2
+    assert applied_plan(model).peak_bytes > alone
+
+
+def test_another_kind_of_step_is_planned_for_itself():
+    """What was frozen trains."""
+    model = mlp()
+    model[:6].requires_grad_(requires_grad=False)
+    plan(model, budget_gb=1, progress=False).apply()
+    assert steps(model)[-1] == 0
+    frozen = applied_plan(model).peak_bytes
+    model.requires_grad_(requires_grad=True)
+    steps(model)
+    assert applied_plan(model).peak_bytes > frozen
+
+
+def test_what_the_model_checkpoints_itself_is_kept_by_compiled_calls():
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = mlp()
+
+        def forward(self, x):
+            return torch.utils.checkpoint.checkpoint(self.body, x, use_reentrant=False)
+
+    model = plan(Checkpointed(), budget_gb=1, progress=False).apply()
+    assert steps(model)[-1] == 1
