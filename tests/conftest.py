@@ -70,6 +70,13 @@ def unwatched(monkeypatch):
     monkeypatch.setattr("planner.runtime.watch.may_record", lambda: False)
 
 
+@pytest.fixture
+def always_compiled(monkeypatch):
+    """For tests of compiled calls: those whose steps fit the budget in eager mode are compiled, too."""
+    for module in ("planner.session.provider", "planner.planning.pipeline"):
+        monkeypatch.setattr(f"{module}.fits_uncompiled", lambda *_: False)
+
+
 @pytest.fixture(scope="module")
 def short_searches():
     """For tests of what holds for every schedule, the best or not: each search does a small part of its work."""

@@ -15,7 +15,7 @@ from planner import ApplyError, PlanWarning, applied_plan, plan
 from planner.runtime.signature import call_signature
 from planner.runtime.watch import listen
 
-pytestmark = pytest.mark.usefixtures("short_searches")
+pytestmark = pytest.mark.usefixtures("short_searches", "always_compiled")
 
 
 class AutoEncoder(nn.Module):

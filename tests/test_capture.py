@@ -20,7 +20,7 @@ from .measure import held_before, peak_of, results, step_peak
 from .plans import for_budget, leanest
 from .real_models import Case
 
-pytestmark = pytest.mark.usefixtures("short_searches")
+pytestmark = pytest.mark.usefixtures("short_searches", "always_compiled")
 
 
 class Block(nn.Module):

@@ -15,7 +15,7 @@ from .measure import held_before, results, step_peak
 from .plans import leanest
 from .real_models import Case, gpt2
 
-pytestmark = pytest.mark.usefixtures("short_searches")
+pytestmark = pytest.mark.usefixtures("short_searches", "always_compiled")
 
 
 class Block(nn.Module):

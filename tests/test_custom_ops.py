@@ -21,7 +21,7 @@ from .measure import held_before, results, step_peak
 from .plans import leanest
 from .real_models import Case
 
-pytestmark = pytest.mark.usefixtures("short_searches")
+pytestmark = pytest.mark.usefixtures("short_searches", "always_compiled")
 BLOCKS = 3
 runs: Counter[int] = Counter()
 

@@ -13,7 +13,7 @@ from planner.capture.passes.duplicates import merge_duplicates
 from .measure import held_before, results, step_peak
 from .real_models import SMALL, Case
 
-pytestmark = pytest.mark.usefixtures("short_searches")
+pytestmark = pytest.mark.usefixtures("short_searches", "always_compiled")
 
 
 class MixedPrecision(nn.Module):

@@ -14,7 +14,7 @@ from .measure import held_before, results, step_peak
 from .plans import changed
 from .real_models import Case, gpt2, resnet50, tokens
 
-pytestmark = pytest.mark.usefixtures("short_searches")
+pytestmark = pytest.mark.usefixtures("short_searches", "always_compiled")
 
 
 def squared(output):

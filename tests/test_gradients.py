@@ -15,7 +15,7 @@ from planner.planning.pipeline import make_plan
 
 from .measure import peak_of
 
-pytestmark = pytest.mark.usefixtures("short_searches")
+pytestmark = pytest.mark.usefixtures("short_searches", "always_compiled")
 
 
 def linear(depth=2, width=16):

@@ -24,7 +24,7 @@ from .measure import peak_of
 from .plans import for_budget
 from .real_models import llama
 
-pytestmark = pytest.mark.usefixtures("short_searches")
+pytestmark = pytest.mark.usefixtures("short_searches", "always_compiled")
 
 BATCH, WIDTH = 256, 64
 

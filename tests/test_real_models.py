@@ -14,7 +14,7 @@ from .measure import held_before, results, step_peak
 from .plans import for_budget
 from .real_models import SMALL, gpt2, llama
 
-pytestmark = pytest.mark.usefixtures("short_searches")
+pytestmark = pytest.mark.usefixtures("short_searches", "always_compiled")
 ROOM_TO_SPARE, LEAST = float("inf"), 0.01  # as fractions of the peak
 # tests of one model follow one another and share its plans
 CASES = {**SMALL, "gpt2": partial(gpt2, layers=1), "llama": partial(llama, layers=1)}  # with dropout: of two layers

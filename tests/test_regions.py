@@ -21,7 +21,7 @@ from .plans import for_budget
 from .real_models import gpt2
 from .test_capture import Base, Block, make, trains_as_before
 
-pytestmark = pytest.mark.usefixtures("short_searches")
+pytestmark = pytest.mark.usefixtures("short_searches", "always_compiled")
 
 
 class TwoRegions(Base):

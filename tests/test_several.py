@@ -15,7 +15,7 @@ from planner.runtime.together import Together
 
 from .loops import mlp
 
-pytestmark = pytest.mark.usefixtures("short_searches")
+pytestmark = pytest.mark.usefixtures("short_searches", "always_compiled")
 A, B, C = ("a",), ("b",), ("c",)
 
 

@@ -15,7 +15,7 @@ from planner.runtime.signature import walk
 from .measure import held_before, results, step_peak
 from .real_models import Case
 
-pytestmark = pytest.mark.usefixtures("short_searches")
+pytestmark = pytest.mark.usefixtures("short_searches", "always_compiled")
 
 
 def called(p):

@@ -22,8 +22,6 @@ ROOM = 1.2  # of the peak without a plan
     [
         "mlp_adamw_after",
         "nanogpt",
-        "transformers_loss_only",
-        "two_heads_in_turn",
         "segmentation",
         "ema",
         "auxiliary_loss",

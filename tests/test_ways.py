@@ -19,7 +19,7 @@ from planner.compat.tensors import storage_key
 from .measure import beside_the_loop, peak_of
 from .plans import for_budget
 
-pytestmark = pytest.mark.usefixtures("short_searches")
+pytestmark = pytest.mark.usefixtures("short_searches", "always_compiled")
 
 
 class Block(nn.Module):

@@ -12,16 +12,17 @@ from planner.planning.eager import make_eager_plan
 from planner.requests.planned import Planned
 from planner.requests.request import Request
 
-OFF = 0.01  # how much less than the captured step the trace may take
+OFF = 0.001  # how much more or less than the captured step the trace may take
 
 
 def fits_uncompiled(request: Request, graph: TrainingGraph, everything: int) -> bool:
     """Whether the step takes no more than the budget in eager mode, by the trace of that step.
 
-    False where the trace is not all of the step: where it takes less than the captured graphs, where calls wait for
-    their backward pass together, where a graph is kept for a second backward pass, where outputs that others are
-    computed from get no gradient, where sizes may be smaller, and where the way through the code depends on values.
-    False, too, where eager mode computes again what a plan keeps: parts that the model checkpoints itself.
+    False where it takes another peak than the captured graphs, which the plan has told. False where the trace is not
+    all of the step: where calls wait for their backward pass together, where a graph is kept for a second backward
+    pass, where outputs that others are computed from get no gradient, where sizes may be smaller, and where the way
+    through the code depends on values. False, too, where eager mode computes again what a plan keeps: parts that the
+    model checkpoints itself.
 
     Args:
         request: for the step, with what the loop was seen to do.
@@ -29,7 +30,11 @@ def fits_uncompiled(request: Request, graph: TrainingGraph, everything: int) -> 
         everything: the peak of the captured step with everything kept, in bytes.
     """
     options, loop, eager = request.options, request.loop, graph.eager
-    if eager is None or not (1 - OFF) * everything <= eager.peak_bytes <= request.budget_bytes:
+    if (
+        eager is None
+        or eager.peak_bytes > request.budget_bytes
+        or abs(eager.peak_bytes - everything) > OFF * everything
+    ):
         return False
     seen = loop.loss is not None and not (loop.unreached or loop.unused or loop.left_over or loop.graph_retained)
     alone = request.in_flight == 1 and request.occupancy is None and not (graph.calls or graph.maxima or graph.asked)

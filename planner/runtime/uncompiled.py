@@ -5,9 +5,10 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from planner.core.call import tensors_in
+import torch
+
 from planner.core.objects import leaves
-from planner.runtime.peaks import when_begun
+from planner.runtime.outputs import Unasking
 
 _KEY = "call of a planned model"
 
@@ -20,7 +21,7 @@ class _Call:
     def __init__(self) -> None:
         self.begun = False  # its backward pass
 
-    def begins(self) -> None:
+    def begins(self, _: object) -> None:
         self.begun = True
 
 
@@ -33,10 +34,12 @@ class Uncompiled:
     def add(self, number: int, result: Any) -> None:
         """A call has run: its number, and what it gave."""
         call = _Call()
-        nodes: list[Any] = [t.grad_fn for t in tensors_in(leaves(result)) if t.grad_fn is not None]
-        for node in nodes:
-            node.metadata[_KEY] = call
-        when_begun(result, call.begins)
+        begins = Unasking(call.begins)
+        for t in leaves(result):
+            if isinstance(t, torch.Tensor) and (node := t.grad_fn) is not None:
+                metadata: Any = node.metadata
+                metadata[_KEY] = call
+                t.register_hook(begins)  # type: ignore[no-untyped-call]
         self._calls[number] = weakref.ref(call)
 
     def waiting(self) -> frozenset[int]:
