@@ -10,10 +10,13 @@ INTRODUCTION = """# A plan with room to spare
 What a plan that recomputes nothing costs beside eager mode, as `python -m benchmarks.tax` measured it:
 {device}, torch {torch}, {platform}. A step is forward pass, loss, backward pass, AdamW and `zero_grad()`.
 
+Where eager mode's peak is the plan's own, the model runs as it is once the loop is known, and what is left is the time in
+which the plan's call looks at the model, the batch and the loop; others run captured graphs.
+
 - *time*: processor time, planned over eager, the median of {pairs} alternating pairs. Steps of a few milliseconds have
   noise of several points.
 - *captured*: the same of `torch.compile(backend="aot_eager")`, which plans nothing and runs eager's ops: what
-  it takes to evaluate guards and to run a graph from Python, which a plan's call takes as well.
+  it takes to evaluate guards and to run a graph from Python, which a captured call of a plan takes as well.
 - *peak*: the most bytes held, with parameters, by the profiler's allocator events, planned over eager.
 - *moved*: bytes that the profiler's ops read and allocate, planned over eager.
 """

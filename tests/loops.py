@@ -585,6 +585,19 @@ def triplet(put: Put, ended: Ended) -> None:
         ended(loss)
 
 
+def encoder_and_decoder(put: Put, ended: Ended) -> None:
+    """Two planned models under one loss, and one optimizer."""
+    encoder, decoder = put(mlp(128, 6, 64)), put(mlp(64, 3, 64))
+    optimizer = torch.optim.AdamW([*encoder.parameters(), *decoder.parameters()], lr=1e-3)
+    for _ in range(STEPS):
+        x, y = torch.randn(256, 128), torch.randn(256, 64)
+        loss = F.mse_loss(decoder(encoder(x)), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ended(loss)
+
+
 def target_network(put: Put, ended: Ended) -> None:
     """The target's parameters, and the batch that it sees, are used between the steps alone."""
     online, target = mlp(96, 4, 4), mlp(96, 4, 4)
@@ -1371,6 +1384,7 @@ LOOPS: dict[str, Loop] = {
     "modules_by_themselves": Loop(modules_by_themselves),
     "gan_generator": Loop(gan_generator, share=0.77),
     "gan_both": Loop(gan_both, plans=5, share=0.785),
+    "encoder_and_decoder": Loop(encoder_and_decoder, plans=4, off=0.035),
     "wasserstein_gan": Loop(wasserstein_gan, plans=5),
     "evaluated_with_gradients": Loop(evaluated_with_gradients, plans=3),
     "ema": Loop(ema),

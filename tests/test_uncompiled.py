@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from planner import applied_plan, plan
+from planner import Plan, applied_plan, plan
 from planner.runtime.interception import attached
 
 from .loop_harness import GB, differences, run, run_within
@@ -103,3 +103,26 @@ def test_what_the_model_checkpoints_itself_is_kept_by_compiled_calls():
 
     model = plan(Checkpointed(), budget_gb=1, progress=False).apply()
     assert steps(model)[-1] == 1
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_plan_that_ran_so_does_so_again_from_the_first_step_on():
+    model = plan(mlp(), budget_gb=1, progress=False).apply()
+    steps(model)
+    p = applied_plan(model)
+    p.remove()
+    p.apply()
+    assert steps(model) == [0, 0, 0, 0]
+    assert applied_plan(model).peak_bytes == p.peak_bytes
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_plan_that_ran_so_is_known_from_its_file(tmp_path):
+    model = plan(mlp(), budget_gb=1, progress=False).apply()
+    steps(model)
+    applied_plan(model).save(tmp_path / "plan.json")
+    again = Plan.load(tmp_path / "plan.json")
+    twin = mlp()
+    again.apply(twin)
+    assert steps(twin)[1:] == [0, 0, 0]
+    assert applied_plan(twin).peak_bytes == again.peak_bytes

@@ -95,8 +95,7 @@ class Launched:
         self.names.append(type(planned.request.model).__name__)
         answers = lead(planned.record, style_of(sys.stderr))
         self.say("\n".join([f"{self.names[-1]} is planned{' anew' if anew else ''}.", *answers]))
-        as_asked = planned.record.options.mode == planned.request.options.mode  # else it runs as it is: no schedule
-        if self.plan_file is not None and self.first and (not self.plan_file.exists() or (anew and as_asked)):
+        if self.plan_file is not None and self.first and (anew or not self.plan_file.exists()):
             save(planned.record, self.plan_file)
 
 

@@ -107,7 +107,8 @@ def make_plan(
         if request.uncompiled and graph.eager is not None:
             step = add_margin(lower(request, graph, planned_before=bool(others)), request)
             everything = simulate(step.problem, every_op_once(step.problem)).peak
-            if fits_uncompiled(request, graph, everything) and (as_it_is := make_uncompiled(request, graph)):
+            fits = fits_uncompiled(request, graph, everything)
+            if fits and (as_it_is := make_uncompiled(request, graph, known)) is not None:
                 return as_it_is
         try:
             return _as_told(request, graph, others, known, must_match=must_match)

@@ -9,7 +9,7 @@ from planner.core.recipe import Choice
 from planner.errors import PlannerError, gb
 from planner.parallel.fsdp import groups_of
 from planner.planning.eager import make_eager_plan
-from planner.requests.planned import Planned
+from planner.requests.planned import Known, Planned
 from planner.requests.request import Request
 
 OFF = 0.001  # how much more or less than the captured step the trace may take
@@ -43,10 +43,16 @@ def fits_uncompiled(request: Request, graph: TrainingGraph, everything: int) -> 
     return seen and alone and not (moves or apart or request.foreign)
 
 
-def make_uncompiled(request: Request, graph: TrainingGraph) -> Planned | None:
-    """The plan by which a step that fits runs as it is; None where it does not fit after all."""
+def make_uncompiled(request: Request, graph: TrainingGraph, known: Known | None) -> Planned | None:
+    """The plan by which a step that fits runs as it is; None where it does not fit after all.
+
+    Args:
+        request: for the step.
+        graph: the captured step.
+        known: as for `make_plan()`.
+    """
     try:
-        planned = make_eager_plan(replace(request, options=replace(request.options, mode="eager")))
+        planned = make_eager_plan(replace(request, options=replace(request.options, mode="eager")), known=known)
     except PlannerError:
         return None
     record = planned.record
@@ -55,5 +61,5 @@ def make_uncompiled(request: Request, graph: TrainingGraph) -> Planned | None:
     note = (
         f"Eager mode takes {gb(record.peak_bytes)}, within the budget: the model runs as it is, without torch.compile."
     )
-    record = replace(record, note=f"{record.note} {note}".strip())
+    record = replace(record, options=request.options, note=f"{record.note} {note}".strip())
     return Planned(record, request, captured=graph)

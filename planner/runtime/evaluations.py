@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from math import inf
 from typing import Any
 
@@ -17,6 +17,7 @@ from planner.compat.dispatch import LastingMode, may_last, switch_off, switch_on
 from planner.compat.tensors import is_traceable_wrapper_subclass, storage_key
 from planner.core.call import Call, inside, storages, tensors_in
 from planner.core.plan import PlanRecord
+from planner.costs.static_memory import storage_bytes
 from planner.errors import gb, warn
 from planner.runtime.cuda_graphs import captures
 from planner.runtime.made import MadeStorages, call_of, takes_memory
@@ -26,6 +27,23 @@ LARGER = 1.25  # times the largest batch without gradients: such a one is looked
 MOST_OPS = 200_000  # of an evaluation: no more are looked at
 
 log = logging.getLogger("planner")
+
+
+def planned_bytes(
+    model: nn.Module, plan: PlanRecord, optimizers: Iterable[optim.Optimizer], counted: Collection[optim.Optimizer]
+) -> int:
+    """Bytes of a model's parameters, buffers and gradients, and of its optimizers' state, as its plan counts them.
+
+    Args:
+        model: that trains by the plan.
+        plan: for it.
+        optimizers: that step its parameters.
+        counted: optimizers whose state others count.
+    """
+    graded = [p for p in model.parameters() if p.requires_grad or p.grad is not None]  # frozen now, it may have one
+    shared = storage_bytes(t for o in optimizers if o in counted for t in tensors_in(list(o.state.values())))
+    state = max(0, plan.account.get("optimizer state", 0) - shared)
+    return storage_bytes(graded) + sum(plan.account.get(n, 0) for n in ("parameters", "buffers")) + state
 
 
 def tensors_of(model: nn.Module, optimizers: Sequence[optim.Optimizer]) -> Any:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import nn, optim
 
 from planner.compat.autograd import adds_to_gradient
 from planner.compat.dispatch import lasting_modes_off
 from planner.compat.modules import call_of, replace_call, replaced_call
 from planner.core.maxima import Maxima
 from planner.core.plan import PlanRecord
-from planner.costs.static_memory import storage_bytes
 from planner.errors import UNPLANNABLE, ApplyError
 from planner.parallel.group import together
 from planner.requests.planned import Planned
@@ -24,7 +23,7 @@ from planner.runtime.bypassed import Handle
 from planner.runtime.copied import CopiedCall, copied_in, own_call
 from planner.runtime.cuda_graphs import captures, is_graphed, refuse_uncapturable
 from planner.runtime.entries import EntryPoint
-from planner.runtime.evaluations import tensors_of
+from planner.runtime.evaluations import planned_bytes, tensors_of
 from planner.runtime.events import Call, PlanProvider
 from planner.runtime.modes import may_record, redirected, refuse_compiled, refuse_transformed, trains
 from planner.runtime.peaks import Peaks, when_begun
@@ -241,16 +240,13 @@ class Applied:
         """The model's parameters, buffers, gradients, and the state of its optimizers."""
         return tensors_of(self.model, [] if self.watch is None else self.watch.optimizers())
 
-    def stays(self) -> int:
-        """Bytes of all of these, as the newest plan counts them.
+    def stays(self, counted: Collection[optim.Optimizer]) -> int:
+        """Bytes of all of these, as the newest plan counts them, without the state of optimizers that others count.
 
         That plan also counts what others take while activations of its model wait for their backward pass.
         """
-        if self.newest is None:
-            return 0
-        account, parameters = self.newest.record.account, self.model.parameters()
-        graded = [p for p in parameters if p.requires_grad or p.grad is not None]  # frozen now, it may have a gradient
-        return storage_bytes(graded) + sum(account.get(n, 0) for n in ("parameters", "buffers", "optimizer state"))
+        optimizers = [] if self.watch is None else self.watch.optimizers()
+        return 0 if self.newest is None else planned_bytes(self.model, self.newest.record, optimizers, counted)
 
     def was_trained(self) -> bool:
         """Whether a backward pass has come of some call, as far as that is known."""

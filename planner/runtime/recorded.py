@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import optim
 
 from planner.compat.dispatch import lasting_modes_off
 from planner.core.call import Call, storages
@@ -121,13 +122,22 @@ class Stays:
     freed_passes: int = 0
 
 
-def stays(recorder: Recorder, batch: Any, counted: Any, *, batches: bool = False, awaited: int = 0) -> Stays:
+def stays(
+    recorder: Recorder,
+    batch: Any,
+    counted: Any,
+    optimizers: Collection[optim.Optimizer] = (),
+    *,
+    batches: bool = False,
+    awaited: int = 0,
+) -> Stays:
     """What a loop holds, when the next step begins.
 
     Args:
         recorder: of the step before.
         batch: of the next step.
         counted: a tree of other tensors that the account has lines for.
+        optimizers: whose state is among these.
         batches: whether the step's own batch counts where it is still there; else as far as it gets gradients.
         awaited: bytes of the optimizers' state that the account has and that is not there yet: some of what they made.
     """
@@ -172,7 +182,7 @@ def stays(recorder: Recorder, batch: Any, counted: Any, *, batches: bool = False
     since = sum(later.values()) + sum(nbytes * times for nbytes, times in unlike.items())
     more = max(since, sum(gone.values()) - made_since)
     ahead = sum(nbytes for key, nbytes in remaining.items() if key in coming)  # beside the batch of this step
-    beside = sum(_without(stay, own).values()) + ahead + more + sum(other.stays() for other in others)
+    beside = sum(_without(stay, own).values()) + ahead + more + sum(other.stays(optimizers) for other in others)
     data = recorder.device.type not in HOSTS
     between = {
         key: each

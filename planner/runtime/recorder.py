@@ -11,13 +11,13 @@ import logging
 import os
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
-from torch import nn
+from torch import nn, optim
 
 from planner.compat.autograd import adds_to_gradient, graph_is_kept, in_backward, when_backward_ends
 from planner.compat.dispatch import LastingMode, finds_ops, written
@@ -54,8 +54,8 @@ class PlannedModel(Protocol):
     def waiting(self) -> int:
         """How many of its calls wait for their backward pass."""
 
-    def stays(self) -> int:
-        """Bytes of all of these, as its plan counts them."""
+    def stays(self, counted: Collection[optim.Optimizer]) -> int:
+        """Bytes of all of these, as its plan counts them, without the state of optimizers that are counted already."""
 
     def was_trained(self) -> bool:
         """Whether a backward pass has come of some call."""

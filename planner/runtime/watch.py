@@ -174,13 +174,14 @@ class Watch:
     def _finished(self, recorder: Recorder, batch: Any, counted: Any) -> None:
         """Enter what a step's recording has shown as a call begins; the account has lines for what it is given."""
         self._measure()
-        states = [list(o.state.values()) for o in self.optimizers()]
+        optimizers = self.optimizers()
+        states = [list(o.state.values()) for o in optimizers]
         there = storages(states)
         awaited = max(0, self._state - sum(there.values()))
         there |= {key: nbytes for key, (_, nbytes) in recorder.by_optimizer.made.copy().items()}
         self._spare = self._state - sum(there.values())
-        recorder.makes_batches = recorder.is_new(batch)
-        found = stays(recorder, batch, [counted, states], batches=recorder.makes_batches, awaited=awaited)
+        makes = recorder.makes_batches = recorder.is_new(batch)
+        found = stays(recorder, batch, [counted, states], optimizers, batches=makes, awaited=awaited)
         seen = loss_seen(recorder, self._workspaces, found)
         held = {at for loss in recorder.losses for at in loss.held}
         own = [states, [p for p, _ in counted] if recorder.passing else counted]

@@ -10,7 +10,7 @@ from torch import nn
 
 from planner.core.identity import difference, identity
 from planner.core.options import GB
-from planner.core.recipe import Recipe
+from planner.core.recipe import Choice, Recipe
 from planner.costs.account import OPTIMIZER_STEP
 from planner.devices.specs import DEVICES
 from planner.errors import ApplyError, gb, warn
@@ -103,6 +103,7 @@ class Awaited:
         self.tried = signature
         if isinstance(recipe, Recipe) and recipe.maxima is None and sum(map(len, recipe.calls.values())) == 1:
             return replace(self.planned, request=request)  # its only graph is compared before it runs
+        request = replace(request, uncompiled=isinstance(recipe, Choice))
         planned = make_plan(request, [self.planned], known=self.filed or self.planned.known)
         if planned.record.recipe != recipe:
             self._warn(self._changed("the step of this model is not the one that was planned"))

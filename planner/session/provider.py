@@ -15,6 +15,7 @@ from planner.capture.trace.step import TrainingGraph
 from planner.core.loop import Loop, same_facts
 from planner.core.options import GB
 from planner.core.plan import PlanRecord
+from planner.core.recipe import Choice
 from planner.core.surroundings import surroundings_of, under
 from planner.errors import InfeasibleBudgetError, PlannerError, gb, warn
 from planner.parallel.buckets import buckets_of
@@ -113,8 +114,9 @@ class Provider:
         median, now = call.assume_median_branch, surroundings_of(model)
         request = replace(request, assume_median_branch=median, surroundings=now)
         request = with_buckets(self._with_loop(request), buckets_of(model))
-        known = self.heard > 0 and role_of(_kind(request)) in self.captured
-        request = replace(request, uncompiled=known and model is self.model and not caller.agrees)
+        before = self.known is not None and isinstance(self.known.record.recipe, Choice)  # it was so in another run
+        loop_known = before or (self.heard > 0 and role_of(_kind(request)) in self.captured)
+        request = replace(request, uncompiled=loop_known and model is self.model and not caller.agrees)
         if self.judge is not None:
             refuse_verification(model)
         if not call.compiled:
