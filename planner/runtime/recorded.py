@@ -193,10 +193,6 @@ def stays(
     around = sum(each.nbytes for each in between.values()) + made_since - min(awaited - states, older_states)
     trains = any(each.trained for each in between.values())
     batches_left = sum(nbytes for key, (_, nbytes) in given.items() if key not in own)
-    passes = [
-        (kept, sum(each[1] for key, each in left_by.items() if key in own or recorder.gradients.made.get(key) != each))
-        for kept, left_by in recorder.passes
-    ]
     return Stays(
         beside + (0 if trains else around),
         around if trains else 0,
@@ -204,9 +200,21 @@ def stays(
         left,
         _without(remaining, own),
         batches_left,
-        max((nbytes for kept, nbytes in passes if kept), default=0),
-        max((nbytes for kept, nbytes in passes if not kept), default=0),
+        *_left_by_passes(recorder, own),
     )
+
+
+def _left_by_passes(recorder: Recorder, own: Collection[int]) -> tuple[int, int]:
+    """The gradients that earlier backward passes have left, at most, as one begins that keeps its graph, or does not.
+
+    Those that still are there, and are not among the tensors with these keys, are `beside` the step.
+    """
+    passes = [
+        (kept, sum(each[1] for key, each in left_by.items() if key in own or recorder.gradients.made.get(key) != each))
+        for kept, left_by in recorder.passes
+    ]
+    kept, freed = (max((nbytes for keeps, nbytes in passes if keeps is which), default=0) for which in (True, False))
+    return kept, freed
 
 
 def between_steps(recorder: Recorder, own: Any) -> int:
