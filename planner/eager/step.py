@@ -12,7 +12,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from planner.capture.provenance import line_at
-from planner.capture.trace.loss_trace import LossFn, checked_loss, differentiable, find_loss, taken_loss
+from planner.capture.trace.loss_trace import LossFn, checked_loss, differentiable, find_loss, probable_loss
 from planner.compat.fake import FakeTensorMode
 from planner.compat.modules import buffers_of, parameters_of
 from planner.core.call import storages
@@ -122,8 +122,7 @@ def _differentiate(
     ends = leaves(outputs[0])
     size = sum(storages(ends).values())
     seen = None if loop.loss is None else loop.loss.of(size)
-    own = taken_loss if loop.only_loss else find_loss
-    loss = own(outputs[0]) if loss_fn is None else checked_loss(loss_fn, outputs[0])
+    loss = _own_loss(outputs[0], loop) if loss_fn is None else checked_loss(loss_fn, outputs[0])
     results = [t for at, t in enumerate(ends) if differentiable(t) and at not in loop.unreached]
     orders = {id(ends[at]): order for at, order in loop.laid_out if at < len(ends)}
     if seen is not None and earlier:
@@ -155,6 +154,12 @@ def _differentiate(
     recorder.phase = "backward"
     torch.autograd.backward(edges, gradients)
     del held
+
+
+def _own_loss(output: Any, loop: Loop) -> torch.Tensor | None:
+    """The model's own loss; None where it has none, or other outputs get gradients as well."""
+    found = probable_loss(output) if loop.only_loss else None
+    return find_loss(output) if found is None else found[2]
 
 
 def _gradient(t: torch.Tensor, order: Order | None) -> torch.Tensor:
