@@ -58,12 +58,12 @@ from planner.planning.pieces import in_words as pieces_in_words
 from planner.planning.recipe import in_parts, recipe_of
 from planner.planning.record import record_of
 from planner.planning.steps import with_steps
-from planner.planning.uncompiled import fits_uncompiled, make_uncompiled
+from planner.planning.uncompiled import fits_uncompiled, make_uncompiled, peak_of_all
 from planner.requests.inductor import refuse_inductor
 from planner.requests.planned import Filed, Known, Planned, source_of
 from planner.requests.request import Request
 from planner.requests.tensors import refuse_tensors
-from solvers import InfeasibleError, Solution, cost_bound, every_op_once, simulate, solve
+from solvers import InfeasibleError, Solution, cost_bound, solve
 from solvers.progress import bar, clock
 
 _GUESSED = (
@@ -104,12 +104,10 @@ def make_plan(
     same = known is not None and (must_match or known.record.budget_bytes == request.budget_bytes)
     with lstms_in_parts(on=same and known is not None and in_parts(known.record.recipe)):
         graph = _captured(request, captured)
-        if request.uncompiled and graph.eager is not None:
-            step = add_margin(lower(request, graph, planned_before=bool(others)), request)
-            everything = simulate(step.problem, every_op_once(step.problem)).peak
-            fits = fits_uncompiled(request, graph, everything)
-            if fits and (as_it_is := make_uncompiled(request, graph, known)) is not None:
-                return as_it_is
+        lowered = partial(lower, request, graph, planned_before=bool(others))
+        fits = request.uncompiled and fits_uncompiled(request, graph, partial(peak_of_all, lowered, request))
+        if fits and (as_it_is := make_uncompiled(request, graph, known)) is not None:
+            return as_it_is
         try:
             return _as_told(request, graph, others, known, must_match=must_match)
         except InfeasibleBudgetError as whole:

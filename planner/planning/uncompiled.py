@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from planner.capture.trace.step import TrainingGraph
 from planner.core.recipe import Choice
+from planner.core.step import Step
 from planner.errors import PlannerError, gb
+from planner.lowering.margin import add_margin
 from planner.parallel.fsdp import groups_of
 from planner.planning.eager import make_eager_plan
 from planner.requests.planned import Known, Planned
 from planner.requests.request import Request
+from solvers import every_op_once, simulate
 
 OFF = 0.001  # how much more or less than the captured step the trace may take
 
 
-def fits_uncompiled(request: Request, graph: TrainingGraph, everything: int) -> bool:
+def fits_uncompiled(request: Request, graph: TrainingGraph, everything: Callable[[], int]) -> bool:
     """Whether the step takes no more than the budget in eager mode, by the trace of that step.
 
     False where it takes another peak than the captured graphs, which the plan has told. False where the trace is not
@@ -27,20 +31,24 @@ def fits_uncompiled(request: Request, graph: TrainingGraph, everything: int) -> 
     Args:
         request: for the step, with what the loop was seen to do.
         graph: the captured step.
-        everything: the peak of the captured step with everything kept, in bytes.
+        everything: gives the peak of the captured step with everything kept, in bytes; asked for where all else suits.
     """
     options, loop, eager = request.options, request.loop, graph.eager
-    if (
-        eager is None
-        or eager.peak_bytes > request.budget_bytes
-        or abs(eager.peak_bytes - everything) > OFF * everything
-    ):
+    if eager is None or eager.peak_bytes > request.budget_bytes:
         return False
     seen = loop.loss is not None and not (loop.unreached or loop.unused or loop.left_over or loop.graph_retained)
     alone = request.in_flight == 1 and request.occupancy is None and not (graph.calls or graph.maxima or graph.asked)
     moves = options.mode != "aten" or options.offload is not None or options.step_in_backward or options.shard > 1
     apart = any(region.checkpointed for region in graph.regions) or groups_of(request.model)
-    return seen and alone and not (moves or apart or request.foreign)
+    if not (seen and alone) or moves or apart or request.foreign:
+        return False
+    return abs(eager.peak_bytes - (kept := everything())) <= OFF * kept
+
+
+def peak_of_all(lowered: Callable[[], Step], request: Request) -> int:
+    """The peak of a step with everything kept, in bytes; `lowered` gives it without a margin for fragmentation."""
+    problem = add_margin(lowered(), request).problem
+    return simulate(problem, every_op_once(problem)).peak
 
 
 def make_uncompiled(request: Request, graph: TrainingGraph, known: Known | None) -> Planned | None:

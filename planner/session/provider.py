@@ -268,7 +268,7 @@ class Provider:
         if role not in self.captured:
             return False
         _, graph, everything = self.captured[role]
-        return fits_uncompiled(replace(self.request, loop=seen), graph, everything)
+        return fits_uncompiled(replace(self.request, loop=seen), graph, lambda: everything)
 
     def _captured(self, role: Role) -> TrainingGraph | None:
         found = self.captured.get(role, next(iter(self.captured.values()), None))
