@@ -19,7 +19,7 @@ def memory_order(t: torch.Tensor) -> Order:
     return tuple(sorted(there, key=lambda d: -t.stride()[d]))
 
 
-def strides_in(order: Order, shape: Sequence[int]) -> list[int]:
+def strides_in(order: Sequence[int], shape: Sequence[int]) -> list[int]:
     """The strides of a tensor of a shape whose dimensions have an order, without gaps. O(dimensions).
 
     >>> strides_in((0, 2, 3, 1), (2, 5, 3, 4)), strides_in((), (2, 3))

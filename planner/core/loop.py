@@ -66,6 +66,16 @@ class LossSeen:
         sizes = {name: -(-size * output_bytes // self.output_bytes) for name, size in asdict(self).items()}
         return LossSeen(**{**sizes, "inputs": self.inputs, "first_input": self.first_input})
 
+    @property
+    def holds_tangents(self) -> bool:
+        """Whether the gradients of the model's outputs are held while the planned graphs use them."""
+        return self.given > 0 or 2 * self.held > self.tangents
+
+    def more_stays(self, output_bytes: int) -> int:
+        """Bytes of the step before that are still there in a step with other outputs, beyond those that were seen."""
+        then = self.of(output_bytes)
+        return max(0, then.kept + then.stays + then.given - self.kept - self.stays - self.given)
+
 
 @dataclass(frozen=True, slots=True)
 class Loop:

@@ -14,7 +14,7 @@ from planner.compat.fake import DataDependentOutputException, FakeTensorMode
 from planner.core.plan import PlanRecord
 from planner.core.recipe import Choice
 from planner.core.step import Replay, Runs, Step, replay
-from planner.costs.account import account_of
+from planner.costs.account import OTHERS, account_of
 from planner.eager.candidates import find_candidates
 from planner.eager.costs import CostsKnown, OpCost, costs_of
 from planner.eager.describe import kept_by, note, runs_under, with_candidates
@@ -184,10 +184,12 @@ class Tracer:
         costs = costs_of(trace, request, self.mode, next(self.model.parameters()).device, self.known)
         asked = reasons(((op.target if op.writes else "", op.module) for op in trace.ops), request.options.keep)
         costs = [replace(c, keep_because=c.keep_because or why) for c, why in zip(costs, asked, strict=True)]
+        loss = request.loop.loss
+        more = 0 if loss is None else loss.more_stays(trace.output_bytes)
         step = lower(
             trace,
             costs,
-            self.account,
+            self.account | ({OTHERS: self.account.get(OTHERS, 0) + more} if more else {}),
             optimizer_step=self.optimizer_step,
             granularity=self.granularity,
             unseen=unseen_bytes(len(choice.kept), trace) if request.device.type == "cpu" else 0,

@@ -33,6 +33,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         phase: of the step; whoever runs it sets it.
+        output_bytes: of the elements of the model's outputs; whoever runs it sets it.
         failed: path of the innermost module that raised.
     """
 
@@ -41,6 +42,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.mode = mode
         self.detailed = detailed
         self.phase: Phase = "forward"
+        self.output_bytes = 0
         self.path: list[str] = []
         self.within: list[int] = [-1]
         self.failed: str | None = None
@@ -129,6 +131,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tuple(self.calls),
             tuple(self.saved),
             self._given,
+            self.output_bytes,
         )
 
     def _number(self, key: int) -> int:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 
 from planner.capture.provenance import line_at
 from planner.capture.trace.loss_trace import LossFn, checked_loss, differentiable, find_loss, probable_loss
 from planner.compat.fake import FakeTensorMode
 from planner.compat.modules import buffers_of, parameters_of
-from planner.core.call import storages
-from planner.core.layout import Order, strides_in
+from planner.core.call import bytes_of_elements, storages
+from planner.core.layout import Order, memory_order, strides_in
 from planner.core.loop import Loop
 from planner.core.objects import leaves
 from planner.core.recipe import Choice
@@ -99,9 +99,11 @@ def trace_step(
             with checkpointed(model, choice or Choice()), recorder, hooks:
                 late = loop.gradients == "cleared late"
                 earlier = [_allocate(sum(storages(parameters).values()))] if late else []
+                named, given = ([], []) if loop.loss is None else map(_held, (loop.loss.stays, loop.loss.given))
                 outputs = [model(*args, **kwargs)]
+                named.clear()  # the names of the last step's outputs are taken over
                 recorder.phase = "loss"
-                _differentiate(outputs, loss_fn, recorder, loop, earlier)
+                _differentiate(outputs, loss_fn, recorder, loop, earlier, given)
         except Exception as e:
             if recorder.phase == "loss":
                 raise
@@ -114,15 +116,23 @@ def trace_step(
 
 
 def _differentiate(
-    outputs: list[Any], loss_fn: LossFn | None, recorder: Recorder, loop: Loop, earlier: list[torch.Tensor]
+    outputs: list[Any],
+    loss_fn: LossFn | None,
+    recorder: Recorder,
+    loop: Loop,
+    earlier: list[torch.Tensor],
+    given: list[torch.Tensor],
 ) -> None:
     """The loss and the backward pass from the only one of the outputs, which goes as the loop lets go of it; gradients
-    of earlier steps go when the loss is there.
+    of earlier steps go when the loss is there, those that the loop gave when it has others.
     """
     ends = leaves(outputs[0])
-    size = sum(storages(ends).values())
+    size = recorder.output_bytes = bytes_of_elements(ends)
     seen = None if loop.loss is None else loop.loss.of(size)
-    loss = _own_loss(outputs[0], loop) if loss_fn is None else checked_loss(loss_fn, outputs[0])
+    if loss_fn is None:
+        loss = _own_loss(outputs[0], loop)
+    else:
+        loss = checked_loss(loss_fn, outputs[0]) if seen is None else None
     results = [t for at, t in enumerate(ends) if differentiable(t) and at not in loop.unreached]
     orders = {id(ends[at]): order for at, order in loop.laid_out if at < len(ends)}
     if seen is not None and earlier:
@@ -133,27 +143,31 @@ def _differentiate(
     if loop.outputs_held is not None:
         outputs[:] = [t for at, t in enumerate(ends) if at in loop.outputs_held]
     ends.clear()
-    if loss is not None and (seen is None or loss_fn is None):
+    if loss is not None:
         results.clear()
+        given.clear()
         kept = None if seen is None else _allocate(seen.left)
         recorder.phase = "backward"
         loss.backward()  # type: ignore[no-untyped-call]
         del kept
         return
-    gradients = [_gradient(t, orders.get(id(t))) for t in results]
-    if seen is None:  # every output may get a gradient; a loss may hold as much, and need as much again for a moment
-        size = sum(storages(results).values())
-        held = _allocate(size + 16)
-        _allocate(size)
-    else:
-        held = _allocate(seen.left)
-        _allocate(seen.backward - seen.left - sum(storages(gradients).values()))
-    edges = [get_gradient_edge(t) for t in results]
+    size = sum(storages(results).values())
+    # every output may get a gradient; a loss may hold as much, and need as much again for a moment
+    left, most = (size + 16, 3 * size + 16) if seen is None else (seen.left, seen.backward)
+    held, pinned = [_allocate(left)], seen is None or seen.holds_tangents
+    shapes = [(t.shape, _strides(t, orders.get(id(t))), t.dtype, t.device) for t in results]
+
+    def differentiated() -> tuple[torch.Tensor, ...]:
+        gradients = tuple(torch.empty_strided(*like, dtype=dtype, device=d) for *like, dtype, d in shapes)
+        _allocate(most - left - sum(storages(gradients).values()))
+        given.clear()
+        recorder.phase = "backward"
+        held.extend(gradients if pinned else ())
+        return gradients
+
+    loss = _Outside.apply(differentiated, *results)  # type: ignore[no-untyped-call]
     results.clear()
-    loss = None
-    recorder.phase = "backward"
-    torch.autograd.backward(edges, gradients)
-    del held
+    torch.autograd.backward(loss, loss.detach())
 
 
 def _own_loss(output: Any, loop: Loop) -> torch.Tensor | None:
@@ -162,11 +176,28 @@ def _own_loss(output: Any, loop: Loop) -> torch.Tensor | None:
     return find_loss(output) if found is None else found[2]
 
 
-def _gradient(t: torch.Tensor, order: Order | None) -> torch.Tensor:
-    """A gradient of an output, in the layout that it came in."""
-    if order is None:
-        return torch.empty_like(t)
-    return torch.empty_strided(t.shape, strides_in(order, t.shape), dtype=t.dtype, device=t.device)
+def _strides(t: torch.Tensor, order: Order | None) -> list[int]:
+    """Those of a gradient of an output, in the layout that it came in, else in the output's own."""
+    own = memory_order(t)
+    whole = len(own) == sum(n > 1 for n in t.shape)
+    return strides_in(order if order is not None else own if whole else range(t.dim()), t.shape)
+
+
+class _Outside(torch.autograd.Function):
+    """A loss outside the model, of no bytes, which holds none of the gradients that it makes."""
+
+    @staticmethod
+    def forward(ctx: Any, differentiated: Callable[[], tuple[torch.Tensor, ...]], *results: torch.Tensor) -> Any:
+        ctx.differentiated = differentiated
+        return results[0].new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        return (None, *ctx.differentiated())
+
+
+def _held(nbytes: int) -> list[torch.Tensor]:
+    return [_allocate(nbytes)] if nbytes else []
 
 
 def _allocate(nbytes: int) -> torch.Tensor:

@@ -108,6 +108,7 @@ class Trace:
         calls: of modules.
         saved: what autograd saved outside of checkpoints; only where asked for.
         given: number of each storage that was there before, by its identity.
+        output_bytes: of the elements of the model's outputs.
     """
 
     ops: tuple[TracedOp, ...]
@@ -117,3 +118,4 @@ class Trace:
     calls: tuple[ModuleCall, ...]
     saved: tuple[Saved, ...]
     given: Mapping[int, int]
+    output_bytes: int

@@ -169,11 +169,7 @@ def pinned_tangents(source: str, seen: LossSeen | None) -> Literal["all", "loss"
     `loss.backward()` holds that of the model's own loss, a pipeline's schedule each that it receives, a loop those that
     it gives itself, as in `output.backward(gradient)`, and autograd one that another node gets as well.
     """
-    if (
-        source == "received"
-        or not TANGENTS_FREED
-        or (seen is not None and (seen.given or 2 * seen.held > seen.tangents))
-    ):
+    if source == "received" or not TANGENTS_FREED or (seen is not None and seen.holds_tangents):
         return "all"
     return "loss" if source == "model" else "none"
 

@@ -16,6 +16,7 @@ from planner.compat.autograd import is_transformed
 from planner.compat.dispatch import LastingMode, may_last, switch_off, switch_on
 from planner.compat.tensors import is_traceable_wrapper_subclass, storage_key
 from planner.core.call import Call, inside, storages, tensors_in
+from planner.core.objects import dense_tensors
 from planner.core.plan import PlanRecord
 from planner.costs.static_memory import storage_bytes
 from planner.errors import gb, warn
@@ -218,7 +219,7 @@ class Evaluations:
             return 0
         switch_off(live)
         self._judge(live)
-        for key in storages([batch, [] if model is None else tensors_of(model, optimizers)]):
+        for key in storages([dense_tensors(batch), [] if model is None else tensors_of(model, optimizers)]):
             live.made.drop(key)
             self._first.drop(key)
         self.left = [live.made, *([self._first] if self._made else [])]

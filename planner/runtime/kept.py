@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from planner.compat.tensors import key_of
-from planner.core.call import inside, storages, tensors_in
-from planner.core.loop import Loop
+from planner.core.call import bytes_of_elements, inside, storages, tensors_in
+from planner.core.loop import Loop, LossSeen
+from planner.core.objects import leaves
 from planner.core.plan import PlanRecord
 from planner.errors import gb, warn
 
@@ -85,7 +86,7 @@ class KeptOutputs:
             self.old -= output.nbytes
             self._number -= 1
 
-    def look(self, plan: PlanRecord, model: nn.Module, *, round_begins: bool) -> None:
+    def look(self, plan: PlanRecord, model: nn.Module, result: Any, *, round_begins: bool) -> None:
         """Warn, once, where old outputs take more than the plan of the present call counts and leaves free.
 
         A plan counts those that were there when its loop was seen; they are taken to become ever more where their
@@ -99,9 +100,11 @@ class KeptOutputs:
         if round_begins:
             self._grew = self._grew + 1 if self._number > self._most else 0
             self._most = max(self._most, self._number)
-        counted = loop.others + (0 if loop.loss is None else loop.loss.stays + loop.loss.waiting + loop.loss.made)
+        counted = _counted(loop, loop.loss)
         if self._grew >= GROWS:
             counted = min(counted, self._base)
+        elif loop.loss is not None and self.old - counted > free:
+            counted = _counted(loop, loop.loss.of(bytes_of_elements(leaves(result))))
         if self.old - counted <= free:
             return
         own = storages([*model.parameters(), *model.buffers()])
@@ -114,3 +117,8 @@ class KeptOutputs:
                 f"{gb(plan.budget_bytes)}. Keep a number or a copy on the host instead (loss.item(), "
                 "output.detach().cpu()), or let go of them; a view or detach() holds the whole output"
             )
+
+
+def _counted(loop: Loop, loss: LossSeen | None) -> int:
+    """Bytes that a plan counts for what the loop holds of earlier calls."""
+    return loop.others + (0 if loss is None else loss.stays + loss.waiting + loss.made)

@@ -88,7 +88,10 @@ class Regions:
         return len({call for call, held in self.nodes if waits(held)} - own)
 
     def call_begins(self) -> None:
-        """The model is called."""
+        """The model is called. What a call before has raised, with its frames and their tensors, does not stay."""
+        if self.abandoned and gc.isenabled():
+            self.abandoned = False
+            gc.collect()
         self.calls.clear()
         self.made.clear()
         self.call += 1
@@ -118,14 +121,11 @@ class Regions:
 
     @contextmanager
     def running(self, plan: PlanRecord) -> Iterator[None]:
-        """A call by a plan. Cycles of frames that compiled it, and of what they raised and caught, do not stay.
+        """A call by a plan. Cycles of frames that compiled it do not stay.
 
         They refer to the result, which would seem to be held by the loop until the collector comes to them.
         """
         frames, recipe = self.frames, recipe_of(plan)
-        if self.abandoned and gc.isenabled():
-            self.abandoned = False
-            gc.collect()
         with nullcontext() if any(r is recipe for r in self.begun) else self._progress(plan, recipe):
             yield
         if self.frames != frames and gc.isenabled():

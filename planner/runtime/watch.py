@@ -119,14 +119,13 @@ class Watch:
             waiting: the numbers of earlier calls that wait for their backward pass.
             role: of the call.
         """
-        batch = dense_tensors(batch)
         self._fates.settle(waiting)
         left_over = self._fates.left_over(waiting)
         others = [number for number in waiting if number not in left_over]
         self._begin(role, others)
         left, recorder = self.evaluations.end(batch, self._model(), self.optimizers()), self.recorder
         if recorder is not None and (recorder.losses or recorder.over):
-            self._finished(recorder, batch, [(p, p.grad) for p in parameters])
+            self._finished(recorder, dense_tensors(batch), [(p, p.grad) for p in parameters])
         elif recorder is not None and self.first and self._ended(left_over):
             self._came_to_nothing()
         elif recorder is None and self.first and not self.settled:
@@ -246,7 +245,7 @@ class Watch:
             warn_waiting(plan, beyond)
         self._fates.add(number, self._learnt.role, saved)
         if self.settled and self.first and (model := self._model()) is not None:
-            self._kept.look(plan, model, round_begins=self._rounds.calls == 1)
+            self._kept.look(plan, model, result, round_begins=self._rounds.calls == 1)
         self._number = number
         self._state = plan.account.get("optimizer state", 0)
         if asks:

@@ -82,6 +82,7 @@ class Provider:
         self.loop = request.loop
         self.loops: dict[Role, Loop] = {}
         self.accepted: dict[Role, Loop] = {}  # what was seen, for which the plans are good enough
+        self.answered: dict[Role, tuple[Loop, list[weakref.ref[optim.Optimizer]]]] = {}  # the latest of that, as told
         self.why = ""  # plans are made anew for the loop
         self.heard = 0  # how often the loop was looked at
         self.uncompiled: set[Role] = set()  # of whose steps it is known whether they run without torch.compile
@@ -109,6 +110,7 @@ class Provider:
     def on_missing_plan(self, caller: Caller, call: Call) -> Planned:
         """See `PlanProvider`; waits for the other processes where they agree on it."""
         model = caller.model
+        self.answered.clear()  # as other plans may leave less
         _free_others(model)
         request = with_batch(replace(self.request, runs=True), model, call.args, call.kwargs, call.maxima)
         median, now = call.assume_median_branch, surroundings_of(model)
@@ -226,6 +228,10 @@ class Provider:
         """See `PlanProvider`."""
         if self.request.occupancy is not None:  # the schedule of a pipeline says it all
             return False
+        told, by = self.answered.get(role, (None, []))
+        if told is seen and by == [*map(weakref.ref, stepped)]:
+            return False
+        given = seen
         if self.request.options.accumulate:  # they are counted
             seen = replace(seen, gradients=self.loops.get(role, self.loop).gradients)
         if self.apart or seen.unreached:
@@ -244,6 +250,7 @@ class Provider:
         if not others and (seen in (before, self.accepted.get(role)) or self._fits(seen, before, role, free)):
             self.accepted[role] = seen
             if role in self.uncompiled or not self._fits_uncompiled(seen, role):
+                self.answered[role] = given, [*map(weakref.ref, stepped)]
                 return False
             self.why = "its step fits the budget in eager mode"
         else:
