@@ -29,6 +29,7 @@ ROOM = 1.2  # of the peak without a plan
         "projected_gradients",
         "closure",
         "given_gradients",
+        "backward_twice",
         "larger_later",
         "features_by_a_hook",
         "variational",

@@ -176,6 +176,7 @@ class Tracer:
             shard=self.request.options.shard,
             detailed=detailed,
             loop=self.request.loop,
+            calls=1 if self.request.occupancy is not None else self.request.in_flight,
         )
 
     def trial(self, choice: Choice, state: State, trace: Trace) -> tuple[Trial, list[OpCost]]:
@@ -185,7 +186,7 @@ class Tracer:
         asked = reasons(((op.target if op.writes else "", op.module) for op in trace.ops), request.options.keep)
         costs = [replace(c, keep_because=c.keep_because or why) for c, why in zip(costs, asked, strict=True)]
         loss = request.loop.loss
-        more = 0 if loss is None else loss.more_stays(trace.output_bytes)
+        more = 0 if loss is None or request.in_flight > 1 else loss.more_stays(trace.output_bytes)
         step = lower(
             trace,
             costs,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -12,16 +12,15 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from planner.capture.provenance import line_at
-from planner.capture.trace.loss_trace import LossFn, checked_loss, differentiable, find_loss, probable_loss
+from planner.capture.trace.loss_trace import LossFn
 from planner.compat.fake import FakeTensorMode
 from planner.compat.modules import buffers_of, parameters_of
-from planner.core.call import bytes_of_elements, storages
-from planner.core.layout import Order, memory_order, strides_in
+from planner.core.call import storages
 from planner.core.loop import Loop
-from planner.core.objects import leaves
 from planner.core.recipe import Choice
 from planner.devices.accelerator import random_state_kept
 from planner.eager.checkpointing import checkpointed
+from planner.eager.loss import differentiate, held, wait
 from planner.eager.record import Recorder
 from planner.eager.trace import Trace
 from planner.errors import NOT_THE_USERS
@@ -53,6 +52,7 @@ def trace_step(
     shard: int = 1,
     detailed: bool = False,
     loop: Loop = Loop(),  # noqa: B008 (it is frozen)
+    calls: int = 1,
 ) -> Trace:
     """Run one step as a training loop does: the output is held until the backward pass has ended.
 
@@ -67,6 +67,7 @@ def trace_step(
         shard: how many devices share each gradient, once it is made.
         detailed: record what autograd saves, and source lines.
         loop: what the training loop was seen to do with the output, and to make for the loss.
+        calls: of the model, all of which wait for one backward pass.
 
     Raises:
         StepFailed: the step raised.
@@ -98,12 +99,18 @@ def trace_step(
         try:
             with checkpointed(model, choice or Choice()), recorder, hooks:
                 late = loop.gradients == "cleared late"
-                earlier = [_allocate(sum(storages(parameters).values()))] if late else []
-                named, given = ([], []) if loop.loss is None else map(_held, (loop.loss.stays, loop.loss.given))
-                outputs = [model(*args, **kwargs)]
+                earlier = held(sum(storages(parameters).values())) if late else []
+                named, given = ([], []) if loop.loss is None else map(held, (loop.loss.stays, loop.loss.given))
+                outputs: list[Any] = []
+                losses: list[torch.Tensor] = []
+                made: list[torch.Tensor] = []
+                for _ in range(calls - 1):
+                    outputs.append(model(*args, **kwargs))
+                    wait(outputs, losses, made, loss_fn, loop)
+                outputs.append(model(*args, **kwargs))
                 named.clear()  # the names of the last step's outputs are taken over
                 recorder.phase = "loss"
-                _differentiate(outputs, loss_fn, recorder, loop, earlier, given)
+                differentiate(outputs, losses, loss_fn, recorder, loop, earlier, given)
         except Exception as e:
             if recorder.phase == "loss":
                 raise
@@ -113,95 +120,6 @@ def trace_step(
             for p in parameters:
                 p.grad = None
     return trace
-
-
-def _differentiate(
-    outputs: list[Any],
-    loss_fn: LossFn | None,
-    recorder: Recorder,
-    loop: Loop,
-    earlier: list[torch.Tensor],
-    given: list[torch.Tensor],
-) -> None:
-    """The loss and the backward pass from the only one of the outputs, which goes as the loop lets go of it; gradients
-    of earlier steps go when the loss is there, those that the loop gave when it has others.
-    """
-    ends = leaves(outputs[0])
-    size = recorder.output_bytes = bytes_of_elements(ends)
-    seen = None if loop.loss is None else loop.loss.of(size)
-    if loss_fn is None:
-        loss = _own_loss(outputs[0], loop)
-    else:
-        loss = checked_loss(loss_fn, outputs[0]) if seen is None else None
-    results = [t for at, t in enumerate(ends) if differentiable(t) and at not in loop.unreached]
-    orders = {id(ends[at]): order for at, order in loop.laid_out if at < len(ends)}
-    if seen is not None and earlier:
-        _allocate(max(seen.computed, seen.computed_later))
-    earlier.clear()
-    if seen is not None:
-        _allocate(seen.forward)
-    if loop.outputs_held is not None:
-        outputs[:] = [t for at, t in enumerate(ends) if at in loop.outputs_held]
-    ends.clear()
-    if loss is not None:
-        results.clear()
-        given.clear()
-        kept = None if seen is None else _allocate(seen.left)
-        recorder.phase = "backward"
-        loss.backward()  # type: ignore[no-untyped-call]
-        del kept
-        return
-    size = sum(storages(results).values())
-    # every output may get a gradient; a loss may hold as much, and need as much again for a moment
-    left, most = (size + 16, 3 * size + 16) if seen is None else (seen.left, seen.backward)
-    held, pinned = [_allocate(left)], seen is None or seen.holds_tangents
-    shapes = [(t.shape, _strides(t, orders.get(id(t))), t.dtype, t.device) for t in results]
-
-    def differentiated() -> tuple[torch.Tensor, ...]:
-        gradients = tuple(torch.empty_strided(*like, dtype=dtype, device=d) for *like, dtype, d in shapes)
-        _allocate(most - left - sum(storages(gradients).values()))
-        given.clear()
-        recorder.phase = "backward"
-        held.extend(gradients if pinned else ())
-        return gradients
-
-    loss = _Outside.apply(differentiated, *results)  # type: ignore[no-untyped-call]
-    results.clear()
-    torch.autograd.backward(loss, loss.detach())
-
-
-def _own_loss(output: Any, loop: Loop) -> torch.Tensor | None:
-    """The model's own loss; None where it has none, or other outputs get gradients as well."""
-    found = probable_loss(output) if loop.only_loss else None
-    return find_loss(output) if found is None else found[2]
-
-
-def _strides(t: torch.Tensor, order: Order | None) -> list[int]:
-    """Those of a gradient of an output, in the layout that it came in, else in the output's own."""
-    own = memory_order(t)
-    whole = len(own) == sum(n > 1 for n in t.shape)
-    return strides_in(order if order is not None else own if whole else range(t.dim()), t.shape)
-
-
-class _Outside(torch.autograd.Function):
-    """A loss outside the model, of no bytes, which holds none of the gradients that it makes."""
-
-    @staticmethod
-    def forward(ctx: Any, differentiated: Callable[[], tuple[torch.Tensor, ...]], *results: torch.Tensor) -> Any:
-        ctx.differentiated = differentiated
-        return results[0].new_empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        return (None, *ctx.differentiated())
-
-
-def _held(nbytes: int) -> list[torch.Tensor]:
-    return [_allocate(nbytes)] if nbytes else []
-
-
-def _allocate(nbytes: int) -> torch.Tensor:
-    return torch.empty(max(0, nbytes), dtype=torch.float8_e5m2)  # small tensors of integers would be real
 
 
 @contextmanager

@@ -5,10 +5,12 @@ from __future__ import annotations
 from planner.capture.trace.quiet import quietly
 from planner.core.account import EagerStep
 from planner.core.recipe import Choice
+from planner.costs.static_memory import storage_bytes
 from planner.eager.pipeline import tracer_of
 from planner.eager.step import StepFailed
 from planner.errors import PlannerError
 from planner.parallel.fsdp import groups_of
+from planner.parallel.sharded import parameters_of
 from planner.requests.request import Request
 
 
@@ -16,10 +18,11 @@ def eager_step(request: Request) -> EagerStep | None:
     """The peak and the time of the step as it runs without a plan, with nothing checkpointed but by the model itself.
 
     None where such a trace is not the step of the request: it asks for values of tensors, is spread over processes, has
-    several microbatches in flight, a second backward pass, or sizes that may be smaller than the batch's.
+    several microbatches in flight, a graph that is kept for other than two backward passes that add to `.grad`, or
+    sizes that may be smaller than the batch's.
     """
-    several = request.occupancy is not None or request.in_flight > 1 or request.loop.graph_retained
-    if several or request.maxima is not None or groups_of(request.model):
+    several = request.occupancy is not None or request.in_flight > 1
+    if several or _keeps_others(request) or request.maxima is not None or groups_of(request.model):
         return None
     try:
         with quietly():
@@ -28,3 +31,10 @@ def eager_step(request: Request) -> EagerStep | None:
     except (StepFailed, PlannerError):
         return None
     return EagerStep(trial.peak, trial.replay.timeline.cost)
+
+
+def _keeps_others(request: Request) -> bool:
+    """Whether the loop keeps graphs, and beside them other gradients than one backward pass leaves."""
+    loop = request.loop
+    left = storage_bytes(p for p in parameters_of(request.model) if p.requires_grad)
+    return loop.graph_retained and (loop.asks_first or loop.kept_beside > 0 or loop.freed_beside not in (None, left))

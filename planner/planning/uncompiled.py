@@ -21,10 +21,9 @@ def fits_uncompiled(request: Request, graph: TrainingGraph, everything: Callable
     """Whether the step takes no more than the budget in eager mode, by the trace of that step.
 
     It may take more than the captured graphs, or less. False where these do not fit. False where the trace is not
-    all of the step: where calls wait for their backward pass together, where a graph is kept for a second backward
-    pass, where outputs that others are computed from get no gradient, where sizes may be smaller, and where the way
-    through the code depends on values. False, too, where eager mode computes again what a plan keeps: parts that the
-    model checkpoints itself.
+    all of the step: where calls wait for their backward pass together, where outputs that others are computed from get
+    no gradient, where sizes may be smaller, and where the way through the code depends on values. False, too, where
+    eager mode computes again what a plan keeps: parts that the model checkpoints itself.
 
     Args:
         request: for the step, with what the loop was seen to do.
@@ -34,7 +33,7 @@ def fits_uncompiled(request: Request, graph: TrainingGraph, everything: Callable
     options, loop, eager = request.options, request.loop, graph.eager
     if eager is None or eager.peak_bytes > request.budget_bytes:
         return False
-    seen = loop.loss is not None and not (loop.unreached or loop.unused or loop.left_over or loop.graph_retained)
+    seen = loop.loss is not None and not (loop.unreached or loop.unused or loop.left_over)
     alone = request.in_flight == 1 and request.occupancy is None and not (graph.calls or graph.maxima or graph.asked)
     moves = options.mode != "aten" or options.offload is not None or options.step_in_backward or options.shard > 1
     apart = any(region.checkpointed for region in graph.regions) or groups_of(request.model)

@@ -8,13 +8,27 @@ from planner.core.recipe import Choice
 from planner.eager.checkpointing import checkpointed
 from planner.runtime.interception import Applied
 from planner.runtime.signature import Signature
+from planner.runtime.uncompiled import Uncompiled
 
 
 class EagerRuntime(Applied):
     """Checkpoints the chosen modules while the model is called; between calls they are as they were."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._calls, self._call = Uncompiled(), 0
+
+    def waiting_calls(self) -> frozenset[int]:
+        return self._calls.waiting()
+
+    def call_number(self) -> int:
+        return self._call
+
     def run(self, signature: Signature, args: Any, kwargs: Any) -> Any:
         choice = self.plans[signature].recipe
         assert isinstance(choice, Choice)
+        self._call += 1
         with checkpointed(self.model, choice):
-            return self.call_eagerly(*args, **kwargs)
+            result = self.call_eagerly(*args, **kwargs)
+        self._calls.add(self._call, result)
+        return result

@@ -1,0 +1,22 @@
+"""Loops under `mode="eager"`: what a step takes is what was predicted, several calls and backward passes included."""
+
+import pytest
+
+from planner import plan
+
+from .loop_harness import GB, differences, run
+from .loops import LOOPS
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["contrastive", "triplet", "bootstrapped", "backward_twice", "given_gradients", "variational", "closure"],
+)
+def test_a_loop_with_room_takes_what_was_predicted(name):
+    loop = LOOPS[name]
+    unplanned = run(loop)
+    seen = run(loop, lambda model: plan(model, budget_gb=1.5 * unplanned.peak / GB, mode="eager").apply())
+    assert differences(seen, unplanned) == []
+    assert 0.99 * seen.predicted[-1] <= seen.peak <= 1.001 * seen.predicted[-1]
