@@ -62,6 +62,16 @@ def aligned():
         yield torch.ones(4), scores, labels, *given, loss, alpha, 0, False
 
 
+def aligned_one_after_another():
+    """Targets as `torch.nn.CTCLoss` takes them without padding."""
+    scores = torch.randn(12, 4, 9).log_softmax(-1)
+    for lengths in ((5, 2, 3, 1), (1, 1, 5, 4)):
+        given = torch.full((4,), 12), torch.tensor(lengths)
+        labels = torch.randint(1, 9, (sum(lengths),))
+        loss, alpha = ATEN._ctc_loss.Tensor(scores, labels, *given, 0, False)
+        yield torch.ones(4), scores, labels, *given, loss, alpha, 0, False
+
+
 CALLS = {
     "norms of matrices": (ATEN.linalg_matrix_exp.default, norms),
     "norm of a matrix": (ATEN.linalg_matrix_exp.default, one_matrix),
@@ -70,6 +80,7 @@ CALLS = {
     "masks, added up": (ATEN.index_put.default, lambda: masked(True)),
     "equal indices": (ATEN.embedding_dense_backward.default, embedded),
     "lengths of labels": (ATEN._ctc_loss_backward.Tensor, aligned),
+    "lengths of labels without padding": (ATEN._ctc_loss_backward.Tensor, aligned_one_after_another),
     "weights that are no probabilities": (ATEN.multinomial.default, lambda: [(torch.rand(8, 64), 16, False)]),
 }
 

@@ -80,7 +80,12 @@ def _as_long_as_inputs(t: torch.Tensor, named: Mapping[str, Any]) -> None:
 
 
 def _as_long_as_states(t: torch.Tensor, named: Mapping[str, Any]) -> None:
-    t.fill_((named["log_alpha"].shape[-1] - 1) // 2)  # a blank around each label
+    longest, labels = (named["log_alpha"].shape[-1] - 1) // 2, named["targets"]  # a blank around each label
+    if labels.dim() > 1:
+        t.fill_(longest)
+        return
+    ends = torch.arange(1, t.numel() + 1, device=t.device) * longest  # targets of all samples follow each other
+    t.copy_((labels.numel() - (ends - longest)).clamp(0, longest).view(t.shape))
 
 
 _BAGS: dict[str, Fill] = {"bag_size": _ones, "indices": _different}

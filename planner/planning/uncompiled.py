@@ -16,12 +16,14 @@ from planner.requests.planned import Known, Planned
 from planner.requests.request import Request
 from solvers import every_op_once, simulate
 
+OFF = 0.001  # how much more than the captured graphs the step may take
+
 
 def fits_uncompiled(request: Request, graph: TrainingGraph, everything: Callable[[], int]) -> bool:
     """Whether the step takes no more than the budget in eager mode, by the trace of that step.
 
-    It may take more than the captured graphs, or less. False where these do not fit. False where the trace is not
-    all of the step: where calls wait for their backward pass together, where outputs that others are computed from get
+    False where it takes more than the captured graphs, whose peak the plan has told. False where the trace is not all
+    of the step: where calls wait for their backward pass together, where outputs that others are computed from get
     no gradient, where sizes may be smaller, and where the way through the code depends on values. False, too, where
     eager mode computes again what a plan keeps: parts that the model checkpoints itself.
 
@@ -39,7 +41,7 @@ def fits_uncompiled(request: Request, graph: TrainingGraph, everything: Callable
     apart = any(region.checkpointed for region in graph.regions) or groups_of(request.model)
     if not (seen and alone) or moves or apart or request.foreign:
         return False
-    return everything() <= request.budget_bytes
+    return eager.peak_bytes <= (1 + OFF) * (kept := everything()) and kept <= request.budget_bytes
 
 
 def peak_of_all(lowered: Callable[[], Step], request: Request) -> int:

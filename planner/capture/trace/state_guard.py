@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -27,20 +27,27 @@ from planner.devices.accelerator import accelerator_of
 _LRU_CACHE = type(functools.cache(lambda: None))
 _PLAIN = {type(None), bool, int, float, str}
 _TABLES = {dict, OrderedDict, set}
+_CONTAINERS = {dict, OrderedDict, defaultdict, list, set, deque}
 
 
 class Attributes:
-    """The buffers, tensors and plain values that the modules of a model have by name, which a call may replace; hooks.
+    """The buffers, tensors, plain values and containers that the modules of a model have by name; hooks.
 
-    A module that got parameters or modules of its own since then keeps what came with them.
+    A call may replace these, and change what is in the containers, in those inside them, too. A module that got
+    parameters or modules of its own since then keeps what came with them.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = modules_in(model)
         self._buffers = [dict(buffers_of(module)) for module in self._modules]
         self._values = [(_plain(module), tuple(vars(module)), _parts(module)) for module in self._modules]
+        self._contents = _contents(x for values, *_ in self._values for x in values.values())
         tables = chain.from_iterable(map(hook_tables, self._modules))
         self._hooks = {id(table): dict(table) for table in tables if table}  # most are empty
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors among these."""
+        return tensors_in([list(values.values()) for values, *_ in self._values])
 
     def restore(self) -> None:
         """Put them back, and take away those that were not there."""
@@ -54,6 +61,8 @@ class Attributes:
             if _parts(module) == parts:
                 for name in _plain(module).keys() - set(names):
                     del own[name]
+        for container, before in self._contents:
+            _fill(container, before)
         for of_kind in chain.from_iterable(map(hook_tables, self._modules)):
             hooks = self._hooks.get(id(of_kind), {})
             if of_kind != hooks:  # a first call may have installed some, and noted that in a value
@@ -63,6 +72,8 @@ class Attributes:
 
 class ParameterWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees which parameters of a model its forward pass writes into, as one that averages another encoder's does.
+
+    With `keep`, it sees tensors that are attributes of modules, too.
 
     Attributes:
         names: of these.
@@ -74,7 +85,8 @@ class ParameterWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.names: set[str] = set()
         self.before: list[tuple[torch.Tensor, Any]] = []
         self._keep = keep
-        dense = [(name, p) for name, p in model.named_parameters() if p.layout == torch.strided]
+        others = [("", t) for t in Attributes(model).tensors()] if keep else []
+        dense = [(name, p) for name, p in [*others, *model.named_parameters()] if p.layout == torch.strided]
         self._own = {storage_key(inner): (name, inner) for name, p in dense for inner in inside(p)}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -134,12 +146,47 @@ def generators_of(model: nn.Module) -> list[torch.Generator]:
 
 
 def _plain(module: nn.Module) -> dict[str, Any]:
-    """None, numbers, text, and tensors that hold no graph of an earlier call alive."""
-    return {k: v for k, v in vars(module).items() if type(v) in _PLAIN or (type(v) not in _TABLES and _is_plain(v))}
+    """None, numbers, text, containers, and tensors that hold no graph of an earlier call alive."""
+    tables = set(map(id, chain(tables_of([module]), hook_tables(module))))
+    return {k: v for k, v in vars(module).items() if type(v) in _PLAIN or (_is_plain(v) and id(v) not in tables)}
 
 
 def _is_plain(value: Any) -> bool:
-    return isinstance(value, (int, float, str)) or (isinstance(value, torch.Tensor) and value.grad_fn is None)
+    if isinstance(value, torch.Tensor):
+        return value.grad_fn is None
+    return isinstance(value, (int, float, str, tuple)) or type(value) in _CONTAINERS
+
+
+def _contents(values: Iterable[Any]) -> list[tuple[Any, Any]]:
+    """The containers among these values, and inside them, that can be changed, each with a copy. O(their contents).
+
+    Those of Python's own classes: others may refuse to be written into.
+    """
+    found: dict[int, tuple[Any, Any]] = {}
+    seen: set[int] = set()
+    left = [x for x in values if isinstance(x, tuple) or type(x) in _CONTAINERS]
+    while left:
+        container = left.pop()
+        if id(container) in seen:
+            continue
+        seen.add(id(container))
+        inner = list(container.values()) if isinstance(container, dict) else list(container)
+        if not isinstance(container, tuple):
+            found[id(container)] = container, dict(container) if isinstance(container, dict) else inner
+        left += [x for x in inner if isinstance(x, tuple) or type(x) in _CONTAINERS]
+    return list(found.values())
+
+
+def _fill(container: Any, before: Any) -> None:
+    """Give a container the contents that it had, where it has others."""
+    if isinstance(container, dict):
+        same = container.keys() == before.keys() and all(container[k] is v for k, v in before.items())
+    else:
+        same = len(container) == len(before) and all(a is b for a, b in zip(container, before, strict=True))
+    if same:
+        return
+    container.clear()
+    (container.extend if isinstance(container, (list, deque)) else container.update)(before)
 
 
 def _parts(module: nn.Module) -> tuple[str, ...]:
