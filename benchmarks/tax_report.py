@@ -10,9 +10,9 @@ INTRODUCTION = """# A plan with room to spare
 What a plan that recomputes nothing costs beside eager mode, as `python -m benchmarks.tax` measured it:
 {device}, torch {torch}, {platform}. A step is forward pass, loss, backward pass, AdamW and `zero_grad()`.
 
-A model whose step takes no more in eager mode than by its captured graphs runs as it is once the loop is known, and what
-is left is the time in which the plan's call looks at the model, the batch and the loop. Others run captured graphs:
-those that take less so, that ask for values of tensors, or that checkpoint themselves.
+A model whose step takes no more in eager mode than by its captured graphs runs as it is once the loop is known, and
+what is left is the time in which the plan's call looks at the model, the batch and the loop. Others run captured
+graphs: those that take less so, that ask for values of tensors, or that checkpoint themselves.
 
 - *time*: processor time, planned over eager, the median of {pairs} alternating pairs. Steps of a few milliseconds have
   noise of several points.

@@ -382,8 +382,36 @@ def frozen_in_the_middle(put: Put, ended: Ended) -> None:
         ended(loss)
 
 
+class Quantized(nn.Module):
+    """Returns a penalty of its codes first, and then the reconstruction that it does not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = mlp(depth=3, out=16), nn.Sequential(nn.Linear(16, 64), mlp(depth=3))
+        self.codes = nn.Parameter(torch.randn(32, 16))
+
+    def forward(self, x):
+        z = self.encoder(x)
+        nearest = self.codes[torch.cdist(z, self.codes).argmin(1)]
+        penalty = F.mse_loss(nearest, z.detach()) + 0.25 * F.mse_loss(nearest.detach(), z)
+        return penalty, self.decoder(z + (nearest - z).detach())
+
+
+def quantized(put: Put, ended: Ended) -> None:
+    model = put(Quantized())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(STEPS):
+        x = torch.randn(512, 64)
+        optimizer.zero_grad()
+        penalty, reconstruction = model(x)
+        loss = F.mse_loss(reconstruction, x) + penalty
+        loss.backward()
+        optimizer.step()
+        ended(loss)
+
+
 class Remembers(nn.Module):
-    """It keeps its latest outputs, and uses them from the fourth call on."""
+    """It keeps the means of its latest outputs, and uses them from the fourth call on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -393,7 +421,7 @@ class Remembers(nn.Module):
         y = self.body(x)
         if len(self.latest) == 3:
             y = y + 0.1 * torch.stack(list(self.latest)).mean(0)
-        self.latest.append(y.detach())
+        self.latest.append(y.detach().mean(0))
         self.state[1]["calls"].append(len(self.latest))
         return y
 
@@ -1408,7 +1436,8 @@ LOOPS: dict[str, Loop] = {
     "names_of_files": Loop(names_of_files),
     "names_of_tasks": Loop(names_of_tasks, plans=5),
     "frozen_in_the_middle": Loop(frozen_in_the_middle, plans=3, share=0.72),
-    "remembered": Loop(remembered, plans=6),
+    "quantized": Loop(quantized),
+    "remembered": Loop(remembered, plans=3),
     "larger_later": Loop(larger_later, plans=3, share=0.7),
     "autoencoder": Loop(autoencoder),
     "variational": Loop(variational),

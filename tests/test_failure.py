@@ -76,6 +76,7 @@ def test_a_model_without_a_plan_trains_as_it_is_after_one_warning_if_asked_for(c
     assert p.remove() is model
 
 
+@pytest.mark.usefixtures("always_compiled")
 def test_a_model_that_changes_so_that_nothing_can_be_captured_goes_on_as_it_is_after_a_warning():
     """As Lightning's StochasticWeightAveraging has it: cumulative averages ask for the number of batches."""
 

@@ -31,6 +31,8 @@ ROOM = 1.2  # of the peak without a plan
         "given_gradients",
         "backward_twice",
         "larger_later",
+        "remembered",
+        "quantized",
         "features_by_a_hook",
         "variational",
         "logits_of_a_tuple",

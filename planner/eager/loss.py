@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from planner.capture.trace.loss_trace import LossFn, checked_loss, differentiable, find_loss, probable_loss
+from planner.capture.trace.loss_trace import LossFn, checked_loss, differentiable, find_loss, probable_loss, trains_less
 from planner.core.call import bytes_of_elements, storages
 from planner.core.layout import Order, memory_order, strides_in
 from planner.core.loop import Loop, LossSeen
@@ -115,7 +115,10 @@ def _own_loss(output: Any, loss_fn: LossFn | None, loop: Loop) -> torch.Tensor |
     if loss_fn is not None:
         return checked_loss(loss_fn, output) if loop.loss is None else None
     found = probable_loss(output) if loop.only_loss else None
-    return find_loss(output) if found is None else found[2]
+    if found is not None:
+        return found[2]
+    loss = find_loss(output)
+    return None if loss is None or trains_less(loss, output) else loss
 
 
 _Shape = tuple[torch.Size, list[int], torch.dtype, torch.device]

@@ -281,6 +281,8 @@ class Runtime(Applied):
             with suppress(GraphChanged):
                 return self._run(signature, args, kwargs)
         self.add(args, kwargs, self.provide(args, kwargs, median=False))
+        if isinstance(self.plans[signature].recipe, Choice):
+            return self.run(signature, args, kwargs)
         if not _has_ways(signature, tried):
             why = "has other graphs than before, as where a number that it keeps changes,"
             self._comes_again(signature, self.newest and self.newest.record.recipe, why)

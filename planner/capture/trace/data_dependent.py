@@ -36,12 +36,13 @@ class Answers:
         asked: the lines that asked outside every compiled graph since `begin()`, and how often.
         drew: whether Python code between the graphs drew random numbers of Python's or NumPy's since then.
         guessed: whether a single random number of torch's was taken for `chance`.
+        shared_loss: whether outputs beside the model's own loss get gradients, too.
     """
 
     def __init__(self, chance: float | None = CHANCES[0]) -> None:
         self.chance = chance
         self.asked: Counter[Place] = Counter()
-        self.drew = self.guessed = False
+        self.drew = self.guessed = self.shared_loss = False
         self.doubted = True
         self.more = 0
         self.sized: set[str] = set()

@@ -165,7 +165,7 @@ class FakeStep:
         return call
 
     def gradients(
-        self, output: Any, loss_fn: LossFn | None, unreached: Collection[int] = ()
+        self, output: Any, loss_fn: LossFn | None, unreached: Collection[int] = (), *, certain: bool = True
     ) -> tuple[dict[str, tuple[int, ...]], OutsideLoss]:
         """For each Dynamo graph, the outputs that no gradient reaches; and the loss outside the model.
 
@@ -175,6 +175,7 @@ class FakeStep:
             output: of the model.
             loss_fn: as for `capture()`.
             unreached: the same.
+            certain: as for `trace_loss()`.
         """
         results = [t for call in self.calls for t in call.results if differentiable(t)]
         ends = [t for t in leaves(output) if differentiable(t)]
@@ -186,6 +187,7 @@ class FakeStep:
                     loss_fn,
                     ends if eager else [t for t in self.calls[-1].results if differentiable(t)],
                     unreached,
+                    certain=certain,
                 )
                 if loss is not None:
                     roots, arriving = [loss], None

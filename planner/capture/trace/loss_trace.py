@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from planner.compat import pytree
 from planner.compat.tensors import TorchDispatchMode, is_traceable_wrapper_subclass, storage_key
@@ -62,6 +63,31 @@ def probable_loss(output: Any) -> tuple[int, str, torch.Tensor] | None:
     return found[0] if len(found) == 1 else None
 
 
+def trains_less(loss: torch.Tensor, output: Any) -> bool:
+    """Whether other outputs reach parameters that a loss among them does not: they get a gradient, too. O(nodes).
+
+    Such are a reconstruction beside a penalty of its code, and logits beside a loss that balances experts.
+    """
+    seen: set[Any] = set()
+    _leaves_from([loss], seen)
+    return any(_leaves_from([t for t in leaves(output) if differentiable(t)], seen))
+
+
+def _leaves_from(ends: Sequence[torch.Tensor], seen: set[Any]) -> list[Any]:
+    """The nodes of leaves that autograd comes to from some tensors, but for those that it has come to before."""
+    left, found = [get_gradient_edge(t).node for t in ends], []
+    while left:
+        node = left.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        inner = [after for after, _ in node.next_functions if after is not None]
+        if not inner and hasattr(node, "variable"):
+            found.append(node)
+        left += inner
+    return found
+
+
 def taken_loss(output: Any) -> torch.Tensor:
     """As a `loss_fn`: what is taken for the loss, where no other output gets a gradient."""
     found = probable_loss(output)
@@ -100,7 +126,12 @@ def differentiable(t: Any) -> bool:
 
 
 def trace_loss(
-    output: Any, loss_fn: LossFn | None, results: Sequence[torch.Tensor], unreached: Collection[int] = ()
+    output: Any,
+    loss_fn: LossFn | None,
+    results: Sequence[torch.Tensor],
+    unreached: Collection[int] = (),
+    *,
+    certain: bool = True,
 ) -> tuple[OutsideLoss, torch.Tensor | None]:
     """Compute the loss and its gradients on fake tensors, and count the bytes that this allocates.
 
@@ -109,6 +140,7 @@ def trace_loss(
         loss_fn: as in `plan()`.
         results: the differentiable tensors that the model's last region returned.
         unreached: positions of leaves of the output that a loss which is not known is not computed from.
+        certain: whether what `find_loss` gives, if anything, is all of it.
 
     Returns:
         The allocations, and the loss with its autograd graph; None for a loss that is not known.
@@ -116,7 +148,8 @@ def trace_loss(
     probable = probable_loss(output)
     if loss_fn in (None, taken_loss) and probable is not None:
         _, name, loss = probable
-        certain = loss_fn is taken_loss or find_loss(output) is not None  # else other outputs may get a gradient, too
+        # else other outputs may get a gradient, too
+        certain = loss_fn is taken_loss or (certain and find_loss(output) is not None)
         return OutsideLoss("model", name=name), loss if certain else None
     if loss_fn is gradients_received:
         return OutsideLoss("received"), None

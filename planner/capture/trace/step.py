@@ -26,7 +26,7 @@ from planner.capture.trace.apart import COMPILED, Paths, Shapes, inner_parts, sh
 from planner.capture.trace.data_dependent import CHANCES, Answers
 from planner.capture.trace.dynamo import OP_BY_OP, GraphCompiler, Partition, lone_loss, to_fake
 from planner.capture.trace.fake_step import FakeStep, NothingCapturedError
-from planner.capture.trace.loss_trace import LossFn, OutsideLoss, checked_loss, differentiable
+from planner.capture.trace.loss_trace import LossFn, OutsideLoss, checked_loss, differentiable, find_loss, trains_less
 from planner.capture.trace.quiet import quietly
 from planner.capture.trace.random_state import random_kept
 from planner.capture.trace.recording import Recording
@@ -189,7 +189,7 @@ def _captured(
                 _refuse(e, errors, paths, fake_model, (model, args, kwargs))
             answers.drew &= step.frames > 1  # a single graph takes the numbers for inputs
             asked = answers.lines()
-            cut, loss = step.gradients(output, loss_fn, unreached)
+            cut, loss = step.gradients(output, loss_fn, unreached, certain=not answers.shared_loss)
             if not step.reached:
                 raise step.nothing_captured(fake_model, fake_args, fake_kwargs, maxima)
             orders = step.orders(output, laid_out)
@@ -287,6 +287,8 @@ def _try_eagerly(
     if loss_fn is not None:
         with mode:
             checked_loss(loss_fn, output)
+    elif (loss := find_loss(output)) is not None:
+        answers.shared_loss = trains_less(loss, output)
     return None
 
 
