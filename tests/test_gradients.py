@@ -53,13 +53,16 @@ class Chain(nn.Module):
 
 
 class OwnLoss(nn.Module):
-    def __init__(self):
+    """`aside` is of what the loss trains, or of a part that the loss does not train."""
+
+    def __init__(self, own_part):
         super().__init__()
-        self.body, self.aside = linear(), nn.Linear(16, 4)
+        self.body = linear()
+        self.aside = linear() if own_part else self.body
 
     def forward(self, x):
         logits = self.body(x)
-        return {"loss": (logits.square() + logits.sigmoid()).mean(), "logits": logits, "aside": self.aside(x)}
+        return {"loss": (logits.square() + logits.sigmoid()).mean(), "logits": logits, "aside": self.aside(2 * x)}
 
 
 def everything(output):
@@ -233,8 +236,9 @@ def test_gradients_between_outputs():
     torch.testing.assert_close(*found)  # autograd adds the same terms up in another order
 
 
-def test_what_the_models_own_loss_is_computed_from_has_its_gradient_as_well():
-    models = planned(OwnLoss(), None)
+@pytest.mark.parametrize("own_part", [False, True])
+def test_what_the_models_own_loss_is_computed_from_has_its_gradient_as_well(own_part):
+    models = planned(OwnLoss(own_part), None)
 
     def looked_at(model):
         output = model(batch())
@@ -252,8 +256,15 @@ def test_what_the_models_own_loss_is_computed_from_has_its_gradient_as_well():
 
     for step in (looked_at, more, between):
         assert_same(models, step)
-    with pytest.raises(ApplyError, match="loss_fn"):
-        models[0](batch())["aside"].sum().backward()
+
+    def aside(model):
+        model(batch())["aside"].sum().backward()
+
+    if own_part:  # who returns it trains it
+        assert_same(models, aside)
+    else:
+        with pytest.raises(ApplyError, match="loss_fn"):
+            aside(models[0])
     assert_same(models, looked_at)
 
 
