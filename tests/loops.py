@@ -40,10 +40,14 @@ def mlp(width: int = 64, depth: int = 4, out: int = 64) -> nn.Sequential:
 
 
 def mlp_adamw_after(put: Put, ended: Ended) -> None:
-    model = put(mlp())
+    adamw_after(mlp(), 512, put, ended)
+
+
+def adamw_after(model: nn.Module, rows: int, put: Put, ended: Ended) -> None:
+    model = put(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for _ in range(STEPS):
-        x = torch.randn(512, 64)
+        x = torch.randn(rows, 64)
         loss = model(x).square().mean()
         loss.backward()
         optimizer.step()

@@ -12,7 +12,7 @@ from planner import Plan, applied_plan, plan
 from planner.runtime.interception import attached
 
 from .loop_harness import GB, Loop, differences, run, run_within
-from .loops import LOOPS, STEPS, mlp
+from .loops import LOOPS, adamw_after, mlp
 
 pytestmark = [pytest.mark.usefixtures("short_searches"), pytest.mark.filterwarnings("ignore")]
 ROOM = 1.2  # of the peak without a plan
@@ -83,20 +83,8 @@ class Gathers(nn.Module):
         return x
 
 
-def gathers_trained(put, ended):
-    model = put(Gathers())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for _ in range(STEPS):
-        x = torch.randn(256, 64)
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        ended(loss)
-
-
 def test_a_step_that_takes_more_in_eager_mode_is_compiled():
-    loop = Loop(gathers_trained, share=ROOM)
+    loop = Loop(lambda put, ended: adamw_after(Gathers(), 256, put, ended), share=ROOM)
     unplanned = run(loop)
     seen = run_within(loop, loop.share * unplanned.peak)
     assert differences(seen, unplanned) == []

@@ -10,7 +10,7 @@ import torch
 from planner.capture.trace.loss_trace import LossFn, checked_loss, differentiable, find_loss, probable_loss, trains_less
 from planner.core.call import bytes_of_elements, storages
 from planner.core.layout import Order, memory_order, strides_in
-from planner.core.loop import Loop, LossSeen
+from planner.core.loop import Loop
 from planner.core.objects import leaves
 from planner.eager.record import Recorder
 
@@ -57,14 +57,15 @@ def differentiate(
         given: those that the loop gave in the step before, which go when it has others.
     """
     recorder.output_bytes = bytes_of_elements(leaves(outputs[-1]))
-    seen, loss = _seen(outputs[-1], loop, alone=len(outputs) + len(losses) == 1), _own_loss(outputs[-1], loss_fn, loop)
+    seen, loss = loop.loss, _own_loss(outputs[-1], loss_fn, loop)
+    if seen is not None and len(outputs) + len(losses) == 1:  # else it was recorded with the outputs of the first call
+        seen = seen.of(recorder.output_bytes)
     results, shapes = _reached(outputs, loop) if loss is None else ([], [])
-    if seen is not None:
-        if earlier:
-            allocate(max(seen.computed, seen.computed_later))
-        earlier.clear()
-        allocate(seen.forward)
+    if seen is not None and earlier:
+        allocate(max(seen.computed, seen.computed_later))
     earlier.clear()
+    if seen is not None:
+        allocate(seen.forward)
     if loop.outputs_held is not None:
         outputs[:] = [t for each in outputs for at, t in enumerate(leaves(each)) if at in loop.outputs_held]
     if loss is not None:
@@ -103,11 +104,6 @@ class _Outside(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         return (None, *ctx.differentiated())
-
-
-def _seen(output: Any, loop: Loop, *, alone: bool) -> LossSeen | None:
-    """What was seen, for outputs of these sizes; of several calls, it was recorded with the outputs of the first."""
-    return loop.loss.of(bytes_of_elements(leaves(output))) if alone and loop.loss is not None else loop.loss
 
 
 def _own_loss(output: Any, loss_fn: LossFn | None, loop: Loop) -> torch.Tensor | None:

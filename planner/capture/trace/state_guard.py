@@ -73,19 +73,19 @@ class Attributes:
 class ParameterWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees which parameters of a model its forward pass writes into, as one that averages another encoder's does.
 
-    With `keep`, it sees tensors that are attributes of modules, too.
+    With `keep`, it sees the tensors among these attributes, too.
 
     Attributes:
         names: of these.
         before: with `keep`, each as it was before.
     """
 
-    def __init__(self, model: nn.Module, *, keep: bool = False) -> None:
+    def __init__(self, model: nn.Module, *, keep: Attributes | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.names: set[str] = set()
         self.before: list[tuple[torch.Tensor, Any]] = []
-        self._keep = keep
-        others = [("", t) for t in Attributes(model).tensors()] if keep else []
+        self._keep = keep is not None
+        others = [("", t) for t in keep.tensors()] if keep is not None else []
         dense = [(name, p) for name, p in [*others, *model.named_parameters()] if p.layout == torch.strided]
         self._own = {storage_key(inner): (name, inner) for name, p in dense for inner in inside(p)}
 
@@ -107,10 +107,13 @@ class ModelSnapshot:
         model: whose state is kept.
         others: tensors whose devices count beside those of its parameters.
         parameters: the names of those that its forward pass writes into.
+
+    Attributes:
+        attributes: of the modules, as they were.
     """
 
     def __init__(self, model: nn.Module, others: Iterable[torch.Tensor] = (), parameters: Collection[str] = ()) -> None:
-        self._attributes = Attributes(model)
+        self.attributes = Attributes(model)
         written = [p for name, p in model.named_parameters() if name in parameters] if parameters else []
         own = chain.from_iterable(buffers_of(module).values() for module in modules_in(model))
         changing = [*{id(b): b for b in own if b is not None}.values(), *written]
@@ -123,7 +126,7 @@ class ModelSnapshot:
 
     def restore(self) -> None:
         """Put the state back; buffers that have not changed are not written into."""
-        self._attributes.restore()
+        self.attributes.restore()
         _put_back(self._contents)
         torch.set_rng_state(torch.from_numpy(self._random))
         for generator, state in self._own:
@@ -209,7 +212,8 @@ def untouched(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
     """Gradients are off, and the model's state is put back afterwards; yields copies of the arguments."""
-    state, writes = ModelSnapshot(model, tensors_in((args, dict(kwargs)))), ParameterWrites(model, keep=True)
+    state = ModelSnapshot(model, tensors_in((args, dict(kwargs))))
+    writes = ParameterWrites(model, keep=state.attributes)
     try:
         with torch.no_grad(), writes:
             yield with_tensors(args, kwargs, lambda _, t: t.clone())
