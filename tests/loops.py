@@ -1103,6 +1103,23 @@ def wasserstein_gan(put: Put, ended: Ended) -> None:
         ended([loss_c, loss_g])
 
 
+def cycle_consistency(put: Put, ended: Ended) -> None:
+    """Two models whose calls take turns before one backward pass, as CycleGAN's generators do."""
+    to_b, to_a = put(mlp(depth=4)), put(mlp(depth=4))
+    optimizer = torch.optim.Adam([*to_b.parameters(), *to_a.parameters()], lr=2e-4, betas=(0.5, 0.999))
+    for _ in range(STEPS):
+        a, b = torch.randn(256, 64), torch.randn(256, 64)
+        optimizer.zero_grad()
+        fake_b = to_b(a)
+        back_a = to_a(fake_b)
+        fake_a = to_a(b)
+        back_b = to_b(fake_a)
+        loss = F.l1_loss(back_a, a) + F.l1_loss(back_b, b) + F.l1_loss(to_b(b), b) + F.l1_loss(to_a(a), a)
+        loss.backward()
+        optimizer.step()
+        ended(loss)
+
+
 def evaluated_with_gradients(put: Put, ended: Ended) -> None:
     """An evaluation without `torch.no_grad()`, whose result holds its graph during the next step."""
     model = put(nn.Sequential(mlp(), nn.Dropout(0.5), nn.Linear(64, 8)))
@@ -1450,6 +1467,7 @@ LOOPS: dict[str, Loop] = {
     "gan_both": Loop(gan_both, plans=5, share=0.785),
     "encoder_and_decoder": Loop(encoder_and_decoder, plans=4, off=0.035),
     "wasserstein_gan": Loop(wasserstein_gan, plans=5),
+    "cycle_consistency": Loop(cycle_consistency, plans=8, off=0.3),
     "evaluated_with_gradients": Loop(evaluated_with_gradients, plans=3),
     "ema": Loop(ema),
     "autocast_scaler": Loop(autocast_scaler, tolerance=1e-2),

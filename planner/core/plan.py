@@ -309,6 +309,13 @@ class PlanRecord:
         return max(m.held_bytes for m in self.timeline if m.phase != "optimizer")
 
     @property
+    def passes_peak_without_others(self) -> int:
+        """The same without what only other planned models take during the loss."""
+        others = 0 if self.step.loop.loss is None else self.step.loop.loss.others
+        passes = (m for m in self.timeline if m.phase != "optimizer")
+        return max(m.held_bytes - (others if m.phase == "loss" else 0) for m in passes)
+
+    @property
     def phase_peaks(self) -> dict[str, int]:
         """The most bytes allocated in each phase of the step: forward, loss, backward, optimizer (where counted)."""
         peaks: dict[str, int] = {}

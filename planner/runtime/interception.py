@@ -253,9 +253,17 @@ class Applied:
         return self.watch is None or self.watch.was_trained()
 
     def _taken(self, record: PlanRecord) -> int:
-        """Bytes that a call takes by a plan, with earlier ones that wait for their backward pass."""
+        """Bytes that a call takes by a plan, with earlier ones that wait for their backward pass.
+
+        What other planned models take while it waits is none of it: the calls of two may take turns.
+        """
         earlier = 0 if record.step.loop.in_flight > 1 else self.waiting() * record.kept_bytes
-        return record.passes_peak_bytes - record.resident_bytes + earlier
+        return record.passes_peak_without_others - record.resident_bytes + earlier
+
+    def waiting_bytes(self) -> int:
+        """Bytes of what calls have saved that wait for their backward pass."""
+        record = None if self.newest is None else self.newest.record
+        return 0 if record is None else self.waiting() * record.kept_bytes // record.step.loop.in_flight
 
     def unwatch(self) -> None:
         """The model is called, or goes without its plan: warn no more, nor look for other calls."""

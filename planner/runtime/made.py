@@ -65,6 +65,7 @@ class Event:
         backward: whether it ran in a backward pass.
         place: the instruction of the loop's code in which it ran; None in a backward pass, and for no op.
         made: the numbers of the storages that it made.
+        others: of `live`, the bytes that other planned models take beside what is recorded.
     """
 
     live: int
@@ -72,6 +73,7 @@ class Event:
     backward: bool
     place: Place | None = None
     made: tuple[int, ...] = ()
+    others: int = 0
 
 
 @dataclass(frozen=True)

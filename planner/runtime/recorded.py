@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ def loss_seen(recorder: Recorder, workspaces: Mapping[str, int], found: Stays) -
     with_outputs = [loss.events[loss.between : loss.let_go] for loss in losses]
     without = [loss.events[max(loss.between, loss.let_go) :] for loss in losses]
     forward, backward = (max(_most(events, workspaces) for events in each) for each in (with_outputs, without))
+    alone = max(_most(map(_alone, loss.events), workspaces) for loss in losses)
     computed, later = (max(_most(_computed(events), workspaces) for events in each) for each in (with_outputs, without))
     stays = sum(storages([t for ref in recorder.outputs.values() if (t := ref()) is not None]).values())
     tangents = max(map(_tangents, recorder.losses, recorder.arrived))
@@ -60,6 +61,7 @@ def loss_seen(recorder: Recorder, workspaces: Mapping[str, int], found: Stays) -
         inputs=recorder.inputs_at_once,
         first_input=recorder.first_input,
         kept=sum(found.kept.values()),
+        others=max(_most(loss.events, workspaces) for loss in losses) - alone,
     )
 
 
@@ -86,6 +88,11 @@ def _computed(events: Iterable[Event]) -> list[Event]:
     """Those before the backward pass of the loss, without the gradient of the loss itself, which begins it."""
     before = [event for event in events if not event.backward]
     return before[:-1] if before and before[-1].call.startswith(SEED) else before
+
+
+def _alone(event: Event) -> Event:
+    """The event without what other planned models take."""
+    return replace(event, live=event.live - event.others) if event.others else event
 
 
 def _most(events: Iterable[Event], workspaces: Mapping[str, int]) -> int:

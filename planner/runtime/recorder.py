@@ -54,6 +54,9 @@ class PlannedModel(Protocol):
     def waiting(self) -> int:
         """How many of its calls wait for their backward pass."""
 
+    def waiting_bytes(self) -> int:
+        """Bytes of what these have saved for it."""
+
     def stays(self, counted: Collection[optim.Optimizer]) -> int:
         """Bytes of all of these, as its plan counts them, without the state of optimizers that are counted already."""
 
@@ -232,10 +235,13 @@ class Recorder(LastingMode):
         return bool(there := storages(batch).keys()) and there <= self.made.made.keys()
 
     def runs_planned(self, other: PlannedModel, batch: Any, taken: int) -> None:
-        """Another planned model runs a training step, which takes so many bytes beside what stays allocated."""
+        """Another planned model runs a training step, which takes so many bytes beside what stays allocated, and beside
+        what is saved for the backward passes of others.
+        """
+        taken += sum(each.waiting_bytes() for each in self.others if each is not other)
         (self.passing if self.losses else self.others).add(other)
         self._note_inputs(tensors_in(batch), set())
-        self.events.append(Event(self.made.live + taken, "", False))
+        self.events.append(Event(self.made.live + taken, "", False, others=taken))
 
     def planned_results(self, results: Any) -> None:
         """The planned graphs have made these gradients."""
