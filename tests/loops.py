@@ -634,6 +634,14 @@ def compiled_criterion(put: Put, ended: Ended) -> None:
     _classified(model, criterion, torch.optim.AdamW(model.parameters(), lr=1e-3), 8, ended)
 
 
+def called_by_its_wrapper(put: Put, ended: Ended) -> None:
+    """The model was given to torch.compile() before it was planned, and the loop calls what that made."""
+    model = mlp(out=256)
+    called = torch.compile(model, backend="aot_eager")
+    put(model)
+    _classified(called, nn.CrossEntropyLoss(), torch.optim.AdamW(model.parameters(), lr=1e-3), 256, ended)
+
+
 def triplet(put: Put, ended: Ended) -> None:
     """Three calls, one backward pass."""
     model, criterion = put(mlp()), nn.TripletMarginLoss()
@@ -1503,6 +1511,7 @@ LOOPS: dict[str, Loop] = {
     "optimizer_in_backward": Loop(optimizer_in_backward),
     "two_optimizers": Loop(two_optimizers),
     "compiled_criterion": Loop(compiled_criterion),
+    "called_by_its_wrapper": Loop(called_by_its_wrapper),
     "gradient_penalty": Loop(gradient_penalty, refused="(?i)double backward|create_graph"),
 }
 

@@ -366,6 +366,7 @@ def test_a_compiled_model_is_planned_in_this_mode_and_with_its_options(in_place,
     assert model._compiled_call_impl.regions_run == 1
     p.remove()
     assert model._compiled_call_impl is before
+    assert in_place or given.forward != model.__call__
     assert plan(model, batch, budget_gb=1, mode="aten", progress=False).options.mode == "aten"
 
 

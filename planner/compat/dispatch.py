@@ -21,12 +21,15 @@ from torch.utils._python_dispatch import (
 from planner.compat.autograd import in_backward, is_transformed
 
 _EVAL_FRAME = eval_frame.__file__
+# of that file, what puts nothing back as it ends: the call of `torch.compile(module)`, and `torch.compiler.disable`
+_PLAIN = {eval_frame.OptimizedModule.__call__.__code__, torch.compiler.disable(lambda: None).__code__}  # type: ignore
 _ENTERED = "_inference_mode_context"  # of a `torch.inference_mode` that was entered (2.11 to 2.15)
 _QUESTIONS = 3  # each takes 0.1 s
 
 __all__ = [
     "LastingMode",
     "finds_ops",
+    "in_compiled_call",
     "lasting_modes_off",
     "may_last",
     "modes_here",
@@ -82,9 +85,20 @@ def may_last() -> bool:
     A context of inference mode, and code that torch.compile made, take away as they end the key by which ops find
     modes, and leave the mode, which then hides those put on after it: under a FakeTensorMode, real tensors are made.
     """
-    if torch.is_inference_mode_enabled() or any(code.co_filename == _EVAL_FRAME for code, _ in _place()[1:]):
+    if torch.is_inference_mode_enabled() or in_compiled_call():
         return False
     return not _inference_entered()  # around an `inference_mode(False)`
+
+
+def in_compiled_call() -> bool:
+    """Whether what runs was called by something that torch.compile made, which as it ends puts the keys back by which
+    ops find modes (`torch._dynamo.eval_frame`, 2.11 to 2.15).
+    """
+    return _compiled(_place())
+
+
+def _compiled(place: tuple[tuple[CodeType, int], ...]) -> bool:
+    return any(code.co_filename == _EVAL_FRAME and code not in _PLAIN for code, _ in place)
 
 
 def finds_ops() -> bool:
@@ -127,12 +141,11 @@ def _may_leave(mode: LastingMode) -> bool:
     modes, and others only the key by which ops find them. With the key and no mode, every op fails.
     """
     place = _place()
-    if mode.place == place:  # all contexts that are around were, then
+    if mode.place == place:  # all contexts that are around were, then: no mode is left on in a compiled call
         return True
     if in_backward() or torch.is_inference_mode_enabled() or is_transformed(()):
         return False
-    compiled = [code for code, _ in place[1:] if code.co_filename == _EVAL_FRAME]  # the first one calls a plan
-    if compiled or mode.asked == _QUESTIONS:
+    if _compiled(place) or mode.asked == _QUESTIONS:
         return False
     mode.asked += 1
     return not _inference_entered()

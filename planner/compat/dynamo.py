@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -15,7 +16,7 @@ import torch._functorch.config as functorch_config
 from torch import nn
 from torch._C._dynamo.eval_frame import reset_code
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.eval_frame import OptimizeContext, cached_backends, innermost_backend
+from torch._dynamo.eval_frame import OptimizeContext, OptimizedModule, cached_backends, innermost_backend
 from torch._dynamo.exc import Unsupported
 from torch._guards import TracingContext
 
@@ -25,7 +26,9 @@ __all__ = [
     "Compiled",
     "Unsupported",
     "aot_autograd",
+    "call_past_wrappers",
     "compile_call",
+    "compile_wrapped",
     "compiled_by",
     "compiled_call",
     "dynamo_config",
@@ -136,3 +139,22 @@ def inner_module(module: nn.Module) -> nn.Module | None:
     """The module in a wrapper that torch.compile(module) made (`_orig_mod`, 2.11 to 2.15); None for another module."""
     inner = module._modules.get("_orig_mod")
     return inner if isinstance(inner, nn.Module) else None
+
+
+def call_past_wrappers(model: nn.Module) -> bool:
+    """Have what `torch.compile(model)` made call the model itself, and compile nothing of it; whether there is any."""
+    wrappers = _wrappers(model)
+    for wrapper in wrappers:
+        wrapper.forward = model.__call__
+    return bool(wrappers)
+
+
+def compile_wrapped(model: nn.Module) -> None:
+    """Have what `torch.compile(model)` made be compiled as it was (`OptimizedModule._initialize`, 2.11 to 2.15)."""
+    for wrapper in _wrappers(model):
+        wrapper._initialize()
+
+
+def _wrappers(model: nn.Module) -> list[OptimizedModule]:
+    # torch keeps no list of them; isinstance() would ask objects for their class, and some of them run code for that
+    return [x for x in gc.get_objects() if type(x) is OptimizedModule and inner_module(x) is model]

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from planner.compat.dynamo import call_past_wrappers
 from planner.compat.tensors import version_of
 from planner.errors import warn
 from planner.runtime.entries import callable_modules, outermost
@@ -42,7 +43,13 @@ def watch(model: nn.Module, planned: Callable[[], bool]) -> Handle:
         }
         if trained:
             watched.clear()  # the hooks are being called: none can be removed now
-            _warn(trains, trained)
+            if call_past_wrappers(trains):
+                warn(
+                    f"torch.compile() was called on this {type(trains).__name__} after apply(), and its first step ran "
+                    "without the plan. From now on it runs by it: compile a model before apply(), or not at all"
+                )
+            else:
+                _warn(trains, trained)
 
     handle: Handle = register_optimizer_step_pre_hook(stepping)
     return handle

@@ -13,7 +13,8 @@ from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from planner.capture.trace.loss_trace import find_loss, probable_loss
-from planner.compat.dispatch import switch_off, switch_on
+from planner.compat.dispatch import in_compiled_call, switch_off, switch_on
+from planner.compat.dynamo import call_past_wrappers
 from planner.compat.modules import each_parameter
 from planner.compat.tensors import storage_key
 from planner.core.call import storages
@@ -310,7 +311,9 @@ class Watch:
 
     def _record(self, model: nn.Module, batch: Any, outputs: Sequence[Any], aside: Sequence[Any] = ()) -> None:
         earlier, self._earlier = self._earlier, None
-        if may_record():
+        if in_compiled_call():
+            call_past_wrappers(model)  # from the next call on, if it is the model that is compiled
+        elif may_record():
             self.recorder = Recorder(model, next(model.parameters()).device, batch, outputs, aside, earlier)
             self.recorder.knows(self.evaluations.left)
             self.evaluations.left = []

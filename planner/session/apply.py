@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from planner.compat.dynamo import compiled_call
+from planner.compat.dynamo import call_past_wrappers, compile_wrapped, compiled_call
 from planner.compat.modules import replace_call
 from planner.compat.self_check import check_torch
 from planner.core.identity import difference, identity
@@ -64,6 +64,7 @@ def apply(
     check = trusted if source.request.options.mode == "inductor" else None
     with _set_aside(target):
         put_on(source, target, known=known, judge=judge, check=check, around=around, alone=alone)
+    call_past_wrappers(target)
     return target
 
 
@@ -89,6 +90,7 @@ def remove(model: nn.Module) -> nn.Module:
     detach(model)
     if runtime is not None and runtime.aside is not None:
         replace_call(model, runtime.aside)
+    compile_wrapped(model)
     return model
 
 
