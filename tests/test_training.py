@@ -131,6 +131,14 @@ def test_verify_measures_a_real_step_and_leaves_no_trace():
         assert torch.equal(v, state[k]), k
 
 
+def test_verify_gives_no_gradients_to_what_the_batch_was_computed_from():
+    before, model = nn.Sequential(nn.Linear(4, 8), nn.Tanh()), nn.Sequential(nn.Linear(8, 8), nn.GELU())
+    x = before(torch.randn(16, 4))
+    assert plan(model, x, budget_gb=1, loss_fn=torch.Tensor.mean).verify(x).gradients_agree
+    assert all(p.grad is None for p in before.parameters())
+    model(x).mean().backward()  # its graph is still there
+
+
 def test_verify_leaves_an_optimizer_in_the_backward_pass_and_another_compiler_alone():
     model, x = torch.nn.Linear(64, 8), torch.randn(4, 64)
 

@@ -13,7 +13,7 @@ from torch import fx
 from planner.capture.joint_graph import is_tangent
 from planner.capture.regions.region import Region
 from planner.capture.trace.arrival import Arrivals
-from planner.capture.trace.dynamo import GraphCompiler, Partition
+from planner.capture.trace.dynamo import GraphCompiler, Partition, traced_alike
 from planner.capture.trace.layers import lstms_in_steps
 from planner.capture.trace.out_of_sight import out_of_sight
 from planner.compat.fake import FakeTensorMode, detect_fake_mode
@@ -84,11 +84,12 @@ class _Looking:
         return Look(forward, backward, dry_run(mode, forward, backward, fakes, tangents, results))
 
 
-def capturing(sources: list[Source]) -> GraphCompiler:
+def capturing(sources: list[Source], settings: Settings = ()) -> GraphCompiler:
     """A compiler that runs Inductor's own partition op by op, and notes what it was given.
 
     Args:
         sources: takes one entry for each graph that is compiled.
+        settings: what Inductor is set to meanwhile.
     """
 
     def compile(
@@ -104,7 +105,7 @@ def capturing(sources: list[Source]) -> GraphCompiler:
             return default_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **options)
 
         with lstms_in_steps():
-            compiled = compile_graph(graph, examples, split, _op_by_op)
+            compiled = compile_graph(graph, examples, split, _op_by_op, settings=dict(settings))
         sources.extend(Source(own, examples, tuple(arrivals.cut), region) for region in found)
         return compiled
 
@@ -146,7 +147,7 @@ def look(source: Source, partition: Partition | None, settings: Settings = (), n
         return parts
 
     apart = None if partition is None else near
-    with lstms_in_steps():
+    with traced_alike(), lstms_in_steps():
         compile_graph(source.graph, source.inputs, split, looking.compiler, near=apart, settings=dict(settings))
     return looking.look(*found[-1])
 

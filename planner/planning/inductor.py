@@ -152,7 +152,7 @@ LATER = "The peak is that of the code which Inductor generates, run on fake tens
 
 def _captured(request: Request, capture: Callable[[GraphCompiler], TrainingGraph]) -> FusedGraph:
     sources: list[Source] = []
-    graph = capture(capturing(sources))
+    graph = capture(capturing(sources, request.settings))
     if len(graph.regions) != 1 or len(sources) == 0:
         raise CaptureError(
             f"{type(request.model).__name__} is captured as {len(graph.regions)} graphs (torch.compile breaks it), and "

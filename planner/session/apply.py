@@ -26,7 +26,7 @@ from planner.runtime.interception import attached, detach
 from planner.session.attach import Around, as_it_is, put_on
 from planner.session.binding import bound
 from planner.session.repair import repaired
-from planner.session.trust import trusted
+from planner.session.trust import trusting
 
 
 def apply(
@@ -61,7 +61,7 @@ def apply(
     if verify:
         refuse_trial_step(source.request.options)
     judge = repaired if verify else None
-    check = trusted if source.request.options.mode == "inductor" else None
+    check = trusting() if source.request.options.mode == "inductor" else None
     with _set_aside(target):
         put_on(source, target, known=known, judge=judge, check=check, around=around, alone=alone)
     call_past_wrappers(target)

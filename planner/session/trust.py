@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 
+from planner.core.plan import PlanRecord
 from planner.core.recipe import PlannedRegion, Recipe
 from planner.errors import InfeasibleBudgetError, warn
 from planner.planning.inductor import in_aten
@@ -14,10 +17,23 @@ from planner.requests.planned import Planned
 from planner.session.verify import compare, gradients_of
 
 
-def trusted(planned: Planned) -> Planned:
+Earlier = dict[tuple[str, ...], PlanRecord]
+
+
+def trusting() -> Callable[[Planned], Planned]:
+    """`trusted()` for the plans of one model, which remembers those that it has compared."""
+    return partial(trusted, earlier={})
+
+
+def trusted(planned: Planned, earlier: Earlier) -> Planned:
     """A plan whose gradients on its own batch are those of mode "aten", or a plan of that mode with a note of why.
 
-    A step that draws random numbers draws others there: it is compared with Inductor's own, with everything kept.
+    A step that draws random numbers draws others there: it is compared with Inductor's own, with everything kept, which
+    may take more than the budget; a later plan of the same graphs with the one before, which does not.
+
+    Args:
+        planned: the plan.
+        earlier: the latest plans that were compared and that draw, by the fingerprints of their graphs; it is added.
 
     Raises:
         InfeasibleBudgetError: the gradients are wrong, and mode "aten" needs more than the budget.
@@ -26,17 +42,29 @@ def trusted(planned: Planned) -> Planned:
     regions = _fused(recipe) if isinstance(recipe, Recipe) else []
     if not regions or request.args is None:
         return planned
-    draws = any(r.draws for r in regions)
+    draws, graphs = any(r.draws for r in regions), tuple(r.fingerprint for r in regions)
     if draws and all(r.own for r in regions):
+        earlier[graphs] = planned.record
         return planned
-    other = _own(planned) if draws else _op_by_op(planned)
-    with_what = "Inductor with everything kept" if draws else "mode='aten'"
+    if draws and graphs in earlier:
+        other, with_what = replace(planned, record=earlier[graphs]), "the plan before"
+    elif draws:
+        other, with_what = _own(planned), "Inductor with everything kept"
+    else:
+        other, with_what = _op_by_op(planned), "mode='aten'"
     try:
-        error, agree = compare(gradients_of(planned), gradients_of(other))
+        ours, theirs, dtype = gradients_of(planned), gradients_of(other), _least_precise(planned)
+        error, agree = compare(ours, theirs, dtype)
+        within = f"within {error:.1e}"
+        if not agree and ours.keys() == theirs.keys():
+            agree = compare(ours, theirs, dtype, gradients_of(other, nudged=True))[1]
+            within = "but for rounding errors of terms that cancel"
     except torch.OutOfMemoryError:
         return _noted(planned, f"Its gradients could not be compared with those of {with_what}, for lack of memory.")
     if agree:
-        return _noted(planned, f"On the first batch its gradients are those of {with_what} (within {error:.1e}).")
+        if draws:
+            earlier[graphs] = planned.record
+        return _noted(planned, f"On the first batch its gradients are those of {with_what} ({within}).")
     text = (
         f"the gradients of the graphs that Inductor compiled differ from those of {with_what} (by {error:.1e} of the "
         "largest in a parameter): the model trains with mode='aten'"
@@ -47,6 +75,14 @@ def trusted(planned: Planned) -> Planned:
 
 def _fused(recipe: Recipe) -> list[PlannedRegion]:
     return [r for calls in recipe.calls.values() for r in calls if r is not None and r.realised is not None]
+
+
+def _least_precise(planned: Planned) -> torch.dtype | None:
+    """Of the dtypes that the captured step computes in, the least precise; None where it is not known."""
+    regions = () if planned.captured is None else planned.captured.regions
+    values = (node.meta.get("val") for region in regions for node in region.joint.graph.nodes)
+    found = {t.dtype for t in values if isinstance(t, torch.Tensor) and t.is_floating_point()}
+    return max(found, key=lambda dtype: torch.finfo(dtype).eps, default=None)
 
 
 def _noted(planned: Planned, note: str) -> Planned:

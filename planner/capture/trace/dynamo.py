@@ -130,6 +130,16 @@ def op_by_op(
 OP_BY_OP = op_by_op()
 
 
+@contextlib.contextmanager
+def traced_alike() -> Iterator[None]:
+    """While it is on, AOTAutograd traces a Dynamo graph as it does for every plan.
+
+    Training loops leave autocast before the backward pass; torch.compile would trace that under it, too.
+    """
+    with capturable_layers(), functorch_config.patch(backward_pass_autocast="off"):
+        yield
+
+
 def make_backend(serve: Serve, compiler: GraphCompiler = OP_BY_OP) -> Callable[..., Any]:
     """A `torch.compile` backend that leaves every decision to `serve`.
 
@@ -155,8 +165,7 @@ def make_backend(serve: Serve, compiler: GraphCompiler = OP_BY_OP) -> Callable[.
                 marked = True
 
             examples = [x if kept is None else kept for x, kept in zip(given, sizes, strict=True)]
-            # training loops leave autocast before the backward pass; torch.compile would trace that under it, too
-            with capturable_layers(), functorch_config.patch(backward_pass_autocast="off"):
+            with traced_alike():
                 compiled = (by or compiler)(graph, examples, partition, arrivals)
 
             def run(*inputs: Any) -> Any:

@@ -197,7 +197,10 @@ def _parts(module: nn.Module) -> tuple[str, ...]:
 
 
 def _bytes_of(t: torch.Tensor) -> Any:
-    return t.detach().cpu().reshape(-1).view(torch.uint8).numpy().copy()
+    found = np.empty(t.numel() * t.element_size(), np.uint8)
+    # `t.numpy()` would leave a storage that cannot be resized
+    torch.from_numpy(found).view(t.dtype).view(t.shape).copy_(t.detach())
+    return found
 
 
 def _put_back(contents: Iterable[tuple[torch.Tensor, Any]]) -> None:
