@@ -704,6 +704,22 @@ def adversarial(put: Put, ended: Ended) -> None:
         ended(loss)
 
 
+def attacked_before_clearing(put: Put, ended: Ended) -> None:
+    """A call for the gradient of the batch alone, while the gradients of the step before are still there."""
+    model = put(mlp(64, 6))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(STEPS):
+        x = torch.randn(512, 64, requires_grad=True)
+        (gradient,) = torch.autograd.grad(model(x).square().mean(), x)
+        attacked = (x + 0.1 * gradient.sign()).detach()
+        del gradient, x
+        optimizer.zero_grad()
+        loss = model(attacked).square().mean()
+        loss.backward()
+        optimizer.step()
+        ended(loss)
+
+
 def projected_gradients(put: Put, ended: Ended) -> None:
     """Three steps for the gradient of a change of the batch, whose gradients of parameters are cleared afterwards."""
     model = put(mlp(96, 5, 8))
@@ -1488,6 +1504,7 @@ LOOPS: dict[str, Loop] = {
     "triplet": Loop(triplet),
     "target_network": Loop(target_network),
     "adversarial": Loop(adversarial, plans=3),
+    "attacked_before_clearing": Loop(attacked_before_clearing, plans=4),
     "projected_gradients": Loop(projected_gradients, plans=5),
     "pseudo_labels": Loop(pseudo_labels, plans=3),
     "two_losses_in_turn": Loop(two_losses_in_turn, plans=3),

@@ -12,8 +12,8 @@ from torch import nn, optim
 from torch.optim import optimizer as torch_optimizer
 
 from planner import ApplyError, PlanWarning, applied_plan, plan
+from planner.runtime.optimizer_steps import listen
 from planner.runtime.signature import call_signature
-from planner.runtime.watch import listen
 
 pytestmark = pytest.mark.usefixtures("short_searches", "always_compiled")
 

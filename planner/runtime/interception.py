@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Sequence
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
@@ -20,24 +19,25 @@ from planner.errors import UNPLANNABLE, ApplyError
 from planner.parallel.group import together
 from planner.requests.planned import Planned
 from planner.runtime.bypassed import Handle
-from planner.runtime.copied import CopiedCall, copied_in, own_call
+from planner.runtime.compile_refused import COMPILE, CompileRefused
+from planner.runtime.copied import CopiedCall, own_call
 from planner.runtime.cuda_graphs import captures, is_graphed, refuse_uncapturable
 from planner.runtime.entries import EntryPoint
 from planner.runtime.evaluations import planned_bytes, tensors_of
 from planner.runtime.events import Call, PlanProvider
 from planner.runtime.modes import may_record, redirected, refuse_compiled, refuse_transformed, trains
+from planner.runtime.optimizer_steps import listen
 from planner.runtime.peaks import Peaks, when_begun
 from planner.runtime.recorder import Recorder
 from planner.runtime.signature import ModelState, Role, Signature, Walk, call_signature, role_of, walk
 from planner.runtime.together import BackwardPasses
 from planner.runtime.used_gradients import There, gradients_there, still_there
-from planner.runtime.watch import Watch, listen
+from planner.runtime.watch import Watch
 from planner.stepping.step import Stepping
 
 # Where a model keeps its runtime beside `_compiled_call_impl`, which its copies lose. Python calls an object by its
 # class's `__call__`; torch.compile, around a planned model, goes past the plan unless the object has one as well.
 CARRIER = "__call__"
-COMPILE = "compile"
 
 
 class Applied:
@@ -370,35 +370,10 @@ def put(model: nn.Module, runtime: Applied | None) -> None:
         replace_call(model, runtime)
         own[CARRIER] = runtime
         if type(model).compile is nn.Module.compile:
-            own[COMPILE] = _CompileRefused(runtime)
+            own[COMPILE] = CompileRefused(runtime)
         return
     if attached(model) is not None:
         replace_call(model, None)
     own.pop(CARRIER, None)
-    if isinstance(own.get(COMPILE), _CompileRefused):
+    if isinstance(own.get(COMPILE), CompileRefused):
         del own[COMPILE]
-
-
-class _CompileRefused:
-    """Stands in for a planned model's `compile()`, which would take the plan's place."""
-
-    def __init__(self, runtime: Applied | CopiedCall) -> None:
-        self.runtime = runtime
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        raise ApplyError(
-            f"this {type(self.runtime.model).__name__} runs under a plan, which compiles it: compile() would take its "
-            "place. Leave compile() out, or remove() the plan first"
-        )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        if (model := copied_in(memo, self.runtime)) is None:
-            return self
-        runtime = replaced_call(model)
-        planned = isinstance(runtime, (Applied, CopiedCall))
-        return _CompileRefused(runtime) if planned else MethodType(type(model).compile, model)
-
-    def __reduce__(self) -> Any:
-        """In a pickle, the model's own method."""
-        reduced = self.runtime.__reduce__()
-        return (getattr, (self.runtime.model, COMPILE)) if reduced[0] is getattr else reduced

@@ -16,8 +16,9 @@ from planner.compat.dynamo import own_frame
 from planner.compat.modules import with_call
 from planner.compat.tensors import is_traceable_wrapper_subclass, storage_key
 from planner.core.objects import leaves
+from planner.runtime.compile_refused import COMPILE
 from planner.runtime.entries import Entry
-from planner.runtime.interception import CARRIER, COMPILE
+from planner.runtime.interception import CARRIER
 from planner.runtime.signature import Signature
 
 PLAIN = (int, float, bool, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout)

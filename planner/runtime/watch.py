@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn, optim
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from planner.capture.trace.loss_trace import find_loss, probable_loss
 from planner.compat.dispatch import in_compiled_call, switch_off, switch_on
@@ -28,6 +27,7 @@ from planner.runtime.fates import Fates, warn_between, warn_waiting
 from planner.runtime.kept import KeptOutputs
 from planner.runtime.learnt import Learnt
 from planner.runtime.modes import may_record
+from planner.runtime.optimizer_steps import stepping, tell
 from planner.runtime.peaks import when_begun
 from planner.runtime.recorded import between_steps, loss_seen, stays, workspaces_of
 from planner.runtime.recorder import Recorder
@@ -38,17 +38,6 @@ from planner.runtime.used_gradients import UsedGradients
 
 TRIES = 3  # steps in which nothing could be recorded, before no more are tried
 VAIN = 100  # the same of steps without a backward pass
-
-_watches: weakref.WeakSet[Watch] = weakref.WeakSet()
-_handles: list[Any] = []
-_stepping: list[weakref.ref[optim.Optimizer]] = []  # the optimizers that step now
-
-
-def listen() -> None:
-    """See optimizers step from now on."""
-    if not _handles:
-        _handles.append(register_optimizer_step_pre_hook(_steps))
-        _handles.append(register_optimizer_step_post_hook(_stepped))
 
 
 class Watch:
@@ -84,11 +73,12 @@ class Watch:
         self.first, self.between = True, 0  # bytes that the loop made between the calls of a step, and that stayed
         self._loss_at = -1  # of what may be the loss, or not, its position among the leaves of the output
         self._tries = self._in_vain = 0
+        self._asks = set[Role]()  # of calls whose only backward pass adds to no gradient, as that of `autograd.grad`
         self._rounds = Rounds()  # of the calls that began while no other one waited
         self.together = Together()
         self._gradients = UsedGradients()
         self.compiled = True  # the latest call
-        _watches.add(self)
+        tell(self)
 
     def optimizers(self) -> list[optim.Optimizer]:
         """Those that stepped parameters of the model, and still exist."""
@@ -158,6 +148,8 @@ class Watch:
         self._gradients.call_begins(parameters, optimizer_seen=bool(self.stepped))
         if self.loop.gradients == "accumulated" or (gradients := self._gradients.fate(parameters)) is None:
             return
+        if role in self._asks:  # they need not be cleared before
+            gradients = "accumulated"
         if unused or role in self._fates.dropped:
             self._late = gradients
         else:
@@ -189,6 +181,8 @@ class Watch:
             self._said = True
             warn_between(took, self.budget)
         roles, came_round = [*self._recorded], recorder.came_round
+        if recorder.asks_first and len(recorder.passes) == 1:
+            self._asks.update(roles)
         if self.first:
             self.together.recorded(passes=len(recorder.losses), roles=len(roles))
         self.recorder, between, self.between = None, self.between, 0
@@ -221,7 +215,7 @@ class Watch:
 
         That is while an optimizer calls the model, in its first step, and each call shows something new.
         """
-        inside = not self.stepped and any(self._trains(ref()) for ref in _stepping)
+        inside = not self.stepped and any(map(self._trains, stepping()))
         before, self._told = self._told, self.loop
         return max(0, self._spare) if inside and before != self.loop else 0
 
@@ -317,7 +311,7 @@ class Watch:
             self.recorder = Recorder(model, next(model.parameters()).device, batch, outputs, aside, earlier)
             self.recorder.knows(self.evaluations.left)
             self.evaluations.left = []
-            self.recorder.stepping = any(self._trains(ref()) for ref in _stepping)
+            self.recorder.stepping = any(map(self._trains, stepping()))
             self._recorded, self._numbers = {self._learnt.role: None}, [self._number]
             weakref.finalize(model, self.recorder.end).atexit = False
             switch_on(self.recorder)
@@ -345,22 +339,24 @@ class Watch:
         if self.recorder is not None and self._trains(optimizer):
             self.recorder.stepping = True
 
-    def round_ends(self, optimizer: optim.Optimizer) -> None:
+    def optimizer_stepped(self, optimizer: optim.Optimizer) -> None:
         """An optimizer has stepped; a round ends if it is one of the model's."""
+        if not self.settled or self.loop.gradients != "accumulated" or optimizer not in self.seen:
+            self._sees(optimizer)
         if any(ref() is optimizer for ref in self.stepped):
             self._rounds.end()
             if self.recorder is not None:
                 self.recorder.stepping = False
 
-    def _trains(self, optimizer: optim.Optimizer | None) -> bool:
-        if (model := self._model()) is None or optimizer is None:
+    def _trains(self, optimizer: optim.Optimizer) -> bool:
+        if (model := self._model()) is None:
             return False
         return any(ref() is optimizer for ref in self.stepped) or bool(
             trained_by(optimizer) & {id(p) for p in model.parameters()}
         )
 
-    def optimizer_stepped(self, optimizer: optim.Optimizer) -> None:
-        """An optimizer has stepped: whose parameters, and which gradients it has used."""
+    def _sees(self, optimizer: optim.Optimizer) -> None:
+        """Whose parameters an optimizer has stepped, and which gradients it has used."""
         if (model := self._model()) is None:
             return
         self.seen.add(optimizer)
@@ -379,24 +375,3 @@ class Watch:
 def _backward_of(own: weakref.ref[Watch], number: int) -> None:
     if (watch := own()) is not None:
         watch.backward_of(number)
-
-
-def _steps(optimizer: optim.Optimizer, *_: Any) -> None:
-    """The hook before every optimizer's step."""
-    _steps_no_more(optimizer)  # a step that has raised left it there
-    _stepping.append(weakref.ref(optimizer))
-    for watch in list(_watches):
-        watch.optimizer_steps(optimizer)
-
-
-def _steps_no_more(optimizer: optim.Optimizer) -> None:
-    _stepping[:] = [ref for ref in _stepping if ref() not in (None, optimizer)]
-
-
-def _stepped(optimizer: optim.Optimizer, *_: Any) -> None:
-    """The hook after every optimizer's step."""
-    _steps_no_more(optimizer)
-    for watch in list(_watches):
-        if not watch.settled or watch.loop.gradients != "accumulated" or optimizer not in watch.seen:
-            watch.optimizer_stepped(optimizer)
-        watch.round_ends(optimizer)

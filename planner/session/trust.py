@@ -16,7 +16,6 @@ from planner.planning.pipeline import make_plan
 from planner.requests.planned import Planned
 from planner.session.verify import compare, gradients_of
 
-
 Earlier = dict[tuple[str, ...], PlanRecord]
 
 
