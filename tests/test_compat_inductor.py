@@ -31,7 +31,7 @@ def test_what_inductor_compiles_with_is_named_where_it_is_missing(monkeypatch):
 
 
 def test_inductor_runs_our_partition_and_generates_a_wrapper_that_compiles_nothing():
-    seen, graphs = [], []
+    seen, graphs, passes = [], [], []
 
     def partition(joint, inputs, **options):
         graphs.extend(inductor.default_partition(joint, inputs, **options))
@@ -45,13 +45,14 @@ def test_inductor_runs_our_partition_and_generates_a_wrapper_that_compiles_nothi
         return compile_one
 
     def backend(graph, inputs):
-        return inductor.compile_graph(graph, inputs, partition, looking, near=6)
+        return inductor.compile_graph(graph, inputs, partition, looking, first=passes.append, near=6)
 
     with inductor_config.patch({"cpp.vec_isa_ok": True}):
         x = torch.randn(8, 8, requires_grad=True)
         torch.compile(lambda t: (t @ t).sin().exp().sum(), backend=backend)(x).backward()
     assert [backward for _, backward in seen] == [False, True]
     assert len(graphs) == 2
+    assert len(passes) == 1  # the joint graph, before Inductor has changed it
     generated = seen[0][0]
     assert {node.op for node in generated.realised.values()} == {"call_function"}
     called, allocated = [], []

@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import re
 import shutil
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -33,10 +34,11 @@ PARTS = {
     "torch._inductor.choices": "InductorChoices",
     "torch._inductor.compile_fx": "compile_fx compile_fx_inner",
     "torch._inductor.config": (
-        "cpp custom_partitioner_fn inductor_choices_class reorder_for_peak_memory cpp_wrapper fx_graph_cache"
+        "cpp custom_partitioner_fn inductor_choices_class reorder_for_peak_memory cpp_wrapper fx_graph_cache "
+        "joint_custom_pre_pass"
     ),
     "torch._inductor.cpp_builder": "get_cpp_compiler",
-    "torch._inductor.custom_graph_pass": "CustomPartitionerFn",
+    "torch._inductor.custom_graph_pass": "CustomGraphPass CustomPartitionerFn",
     "torch._inductor.graph": "GraphLowering",
     "torch._functorch.partitioners": "min_cut_rematerialization_partition",
     "torch._inductor.codegen.cpp": "CppScheduling TilingSelect",
@@ -80,6 +82,7 @@ def compile_graph(
     partition: Partition,
     inner: Callable[[Inner], Inner],
     *,
+    first: Callable[[fx.Graph], None],
     near: int | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
@@ -93,15 +96,17 @@ def compile_graph(
         inputs: example inputs.
         partition: as `CustomPartitionerFn`: a joint graph, its inputs, `num_fwd_outputs` -> forward and backward.
         inner: Inductor's own compiler of one graph -> what compiles each graph in its place.
+        first: called with the joint graph before Inductor's passes over it.
         near: how many steps (`meta[STEP]`) nodes lie apart, at most, that come together in the code; None for any.
         settings: of `torch._inductor.config`, by name, as `torch.compile(options=)` takes them.
     """
     from torch._inductor import compile_fx as module
 
-    from planner.compat.inductor_hooks import Near, Partitioner, chosen
+    from planner.compat.inductor_hooks import First, Near, Partitioner, chosen
 
     own = copied(graph)
     patches = {**(settings or {}), "custom_partitioner_fn": Partitioner(partition, near), "cpp_wrapper": False}
+    patches["joint_custom_pre_pass"] = First(first)
     if near is not None:
         patches |= {"inductor_choices_class": Near, "reorder_for_peak_memory": False}
     together = nullcontext() if near is None else chosen(near)
@@ -119,7 +124,7 @@ def copied(graph: fx.GraphModule) -> fx.GraphModule:
     By these AOTAutograd tells parameters, which stay where they are, from other inputs, and Inductor's own partition
     depends on that (`_try_get_metadata_from_dynamo`, 2.11 to 2.15).
     """
-    own = fx.GraphModule(graph, copy.deepcopy(graph.graph))
+    own = _copy_of(graph)
     own.meta = dict(graph.meta)
     if hasattr(graph, "_param_name_to_source"):
         own._param_name_to_source = graph._param_name_to_source
@@ -129,13 +134,28 @@ def copied(graph: fx.GraphModule) -> fx.GraphModule:
     return own
 
 
-def default_partition(joint: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Partitioned:
-    """Inductor's own partition of a joint graph, which is not changed (`min_cut_rematerialization_partition`)."""
+def default_partition(
+    joint: fx.GraphModule, inputs: Sequence[Any], *, cse: bool | None = None, **options: Any
+) -> Partitioned:
+    """Inductor's own partition of a joint graph, which is not changed (`min_cut_rematerialization_partition`).
+
+    Args:
+        joint: the graph.
+        inputs: its inputs.
+        cse: whether what is computed twice is computed once; None as torch is set.
+        options: of the partition.
+    """
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-    own = fx.GraphModule(joint, copy.deepcopy(joint.graph))
-    found: Partitioned = min_cut_rematerialization_partition(own, inputs, **options)
+    with functorch_config.patch({} if cse is None else {"cse": cse}):
+        found: Partitioned = min_cut_rematerialization_partition(_copy_of(joint), inputs, **options)
     return found
+
+
+def _copy_of(graph: fx.GraphModule) -> fx.GraphModule:
+    with warnings.catch_warnings():  # torch's own class for the leaves of arguments warns when it is copied
+        warnings.filterwarnings("ignore", r".*LeafSpec", FutureWarning)
+        return fx.GraphModule(graph, copy.deepcopy(graph.graph))
 
 
 @dataclass(frozen=True)

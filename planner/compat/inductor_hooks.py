@@ -16,7 +16,7 @@ from torch import fx
 from torch._inductor.choices import InductorChoices
 from torch._inductor.codegen.cpp import CppScheduling
 from torch._inductor.codegen.wrapper import AllocateLine
-from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 from torch._inductor.pattern_matcher import FailedMatch, Match, PatternExpr
 from torch._inductor.virtualized import V
 
@@ -53,6 +53,28 @@ class Partitioner(CustomPartitionerFn):
         return str, (self.uuid(),)
 
     def __deepcopy__(self, memo: Any) -> Partitioner:
+        return self
+
+
+class First(CustomGraphPass):
+    """A pass of ours over a joint graph before Inductor's own (`config.joint_custom_pre_pass`).
+
+    What is compiled does not depend on it but by the graph, which is in the keys of caches.
+    """
+
+    def __init__(self, graph_pass: Callable[[fx.Graph], None]) -> None:
+        self.graph_pass = graph_pass
+
+    def __call__(self, graph: fx.Graph) -> None:
+        self.graph_pass(graph)
+
+    def uuid(self) -> str:
+        return f"planner {self.graph_pass.__name__} {RULES}"
+
+    def __reduce__(self) -> Any:
+        return str, (self.uuid(),)
+
+    def __deepcopy__(self, memo: Any) -> First:
         return self
 
 

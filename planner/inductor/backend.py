@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from planner.capture.joint_graph import is_tangent
+from planner.capture.passes.tangents import take_marks_off, whole_gradients
 from planner.capture.regions.region import Region
 from planner.capture.trace.arrival import Arrivals
 from planner.capture.trace.dynamo import GraphCompiler, Partition, traced_alike
@@ -102,14 +103,22 @@ def capturing(sources: list[Source], settings: Settings = ()) -> GraphCompiler:
             region = read(joint, num_fwd_outputs)
             partition(region)
             found.append(region)
-            return default_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **options)
+            return _own_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **options)
 
         with lstms_in_steps():
-            compiled = compile_graph(graph, examples, split, _op_by_op, settings=dict(settings))
+            compiled = compile_graph(graph, examples, split, _op_by_op, first=take_marks_off, settings=dict(settings))
         sources.extend(Source(own, examples, tuple(arrivals.cut), region) for region in found)
         return compiled
 
     return compile
+
+
+def _own_partition(joint: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Graphs:
+    """Inductor's; two whole gradients that are computed alike stay two, as more may come to either."""
+    parts = default_partition(joint, inputs, **options)
+    if whole_gradients(joint.graph).keys() <= whole_gradients(parts[1].graph).keys():
+        return parts
+    return default_partition(joint, inputs, cse=False, **options)
 
 
 def _op_by_op(_own: Inner) -> Inner:
@@ -139,7 +148,7 @@ def look(source: Source, partition: Partition | None, settings: Settings = (), n
                 "plan with mode='aten'"
             )
         parts = (
-            default_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **options)
+            _own_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **options)
             if partition is None
             else partition(region)
         )
@@ -148,7 +157,15 @@ def look(source: Source, partition: Partition | None, settings: Settings = (), n
 
     apart = None if partition is None else near
     with traced_alike(), lstms_in_steps():
-        compile_graph(source.graph, source.inputs, split, looking.compiler, near=apart, settings=dict(settings))
+        compile_graph(
+            source.graph,
+            source.inputs,
+            split,
+            looking.compiler,
+            first=take_marks_off,
+            near=apart,
+            settings=dict(settings),
+        )
     return looking.look(*found[-1])
 
 
@@ -168,7 +185,7 @@ def compiling(*, own: bool = False, settings: Settings = (), near: int = 0) -> G
             arrivals.read(joint.graph)
             forward, backward = partition(read(joint, num_fwd_outputs))
             if own:
-                forward, backward = default_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **options)
+                forward, backward = _own_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **options)
             arrivals.write(forward, backward)
             return forward, backward
 
@@ -181,6 +198,8 @@ def compiling(*, own: bool = False, settings: Settings = (), near: int = 0) -> G
 
         apart = None if own else near
         with lstms_in_steps():
-            return compile_graph(graph, examples, split, compiler, near=apart, settings=dict(settings))
+            return compile_graph(
+                graph, examples, split, compiler, first=take_marks_off, near=apart, settings=dict(settings)
+            )
 
     return compile

@@ -52,11 +52,12 @@ def trusted(planned: Planned, earlier: Earlier) -> Planned:
     else:
         other, with_what = _op_by_op(planned), "mode='aten'"
     try:
-        ours, theirs, dtype = gradients_of(planned), gradients_of(other), _least_precise(planned)
+        ours, theirs = (gradients_of(each, request) for each in (planned, other))
+        dtype = _least_precise(planned)
         error, agree = compare(ours, theirs, dtype)
         within = f"within {error:.1e}"
         if not agree and ours.keys() == theirs.keys():
-            agree = compare(ours, theirs, dtype, gradients_of(other, nudged=True))[1]
+            agree = compare(ours, theirs, dtype, gradients_of(other, request, nudged=True))[1]
             within = "but for rounding errors of terms that cancel"
     except torch.OutOfMemoryError:
         return _noted(planned, f"Its gradients could not be compared with those of {with_what}, for lack of memory.")

@@ -18,6 +18,7 @@ from planner.capture.trace.state_guard import ModelSnapshot
 from planner.capture.trace.step import TrainingGraph
 from planner.compat.autograd import post_accumulate_hooks
 from planner.core.call import here, tensors_in
+from planner.core.host import aside
 from planner.core.objects import leaves, with_tensors
 from planner.core.options import GB
 from planner.core.plan import PlanRecord
@@ -127,7 +128,7 @@ def _step(request: Request, args: Any, extra: Mapping[str, Any]) -> None:
     with under(request.surroundings, model):
         for _ in range(request.in_flight):
             output = model(*args, **extra)
-            losses.append(_loss(request.loss_fn, output))
+            losses.append(_loss(request, output))
             held = request.loop.outputs_held
             outputs.append([t for at, t in enumerate(leaves(output)) if held is None or at in held])
             del output
@@ -152,16 +153,17 @@ def _apart(t: torch.Tensor) -> torch.Tensor:
     )
 
 
-def gradients_of(planned: Planned, *, nudged: bool = False) -> Gradients:
-    """The gradients of one real step under a plan, on its own batch, by the names of parameters; on the CPU.
+def gradients_of(planned: Planned, request: Request, *, nudged: bool = False) -> Gradients:
+    """The gradients of one real step under a plan, by the names of parameters; on the CPU.
 
     The model, which may run under another plan, and its gradients are left as they were.
 
     Args:
         planned: the plan.
+        request: whose batch and loss the step is of; a plan for less than was asked for may be one for other gradients.
         nudged: whether each number of the parameters is off by `NUDGE` units in the last place, up or down.
     """
-    request, model = planned.request, planned.request.model
+    model = request.model
     with (
         taken_off(model),
         torch.inference_mode(False),
@@ -173,7 +175,7 @@ def gradients_of(planned: Planned, *, nudged: bool = False) -> Gradients:
             if nudged:
                 _nudge(model)
             _step(request, request.args or (), request.kwargs)
-            return {name: here(p.grad).cpu() for name, p in model.named_parameters() if p.grad is not None}
+            return {name: aside(here(p.grad)) for name, p in model.named_parameters() if p.grad is not None}
         finally:
             detach(model)
 
@@ -231,15 +233,16 @@ class _Measured:
     gradients: dict[str, torch.Tensor]
 
 
-def _loss(loss_fn: Callable[[Any], torch.Tensor] | None, output: Any) -> torch.Tensor:
-    if loss_fn is not None:
-        return checked_loss(loss_fn, output)
+def _loss(request: Request, output: Any) -> torch.Tensor:
+    if request.loss_fn is not None:
+        return checked_loss(request.loss_fn, output)
     if (loss := find_loss(output)) is not None:
         return loss
-    parts = [t.mean() for t in leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
+    parts = {at: t.mean() for at, t in enumerate(leaves(output)) if isinstance(t, torch.Tensor) and t.requires_grad}
     if not parts:
         raise BatchError("the model's output holds nothing that needs a gradient")
-    return torch.stack(parts).sum()
+    reached = [t for at, t in parts.items() if at not in request.loop.unreached]
+    return torch.stack(reached or [*parts.values()]).sum()
 
 
 def _sum(resident: int, beside: int | None) -> int | None:
@@ -284,8 +287,8 @@ def _measured(
         peak, taken = _sum(-before, peak), _sum(-before, taken)
     else:
         peak, taken = record_allocations(step).peak(), None
-    # off the GPU: the next step has to fit beside them
-    gradients = {name: here(p.grad).cpu() for name, p in model.named_parameters() if p.grad is not None}
+    # the next step has to fit beside them
+    gradients = {name: aside(here(p.grad)) for name, p in model.named_parameters() if p.grad is not None}
     again()
     return _Measured(peak, taken, seconds, gradients)
 

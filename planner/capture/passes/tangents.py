@@ -28,6 +28,7 @@ from planner.errors import ApplyError
 _ATEN = torch.ops.aten
 _VIEWS = {_ATEN.view.default, _ATEN._unsafe_view.default}
 _WHOLE = "planner_whole_gradient"  # in a node's `meta`: the position of the output
+_MARKED = "planner_marked"  # the same, and the node's name and target, while the marks are off the graph
 
 
 def mark_whole(graph: fx.GraphModule) -> None:
@@ -55,8 +56,32 @@ def _whole(at: int, gradient: torch.Tensor) -> torch.Tensor:
     return whole
 
 
+def take_marks_off(graph: fx.Graph) -> None:
+    """Write the marks of a joint graph on what they mark, in place, before passes that remove aliases.
+
+    `read_marks` puts them back. A gradient of two outputs at once is not marked: a mark would be that of either.
+    """
+    for node in graph.nodes:
+        at = (node.meta.get("custom") or {}).get(_WHOLE)
+        if at is not None and node.target is _ATEN.alias.default and len(node.args[0].users) == 1:
+            gradient = node.args[0]
+            gradient.meta[_MARKED] = at, gradient.name, gradient.target
+
+
+def _put_marks_on(graph: fx.Graph) -> None:
+    for node in list(graph.nodes):
+        at, *marked = node.meta.pop(_MARKED, (None,))
+        if marked == [node.name, node.target]:  # others may have been given its `meta`
+            with graph.inserting_after(node):
+                mark = graph.call_function(_ATEN.alias.default)
+            node.replace_all_uses_with(mark)
+            mark.args = (node,)
+            mark.meta.update(val=node.meta["val"], custom={_WHOLE: at})
+
+
 def read_marks(graph: fx.Graph) -> None:
     """Write the marks of a joint graph where rewrites keep them; drop those of gradients from outside alone."""
+    _put_marks_on(graph)
     for node in list(graph.nodes):
         at = (node.meta.get("custom") or {}).get(_WHOLE)
         if at is not None and node.target is _ATEN.alias.default:

@@ -26,12 +26,13 @@ from planner.capture.passes.tangents import (
 from planner.capture.passes.whole_ops import write_whole
 from planner.capture.trace.parts import HANDING, PART, Handing, Parts, in_parts
 from planner.compat.autograd import leaves_of, running_node, skip_undefined
+from planner.compat.fake import unset_fake_temporarily
 from planner.compat.fx import boxed, takes_a_list
 from planner.core.loop import LaidOut
 from planner.errors import ApplyError, warn
 
 _UNFUSED = (
-    "some outputs of the model get no gradient that the plan counts on: this backward pass runs op by op, not as "
+    "gradients come to other outputs of the model than the plan counts on: this backward pass runs op by op, not as "
     "Inductor compiled it, and may take more memory. Plan with loss_fn=, which says which outputs do, or mode='aten'"
 )
 _WHOLE_OPS = (
@@ -94,6 +95,7 @@ class Arrivals:
     _entering: tuple[_Entering, ...] = ()
     _written: dict[_Way, Boxed] = field(default_factory=dict)
     _parts: Parts | None = None
+    _warned: bool = False
 
     def read(self, joint: fx.Graph) -> None:
         """Read the joint graph, and take the gradients out that are not planned, in place."""
@@ -129,7 +131,7 @@ class Arrivals:
             graph: the backward graph.
             compiled: the same, compiled for all gradients; None for op by op.
         """
-        planned = compiled or boxed(graph)
+        planned = boxed(graph) if compiled is None else _given_all(graph, compiled)
 
         def call(arguments: list[Any]) -> Any:
             node = running_node()
@@ -138,13 +140,18 @@ class Arrivals:
                 handing: Handing | None = getattr(node, HANDING, None)
                 gradients = None if handing is None else handing.begin(arguments)
                 return planned(arguments) if gradients is None else gradients
-            if compiled is not None and not self._written:
-                warn(_UNFUSED)
+            if compiled is not None and way in self._written:  # once may be before the loop is known
+                self._warn_unfused()
             for leaf in leaves_of(node, PART) if way.missing else ():
                 skip_undefined(leaf)
             return self._by(way)(arguments)
 
         return takes_a_list(call)
+
+    def _warn_unfused(self) -> None:
+        if not self._warned:
+            self._warned = True
+            warn(_UNFUSED)
 
     def handing(self) -> Handing | None:
         """For a call of the graph, whose gradients go out in parts; None where they do not."""
@@ -210,6 +217,25 @@ class Arrivals:
             leave_out(graph, [n for at, n in enumerate(inputs) if at in way.missing])
             self._written[way] = boxed(fx.GraphModule(self._graph, graph))
         return self._written[way]
+
+
+def _given_all(graph: fx.GraphModule, compiled: Boxed) -> Boxed:
+    """What is compiled, called with tensors without memory for gradients that it does not read and that are None.
+
+    Inductor's code looks at their sizes nevertheless (torch 2.11).
+    """
+    unread = {at: n.meta["val"] for at, n in enumerate(graph.graph.find_nodes(op="placeholder")) if not n.users}
+    tangents = {at: t for at, t in unread.items() if isinstance(t, torch.Tensor)}
+    with unset_fake_temporarily():
+        empty = {at: torch.empty_strided(t.shape, t.stride(), device="meta") for at, t in tangents.items()}
+
+    def call(arguments: list[Any]) -> Any:
+        for at, t in empty.items():
+            if arguments[at] is None:
+                arguments[at] = t
+        return compiled(arguments)
+
+    return call
 
 
 class _Watched(torch.autograd.Function):

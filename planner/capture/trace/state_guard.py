@@ -21,6 +21,7 @@ from planner.compat.fake import FakeTensor
 from planner.compat.modules import buffers_of, hook_tables, modules_in, parameters_in, tables_of
 from planner.compat.tensors import TorchDispatchMode, storage_key
 from planner.core.call import inside, tensors_in
+from planner.core.host import bytes_of, like
 from planner.core.objects import with_tensors
 from planner.devices.accelerator import accelerator_of
 
@@ -94,7 +95,7 @@ class ParameterWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if t.layout == torch.strided and (own := self._own.pop(storage_key(t), None)) is not None:
                 self.names.add(own[0])
                 if self._keep:
-                    self.before.append((own[1], _bytes_of(own[1])))
+                    self.before.append((own[1], bytes_of(own[1])))
         return func(*args, **(kwargs or {}))
 
 
@@ -117,12 +118,12 @@ class ModelSnapshot:
         written = [p for name, p in model.named_parameters() if name in parameters] if parameters else []
         own = chain.from_iterable(buffers_of(module).values() for module in modules_in(model))
         changing = [*{id(b): b for b in own if b is not None}.values(), *written]
-        self._contents = [(b, _bytes_of(b)) for each in changing if not each.is_meta for b in inside(each)]
+        self._contents = [(b, bytes_of(b)) for each in changing if not each.is_meta for b in inside(each)]
         devices = dict.fromkeys(t.device for t in (*parameters_in(modules_in(model)), *others))
         here = [(accelerator, d) for d in devices if (accelerator := accelerator_of(d)) is not None]
         self._generators = [(accelerator, d, accelerator.random_state(d)) for accelerator, d in here]
         self._own = [(g, g.get_state()) for g in generators_of(model)]
-        self._random, self._undraw = _bytes_of(torch.get_rng_state()), undrawing(model)
+        self._random, self._undraw = bytes_of(torch.get_rng_state()), undrawing(model)
 
     def restore(self) -> None:
         """Put the state back; buffers that have not changed are not written into."""
@@ -196,18 +197,11 @@ def _parts(module: nn.Module) -> tuple[str, ...]:
     return tuple([name for table in tables_of([module]) for name, own in table.items() if own is not None])
 
 
-def _bytes_of(t: torch.Tensor) -> Any:
-    found = np.empty(t.numel() * t.element_size(), np.uint8)
-    # `t.numpy()` would leave a storage that cannot be resized
-    torch.from_numpy(found).view(t.dtype).view(t.shape).copy_(t.detach())
-    return found
-
-
 def _put_back(contents: Iterable[tuple[torch.Tensor, Any]]) -> None:
     with torch.no_grad():
         for t, saved in contents:
-            if not np.array_equal(_bytes_of(t), saved):
-                t.copy_(torch.from_numpy(saved).view(t.dtype).view(t.shape))
+            if not np.array_equal(bytes_of(t), saved):
+                t.copy_(like(saved, t))
 
 
 @contextmanager
