@@ -324,7 +324,7 @@ def test_wrong_gradients_leave_the_model_with_aten_and_a_note(everything, monkey
 
     monkeypatch.setattr(planner.session.trust, "gradients_of", wrong)
     with pytest.warns(PlanWarning, match="Inductor compiled differ"):
-        found = planner.session.trust.trusted(roomy.source, {})
+        found = planner.session.trust.trusted(roomy.source, {}, [])
     assert calls == ["inductor", "aten", "aten"]
     assert found.record.options.mode == "aten"
     assert "differ from those of mode='aten'" in found.record.note
@@ -423,6 +423,43 @@ def test_outputs_that_the_loop_leaves_out_leave_the_backward_pass_compiled_and_e
     assert seen.losses == pytest.approx(unplanned.losses)
 
 
+class Pooled(HiddenStates):
+    def __init__(self):
+        super().__init__()
+        self.pool = nn.Linear(64, 64)
+
+    def forward(self, x):
+        y, hidden = super().forward(x)
+        return y, self.pool(hidden[-1]).tanh()
+
+
+def test_an_output_that_never_gets_a_gradient_leaves_the_model_with_aten_and_within_its_budget():
+    notes = []
+
+    def never_pooled(put, ended):
+        model = put(Pooled())
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(6):
+            optimizer.zero_grad()
+            loss = nn.functional.nll_loss(model(torch.randn(512, 64))[0], torch.randint(64, (512,)))
+            loss.backward()
+            optimizer.step()
+            ended(loss)
+        notes.extend(p.note for p in [applied_plan(model)] if p)
+
+    def compiled_first(put, ended):
+        def put_compiled(model):
+            model.compile()
+            return put(model)
+
+        never_pooled(put_compiled, ended)
+
+    unplanned, seen = judged(Loop(compiled_first))
+    assert "no gradient to some outputs" in notes[0]
+    assert seen.peak <= max(seen.predicted) <= seen.budget
+    assert seen.losses == pytest.approx(unplanned.losses)
+
+
 class Alike(nn.Module):
     """Two outputs whose gradients from the model are computed alike, by ops of their own."""
 
@@ -431,8 +468,8 @@ class Alike(nn.Module):
         self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
 
     def forward(self, x):
-        hidden = [self.a(x), torch.zeros(()), self.b(x), torch.zeros(()), self.a(x + 1)]
-        return (torch.sin(hidden[2] * 2 + hidden[4] * 2)), hidden
+        hidden = [self.a(x + 1), self.b(x)]
+        return torch.sin(hidden[0] * 2 + hidden[1] * 2), hidden
 
 
 @pytest.mark.parametrize(("kind", "late"), [(HiddenStates, 1), (HiddenStates, 3), (Alike, 3)])
@@ -445,7 +482,7 @@ def test_a_gradient_of_an_output_that_was_left_out_so_far_is_not_lost(kind, late
         for trained in (model, twin):
             trained.zero_grad()
             y, hidden = trained(x)
-            (y.square().mean() + (hidden[2].mean() + hidden[4].sin().mean() if at >= late else 0)).backward()
+            (y.square().mean() + (hidden[0].mean() + hidden[1].sin().mean() if at >= late else 0)).backward()
         for name, gradient in gradients(twin).items():
             torch.testing.assert_close(gradients(model)[name], gradient, rtol=1e-4, atol=1e-6)
 

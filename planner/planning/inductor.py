@@ -120,6 +120,13 @@ def _graphs(graph: FusedGraph, planned: PlannedRegion) -> Callable[[], tuple[Gra
     return graphs
 
 
+def planned_in_vain(request: Request, graph: TrainingGraph) -> tuple[int, ...]:
+    """The leaves of the model's output whose gradients have a place in a plan, and did not come in the loop."""
+    cut = {at for key, order in graph.order.items() if 0 in order for at in graph.detached.get(key, ())}
+    found = {at: graph.outputs[at] for at in request.loop.unreached if at < len(graph.outputs)}
+    return tuple(at for at, output in found.items() if output is not None and output[1] not in cut)
+
+
 def _same(
     request: Request, graph: FusedGraph, known: Known, lower: Callable[[TrainingGraph, Estimates], Step]
 ) -> Planned | None:

@@ -236,7 +236,7 @@ class Provider:
             seen = replace(seen, gradients=self.loops.get(role, self.loop).gradients)
         if self.apart or seen.unreached:
             fused = self.request.options.mode == "inductor"  # one that does not arrive takes all of the fusion
-            left_out = worth_leaving_out(self._captured(role), seen, 0 if fused else self._tolerance)
+            left_out = seen.unreached if fused else worth_leaving_out(self._captured(role), seen, self._tolerance)
             seen = replace(seen, around=0 if self.apart else seen.around, unreached=left_out)
         found = [] if self.request.optimizer is not None else stepped
         if role and self.loops and role not in self.loops:  # there is no plan yet

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -11,28 +12,36 @@ import torch
 from planner.core.plan import PlanRecord
 from planner.core.recipe import PlannedRegion, Recipe
 from planner.errors import InfeasibleBudgetError, warn
-from planner.planning.inductor import in_aten
+from planner.planning.inductor import in_aten, planned_in_vain
 from planner.planning.pipeline import make_plan
 from planner.requests.planned import Planned
 from planner.session.verify import compare, gradients_of
 
 Earlier = dict[tuple[str, ...], PlanRecord]
 
+_NOT_ALL = (
+    "the loop gives no gradient to some outputs of the model that nothing else is computed from, and mode='inductor' "
+    "compiles a backward pass for all (loss_fn= says which outputs get one): the model trains with mode='aten'"
+)
+
 
 def trusting() -> Callable[[Planned], Planned]:
     """`trusted()` for the plans of one model, which remembers those that it has compared."""
-    return partial(trusted, earlier={})
+    return partial(trusted, earlier={}, given_up=[])
 
 
-def trusted(planned: Planned, earlier: Earlier) -> Planned:
+def trusted(planned: Planned, earlier: Earlier, given_up: list[str]) -> Planned:
     """A plan whose gradients on its own batch are those of mode "aten", or a plan of that mode with a note of why.
 
     A step that draws random numbers draws others there: it is compared with Inductor's own, with everything kept, which
-    may take more than the budget; a later plan of the same graphs with the one before, which does not.
+    may take more than the budget; a later plan of the same graphs with the one before, which does not. Where gradients
+    were planned that do not come, the plan is one of mode "aten", if that fits: the backward pass would run op by op,
+    and take what nobody counts.
 
     Args:
         planned: the plan.
         earlier: the latest plans that were compared and that draw, by the fingerprints of their graphs; it is added.
+        given_up: why the model trains with mode "aten"; it is added, for the plans that come after it.
 
     Raises:
         InfeasibleBudgetError: the gradients are wrong, and mode "aten" needs more than the budget.
@@ -40,7 +49,10 @@ def trusted(planned: Planned, earlier: Earlier) -> Planned:
     recipe, request = planned.record.recipe, planned.request
     regions = _fused(recipe) if isinstance(recipe, Recipe) else []
     if not regions or request.args is None:
-        return planned
+        return _noted(planned, " ".join(given_up))
+    if planned.captured is not None and planned_in_vain(request, planned.captured):
+        with suppress(InfeasibleBudgetError):
+            return _in_aten(planned, _NOT_ALL, given_up)
     draws, graphs = any(r.draws for r in regions), tuple(r.fingerprint for r in regions)
     if draws and all(r.own for r in regions):
         earlier[graphs] = planned.record
@@ -65,12 +77,19 @@ def trusted(planned: Planned, earlier: Earlier) -> Planned:
         if draws:
             earlier[graphs] = planned.record
         return _noted(planned, f"On the first batch its gradients are those of {with_what} ({within}).")
-    text = (
+    return _in_aten(
+        planned,
         f"the gradients of the graphs that Inductor compiled differ from those of {with_what} (by {error:.1e} of the "
-        "largest in a parameter): the model trains with mode='aten'"
+        "largest in a parameter): the model trains with mode='aten'",
+        given_up,
     )
-    warn(text)
-    return _noted(make_plan(in_aten(request)), f"{text[:1].upper()}{text[1:]}.")
+
+
+def _in_aten(planned: Planned, why: str, given_up: list[str]) -> Planned:
+    found = make_plan(in_aten(planned.request))
+    warn(why)
+    given_up.append(f"{why[:1].upper()}{why[1:]}.")
+    return _noted(found, given_up[-1])
 
 
 def _fused(recipe: Recipe) -> list[PlannedRegion]:
