@@ -704,6 +704,31 @@ def adversarial(put: Put, ended: Ended) -> None:
         ended(loss)
 
 
+class Pooled(nn.Module):
+    """Returns its last states, and what a head makes of the first of them, as BERT does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm, self.pooler = mlp(64, 3), nn.LayerNorm(64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        states = self.norm(self.body(x))
+        return states, torch.tanh(self.pooler(states[:, 0]))
+
+
+def without_the_pooled(put: Put, ended: Ended) -> None:
+    """The states that a head of the model's own has read are freed by whoever reads them last."""
+    model, head = put(Pooled()), nn.Linear(64, 4)
+    optimizer = torch.optim.AdamW([*model.parameters(), *head.parameters()], lr=1e-3)
+    for _ in range(STEPS):
+        x, y = torch.randn(32, 32, 64), torch.randint(4, (32,))
+        loss = F.cross_entropy(head(model(x)[0][:, 0]), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ended(loss)
+
+
 def attacked_before_clearing(put: Put, ended: Ended) -> None:
     """A call for the gradient of the batch alone, while the gradients of the step before are still there."""
     model = put(mlp(64, 6))
@@ -1504,6 +1529,7 @@ LOOPS: dict[str, Loop] = {
     "triplet": Loop(triplet),
     "target_network": Loop(target_network),
     "adversarial": Loop(adversarial, plans=3),
+    "without_the_pooled": Loop(without_the_pooled, off=0.03),
     "attacked_before_clearing": Loop(attacked_before_clearing, plans=4),
     "projected_gradients": Loop(projected_gradients, plans=5),
     "pseudo_labels": Loop(pseudo_labels, plans=3),

@@ -17,13 +17,17 @@ __all__ = ["PlainAOTInput", "PlainAOTOutput", "TangentAOTInput", "boxed", "root_
 def boxed(graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
     """A graph as a callable that takes one list and empties it, so that an input is freed after its last use.
 
-    The graph's own code is changed.
+    One that nothing uses is freed at once. The graph's own code is changed.
     """
     bind(graph.graph)
     graph.graph.set_codegen(_BoxedCodeGen())
     graph.recompile()
 
+    unread = [at for at, n in enumerate(graph.graph.find_nodes(op="placeholder")) if not n.users]
+
     def call(arguments: list[Any]) -> Any:
+        for at in unread:
+            arguments[at] = None
         return graph.forward(arguments)
 
     return takes_a_list(call)
