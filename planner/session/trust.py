@@ -49,7 +49,7 @@ def trusted(planned: Planned, earlier: Earlier, given_up: list[str]) -> Planned:
     recipe, request = planned.record.recipe, planned.request
     regions = _fused(recipe) if isinstance(recipe, Recipe) else []
     if not regions or request.args is None:
-        return _noted(planned, " ".join(given_up))
+        return _noted(planned, " ".join(given_up)) if given_up else planned
     if planned.captured is not None and planned_in_vain(request, planned.captured):
         with suppress(InfeasibleBudgetError):
             return _in_aten(planned, _NOT_ALL, given_up)
