@@ -47,12 +47,14 @@ def test_inductor_runs_our_partition_and_generates_a_wrapper_that_compiles_nothi
     def backend(graph, inputs):
         return inductor.compile_graph(graph, inputs, partition, looking, first=passes.append, near=6)
 
-    with inductor_config.patch({"cpp.vec_isa_ok": True}):
+    own = []
+    with inductor_config.patch({"cpp.vec_isa_ok": True, "joint_custom_pre_pass": own.append}):
         x = torch.randn(8, 8, requires_grad=True)
         torch.compile(lambda t: (t @ t).sin().exp().sum(), backend=backend)(x).backward()
     assert [backward for _, backward in seen] == [False, True]
     assert len(graphs) == 2
     assert len(passes) == 1  # the joint graph, before Inductor has changed it
+    assert own == passes  # a pass that the user has set still runs
     generated = seen[0][0]
     assert {node.op for node in generated.realised.values()} == {"call_function"}
     called, allocated = [], []

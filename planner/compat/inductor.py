@@ -101,12 +101,13 @@ def compile_graph(
         settings: of `torch._inductor.config`, by name, as `torch.compile(options=)` takes them.
     """
     from torch._inductor import compile_fx as module
+    from torch._inductor import config
 
     from planner.compat.inductor_hooks import First, Near, Partitioner, chosen
 
     own = copied(graph)
     patches = {**(settings or {}), "custom_partitioner_fn": Partitioner(partition, near), "cpp_wrapper": False}
-    patches["joint_custom_pre_pass"] = First(first)
+    patches["joint_custom_pre_pass"] = First(first, config.joint_custom_pre_pass)
     if near is not None:
         patches |= {"inductor_choices_class": Near, "reorder_for_peak_memory": False}
     together = nullcontext() if near is None else chosen(near)

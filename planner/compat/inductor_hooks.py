@@ -24,7 +24,17 @@ STEP = "planner_step"  # in a node's `meta`: the step of a schedule that it is o
 RULES = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()  # what is compiled depends on this module
 
 
-class Partitioner(CustomPartitionerFn):
+class _Hook:
+    """What stands for a hook of ours in the keys of caches, and in copies of the settings."""
+
+    def __reduce__(self) -> Any:
+        return str, (self.uuid(),)  # type: ignore[attr-defined]
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self
+
+
+class Partitioner(_Hook, CustomPartitionerFn):
     """A partition of ours (`config.custom_partitioner_fn`); in keys of caches it stands for the steps of its nodes.
 
     Args:
@@ -49,33 +59,28 @@ class Partitioner(CustomPartitionerFn):
     def uuid(self) -> str:
         return f"planner {self.key}"
 
-    def __reduce__(self) -> Any:
-        return str, (self.uuid(),)
 
-    def __deepcopy__(self, memo: Any) -> Partitioner:
-        return self
-
-
-class First(CustomGraphPass):
-    """A pass of ours over a joint graph before Inductor's own (`config.joint_custom_pre_pass`).
+class First(_Hook, CustomGraphPass):
+    """A pass of ours over a joint graph before Inductor's own (`config.joint_custom_pre_pass`), after the user's.
 
     What is compiled does not depend on it but by the graph, which is in the keys of caches.
+
+    Args:
+        graph_pass: ours.
+        others: what the setting was before: a pass, several of them, or None.
     """
 
-    def __init__(self, graph_pass: Callable[[fx.Graph], None]) -> None:
+    def __init__(self, graph_pass: Callable[[fx.Graph], None], others: Any) -> None:
         self.graph_pass = graph_pass
+        self.others = tuple(others) if isinstance(others, (list, tuple)) else (others,) if others else ()
 
     def __call__(self, graph: fx.Graph) -> None:
-        self.graph_pass(graph)
+        for each in (*self.others, self.graph_pass):
+            each(graph)
 
-    def uuid(self) -> str:
-        return f"planner {self.graph_pass.__name__} {RULES}"
-
-    def __reduce__(self) -> Any:
-        return str, (self.uuid(),)
-
-    def __deepcopy__(self, memo: Any) -> First:
-        return self
+    def uuid(self) -> str | None:
+        others = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in self.others]
+        return None if None in others else f"planner {self.graph_pass.__name__} {RULES} {others}"
 
 
 class Near(InductorChoices):

@@ -120,11 +120,11 @@ def _graphs(graph: FusedGraph, planned: PlannedRegion) -> Callable[[], tuple[Gra
     return graphs
 
 
-def planned_in_vain(request: Request, graph: TrainingGraph) -> tuple[int, ...]:
-    """The leaves of the model's output whose gradients have a place in a plan, and did not come in the loop."""
+def planned_in_vain(request: Request, graph: TrainingGraph) -> bool:
+    """Whether gradients of the model's outputs have a place in a plan that did not come in the loop."""
     cut = {at for key, order in graph.order.items() if 0 in order for at in graph.detached.get(key, ())}
-    found = {at: graph.outputs[at] for at in request.loop.unreached if at < len(graph.outputs)}
-    return tuple(at for at, output in found.items() if output is not None and output[1] not in cut)
+    found = (graph.outputs[at] for at in request.loop.unreached if at < len(graph.outputs))
+    return any(output is not None and output[1] not in cut for output in found)
 
 
 def _same(

@@ -136,6 +136,11 @@ def _step(request: Request, args: Any, extra: Mapping[str, Any]) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
 
 
+def _gradients(model: nn.Module) -> Gradients:
+    """Copies of the gradients, beside which the next step has to fit."""
+    return {name: aside(here(p.grad)) for name, p in model.named_parameters() if p.grad is not None}
+
+
 def _nudge(model: nn.Module) -> None:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -175,7 +180,7 @@ def gradients_of(planned: Planned, request: Request, *, nudged: bool = False) ->
             if nudged:
                 _nudge(model)
             _step(request, request.args or (), request.kwargs)
-            return {name: aside(here(p.grad)) for name, p in model.named_parameters() if p.grad is not None}
+            return _gradients(model)
         finally:
             detach(model)
 
@@ -287,8 +292,7 @@ def _measured(
         peak, taken = _sum(-before, peak), _sum(-before, taken)
     else:
         peak, taken = record_allocations(step).peak(), None
-    # the next step has to fit beside them
-    gradients = {name: aside(here(p.grad)) for name, p in model.named_parameters() if p.grad is not None}
+    gradients = _gradients(model)
     again()
     return _Measured(peak, taken, seconds, gradients)
 

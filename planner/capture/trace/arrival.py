@@ -140,18 +140,16 @@ class Arrivals:
                 handing: Handing | None = getattr(node, HANDING, None)
                 gradients = None if handing is None else handing.begin(arguments)
                 return planned(arguments) if gradients is None else gradients
-            if compiled is not None and way in self._written:  # once may be before the loop is known
-                self._warn_unfused()
+            if (
+                compiled is not None and way in self._written and not self._warned
+            ):  # once may be before the loop is known
+                self._warned = True
+                warn(_UNFUSED)
             for leaf in leaves_of(node, PART) if way.missing else ():
                 skip_undefined(leaf)
             return self._by(way)(arguments)
 
         return takes_a_list(call)
-
-    def _warn_unfused(self) -> None:
-        if not self._warned:
-            self._warned = True
-            warn(_UNFUSED)
 
     def handing(self) -> Handing | None:
         """For a call of the graph, whose gradients go out in parts; None where they do not."""
