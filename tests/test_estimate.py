@@ -346,6 +346,15 @@ def test_an_op_that_refuses_zeros_is_left_out():
     assert set(found) == {product.key}
 
 
+def test_a_call_that_ran_is_the_call_of_its_graph_though_a_storage_is_larger():
+    """The loss of a loop that ran is measured, too: an entry of it is for all."""
+    x = torch.randn(64, 64)
+    loss = ATEN.mse_loss.default(x, x)
+    assert loss.untyped_storage().nbytes() > loss.nbytes
+    ran = describe_call(ATEN.mse_loss.default, (x, x), {}, loss)
+    assert ran.made_bytes == loss.nbytes
+
+
 # The cache
 
 

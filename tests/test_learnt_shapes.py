@@ -150,6 +150,19 @@ def test_objects_are_copied_where_their_tensors_are_others():
     assert names == ["[0][0].store.rows['features'].x", "[1]['x']"]
 
 
+@dataclass(frozen=True, slots=True)
+class Slots:
+    x: torch.Tensor
+    name: str = "a"
+
+
+def test_objects_may_have_slots():
+    given = Slots(torch.ones(2))
+    (new,), _ = with_tensors((given,), {}, lambda _, t: t + 1)
+    assert (type(new), new.x.tolist(), new.name, given.x.tolist()) == (Slots, [2, 2], "a", [1, 1])
+    assert [name for name, _ in tensors_of((given,), {})] == ["[0][0].x"]
+
+
 def test_sizes_that_belong_together_are_not_rounded_apart(captured):
     lengths = (20, 27, 25, 22, 21, 18)
     batches = [{"x": torch.randn(4, n, 8), "target": torch.randn(4, n - 1, 8)} for n in lengths]

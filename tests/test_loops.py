@@ -5,8 +5,8 @@ import torch
 
 from planner import PlannerError, PlanWarning, plan
 
-from .loop_harness import differences, judged
-from .loops import LOOPS
+from .loop_harness import Loop, differences, judged
+from .loops import LOOPS, retained_gradient
 
 pytestmark = [pytest.mark.usefixtures("short_searches"), pytest.mark.filterwarnings("ignore")]
 
@@ -25,6 +25,13 @@ def test_each_step_from_the_second_stays_within_the_budget_as_predicted(name):
 def test_what_a_plan_cannot_train_is_refused_in_words(name):
     with pytest.raises(PlannerError, match=LOOPS[name].refused):
         judged(LOOPS[name])
+
+
+def test_the_gradient_of_an_intermediate_keeps_nothing_from_step_to_step():
+    """What computing it takes is in no plan (docs/limits.md)."""
+    unplanned, seen = judged(Loop(retained_gradient))
+    assert differences(seen, unplanned) == []
+    assert len(set(seen.measured)) == 1
 
 
 @pytest.mark.filterwarnings("default")

@@ -178,6 +178,22 @@ def test_an_optimizer_not_of_torch_is_tried_too_and_left_as_it_was():
     assert not seen
 
 
+class Counting(optim.SGD):
+    """As Lamb of timm does, it counts its steps in a tensor of each group."""
+
+    def step(self) -> None:
+        for group in self.param_groups:
+            group["count"] += 1
+        super().step()
+
+
+def test_a_tensor_among_the_options_stays_as_it_is():
+    count = torch.tensor(3)
+    optimizer = Counting([{"params": parameters(), "count": count}], momentum=0.9)
+    assert optimizer_memory([], optimizer, cuda=False).state
+    assert count == 3
+
+
 def test_what_cannot_be_tried_is_counted_once_it_has_stepped():
     class Another(optim.LBFGS):
         pass

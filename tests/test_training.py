@@ -239,3 +239,25 @@ def test_what_cannot_be_viewed_is_copied():
     eager = gradients()
     plan(model, x, budget_gb=1).apply()
     assert all(map(torch.equal, gradients(), eager))
+
+
+class Reshaped(torch.nn.Module):
+    """A number becomes a matrix of one, before the model's products and after them."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.body, self.shape = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()), shape
+        self.scale = torch.nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x):
+        return (self.body(x) * self.scale.view(self.shape)).square().mean().reshape(self.shape)
+
+
+@pytest.mark.parametrize("shape", [(1,), (1, 1)])
+def test_a_number_may_be_reshaped(shape):
+    model, x = Reshaped(shape), torch.randn(4, 8)
+    plain = copy.deepcopy(model)
+    plan(model, x, budget_gb=1).apply()
+    for m in (model, plain):
+        m(x).backward()
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))

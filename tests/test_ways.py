@@ -455,3 +455,38 @@ def test_verify_leaves_parameters_as_they_are_that_the_forward_pass_writes_into(
     before = copy.deepcopy(model.state_dict())
     assert plan(model, x, budget_gb=1).verify().gradients_agree
     torch.testing.assert_close(dict(model.state_dict()), dict(before), rtol=0, atol=0)
+
+
+CHANCE, NUMPYS, TORCHS = random.Random(0), np.random.default_rng(0), torch.Generator()
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda: CHANCE.random(),
+        lambda: NUMPYS.random(),
+        lambda: torch.rand((), generator=TORCHS).item(),
+    ],
+    ids=["random", "numpy", "torch"],
+)
+def test_planning_draws_nothing_of_generators_that_the_models_code_names(draw):
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList([Block() for _ in range(4)])
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x) if draw() < 0.5 else x
+            return x.square().mean()
+
+    model, losses = Named(), []
+    for planned in (False, True):
+        CHANCE.seed(0)
+        NUMPYS.bit_generator.state = np.random.default_rng(0).bit_generator.state
+        TORCHS.manual_seed(0)
+        torch.manual_seed(0)
+        net = copy.deepcopy(model)
+        net = plan(net, budget_gb=1).apply() if planned else net
+        losses.append([net(torch.ones(8, 32)).item() for _ in range(3)])
+    assert losses[0] == losses[1]

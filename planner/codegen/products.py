@@ -69,7 +69,7 @@ def _merges(node: Any) -> bool:
     if not isinstance(node, fx.Node) or node.target is not _RESHAPE:
         return False
     source: Any = node.args[0]
-    *rows, columns = source.meta["val"].shape
+    *rows, columns = source.meta["val"].shape or (0,)  # a number is no matrix
     return len(rows) > 1 and tuple(node.meta["val"].shape) == (prod(rows), columns)
 
 

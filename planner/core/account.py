@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from planner.core.plan import Held
+from planner.core.plan import EARLIER, Held
 
 BATCH = "batch"
 UNREDUCED = "gradients not reduced yet"
 _PARAMETERS = ("parameters", "parameters gathered for use", "buffers")
-_GRADIENTS = ("gradients of earlier microbatches", UNREDUCED)
+_GRADIENTS = (EARLIER, UNREDUCED)
 
 # the position of each kind of memory in `Held`
 _PLACES = {kind: at for at, kind in enumerate(Held._fields)}

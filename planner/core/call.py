@@ -69,7 +69,7 @@ class Call:
 
 
 def describe_call(target: OpOverload, args: Any, kwargs: Any, result: Any) -> Call:
-    """The data of a call; holds none of its tensors."""
+    """The data of a call; holds none of its tensors. Those of a real one are what they are by fake tensors."""
 
     def spec(t: torch.Tensor) -> TensorSpec:
         shape, stride = tuple(t.shape), tuple(t.stride())
@@ -79,10 +79,20 @@ def describe_call(target: OpOverload, args: Any, kwargs: Any, result: Any) -> Ca
         return TensorSpec(shape, stride, t.dtype)
 
     allocated = storages(result)
+    used: dict[int, int] = {}
+    for t in (t for outer in tensors_in(result) for t in inside(outer) if type(t) is torch.Tensor):
+        used[storage_key(t)] = max(_bytes_to_last(t), used.get(storage_key(t), 0))
+    allocated |= {storage: min(nbytes, allocated[storage]) for storage, nbytes in used.items()}
     for storage in storages((args, kwargs)):
         allocated.pop(storage, None)
     plain_args, plain_kwargs = pytree.tree_map_only(torch.Tensor, spec, (tuple(args), dict(kwargs)))
     return Call(target, plain_args, plain_kwargs, sum(allocated.values()))
+
+
+def _bytes_to_last(t: torch.Tensor) -> int:
+    """Bytes of a storage up to the last element of a tensor: it may have more, as that of what `mse_loss` returns."""
+    last = t.storage_offset() + sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
+    return int(last + 1) * t.element_size() if t.numel() else 0
 
 
 def storages(tree: Any) -> dict[int, int]:

@@ -49,8 +49,22 @@ def _inside(output: Any, within: tuple[int, ...]) -> Mapping[Any, Any] | Sequenc
         return None
     if isinstance(output, (Mapping, tuple, list)):
         return output
-    own = None if isinstance(output, FUNCTIONS) else getattr(output, "__dict__", None)
-    return own if isinstance(own, dict) else None
+    return None if isinstance(output, FUNCTIONS) else _attributes(output)
+
+
+def _attributes(x: Any) -> Mapping[str, Any] | None:
+    """Those of an object, also in slots, by their names; None for one that has none."""
+    own = getattr(x, "__dict__", None)
+    slots = [name for kind in type(x).__mro__ for name in _slots(kind) if hasattr(x, name)]
+    if not slots:
+        return own if isinstance(own, dict) else None
+    return {**(own or {}), **{name: getattr(x, name) for name in slots}}
+
+
+def _slots(kind: type) -> Sequence[str]:
+    """The names of the slots that a class in Python adds."""
+    found = kind.__dict__.get("__slots__", ())
+    return [name for name in ([found] if isinstance(found, str) else found) if not name.startswith("__")]
 
 
 def named_leaves(output: Any, path: str = "", within: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
@@ -121,7 +135,8 @@ def _copied(x: Any, inner: Any, changed: Mapping[Any, Any]) -> Any:
         return type(x)(*changed.values()) if hasattr(x, "_fields") else type(x)(changed.values())
     new = copy.copy(x)
     if inner is not x:
-        vars(new).update(changed)
+        for name, value in changed.items():
+            object.__setattr__(new, name, value)  # frozen ones, too
     elif isinstance(new, MutableMapping):
         new.update(changed)
     else:

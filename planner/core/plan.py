@@ -52,6 +52,9 @@ class Decision:
     returns: int | None = None
 
 
+EARLIER = "gradients of earlier microbatches"  # a line of the account
+
+
 class Held(NamedTuple):
     """Bytes held at one moment, by kind; their sum is all that the budget counts.
 
@@ -296,7 +299,8 @@ class PlanRecord:
     @cached_property
     def kept_bytes(self) -> int:
         """What waits for the backward pass when the forward pass has ended, beside what stays allocated."""
-        return [m.held_bytes for m in self.timeline if m.phase == "forward"][-1] - self.resident_bytes
+        last = [m for m in self.timeline if m.phase == "forward"][-1]
+        return last.held_bytes - last.held.passing - last.held.workspace - self.resident_bytes
 
     @cached_property
     def saved_bytes(self) -> int:
@@ -308,12 +312,16 @@ class PlanRecord:
         """The peak up to the end of the backward pass, without the optimizer's step."""
         return max(m.held_bytes for m in self.timeline if m.phase != "optimizer")
 
-    @property
-    def passes_peak_without_others(self) -> int:
-        """The same without what only other planned models take during the loss."""
+    def taken_bytes(self, graded: int) -> int:
+        """The most that its passes take beside what stays allocated, without what other planned models take.
+
+        Args:
+            graded: bytes of the parameters' gradients, which are not among it.
+        """
         others = 0 if self.step.loop.loss is None else self.step.loop.loss.others
         passes = (m for m in self.timeline if m.phase != "optimizer")
-        return max(m.held_bytes - (others if m.phase == "loss" else 0) for m in passes)
+        most = max(m.held_bytes - min(m.held.gradients, graded) - (others if m.phase == "loss" else 0) for m in passes)
+        return most + min(self.account.get(EARLIER, 0), graded) - self.resident_bytes
 
     @property
     def phase_peaks(self) -> dict[str, int]:

@@ -16,7 +16,7 @@ from planner.costs.measure_op import Allocated
 from planner.devices.accelerator import accelerator_of
 from planner.errors import warn
 
-_FORMAT = 2  # of the table, and of what is measured; a new one is a new file
+_FORMAT = 3  # of the table, and of what is measured; a new one is a new file
 _TABLE = (
     "CREATE TABLE IF NOT EXISTS ops (key TEXT PRIMARY KEY, workspace INTEGER NOT NULL, excess INTEGER NOT NULL, "
     "seconds REAL) WITHOUT ROWID"

@@ -12,7 +12,7 @@ from torch import optim
 
 from planner.capture.trace.loss_trace import LiveBytes
 from planner.compat import pytree
-from planner.compat.fake import FakeTensorMode
+from planner.compat.fake import FakeTensorMode, unset_fake_temporarily
 from planner.core.call import here, storages
 from planner.errors import OptionError, warn
 from planner.stepping.step import step_of
@@ -178,8 +178,9 @@ def _two_steps_anew(
     meter = _Meter()
     with FakeTensorMode(allow_non_fake_inputs=True):
         fakes = [_fake_group(group, "cuda" if cuda else "cpu") for group in groups]
+        own = _own({name: options[name] for name in taken})
         with meter:
-            twin = kind(fakes, **_own({name: options[name] for name in taken}))
+            twin = kind(fakes, **own)
             for group in twin.param_groups:
                 if cuda and _foreach_by_default(kind, group):
                     group["foreach"] = True
@@ -204,8 +205,9 @@ def _fake_group(group: Mapping[str, Any], device: str) -> dict[str, Any]:
 
 
 def _own(options: dict[str, Any]) -> dict[str, Any]:
-    """Options whose lists and dictionaries may be changed, as some optimizers do."""
-    copied: dict[str, Any] = pytree.tree_map(lambda leaf: leaf, options)
+    """Options whose lists, dictionaries and tensors (a count of steps) may be changed, as some optimizers do."""
+    with unset_fake_temporarily():
+        copied: dict[str, Any] = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone(), options)
     return copied
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from planner.core.account import BATCH, UNREDUCED
 from planner.core.call import storages, tensors_in
 from planner.core.objects import leaves
+from planner.core.plan import EARLIER
 from planner.devices.specs import Device
 from planner.parallel.sharded import parameters_of, unreduced_bytes
 
@@ -53,7 +54,7 @@ def account(
     }
     if accumulate:
         trained = [p for p in parameters_of(model) if p.requires_grad]
-        lines["gradients of earlier microbatches"] = storage_bytes(trained, shard)
+        lines[EARLIER] = storage_bytes(trained, shard)
     if waiting := unreduced_bytes(model):
         lines[UNREDUCED] = waiting
     return lines

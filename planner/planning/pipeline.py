@@ -91,16 +91,16 @@ def make_plan(
         captured: the step, where it has been captured before.
     """
     refuse_tensors(request)
-    with _out_of_sight(request):
-        if request.options.mode == "eager":
-            with eager_attention_as_on(request.device if request.foreign else None):
-                return make_eager_plan(request, others[-1] if others else None, known=known, must_match=must_match)
-        if request.options.mode == "inductor":
-            refuse_inductor(request.options, request.device.type)
-            if not (why := without_inductor()):
+    if request.options.mode == "eager":
+        with _out_of_sight(request), eager_attention_as_on(request.device if request.foreign else None):
+            return make_eager_plan(request, others[-1] if others else None, known=known, must_match=must_match)
+    if request.options.mode == "inductor":
+        refuse_inductor(request.options, request.device.type)
+        if not (why := without_inductor()):
+            with _out_of_sight(request):
                 return make_inductor_plan(request, partial(graph_of, request), lower, others, known, captured)
-            planned = make_plan(in_aten(request), others, known=known, must_match=must_match)
-            return replace(planned, record=replace(planned.record, note=f"{planned.record.note} {why}".strip()))
+        planned = make_plan(in_aten(request), others, known=known, must_match=must_match)
+        return replace(planned, record=replace(planned.record, note=f"{planned.record.note} {why}".strip()))
     same = known is not None and (must_match or known.record.budget_bytes == request.budget_bytes)
     with lstms_in_parts(on=same and known is not None and in_parts(known.record.recipe)):
         graph = _captured(request, captured)
@@ -141,7 +141,7 @@ def _as_told(
 
 @contextmanager
 def _out_of_sight(request: Request) -> Iterator[None]:
-    with fakes_forgotten(), random_kept(), lasting_modes_off(), under(request.surroundings, request.model):
+    with fakes_forgotten(), random_kept(request.model), lasting_modes_off(), under(request.surroundings, request.model):
         yield
 
 

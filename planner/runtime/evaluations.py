@@ -41,10 +41,14 @@ def planned_bytes(
         optimizers: that step its parameters.
         counted: optimizers whose state others count.
     """
-    graded = [p for p in model.parameters() if p.requires_grad or p.grad is not None]  # frozen now, it may have one
     shared = storage_bytes(t for o in optimizers if o in counted for t in tensors_in(list(o.state.values())))
     state = max(0, plan.account.get("optimizer state", 0) - shared)
-    return storage_bytes(graded) + sum(plan.account.get(n, 0) for n in ("parameters", "buffers")) + state
+    return gradient_bytes(model) + sum(plan.account.get(n, 0) for n in ("parameters", "buffers")) + state
+
+
+def gradient_bytes(model: nn.Module) -> int:
+    """Bytes of the gradients of a model's parameters, as all of them come; one that is frozen now may have one."""
+    return storage_bytes(p for p in model.parameters() if p.requires_grad or p.grad is not None)
 
 
 def tensors_of(model: nn.Module, optimizers: Sequence[optim.Optimizer]) -> Any:

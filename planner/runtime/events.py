@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -80,3 +80,22 @@ class PlanProvider(Protocol):
 
     def on_backward_begin(self, model: nn.Module, record: PlanRecord) -> bool:
         """The backward pass of such a call begins, and gradients were there in its forward pass. True as above."""
+
+
+class PlannedModel(Protocol):
+    """Another model that is trained by a plan."""
+
+    def tensors(self) -> Any:
+        """Its parameters, buffers, gradients, and the state of its optimizers."""
+
+    def waiting(self) -> int:
+        """How many of its calls wait for their backward pass."""
+
+    def waiting_bytes(self) -> int:
+        """Bytes of what these have saved for it."""
+
+    def stays(self, counted: Collection[optim.Optimizer]) -> int:
+        """Bytes of all of these, as its plan counts them, without the state of optimizers that are counted already."""
+
+    def was_trained(self) -> bool:
+        """Whether a backward pass has come of some call."""

@@ -23,7 +23,7 @@ from planner.runtime.compile_refused import COMPILE, CompileRefused
 from planner.runtime.copied import CopiedCall, own_call
 from planner.runtime.cuda_graphs import captures, is_graphed, refuse_uncapturable
 from planner.runtime.entries import EntryPoint
-from planner.runtime.evaluations import planned_bytes, tensors_of
+from planner.runtime.evaluations import gradient_bytes, planned_bytes, tensors_of
 from planner.runtime.events import Call, PlanProvider
 from planner.runtime.modes import may_record, redirected, refuse_compiled, refuse_transformed, trains
 from planner.runtime.optimizer_steps import listen
@@ -253,12 +253,13 @@ class Applied:
         return self.watch is None or self.watch.was_trained()
 
     def _taken(self, record: PlanRecord) -> int:
-        """Bytes that a call takes by a plan, with earlier ones that wait for their backward pass.
+        """Bytes that a call takes by a plan, with earlier ones that wait for their backward pass, but for what `stays`
+        counts.
 
         What other planned models take while it waits is none of it: the calls of two may take turns.
         """
         earlier = 0 if record.step.loop.in_flight > 1 else self.waiting() * record.kept_bytes
-        return record.passes_peak_without_others - record.resident_bytes + earlier
+        return record.taken_bytes(gradient_bytes(self.model)) + earlier
 
     def waiting_bytes(self) -> int:
         """Bytes of what calls have saved that wait for their backward pass."""

@@ -25,6 +25,7 @@ from planner.compat.autograd import (
     running_pass,
     runs_in_this_pass,
     saved_in_order,
+    when_backward_ends,
 )
 from planner.compat.tensors import viewed
 
@@ -85,7 +86,8 @@ class _Call:
         setattr(node, WHOLE, self.whole)
 
     def watch(self, at: int, output: torch.Tensor) -> None:
-        output.register_hook(Unasking(partial(self.complete, at)))  # type: ignore[no-untyped-call]
+        # the hook is among those that this object looks at: a strong reference would be a cycle
+        output.register_hook(Unasking(partial(_complete, weakref.ref(self), at)))  # type: ignore[no-untyped-call]
         self.hooks[at] = hooks_of(output)
         self.kinds[at] = output.shape, output.dtype, output.device
         self.outputs[at] = weakref.ref(output)
@@ -106,6 +108,8 @@ class _Call:
             return [self.arrivals.whole(saved, {at: gradient}, others - {i}, i) for i in into]
         asked = [self._asked(i) for i in into]
         if any(asked):
+            if not self.arrived:
+                when_backward_ends(self.arrived.clear)
             self.arrived[at] = gradient
         return [self._zeros(i) if asks else None for i, asks in zip(into, asked, strict=True)]
 
@@ -134,6 +138,11 @@ class _Call:
         output = self.outputs[at]()
         asks = any(map(_has_use, self.hooks[at].values()))
         return asks or (output is not None and output.retains_grad)
+
+
+def _complete(call: weakref.ref[_Call], at: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    found = call()
+    return None if found is None else found.complete(at, gradient)
 
 
 def _has_use(hook: Any) -> bool:

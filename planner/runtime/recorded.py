@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -38,7 +38,12 @@ def loss_seen(recorder: Recorder, workspaces: Mapping[str, int], found: Stays) -
     without = [loss.events[max(loss.between, loss.let_go) :] for loss in losses]
     forward, backward = (max(_most(events, workspaces) for events in each) for each in (with_outputs, without))
     alone = max(_most(map(_alone, loss.events), workspaces) for loss in losses)
-    computed, later = (max(_most(_computed(events), workspaces) for events in each) for each in (with_outputs, without))
+    before = [loss.events[: _before_last_pass(loss.events)] for loss in losses]
+    cut = [
+        (events[loss.between : loss.let_go], events[max(loss.between, loss.let_go) :])
+        for loss, events in zip(losses, before, strict=True)
+    ]
+    computed, later = (max(_most(events, workspaces) for events in each) for each in zip(*cut, strict=True))
     stays = sum(storages([t for ref in recorder.outputs.values() if (t := ref()) is not None]).values())
     tangents = max(map(_tangents, recorder.losses, recorder.arrived))
     waiting, made = recorder.waiting
@@ -84,10 +89,15 @@ def _tangents(loss: LossEvents, arrived: Mapping[int, Made]) -> int:
     return sum(nbytes for key, (number, nbytes) in loss.left.items() if (number, nbytes) == arrived.get(key))
 
 
-def _computed(events: Iterable[Event]) -> list[Event]:
-    """Those before the backward pass of the loss, without the gradient of the loss itself, which begins it."""
-    before = [event for event in events if not event.backward]
-    return before[:-1] if before and before[-1].call.startswith(SEED) else before
+def _before_last_pass(events: Sequence[Event]) -> int:
+    """How many ran before the backward pass of the loss, without the gradient of the loss itself, which begins it.
+
+    Other backward passes may have come before, as that of a discriminator.
+    """
+    n = len(events)
+    while n and events[n - 1].backward:
+        n -= 1
+    return n - 1 if n and events[n - 1].call.startswith(SEED) else n
 
 
 def _alone(event: Event) -> Event:
@@ -137,6 +147,8 @@ def stays(
     *,
     batches: bool = False,
     awaited: int = 0,
+    later_inputs: int = 0,
+    turns: bool = False,
 ) -> Stays:
     """What a loop holds, when the next step begins.
 
@@ -147,6 +159,8 @@ def stays(
         optimizers: whose state is among these.
         batches: whether the step's own batch counts where it is still there; else as far as it gets gradients.
         awaited: bytes of the optimizers' state that the account has and that is not there yet: some of what they made.
+        later_inputs: bytes of what calls after the first of the next step are given, and that is there before it.
+        turns: whether the next step is of another kind: gradients that other models have stay in it.
     """
     # copies, as what is alive may go while the collector runs; batches of several calls are in flight
     given = (recorder.inputs if batches else recorder.batches).made.copy() if recorder.calls_made == 1 else {}
@@ -168,6 +182,7 @@ def stays(
         stay |= kept
         remaining |= kept
         before.update(loss.left.values())
+    stay |= _gradients_held(recorder, others=turns)
     there = {key for older in recorder.older for key in list(older.made)}
     earlier = _without(recorder.before, {*own, *later, *(key for loss in recorder.losses for key in loss.read)})
     stay |= {key: nbytes for key, nbytes in earlier.items() if key in there}
@@ -181,13 +196,15 @@ def stays(
     gone_reads = [sum(n for key, n in loss.read.items() if key not in recorder.used) for loss in recorder.losses]
     unread = 0 if came_before else max(gone_reads, default=0)
     states = min(awaited, sum(nbytes for key, nbytes in new.items() if alive[key][0] in recorder.of_optimizer))
-    made_since = max(0, sum(new.values()) - states - unread - recorder.later)
+    made_since = max(0, sum(new.values()) - states - unread)
+    inputs = min(later_inputs, made_since)
+    made_since -= inputs
     later = _without(later, {*own, *stay})
     # what an earlier call left, and is gone, was there with what stays; with what came later, as far as that is not in
     # its place
     unlike = Counter(gone.values()) - Counter([*fresh.values(), *later.values()])
     since = sum(later.values()) + sum(nbytes * times for nbytes, times in unlike.items())
-    more = max(since, sum(gone.values()) - made_since)
+    more = max(since, sum(gone.values()) - made_since - inputs)
     ahead = sum(nbytes for key, nbytes in remaining.items() if key in coming)  # beside the batch of this step
     beside = sum(_without(stay, own).values()) + ahead + more + sum(other.stays(optimizers) for other in others)
     data = recorder.device.type not in HOSTS
@@ -198,7 +215,7 @@ def stays(
     }
     older_states = sum(between[key].nbytes for key in between.keys() & recorder.by_optimizer.made.copy())
     around = sum(each.nbytes for each in between.values()) + made_since - min(awaited - states, older_states)
-    trains = any(each.trained for each in between.values())
+    trains = any(each.trained is not None for each in between.values())
     batches_left = sum(nbytes for key, (_, nbytes) in given.items() if key not in own)
     return Stays(
         beside + (0 if trains else around),
@@ -209,6 +226,14 @@ def stays(
         batches_left,
         *_left_by_passes(recorder, own),
     )
+
+
+def _gradients_held(recorder: Recorder, *, others: bool) -> dict[int, int]:
+    """The gradients that outputs retain; those of parameters outside the planned graphs, too, where `others` asks."""
+    outputs = [t for ref in recorder.outputs.values() if (t := ref()) is not None]
+    found = [t.grad for t in outputs if t.retains_grad]
+    trained = [used.trained for used in recorder.used.copy().values() if used.trained is not None] if others else []
+    return storages([*found, *(p.grad for ref in trained if (p := ref()) is not None)])
 
 
 def _left_by_passes(recorder: Recorder, own: Collection[int]) -> tuple[int, int]:
@@ -224,16 +249,23 @@ def _left_by_passes(recorder: Recorder, own: Collection[int]) -> tuple[int, int]
     return kept, freed
 
 
-def between_steps(recorder: Recorder, own: Any) -> int:
+def between_steps(recorder: Recorder, own: Any, budget: int) -> int:
     """The bytes that a loop held at once, at least, between the last backward pass and the next call of the model.
 
     Args:
         recorder: of these steps, not ended yet.
         own: a tree of what was there all the time.
+        budget: the workspaces of ops are measured where less than half of it would be left.
     """
     there = {key: used.nbytes for key, used in recorder.used.copy().items() if used.stays} | storages(own)
     known = {*recorder.made.made.copy(), *recorder.inputs.made.copy()}
-    return recorder.between + sum(_without(there, known).values())
+    beside = sum(_without(there, known).values())
+    most = beside + max(recorder.between.values(), default=0)
+    if most <= budget // 2:
+        return most
+    ran = {name: recorder.calls[name] for name in recorder.between.keys() & recorder.calls.keys()}
+    held = workspaces(ran, recorder.device)
+    return beside + max(level + held.get(name, 0) for name, level in recorder.between.items())
 
 
 def _without(sizes: Mapping[int, int], keys: Collection[int]) -> dict[int, int]:

@@ -11,13 +11,13 @@ import logging
 import os
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
-from torch import nn, optim
+from torch import nn
 
 from planner.compat.autograd import adds_to_gradient, graph_is_kept, in_backward, when_backward_ends
 from planner.compat.dispatch import LastingMode, finds_ops, written
@@ -25,6 +25,7 @@ from planner.compat.tensors import dense_parts, is_traceable_wrapper_subclass, s
 from planner.core.call import Call, bytes_of_elements, storages, tensors_in
 from planner.core.layout import Order, memory_order
 from planner.core.loop import LaidOut
+from planner.runtime.events import PlannedModel
 from planner.runtime.made import Event, LossEvents, Made, MadeStorages, call_of, takes_memory
 from planner.runtime.outputs import Unasking
 from planner.runtime.rebound import place_of
@@ -40,28 +41,9 @@ class _Used:
     """A storage that an op outside the planned graphs has used, and that existed before."""
 
     nbytes: int
-    trained: bool = False  # a parameter, used where its gradient may be asked for
+    trained: weakref.ref[nn.Parameter] | None = None  # used where its gradient may be asked for
     stays: bool = False  # it is a parameter, or it was written into
     in_step: bool = False  # used before the first backward pass ended
-
-
-class PlannedModel(Protocol):
-    """Another model that is trained by a plan."""
-
-    def tensors(self) -> Any:
-        """Its parameters, buffers, gradients, and the state of its optimizers."""
-
-    def waiting(self) -> int:
-        """How many of its calls wait for their backward pass."""
-
-    def waiting_bytes(self) -> int:
-        """Bytes of what these have saved for it."""
-
-    def stays(self, counted: Collection[optim.Optimizer]) -> int:
-        """Bytes of all of these, as its plan counts them, without the state of optimizers that are counted already."""
-
-    def was_trained(self) -> bool:
-        """Whether a backward pass has come of some call."""
 
 
 class Recorder(LastingMode):
@@ -84,7 +66,9 @@ class Recorder(LastingMode):
         arrived: gradients of outputs, for each backward pass: storage -> as it was made, or 0 and its bytes.
         given: of the same, those that are alive.
         held: the most bytes of these that were still there when the planned graphs had used them.
-        between: the most bytes of what was made, and of `inputs`, at once since the latest backward pass began.
+        between: the most bytes of what was made, and of `inputs` and `returned`, at once, for each op since the
+            latest backward pass began, if one has.
+        returned: outputs of calls that are alive.
         inputs: what the calls were given that is alive.
         inputs_at_once: its bytes when one of them was called, at most.
         first_input: bytes of what the first was given.
@@ -136,7 +120,9 @@ class Recorder(LastingMode):
         self.in_loss: set[int] = set()  # numbers of tensors that a backward pass made before it came to an output
         self.gradients = MadeStorages()  # by the planned graphs
         self.given = MadeStorages()
-        self.held = self.inputs_at_once = self.later = self.between = self._called = 0
+        self.held = self.inputs_at_once = self.later = self._called = 0
+        self.between: dict[str, int] = {}
+        self.returned = MadeStorages()
         self.inputs = MadeStorages()
         self.batches = MadeStorages()  # that the model was called with, and that get gradients
         self.waiting = 0, 0
@@ -149,7 +135,8 @@ class Recorder(LastingMode):
         seen = self._seen_made()
         for key in self.known:
             self._drop_older(key)
-        self._pass([outputs, [t for t in tensors_in(batch) if storage_key(t) in seen]])
+        self._enter(outputs, self.passed, self.returned)
+        self._enter([t for t in tensors_in(batch) if storage_key(t) in seen], self.passed)
         self._returned = [list(map(_weakly, outputs))]  # by call
         self.later_held: set[int] = set()
         self._hooks: list[Any] = []
@@ -177,17 +164,15 @@ class Recorder(LastingMode):
         for older in self.older:
             older.drop(key)
 
-    def _pass(self, tensors: Any) -> None:
+    def _enter(self, tensors: Any, *into: MadeStorages) -> None:
         for t in tensors_in(tensors):
             if t.device == self.device:
-                self.passed.add(t.untyped_storage(), storage_key(t))
+                for each in into:
+                    each.add(t.untyped_storage(), storage_key(t))
 
     def _given(self, batch: Any) -> None:
-        for t in tensors_in(batch):
-            if t.device == self.device:
-                self.inputs.add(t.untyped_storage(), storage_key(t))
-                if t.requires_grad:
-                    self.batches.add(t.untyped_storage(), storage_key(t))
+        self._enter(batch, self.inputs)
+        self._enter([t for t in tensors_in(batch) if t.requires_grad], self.batches)
         self.inputs_at_once = max(self.inputs_at_once, self.inputs.live)
 
     def _hook(self, outputs: Sequence[Any], first: int = 0) -> None:
@@ -212,13 +197,15 @@ class Recorder(LastingMode):
         seen = self._seen_made()
         for key in storages([batch, *outputs, *aside]):
             self.known.add(key)
+            self.used.pop(key, None)
             self.made.drop(key)
             self._drop_older(key)
         calls, (most_alive, most_made) = len(self._returned), self.waiting
         self.waiting = max(most_alive, -(-alive // calls)), max(most_made, -(-self.made.live // calls))
         self._returned.append(list(map(_weakly, outputs)))
         self._given([t for t in tensors_in(batch) if storage_key(t) not in returned])
-        self._pass([outputs, [t for t in tensors_in(batch) if storage_key(t) in seen]])
+        self._enter(outputs, self.passed, self.returned)
+        self._enter([t for t in tensors_in(batch) if storage_key(t) in seen], self.passed)
         self._hook(outputs)
         self._hook(aside, len(outputs))
 
@@ -300,7 +287,7 @@ class Recorder(LastingMode):
             if not self.passes and (model := self._model()) is not None:
                 self.asks_first = not any(map(adds_to_gradient, model.parameters()))
             self.passes.append((graph_is_kept(), dict(self.gradients.made)))
-            self.between = 0
+            self.between.clear()
             own = storages([other.tensors() for other in {*self.others, *self.passing}] if self.older else [])
             alive = {key: n for older in self.older for key, (_, n) in older.made.items() if key not in own}
             self.before = max(self.before, alive, key=lambda each: sum(each.values()))
@@ -363,8 +350,8 @@ class Recorder(LastingMode):
             self.calls.setdefault(name, call)
         place = None if backward else place_of(inspect.currentframe())
         self.events.append(Event(self.made.live, name, backward, place, tuple(made)))
-        if self.losses:
-            self.between = max(self.between, self.made.live + self.inputs.live)
+        there = self.made.live + self.inputs.live + self.returned.live
+        self.between[name] = max(there, self.between.get(name, 0))
         self.over |= len(self.events) > MOST_OPS
 
     def _note_inputs(self, given: Sequence[torch.Tensor], into: set[int]) -> set[int]:
@@ -387,7 +374,8 @@ class Recorder(LastingMode):
                 weakref.finalize(storage, self.used.pop, key, None).atexit = False
             used.in_step |= not self.losses
             used.stays |= isinstance(t, nn.Parameter) or key in into
-            used.trained |= isinstance(t, nn.Parameter) and t.requires_grad and torch.is_grad_enabled()
+            if isinstance(t, nn.Parameter) and t.requires_grad and torch.is_grad_enabled():
+                used.trained = weakref.ref(t)
         return inputs
 
 

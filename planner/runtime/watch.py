@@ -59,6 +59,7 @@ class Watch:
         self._late: Gradients | None = None  # found where the latest call began; counts if a backward pass comes of it
         self._recorded: dict[Role, None] = {}  # the roles of the calls that the recorder has seen
         self._numbers: list[int | None] = []  # of these calls
+        self._later: dict[Role, int] = {}  # bytes that later calls of a step are given, and that are there before it
         self._number: int | None = None  # of the latest call
         self._earlier: Recorder | None = None  # of the calls just before
         self.stepped: list[weakref.ref[optim.Optimizer]] = []
@@ -118,7 +119,7 @@ class Watch:
         if recorder is not None and (recorder.losses or recorder.over):
             self._finished(recorder, dense_tensors(batch), [(p, p.grad) for p in parameters])
         elif recorder is not None and self.first and self._ended(left_over):
-            self._came_to_nothing()
+            self._came_to_nothing(recorder, [(p, p.grad) for p in parameters])
         elif recorder is None and self.first and not self.settled:
             self._missed()
         if left:
@@ -155,9 +156,10 @@ class Watch:
         else:
             learnt.gradients_there(gradients)
 
-    def _came_to_nothing(self) -> None:
+    def _came_to_nothing(self, recorder: Recorder, counted: Any) -> None:
         """No backward pass comes of the calls that were recorded."""
-        self._earlier = self.recorder
+        self._warn_between(recorder, [[list(o.state.values()) for o in self.optimizers()], counted])
+        self._earlier = recorder
         self.stop()
         self._in_vain += 1
         if self._learnt.heard or self._in_vain > VAIN:
@@ -173,14 +175,25 @@ class Watch:
         there |= {key: nbytes for key, (_, nbytes) in recorder.by_optimizer.made.copy().items()}
         self._spare = self._state - sum(there.values())
         makes = recorder.makes_batches = recorder.is_new(batch)
-        found = stays(recorder, batch, [counted, states], optimizers, batches=makes, awaited=awaited)
+        comes, roles = self._learnt.role, [*self._recorded]
+        later = recorder.later if comes in roles else self._later.get(comes, 0)
+        self._later |= dict.fromkeys(roles, recorder.later)
+        known = [counted, states]
+        found = stays(
+            recorder,
+            batch,
+            known,
+            optimizers,
+            batches=makes,
+            awaited=awaited,
+            later_inputs=later,
+            turns=comes not in roles,
+        )
         seen = loss_seen(recorder, self._workspaces, found)
         held = {at for loss in recorder.losses for at in loss.held}
         own = [states, [p for p, _ in counted] if recorder.passing else counted]
-        if self.budget and not self._said and (took := between_steps(recorder, own)) > self.budget:
-            self._said = True
-            warn_between(took, self.budget)
-        roles, came_round = [*self._recorded], recorder.came_round
+        self._warn_between(recorder, own)
+        came_round = recorder.came_round
         if recorder.asks_first and len(recorder.passes) == 1:
             self._asks.update(roles)
         if self.first:
@@ -209,6 +222,12 @@ class Watch:
             asks_first=recorder.asks_first,
         )
         self._learnt.enter(shown, roles, found.batches, settles=came_round, compiled=self.compiled)
+
+    def _warn_between(self, recorder: Recorder, own: Any) -> None:
+        """Warn once of a loop that takes more than the budget while none of the model's passes runs."""
+        if self.budget and not self._said and (took := between_steps(recorder, own, self.budget)) > self.budget:
+            self._said = True
+            warn_between(took, self.budget)
 
     def spare(self) -> int:
         """Bytes of the optimizers' state that plans count and that is not there yet; 0 once the loop has been seen.

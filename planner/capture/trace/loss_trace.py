@@ -64,13 +64,16 @@ def probable_loss(output: Any) -> tuple[int, str, torch.Tensor] | None:
 
 
 def trains_less(loss: torch.Tensor, output: Any) -> bool:
-    """Whether other outputs reach parameters that a loss among them does not: they get a gradient, too. O(nodes).
+    """Whether a loss among the outputs is not all that is trained: others get a gradient, too. O(nodes).
 
-    Such are a reconstruction beside a penalty of its code, and logits beside a loss that balances experts.
+    Such reach parameters that the loss does not, as a reconstruction beside a penalty of its code, and logits beside a
+    loss that balances experts; or they are scalars that it is not computed from, as a second loss.
     """
     seen: set[Any] = set()
     _leaves_from([loss], seen)
-    return any(_leaves_from([t for t in leaves(output) if differentiable(t)], seen))
+    others = [t for t in leaves(output) if differentiable(t)]
+    apart = any(_may_be_loss(t) and get_gradient_edge(t).node not in seen for t in others)
+    return apart or bool(_leaves_from(others, seen))
 
 
 def _leaves_from(ends: Sequence[torch.Tensor], seen: set[Any]) -> list[Any]:

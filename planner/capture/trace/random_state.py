@@ -5,15 +5,21 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from inspect import unwrap
 from itertools import chain
+from types import FunctionType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
+import torch
 from torch import nn
 
 from planner.compat.modules import modules_in
 
 _KINDS = (random.Random, np.random.RandomState, np.random.Generator)
+MOST_FUNCTIONS = 1000  # whose code is looked at, of a class of modules
+_NAMED = WeakKeyDictionary[type[nn.Module], list[tuple[Any, str]]]()
 
 
 @contextmanager
@@ -58,12 +64,45 @@ def undrawing(model: nn.Module | None = None) -> Callable[[], bool]:
 
 
 def _generators(model: nn.Module | None) -> list[Any]:
-    """Python's and NumPy's own generators, and those that modules of a model hold."""
+    """Python's and NumPy's own generators, those that modules of a model hold, and those that their code names."""
     modules = modules_in(model) if model is not None else ()
     held = list(chain.from_iterable(vars(module).values() for module in modules))
+    held += chain.from_iterable(map(named_generators, set(map(type, modules))))
     if not any(issubclass(kind, _KINDS) for kind in set(map(type, held))):
         return [random, np.random]
     return [random, np.random, *(x for x in held if isinstance(x, _KINDS) and not isinstance(x, random.SystemRandom))]
+
+
+def named_generators(kind: type[nn.Module]) -> list[Any]:
+    """The generators that the methods of a class of modules use by a variable outside of them, or functions that they
+    call. O(code) for the first module of a class.
+    """
+    if kind not in _NAMED:
+        _NAMED[kind] = [
+            name for name in _names_in_methods(kind) if isinstance(_value(*name), (*_KINDS, torch.Generator))
+        ]
+    return [_value(*place) for place in _NAMED[kind]]
+
+
+def _names_in_methods(kind: type[nn.Module]) -> Iterator[tuple[Any, str]]:
+    """The variables that such code uses: the globals of a function, or a cell, and the name."""
+    own = [vars(c).values() for c in kind.__mro__]
+    left = [f for f in chain.from_iterable(own) if isinstance(f, FunctionType)]
+    seen = set[int]()
+    while left and len(seen) < MOST_FUNCTIONS:
+        f = unwrap(left.pop())
+        if id(f) in seen or f.__module__.partition(".")[0] == "torch":  # these have none that a step changes
+            continue
+        seen.add(id(f))
+        names = [(f.__globals__, name) for name in f.__code__.co_names if name in f.__globals__]
+        names += [(cell, "cell_contents") for cell in f.__closure__ or ()]
+        yield from names
+        left += [value for name in names if isinstance(value := _value(*name), FunctionType)]
+
+
+def _value(place: Any, name: str) -> Any:
+    """That of a variable; None for one that has none yet."""
+    return place.get(name) if isinstance(place, dict) else getattr(place, name, None)
 
 
 def _state_of(generator: Any) -> Any:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from planner.capture.trace.random_state import undrawing
+from planner.capture.trace.random_state import named_generators, undrawing
 from planner.compat import pytree
 from planner.compat.dispatch import written
 from planner.compat.fake import FakeTensor
@@ -138,7 +138,7 @@ class ModelSnapshot:
 
 
 def generators_of(model: nn.Module) -> list[torch.Generator]:
-    """The random number generators that a model has as attributes, in containers too."""
+    """The random number generators that a model has as attributes, in containers too, or that its code names."""
     modules = modules_in(model)
     tables = set(map(id, tables_of(modules)))
     values = list(chain.from_iterable(vars(module).values() for module in modules))
@@ -146,7 +146,9 @@ def generators_of(model: nn.Module) -> list[torch.Generator]:
     leaves = {kind for kind, x in kinds.items() if pytree.tree_is_leaf(x) and not isinstance(x, torch.Generator)}
     values = [x for x in values if type(x) not in leaves and id(x) not in tables]
     values = [x for x in values if type(x) not in _TABLES or x]  # most are tables of hooks, and empty
-    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Generator)]
+    named = chain.from_iterable(map(named_generators, set(map(type, modules))))
+    found = [*pytree.tree_leaves(values), *named]
+    return list({id(x): x for x in found if isinstance(x, torch.Generator)}.values())
 
 
 def _plain(module: nn.Module) -> dict[str, Any]:
