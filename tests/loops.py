@@ -465,6 +465,32 @@ def retained_gradient(put: Put, ended: Ended) -> None:
         ended([loss, z.grad.norm()])
 
 
+class Keeps(nn.Module):
+    """Each call puts what it makes in the place of what the call before has made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.body, self.kept = nn.Linear(64, 64), mlp(), []
+
+    def forward(self, x):
+        x = self.first(x)
+        wide = torch.cat([x, x], 1)
+        self.kept = [wide.detach(), wide.detach() * 2]
+        return self.body(x + wide[:, :64])
+
+
+def kept_by_the_model(put: Put, ended: Ended) -> None:
+    model = put(Keeps())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(STEPS):
+        x = torch.randn(512, 64)
+        loss = F.mse_loss(model(x), x)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ended(loss)
+
+
 class Remembers(nn.Module):
     """It keeps the means of its latest outputs, and uses them from the fourth call on."""
 
@@ -1559,6 +1585,7 @@ LOOPS: dict[str, Loop] = {
     "frozen_in_the_middle": Loop(frozen_in_the_middle, plans=3, share=0.72),
     "quantized": Loop(quantized),
     "several_losses": Loop(several_losses, off=0.025),
+    "kept_by_the_model": Loop(kept_by_the_model),
     "remembered": Loop(remembered, plans=3),
     "larger_later": Loop(larger_later, plans=3, share=0.7),
     "autoencoder": Loop(autoencoder),

@@ -44,7 +44,8 @@ def loss_seen(recorder: Recorder, workspaces: Mapping[str, int], found: Stays) -
         for loss, events in zip(losses, before, strict=True)
     ]
     computed, later = (max(_most(events, workspaces) for events in each) for each in zip(*cut, strict=True))
-    stays = sum(storages([t for ref in recorder.outputs.values() if (t := ref()) is not None]).values())
+    results = [*(ref() for ref in recorder.outputs.values()), *(ref() for ref in recorder.aside)]
+    stays = sum(storages([t for t in results if t is not None]).values())
     tangents = max(map(_tangents, recorder.losses, recorder.arrived))
     waiting, made = recorder.waiting
     return LossSeen(
@@ -170,19 +171,9 @@ def stays(
     used = {key: used for key, used in recorder.used.copy().items() if key not in own}
     stay = {key: each.nbytes for key, each in used.items() if each.in_step and each.stays}
     later = {key: nbytes for each in (recorder.gradients.made.copy(), given) for key, (_, nbytes) in each.items()}
-    left, remaining, before = 0, dict[int, int](), set[Made]()
-    for loss, arrived in zip(recorder.losses, recorder.arrived, strict=True):
-        made = {key: each for key, each in loss.left.items() if arrived.get(key) != each}
-        kept = {key: each[1] for key, each in made.items() if alive.get(key) == each}
-        # of a gradient that came later, in another storage
-        parts = sum(each[1] for key, each in made.items() if key in loss.parts and key not in kept)
-        came = sum(each[1] for key, each in arrived.items() if loss.left.get(key) != each)
-        held = sum(nbytes for _, nbytes in made.values()) - sum(kept.values())
-        left = max(left, held - min(parts, came))
-        stay |= kept
-        remaining |= kept
-        before.update(loss.left.values())
-    stay |= _gradients_held(recorder, others=turns)
+    left, remaining = _left_by_losses(recorder, alive)
+    before = {each for loss in recorder.losses for each in loss.left.values()}
+    stay |= remaining | _gradients_held(recorder, others=turns)
     there = {key for older in recorder.older for key in list(older.made)}
     earlier = _without(recorder.before, {*own, *later, *(key for loss in recorder.losses for key in loss.read)})
     stay |= {key: nbytes for key, nbytes in earlier.items() if key in there}
@@ -226,6 +217,21 @@ def stays(
         batches_left,
         *_left_by_passes(recorder, own),
     )
+
+
+def _left_by_losses(recorder: Recorder, alive: Mapping[int, Made]) -> tuple[int, dict[int, int]]:
+    """The most bytes that a loss has left for its backward pass, and that are gone; and what of all losses is alive."""
+    left, remaining = 0, dict[int, int]()
+    for loss, arrived in zip(recorder.losses, recorder.arrived, strict=True):
+        made = {key: each for key, each in loss.left.items() if arrived.get(key) != each}
+        kept = {key: each[1] for key, each in made.items() if alive.get(key) == each}
+        # of a gradient that came later, in another storage
+        parts = sum(each[1] for key, each in made.items() if key in loss.parts and key not in kept)
+        came = sum(each[1] for key, each in arrived.items() if loss.left.get(key) != each)
+        held = sum(nbytes for _, nbytes in made.values()) - sum(kept.values())
+        left = max(left, held - min(parts, came))
+        remaining |= kept
+    return left, remaining
 
 
 def _gradients_held(recorder: Recorder, *, others: bool) -> dict[int, int]:

@@ -69,6 +69,7 @@ class Recorder(LastingMode):
         between: the most bytes of what was made, and of `inputs` and `returned`, at once, for each op since the
             latest backward pass began, if one has.
         returned: outputs of calls that are alive.
+        aside: what the planned graphs of the first call have returned beside them, as attributes of the model, weakly.
         inputs: what the calls were given that is alive.
         inputs_at_once: its bytes when one of them was called, at most.
         first_input: bytes of what the first was given.
@@ -145,6 +146,7 @@ class Recorder(LastingMode):
                 self._watch(at, t)
         self._given(batch)
         self.first_input = self.inputs.live
+        self.aside = list(map(_weakly, aside))
         self._hook(outputs)
         self._hook(aside, len(outputs))
 
