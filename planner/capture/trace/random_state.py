@@ -91,7 +91,7 @@ def _names_in_methods(kind: type[nn.Module]) -> Iterator[tuple[Any, str]]:
     seen = set[int]()
     while left and len(seen) < MOST_FUNCTIONS:
         f = unwrap(left.pop())
-        if id(f) in seen or f.__module__.partition(".")[0] == "torch":  # these have none that a step changes
+        if id(f) in seen or (f.__module__ or "").partition(".")[0] == "torch":  # these have none that a step changes
             continue
         seen.add(id(f))
         names = [(f.__globals__, name) for name in f.__code__.co_names if name in f.__globals__]
