@@ -135,8 +135,10 @@ def _copied(x: Any, inner: Any, changed: Mapping[Any, Any]) -> Any:
         return type(x)(*changed.values()) if hasattr(x, "_fields") else type(x)(changed.values())
     new = copy.copy(x)
     if inner is not x:
-        for name, value in changed.items():
-            object.__setattr__(new, name, value)  # frozen ones, too
+        own = getattr(new, "__dict__", {})
+        own.update((name, value) for name, value in changed.items() if name in own)
+        for name in changed.keys() - own.keys():
+            object.__setattr__(new, name, changed[name])  # a slot, of frozen ones, too
     elif isinstance(new, MutableMapping):
         new.update(changed)
     else:
