@@ -69,7 +69,7 @@ class Call:
 
 
 def describe_call(target: OpOverload, args: Any, kwargs: Any, result: Any) -> Call:
-    """The data of a call; holds none of its tensors. Those of a real one are what they are by fake tensors."""
+    """The data of a call, the same for real and for fake tensors; holds none of its tensors."""
 
     def spec(t: torch.Tensor) -> TensorSpec:
         shape, stride = tuple(t.shape), tuple(t.stride())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from inspect import unwrap
 from itertools import chain
@@ -67,21 +67,22 @@ def _generators(model: nn.Module | None) -> list[Any]:
     """Python's and NumPy's own generators, those that modules of a model hold, and those that their code names."""
     modules = modules_in(model) if model is not None else ()
     held = list(chain.from_iterable(vars(module).values() for module in modules))
-    held += chain.from_iterable(map(named_generators, set(map(type, modules))))
+    held += named_generators(modules)
     if not any(issubclass(kind, _KINDS) for kind in set(map(type, held))):
         return [random, np.random]
     return [random, np.random, *(x for x in held if isinstance(x, _KINDS) and not isinstance(x, random.SystemRandom))]
 
 
-def named_generators(kind: type[nn.Module]) -> list[Any]:
-    """The generators that the methods of a class of modules use by a variable outside of them, or functions that they
-    call. O(code) for the first module of a class.
+def named_generators(modules: Iterable[nn.Module]) -> list[Any]:
+    """The generators that methods of modules, or functions that they call, use by a variable outside of them.
+
+    O(modules), and O(code) for the first module of a class.
     """
-    if kind not in _NAMED:
-        _NAMED[kind] = [
-            name for name in _names_in_methods(kind) if isinstance(_value(*name), (*_KINDS, torch.Generator))
-        ]
-    return [_value(*place) for place in _NAMED[kind]]
+    kinds = set(map(type, modules))
+    for kind in kinds.difference(_NAMED):
+        found = (*_KINDS, torch.Generator)
+        _NAMED[kind] = [place for place in _names_in_methods(kind) if isinstance(_value(*place), found)]
+    return [_value(*place) for kind in kinds for place in _NAMED[kind]]
 
 
 def _names_in_methods(kind: type[nn.Module]) -> Iterator[tuple[Any, str]]:

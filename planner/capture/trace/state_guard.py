@@ -146,8 +146,7 @@ def generators_of(model: nn.Module) -> list[torch.Generator]:
     leaves = {kind for kind, x in kinds.items() if pytree.tree_is_leaf(x) and not isinstance(x, torch.Generator)}
     values = [x for x in values if type(x) not in leaves and id(x) not in tables]
     values = [x for x in values if type(x) not in _TABLES or x]  # most are tables of hooks, and empty
-    named = chain.from_iterable(map(named_generators, set(map(type, modules))))
-    found = [*pytree.tree_leaves(values), *named]
+    found = [*pytree.tree_leaves(values), *named_generators(modules)]
     return list({id(x): x for x in found if isinstance(x, torch.Generator)}.values())
 
 
