@@ -606,6 +606,21 @@ def modules_by_themselves(put: Put, ended: Ended) -> None:
         ended(loss)
 
 
+def block_by_block(put: Put, ended: Ended) -> None:
+    """Each block lets go of what it was given, and a variable holds what the last but one returned a little longer."""
+    model = put(nn.ModuleList(Block(32, 2, 0.1) for _ in range(3)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(STEPS):
+        x, y = torch.randn(16, 16, 32), torch.randn(16, 16, 32)
+        for block in model:
+            x = block(x)
+        loss = F.mse_loss(x, y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ended(loss)
+
+
 def contrastive(put: Put, ended: Ended) -> None:
     """Two forward passes before one backward pass."""
     model = put(mlp(out=16))
@@ -1591,6 +1606,7 @@ LOOPS: dict[str, Loop] = {
     "autoencoder": Loop(autoencoder),
     "variational": Loop(variational),
     "modules_by_themselves": Loop(modules_by_themselves),
+    "block_by_block": Loop(block_by_block),
     "gan_generator": Loop(gan_generator, share=0.77),
     "gan_both": Loop(gan_both, plans=5, share=0.785),
     "encoder_and_decoder": Loop(encoder_and_decoder, plans=4),

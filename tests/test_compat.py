@@ -3,6 +3,7 @@
 import ast
 import copy
 import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -698,6 +699,31 @@ def test_saved_tensors_are_there_until_the_backward_pass():
     assert autograd.is_custom(y.grad_fn)  # asked for what it saved, it would raise
     with pytest.raises(RuntimeError):
         autograd.saved_by(z.grad_fn)
+
+
+def test_what_autograd_saves_of_a_tensor_need_not_keep_it_alive():
+    x = torch.ones(3, requires_grad=True)
+
+    def saved(then):
+        y = x * 2
+        with autograd.saving_aliases():
+            z = y.square()
+        then(y)
+        return weakref.ref(y), z
+
+    alive, z = saved(lambda y: None)
+    assert alive() is None
+    z.sum().backward()
+    assert x.grad.tolist() == [8, 8, 8]
+    _, z = saved(lambda y: y.mul_(3))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        z.sum().backward()
+    packed = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
+        saved(lambda y: None)
+    assert len(packed) == 1  # the user's hooks see what they always do
+    with torch.autograd.graph.disable_saved_tensors_hooks("none here"):
+        saved(lambda y: None)
 
 
 def test_leaves_are_found_behind_nodes_that_hand_gradients_on():

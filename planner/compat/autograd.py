@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -38,6 +39,36 @@ def holds_saved(node: Any) -> bool:
         return len(node._raw_saved_tensors) > 0
     except RuntimeError:  # freed by the backward pass
         return False
+
+
+@contextmanager
+def saving_aliases() -> Iterator[None]:
+    """Meanwhile autograd saves aliases of tensors that have a graph, so that those in Python live only as long as
+    Python refers to them. It saves what it always does where hooks for saved tensors are there, or are refused.
+
+    What it saved and was changed in place is an error, as without (`torch/csrc/autograd/saved_variable.cpp`; the two
+    private functions, 2.11 to 2.15).
+    """
+    autograd = torch._C._autograd
+    if autograd._saved_tensors_hooks_get_disabled_error_message() or autograd._top_saved_tensors_default_hooks(False):
+        yield
+        return
+    with torch.autograd.graph.saved_tensors_hooks(_alias, _of_alias):
+        yield
+
+
+def _alias(t: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return (t if t.grad_fn is None else t.detach()), t._version
+
+
+def _of_alias(saved: tuple[torch.Tensor, int]) -> torch.Tensor:
+    t, version = saved
+    if t._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{t.type()} {list(t.shape)}] is at version {t._version}; expected version {version} instead"
+        )
+    return t
 
 
 class _Anything:

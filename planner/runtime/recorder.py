@@ -11,7 +11,7 @@ import logging
 import os
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -116,6 +116,7 @@ class Recorder(LastingMode):
         self._model = weakref.ref(model)
         self.outputs: dict[int, weakref.ref[torch.Tensor]] = {}
         self.let_go: dict[int, int] = {}  # position of an output -> how many events came before its end
+        self._sizes, self.at_once = dict[int, int](), list[int]()  # of outputs; those gone before the first event
         self.others: weakref.WeakSet[PlannedModel] = weakref.WeakSet()
         self.passing: weakref.WeakSet[PlannedModel] = weakref.WeakSet()
         self.in_loss: set[int] = set()  # numbers of tensors that a backward pass made before it came to an output
@@ -157,6 +158,7 @@ class Recorder(LastingMode):
     def _watch(self, at: int, output: torch.Tensor) -> None:
         let_go, events = self.let_go, self.events
         self.outputs[at] = weakref.ref(output, lambda _: let_go.setdefault(at, len(events)))
+        self._sizes[at] = bytes_of_elements([output])
 
     def _seen_made(self) -> set[int]:
         """What was seen to be made: a batch that was not is part of the loop's data."""
@@ -183,6 +185,13 @@ class Recorder(LastingMode):
                 arrives = Unasking(partial(self._gradient_arrives, at, memory_order(t)))
                 self._hooks.append(t.register_hook(arrives))  # type: ignore[no-untyped-call]
                 self._awaiting.add(at)
+
+    def leaves_out(self) -> Collection[int]:
+        """Leave out of the outputs those that were gone before any op of the loop's ran: their positions. In a step of
+        several calls they are none of its own, but were held by a variable until the last call had returned.
+        """
+        self.output_bytes -= sum(self._sizes.pop(at, 0) for at in self.at_once)
+        return self.at_once
 
     @property
     def calls_made(self) -> int:
@@ -308,6 +317,8 @@ class Recorder(LastingMode):
     def _loss_events(self) -> LossEvents:
         held = tuple(at for at, ref in self.outputs.items() if ref() is not None)
         let_go = max((n for at, n in self.let_go.items() if at not in held), default=0)
+        if not self.losses:
+            self.at_once = [at for at, n in self.let_go.items() if n == 0]
         own = self.gradients.made
         read = {key: used.nbytes for key, used in self.used.items() if not used.stays and key not in own}
         made = dict(self.made.made)

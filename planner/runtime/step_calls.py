@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -177,6 +177,10 @@ class CallsSeen:
         found = [ref() if ref is not None else None for call in self._returned for ref, _ in call]
         self._alive = frozenset(at for at, t in enumerate(found) if t is not None)
         return found
+
+    def leave_out(self, positions: Collection[int]) -> None:
+        """The loop has let go of these outputs, and used none of them but for later calls."""
+        self._alive -= set(positions)
 
     def _source(self, x: Any) -> Any:
         if not isinstance(x, torch.Tensor):

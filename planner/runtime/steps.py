@@ -14,6 +14,7 @@ from torch import nn
 
 from planner.capture.trace.dynamo import make_backend, op_by_op
 from planner.capture.trace.layers import helpers
+from planner.compat.autograd import saving_aliases
 from planner.compat.dispatch import lasting_modes_off
 from planner.compat.dynamo import compile_call
 from planner.compat.modules import modules_in
@@ -176,6 +177,8 @@ class StepRuntime(Applied):
         """Plan for the step that has ended, as the next one will be like it."""
         assert self.watch is not None
         seen, self.seen, self.present = self.seen, CallsSeen(), None
+        if self.watch.recorder is not None:
+            seen.leave_out(self.watch.recorder.leaves_out())
         self.watch.budget = next((kind.record.budget_bytes for kind in self.kinds if kind.record is not None), None)
         loop = self.watch.call_begins(parameters, batch, self.waiting_calls())
         if seen.why:
@@ -257,7 +260,8 @@ class StepRuntime(Applied):
         module, function = entry.of(self.model)
         record = self.present.record if self.present is not None else None
         if record is None:
-            return function(module, *args, **kwargs)
+            with saving_aliases():  # else what is saved of the loop's tensors would look like tensors that it holds
+                return function(module, *args, **kwargs)
         if isinstance(record.recipe, Choice):
             with checkpointed(self.model, record.recipe):
                 return function(module, *args, **kwargs)
