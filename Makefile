@@ -50,7 +50,7 @@ docs: env
 compat: $(addprefix compat-,$(TORCH))
 
 compat-%: .venv-compat-%/.made
-	.venv-compat-$*/bin/python -m pytest -m compat
+	.venv-compat-$*/bin/python -m pytest -m compat --numprocesses auto --dist worksteal
 
 # a torch from PyPI has CUDA with it: 6 GB, on a machine without a GPU, too; 2.11 wants an older setuptools
 .venv-compat-%/.made: pyproject.toml constraints.txt

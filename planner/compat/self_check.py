@@ -19,7 +19,10 @@ PARTS = {
         "_dispatch_tls_is_dispatch_key_included _get_mkldnn_enabled _get_sdp_priority_order _get_tracing_state "
         "_len_torch_function_stack _nn _storage_Use_Count _will_engine_execute_node"
     ),
-    "torch._C._autograd": "_get_current_graph_task_keep_graph",
+    "torch._C._autograd": (
+        "_get_current_graph_task_keep_graph _saved_tensors_hooks_get_disabled_error_message "
+        "_top_saved_tensors_default_hooks"
+    ),
     "torch._C:_FunctionBase": "_raw_saved_tensors _sequence_nr",
     "torch:Tensor": (
         "_backward_hooks _base _indices _make_wrapper_subclass _post_accumulate_grad_hooks _typed_storage _use_count "

@@ -97,6 +97,8 @@ def _reason(error: BaseException, code: Sequence[str]) -> tuple[str, str]:
         return "a gradient is sparse (nn.Embedding(sparse=True)), which cannot be planned", "Make it dense,"
     if "set_ on a graph input" in lines[0]:
         return "its forward() gives a parameter or an input another storage (`.data =`, `set_`)", "Do that elsewhere,"
+    if "self.shape_env must not be None" in lines[0]:
+        return "a nested tensor has a size that no tensor without contents has", "Pad it,"
     if isinstance(error, Unsupported):
         given = re.search(r"Explanation: (.+)", str(error))
         why = (given[1] if given else lines[0]).rstrip(".")
