@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
@@ -22,6 +22,15 @@ Place = tuple[CodeType, int]  # an instruction: of this code, at this byte of it
 def takes_memory(t: torch.Tensor, device: torch.device) -> bool:
     """Whether a tensor takes memory of a device: one of a FakeTensorMode takes none."""
     return t.device == device and t.untyped_storage().device == device
+
+
+def weakly(value: Any) -> Callable[[], torch.Tensor | None]:
+    """What gives a tensor as long as it is alive; None for anything else."""
+    return weakref.ref(value) if isinstance(value, torch.Tensor) else _none
+
+
+def _none() -> None:
+    return None
 
 
 def call_of(func: Any, args: Any, kwargs: Any, result: Any) -> Call | None:

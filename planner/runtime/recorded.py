@@ -174,6 +174,8 @@ def stays(
     left, remaining = _left_by_losses(recorder, alive)
     before = {each for loss in recorder.losses for each in loss.left.values()}
     stay |= remaining | _gradients_held(recorder, others=turns)
+    if batches:  # an older one that is there is no part of the loop's data, either
+        stay |= {key: nbytes for each in recorder.undecided for key, (_, nbytes) in each.made.copy().items()}
     there = {key for older in recorder.older for key in list(older.made)}
     earlier = _without(recorder.before, {*own, *later, *(key for loss in recorder.losses for key in loss.read)})
     stay |= {key: nbytes for key, nbytes in earlier.items() if key in there}

@@ -26,7 +26,7 @@ from planner.core.call import Call, bytes_of_elements, storages, tensors_in
 from planner.core.layout import Order, memory_order
 from planner.core.loop import LaidOut
 from planner.runtime.events import PlannedModel
-from planner.runtime.made import Event, LossEvents, Made, MadeStorages, call_of, takes_memory
+from planner.runtime.made import Event, LossEvents, Made, MadeStorages, call_of, takes_memory, weakly
 from planner.runtime.outputs import Unasking
 from planner.runtime.rebound import place_of
 
@@ -86,7 +86,8 @@ class Recorder(LastingMode):
         by_optimizer: the same of this recorder and of those before.
         waiting: bytes of the outputs of an earlier call, and of what was made of them, while the next one ran.
         older: what earlier recorders have seen to be made, and what their calls took and gave.
-        before: of these, by storage, what was alive when a backward pass began.
+        undecided: what their calls were given, where the loop had not been seen to make a batch.
+        before: of `older`, by storage, what was alive when a backward pass began.
     """
 
     def __init__(
@@ -133,13 +134,15 @@ class Recorder(LastingMode):
         self.by_optimizer: MadeStorages = MadeStorages() if earlier is None else earlier.by_optimizer
         self.passed = MadeStorages()  # what calls took and gave
         self.older = [] if earlier is None else earlier.left()
+        unknown = [] if earlier is None or earlier.makes_batches else [*earlier.undecided, earlier.inputs]
+        self.undecided = [each for each in unknown if each.made]
         self.before: dict[int, int] = {}
         seen = self._seen_made()
         for key in self.known:
             self._drop_older(key)
         self._enter(outputs, self.passed, self.returned)
         self._enter([t for t in tensors_in(batch) if storage_key(t) in seen], self.passed)
-        self._returned = [list(map(_weakly, outputs))]  # by call
+        self._returned = [list(map(weakly, outputs))]  # by call
         self.later_held: set[int] = set()
         self._hooks: list[Any] = []
         for at, t in enumerate(outputs):
@@ -147,7 +150,7 @@ class Recorder(LastingMode):
                 self._watch(at, t)
         self._given(batch)
         self.first_input = self.inputs.live
-        self.aside = list(map(_weakly, aside))
+        self.aside = list(map(weakly, aside))
         self._hook(outputs)
         self._hook(aside, len(outputs))
 
@@ -213,7 +216,7 @@ class Recorder(LastingMode):
             self._drop_older(key)
         calls, (most_alive, most_made) = len(self._returned), self.waiting
         self.waiting = max(most_alive, -(-alive // calls)), max(most_made, -(-self.made.live // calls))
-        self._returned.append(list(map(_weakly, outputs)))
+        self._returned.append(list(map(weakly, outputs)))
         self._given([t for t in tensors_in(batch) if storage_key(t) not in returned])
         self._enter(outputs, self.passed, self.returned)
         self._enter([t for t in tensors_in(batch) if storage_key(t) in seen], self.passed)
@@ -225,12 +228,12 @@ class Recorder(LastingMode):
         for key, (number, _) in list(self.made.made.items()):
             if number in self.of_optimizer:
                 self.made.drop(key)
-        given = [self.inputs] if self.makes_batches else []
+        given = [self.inputs, *self.undecided] if self.makes_batches else []
         return [each for each in (*self.older, self.made, self.passed, self.gradients, *given) if each.made]
 
     def is_new(self, batch: Any) -> bool:
-        """Whether the loop has made a batch since: so it makes each, and holds none because it is part of its data."""
-        return bool(there := storages(batch).keys()) and there <= self.made.made.keys()
+        """Whether the loop was seen to make a batch: so it makes each, and holds none because it is part of its data."""
+        return bool(there := storages(batch).keys()) and there <= self._seen_made()
 
     def runs_planned(self, other: PlannedModel, batch: Any, taken: int) -> None:
         """Another planned model runs a training step, which takes so many bytes beside what stays allocated, and beside
@@ -390,11 +393,3 @@ class Recorder(LastingMode):
             if isinstance(t, nn.Parameter) and t.requires_grad and torch.is_grad_enabled():
                 used.trained = weakref.ref(t)
         return inputs
-
-
-def _weakly(value: Any) -> Callable[[], torch.Tensor | None]:
-    return weakref.ref(value) if isinstance(value, torch.Tensor) else _none
-
-
-def _none() -> None:
-    return None
