@@ -14,6 +14,7 @@ import tempfile
 import time
 import warnings
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +45,10 @@ def mlp_adamw_after(put: Put, ended: Ended) -> None:
 
 
 def adamw_after(model: nn.Module, rows: int, put: Put, ended: Ended) -> None:
-    model = put(model)
+    adamw(put(model), rows, ended)
+
+
+def adamw(model: nn.Module, rows: int, ended: Ended) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for _ in range(STEPS):
         x = torch.randn(rows, 64)
@@ -66,6 +70,36 @@ def mlp_adamw_before(put: Put, ended: Ended) -> None:
         loss.backward()
         optimizer.step()
         ended(loss)
+
+
+def failed_at_first(put: Put, ended: Ended) -> None:
+    """The first backward pass ends in an error, as one that is out of memory, and the loop goes on."""
+    model = put(mlp())
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise RuntimeError("out of memory")
+
+    y = model(torch.randn(512, 64))
+    y.register_hook(fail)
+    with suppress(RuntimeError):
+        y.mean().backward()
+    del y
+    adamw(model, 512, ended)
+
+
+def first_batch_kept(put: Put, ended: Ended) -> None:
+    """And the next is there early, as by accelerate's loader that dispatches batches to several processes."""
+    model = put(mlp())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    first = ahead = torch.randn(512, 64)
+    for _ in range(STEPS):
+        x, ahead = ahead, torch.randn(512, 64)
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ended(loss)
+    del first
 
 
 def manual_sgd(put: Put, ended: Ended) -> None:
@@ -1579,6 +1613,7 @@ def lightning_automatic(put: Put, ended: Ended) -> None:
 
 LOOPS: dict[str, Loop] = {
     "mlp_adamw_after": Loop(mlp_adamw_after),
+    "failed_at_first": Loop(failed_at_first),
     "mlp_adamw_before": Loop(mlp_adamw_before),
     "nanogpt": Loop(nanogpt),
     "cnn_smaller_last_batch": Loop(cnn_smaller_last_batch, plans=3),

@@ -6,7 +6,7 @@ import torch
 from planner import PlannerError, PlanWarning, plan
 
 from .loop_harness import Loop, differences, judged
-from .loops import LOOPS, retained_gradient
+from .loops import LOOPS, first_batch_kept, retained_gradient
 
 pytestmark = [pytest.mark.usefixtures("short_searches"), pytest.mark.filterwarnings("ignore")]
 
@@ -32,6 +32,13 @@ def test_the_gradient_of_an_intermediate_keeps_nothing_from_step_to_step():
     unplanned, seen = judged(Loop(retained_gradient))
     assert differences(seen, unplanned) == []
     assert len(set(seen.measured)) == 1
+
+
+def test_a_batch_that_stays_counts_once_the_loop_is_known_to_make_its_batches():
+    """Until then it may be part of the loop's data."""
+    unplanned, seen = judged(Loop(first_batch_kept))
+    assert differences(seen, unplanned) == []
+    assert max(seen.measured[1:]) == seen.predicted[-1] <= seen.budget
 
 
 @pytest.mark.filterwarnings("default")

@@ -11,7 +11,7 @@ import logging
 import os
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -125,17 +125,14 @@ class Recorder(LastingMode):
         self.given = MadeStorages()
         self.held = self.inputs_at_once = self.later = self._called = 0
         self.between: dict[str, int] = {}
-        self.returned = MadeStorages()
-        self.inputs = MadeStorages()
+        self.returned, self.inputs = MadeStorages(), MadeStorages()
         self.batches = MadeStorages()  # that the model was called with, and that get gradients
-        self.waiting = 0, 0
-        self.stepping = self.makes_batches = False
+        self.waiting, self.stepping, self.makes_batches = (0, 0), False, False
         self.of_optimizer: set[int] = set()
         self.by_optimizer: MadeStorages = MadeStorages() if earlier is None else earlier.by_optimizer
         self.passed = MadeStorages()  # what calls took and gave
-        self.older = [] if earlier is None else earlier.left()
-        unknown = [] if earlier is None or earlier.makes_batches else [*earlier.undecided, earlier.inputs]
-        self.undecided = [each for each in unknown if each.made]
+        self.older: list[MadeStorages] = [] if earlier is None else earlier.left()
+        self.undecided: list[MadeStorages] = [] if earlier is None else earlier.unknown()
         self.before: dict[int, int] = {}
         seen = self._seen_made()
         for key in self.known:
@@ -196,6 +193,10 @@ class Recorder(LastingMode):
         self.output_bytes -= sum(self._sizes.pop(at, 0) for at in self.at_once)
         return self.at_once
 
+    def broken_off(self) -> bool:
+        """Whether an error has ended the latest backward pass."""
+        return self.phase == "backward" and not in_backward()
+
     @property
     def calls_made(self) -> int:
         """How many calls of the model came before the backward pass."""
@@ -231,8 +232,12 @@ class Recorder(LastingMode):
         given = [self.inputs, *self.undecided] if self.makes_batches else []
         return [each for each in (*self.older, self.made, self.passed, self.gradients, *given) if each.made]
 
+    def unknown(self) -> list[MadeStorages]:
+        """What calls were given and is alive, of which nobody knows whether it is part of the loop's data."""
+        return [] if self.makes_batches else [each for each in (*self.undecided, self.inputs) if each.made]
+
     def is_new(self, batch: Any) -> bool:
-        """Whether the loop was seen to make a batch: so it makes each, and holds none because it is part of its data."""
+        """Whether the loop was seen to make a batch: so it makes each, and holds none as a part of its data."""
         return bool(there := storages(batch).keys()) and there <= self._seen_made()
 
     def runs_planned(self, other: PlannedModel, batch: Any, taken: int) -> None:

@@ -116,7 +116,9 @@ class Watch:
         others = [number for number in waiting if number not in left_over]
         self._begin(role, others)
         left, recorder = self.evaluations.end(batch, self._model(), self.optimizers()), self.recorder
-        if recorder is not None and (recorder.losses or recorder.over):
+        if recorder is not None and recorder.broken_off():
+            self.stop()  # a step that failed shows nothing of those that do not
+        elif recorder is not None and (recorder.losses or recorder.over):
             self._finished(recorder, dense_tensors(batch), [(p, p.grad) for p in parameters])
         elif recorder is not None and self.first and self._ended(left_over):
             self._came_to_nothing(recorder, [(p, p.grad) for p in parameters])
