@@ -627,6 +627,20 @@ def variational(put: Put, ended: Ended) -> None:
         ended(loss)
 
 
+def each_learns_alone(put: Put, ended: Ended) -> None:
+    """Two models, and two backward passes: what the second has saved waits while that of the first runs."""
+    models = [put(mlp()), put(mlp(depth=2))]
+    optimizers = [torch.optim.Adam(model.parameters(), lr=1e-3) for model in models]
+    for _ in range(STEPS):
+        x = torch.randn(512, 64)
+        losses = [F.mse_loss(model(x), x) for model in models]
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        ended(losses)
+
+
 def modules_by_themselves(put: Put, ended: Ended) -> None:
     model = put(Autoencoder())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -1644,6 +1658,7 @@ LOOPS: dict[str, Loop] = {
     "block_by_block": Loop(block_by_block),
     "gan_generator": Loop(gan_generator, share=0.77),
     "gan_both": Loop(gan_both, plans=5, share=0.785),
+    "each_learns_alone": Loop(each_learns_alone, plans=5, off=0.1),
     "encoder_and_decoder": Loop(encoder_and_decoder, plans=4),
     "wasserstein_gan": Loop(wasserstein_gan, plans=5),
     "cycle_consistency": Loop(cycle_consistency, plans=8, off=0.33),

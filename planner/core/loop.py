@@ -38,7 +38,9 @@ class LossSeen:
         first_input: of what the first of them was given.
         kept: of those that were alive when the planned backward pass began, what the loop still holds while the next
             forward pass runs, as what the graph of the loss keeps; it is in the loop's `beside`, too.
-        others: of the most of these, what is there only while other planned models run.
+        others: of the most of these, what is there only while other planned models run, or waits for their backward
+            passes.
+        others_wait: of `left`, what other planned models have saved for backward passes that come later.
     """
 
     output_bytes: int
@@ -60,6 +62,7 @@ class LossSeen:
     between_later: int = 0
     kept: int = 0
     others: int = 0
+    others_wait: int = 0
 
     def of(self, output_bytes: int) -> LossSeen:
         """The same for a step with other outputs."""

@@ -318,9 +318,10 @@ class PlanRecord:
         Args:
             graded: bytes of the parameters' gradients, which are not among it.
         """
-        others = 0 if self.step.loop.loss is None else self.step.loop.loss.others
+        loss = self.step.loop.loss
+        others = {} if loss is None else {"loss": loss.others, "backward": loss.others_wait}
         passes = (m for m in self.timeline if m.phase != "optimizer")
-        most = max(m.held_bytes - min(m.held.gradients, graded) - (others if m.phase == "loss" else 0) for m in passes)
+        most = max(m.held_bytes - min(m.held.gradients, graded) - others.get(m.phase, 0) for m in passes)
         return most + min(self.account.get(EARLIER, 0), graded) - self.resident_bytes
 
     @property

@@ -88,6 +88,9 @@ class PlannedModel(Protocol):
     def tensors(self) -> Any:
         """Its parameters, buffers, gradients, and the state of its optimizers."""
 
+    def trained(self) -> list[nn.Parameter]:
+        """Its parameters."""
+
     def waiting(self) -> int:
         """How many of its calls wait for their backward pass."""
 

@@ -240,6 +240,10 @@ class Applied:
         """The model's parameters, buffers, gradients, and the state of its optimizers."""
         return tensors_of(self.model, [] if self.watch is None else self.watch.optimizers())
 
+    def trained(self) -> list[nn.Parameter]:
+        """The model's parameters."""
+        return list(self.model.parameters())
+
     def stays(self, counted: Collection[optim.Optimizer]) -> int:
         """Bytes of all of these, as the newest plan counts them, without the state of optimizers that others count.
 

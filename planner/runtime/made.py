@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import CodeType
 from typing import Any
 
@@ -96,6 +96,7 @@ class LossEvents:
         parts: of these, made by the backward pass of the loss.
         read: others that existed before and were read.
         between: how many of the events ran before the last of the calls that come before the backward pass.
+        waits: what other planned models have saved for their own backward passes, which come later.
     """
 
     events: tuple[Event, ...]
@@ -105,3 +106,12 @@ class LossEvents:
     parts: frozenset[int]
     read: Mapping[int, int]
     between: int = 0
+    waits: int = 0
+
+    def with_waiting(self) -> LossEvents:
+        """The same, with what waits among what is alive once the last of these models has run."""
+        if not self.waits:
+            return self
+        last = max((at for at, event in enumerate(self.events) if event.others), default=-1)
+        after = (replace(event, live=event.live + self.waits) for event in self.events[last + 1 :])
+        return replace(self, events=(*self.events[: last + 1], *after))

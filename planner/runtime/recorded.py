@@ -33,7 +33,7 @@ def loss_seen(recorder: Recorder, workspaces: Mapping[str, int], found: Stays) -
     """
     if not recorder.losses:
         return None
-    losses = without_rebound(recorder.losses, found.kept, inspect.currentframe())
+    losses = [loss.with_waiting() for loss in without_rebound(recorder.losses, found.kept, inspect.currentframe())]
     with_outputs = [loss.events[loss.between : loss.let_go] for loss in losses]
     without = [loss.events[max(loss.between, loss.let_go) :] for loss in losses]
     forward, backward = (max(_most(events, workspaces) for events in each) for each in (with_outputs, without))
@@ -48,6 +48,7 @@ def loss_seen(recorder: Recorder, workspaces: Mapping[str, int], found: Stays) -
     stays = sum(storages([t for t in results if t is not None]).values())
     tangents = max(map(_tangents, recorder.losses, recorder.arrived))
     waiting, made = recorder.waiting
+    waits = max(loss.waits for loss in losses)
     return LossSeen(
         output_bytes=recorder.output_bytes,
         forward=forward,
@@ -56,7 +57,7 @@ def loss_seen(recorder: Recorder, workspaces: Mapping[str, int], found: Stays) -
         computed_later=later,
         between=max(_most(loss.events[: min(loss.between, loss.let_go)], workspaces) for loss in losses),
         between_later=max(_most(loss.events[loss.let_go : loss.between], workspaces) for loss in losses),
-        left=found.left,
+        left=found.left + waits,
         read=found.read,
         stays=stays,
         tangents=tangents,
@@ -68,6 +69,7 @@ def loss_seen(recorder: Recorder, workspaces: Mapping[str, int], found: Stays) -
         first_input=recorder.first_input,
         kept=sum(found.kept.values()),
         others=max(_most(loss.events, workspaces) for loss in losses) - alone,
+        others_wait=waits,
     )
 
 
@@ -175,7 +177,8 @@ def stays(
     before = {each for loss in recorder.losses for each in loss.left.values()}
     stay |= remaining | _gradients_held(recorder, others=turns)
     if batches:  # an older one that is there is no part of the loop's data, either
-        stay |= {key: nbytes for each in recorder.undecided for key, (_, nbytes) in each.made.copy().items()}
+        older = {key: nbytes for each in recorder.undecided for key, (_, nbytes) in each.made.copy().items()}
+        stay |= _without(older, later)
     there = {key for older in recorder.older for key in list(older.made)}
     earlier = _without(recorder.before, {*own, *later, *(key for loss in recorder.losses for key in loss.read)})
     stay |= {key: nbytes for key, nbytes in earlier.items() if key in there}

@@ -139,9 +139,8 @@ class Recorder(LastingMode):
             self._drop_older(key)
         self._enter(outputs, self.passed, self.returned)
         self._enter([t for t in tensors_in(batch) if storage_key(t) in seen], self.passed)
-        self._returned = [list(map(weakly, outputs))]  # by call
+        self._returned, self._hooks = [list(map(weakly, outputs))], list[Any]()  # of each call
         self.later_held: set[int] = set()
-        self._hooks: list[Any] = []
         for at, t in enumerate(outputs):
             if isinstance(t, torch.Tensor):
                 self._watch(at, t)
@@ -333,7 +332,8 @@ class Recorder(LastingMode):
         parts = frozenset(key for key, (number, _) in made.items() if number in self.in_loss)
         later = [ref() is not None for call in self._returned[1:] for ref in call]
         self.later_held.update(at for at, there in enumerate(later) if there)
-        return LossEvents(tuple(self.events), let_go, held, made, parts, read, self._called)
+        waits = sum(other.waiting_bytes() for other in self.others if not any(map(adds_to_gradient, other.trained())))
+        return LossEvents(tuple(self.events), let_go, held, made, parts, read, self._called, waits)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
