@@ -14,6 +14,7 @@ import tempfile
 import time
 import warnings
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -70,6 +71,12 @@ def mlp_adamw_before(put: Put, ended: Ended) -> None:
         loss.backward()
         optimizer.step()
         ended(loss)
+
+
+def in_a_thread(put: Put, ended: Ended) -> None:
+    """As Ray's workers train."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(mlp_adamw_before, put, ended).result()
 
 
 def failed_at_first(put: Put, ended: Ended) -> None:
@@ -1627,6 +1634,7 @@ def lightning_automatic(put: Put, ended: Ended) -> None:
 
 LOOPS: dict[str, Loop] = {
     "mlp_adamw_after": Loop(mlp_adamw_after),
+    "in_a_thread": Loop(in_a_thread),
     "failed_at_first": Loop(failed_at_first),
     "mlp_adamw_before": Loop(mlp_adamw_before),
     "nanogpt": Loop(nanogpt),

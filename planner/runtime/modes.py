@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -97,8 +96,5 @@ def waits(node: weakref.ref[Any]) -> bool:
 
 
 def may_record() -> bool:
-    """Whether a mode may stay on: in the main thread, and where neither a mode of the loop's own nor a backward pass
-    would end in its place.
-    """
-    own = all(isinstance(mode, LastingMode) for mode in modes_here())
-    return own and not in_backward() and threading.current_thread() is threading.main_thread()
+    """Whether a mode may stay on: where neither a mode of the loop's own nor a backward pass would end in its place."""
+    return all(isinstance(mode, LastingMode) for mode in modes_here()) and not in_backward()
