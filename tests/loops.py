@@ -79,6 +79,21 @@ def in_a_thread(put: Put, ended: Ended) -> None:
         pool.submit(mlp_adamw_before, put, ended).result()
 
 
+def new_head(put: Put, ended: Ended) -> None:
+    """The last layer and the optimizer are replaced while the model trains: nothing of them stays."""
+    model = put(mlp())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(STEPS):
+        if step == 2:
+            model[-1] = nn.Linear(64, 64)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        loss = model(torch.randn(512, 64)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ended(loss)
+
+
 def failed_at_first(put: Put, ended: Ended) -> None:
     """The first backward pass ends in an error, as one that is out of memory, and the loop goes on."""
     model = put(mlp())
@@ -1635,6 +1650,7 @@ def lightning_automatic(put: Put, ended: Ended) -> None:
 LOOPS: dict[str, Loop] = {
     "mlp_adamw_after": Loop(mlp_adamw_after),
     "in_a_thread": Loop(in_a_thread),
+    "new_head": Loop(new_head, plans=3, off=0.02),
     "failed_at_first": Loop(failed_at_first),
     "mlp_adamw_before": Loop(mlp_adamw_before),
     "nanogpt": Loop(nanogpt),

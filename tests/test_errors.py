@@ -49,6 +49,15 @@ def test_something_that_is_not_a_module(thing):
         plan(thing, torch.zeros(1), budget_gb=1)
 
 
+@pytest.mark.parametrize("mode", ["aten", "eager"])
+def test_a_part_that_torch_jit_has_compiled_is_named(mode):
+    model = nn.Sequential(nn.Linear(8, 8), torch.jit.trace(nn.Linear(8, 8), torch.randn(2, 8)))
+    with pytest.raises(planner.ModelError, match=r"Sequential has a part, '1', that torch\.jit has"):
+        planner.plan(model, budget_gb=1, mode=mode)
+    with pytest.raises(planner.ModelError, match=r"is what torch\.jit has compiled"):
+        planner.plan(model[1], budget_gb=1, mode=mode)
+
+
 def test_a_model_with_nothing_to_train():
     model, x = small()
     model.requires_grad_(False)

@@ -137,7 +137,7 @@ def compiled_call(module: Any) -> Any:
 
 def inner_module(module: nn.Module) -> nn.Module | None:
     """The module in a wrapper that torch.compile(module) made (`_orig_mod`, 2.11 to 2.15); None for another module."""
-    inner = module._modules.get("_orig_mod")
+    inner = dict(module.named_children()).get("_orig_mod")
     return inner if isinstance(inner, nn.Module) else None
 
 

@@ -145,6 +145,13 @@ def _check_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise ModelError(f"plan() needs a torch.nn.Module; it was given {model!r} of type {type(model).__name__}")
     refuse_wrapped(model)
+    scripted = [path for path, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
+    if scripted:
+        what = f"has a part, {scripted[0]!r}, that" if scripted[0] else "is what"
+        raise ModelError(
+            f"{type(model).__name__} {what} torch.jit has compiled, and no plan can be made of its ops. Plan with the "
+            "module that was given to torch.jit.trace or torch.jit.script in its place"
+        )
     if not any(p.requires_grad for p in model.parameters()):
         raise ModelError(f"{type(model).__name__}: no parameter needs a gradient, so there is no training step to plan")
     if any(nn.parameter.is_lazy(p) for p in model.parameters()):

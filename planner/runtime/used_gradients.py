@@ -29,13 +29,14 @@ class UsedGradients:
     """The gradients of a model that were used: by an optimizer of torch's, or by the loop itself."""
 
     def __init__(self) -> None:
-        self._by_optimizer: dict[torch.Tensor, int] = {}  # parameter -> version of its gradient when it was used
+        # by identity, the parameter, held weakly, and the version of its gradient when it was used
+        self._by_optimizer: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         self._versions: dict[int, int] = {}  # of the parameters when the latest call began, by identity
         self._changed: set[int] = set()  # those that were written into between that call and the one before
 
     def optimizer_stepped(self, trained: Iterable[torch.Tensor]) -> None:
         """An optimizer of torch's has stepped these parameters."""
-        self._by_optimizer |= {p: version_of(p.grad) for p in trained if p.grad is not None}
+        self._by_optimizer |= {id(p): (weakref.ref(p), version_of(p.grad)) for p in trained if p.grad is not None}
 
     def call_begins(self, parameters: Sequence[nn.Parameter], *, optimizer_seen: bool) -> None:
         """A call of the model begins; where an optimizer of torch's tells of its steps, nothing has to be looked up."""
@@ -54,5 +55,9 @@ class UsedGradients:
         if not there:
             self._by_optimizer.clear()
             return None
-        used = all(self._by_optimizer.get(p) == version_of(g) or id(p) in self._changed for p, g in there)
+        used = all(self._was_used(p, g) or id(p) in self._changed for p, g in there)
         return "cleared late" if used else "accumulated"
+
+    def _was_used(self, parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
+        ref, version = self._by_optimizer.get(id(parameter), (None, None))
+        return ref is not None and ref() is parameter and version == version_of(gradient)
