@@ -1290,6 +1290,19 @@ def gan_both(put: Put, ended: Ended) -> None:
     _gan(put(_generator()), put(_discriminator()), ended)
 
 
+def critic_alone_at_first(put: Put, ended: Ended) -> None:
+    """The generator is planned, and trained later than the steps that are measured."""
+    generator, critic = put(mlp(depth=1)), put(mlp(out=1))
+    optimizer = torch.optim.Adam(critic.parameters(), lr=2e-4)
+    for _ in range(STEPS):
+        real, fake = torch.randn(512, 64), generator(torch.randn(512, 64)).detach()
+        loss = F.relu(1 - critic(real)).mean() + F.relu(1 + critic(fake)).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ended(loss)
+
+
 def wasserstein_gan(put: Put, ended: Ended) -> None:
     """Two steps of the critic, to which the generator gives samples without their graph, for one of the generator."""
     generator, critic = put(mlp(depth=3)), put(mlp(depth=3, out=1))
@@ -1650,7 +1663,7 @@ def lightning_automatic(put: Put, ended: Ended) -> None:
 LOOPS: dict[str, Loop] = {
     "mlp_adamw_after": Loop(mlp_adamw_after),
     "in_a_thread": Loop(in_a_thread),
-    "new_head": Loop(new_head, plans=3, off=0.02),
+    "new_head": Loop(new_head, plans=3, share=1.0),
     "failed_at_first": Loop(failed_at_first),
     "mlp_adamw_before": Loop(mlp_adamw_before),
     "nanogpt": Loop(nanogpt),
@@ -1684,7 +1697,8 @@ LOOPS: dict[str, Loop] = {
     "gan_both": Loop(gan_both, plans=5, share=0.785),
     "each_learns_alone": Loop(each_learns_alone, plans=5, off=0.1),
     "encoder_and_decoder": Loop(encoder_and_decoder, plans=4),
-    "wasserstein_gan": Loop(wasserstein_gan, plans=5),
+    "critic_alone_at_first": Loop(critic_alone_at_first, plans=3, off=0.02),
+    "wasserstein_gan": Loop(wasserstein_gan, plans=6),
     "cycle_consistency": Loop(cycle_consistency, plans=8, off=0.33),
     "evaluated_with_gradients": Loop(evaluated_with_gradients, plans=3),
     "ema": Loop(ema),

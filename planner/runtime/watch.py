@@ -195,7 +195,7 @@ class Watch:
         held = {at for loss in recorder.losses for at in loss.held}
         own = [states, [p for p, _ in counted] if recorder.passing else counted]
         self._warn_between(recorder, own)
-        came_round = recorder.came_round
+        came_round = comes in roles or recorder.came_round
         if recorder.asks_first and len(recorder.passes) == 1:
             self._asks.update(roles)
         if self.first:
