@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from planner import Plan, applied_plan, plan
 from planner.runtime.interception import attached
+from planner.runtime.uncompiled import Uncompiled
 
 from .loop_harness import GB, Loop, differences, run, run_within
 from .loops import LOOPS, adamw_after, mlp
@@ -159,3 +160,20 @@ def test_a_plan_that_ran_so_is_known_from_its_file(tmp_path):
     again.apply(twin)
     assert steps(twin)[1:] == [0, 0, 0]
     assert applied_plan(twin).peak_bytes == again.peak_bytes
+
+
+def test_a_call_whose_backward_pass_fails_waits_until_its_results_are_gone():
+    def fail(_):
+        raise RuntimeError("out of memory")
+
+    calls, x = Uncompiled(), torch.ones(2, requires_grad=True)
+    y, z = x * 2, x * 3
+    y.register_hook(fail)
+    calls.add(1, y)
+    calls.add(2, z)
+    with pytest.raises(RuntimeError, match="memory"):
+        y.sum().backward()
+    z.sum().backward()
+    assert calls.waiting() == {1}
+    del y
+    assert calls.waiting() == set()

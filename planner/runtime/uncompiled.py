@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from planner.compat.autograd import in_backward, when_backward_ends
 from planner.core.objects import leaves
 from planner.runtime.outputs import Unasking
 
@@ -16,13 +17,22 @@ _KEY = "call of a planned model"
 class _Call:
     """Lives as long as the autograd nodes of a call's results."""
 
-    __slots__ = ("__weakref__", "begun")
+    __slots__ = ("__weakref__", "begun", "ended")
 
     def __init__(self) -> None:
-        self.begun = False  # its backward pass
+        self.begun = self.ended = False  # its backward pass
 
     def begins(self, _: object) -> None:
-        self.begun = True
+        if not self.begun:
+            self.begun = True
+            when_backward_ends(self.ends)
+
+    def ends(self) -> None:
+        self.ended = True
+
+    def waits(self) -> bool:
+        """Whether its backward pass is to come, or has failed, which leaves what it saved there."""
+        return not (self.ended or (self.begun and in_backward()))
 
 
 class Uncompiled:
@@ -44,5 +54,5 @@ class Uncompiled:
 
     def waiting(self) -> frozenset[int]:
         """The numbers of those that wait for their backward pass."""
-        self._calls = {n: ref for n, ref in self._calls.items() if (call := ref()) is not None and not call.begun}
+        self._calls = {n: ref for n, ref in self._calls.items() if (call := ref()) is not None and call.waits()}
         return frozenset(self._calls)
