@@ -49,6 +49,16 @@ def test_something_that_is_not_a_module(thing):
         plan(thing, torch.zeros(1), budget_gb=1)
 
 
+class Yields(nn.Linear):
+    def forward(self, x):
+        yield super().forward(x)
+
+
+def test_a_forward_pass_that_is_a_generator_is_refused_in_words():
+    with pytest.raises(planner.ModelError, match=r"Yields\.forward\(\) is a generator.*Return a list"):
+        planner.plan(Yields(8, 8), budget_gb=1)
+
+
 @pytest.mark.parametrize("mode", ["aten", "eager"])
 def test_a_part_that_torch_jit_has_compiled_is_named(mode):
     model = nn.Sequential(nn.Linear(8, 8), torch.jit.trace(nn.Linear(8, 8), torch.randn(2, 8)))

@@ -152,6 +152,11 @@ def _check_model(model: Any) -> None:
             f"{type(model).__name__} {what} torch.jit has compiled, and no plan can be made of its ops. Plan with the "
             "module that was given to torch.jit.trace or torch.jit.script in its place"
         )
+    if inspect.isgeneratorfunction(model.forward):
+        raise ModelError(
+            f"{type(model).__name__}.forward() is a generator: it computes when the loop asks for its results, and no plan "
+            "can be made of that. Return a list or a tuple of them"
+        )
     if not any(p.requires_grad for p in model.parameters()):
         raise ModelError(f"{type(model).__name__}: no parameter needs a gradient, so there is no training step to plan")
     if any(nn.parameter.is_lazy(p) for p in model.parameters()):
