@@ -154,7 +154,7 @@ def _check_model(model: Any) -> None:
         )
     if inspect.isgeneratorfunction(model.forward):
         raise ModelError(
-            f"{type(model).__name__}.forward() is a generator: it computes when the loop asks for its results, and no plan "
+            f"{type(model).__name__}.forward() is a generator: it runs when the loop asks for its results, and no plan "
             "can be made of that. Return a list or a tuple of them"
         )
     if not any(p.requires_grad for p in model.parameters()):
