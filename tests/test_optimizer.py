@@ -194,6 +194,23 @@ def test_a_tensor_among_the_options_stays_as_it_is():
     assert count == 3
 
 
+class Orthogonal(optim.SGD):
+    """It takes steps along the nearest orthogonal matrix, whose kernel copies what it decomposes."""
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for p in self.param_groups[0]["params"]:
+            u, _, v = torch.linalg.svd(p.grad)
+            p.addmm_(u, v, alpha=-0.1)
+
+
+def test_workspaces_of_an_optimizers_ops_count(tmp_path: Path):
+    weight = nn.Parameter(torch.randn(256, 256))
+    weight.grad = torch.randn(256, 256)
+    optimizer = Orthogonal([weight])
+    assert_close(optimizer_memory([], optimizer, cuda=False), measured(optimizer, tmp_path))
+
+
 def test_what_cannot_be_tried_is_counted_once_it_has_stepped():
     class Another(optim.LBFGS):
         pass

@@ -12,14 +12,17 @@ from torch import optim
 
 from planner.capture.trace.loss_trace import LiveBytes
 from planner.compat import pytree
+from planner.compat.dispatch import lasting_modes_off
 from planner.compat.fake import FakeTensorMode, unset_fake_temporarily
-from planner.core.call import here, storages
+from planner.core.call import Call, here, storages
+from planner.costs.measured_ops import measure
 from planner.errors import OptionError, warn
 from planner.stepping.step import step_of
 
 NUMBERS = 64  # bytes: the tensors that a CPU makes of the numbers which ops take, and fake tensors do not; 8 bytes each
 MOST_SEEN = 64
 _SEEN: dict[Any, OptimizerMemory] = {}  # by what was stepped
+_FILLS = ("zeros", "ones", "full", "empty", "new_", "fill", "lift", "copy", "_to_copy", "clone")
 FORMS = {"foreach": {"foreach": True}, "fused": {"fused": True}, "forloop": {"foreach": False}}
 
 
@@ -41,7 +44,8 @@ class OptimizerMemory:
 def optimizer_memory(
     parameters: Iterable[torch.Tensor], optimizer: optim.Optimizer | str | None, *, cuda: bool
 ) -> OptimizerMemory:
-    """The memory of an optimizer, by two steps of torch's own code on fake tensors: no memory, no compute.
+    """The memory of an optimizer, by two steps of torch's own code on fake tensors; on a CPU, the workspaces of ops that
+    may have one (products, decompositions) are measured, each once.
 
     Args:
         parameters: the tensors that are trained, for an optimizer given by name; real, meta or fake.
@@ -187,8 +191,9 @@ def _two_steps_anew(
             step = step_of(kind)
             step(twin)
             step(twin)
+    peak = meter.peak if cuda else max(meter.peak, meter.with_workspaces())
     return OptimizerMemory(
-        state=meter.live - (_on_cpu(list(twin.state.values())) if cuda else 0), step=meter.peak - meter.live
+        state=meter.live - (_on_cpu(list(twin.state.values())) if cuda else 0), step=peak - meter.live
     )
 
 
@@ -236,11 +241,35 @@ def _on_cpu(state: list[Any]) -> int:
     return sum(storages([t for t in leaves if t.device.type == "cpu"]).values())
 
 
+def _may_have_workspace(op: Any) -> bool:
+    """Whether an op may hold more while it runs: it is not pointwise, gives no view, and neither fills nor copies."""
+    without = torch.Tag.pointwise in op.tags or op.is_view or op.namespace != "aten"
+    return not without and not op.__name__.startswith(_FILLS)
+
+
 class _Meter(LiveBytes):  # type: ignore[no-untyped-call]
-    """Counts bytes, and answers where an optimizer asks a fake tensor for its value."""
+    """Counts bytes, and answers where an optimizer asks a fake tensor for its value.
+
+    Attributes:
+        at: the most bytes live beside an op that may have a workspace, by the op's key.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at: dict[str, tuple[Call, int]] = {}
+
+    def with_workspaces(self) -> int:
+        """The most bytes live at once beside an op, with its workspace on a CPU, which is measured."""
+        with lasting_modes_off():
+            found = measure([call for call, _ in self.at.values()], torch.device("cpu"), progress=False)
+        return max((live + found[key].workspace for key, (_, live) in self.at.items() if key in found), default=0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             # a step count so late that no optimizer is in its first steps; norms may be anything
             return 1000.0 if args[0].is_floating_point() else 1000
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if _may_have_workspace(func):
+            key = (call := self.calls[-1]).key
+            self.at[key] = call, max(self.live, self.at[key][1] if key in self.at else 0)
+        return result
