@@ -44,7 +44,7 @@ class OptimizerMemory:
 def optimizer_memory(
     parameters: Iterable[torch.Tensor], optimizer: optim.Optimizer | str | None, *, cuda: bool
 ) -> OptimizerMemory:
-    """The memory of an optimizer, by two steps of torch's own code on fake tensors; on a CPU, the workspaces of ops that
+    """The memory of an optimizer, by two steps of its own code on fake tensors; on a CPU, workspaces of ops that
     may have one (products, decompositions) are measured, each once.
 
     Args:
