@@ -1695,7 +1695,7 @@ LOOPS: dict[str, Loop] = {
     "block_by_block": Loop(block_by_block),
     "gan_generator": Loop(gan_generator, share=0.77),
     "gan_both": Loop(gan_both, plans=5, share=0.785),
-    "each_learns_alone": Loop(each_learns_alone, plans=5, off=0.1),
+    "each_learns_alone": Loop(each_learns_alone, plans=4),
     "encoder_and_decoder": Loop(encoder_and_decoder, plans=4),
     "critic_alone_at_first": Loop(critic_alone_at_first, plans=3, off=0.02),
     "wasserstein_gan": Loop(wasserstein_gan, plans=6),

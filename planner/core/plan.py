@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -312,15 +312,16 @@ class PlanRecord:
         """The peak up to the end of the backward pass, without the optimizer's step."""
         return max(m.held_bytes for m in self.timeline if m.phase != "optimizer")
 
-    def taken_bytes(self, graded: int) -> int:
+    def taken_bytes(self, graded: int, phases: Collection[str] = ("forward", "loss", "backward")) -> int:
         """The most that its passes take beside what stays allocated, without what other planned models take.
 
         Args:
             graded: bytes of the parameters' gradients, which are not among it.
+            phases: of the step, that count.
         """
         loss = self.step.loop.loss
         others = {} if loss is None else {"loss": loss.others, "backward": loss.others_wait}
-        passes = (m for m in self.timeline if m.phase != "optimizer")
+        passes = (m for m in self.timeline if m.phase in phases)
         most = max(m.held_bytes - min(m.held.gradients, graded) - others.get(m.phase, 0) for m in passes)
         return most + min(self.account.get(EARLIER, 0), graded) - self.resident_bytes
 

@@ -91,6 +91,9 @@ class PlannedModel(Protocol):
     def trained(self) -> list[nn.Parameter]:
         """Its parameters."""
 
+    def outputs(self) -> Collection[int]:
+        """The storages of what its calls returned, as far as they are alive, by identity."""
+
     def waiting(self) -> int:
         """How many of its calls wait for their backward pass."""
 

@@ -185,7 +185,7 @@ class Applied:
                 self.plans[signature] = self.watch.together.plan(signature, self.plans[signature])
             for recorder in others:
                 if isinstance(recorder, Recorder) and not (self.watch and self.watch.recorder is recorder):
-                    recorder.runs_planned(self, (args, kwargs), self._taken(self.plans[signature]))
+                    recorder.runs_planned(self, (args, kwargs), *self._taken(self.plans[signature]))
             if self.watch is None and not self._listened:
                 self._listened = self.provider.on_step_begin(self.model, self.plans[signature], self.waiting() > 0)
                 if self._listened and attached(self.model) is not self:  # it was planned anew
@@ -244,6 +244,10 @@ class Applied:
         """The model's parameters."""
         return list(self.model.parameters())
 
+    def outputs(self) -> Collection[int]:
+        """The storages of what its calls returned, as far as they are alive and known, by identity."""
+        return () if self.watch is None else self.watch.kept.keys()
+
     def stays(self, counted: Collection[optim.Optimizer]) -> int:
         """Bytes of all of these, as the newest plan counts them, without the state of optimizers that others count.
 
@@ -256,14 +260,15 @@ class Applied:
         """Whether a backward pass has come of some call, as far as that is known."""
         return self.watch is None or self.watch.was_trained()
 
-    def _taken(self, record: PlanRecord) -> int:
+    def _taken(self, record: PlanRecord) -> tuple[int, int]:
         """Bytes that a call takes by a plan, with earlier ones that wait for their backward pass, but for what `stays`
-        counts.
+        counts; and those that its forward pass takes.
 
         What other planned models take while it waits is none of it: the calls of two may take turns.
         """
         earlier = 0 if record.step.loop.in_flight > 1 else self.waiting() * record.kept_bytes
-        return record.taken_bytes(gradient_bytes(self.model)) + earlier
+        graded = gradient_bytes(self.model)
+        return record.taken_bytes(graded) + earlier, record.taken_bytes(graded, ("forward",)) + earlier
 
     def waiting_bytes(self) -> int:
         """Bytes of what calls have saved that wait for their backward pass."""

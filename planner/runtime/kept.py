@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -75,6 +75,10 @@ class KeptOutputs:
                 self._no_more(output)
                 output.call, output.old = self._call, False
             self._young.append((self._call, key, output))
+
+    def keys(self) -> Collection[int]:
+        """The storages of the outputs that are alive, by identity."""
+        return set(self._there)
 
     def _gone(self, key: int, output: _Output, _: object) -> None:
         if self._there.get(key) is output:

@@ -75,6 +75,8 @@ class Event:
         place: the instruction of the loop's code in which it ran; None in a backward pass, and for no op.
         made: the numbers of the storages that it made.
         others: of `live`, the bytes that other planned models take beside what is recorded.
+        later: of these, what the backward pass of the model that is called takes.
+        model: the identity of that model.
     """
 
     live: int
@@ -83,6 +85,8 @@ class Event:
     place: Place | None = None
     made: tuple[int, ...] = ()
     others: int = 0
+    later: int = 0
+    model: int = 0
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,7 @@ class LossEvents:
         parts: of these, made by the backward pass of the loss.
         read: others that existed before and were read.
         between: how many of the events ran before the last of the calls that come before the backward pass.
-        waits: what other planned models have saved for their own backward passes, which come later.
+        waits: what other planned models have saved for their own backward passes, which come later, by identity.
     """
 
     events: tuple[Event, ...]
@@ -106,12 +110,16 @@ class LossEvents:
     parts: frozenset[int]
     read: Mapping[int, int]
     between: int = 0
-    waits: int = 0
+    waits: Mapping[int, int] = field(default_factory=dict)
 
     def with_waiting(self) -> LossEvents:
-        """The same, with what waits among what is alive once the last of these models has run."""
+        """The same without the backward passes that come later, and with what waits for them once these models ran."""
         if not self.waits:
             return self
-        last = max((at for at, event in enumerate(self.events) if event.others), default=-1)
-        after = (replace(event, live=event.live + self.waits) for event in self.events[last + 1 :])
-        return replace(self, events=(*self.events[: last + 1], *after))
+        events, waits = [], 0
+        for event in self.events:
+            later = event.later if event.model in self.waits else 0
+            events.append(replace(event, live=event.live + waits - later, others=event.others - later))
+            if event.model:
+                waits = sum(self.waits.values())
+        return replace(self, events=tuple(events))

@@ -48,7 +48,7 @@ def loss_seen(recorder: Recorder, workspaces: Mapping[str, int], found: Stays) -
     stays = sum(storages([t for t in results if t is not None]).values())
     tangents = max(map(_tangents, recorder.losses, recorder.arrived))
     waiting, made = recorder.waiting
-    waits = max(loss.waits for loss in losses)
+    waits = max(sum(loss.waits.values()) for loss in losses)
     return LossSeen(
         output_bytes=recorder.output_bytes,
         forward=forward,

@@ -139,11 +139,9 @@ class Recorder(LastingMode):
             self._drop_older(key)
         self._enter(outputs, self.passed, self.returned)
         self._enter([t for t in tensors_in(batch) if storage_key(t) in seen], self.passed)
-        self._returned, self._hooks = [list(map(weakly, outputs))], list[Any]()  # of each call
-        self.later_held: set[int] = set()
-        for at, t in enumerate(outputs):
-            if isinstance(t, torch.Tensor):
-                self._watch(at, t)
+        self._returned, self._hooks, self.later_held = [list(map(weakly, outputs))], list[Any](), set[int]()
+        for at, t in ((at, t) for at, t in enumerate(outputs) if isinstance(t, torch.Tensor)):
+            self._watch(at, t)
         self._given(batch)
         self.first_input = self.inputs.live
         self.aside = list(map(weakly, aside))
@@ -239,14 +237,15 @@ class Recorder(LastingMode):
         """Whether the loop was seen to make a batch: so it makes each, and holds none as a part of its data."""
         return bool(there := storages(batch).keys()) and there <= self._seen_made()
 
-    def runs_planned(self, other: PlannedModel, batch: Any, taken: int) -> None:
-        """Another planned model runs a training step, which takes so many bytes beside what stays allocated, and beside
-        what is saved for the backward passes of others.
+    def runs_planned(self, other: PlannedModel, batch: Any, taken: int, forward: int) -> None:
+        """Another planned model runs a training step, which takes so many bytes beside what stays allocated and what is
+        saved for the backward passes of others, and its forward pass so many of them.
         """
+        later = taken - forward
         taken += sum(each.waiting_bytes() for each in self.others if each is not other)
         (self.passing if self.losses else self.others).add(other)
         self._note_inputs(tensors_in(batch), set())
-        self.events.append(Event(self.made.live + taken, "", False, others=taken))
+        self.events.append(Event(self.made.live + taken, "", False, others=taken, later=later, model=id(other)))
 
     def planned_results(self, results: Any) -> None:
         """The planned graphs have made these gradients."""
@@ -326,13 +325,14 @@ class Recorder(LastingMode):
         let_go = max((n for at, n in self.let_go.items() if at not in held), default=0)
         if not self.losses:
             self.at_once = [at for at, n in self.let_go.items() if n == 0]
-        own = self.gradients.made
+        waiting = [o for o in self.others if o.waiting_bytes() and not any(map(adds_to_gradient, o.trained()))]
+        own = {*self.gradients.made, *(key for other in waiting for key in other.outputs())}  # which these count
         read = {key: used.nbytes for key, used in self.used.items() if not used.stays and key not in own}
         made = dict(self.made.made)
         parts = frozenset(key for key, (number, _) in made.items() if number in self.in_loss)
         later = [ref() is not None for call in self._returned[1:] for ref in call]
         self.later_held.update(at for at, there in enumerate(later) if there)
-        waits = sum(other.waiting_bytes() for other in self.others if not any(map(adds_to_gradient, other.trained())))
+        waits = {id(o): o.waiting_bytes() for o in waiting}
         return LossEvents(tuple(self.events), let_go, held, made, parts, read, self._called, waits)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

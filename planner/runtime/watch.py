@@ -55,7 +55,7 @@ class Watch:
     def __init__(self, model: nn.Module, loop: Loop) -> None:
         self._model = weakref.ref(model)
         self._learnt = Learnt(loop)
-        self._fates, self._kept, self.evaluations = Fates(), KeptOutputs(), Evaluations()
+        self._fates, self.kept, self.evaluations = Fates(), KeptOutputs(), Evaluations()
         self._late: Gradients | None = None  # found where the latest call began; counts if a backward pass comes of it
         self._recorded: dict[Role, None] = {}  # the roles of the calls that the recorder has seen
         self._numbers: list[int | None] = []  # of these calls
@@ -134,7 +134,7 @@ class Watch:
         self._learnt.begin(role, [self._fates.role(number) for number in others])
         self.first = not others
         if self.first:
-            self._kept.call_begins()
+            self.kept.call_begins()
             self._rounds.call_begins(optimizer_seen=bool(self.stepped))
 
     def _ended(self, left_over: Collection[int]) -> bool:
@@ -261,7 +261,7 @@ class Watch:
             warn_waiting(plan, beyond)
         self._fates.add(number, self._learnt.role, saved)
         if self.settled and self.first and (model := self._model()) is not None:
-            self._kept.look(plan, model, result, round_begins=self._rounds.calls == 1)
+            self.kept.look(plan, model, result, round_begins=self._rounds.calls == 1)
         self._number = number
         self._state = plan.account.get("optimizer state", 0)
         if asks:
@@ -288,7 +288,7 @@ class Watch:
         """
         model, outputs, batch = self._model(), leaves(result), dense_tensors((args, kwargs))
         if model is not None:
-            self._kept.returned(outputs, batch, next(each_parameter(model)).device)
+            self.kept.returned(outputs, batch, next(each_parameter(model)).device)
         if model is None or (self.settled and not self._rounds.chosen):
             self._earlier = None
             return
