@@ -227,6 +227,20 @@ def two_optimizers(put: Put, ended: Ended) -> None:
         ended(loss)
 
 
+def optimizer_each_epoch(put: Put, ended: Ended) -> None:
+    """An optimizer takes the place of the one before, with another learning rate and no state."""
+    model = put(mlp())
+    for epoch in range(STEPS):
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3 * 0.9**epoch)
+        for _ in range(2):
+            x = torch.randn(512, 64)
+            loss = F.mse_loss(model(x), x)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        ended(loss)
+
+
 def ema(put: Put, ended: Ended) -> None:
     model = put(nn.Sequential(mlp(), nn.BatchNorm1d(64)))
     averaged = copy.deepcopy(model).eval().requires_grad_(False)
@@ -1706,6 +1720,7 @@ LOOPS: dict[str, Loop] = {
     "zero_grad_before_backward": Loop(zero_grad_before_backward),
     "optimizer_in_backward": Loop(optimizer_in_backward),
     "two_optimizers": Loop(two_optimizers),
+    "optimizer_each_epoch": Loop(optimizer_each_epoch),
     "compiled_criterion": Loop(compiled_criterion),
     "called_by_its_wrapper": Loop(called_by_its_wrapper),
     "gradient_penalty": Loop(gradient_penalty, refused="(?i)double backward|create_graph"),
