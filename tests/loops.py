@@ -242,6 +242,33 @@ def two_optimizers(put: Put, ended: Ended) -> None:
         ended(loss)
 
 
+def optimizer_each_epoch(put: Put, ended: Ended) -> None:
+    """An optimizer takes the place of the one before, with another learning rate and no state."""
+    model = put(mlp())
+    for epoch in range(STEPS):
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3 * 0.9**epoch)
+        for _ in range(2):
+            x = torch.randn(512, 64)
+            loss = F.mse_loss(model(x), x)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        ended(loss)
+
+
+def computed_parameters(put: Put, ended: Ended) -> None:
+    """The model is called with tensors that are computed from its parameters, as for noise on weights."""
+    model = put(mlp())
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(STEPS):
+        computed = {name: p * 0.99 for name, p in model.named_parameters()}
+        loss = torch.func.functional_call(model, computed, (torch.randn(512, 64),)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ended(loss)
+
+
 def ema(put: Put, ended: Ended) -> None:
     model = put(nn.Sequential(mlp(), nn.BatchNorm1d(64)))
     averaged = copy.deepcopy(model).eval().requires_grad_(False)
@@ -1736,6 +1763,8 @@ LOOPS: dict[str, Loop] = {
     "zero_grad_before_backward": Loop(zero_grad_before_backward),
     "optimizer_in_backward": Loop(optimizer_in_backward),
     "two_optimizers": Loop(two_optimizers),
+    "optimizer_each_epoch": Loop(optimizer_each_epoch),
+    "computed_parameters": Loop(computed_parameters),
     "compiled_criterion": Loop(compiled_criterion),
     "called_by_its_wrapper": Loop(called_by_its_wrapper),
     "gradient_penalty": Loop(gradient_penalty, refused="(?i)double backward|create_graph"),

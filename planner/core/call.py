@@ -124,6 +124,11 @@ def here(t: torch.Tensor) -> torch.Tensor:
     return inside(t)[0]
 
 
+def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
+    """The `.grad` of a parameter; one that is computed has none, and torch warns where it is asked for."""
+    return parameter.grad if parameter.is_leaf else None
+
+
 def tensors_in(tree: Any) -> list[torch.Tensor]:
     """The tensors in a tree."""
     found: list[torch.Tensor] = []

@@ -14,7 +14,7 @@ from planner.compat.tensors import storage_key
 from planner.core.account import BATCH
 from planner.core.call import storages
 from planner.core.options import GB
-from planner.core.plan import PlannedStep
+from planner.core.plan import PlannedStep, PlanRecord
 from planner.costs.optimizer import OptimizerMemory, optimizer_memory
 from planner.costs.static_memory import account, batch_tensors, storage_bytes
 from planner.errors import OptionError
@@ -23,6 +23,7 @@ from planner.parallel.sharded import parameters_of
 from planner.requests.optimizers import trained_by
 from planner.requests.request import Request
 
+OPTIMIZER_STATE = "optimizer state"
 OPTIMIZER_STEP = "optimizer step"  # a line that can be set, and is not held all the time
 FROZEN = "gradients of parameters that are trained no longer"
 OTHERS = "other tensors of the training loop"
@@ -30,15 +31,15 @@ OTHERS = "other tensors of the training loop"
 
 def account_of(request: Request) -> tuple[dict[str, int], int | None]:
     """The lines, fragmentation apart: name -> bytes; bytes of the optimizer's step, None where it is not counted."""
-    given = {name: round(size * GB) for name, size in request.options.account_gb.items()}
-    optimizer = _optimizers(request)
+    given = _given(request)
+    state, step = optimizers_take(request)
     args, kwargs = batch_of(request)
     lines = account(
         request.model,
         args,
         kwargs,
         request.device,
-        optimizer_state=-(-optimizer.state // request.options.shard),
+        optimizer_state=state,
         accumulate=request.accumulates and not request.gradients_viewed,
         shard=request.options.shard,
     )
@@ -51,10 +52,27 @@ def account_of(request: Request) -> tuple[dict[str, int], int | None]:
         lines["NCCL buffers"] = buffers
     if others := request.loop.others:
         lines[OTHERS] = others
+    given.pop(OPTIMIZER_STEP, None)
+    return {**lines, **given}, step
+
+
+def optimizers_take(request: Request) -> tuple[int, int | None]:
+    """Bytes of the optimizers' state, and those of a step beside it, None where that is not counted."""
+    given, takes = _given(request), _optimizers(request)
+    state, step = (-(-size // request.options.shard) for size in (takes.state, takes.step))
     # in the backward pass, each parameter's step is an op of its own
     counted = OPTIMIZER_STEP in given or (bool(request.optimizers) and not request.options.step_in_backward)
-    step = given.pop(OPTIMIZER_STEP, -(-optimizer.step // request.options.shard))
-    return {**lines, **given}, step if counted else None
+    return given.get(OPTIMIZER_STATE, state), given.get(OPTIMIZER_STEP, step) if counted else None
+
+
+def counts_optimizers(plan: PlanRecord, request: Request) -> bool:
+    """Whether a plan counts what the optimizers of a request take: state, steps, gradients that they would clear."""
+    counted = plan.account.get(OPTIMIZER_STATE, 0), plan.step.optimizer_step
+    return counted == optimizers_take(request) and plan.account.get(FROZEN, 0) == _of_frozen(request)
+
+
+def _given(request: Request) -> dict[str, int]:
+    return {name: round(size * GB) for name, size in request.options.account_gb.items()}
 
 
 def _optimizers(request: Request) -> OptimizerMemory:

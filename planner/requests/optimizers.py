@@ -24,7 +24,9 @@ def optimizers_of(model: nn.Module, stepped: Iterable[optim.Optimizer] = ()) -> 
     own = {at for at, p in parameters.items() if p.requires_grad}
     # isinstance() asks objects for their class, and some raise
     there = [o for o in gc.get_objects() if issubclass(type(o), optim.Optimizer) and not wraps_another(o)]
-    found = [optimizer for optimizer in stepped if trained_by(optimizer) & parameters.keys()]
+    # other tensors, as `torch.func.functional_call` takes them, are in the place of those that these have stepped
+    others = not all(isinstance(p, nn.Parameter) for p in parameters.values())
+    found = [optimizer for optimizer in stepped if others or trained_by(optimizer) & parameters.keys()]
     taken = {p for optimizer in found for p in trained_by(optimizer)} & own
     for optimizer in reversed(there):
         trains = trained_by(optimizer) & own

@@ -15,7 +15,7 @@ from torch import nn, optim
 from planner.compat.autograd import is_transformed
 from planner.compat.dispatch import LastingMode, may_last, switch_off, switch_on
 from planner.compat.tensors import is_traceable_wrapper_subclass, storage_key
-from planner.core.call import Call, inside, storages, tensors_in
+from planner.core.call import Call, gradient_of, inside, storages, tensors_in
 from planner.core.objects import dense_tensors
 from planner.core.plan import PlanRecord
 from planner.costs.static_memory import storage_bytes
@@ -53,7 +53,7 @@ def gradient_bytes(model: nn.Module) -> int:
 
 def tensors_of(model: nn.Module, optimizers: Sequence[optim.Optimizer]) -> Any:
     """A tree of a model's parameters, buffers, gradients, and the state of its optimizers."""
-    own = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters())]
+    own = [*model.parameters(), *model.buffers(), *map(gradient_of, model.parameters())]
     return [own, [list(optimizer.state.values()) for optimizer in optimizers]]
 
 

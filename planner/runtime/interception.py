@@ -27,6 +27,7 @@ from planner.runtime.evaluations import gradient_bytes, planned_bytes, tensors_o
 from planner.runtime.events import Call, PlanProvider
 from planner.runtime.modes import may_record, redirected, refuse_compiled, refuse_transformed, trains
 from planner.runtime.optimizer_steps import listen
+from planner.runtime.own_parameters import OwnParameters
 from planner.runtime.peaks import Peaks, when_begun
 from planner.runtime.recorder import Recorder
 from planner.runtime.signature import ModelState, Role, Signature, Walk, call_signature, role_of, walk
@@ -76,6 +77,7 @@ class Applied:
         self.stepping: Stepping | None = None  # steps the model's parameters in the backward pass
         self.lock = threading.RLock()  # threads take turns in the forward pass
         self.call_eagerly = call_of(model)
+        self.own = OwnParameters(model)
         listen()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CopiedCall | None:
@@ -177,7 +179,8 @@ class Applied:
             refuse_transformed(self.model, parameters, args, kwargs)
             self.state = self.walked.state
             signature = call_signature(self.model, args, kwargs, state=self.state)
-            if self.watch is not None and self._learns(self.watch, parameters, (args, kwargs), signature):
+            trained = self.own.beneath(parameters)
+            if self.watch is not None and self._learns(self.watch, trained, (args, kwargs), signature):
                 self.forget(role_of(signature))
             if signature not in self.plans and not self._found(signature, args, kwargs):
                 return self.call_eagerly(*args, **kwargs)
@@ -198,7 +201,7 @@ class Applied:
                 self.watch.called(number, self.plans[signature], result, self.made)
             if self.newest is not None and self.newest.request.batch is not None:
                 self.newest.request.batch.release()
-            if there := gradients_there(parameters):
+            if there := gradients_there(trained):
                 when_begun(result, partial(self._backward_begins, signature, there))
             report(result, self.plans.get(signature))
             return result
@@ -295,7 +298,9 @@ class Applied:
 
     def awaits_gradients(self, signature: Signature) -> bool:
         """Whether the plan counts gradients of earlier microbatches, and there are none yet."""
-        return self.plans[signature].options.accumulate and all(p.grad is None for p in self.model.parameters())
+        if not self.plans[signature].options.accumulate:
+            return False
+        return all(p.grad is None for p in self.own.beneath(list(self.model.parameters())))
 
     def _found(self, signature: Signature, args: Any, kwargs: Any) -> bool:
         """Whether there is a plan for a kind of call now; False where it is to run as without one."""

@@ -22,7 +22,7 @@ from torch import nn
 from planner.compat.autograd import adds_to_gradient, graph_is_kept, in_backward, when_backward_ends
 from planner.compat.dispatch import LastingMode, finds_ops, written
 from planner.compat.tensors import dense_parts, is_traceable_wrapper_subclass, storage_key
-from planner.core.call import Call, bytes_of_elements, storages, tensors_in
+from planner.core.call import Call, bytes_of_elements, gradient_of, storages, tensors_in
 from planner.core.layout import Order, memory_order
 from planner.core.loop import LaidOut
 from planner.runtime.events import PlannedModel
@@ -102,8 +102,8 @@ class Recorder(LastingMode):
         super().__init__()
         self.device, self.process = device, os.getpid()
         self.phase: Literal["loss", "backward"] = "loss"
-        own = (*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None))
-        self.known = {*storages(list(own)), *storages(batch), *storages([*outputs, *aside])}
+        own = [*model.parameters(), *model.buffers(), *map(gradient_of, model.parameters())]
+        self.known = {*storages(own), *storages(batch), *storages([*outputs, *aside])}
         self.output_bytes = bytes_of_elements(list(outputs))
         self.made, self.used = MadeStorages(), dict[int, _Used]()
         self.events: list[Event] = []

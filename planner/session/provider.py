@@ -17,6 +17,7 @@ from planner.core.options import GB
 from planner.core.plan import PlanRecord
 from planner.core.recipe import Choice
 from planner.core.surroundings import surroundings_of, under
+from planner.costs.account import counts_optimizers
 from planner.errors import InfeasibleBudgetError, PlannerError, gb, warn
 from planner.parallel.buckets import buckets_of
 from planner.parallel.group import refuse_verification
@@ -90,6 +91,7 @@ class Provider:
         self.again = False  # the next plan is for a step that was captured, and another loop
         self.stepped: list[weakref.ref[optim.Optimizer]] = []  # that were seen to step the model's parameters
         self.counted: dict[Role, Found] = {}  # the optimizers in the plans
+        self.records: dict[Role, PlanRecord] = {}  # the latest of the plans
         # of each role, the latest step that was captured, and its peak with everything kept, in bytes
         self.captured: dict[Role, tuple[Signature, TrainingGraph, int]] = {}
         self.peaks: dict[Role, int] = {}  # the highest of the plans for it
@@ -102,6 +104,7 @@ class Provider:
             asked = ready.request
             self.early[_kind(asked)] = ready
             self.loops[role_of(_kind(asked))] = self.loop
+            self.records[role_of(_kind(asked))] = self.records[()] = ready.record
             self._keep(ready)
         if awaited is not None:
             self.own.append(awaited.planned)
@@ -132,6 +135,7 @@ class Provider:
         else:
             self.together = caller.together if model is self.model and self.check is None else ()
             planned = self._plan(request)
+        self.records[role_of(_kind(request))] = self.records[()] = planned.record
         self.own.append(planned.without_batch())
         self._keep(planned)
         return planned
@@ -244,6 +248,8 @@ class Provider:
             return False
         before, counted = self.loops.get(role, self.loop), self.counted.get(role, self.request.found)
         others = [optimizer for optimizer in found if weakref.ref(optimizer) not in counted]
+        if others and self._counts(found, role):
+            others = []
         if spare and not others and self._fits(seen, before, role, self._free(role) + spare):
             return False  # more will be seen before the rest is there
         self.heard += 1
@@ -268,6 +274,16 @@ class Provider:
         self.own = [planned for planned in self.own if not planned.record.overhead]
         self.awaited, self.early = None, {}
         self.several.forget()
+        return True
+
+    def _counts(self, stepped: Sequence[optim.Optimizer], role: Role) -> bool:
+        """Whether plans count what the model's optimizers take now, as where one has come in the place of another."""
+        own, record = weakly(optimizers_of(self.model, stepped)), self.records.get(role)
+        if record is None or not {*weakly(stepped)}.issubset(own):
+            return False
+        if not counts_optimizers(record, replace(self.request, found=own)):
+            return False
+        self.counted[role], self.stepped = own, [*weakly(stepped)]
         return True
 
     def _fits_uncompiled(self, seen: Loop, role: Role) -> bool:
