@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -66,18 +67,17 @@ class Watch:
         self.seen: weakref.WeakSet[optim.Optimizer] = weakref.WeakSet()
         self.recorder: Recorder | None = None
         self._workspaces: dict[str, int] = {}
-        self._state = 0  # bytes that the latest plan counts for it
-        self._spare = 0  # of these, what was not there yet
+        self._state = self._spare = 0  # bytes that the latest plan counts for it, and what of these was not there yet
         self._told: Loop | None = None
         self.budget: int | None = None  # of the newest plan, in bytes
         self._said = False  # that the loop takes more than that between its steps
         self.first, self.between = True, 0  # bytes that the loop made between the calls of a step, and that stayed
         self._loss_at = -1  # of what may be the loss, or not, its position among the leaves of the output
         self._tries = self._in_vain = 0
-        self._asks = set[Role]()  # of calls whose only backward pass adds to no gradient, as that of `autograd.grad`
+        # calls whose only backward pass adds to no gradient (`autograd.grad`); threads, of which several show no loop
+        self._asks, self._threads = set[Role](), set[int]()
         self._rounds = Rounds()  # of the calls that began while no other one waited
-        self.together = Together()
-        self._gradients = UsedGradients()
+        self.together, self._gradients = Together(), UsedGradients()
         self.compiled = True  # the latest call
         tell(self)
 
@@ -111,6 +111,9 @@ class Watch:
             waiting: the numbers of earlier calls that wait for their backward pass.
             role: of the call.
         """
+        self._threads.add(get_ident())
+        if len(self._threads) > 1:
+            self.stop()
         self._fates.settle(waiting)
         left_over = self._fates.left_over(waiting)
         others = [number for number in waiting if number not in left_over]
@@ -200,8 +203,7 @@ class Watch:
             self._asks.update(roles)
         if self.first:
             self.together.recorded(passes=len(recorder.losses), roles=len(roles))
-        self.recorder, between, self.between = None, self.between, 0
-        self._earlier = recorder
+        self.recorder, self._earlier, between, self.between = None, recorder, self.between, 0
         self._recorded.clear()
         self._numbers.clear()
         recorder.end()
@@ -328,7 +330,7 @@ class Watch:
         earlier, self._earlier = self._earlier, None
         if in_compiled_call():
             call_past_wrappers(model)  # from the next call on, if it is the model that is compiled
-        elif may_record():
+        elif len(self._threads) <= 1 and may_record():
             self.recorder = Recorder(model, next(model.parameters()).device, batch, outputs, aside, earlier)
             self.recorder.knows(self.evaluations.left)
             self.evaluations.left = []
