@@ -548,6 +548,17 @@ def retained_gradient(put: Put, ended: Ended) -> None:
         ended([loss, z.grad.norm()])
 
 
+def reconstruct(model: nn.Module, ended: Ended) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(STEPS):
+        x = torch.randn(512, 64)
+        loss = F.mse_loss(model(x), x)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ended(loss)
+
+
 class Keeps(nn.Module):
     """Each call puts what it makes in the place of what the call before has made."""
 
@@ -563,15 +574,7 @@ class Keeps(nn.Module):
 
 
 def kept_by_the_model(put: Put, ended: Ended) -> None:
-    model = put(Keeps())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for _ in range(STEPS):
-        x = torch.randn(512, 64)
-        loss = F.mse_loss(model(x), x)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        ended(loss)
+    reconstruct(put(Keeps()), ended)
 
 
 class Remembers(nn.Module):
@@ -592,15 +595,7 @@ class Remembers(nn.Module):
 
 def remembered(put: Put, ended: Ended) -> None:
     """What the model keeps in containers decides which graph it has, and what is in it."""
-    model = put(Remembers())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for _ in range(STEPS):
-        x = torch.randn(512, 64)
-        loss = F.mse_loss(model(x), x)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        ended(loss)
+    reconstruct(put(Remembers()), ended)
 
 
 def larger_later(put: Put, ended: Ended) -> None:

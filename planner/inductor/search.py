@@ -216,13 +216,11 @@ def _lean(search: Search) -> Trial:
     """
     budget = search.request.budget_bytes
     lean = search.trial(_leanest(search), NARROW)
-    modelled = simulate(search.step.problem, lean.schedule).peak
-    if lean.peak > budget and (found := _solved(search, int(EASED * modelled))) is not None:
+    if lean.peak > budget and (found := _solved(search, int(EASED * _modelled(search, lean)))) is not None:
         lean = min(lean, search.trial(found.schedule, NARROW), key=lambda trial: trial.peak)
-        modelled = simulate(search.step.problem, lean.schedule).peak
     if lean.peak > budget:
         raise TooSmall(lean)
-    found = _solved(search, modelled + budget - lean.peak)
+    found = _solved(search, _modelled(search, lean) + budget - lean.peak)
     return lean if found is None else best_of([lean, search.trial(found.schedule, NARROW)], budget) or lean
 
 
@@ -246,6 +244,11 @@ def _solved(search: Search, target: int) -> Solution | None:
         return solve(problem, options.solver, time_limit=options.time_limit, progress=options.progress)
     except InfeasibleError:
         return None
+
+
+def _modelled(search: Search, trial: Trial) -> int:
+    """The peak of a trial's schedule in the model of memory, in bytes."""
+    return simulate(search.step.problem, trial.schedule).peak
 
 
 def _leanest(search: Search) -> Schedule:
