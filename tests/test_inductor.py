@@ -303,6 +303,44 @@ def test_with_room_to_spare_the_model_runs_as_torch_compile_runs_it(everything):
     model.zero_grad()
 
 
+class Convolved(nn.Module):
+    """Convolutions with more bytes of weights than of activations."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Conv2d(64, 64, 3, padding=1) for _ in range(3)), nn.Conv2d(64, 4, 1))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = nn.functional.gelu(layer(x))
+        return x.square().mean()
+
+
+def test_what_fits_in_the_layouts_of_eager_mode_recomputes_nothing():
+    torch.manual_seed(0)
+    model, x = Convolved(), torch.randn(2, 64, 6, 6)
+    own = copy.deepcopy(model)
+    own.compile()
+    own(x).backward()
+    own.zero_grad()
+    base = record_allocations(lambda: own(x).backward()).peak()
+    roomy = planned(model, (x,))
+    p = for_budget(roomy, (roomy.resident_bytes + 0.9 * base) / 2**30)
+    p.apply()
+    try:
+        for _ in range(2):
+            model(x).backward()
+            model.zero_grad()
+        assert record_allocations(lambda: model(x).backward()).peak() == p.peak_bytes - p.resident_bytes < 0.9 * base
+        found = gradients(model)
+    finally:
+        p.remove()
+    assert p.overhead == 0.0
+    model.zero_grad()
+    model(x).backward()
+    torch.testing.assert_close(found, gradients(model))
+
+
 def test_a_broken_graph_is_refused():
     class Broken(Net):
         def forward(self, x, y):

@@ -12,14 +12,18 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
 from torch import fx
+from torch._inductor import graph as graph_module
 from torch._inductor.choices import InductorChoices
 from torch._inductor.codegen.cpp import CppScheduling
 from torch._inductor.codegen.wrapper import AllocateLine
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
+from torch._inductor.graph import GraphLowering
 from torch._inductor.pattern_matcher import FailedMatch, Match, PatternExpr
 from torch._inductor.virtualized import V
 
+AGAIN = "runs_again"  # in a node's `meta`: whether its op has run before in the step
 STEP = "planner_step"  # in a node's `meta`: the step of a schedule that it is of
 RULES = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()  # what is compiled depends on this module
 
@@ -109,8 +113,13 @@ def chosen(near: int) -> Iterator[None]:
       estimate of the peak, which is too high, is not reached.
     - Patterns match only what is near (`PatternExpr`): `mm` and a late `add` become one `addmm` where the `add` was,
       and what the `mm` reads is held until then.
+    - Only what runs for the first time decides about layouts (`GraphLowering.decide_layout_opt`): one convolution
+      makes Inductor lay out all of a graph channels last, and a backward pass has one only where it runs again.
+    - Inputs that the backward pass needs are saved as they come (`get_user_visible_output_strides`): of weights of
+      convolutions Inductor saves copies that are channels last.
     """
     codegen_node, should_reuse, match = CppScheduling.codegen_node, AllocateLine.should_reuse_buffer, PatternExpr.match
+    decide_layout, visible_strides = GraphLowering.decide_layout_opt, graph_module.get_user_visible_output_strides
     choices = Near()
     choices.near = near
 
@@ -132,7 +141,19 @@ def chosen(near: int) -> Iterator[None]:
         apart = isinstance(found, Match) and _apart(_steps(found.nodes), near)
         return FailedMatch("far apart in the schedule") if apart else found
 
+    def decide(gm: fx.GraphModule, *, is_inference: bool) -> bool:
+        return bool(decide_layout(gm, is_inference=is_inference)) and any(
+            not node.meta.get(AGAIN) for node in gm.graph.nodes if node.target is torch.ops.aten.convolution.default
+        )
+
+    def visible(g: fx.Graph) -> dict[fx.Node, Any]:
+        found: dict[fx.Node, Any] = visible_strides(g)
+        inputs = [n for n in g.output_node().all_input_nodes if n.op == "placeholder"]
+        return {**{n: n.meta["val"].stride() for n in inputs if isinstance(n.meta["val"], torch.Tensor)}, **found}
+
     with (
+        mock.patch.object(graph_module, "get_user_visible_output_strides", visible),
+        mock.patch.object(GraphLowering, "decide_layout_opt", staticmethod(decide)),
         mock.patch.object(CppScheduling, "codegen_node", codegen),
         mock.patch.object(AllocateLine, "should_reuse_buffer", reuse),
         mock.patch.object(PatternExpr, "match", near_match),

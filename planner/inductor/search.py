@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import starmap
 from typing import NoReturn
 
+import torch
+
 from planner.capture.regions.region import Region
 from planner.capture.trace.step import TrainingGraph
-from planner.core.recipe import PlannedRegion
+from planner.core.recipe import PlannedRegion, Settings
 from planner.core.step import Replay, Runs, Step, replay
 from planner.costs.ops import OpEstimate
 from planner.errors import CaptureError, PlannerError
@@ -26,7 +28,8 @@ ROUNDS = 3  # of solving, and looking at what Inductor makes of the schedule
 ROOM = 0.05  # of the budget: what is left is not looked for again, as a look takes seconds
 # steps of a schedule that may come together in the code: few kernels, and no more memory than is modelled
 WIDE, NARROW = 6, 1
-EASED = 1.12  # of the least memory of the model, for a schedule that recomputes less than the leanest
+# convolutions have the layouts of eager mode; for channels last, Inductor copies their weights, and keeps the copies
+PLAIN = ("layout_optimization", False)
 
 Tried = tuple[Schedule, int]  # and how near each other steps come together
 Estimates = Sequence[Sequence[OpEstimate]]
@@ -98,6 +101,7 @@ class Search:
         seen = look(self.source, lambda region: emitted(region) or _unplanned(), planned.settings, near)
         return self.seen(schedule, planned, seen)
 
+    @cached_property
     def own(self) -> Trial:
         """What Inductor makes of the step by its own partition: the step as torch.compile runs it without a plan."""
         schedule = every_op_once(self.step.problem)
@@ -141,6 +145,23 @@ def search_of(
     return Search(request, graph, source, fused, step, lower, tried, looked)
 
 
+def leaner(search: Search) -> Search:
+    """A search as it is, or in `PLAIN` layouts, where the step takes more than its budget and less in these."""
+    request = search.request
+    convolves = any(op.node.target is torch.ops.aten.convolution.default for op in search.fused.fine.ops)
+    if search.own.peak <= request.budget_bytes or not convolves or PLAIN[0] in dict(request.settings):
+        return search
+    plain = replace(request, settings=plainly(request))
+    return min(
+        search, search_of(plain, search.graph, search.source, search.lower, search.tried), key=lambda s: s.own.peak
+    )
+
+
+def plainly(request: Request) -> Settings:
+    """A request's settings of Inductor, with `PLAIN` layouts."""
+    return tuple(sorted((*request.settings, PLAIN)))
+
+
 def planned_region(fused: Fused, forward: Sequence[int], backward: Sequence[int]) -> PlannedRegion:
     """The schedule of a region's fused ops as the runtime reads it."""
     draws = any(op.keep_because == DRAWS for op in fused.fine.ops)
@@ -175,7 +196,7 @@ def find(search: Search, first: Iterable[Tried]) -> tuple[Trial, Trial, Solution
         TooSmall: the leanest schedule is above the budget.
     """
     budget = search.request.budget_bytes
-    own = search.own()
+    own = search.own
     best = own if own.peak <= budget else next((t for t in starmap(search.trial, first) if t.peak <= budget), None)
     if best is not None:
         return best, own, _solution(search, best, own, "", 0.0)
@@ -207,17 +228,11 @@ def best_of(trials: Sequence[Trial], budget: int) -> Trial | None:
 def _lean(search: Search) -> Trial:
     """A trial of little memory, where no other is within the budget.
 
-    The least budget that is named is that of the leanest schedule, or of one that recomputes less, so that it is
-    reached where it is given. What is computed again comes in another layout, for which a convolution's kernel may take
-    far more.
-
     Raises:
         TooSmall: the leanest schedule is above the budget.
     """
     budget = search.request.budget_bytes
     lean = search.trial(_leanest(search), NARROW)
-    if lean.peak > budget and (found := _solved(search, int(EASED * _modelled(search, lean)))) is not None:
-        lean = min(lean, search.trial(found.schedule, NARROW), key=lambda trial: trial.peak)
     if lean.peak > budget:
         raise TooSmall(lean)
     found = _solved(search, _modelled(search, lean) + budget - lean.peak)

@@ -16,7 +16,7 @@ from planner.errors import CaptureError, InfeasibleBudgetError, PlannerError
 from planner.inductor.backend import Source, capturing
 from planner.inductor.emit import emit_planned
 from planner.inductor.realise import costs_of, fuse
-from planner.inductor.search import Estimates, Search, TooSmall, Tried, find, runs_under, search_of
+from planner.inductor.search import Estimates, Search, TooSmall, Tried, find, leaner, plainly, runs_under, search_of
 from planner.planning.decisions import peak_account
 from planner.planning.record import Unplanned, record_of
 from planner.requests.planned import Known, Planned, source_of
@@ -81,7 +81,7 @@ def make_inductor_plan(
     shown_as = "{desc}: {n} schedules looked at, {elapsed}"
     with bar("planning", request.options.progress, bar_format=shown_as) as shown, clock(shown):
         try:
-            search = search_of(request, graph, graph.source, lowered, lambda: shown.update())
+            search = leaner(search_of(request, graph, graph.source, lowered, lambda: shown.update()))
             first = list(_schedules(search, [*([known] if known is not None else []), *others]))
             best, everything, solution = find(search, first)
         except TooSmall as e:
@@ -137,7 +137,7 @@ def _same(
         return None
     if planned.fingerprint != region.fingerprint or record.budget_bytes != request.budget_bytes:
         return None
-    if planned.settings != request.settings:
+    if planned.settings not in (request.settings, plainly(request)):
         return None
     fused = fuse(region, planned.realised)
     step = lower(replace(graph, regions=(fused.coarse,)), (costs_of(fused, request.device, {}),))
