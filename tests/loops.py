@@ -138,6 +138,27 @@ def manual_sgd(put: Put, ended: Ended) -> None:
         ended(loss)
 
 
+def queue_of_keys(put: Put, ended: Ended) -> None:
+    """Momentum contrast: the loss reads a queue that is written into after the step."""
+    model, encoder = put(mlp()), mlp().requires_grad_(False)
+    queue = F.normalize(torch.randn(1024, 64), dim=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(STEPS):
+        x = torch.randn(128, 64)
+        q = F.normalize(model(x), dim=1)
+        with torch.no_grad():
+            for p, own in zip(encoder.parameters(), model.parameters(), strict=True):
+                p.lerp_(own, 0.01)
+            k = F.normalize(encoder(x + 0.1), dim=1)
+        logits = torch.cat([(q * k).sum(1, keepdim=True), q @ queue.t()], dim=1)
+        loss = F.cross_entropy(logits / 0.1, torch.zeros(128, dtype=torch.long))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        queue[step * 128 : (step + 1) * 128] = k
+        ended(loss)
+
+
 class Momentum:
     """An optimizer that is none of torch's."""
 
@@ -1729,6 +1750,7 @@ LOOPS: dict[str, Loop] = {
     "lightning_automatic": Loop(lightning_automatic),
     "manual_sgd": Loop(manual_sgd),
     "own_optimizer": Loop(own_optimizer),
+    "queue_of_keys": Loop(queue_of_keys),
     "grad_without_backward": Loop(grad_without_backward),
     "contrastive": Loop(contrastive),
     "triplet": Loop(triplet),

@@ -185,7 +185,8 @@ def stays(
     gone = {key: nbytes for key, nbytes in earlier.items() if key not in there}
     fresh = {key: each[1] for key, each in alive.items() if key not in stay and key not in later and each not in before}
     new = _without(fresh, own)  # targets of the next loss and inputs of its later calls are among it
-    read = max((sum(loss.read.values()) for loss in recorder.losses), default=0)
+    # what is written into later on, as a queue of earlier features, is beside the step
+    read = max((sum(_without(loss.read, stay).values()) for loss in recorder.losses), default=0)
     # those of the next loss take the place of what is gone, unless they were there before the recording began, as the
     # next batch was; what is there still is read again, as by a closure
     came_before = bool(coming) and coming.isdisjoint([*alive, *there, *recorder.inputs.made])
