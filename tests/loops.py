@@ -25,6 +25,7 @@ import torch
 import transformers
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
 from .loop_harness import STEPS, Ended, Loop, Put, differences, judged
@@ -816,6 +817,36 @@ class Temperature(nn.Module):
 
     def forward(self, output, y):
         return F.cross_entropy(self.scale.exp() * F.normalize(output, dim=-1) @ self.prototypes.T, y)
+
+
+def heads_in_turn(put: Put, ended: Ended) -> None:
+    """Of the trunk, which is planned, and of heads that are not; one optimizer has all of them."""
+    trunk, heads = put(mlp()), [mlp(), mlp(), mlp(), mlp()]
+    optimizer = torch.optim.AdamW([p for each in (trunk, *heads) for p in each.parameters()], lr=1e-3)
+    for step in range(STEPS):
+        loss = heads[step % 4](trunk(torch.randn(256, 64))).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ended(loss)
+
+
+def loss_in_chunks(put: Put, ended: Ended) -> None:
+    """The gradients of a large head outside the model are cleared after the forward pass."""
+    model, head = put(mlp(depth=2)), nn.Linear(64, 512)
+    optimizer = torch.optim.AdamW([*model.parameters(), *head.parameters()], lr=1e-3)
+
+    def part(h, y):
+        return F.cross_entropy(head(h), y, reduction="sum")
+
+    for _ in range(STEPS):
+        x, y = torch.randn(512, 64), torch.randint(512, (512,))
+        parts = zip(model(x).chunk(4), y.chunk(4), strict=True)
+        loss = sum(checkpoint(part, *each, use_reentrant=False, preserve_rng_state=False) for each in parts) / 512
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ended(loss)
 
 
 def loss_with_parameters(put: Put, ended: Ended) -> None:
@@ -1775,6 +1806,8 @@ LOOPS: dict[str, Loop] = {
     "boundary_points": Loop(boundary_points, plans=3),
     "several_tasks": Loop(several_tasks, plans=3),
     "distillation": Loop(distillation),
+    "heads_in_turn": Loop(heads_in_turn),
+    "loss_in_chunks": Loop(loss_in_chunks),
     "loss_with_parameters": Loop(loss_with_parameters),
     "closure": Loop(closure),
     "zero_grad_before_backward": Loop(zero_grad_before_backward),
