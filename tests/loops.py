@@ -307,6 +307,22 @@ def ema(put: Put, ended: Ended) -> None:
             ended([loss, F.mse_loss(averaged(x[:32]), y[:32])])
 
 
+def averaged_later(put: Put, ended: Ended) -> None:
+    """Stochastic weight averaging, whose copy of the model is there from the beginning."""
+    model = put(mlp(128))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    for step in range(STEPS):
+        x, y = torch.randn(256, 128), torch.randint(8, (256,))
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step >= 3:
+            averaged.update_parameters(model)
+        ended(loss)
+
+
 def backward_twice(put: Put, ended: Ended) -> None:
     model = put(mlp(out=2))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
@@ -1776,6 +1792,7 @@ LOOPS: dict[str, Loop] = {
     "cycle_consistency": Loop(cycle_consistency, plans=8, off=0.33),
     "evaluated_with_gradients": Loop(evaluated_with_gradients, plans=3),
     "ema": Loop(ema),
+    "averaged_later": Loop(averaged_later),
     "autocast_scaler": Loop(autocast_scaler, tolerance=1e-2),
     "trainer": Loop(trainer),
     "lightning_automatic": Loop(lightning_automatic),

@@ -15,6 +15,7 @@ from planner.compat.dispatch import lasting_modes_off
 from planner.core.call import Call, storages
 from planner.core.loop import LossSeen
 from planner.costs.measured_ops import measure
+from planner.runtime.copied import tensors_of_copies
 from planner.runtime.made import Event, LossEvents, Made, UsedStorages
 from planner.runtime.rebound import without_rebound
 from planner.runtime.recorder import Recorder
@@ -267,14 +268,15 @@ def _gradients_held(recorder: Recorder, *, others: bool) -> dict[int, int]:
 def _stays_of_others(
     recorder: Recorder, used: UsedStorages, own: Collection[int], optimizers: Iterable[optim.Optimizer]
 ) -> dict[int, int]:
-    """What stays of what the loop has used for this step or earlier ones, and the parameters of the model's optimizers,
-    which may be those of heads that take turns, too.
+    """What stays of what the loop has used for this step or earlier ones; all parameters of the model's optimizers, as
+    those of heads that take turns; and the model's copies, as those that become averages from some step on.
     """
     every = [used, *(each.copy() for each in recorder.used_before)]
     stay = {key: u.nbytes for each in every for key, u in each.items() if u.in_step and u.stays}
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    trained = [p for group in groups for p in group["params"] if p.device == recorder.device]
-    return _without(stay | storages(trained), own)
+    trained = [p for group in groups for p in group["params"]]
+    copied = [] if (model := recorder.model()) is None else tensors_of_copies(model)
+    return _without(stay | storages([t for t in (*trained, *copied) if t.device == recorder.device]), own)
 
 
 def trained_outside(recorder: Recorder) -> list[nn.Parameter]:

@@ -57,6 +57,7 @@ class Recorder(LastingMode):
         earlier: the recorder of the calls just before.
 
     Attributes:
+        model: the planned one, weakly.
         losses: what was recorded before each backward pass of the planned graphs.
         calls: the distinct ops that ran.
         output_bytes: of the elements of the outputs.
@@ -112,8 +113,7 @@ class Recorder(LastingMode):
         self.reached, self._awaiting = set[int](), set[int]()  # of the outputs that may get a gradient
         self._orders = defaultdict[int, set[Order | None]](set)  # of gradients of outputs; None: as was expected
         self.passes: list[tuple[bool, dict[int, Made]]] = []
-        self.asks_first = False
-        self._model = weakref.ref(model)
+        self.asks_first, self.model = False, weakref.ref(model)
         self.outputs: dict[int, weakref.ref[torch.Tensor]] = {}
         self.let_go: dict[int, int] = {}  # position of an output -> how many events came before its end
         self._sizes, self.at_once = dict[int, int](), list[int]()  # of outputs; those gone before the first event
@@ -301,7 +301,7 @@ class Recorder(LastingMode):
         if self.phase == "loss":
             self.phase = "backward"
             self.losses.append(self._loss_events())
-            if not self.passes and (model := self._model()) is not None:
+            if not self.passes and (model := self.model()) is not None:
                 self.asks_first = not any(map(adds_to_gradient, model.parameters()))
             self.passes.append((graph_is_kept(), dict(self.gradients.made)))
             self.between.clear()
