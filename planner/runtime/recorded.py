@@ -191,7 +191,7 @@ def stays(
     stay = _stays_of_others(recorder, used, own, optimizers)
     later = {key: nbytes for each in (recorder.gradients.made.copy(), given) for key, (_, nbytes) in each.items()}
     left, remaining = _left_by_losses(recorder, alive)
-    by_losses = {each for loss in recorder.losses for each in loss.left.values()}
+    made = {each for loss in recorder.losses for each in loss.left.values()}
     stay |= remaining | _gradients_held(recorder, others=turns)
     if batches:  # an older one that is there is no part of the loop's data, either
         older = {key: nbytes for each in recorder.undecided for key, (_, nbytes) in each.made.copy().items()}
@@ -200,9 +200,7 @@ def stays(
     earlier = _without(recorder.before, {*own, *later, *(key for loss in recorder.losses for key in loss.read)})
     stay |= {key: nbytes for key, nbytes in earlier.items() if key in there}
     gone = {key: nbytes for key, nbytes in earlier.items() if key not in there}
-    fresh = {
-        key: each[1] for key, each in alive.items() if key not in stay and key not in later and each not in by_losses
-    }
+    fresh = {key: each[1] for key, each in alive.items() if key not in stay and key not in later and each not in made}
     new = _without(fresh, own)  # targets of the next loss and inputs of its later calls are among it
     read = max((sum(_without(loss.read, stay).values()) for loss in recorder.losses), default=0)
     # those of the next loss take the place of what is gone, unless they were there before the recording began, as the
@@ -229,16 +227,17 @@ def stays(
         if key not in stay and key not in later and (each.stays or (data and not each.in_step))
     }
     older_states = sum(between[key].nbytes for key in between.keys() & recorder.by_optimizer.made.copy())
-    around = sum(each.nbytes for each in between.values()) + made_since - min(awaited - states, older_states)
-    trains = any(each.trained is not None for each in between.values())
-    batches_left = sum(nbytes for key, (_, nbytes) in given.items() if key not in own)
+    idle = sum(_without(_copies(recorder), {*own, *stay, *alive, *later, *between}).values())
+    used_apart = sum(each.nbytes for each in between.values())
+    around = idle + used_apart + made_since - min(awaited - states, older_states)
+    apart = around if any(each.trained is not None for each in between.values()) else 0
     return Stays(
-        beside + (0 if trains else around),
-        around if trains else 0,
+        beside + around - apart,
+        apart,
         read,
         left,
         _without(remaining, own),
-        batches_left,
+        sum(nbytes for key, (_, nbytes) in given.items() if key not in own),
         *_left_by_passes(recorder, own),
     )
 
@@ -268,15 +267,20 @@ def _gradients_held(recorder: Recorder, *, others: bool) -> dict[int, int]:
 def _stays_of_others(
     recorder: Recorder, used: UsedStorages, own: Collection[int], optimizers: Iterable[optim.Optimizer]
 ) -> dict[int, int]:
-    """What stays of what the loop has used for this step or earlier ones; all parameters of the model's optimizers, as
-    those of heads that take turns; and the model's copies, as those that become averages from some step on.
+    """What stays of what the loop has used for this step or earlier ones; and all parameters of the model's optimizers,
+    as those of heads that take turns.
     """
     every = [used, *(each.copy() for each in recorder.used_before)]
     stay = {key: u.nbytes for each in every for key, u in each.items() if u.in_step and u.stays}
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    trained = [p for group in groups for p in group["params"]]
+    trained = [p for group in groups for p in group["params"] if p.device == recorder.device]
+    return _without(stay | storages(trained), own)
+
+
+def _copies(recorder: Recorder) -> dict[int, int]:
+    """The model's copies that are there: they may become averages from some step on."""
     copied = [] if (model := recorder.model()) is None else tensors_of_copies(model)
-    return _without(stay | storages([t for t in (*trained, *copied) if t.device == recorder.device]), own)
+    return storages([t for t in copied if t.device == recorder.device])
 
 
 def trained_outside(recorder: Recorder) -> list[nn.Parameter]:
