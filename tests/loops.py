@@ -378,6 +378,28 @@ def two_heads_in_turn(put: Put, ended: Ended) -> None:
         ended(loss)
 
 
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = mlp()
+        self.branches = nn.ModuleList([mlp(depth=6), mlp(depth=6), mlp(depth=8)])
+
+    def forward(self, x, at):
+        return self.branches[at](self.trunk(x))
+
+
+def tasks_in_turn(put: Put, ended: Ended) -> None:
+    """Each step trains one of the branches, and its gradients stay until the next one; the last comes late."""
+    model = put(Branches())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for at in (0, 1, 0, 1, 2, 0):
+        loss = model(torch.randn(128, 64), at).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ended(loss)
+
+
 class Routed(nn.Module):
     """Leaves the loss that balances its experts as an attribute."""
 
@@ -1760,6 +1782,7 @@ LOOPS: dict[str, Loop] = {
     "cnn_smaller_last_batch": Loop(cnn_smaller_last_batch, plans=3),
     "transformers_loss_only": Loop(transformers_loss_only),
     "two_heads_in_turn": Loop(two_heads_in_turn),
+    "tasks_in_turn": Loop(tasks_in_turn, plans=6),
     "backward_twice": Loop(backward_twice),
     "batches_that_are_objects": Loop(batches_that_are_objects, plans=3),
     "logits_of_a_tuple": Loop(logits_of_a_tuple),

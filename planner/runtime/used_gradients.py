@@ -10,6 +10,7 @@ from torch import nn, optim
 
 from planner.compat.tensors import storage_key, version_of
 from planner.core.loop import Gradients
+from planner.costs.static_memory import storage_bytes
 from planner.stepping.spent import SpentGradient
 
 There = Sequence[tuple[torch.Tensor, weakref.ref[torch.Tensor]]]  # parameters, each with its gradient
@@ -23,6 +24,16 @@ def gradients_there(parameters: Iterable[torch.Tensor]) -> There:
 def still_there(gradients: There) -> Iterator[torch.Tensor]:
     """The parameters whose gradients these still are."""
     return (p for p, gradient in gradients if p.grad is not None and gradient() is p.grad)
+
+
+def fewer_gradients(parameters: Iterable[torch.Tensor]) -> int | None:
+    """Bytes of the gradients that are there; None where each parameter that is trained has one."""
+    gradients = [p.grad for p in parameters if p.requires_grad]
+    if any(isinstance(gradient, SpentGradient) for gradient in gradients) or all(
+        gradient is not None for gradient in gradients
+    ):
+        return None
+    return storage_bytes(gradient for gradient in gradients if gradient is not None)
 
 
 class UsedGradients:

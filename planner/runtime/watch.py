@@ -36,7 +36,7 @@ from planner.runtime.recorder import Recorder
 from planner.runtime.rounds import Rounds
 from planner.runtime.signature import Role
 from planner.runtime.together import Together
-from planner.runtime.used_gradients import UsedGradients
+from planner.runtime.used_gradients import UsedGradients, fewer_gradients
 
 TRIES = 3  # steps in which nothing could be recorded, before no more are tried
 VAIN = 100  # the same of steps without a backward pass
@@ -161,7 +161,7 @@ class Watch:
         if unused or role in self._fates.dropped:
             self._late = gradients
         else:
-            learnt.gradients_there(gradients)
+            learnt.gradients_there(gradients, fewer_gradients(parameters))
 
     def _came_to_nothing(self, recorder: Recorder, counted: Any) -> None:
         """No backward pass comes of the calls that were recorded."""
