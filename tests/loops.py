@@ -25,6 +25,7 @@ import torch
 import transformers
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
 from .loop_harness import STEPS, Ended, Loop, Put, differences, judged
@@ -135,6 +136,27 @@ def manual_sgd(put: Put, ended: Ended) -> None:
             for p in model.parameters():
                 p -= 0.1 * p.grad
                 p.grad = None
+        ended(loss)
+
+
+def queue_of_keys(put: Put, ended: Ended) -> None:
+    """Momentum contrast: the loss reads a queue that is written into after the step."""
+    model, encoder = put(mlp()), mlp().requires_grad_(False)
+    queue = F.normalize(torch.randn(1024, 64), dim=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(STEPS):
+        x = torch.randn(128, 64)
+        q = F.normalize(model(x), dim=1)
+        with torch.no_grad():
+            for p, own in zip(encoder.parameters(), model.parameters(), strict=True):
+                p.lerp_(own, 0.01)
+            k = F.normalize(encoder(x + 0.1), dim=1)
+        logits = torch.cat([(q * k).sum(1, keepdim=True), q @ queue.t()], dim=1)
+        loss = F.cross_entropy(logits / 0.1, torch.zeros(128, dtype=torch.long))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        queue[step * 128 : (step + 1) * 128] = k
         ended(loss)
 
 
@@ -285,6 +307,22 @@ def ema(put: Put, ended: Ended) -> None:
             ended([loss, F.mse_loss(averaged(x[:32]), y[:32])])
 
 
+def averaged_later(put: Put, ended: Ended) -> None:
+    """Stochastic weight averaging, whose copy of the model is there from the beginning."""
+    model = put(mlp(128))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    for step in range(STEPS):
+        x, y = torch.randn(256, 128), torch.randint(8, (256,))
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step >= 3:
+            averaged.update_parameters(model)
+        ended(loss)
+
+
 def backward_twice(put: Put, ended: Ended) -> None:
     model = put(mlp(out=2))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
@@ -334,6 +372,28 @@ def two_heads_in_turn(put: Put, ended: Ended) -> None:
             loss = F.cross_entropy(classes, torch.randint(10, (512,)))
         else:
             loss = F.mse_loss(value[:, 0], torch.randn(512))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ended(loss)
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = mlp()
+        self.branches = nn.ModuleList([mlp(depth=6), mlp(depth=6), mlp(depth=8)])
+
+    def forward(self, x, at):
+        return self.branches[at](self.trunk(x))
+
+
+def tasks_in_turn(put: Put, ended: Ended) -> None:
+    """Each step trains one of the branches, and its gradients stay until the next one; the last comes late."""
+    model = put(Branches())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for at in (0, 1, 0, 1, 2, 0):
+        loss = model(torch.randn(128, 64), at).square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -795,6 +855,36 @@ class Temperature(nn.Module):
 
     def forward(self, output, y):
         return F.cross_entropy(self.scale.exp() * F.normalize(output, dim=-1) @ self.prototypes.T, y)
+
+
+def heads_in_turn(put: Put, ended: Ended) -> None:
+    """Of the trunk, which is planned, and of heads that are not; one optimizer has all of them."""
+    trunk, heads = put(mlp()), [mlp(), mlp(), mlp(), mlp()]
+    optimizer = torch.optim.AdamW([p for each in (trunk, *heads) for p in each.parameters()], lr=1e-3)
+    for step in range(STEPS):
+        loss = heads[step % 4](trunk(torch.randn(256, 64))).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ended(loss)
+
+
+def loss_in_chunks(put: Put, ended: Ended) -> None:
+    """The gradients of a large head outside the model are cleared after the forward pass."""
+    model, head = put(mlp(depth=2)), nn.Linear(64, 512)
+    optimizer = torch.optim.AdamW([*model.parameters(), *head.parameters()], lr=1e-3)
+
+    def part(h, y):
+        return F.cross_entropy(head(h), y, reduction="sum")
+
+    for _ in range(STEPS):
+        x, y = torch.randn(512, 64), torch.randint(512, (512,))
+        parts = zip(model(x).chunk(4), y.chunk(4), strict=True)
+        loss = sum(checkpoint(part, *each, use_reentrant=False, preserve_rng_state=False) for each in parts) / 512
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ended(loss)
 
 
 def loss_with_parameters(put: Put, ended: Ended) -> None:
@@ -1692,6 +1782,7 @@ LOOPS: dict[str, Loop] = {
     "cnn_smaller_last_batch": Loop(cnn_smaller_last_batch, plans=3),
     "transformers_loss_only": Loop(transformers_loss_only),
     "two_heads_in_turn": Loop(two_heads_in_turn),
+    "tasks_in_turn": Loop(tasks_in_turn, plans=6),
     "backward_twice": Loop(backward_twice),
     "batches_that_are_objects": Loop(batches_that_are_objects, plans=3),
     "logits_of_a_tuple": Loop(logits_of_a_tuple),
@@ -1724,11 +1815,13 @@ LOOPS: dict[str, Loop] = {
     "cycle_consistency": Loop(cycle_consistency, plans=8, off=0.33),
     "evaluated_with_gradients": Loop(evaluated_with_gradients, plans=3),
     "ema": Loop(ema),
+    "averaged_later": Loop(averaged_later),
     "autocast_scaler": Loop(autocast_scaler, tolerance=1e-2),
     "trainer": Loop(trainer),
     "lightning_automatic": Loop(lightning_automatic),
     "manual_sgd": Loop(manual_sgd),
     "own_optimizer": Loop(own_optimizer),
+    "queue_of_keys": Loop(queue_of_keys),
     "grad_without_backward": Loop(grad_without_backward),
     "contrastive": Loop(contrastive),
     "triplet": Loop(triplet),
@@ -1753,6 +1846,8 @@ LOOPS: dict[str, Loop] = {
     "boundary_points": Loop(boundary_points, plans=3),
     "several_tasks": Loop(several_tasks, plans=3),
     "distillation": Loop(distillation),
+    "heads_in_turn": Loop(heads_in_turn),
+    "loss_in_chunks": Loop(loss_in_chunks),
     "loss_with_parameters": Loop(loss_with_parameters),
     "closure": Loop(closure),
     "zero_grad_before_backward": Loop(zero_grad_before_backward),

@@ -109,6 +109,8 @@ class Loop:
             late may be there by then.
         unused: whether no backward pass comes of such calls, as of an evaluation that is not under `torch.no_grad()`.
         left_over: bytes that earlier calls of that kind still hold while another call runs.
+        late: bytes of the gradients that are there when a call begins, where they are cleared after it; None: those of
+            all parameters.
         later_held: where calls wait, the same as `outputs_held` of those after the first: positions among the leaves of
             the outputs of all of these.
     """
@@ -129,6 +131,7 @@ class Loop:
     unused: bool = False
     left_over: int = 0
     later_held: tuple[int, ...] | None = None
+    late: int | None = None
 
     @property
     def others(self) -> int:

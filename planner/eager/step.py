@@ -98,8 +98,8 @@ def trace_step(
         hooks = saved_tensors_hooks(recorder.pack, recorder.unpack) if detailed else nullcontext()
         try:
             with checkpointed(model, choice or Choice()), recorder, hooks:
-                late = loop.gradients == "cleared late"
-                earlier = held(sum(storages(parameters).values())) if late else []
+                there = sum(storages(parameters).values()) if loop.late is None else loop.late
+                earlier = held(there) if loop.gradients == "cleared late" else []
                 named, given = ([], []) if loop.loss is None else map(held, (loop.loss.stays, loop.loss.given))
                 outputs: list[Any] = []
                 losses: list[torch.Tensor] = []

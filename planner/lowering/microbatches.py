@@ -123,8 +123,12 @@ def _optimizer_at(step: Step) -> int:
 
 def _gradients(request: Request) -> int:
     """Bytes of the gradients that microbatches which are done leave behind, beside the account."""
+    if request.gradients_copied:
+        return 0
+    if request.loop.late is not None and occupancy_of(request) == CLEARED_LATE:  # some parameters have none
+        return -(-request.loop.late // request.options.shard)
     trained = [p for p in parameters_of(request.model) if p.requires_grad]
-    return 0 if request.gradients_copied else storage_bytes(trained, request.options.shard)
+    return storage_bytes(trained, request.options.shard)
 
 
 def _with_workspace(problem: Problem, at: int, more: int) -> Problem:

@@ -80,7 +80,8 @@ def outside_loss(request: Request, graph: TrainingGraph) -> CountedLoss:
     seen = seen if graph.calls else _as_one(seen)
     forward, backward = seen.forward, seen.backward
     if loop.gradients == "cleared late":  # until the backward pass of the loss begins, the last step's gradients stay
-        used = storage_bytes(p for p in parameters_of(request.model) if p.requires_grad)
+        every = (p for p in parameters_of(request.model) if p.requires_grad)
+        used = storage_bytes(every) if loop.late is None else loop.late
         # of several calls, outputs of one are there when those of another have gone
         computed = max(seen.computed, seen.computed_later) if graph.calls else seen.computed
         forward, backward = max(computed, forward - used), max(seen.computed_later + used, backward)

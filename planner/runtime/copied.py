@@ -18,6 +18,19 @@ from planner.compat.modules import call_of, replace_call
 from planner.errors import ApplyError
 from planner.runtime.modes import trains
 
+_COPIES: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[nn.Module]] = weakref.WeakKeyDictionary()
+
+
+def note_copy(model: nn.Module, copied: nn.Module) -> None:
+    """A planned model, or a copy of it, has been copied."""
+    of = next((each for each, copies in _COPIES.items() if model in copies), model)
+    _COPIES.setdefault(of, weakref.WeakSet()).add(copied)
+
+
+def tensors_of_copies(model: nn.Module) -> list[torch.Tensor]:
+    """The parameters and buffers of a planned model's copies that are there, as for averages of its weights."""
+    return [t for copied in _COPIES.get(model, ()) for t in (*copied.parameters(), *copied.buffers())]
+
 
 class CopiedCall:
     """Stands in for the call of a model's copy.
@@ -57,8 +70,10 @@ class CopiedCall:
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CopiedCall | None:
-        model = copied_in(memo, self)
-        return None if model is None else CopiedCall(model, self._make, self._carrier).put()
+        if (model := copied_in(memo, self)) is None:
+            return None
+        note_copy(self.model, model)
+        return CopiedCall(model, self._make, self._carrier).put()
 
     def __reduce__(self) -> Any:
         """In a pickle, the model's own call, as that of a runtime."""

@@ -20,7 +20,7 @@ from planner.parallel.group import together
 from planner.requests.planned import Planned
 from planner.runtime.bypassed import Handle
 from planner.runtime.compile_refused import COMPILE, CompileRefused
-from planner.runtime.copied import CopiedCall, own_call
+from planner.runtime.copied import CopiedCall, note_copy, own_call
 from planner.runtime.cuda_graphs import captures, is_graphed, refuse_uncapturable
 from planner.runtime.entries import EntryPoint
 from planner.runtime.evaluations import gradient_bytes, planned_bytes, tensors_of
@@ -82,8 +82,10 @@ class Applied:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CopiedCall | None:
         """The model's copy trains by the same plans; a runtime that is copied without its model is nothing."""
-        model = memo.get(id(self.model))
-        return None if model is None else CopiedCall(model, self._put_like, CARRIER).put()
+        if (model := memo.get(id(self.model))) is None:
+            return None
+        note_copy(self.model, model)
+        return CopiedCall(model, self._put_like, CARRIER).put()
 
     def _put_like(self, model: nn.Module) -> Applied:
         put(model, copied := self.like(model))

@@ -51,14 +51,20 @@ class Learnt:
             if loop.in_flight <= len(waiting):
                 self._loops[each] = replace(loop, in_flight=len(waiting) + 1)
 
-    def gradients_there(self, gradients: Gradients) -> None:
-        """Gradients are there when a call begins.
+    def gradients_there(self, gradients: Gradients, nbytes: int | None) -> None:
+        """Gradients are there when a call begins: so many bytes, or those of all parameters.
 
         Where others are cleared before a call, and these were not as the first call in another role came, nothing
         clears them before such calls.
         """
-        added = self.fresh and self.loop.gradients == "cleared"
-        self.loop = replace(self.loop, gradients="accumulated" if added else gradients)
+        before = self.loop
+        added = self.fresh and before.gradients == "cleared"
+        # where others come later, as of heads that take turns, each step may leave those of any
+        if before.gradients == "cleared late" and (before.late is None or nbytes is None or nbytes > before.late):
+            nbytes = None
+        elif before.gradients == "cleared late":
+            nbytes = before.late
+        self.loop = replace(before, gradients="accumulated" if added else gradients, late=nbytes)
 
     def finds(self, beside: Loop) -> None:
         """Whatever role a call is in, the loop holds that much beside it."""

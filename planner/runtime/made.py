@@ -9,6 +9,7 @@ from types import CodeType
 from typing import Any
 
 import torch
+from torch import nn
 
 from planner.compat.ops import OpOverload
 from planner.compat.pytree import tree_leaves
@@ -62,6 +63,19 @@ class MadeStorages:
         """Count a storage no more; with a number, only if it is still that one."""
         if key in self.made and number in (None, self.made[key][0]):
             self.live -= self.made.pop(key)[1]
+
+
+@dataclass(slots=True)
+class Used:
+    """A storage that an op outside the planned graphs has used, and that existed before."""
+
+    nbytes: int
+    trained: weakref.ref[nn.Parameter] | None = None  # used where its gradient may be asked for
+    stays: bool = False  # it is a parameter, or it was written into
+    in_step: bool = False  # used before the first backward pass ended
+
+
+UsedStorages = dict[int, Used]  # by identity, as long as they are alive
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,13 +9,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import optim
+from torch import nn, optim
 
 from planner.compat.dispatch import lasting_modes_off
 from planner.core.call import Call, storages
 from planner.core.loop import LossSeen
 from planner.costs.measured_ops import measure
-from planner.runtime.made import Event, LossEvents, Made
+from planner.runtime.copied import tensors_of_copies
+from planner.runtime.made import Event, LossEvents, Made, UsedStorages
 from planner.runtime.rebound import without_rebound
 from planner.runtime.recorder import Recorder
 
@@ -23,22 +24,26 @@ SEED = str(torch.ops.aten.ones_like.default)  # as `backward()` makes it
 HOSTS = ("cpu",)  # kinds of devices whose memory has data sets and the like, which no budget of a step is for
 
 
-def loss_seen(recorder: Recorder, workspaces: Mapping[str, int], found: Stays) -> LossSeen | None:
+def loss_seen(
+    recorder: Recorder, workspaces: Mapping[str, int], found: Stays, cleared: Collection[int] = ()
+) -> LossSeen | None:
     """The loss that was recorded, the most of each where there were several backward passes; None where there was none.
 
     Args:
         recorder: of a step that has ended.
         workspaces: of ops, by key, in bytes: what each holds while it runs, beside what it makes.
         found: what the loop holds beside the step.
+        cleared: of what that is, gradients that the next step clears before it makes others, by storage.
     """
     if not recorder.losses:
         return None
-    losses = [loss.with_waiting() for loss in without_rebound(recorder.losses, found.kept, inspect.currentframe())]
+    recorded = without_rebound(recorder.losses, found.kept, inspect.currentframe())
+    losses = [_without_cleared(loss, found.kept, cleared).with_waiting() for loss in recorded]
     with_outputs = [loss.events[loss.between : loss.let_go] for loss in losses]
     without = [loss.events[max(loss.between, loss.let_go) :] for loss in losses]
     forward, backward = (max(_most(events, workspaces) for events in each) for each in (with_outputs, without))
     alone = max(_most(map(_alone, loss.events), workspaces) for loss in losses)
-    before = [loss.events[: _before_last_pass(loss.events)] for loss in losses]
+    before = [loss.events[: _pass_begins(loss.events, len(loss.events))] for loss in losses]
     cut = [
         (events[loss.between : loss.let_go], events[max(loss.between, loss.let_go) :])
         for loss, events in zip(losses, before, strict=True)
@@ -92,15 +97,27 @@ def _tangents(loss: LossEvents, arrived: Mapping[int, Made]) -> int:
     return sum(nbytes for key, (number, nbytes) in loss.left.items() if (number, nbytes) == arrived.get(key))
 
 
-def _before_last_pass(events: Sequence[Event]) -> int:
-    """How many ran before the backward pass of the loss, without the gradient of the loss itself, which begins it.
+def _pass_begins(events: Sequence[Event], at: int) -> int:
+    """How many ran before the backward pass that those just before number `at` are part of, without the gradient of
+    the loss itself, which begins it.
 
     Other backward passes may have come before, as that of a discriminator.
     """
-    n = len(events)
-    while n and events[n - 1].backward:
-        n -= 1
-    return n - 1 if n and events[n - 1].call.startswith(SEED) else n
+    while at and events[at - 1].backward:
+        at -= 1
+    return at - 1 if at and events[at - 1].call.startswith(SEED) else at
+
+
+def _without_cleared(loss: LossEvents, kept: Mapping[int, int], cleared: Collection[int]) -> LossEvents:
+    """A loss whose gradients of parameters outside the model take the place of the last step's as they are made."""
+    sizes = [0] * len(loss.events)
+    for key in loss.left.keys() & kept.keys() & {*cleared}:
+        made = next((at for at, e in enumerate(loss.events) if loss.left[key][0] in e.made), None)
+        if made is not None and loss.events[made].backward:
+            for at in range(_pass_begins(loss.events, made), len(sizes)):
+                sizes[at] += kept[key]
+    events = (replace(e, live=e.live - nbytes) for e, nbytes in zip(loss.events, sizes, strict=True))
+    return replace(loss, events=tuple(events)) if any(sizes) else loss
 
 
 def _alone(event: Event) -> Event:
@@ -123,7 +140,7 @@ class Stays:
         around: the same of what was used between one step and the next, and what was made and used there, where another
             model is trained there; else that is part of `beside`. On a GPU, what was only read there is among it, such
             as the data that a batch is drawn from.
-        read: what the loss is computed from.
+        read: what the loss is computed from, but for what is among `beside`, as a queue that is written into later on.
         left: from the loss to the end of the backward pass.
         kept: of `beside`, what was made before the backward pass and is still there, by storage.
         batches: of `beside`, what the calls were given.
@@ -171,10 +188,10 @@ def stays(
     own, alive = storages([batch, counted, [other.tensors() for other in others]]).keys(), recorder.made.made.copy()
     coming = storages(batch).keys()
     used = {key: used for key, used in recorder.used.copy().items() if key not in own}
-    stay = {key: each.nbytes for key, each in used.items() if each.in_step and each.stays}
+    stay = _stays_of_others(recorder, used, own, optimizers)
     later = {key: nbytes for each in (recorder.gradients.made.copy(), given) for key, (_, nbytes) in each.items()}
     left, remaining = _left_by_losses(recorder, alive)
-    before = {each for loss in recorder.losses for each in loss.left.values()}
+    made = {each for loss in recorder.losses for each in loss.left.values()}
     stay |= remaining | _gradients_held(recorder, others=turns)
     if batches:  # an older one that is there is no part of the loop's data, either
         older = {key: nbytes for each in recorder.undecided for key, (_, nbytes) in each.made.copy().items()}
@@ -183,9 +200,9 @@ def stays(
     earlier = _without(recorder.before, {*own, *later, *(key for loss in recorder.losses for key in loss.read)})
     stay |= {key: nbytes for key, nbytes in earlier.items() if key in there}
     gone = {key: nbytes for key, nbytes in earlier.items() if key not in there}
-    fresh = {key: each[1] for key, each in alive.items() if key not in stay and key not in later and each not in before}
+    fresh = {key: each[1] for key, each in alive.items() if key not in stay and key not in later and each not in made}
     new = _without(fresh, own)  # targets of the next loss and inputs of its later calls are among it
-    read = max((sum(loss.read.values()) for loss in recorder.losses), default=0)
+    read = max((sum(_without(loss.read, stay).values()) for loss in recorder.losses), default=0)
     # those of the next loss take the place of what is gone, unless they were there before the recording began, as the
     # next batch was; what is there still is read again, as by a closure
     came_before = bool(coming) and coming.isdisjoint([*alive, *there, *recorder.inputs.made])
@@ -210,16 +227,17 @@ def stays(
         if key not in stay and key not in later and (each.stays or (data and not each.in_step))
     }
     older_states = sum(between[key].nbytes for key in between.keys() & recorder.by_optimizer.made.copy())
-    around = sum(each.nbytes for each in between.values()) + made_since - min(awaited - states, older_states)
-    trains = any(each.trained is not None for each in between.values())
-    batches_left = sum(nbytes for key, (_, nbytes) in given.items() if key not in own)
+    idle = sum(_without(_copies(recorder), {*own, *stay, *alive, *later, *between}).values())
+    used_apart = sum(each.nbytes for each in between.values())
+    around = idle + used_apart + made_since - min(awaited - states, older_states)
+    apart = around if any(each.trained is not None for each in between.values()) else 0
     return Stays(
-        beside + (0 if trains else around),
-        around if trains else 0,
+        beside + around - apart,
+        apart,
         read,
         left,
         _without(remaining, own),
-        batches_left,
+        sum(nbytes for key, (_, nbytes) in given.items() if key not in own),
         *_left_by_passes(recorder, own),
     )
 
@@ -243,8 +261,32 @@ def _gradients_held(recorder: Recorder, *, others: bool) -> dict[int, int]:
     """The gradients that outputs retain; those of parameters outside the planned graphs, too, where `others` asks."""
     outputs = [t for ref in recorder.outputs.values() if (t := ref()) is not None]
     found = [t.grad for t in outputs if t.retains_grad]
-    trained = [used.trained for used in recorder.used.copy().values() if used.trained is not None] if others else []
-    return storages([*found, *(p.grad for ref in trained if (p := ref()) is not None)])
+    return storages([*found, *(p.grad for p in (trained_outside(recorder) if others else ()))])
+
+
+def _stays_of_others(
+    recorder: Recorder, used: UsedStorages, own: Collection[int], optimizers: Iterable[optim.Optimizer]
+) -> dict[int, int]:
+    """What stays of what the loop has used for this step or earlier ones; and all parameters of the model's optimizers,
+    as those of heads that take turns.
+    """
+    every = [used, *(each.copy() for each in recorder.used_before)]
+    stay = {key: u.nbytes for each in every for key, u in each.items() if u.in_step and u.stays}
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    trained = [p for group in groups for p in group["params"] if p.device == recorder.device]
+    return _without(stay | storages(trained), own)
+
+
+def _copies(recorder: Recorder) -> dict[int, int]:
+    """The model's copies that are there: they may become averages from some step on."""
+    copied = [] if (model := recorder.model()) is None else tensors_of_copies(model)
+    return storages([t for t in copied if t.device == recorder.device])
+
+
+def trained_outside(recorder: Recorder) -> list[nn.Parameter]:
+    """The parameters outside the planned graphs of which a loss may have asked for the gradient."""
+    trained = [used.trained for used in recorder.used.copy().values() if used.trained is not None]
+    return [p for ref in trained if (p := ref()) is not None]
 
 
 def _left_by_passes(recorder: Recorder, own: Collection[int]) -> tuple[int, int]:

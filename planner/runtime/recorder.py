@@ -12,7 +12,6 @@ import os
 import weakref
 from collections import defaultdict
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -26,7 +25,17 @@ from planner.core.call import Call, bytes_of_elements, gradient_of, storages, te
 from planner.core.layout import Order, memory_order
 from planner.core.loop import LaidOut
 from planner.runtime.events import PlannedModel
-from planner.runtime.made import Event, LossEvents, Made, MadeStorages, call_of, takes_memory, weakly
+from planner.runtime.made import (
+    Event,
+    LossEvents,
+    Made,
+    MadeStorages,
+    Used,
+    UsedStorages,
+    call_of,
+    takes_memory,
+    weakly,
+)
 from planner.runtime.outputs import Unasking
 from planner.runtime.rebound import place_of
 
@@ -34,16 +43,6 @@ _LIFTED = torch.ops.aten.lift_fresh.default  # of what `torch.tensor()` has made
 MOST_OPS = 200_000  # between two calls of the model: no more are recorded
 
 log = logging.getLogger("planner")
-
-
-@dataclass(slots=True)
-class _Used:
-    """A storage that an op outside the planned graphs has used, and that existed before."""
-
-    nbytes: int
-    trained: weakref.ref[nn.Parameter] | None = None  # used where its gradient may be asked for
-    stays: bool = False  # it is a parameter, or it was written into
-    in_step: bool = False  # used before the first backward pass ended
 
 
 class Recorder(LastingMode):
@@ -58,6 +57,7 @@ class Recorder(LastingMode):
         earlier: the recorder of the calls just before.
 
     Attributes:
+        model: the planned one, weakly.
         losses: what was recorded before each backward pass of the planned graphs.
         calls: the distinct ops that ran.
         output_bytes: of the elements of the outputs.
@@ -86,6 +86,7 @@ class Recorder(LastingMode):
         by_optimizer: the same of this recorder and of those before.
         waiting: bytes of the outputs of an earlier call, and of what was made of them, while the next one ran.
         older: what earlier recorders have seen to be made, and what their calls took and gave.
+        used_before: what earlier recorders have seen to be used: heads of a model may take turns.
         undecided: what their calls were given, where the loop had not been seen to make a batch.
         before: of `older`, by storage, what was alive when a backward pass began.
     """
@@ -105,16 +106,14 @@ class Recorder(LastingMode):
         own = [*model.parameters(), *model.buffers(), *map(gradient_of, model.parameters())]
         self.known = {*storages(own), *storages(batch), *storages([*outputs, *aside])}
         self.output_bytes = bytes_of_elements(list(outputs))
-        self.made, self.used = MadeStorages(), dict[int, _Used]()
+        self.made, self.used, self.used_before = MadeStorages(), UsedStorages(), list[UsedStorages]()
         self.events: list[Event] = []
-        self.calls: dict[str, Call] = {}
-        self.losses: list[LossEvents] = []
+        self.calls, self.losses = dict[str, Call](), list[LossEvents]()
         self.arrived: list[dict[int, Made]] = []
         self.reached, self._awaiting = set[int](), set[int]()  # of the outputs that may get a gradient
         self._orders = defaultdict[int, set[Order | None]](set)  # of gradients of outputs; None: as was expected
         self.passes: list[tuple[bool, dict[int, Made]]] = []
-        self.asks_first = False
-        self._model = weakref.ref(model)
+        self.asks_first, self.model = False, weakref.ref(model)
         self.outputs: dict[int, weakref.ref[torch.Tensor]] = {}
         self.let_go: dict[int, int] = {}  # position of an output -> how many events came before its end
         self._sizes, self.at_once = dict[int, int](), list[int]()  # of outputs; those gone before the first event
@@ -148,9 +147,10 @@ class Recorder(LastingMode):
         self._hook(outputs)
         self._hook(aside, len(outputs))
 
-    def knows(self, made: Sequence[MadeStorages]) -> None:
-        """These were made before the first call, and none of them is the model's or its batch."""
+    def knows(self, made: Sequence[MadeStorages], used: Sequence[UsedStorages]) -> None:
+        """These were made before the first call, and none of them is the model's or its batch; and those were used."""
         self.older += [each for each in made if each.made]
+        self.used_before += [each for each in used if each]
 
     def _watch(self, at: int, output: torch.Tensor) -> None:
         let_go, events = self.let_go, self.events
@@ -301,7 +301,7 @@ class Recorder(LastingMode):
         if self.phase == "loss":
             self.phase = "backward"
             self.losses.append(self._loss_events())
-            if not self.passes and (model := self._model()) is not None:
+            if not self.passes and (model := self.model()) is not None:
                 self.asks_first = not any(map(adds_to_gradient, model.parameters()))
             self.passes.append((graph_is_kept(), dict(self.gradients.made)))
             self.between.clear()
@@ -391,7 +391,7 @@ class Recorder(LastingMode):
             used = self.used.get(key)
             if used is None:
                 storage = t.untyped_storage()
-                used = self.used[key] = _Used(storage.nbytes())
+                used = self.used[key] = Used(storage.nbytes())
                 weakref.finalize(storage, self.used.pop, key, None).atexit = False
             used.in_step |= not self.losses
             used.stays |= isinstance(t, nn.Parameter) or key in into

@@ -6,10 +6,11 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
-from torch import nn
+from torch import nn, optim
 
-from planner.compat.tensors import version_of
+from planner.compat.tensors import storage_key, version_of
 from planner.core.loop import Gradients
+from planner.costs.static_memory import storage_bytes
 from planner.stepping.spent import SpentGradient
 
 There = Sequence[tuple[torch.Tensor, weakref.ref[torch.Tensor]]]  # parameters, each with its gradient
@@ -25,6 +26,16 @@ def still_there(gradients: There) -> Iterator[torch.Tensor]:
     return (p for p, gradient in gradients if p.grad is not None and gradient() is p.grad)
 
 
+def fewer_gradients(parameters: Iterable[torch.Tensor]) -> int | None:
+    """Bytes of the gradients that are there; None where each parameter that is trained has one."""
+    gradients = [p.grad for p in parameters if p.requires_grad]
+    if any(isinstance(gradient, SpentGradient) for gradient in gradients) or all(
+        gradient is not None for gradient in gradients
+    ):
+        return None
+    return storage_bytes(gradient for gradient in gradients if gradient is not None)
+
+
 class UsedGradients:
     """The gradients of a model that were used: by an optimizer of torch's, or by the loop itself."""
 
@@ -33,10 +44,26 @@ class UsedGradients:
         self._by_optimizer: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         self._versions: dict[int, int] = {}  # of the parameters when the latest call began, by identity
         self._changed: set[int] = set()  # those that were written into between that call and the one before
+        # of parameters of any model, by identity: the gradient that an optimizer has used, and its version then
+        self._of_any: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
 
     def optimizer_stepped(self, trained: Iterable[torch.Tensor]) -> None:
         """An optimizer of torch's has stepped these parameters."""
         self._by_optimizer |= {id(p): (weakref.ref(p), version_of(p.grad)) for p in trained if p.grad is not None}
+
+    def any_stepped(self, optimizer: optim.Optimizer) -> None:
+        """An optimizer of torch's has stepped, of this model or another one."""
+        stepped = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+        self._of_any |= {id(p): (weakref.ref(p.grad), version_of(p.grad)) for p in stepped}
+
+    def cleared(self, parameters: Iterable[torch.Tensor]) -> set[int]:
+        """The storages of these parameters' gradients that an optimizer has used, and nothing has changed since."""
+        used = ((p.grad, *self._of_any.get(id(p), (None, None))) for p in parameters)
+        return {
+            storage_key(g)
+            for g, ref, version in used
+            if g is not None and ref and ref() is g and version == version_of(g)
+        }
 
     def call_begins(self, parameters: Sequence[nn.Parameter], *, optimizer_seen: bool) -> None:
         """A call of the model begins; where an optimizer of torch's tells of its steps, nothing has to be looked up."""

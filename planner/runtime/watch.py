@@ -27,15 +27,16 @@ from planner.runtime.evaluations import Evaluations
 from planner.runtime.fates import Fates, warn_between, warn_waiting
 from planner.runtime.kept import KeptOutputs
 from planner.runtime.learnt import Learnt
+from planner.runtime.made import UsedStorages
 from planner.runtime.modes import may_record
 from planner.runtime.optimizer_steps import stepping, tell
 from planner.runtime.peaks import when_begun
-from planner.runtime.recorded import between_steps, loss_seen, stays, workspaces_of
+from planner.runtime.recorded import between_steps, loss_seen, stays, trained_outside, workspaces_of
 from planner.runtime.recorder import Recorder
 from planner.runtime.rounds import Rounds
 from planner.runtime.signature import Role
 from planner.runtime.together import Together
-from planner.runtime.used_gradients import UsedGradients
+from planner.runtime.used_gradients import UsedGradients, fewer_gradients
 
 TRIES = 3  # steps in which nothing could be recorded, before no more are tried
 VAIN = 100  # the same of steps without a backward pass
@@ -63,6 +64,7 @@ class Watch:
         self._later: dict[Role, int] = {}  # bytes that later calls of a step are given, and that are there before it
         self._number: int | None = None  # of the latest call
         self._earlier: Recorder | None = None  # of the calls just before
+        self._used: list[UsedStorages] = []  # by the steps that were recorded
         self.stepped: list[weakref.ref[optim.Optimizer]] = []
         self.seen: weakref.WeakSet[optim.Optimizer] = weakref.WeakSet()
         self.recorder: Recorder | None = None
@@ -159,7 +161,7 @@ class Watch:
         if unused or role in self._fates.dropped:
             self._late = gradients
         else:
-            learnt.gradients_there(gradients)
+            learnt.gradients_there(gradients, fewer_gradients(parameters))
 
     def _came_to_nothing(self, recorder: Recorder, counted: Any) -> None:
         """No backward pass comes of the calls that were recorded."""
@@ -184,17 +186,11 @@ class Watch:
         later = recorder.later if comes in roles else self._later.get(comes, 0)
         self._later |= dict.fromkeys(roles, recorder.later)
         known = [counted, states]
-        found = stays(
-            recorder,
-            batch,
-            known,
-            optimizers,
-            batches=makes,
-            awaited=awaited,
-            later_inputs=later,
-            turns=comes not in roles,
-        )
-        seen = loss_seen(recorder, self._workspaces, found)
+        turns, self._used = comes not in roles, [*recorder.used_before, recorder.used]
+        given = {"awaited": awaited, "later_inputs": later}
+        found = stays(recorder, batch, known, optimizers, batches=makes, turns=turns, **given)
+        cleared = self._gradients.cleared(trained_outside(recorder))
+        seen = loss_seen(recorder, self._workspaces, found, cleared)
         held = {at for loss in recorder.losses for at in loss.held}
         own = [states, [p for p, _ in counted] if recorder.passing else counted]
         self._warn_between(recorder, own)
@@ -332,7 +328,7 @@ class Watch:
             call_past_wrappers(model)  # from the next call on, if it is the model that is compiled
         elif len(self._threads) <= 1 and may_record():
             self.recorder = Recorder(model, next(model.parameters()).device, batch, outputs, aside, earlier)
-            self.recorder.knows(self.evaluations.left)
+            self.recorder.knows(self.evaluations.left, self._used)
             self.evaluations.left = []
             self.recorder.stepping = any(map(self._trains, stepping()))
             self._recorded, self._numbers = {self._learnt.role: None}, [self._number]
@@ -383,6 +379,7 @@ class Watch:
         if (model := self._model()) is None:
             return
         self.seen.add(optimizer)
+        self._gradients.any_stepped(optimizer)
         if wraps_another(optimizer):
             return
         own = {id(p): p for p in each_parameter(model)}
