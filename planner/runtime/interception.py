@@ -219,9 +219,14 @@ class Applied:
         watch.budget = None if self.newest is None else self.newest.record.budget_bytes
         seen = watch.call_begins(parameters, batch, self.waiting_calls(), role := role_of(signature))
         other = watch.together.call_begins(signature, first=watch.first)
-        if not watch.settled and not watch.fresh:
+        if not (watch.settled or watch.fresh or (self.newest and self.peaks.overdue(self.newest.record))):
             return other
         return self.provider.on_loop_seen(seen, watch.optimizers(), role, watch.spare()) or other
+
+    @property
+    def learns(self) -> bool:
+        """Whether the loop is watched, and the provider will be told what it does."""
+        return self.watch is not None
 
     @property
     def together(self) -> tuple[Signature, ...]:
