@@ -12,6 +12,8 @@ from planner.compat.tensors import version_of
 from planner.core.loop import Gradients
 from planner.stepping.spent import SpentGradient
 
+LONG = 16  # calls in a row
+
 There = Sequence[tuple[torch.Tensor, weakref.ref[torch.Tensor]]]  # parameters, each with its gradient
 
 
@@ -32,11 +34,17 @@ class UsedGradients:
         # by identity, the parameter, held weakly, and the version of its gradient when it was used
         self._by_optimizer: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         self._versions: dict[int, int] = {}  # of the parameters when the latest call began, by identity
+        self._clear = 0  # calls in a row that began without gradients
         self._changed: set[int] = set()  # those that were written into between that call and the one before
 
     def optimizer_stepped(self, trained: Iterable[torch.Tensor]) -> None:
         """An optimizer of torch's has stepped these parameters."""
         self._by_optimizer |= {id(p): (weakref.ref(p), version_of(p.grad)) for p in trained if p.grad is not None}
+
+    @property
+    def never_there(self) -> bool:
+        """Whether calls have long begun without gradients, so that none need be told of that optimizers have used."""
+        return self._clear >= LONG
 
     def call_begins(self, parameters: Sequence[nn.Parameter], *, optimizer_seen: bool) -> None:
         """A call of the model begins; where an optimizer of torch's tells of its steps, nothing has to be looked up."""
@@ -52,7 +60,8 @@ class UsedGradients:
         loop's own: microbatches leave parameters as they are.
         """
         there = [(p, p.grad) for p in parameters if p.grad is not None and not isinstance(p.grad, SpentGradient)]
-        if not there:
+        unknown, self._clear = self.never_there, 0 if there else self._clear + 1
+        if not there or unknown:  # the next call tells, and the backward pass whether it adds to them
             self._by_optimizer.clear()
             return None
         used = all(self._was_used(p, g) or id(p) in self._changed for p, g in there)
