@@ -158,7 +158,7 @@ def compare(names):
     ("ranks", "names"),
     [
         pytest.param(2, ["by block", "bf16"], marks=pytest.mark.compat),
-        (2, ["gathered all the time", "in parts"]),
+        (2, ["gathered all the time"]),
         (4, ["in parts"]),
     ],
 )
