@@ -159,7 +159,7 @@ def compare(names):
     [
         pytest.param(2, ["by block", "bf16"], marks=pytest.mark.compat),
         (2, ["gathered all the time"]),
-        (4, ["in parts"]),
+        (3, ["in parts"]),
     ],
 )
 def test_gradients_and_peaks(ranks, names):
