@@ -17,9 +17,10 @@ from solvers.schedule import InfeasibleError, Schedule, Timeline, every_op_once,
 from solvers.search.chen import chen
 from solvers.search.curve import pareto
 from solvers.search.leanest import Minimum, lean_peak, minimum_peak
-from solvers.solve import SOLVERS, register_solver, solve
+from solvers.solve import BRIEF, SOLVERS, register_solver, solve
 
 __all__ = [
+    "BRIEF",
     "SOLVERS",
     "Answer",
     "Copy",

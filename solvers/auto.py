@@ -15,7 +15,9 @@ from solvers.search.together import search_with_moves
 EXACT = 8  # `ilp` solves problems of no more ops: its model then holds every schedule that can be optimal
 
 
-def auto(problem: Problem, *, time_limit: float | None = None, progress: bool | None = None) -> Answer:
+def auto(
+    problem: Problem, *, time_limit: float | None = None, progress: bool | None = None, brief: bool = False
+) -> Answer:
     """The cheapest schedule that the search reaches within the budget, never costlier than `chen`'s, and a cost bound.
 
     Where the problem has a link, it decides what to keep, to recompute and to move together, and takes about twice as
@@ -26,6 +28,7 @@ def auto(problem: Problem, *, time_limit: float | None = None, progress: bool | 
         time_limit: seconds on two cores; None for about 2, and more for thousands of ops. It becomes a count of
             simulated steps; the clock itself only matters where the machine is slower than expected.
         progress: show a bar; None for only where a terminal is watching.
+        brief: end at the cheapest schedule that fits before anything is annealed, where there is one and no link.
 
     Raises:
         InfeasibleError: no schedule that the search reached fits; its `minimum` is a budget that succeeds under any
@@ -36,6 +39,8 @@ def auto(problem: Problem, *, time_limit: float | None = None, progress: bool | 
         return Answer(once, problem.total_cost)
     if problem.link is not None:
         return _with_moves(problem, time_limit, progress)
+    if brief and len(problem.ops) > EXACT:
+        return search(problem, time_limit=time_limit, progress=progress, brief=True)
     solver = ilp if len(problem.ops) <= EXACT else search
     return solver(problem, time_limit=time_limit, progress=progress)
 

@@ -19,11 +19,13 @@ class Answer:
         schedule: the cheapest schedule within the budget that the solver reached.
         bound: the highest lower bound on the cost of any schedule that the solver proved; 0 where it proved none.
         note: a remark for the user: the problem was coarsened, or time ran out.
+        brief: whether the search ended early, as it was asked to be brief.
     """
 
     schedule: Schedule
     bound: float = 0.0
     note: str = ""
+    brief: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 from solvers.auto import auto
 from solvers.bounds.cost import cost_bound
@@ -18,6 +19,7 @@ def _chen(problem: Problem, *, time_limit: float | None = None, progress: bool |
     return Answer(chen(problem))
 
 
+BRIEF = "auto, briefly"  # the name of `auto` where it gave a schedule for a moment
 SOLVERS: dict[str, Solver] = {"auto": auto, "chen": _chen, "ilp": ilp}  # the registry: the names that `solve` knows
 
 
@@ -50,7 +52,12 @@ def register_solver(name: str, solver: Solver) -> None:
 
 
 def solve(
-    problem: Problem, solver: str = "auto", *, time_limit: float | None = None, progress: bool | None = None
+    problem: Problem,
+    solver: str = "auto",
+    *,
+    time_limit: float | None = None,
+    progress: bool | None = None,
+    brief: bool = False,
 ) -> Solution:
     """Solve a problem within its budget.
 
@@ -59,6 +66,8 @@ def solve(
         solver: the name of a registered solver: a key of `SOLVERS`.
         time_limit: seconds that a solver which searches by the clock may take; None for its default.
         progress: show a progress bar; None for only where a terminal is watching.
+        brief: whether a schedule will do that is used for a moment only: `auto` then gives its first one that fits, and
+            the solution's solver is named `BRIEF` if a full search may find a cheaper one.
 
     Raises:
         UnknownSolverError: no solver of this name is registered.
@@ -70,9 +79,11 @@ def solve(
         raise UnknownSolverError(f"solver {solver!r} is not known; the known ones are {', '.join(SOLVERS)}")
     check_time_limit(time_limit)
     start = time.perf_counter()
-    answer = SOLVERS[solver](problem, time_limit=time_limit, progress=progress)
+    run = partial(auto, brief=True) if brief and SOLVERS[solver] is auto else SOLVERS[solver]
+    answer = run(problem, time_limit=time_limit, progress=progress)
     if not isinstance(answer, Answer):
         raise SolverError(f"solver {solver!r} returned {answer!r:.60}; a solver returns solvers.Answer(schedule)")
     timeline = validate(problem, answer.schedule)
     bound = min(timeline.cost, max(answer.bound, cost_bound(problem)))
-    return Solution(answer.schedule, timeline, solver, time.perf_counter() - start, bound, answer.note)
+    name = BRIEF if answer.brief else solver
+    return Solution(answer.schedule, timeline, name, time.perf_counter() - start, bound, answer.note)

@@ -71,11 +71,8 @@ def test_fsdp2_on_two_ranks():
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     planned = python(*launcher, *example, "--budget-gb", "0.0045", OMP_NUM_THREADS="1")
     usual = torchrun(2, *example)
-    refused = torchrun(2, *example, "--budget-gb", "0.001")
     assert planned.returncode == 0, planned.stderr
     assert [rank.returncode for rank in usual] == [0, 0], usual
-    assert [rank.returncode for rank in refused] == [1, 1], refused
     assert usual[0].stdout.count(": loss ") == 2
     assert planned.stdout == usual[0].stdout + usual[1].stdout
     assert planned.stderr.count("first step: peak to the end of the backward pass") == 1
-    assert "InfeasibleBudgetError: budget_gb=0.001 " in refused[0].stderr

@@ -158,8 +158,8 @@ def compare(names):
     ("ranks", "names"),
     [
         pytest.param(2, ["by block", "bf16"], marks=pytest.mark.compat),
-        (2, ["gathered all the time", "in parts"]),
-        (4, ["in parts"]),
+        (2, ["gathered all the time"]),
+        (3, ["in parts"]),
     ],
 )
 def test_gradients_and_peaks(ranks, names):

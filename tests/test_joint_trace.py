@@ -239,3 +239,51 @@ def test_what_other_threads_compile_meanwhile_is_traced_as_it_is():
             thread.join()
     assert len(traces) == 1
     torch.testing.assert_close(results, [x.cos().sum()] * 4)
+
+
+class Masked(nn.Module):
+    """Its trace has a number of its code as a tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.layer(x).clone()
+        y[x > 0] = 3
+        return (y * y).mean()
+
+
+class Pooling(nn.Module):
+    """`max_pool2d` is a closure over two functions of torch's."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Conv2d(2, 4, 3)
+
+    def forward(self, x):
+        return nn.functional.max_pool2d(self.layer(x).tanh(), 2).square().mean()
+
+
+@pytest.mark.parametrize(("model", "shape"), [(Masked, (16, 8)), (Pooling, (2, 2, 8, 8))])
+def test_numbers_that_become_tensors_and_closures_of_torchs_are_traced_once(traced, model, shape):
+    x, model = torch.randn(shape), model()
+    p = plan(model, x, budget_gb=1, progress=False)
+    expected = gradients(copy.deepcopy(model), x)
+    p.apply()
+    for _ in range(2):
+        assert all(map(torch.equal, gradients(model, x), expected))
+    assert len(traced) == 1
+
+
+def test_a_closure_of_torchs_over_a_function_of_the_users_is_traced_each_time(monkeypatch, traced):
+    pool = nn.functional.max_pool2d
+    at = pool.__code__.co_freevars.index("if_false")
+    own = pool.__closure__[at].cell_contents
+    x, model = torch.randn(2, 2, 8, 8), Pooling()
+    p = plan(model, x, budget_gb=1, progress=False)
+    monkeypatch.setattr(pool.__closure__[at], "cell_contents", lambda *args, **named: own(*args, **named).relu())
+    expected = gradients(copy.deepcopy(model), x)
+    p.apply()
+    assert all(map(torch.equal, gradients(model, x), expected))
+    assert len(traced) > 1

@@ -24,6 +24,7 @@ from planner.runtime.rebound import bound_alone, place_of
 from planner.runtime.recorded import loss_seen, stays
 from planner.runtime.recorder import Recorder
 from planner.runtime.rounds import Rounds
+from planner.runtime.used_gradients import LONG
 from planner.session import provider
 
 pytestmark = pytest.mark.usefixtures("short_searches")
@@ -603,3 +604,27 @@ def test_a_call_that_failed_leaves_no_batch_behind(monkeypatch):
     model(torch.randn(16, 32)).mean().backward()
     assert failed == 1
     assert alive() is None
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_gradients_that_stay_after_many_steps_without_any_are_seen_all_the_same(late):
+    model, x = nn.Linear(8, 8), torch.randn(4, 8)
+    plan(model, budget_gb=1, progress=False).apply()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(LONG + 4):
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    watch = attached(model).watch
+    assert (watch.loop.gradients, watch.settled) == ("cleared", True)
+    for _ in range(3):
+        loss = model(x).square().mean()
+        if late:
+            optimizer.zero_grad()
+        loss.backward()
+        if late:
+            optimizer.step()
+    assert watch.loop.gradients == ("cleared late" if late else "accumulated")
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    other.step()
+    assert other in watch.optimizers()

@@ -32,9 +32,10 @@ _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device,
 
 @dataclass(frozen=True)
 class Traced:
-    """A joint graph before any pass, and what its trace noted in the metadata of the forward pass."""
+    """A joint graph before any pass, its constants, and what its trace noted in the metadata of the forward pass."""
 
     graph: fx.Graph
+    constants: dict[str, torch.Tensor]
     meta: dict[str, Any]
     noted: dict[str, Any]
 
@@ -82,9 +83,10 @@ def shared(traces: Traces | None, graph: fx.GraphModule, told: Hashable = None) 
         result = trace(flat_fn, flat_args, descs, config, fw_metadata=metadata)
         joint, _, _, subclasses = result
         appended = any(len(before[name]) != length for name, length in lengths.items())  # which is not noted
-        if subclasses is None and not metadata.tokens and not appended and _can_be_kept(joint.graph):
+        constants = _constants(joint)
+        if subclasses is None and not (metadata.tokens or appended or constants is None) and _can_be_kept(joint.graph):
             noted = {name: value for name, value in vars(metadata).items() if before.get(name) is not value}
-            new = Traced(_copy(joint.graph), dict(joint.meta), noted)
+            new = Traced(_copy(joint.graph), constants, dict(joint.meta), noted)
             with _LOCK:
                 traces[key] = new
                 while sum(len(each.graph.nodes) for each in traces.values()) > MOST:
@@ -98,7 +100,10 @@ def shared(traces: Traces | None, graph: fx.GraphModule, told: Hashable = None) 
 def _again(known: Traced, flat_args: Sequence[Any], descs: Any, metadata: Any) -> Any:
     """What a trace returns, by an earlier one."""
     vars(metadata).update(known.noted)
-    joint = fx.GraphModule(nn.Module(), _copy(known.graph))
+    root = nn.Module()
+    for name, constant in known.constants.items():
+        root.register_buffer(name, constant)  # which is copied before it is used
+    joint = fx.GraphModule(root, _copy(known.graph))
     joint.meta = dict(known.meta)
     primals, tangents = ([t.detach() for t in each] for each in (flat_args, metadata.traced_tangents))
     return joint, (primals, tangents), (descs, metadata.traced_tangents_descs), None
@@ -143,11 +148,25 @@ def _copy(graph: fx.Graph) -> fx.Graph:
     return copied
 
 
+def _constants(joint: fx.GraphModule) -> dict[str, torch.Tensor] | None:
+    """The numbers that a trace has written down as tensors, by name; None where it has others, which it was given.
+
+    `x[mask] = 0` makes one: its graph has none, and says the number.
+    """
+    reads = [node for node in joint.graph.nodes if node.op in ("get_attr", "call_module")]
+    found = {str(node.target): joint._buffers.get(str(node.target)) for node in reads}
+    copied = all(user.target is torch.ops.aten.lift_fresh_copy.default for node in reads for user in node.users)
+    numbers = {
+        name: t for name, t in found.items() if type(t) is torch.Tensor and t.dim() == 0 and t.device.type == "cpu"
+    }
+    return numbers if copied and len(numbers) == len(found) else None
+
+
 def _can_be_kept(graph: fx.Graph) -> bool:
     """Whether whoever reads a joint graph needs none of its objects, and not the fake mode that it was traced in."""
     values = pytree.tree_leaves([node.meta.get("val") for node in graph.nodes])
     tensors = [t for t in values if isinstance(t, torch.Tensor)]
-    return not _has_attributes(graph) and all(t.layout is torch.strided for t in tensors) and not _symbolic(values)
+    return all(t.layout is torch.strided for t in tensors) and not _symbolic(values)
 
 
 def _symbolic(values: Iterable[Any]) -> bool:
@@ -208,7 +227,9 @@ def _is_torchs(target: Any) -> bool:
     if isinstance(target, (OpOverload, OpOverloadPacket)):
         return str(target).split(".")[0] in ("aten", "prims")
     if isinstance(target, FunctionType):  # `functools.wraps` would give it the module of another one
-        module = None if target.__closure__ or _calls_users(target) else target.__globals__.get("__name__")
+        enclosed = [cell.cell_contents for cell in target.__closure__ or ()]  # `max_pool2d` calls one of two functions
+        own = all(type(x) in _PLAIN or (isinstance(x, FunctionType) and _is_torchs(x)) for x in enclosed)
+        module = target.__globals__.get("__name__") if own and not _calls_users(target) else None
     elif isinstance(target, (BuiltinFunctionType, type)):
         module = target.__module__
     else:

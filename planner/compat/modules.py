@@ -18,6 +18,7 @@ from torch.nn.modules.module import (
 
 __all__ = [
     "GLOBAL_HOOKS",
+    "TABLES",
     "NormBase",
     "buffers_of",
     "call_function",
@@ -42,6 +43,7 @@ _HOOKS = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks",
 )  # fmt: skip
+TABLES = ("_modules", "_parameters", *_HOOKS)  # of a module: of its modules, of its parameters, and of hooks
 _REPLACED = "_compiled_call_impl"
 _replaced, _hooks_of = attrgetter(_REPLACED), attrgetter(*_HOOKS)
 _modules_of, _parameters_of = attrgetter("_modules"), attrgetter("_parameters")

@@ -7,11 +7,19 @@ from collections.abc import Iterator
 from planner.capture.trace.data_dependent import told
 from planner.capture.trace.step import TrainingGraph
 from planner.requests.request import Request
+from solvers import BRIEF, Solution
 
 
 def sentence(note: str) -> str:
     """A note of a solver's as a sentence; empty for none."""
     return f"{note[:1].upper()}{note[1:]}{'' if note.endswith('.') else '.'}" if note else ""
+
+
+def in_brief(solution: Solution) -> str:
+    """What is said of a search that was brief; empty for others."""
+    if solution.solver != BRIEF:
+        return ""
+    return "Searched briefly, as the training loop is not known yet; once it is, the step is planned anew."
 
 
 def notes(request: Request, graph: TrainingGraph) -> Iterator[str]:

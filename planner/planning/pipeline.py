@@ -51,7 +51,7 @@ from planner.planning.eager_peak import no_higher_than_eager
 from planner.planning.fragmentation import solve_with_margin
 from planner.planning.host_room import room_taken, solve_within_host
 from planner.planning.inductor import in_aten, make_inductor_plan, without_inductor
-from planner.planning.notes import notes, sentence
+from planner.planning.notes import in_brief, notes, sentence
 from planner.planning.outside import TANGENTS_FREED, outside_loss, pinned_tangents
 from planner.planning.pieces import Solved, as_in, described, solve_in_pieces
 from planner.planning.pieces import in_words as pieces_in_words
@@ -63,7 +63,7 @@ from planner.requests.inductor import refuse_inductor
 from planner.requests.planned import Filed, Known, Planned, source_of
 from planner.requests.request import Request
 from planner.requests.tensors import refuse_tensors
-from solvers import InfeasibleError, Solution, cost_bound, solve
+from solvers import BRIEF, InfeasibleError, Solution, cost_bound, solve
 from solvers.progress import bar, clock
 
 _GUESSED = (
@@ -323,15 +323,16 @@ def _solve(
         return same
     if must_match:
         raise RankError(same)
-    records = [p.record for p in others]
+    records = [p.record for p in others if p.record.solver != BRIEF]
     adopted = adopt_schedule(problem, [(r.problem, r.schedule) for r in records if r.problem and r.schedule])
     if adopted is not None:
         return adopted
     if (lean := no_higher_than_eager(problem, request, graph)) is not None:
         return lean
     try:
-        solution = solve(problem, options.solver, time_limit=options.time_limit, progress=options.progress)
-        return replace(solution, note=f"{solution.note} {same}".strip())
+        limit, progress = options.time_limit, options.progress
+        solution = solve(problem, options.solver, time_limit=limit, progress=progress, brief=request.brief)
+        return replace(solution, note=f"{solution.note} {same or in_brief(solution)}".strip())
     except InfeasibleError as e:
         leanest = peak_account(step, replay(problem, e.schedule))
         takes = dict(sorted({**step.account, **leanest}.items(), key=lambda line: -line[1]))
@@ -357,6 +358,8 @@ def _known(step: Step, request: Request, known: Known, must_match: bool) -> Solu
         why = adopt_known(problem, problem if here else record.problem, record.schedule, cost_bound(problem))
     elif isinstance(known, Filed) and (other := other_world(record.step.ranks, record.options.shard, request.model)):
         why = other
+    elif record.solver == BRIEF:
+        why = "it was searched briefly, for a loop that was not known yet"
     elif record.options.solver != request.options.solver:
         why = f"it is of solver={record.options.solver!r}"
     # the margin for fragmentation may be that of another schedule

@@ -51,6 +51,7 @@ class Request:
         surroundings: what was on where the step was asked for; None where that is still to come.
         settings: those of Inductor that the model was compiled with by its user.
         uncompiled: whether the step may run without torch.compile, if that fits the budget.
+        brief: whether the plan is for a step or two, until the training loop is known, and is searched for briefly.
     """
 
     options: Options
@@ -75,6 +76,7 @@ class Request:
     runs: bool = False
     settings: Settings = ()
     uncompiled: bool = False
+    brief: bool = False
 
     @property
     def foreign(self) -> bool:

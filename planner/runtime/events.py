@@ -40,12 +40,17 @@ class Caller(Protocol):
     Attributes:
         model: whose call it is: the planned one, or a copy.
         agrees: whether the plan is to be agreed on with the other processes that train the model.
+        learns: whether it will tell what the loop does.
         together: the kinds of calls of which the loop makes one each before one backward pass; empty where each is
             planned by itself.
     """
 
     model: nn.Module
     agrees: bool
+
+    @property
+    def learns(self) -> bool:
+        """As above."""
 
     @property
     def together(self) -> tuple[Signature, ...]:

@@ -221,9 +221,14 @@ class Applied:
         watch.budget = None if self.newest is None else self.newest.record.budget_bytes
         seen = watch.call_begins(parameters, batch, self.waiting_calls(), role := role_of(signature))
         other = watch.together.call_begins(signature, first=watch.first)
-        if not watch.settled and not watch.fresh:
+        if not (watch.settled or watch.fresh or (self.newest and self.peaks.overdue(self.newest.record))):
             return other
         return self.provider.on_loop_seen(seen, watch.optimizers(), role, watch.spare()) or other
+
+    @property
+    def learns(self) -> bool:
+        """Whether the loop is watched, and the provider will be told what it does."""
+        return self.watch is not None
 
     @property
     def together(self) -> tuple[Signature, ...]:
@@ -300,9 +305,8 @@ class Applied:
 
     def awaits_gradients(self, signature: Signature) -> bool:
         """Whether the plan counts gradients of earlier microbatches, and there are none yet."""
-        if not self.plans[signature].options.accumulate:
-            return False
-        return all(p.grad is None for p in self.own.beneath(list(self.model.parameters())))
+        accumulates = self.plans[signature].options.accumulate
+        return accumulates and all(p.grad is None for p in self.own.beneath(list(self.model.parameters())))
 
     def _found(self, signature: Signature, args: Any, kwargs: Any) -> bool:
         """Whether there is a plan for a kind of call now; False where it is to run as without one."""

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
+from planner.compat.modules import each_parameter
 from planner.compat.tensors import key_of
 from planner.core.call import bytes_of_elements, inside, storages, tensors_in
 from planner.core.loop import Loop, LossSeen
-from planner.core.objects import leaves
+from planner.core.objects import dense_tensors, leaves
 from planner.core.plan import PlanRecord
 from planner.errors import gb, warn
 
@@ -57,17 +57,21 @@ class KeptOutputs:
                 self.old += output.nbytes
                 self._number += 1
 
-    def returned(self, outputs: Sequence[Any], batch: Any, device: torch.device) -> None:
+    def returned(self, outputs: Sequence[Any], batch: Any, model: nn.Module) -> None:
         """A call has returned these; an input that it hands back is not its own, nor what is on another device."""
         if self._warned:
             return
-        given = storages(batch)
+        given: dict[int, int] | None = None
         for t in (part for each in tensors_in(outputs) if each.grad_fn is not None for part in inside(each)):
             storage = t.untyped_storage()
             key, nbytes = key_of(storage), storage.nbytes()
-            output = self._there.get(key)
-            if nbytes < SMALL or key in given or t.device != device:
+            if nbytes < SMALL:
                 continue
+            if given is None:
+                given, device = storages(dense_tensors(batch)), next(each_parameter(model)).device
+            if key in given or t.device != device:
+                continue
+            output = self._there.get(key)
             if output is None:
                 output = self._there[key] = _Output(nbytes, self._call)
                 output.alive = weakref.ref(storage, partial(self._gone, key, output))

@@ -22,8 +22,10 @@ from planner.core.verification import FOUND
 from planner.devices.accelerator import Accelerator, accelerator_of
 from planner.errors import gb, warn
 from planner.runtime.outputs import Unasking
+from solvers import BRIEF
 
 OFF = 0.03  # of the prediction: when to warn
+LONG = 16  # calls, in which most loops are known
 
 log = logging.getLogger("planner")
 
@@ -58,6 +60,10 @@ class Peaks:
     def plan_made(self) -> None:
         """There is another plan: what was held until its first call is not its."""
         self._calls = 0
+
+    def overdue(self, plan: PlanRecord) -> bool:
+        """Whether the newest plan is one that was searched for briefly, and has served for long all the same."""
+        return self._calls == LONG and plan.solver == BRIEF
 
     def call_begins(
         self, model: nn.Module, plan: PlanRecord, *, first: bool

@@ -53,6 +53,7 @@ class _Kind:
         provider: gives its plan.
         record: its plan; None while there is none.
         hopeless: whether there can be none.
+        learns: no, as there is a plan once the loop is known.
     """
 
     step: StepCalls
@@ -61,6 +62,7 @@ class _Kind:
     record: PlanRecord | None = None
     hopeless: bool = False
     agrees: bool = False
+    learns: bool = False
     together: tuple[Signature, ...] = ()
 
 

@@ -13,6 +13,8 @@ from planner.core.loop import Gradients
 from planner.costs.static_memory import storage_bytes
 from planner.stepping.spent import SpentGradient
 
+LONG = 16  # calls in a row
+
 There = Sequence[tuple[torch.Tensor, weakref.ref[torch.Tensor]]]  # parameters, each with its gradient
 
 
@@ -43,6 +45,7 @@ class UsedGradients:
         # by identity, the parameter, held weakly, and the version of its gradient when it was used
         self._by_optimizer: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         self._versions: dict[int, int] = {}  # of the parameters when the latest call began, by identity
+        self._clear = 0  # calls in a row that began without gradients
         self._changed: set[int] = set()  # those that were written into between that call and the one before
         # of parameters of any model, by identity: the gradient that an optimizer has used, and its version then
         self._of_any: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
@@ -54,7 +57,8 @@ class UsedGradients:
     def any_stepped(self, optimizer: optim.Optimizer) -> None:
         """An optimizer of torch's has stepped, of this model or another one."""
         stepped = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
-        self._of_any |= {id(p): (weakref.ref(p.grad), version_of(p.grad)) for p in stepped}
+        alive = {at: known for at, known in self._of_any.items() if known[0]() is not None}
+        self._of_any = alive | {id(p): (weakref.ref(p.grad), version_of(p.grad)) for p in stepped}
 
     def cleared(self, parameters: Iterable[torch.Tensor]) -> set[int]:
         """The storages of these parameters' gradients that an optimizer has used, and nothing has changed since."""
@@ -64,6 +68,11 @@ class UsedGradients:
             for g, ref, version in used
             if g is not None and ref and ref() is g and version == version_of(g)
         }
+
+    @property
+    def never_there(self) -> bool:
+        """Whether calls have long begun without gradients, so that none need be told of that optimizers have used."""
+        return self._clear >= LONG
 
     def call_begins(self, parameters: Sequence[nn.Parameter], *, optimizer_seen: bool) -> None:
         """A call of the model begins; where an optimizer of torch's tells of its steps, nothing has to be looked up."""
@@ -79,7 +88,8 @@ class UsedGradients:
         loop's own: microbatches leave parameters as they are.
         """
         there = [(p, p.grad) for p in parameters if p.grad is not None and not isinstance(p.grad, SpentGradient)]
-        if not there:
+        unknown, self._clear = self.never_there, 0 if there else self._clear + 1
+        if not there or unknown:  # the next call tells, and the backward pass whether it adds to them
             self._by_optimizer.clear()
             return None
         used = all(self._was_used(p, g) or id(p) in self._changed for p, g in there)

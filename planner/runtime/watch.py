@@ -284,13 +284,12 @@ class Watch:
             result: of the call.
             made: gives the tensors that its planned graphs returned, and that are alive.
         """
-        model, outputs, batch = self._model(), leaves(result), dense_tensors((args, kwargs))
-        if model is not None:
-            self.kept.returned(outputs, batch, next(each_parameter(model)).device)
+        if (model := self._model()) is not None:
+            self.kept.returned(outputs := leaves(result), (args, kwargs), model)
         if model is None or (self.settled and not self._rounds.chosen):
             self._earlier = None
             return
-        loss = probable_loss(result)
+        batch, loss = dense_tensors((args, kwargs)), probable_loss(result)
         self._loss_at = -1 if loss is None or find_loss(result) is not None else loss[0]
         returned = storages(outputs)
         aside = [t for t in made() if storage_key(t) not in returned]
@@ -360,9 +359,11 @@ class Watch:
 
     def optimizer_stepped(self, optimizer: optim.Optimizer) -> None:
         """An optimizer has stepped; a round ends if it is one of the model's."""
-        if not self.settled or self.loop.gradients != "accumulated" or optimizer not in self.seen:
+        known = self.loop.gradients == "accumulated" and optimizer in self.seen
+        known = known or (self._gradients.never_there and optimizer in self.optimizers())
+        if not (self.settled and known):
             self._sees(optimizer)
-        if any(ref() is optimizer for ref in self.stepped):
+        if optimizer in self.optimizers():
             self._rounds.end()
             if self.recorder is not None:
                 self.recorder.stepping = False
@@ -370,9 +371,7 @@ class Watch:
     def _trains(self, optimizer: optim.Optimizer) -> bool:
         if (model := self._model()) is None:
             return False
-        return any(ref() is optimizer for ref in self.stepped) or bool(
-            trained_by(optimizer) & {id(p) for p in model.parameters()}
-        )
+        return optimizer in self.optimizers() or not trained_by(optimizer).isdisjoint(map(id, model.parameters()))
 
     def _sees(self, optimizer: optim.Optimizer) -> None:
         """Whose parameters an optimizer has stepped, and which gradients it has used."""
@@ -386,7 +385,7 @@ class Watch:
         trained = [own[at] for at in trained_by(optimizer) & own.keys()]
         if not trained:
             return
-        if all(ref() is not optimizer for ref in self.stepped):
+        if optimizer not in self.optimizers():
             self.stepped.append(weakref.ref(optimizer))
         self._gradients.optimizer_stepped(trained)
         self._measure()

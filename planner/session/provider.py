@@ -36,6 +36,7 @@ from planner.session.binding import Awaited
 from planner.session.counted import counted, with_buckets
 from planner.session.several import Several
 from planner.session.uncounted import gradients_warned, unreduced_warned, waiting_warned
+from solvers import BRIEF
 
 TOLERANCE = 1000  # plans are made anew for what is more than this part of the budget
 
@@ -89,6 +90,7 @@ class Provider:
         self.uncompiled: set[Role] = set()  # of whose steps it is known whether they run without torch.compile
         self.apart = False  # what is used between the steps is left out of account
         self.again = False  # the next plan is for a step that was captured, and another loop
+        self.brief: set[Role] = set()  # whose plan was searched for briefly, until the loop is known
         self.stepped: list[weakref.ref[optim.Optimizer]] = []  # that were seen to step the model's parameters
         self.counted: dict[Role, Found] = {}  # the optimizers in the plans
         self.records: dict[Role, PlanRecord] = {}  # the latest of the plans
@@ -117,7 +119,7 @@ class Provider:
         _free_others(model)
         request = with_batch(replace(self.request, runs=True), model, call.args, call.kwargs, call.maxima)
         median, now = call.assume_median_branch, surroundings_of(model)
-        request = replace(request, assume_median_branch=median, surroundings=now)
+        request = replace(request, assume_median_branch=median, surroundings=now, brief=self._may_be_brief(caller))
         request = with_buckets(self._with_loop(request), buckets_of(model))
         before = self.known is not None and isinstance(self.known.record.recipe, Choice)  # it was so in another run
         loop_known = before or (self.heard > 0 and role_of(_kind(request)) in self.captured)
@@ -139,6 +141,11 @@ class Provider:
         self.own.append(planned.without_batch())
         self._keep(planned)
         return planned
+
+    def _may_be_brief(self, caller: Caller) -> bool:
+        """Whether a plan is the first, for the steps until the loop is known, when there will be another one."""
+        given = self.known or self.judge or self.check or self.request.occupancy or self.records
+        return not given and self.heard == 0 and caller.learns and not caller.agrees and caller.model is self.model
 
     def _with_loop(self, request: Request) -> Request:
         """The request for what is known of the loop, and with the optimizers that there are now."""
@@ -178,6 +185,8 @@ class Provider:
             if request.uncompiled:
                 self.uncompiled.add(role_of(kind))
             self.peaks[role_of(kind)] = max(planned.record.peak_bytes, self.peaks.get(role_of(kind), 0))
+        if planned.record.solver == BRIEF:
+            self.brief.add(role_of(kind))
         planned = counted(planned, request)
         judges = [self.check, self.judge if request.loop == self.request.loop else None]
         for judge in filter(None, judges):
@@ -256,13 +265,17 @@ class Provider:
         free = self._free(role) if self.heard > 1 else self._tolerance  # later, whatever plans leave
         if not others and (seen in (before, self.accepted.get(role)) or self._fits(seen, before, role, free)):
             self.accepted[role] = seen
-            if role in self.uncompiled or not self._fits_uncompiled(seen, role):
+            if role in self.brief:
+                self.why = "the training loop is known now"
+            elif role in self.uncompiled or not self._fits_uncompiled(seen, role):
                 self.answered[role] = given, [*map(weakref.ref, stepped)]
                 return False
-            self.why = "its step fits the budget in eager mode"
+            else:
+                self.why = "its step fits the budget in eager mode"
         else:
             self.why = why_anew(before, seen, others)
         self.again = True
+        self.brief.discard(role)
         self.stepped = [weakref.ref(o) for o in stepped]
         if role:
             self.loops[role] = seen

@@ -44,24 +44,32 @@ STRICTER = 4.0  # OVER is multiplied by it where the most promising peak is abov
 ENOUGH = 5e-4  # a candidate within this share of the cost above the bound ends the search
 EXACTLY = 2e-5  # the same where a time limit says how much a search may take
 SETTLED = 2e-3  # without a time limit, the same once a round of walks has found nothing better
+BRIEFLY = 0.25  # share of the usual work of relaxations for a search that is to be brief
 TIGHT = 0.6  # share of the effort for a first schedule that fits, where no start fits
 
 
-def search(problem: Problem, *, time_limit: float | None = None, progress: bool | None = None) -> Answer:
-    """The search of `auto`, for problems whose budget is below the peak of every op once."""
-    if time_limit is not None:
+def search(
+    problem: Problem, *, time_limit: float | None = None, progress: bool | None = None, brief: bool = False
+) -> Answer:
+    """The search of `auto`, for problems whose budget is below the peak of every op once.
+
+    `brief` ends it at the cheapest start, where one fits; nothing is annealed.
+    """
+    if time_limit is not None and not brief:
         ready()
     effort = effort_of(problem, time_limit)
     with bar_of(effort, progress) as bar:
-        return _solve(Search(problem, bar.update), effort)
+        return _solve(Search(problem, bar.update), effort, brief=brief)
 
 
-def _solve(search: Search, effort: Effort) -> Answer:
+def _solve(search: Search, effort: Effort, *, brief: bool) -> Answer:
     problem = search.problem
     assert problem.budget is not None
     whole = effort_of(problem, None)  # for the least budget, so that what is named is reached under any time limit
     if (least := minimum_peak_bound(problem)) > problem.budget:
         raise infeasible(search, leanest_of(search, whole), least)
+    if brief and (answer := _briefly(search, effort)) is not None:
+        return answer
     aim = aim_of(search, effort)
     starts = relaxed_starts(search, aim)
     best = cheapest(problem, starts)
@@ -76,6 +84,15 @@ def _solve(search: Search, effort: Effort) -> Answer:
         best = anneal(search, replace(aim, goal=goal), [best], effort) or best
     note = "time ran out before the end of the search" if search.late else ""
     return Answer(search.schedule(best), problem.total_cost + aim.relaxed.bound, note)
+
+
+def _briefly(search: Search, effort: Effort) -> Answer | None:
+    """The cheapest of the first starts, with nothing annealed; None where none fits."""
+    problem, aim = search.problem, aim_of(search, effort, BRIEFLY)
+    best = cheapest(problem, relaxed_starts(search, replace(aim, enough=aim.settled)))
+    if best is None:
+        return None
+    return Answer(search.schedule(best), problem.total_cost + aim.relaxed.bound, brief=best.extra > aim.enough)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +114,10 @@ class Aim:
     settled: float
 
 
-def aim_of(search: Search, effort: Effort) -> Aim:
-    """The aim for a problem with a budget."""
+def aim_of(search: Search, effort: Effort, most: float = 4.0) -> Aim:
+    """The aim for a problem with a budget; `most` is the largest share of the usual work that relaxations may take."""
     problem = search.problem
-    share = 1.0 if (left := effort.left()) is None else min(4.0, left / RELAXING)
+    share = min(most, 1.0 if (left := effort.left()) is None else left / RELAXING)
     relaxed = relax(problem, share)
     bound = relaxed.bound
     slack = ENOUGH if effort.deadline is None else EXACTLY

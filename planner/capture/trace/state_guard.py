@@ -18,7 +18,7 @@ from planner.capture.trace.random_state import named_generators, undrawing
 from planner.compat import pytree
 from planner.compat.dispatch import written
 from planner.compat.fake import FakeTensor
-from planner.compat.modules import buffers_of, hook_tables, modules_in, parameters_in, tables_of
+from planner.compat.modules import TABLES, buffers_of, hook_tables, modules_in, parameters_in, tables_of
 from planner.compat.tensors import TorchDispatchMode, storage_key
 from planner.core.call import inside, tensors_in
 from planner.core.host import bytes_of, like
@@ -29,6 +29,8 @@ _LRU_CACHE = type(functools.cache(lambda: None))
 _PLAIN = {type(None), bool, int, float, str}
 _TABLES = {dict, OrderedDict, set}
 _CONTAINERS = {dict, OrderedDict, defaultdict, list, set, deque}
+_SIMPLE = {*_PLAIN, tuple, *_CONTAINERS}
+_EMPTY: dict[Any, Any] = {}
 
 
 class Attributes:
@@ -142,24 +144,26 @@ def generators_of(model: nn.Module) -> list[torch.Generator]:
     modules = modules_in(model)
     tables = set(map(id, tables_of(modules)))
     values = list(chain.from_iterable(vars(module).values() for module in modules))
+    values = [x for x in values if type(x) not in _PLAIN and (type(x) not in _TABLES or x)]  # most are empty tables
     kinds = dict(zip(map(type, values), values, strict=True))
     leaves = {kind for kind, x in kinds.items() if pytree.tree_is_leaf(x) and not isinstance(x, torch.Generator)}
     values = [x for x in values if type(x) not in leaves and id(x) not in tables]
-    values = [x for x in values if type(x) not in _TABLES or x]  # most are tables of hooks, and empty
     found = [*pytree.tree_leaves(values), *named_generators(modules)]
     return list({id(x): x for x in found if isinstance(x, torch.Generator)}.values())
 
 
 def _plain(module: nn.Module) -> dict[str, Any]:
     """None, numbers, text, containers, and tensors that hold no graph of an earlier call alive."""
-    tables = set(map(id, chain(tables_of([module]), hook_tables(module))))
-    return {k: v for k, v in vars(module).items() if type(v) in _PLAIN or (_is_plain(v) and id(v) not in tables)}
+    found = {k: v for k, v in vars(module).items() if type(v) in _SIMPLE or _is_plain(v)}
+    for name in TABLES:
+        found.pop(name, None)
+    return found
 
 
 def _is_plain(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return value.grad_fn is None
-    return isinstance(value, (int, float, str, tuple)) or type(value) in _CONTAINERS
+    return isinstance(value, (int, float, str, tuple))
 
 
 def _contents(values: Iterable[Any]) -> list[tuple[Any, Any]]:
@@ -175,6 +179,10 @@ def _contents(values: Iterable[Any]) -> list[tuple[Any, Any]]:
         if id(container) in seen:
             continue
         seen.add(id(container))
+        if not container:  # as most are, which torch has in each module
+            if not isinstance(container, tuple):
+                found[id(container)] = container, _EMPTY
+            continue
         inner = list(container.values()) if isinstance(container, dict) else list(container)
         if not isinstance(container, tuple):
             found[id(container)] = container, dict(container) if isinstance(container, dict) else inner
@@ -184,7 +192,9 @@ def _contents(values: Iterable[Any]) -> list[tuple[Any, Any]]:
 
 def _fill(container: Any, before: Any) -> None:
     """Give a container the contents that it had, where it has others."""
-    if isinstance(container, dict):
+    if not before:
+        same = not container
+    elif isinstance(container, dict):
         same = container.keys() == before.keys() and all(container[k] is v for k, v in before.items())
     else:
         same = len(container) == len(before) and all(a is b for a, b in zip(container, before, strict=True))
