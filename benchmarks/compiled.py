@@ -141,27 +141,35 @@ def measure_model(name: str, ways: Sequence[str], shares: Sequence[float], pairs
     models: dict[str, nn.Module] = {}
     rows: dict[str, Row] = {}
     step = stepper(make(name))
+
+    def add(kind: str, label: str, budget: int) -> Row:
+        with lasting_modes_off():  # the models that were planned before are not to learn what this one's steps take
+            return measure_way(name, kind, label, budget, step, models)
+
     for way in dict.fromkeys(("eager", "compile", *ways)):
-        rows[way] = add(name, way, way, 0, step, models)
+        rows[way] = add(way, way, 0)
     base = rows["compile"]["peak"]
     last = 0
     for peak, way in sorted((rows[way]["peak"], way) for way in ways if right(rows[way])):
         if last * SAME < peak < base:
-            rows[f"inductor at {way}"] = add(name, "inductor", f"inductor at {way}", peak, step, models)
+            rows[f"inductor at {way}"] = add("inductor", f"inductor at {way}", peak)
             last = peak
     for share in shares:
         for kind in ("aten", "inductor"):
             label = f"{kind} at {share:.0%}"
-            rows[label] = add(name, kind, label, int(share * base), step, models)
+            rows[label] = add(kind, label, int(share * base))
     for label in models:
         # two or three others at a time: plans are made anew for what a loop with more models holds
         beside = {"eager", "compile", label.partition(" at ")[2], label.replace("inductor", "aten"), label}
         rows[label]["time"] = _times(label, step, {way: models[way] for way in models if way in beside}, pairs)
+        now, row = applied_plan(models[label]), rows[label]
+        if now is not None and now.peak_bytes != row["held"] + row["predicted"]:
+            raise RuntimeError(f"{label}: a plan made anew was timed, of {now.peak_bytes} bytes: {row}")
         print(line(label, rows[label]), flush=True)
     return rows
 
 
-def add(name: str, way: str, label: str, budget: int, step: Step, models: dict[str, nn.Module]) -> Row:
+def measure_way(name: str, way: str, label: str, budget: int, step: Step, models: dict[str, nn.Module]) -> Row:
     """A way's peak and gradients; the model that runs in it is added to `models` by its label."""
     case = make(name)
     start = time.perf_counter()
@@ -179,13 +187,13 @@ def add(name: str, way: str, label: str, budget: int, step: Step, models: dict[s
         held = measure.held_bytes(case.model, case.batch)
         row |= {"budget": budget, "predicted": p.peak_bytes - held, "held": held, "overhead": p.overhead}
         row |= {"mode": p.options.mode, "note": p.note}
+    for _ in range(WARM if p is not None else 0):
+        step(case.model)
+        case.model.zero_grad(set_to_none=True)
     row["gradients"] = measure.gradient_error(step, case.model, models.get("compile", case.model))
     if row["gradients"] > WRONG:
         row["slope"] = measure.slope(step, case.model, lambda: float(case.loss(case.model(**case.batch))))
     row["of eager's"] = measure.gradient_error(step, case.model, models["eager"])
-    for _ in range(WARM if p is not None else 0):
-        step(case.model)
-        case.model.zero_grad(set_to_none=True)
     held_now = f", predicted {row['predicted'] / 2**20:.3f}" if p is not None else ""
     seconds = time.perf_counter() - start
     print(f"  {label}: {row['peak'] / 2**20:.3f} MiB{held_now}; {seconds:.0f} s", flush=True)
@@ -194,9 +202,7 @@ def add(name: str, way: str, label: str, budget: int, step: Step, models: dict[s
 
 def _times(label: str, step: Step, models: dict[str, nn.Module], pairs: int) -> dict[str, float]:
     """A way's processor time over each one's: medians over rounds."""
-    # a planned model that waits for its next step may record what runs in between, which is another model's step here
-    with lasting_modes_off():
-        taken = dict(zip(models, measure.model_times(step, list(models.values()), pairs), strict=True))
+    taken = dict(zip(models, measure.model_times(step, list(models.values()), pairs), strict=True))
     return {
         other: statistics.median(a / b for a, b in zip(taken[label], theirs, strict=True))
         for other, theirs in taken.items()

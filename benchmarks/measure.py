@@ -1,4 +1,4 @@
-"""What one training step takes, by torch's profiler, by a clock and by autograd; nothing here is the planner's own."""
+"""What one training step takes, by torch's profiler, by a clock and by autograd: no figure is the planner's own."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
+from planner.compat.dispatch import lasting_modes_off
 from tests.measure import peak_of
 
 Step = Callable[[nn.Module], object]
@@ -129,9 +131,11 @@ def gradient_error(step: Step, model: nn.Module, plain: nn.Module) -> float:
 
     Or to `CANCELLED` of the largest of all: the gradient of a bias of attention's keys is rounding errors alone.
     """
-    ours, theirs = gradients(step, model), gradients(step, plain)
-    least = max(CANCELLED * max(float(g.abs().max()) for g in theirs.values()), 1e-30)
-    return max(float((ours[n] - g).abs().max() / g.abs().max().clamp_min(least)) for n, g in theirs.items())
+    ours = gradients(step, model)
+    with lasting_modes_off():  # a plan is not to learn what the other model's step takes
+        theirs = gradients(step, plain)
+        least = max(CANCELLED * max(float(g.abs().max()) for g in theirs.values()), 1e-30)
+        return max(float((ours[n] - g).abs().max() / g.abs().max().clamp_min(least)) for n, g in theirs.items())
 
 
 def slope(step: Step, model: nn.Module, loss: Callable[[], float], reach: float = 1e-2) -> float:
@@ -168,6 +172,9 @@ def in_turns(
 ) -> list[list[float]]:
     """Seconds of each of some steps in each round; the first of a round is another one each time.
 
+    A planned model that waits for its next call may record what runs in between, here another model's step, and be
+    planned anew for it: each step runs with the modes that itself left on, and with no others.
+
     Args:
         steps: what takes turns.
         rounds: how often each runs.
@@ -175,13 +182,18 @@ def in_turns(
         after: is called with the number of each, once it has run, untimed.
     """
     seconds: list[list[float]] = [[] for _ in steps]
-    for i in range(rounds):
-        for at in range(len(steps)):
-            k = (i + at) % len(steps)
-            start = clock()
-            steps[k]()
-            seconds[k].append(clock() - start)
-            after(k)
+    with ExitStack() as others:
+        others.enter_context(lasting_modes_off())
+        paused = [others.enter_context(ExitStack()) for _ in steps]
+        for i in range(rounds):
+            for at in range(len(steps)):
+                k = (i + at) % len(steps)
+                paused[k].close()
+                start = clock()
+                steps[k]()
+                seconds[k].append(clock() - start)
+                after(k)
+                paused[k].enter_context(lasting_modes_off())
     return seconds
 
 
