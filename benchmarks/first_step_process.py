@@ -76,8 +76,8 @@ def main(way: str, pickled: str, budget_gb: float, plan_file: str) -> dict[str, 
     """Run a model's first step one way; seconds by stage.
 
     Args:
-        way: "eager"; "torch.compile", by its backend "aot_eager"; "plan", at a budget, kept in a file; "known plan",
-            from that file.
+        way: "eager"; "torch.compile", by its backend "aot_eager"; "at the first step", at a budget; "plan", before it,
+            kept in a file; "known plan", from that file.
         pickled: a file with a `tests.real_models.Case`.
         budget_gb: what to plan for.
         plan_file: where the plan is kept.
@@ -100,6 +100,8 @@ def main(way: str, pickled: str, budget_gb: float, plan_file: str) -> dict[str, 
         with watch.stage("rest of planning"):
             if way == "known plan":
                 planner.Plan.load(plan_file, loss_fn=case.loss_fn).apply(model)
+            elif way == "at the first step":
+                planner.plan(model, budget_gb=budget_gb, progress=False).apply()
             else:
                 made = planner.plan(model, case.batch, budget_gb=budget_gb, loss_fn=case.loss_fn, progress=False)
                 made.apply()
