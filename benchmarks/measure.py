@@ -138,7 +138,7 @@ def gradient_error(step: Step, model: nn.Module, plain: nn.Module) -> float:
         return max(float((ours[n] - g).abs().max() / g.abs().max().clamp_min(least)) for n, g in theirs.items())
 
 
-def slope(step: Step, model: nn.Module, loss: Callable[[], float], reach: float = 1e-2) -> float:
+def slope(step: Step, model: nn.Module, loss: Callable[[], float], reach: float = 1e-3) -> float:
     """How steep the loss is along its gradient, by two forward passes from the same seed, over what the gradient says.
 
     It is 1 where the gradient is right, whatever masks dropout has drawn. The parameters are left as they were.
