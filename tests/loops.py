@@ -1532,6 +1532,62 @@ def _estimate_loss(model):
     return losses.mean()
 
 
+def step_in_a_function(put: Put, ended: Ended) -> None:
+    """A step that is a function, whose loss and output its caller holds until it returns those of the next step."""
+    model = put(mlp(depth=6))
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def train(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        optimizer.zero_grad()
+        output = model(x)
+        loss = F.mse_loss(output, y)  # a scalar in as much memory as the output
+        loss.backward()
+        optimizer.step()
+        return loss, output.detach()
+
+    for _ in range(STEPS):
+        loss, _output = train(torch.randn(256, 64), torch.randn(256, 64))
+        ended(loss)
+
+
+def loss_by_a_function(put: Put, ended: Ended) -> None:
+    """A loss and an output that a function returns before the backward pass."""
+    model = put(mlp(depth=6))
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def loss_of(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        output = model(x)
+        return F.mse_loss(output, y), output
+
+    for _ in range(STEPS):
+        loss, _output = loss_of(torch.randn(256, 64), torch.randn(256, 64))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ended(loss)
+
+
+def step_of_an_object(put: Put, ended: Ended) -> None:
+    """A step whose output and loss are attributes of the object that trains."""
+
+    class Trainer:
+        def __init__(self) -> None:
+            self.model = put(mlp(depth=6))
+            self.optimizer = torch.optim.AdamW(self.model.parameters())
+
+        def step(self, x: torch.Tensor, y: torch.Tensor) -> None:
+            self.output = self.model(x)
+            self.loss = F.mse_loss(self.output, y)
+            self.optimizer.zero_grad()
+            self.loss.backward()
+            self.optimizer.step()
+
+    trainer = Trainer()
+    for _ in range(STEPS):
+        trainer.step(torch.randn(256, 64), torch.randn(256, 64))
+        ended(trainer.loss)
+
+
 def nanogpt(put: Put, ended: Ended) -> None:
     model = put(NanoGPT())
     decayed, others = [p for p in model.parameters() if p.dim() > 1], [p for p in model.parameters() if p.dim() < 2]
@@ -1778,6 +1834,9 @@ LOOPS: dict[str, Loop] = {
     "new_head": Loop(new_head, plans=3, share=1.0),
     "failed_at_first": Loop(failed_at_first),
     "mlp_adamw_before": Loop(mlp_adamw_before),
+    "step_in_a_function": Loop(step_in_a_function),
+    "loss_by_a_function": Loop(loss_by_a_function),
+    "step_of_an_object": Loop(step_of_an_object),
     "nanogpt": Loop(nanogpt),
     "cnn_smaller_last_batch": Loop(cnn_smaller_last_batch, plans=3),
     "transformers_loss_only": Loop(transformers_loss_only),

@@ -12,6 +12,7 @@ import os
 import weakref
 from collections import defaultdict
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -25,17 +26,7 @@ from planner.core.call import Call, bytes_of_elements, gradient_of, storages, te
 from planner.core.layout import Order, memory_order
 from planner.core.loop import LaidOut
 from planner.runtime.events import PlannedModel
-from planner.runtime.made import (
-    Event,
-    LossEvents,
-    Made,
-    MadeStorages,
-    Used,
-    UsedStorages,
-    call_of,
-    takes_memory,
-    weakly,
-)
+from planner.runtime.made import Event, LossEvents, Made, MadeStorages, Used, UsedStorages, call_of, takes_memory, weak
 from planner.runtime.outputs import Unasking
 from planner.runtime.rebound import place_of
 
@@ -133,17 +124,18 @@ class Recorder(LastingMode):
         self.older: list[MadeStorages] = [] if earlier is None else earlier.left()
         self.undecided: list[MadeStorages] = [] if earlier is None else earlier.unknown()
         self.before: dict[int, int] = {}
+        self._older_outputs = MadeStorages() if earlier is None else earlier.returned
         seen = self._seen_made()
         for key in self.known:
             self._drop_older(key)
         self._enter(outputs, self.passed, self.returned)
         self._enter([t for t in tensors_in(batch) if storage_key(t) in seen], self.passed)
-        self._returned, self._hooks, self.later_held = [list(map(weakly, outputs))], list[Any](), set[int]()
+        self._returned, self._hooks, self.later_held = [list(map(weak, outputs))], list[Any](), set[int]()
         for at, t in ((at, t) for at, t in enumerate(outputs) if isinstance(t, torch.Tensor)):
             self._watch(at, t)
         self._given(batch)
         self.first_input = self.inputs.live
-        self.aside = list(map(weakly, aside))
+        self.aside = list(map(weak, aside))
         self._hook(outputs)
         self._hook(aside, len(outputs))
 
@@ -214,7 +206,7 @@ class Recorder(LastingMode):
             self._drop_older(key)
         calls, (most_alive, most_made) = len(self._returned), self.waiting
         self.waiting = max(most_alive, -(-alive // calls)), max(most_made, -(-self.made.live // calls))
-        self._returned.append(list(map(weakly, outputs)))
+        self._returned.append(list(map(weak, outputs)))
         self._given([t for t in tensors_in(batch) if storage_key(t) not in returned])
         self._enter(outputs, self.passed, self.returned)
         self._enter([t for t in tensors_in(batch) if storage_key(t) in seen], self.passed)
@@ -245,7 +237,7 @@ class Recorder(LastingMode):
         taken += sum(each.waiting_bytes() for each in self.others if each is not other)
         (self.passing if self.losses else self.others).add(other)
         self._note_inputs(tensors_in(batch), set())
-        self.events.append(Event(self.made.live + taken, "", False, others=taken, later=later, model=id(other)))
+        self.events.append(Event(self._live() + taken, "", False, others=taken, later=later, model=id(other)))
 
     def planned_results(self, results: Any) -> None:
         """The planned graphs have made these gradients."""
@@ -320,6 +312,9 @@ class Recorder(LastingMode):
     def _backward_ended(self) -> None:
         self.phase = "loss"
 
+    def _live(self) -> int:
+        return self.made.live + self._older_outputs.live
+
     def _loss_events(self) -> LossEvents:
         held = tuple(at for at, ref in self.outputs.items() if ref() is not None)
         let_go = max((n for at, n in self.let_go.items() if at not in held), default=0)
@@ -333,7 +328,9 @@ class Recorder(LastingMode):
         later = [ref() is not None for call in self._returned[1:] for ref in call]
         self.later_held.update(at for at, there in enumerate(later) if there)
         waits = {id(o): o.waiting_bytes() for o in waiting}
-        return LossEvents(tuple(self.events), let_go, held, made, parts, read, self._called, waits)
+        rest = self._older_outputs.live  # it is beside the step
+        events = tuple(replace(e, live=e.live - rest) for e in self.events) if rest else tuple(self.events)
+        return LossEvents(events, let_go, held, made, parts, read, self._called, waits)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -370,7 +367,7 @@ class Recorder(LastingMode):
             name = call.key
             self.calls.setdefault(name, call)
         place = None if backward else place_of(inspect.currentframe())
-        self.events.append(Event(self.made.live, name, backward, place, tuple(made)))
+        self.events.append(Event(self._live(), name, backward, place, tuple(made)))
         there = self.made.live + self.inputs.live + self.returned.live
         self.between[name] = max(there, self.between.get(name, 0))
         self.over |= len(self.events) > MOST_OPS

@@ -33,14 +33,14 @@ def trusting() -> Callable[[Planned], Planned]:
 def trusted(planned: Planned, earlier: Earlier, given_up: list[str]) -> Planned:
     """A plan whose gradients on its own batch are those of mode "aten", or a plan of that mode with a note of why.
 
-    A step that draws random numbers draws others there: it is compared with Inductor's own, with everything kept, which
-    may take more than the budget; a later plan of the same graphs with the one before, which does not. Where gradients
-    were planned that do not come, the plan is one of mode "aten", if that fits: the backward pass would run op by op,
-    and take what nobody counts.
+    A step that draws random numbers draws others there: it is compared with Inductor's own, with everything kept. That
+    may take more than the budget, and so may the leanest of mode "aten": later plans of the same graphs are compared
+    with the one before, which does not. Where gradients were planned that do not come, the plan is one of mode "aten",
+    if that fits: the backward pass would run op by op, and take what nobody counts.
 
     Args:
         planned: the plan.
-        earlier: the latest plans that were compared and that draw, by the fingerprints of their graphs; it is added.
+        earlier: the latest plans that were compared, by the fingerprints of their graphs; it is added.
         given_up: why the model trains with mode "aten"; it is added, for the plans that come after it.
 
     Raises:
@@ -57,12 +57,11 @@ def trusted(planned: Planned, earlier: Earlier, given_up: list[str]) -> Planned:
     if draws and all(r.own for r in regions):
         earlier[graphs] = planned.record
         return planned
-    if draws and graphs in earlier:
+    other, with_what = None if draws else _op_by_op(planned, graphs not in earlier), "mode='aten'"
+    if other is None and graphs in earlier:
         other, with_what = replace(planned, record=earlier[graphs]), "the plan before"
-    elif draws:
+    elif other is None:
         other, with_what = _own(planned), "Inductor with everything kept"
-    else:
-        other, with_what = _op_by_op(planned), "mode='aten'"
     try:
         ours, theirs = (gradients_of(each, request) for each in (planned, other))
         dtype = _least_precise(planned)
@@ -74,8 +73,7 @@ def trusted(planned: Planned, earlier: Earlier, given_up: list[str]) -> Planned:
     except torch.OutOfMemoryError:
         return _noted(planned, f"Its gradients could not be compared with those of {with_what}, for lack of memory.")
     if agree:
-        if draws:
-            earlier[graphs] = planned.record
+        earlier[graphs] = planned.record
         return _noted(planned, f"On the first batch its gradients are those of {with_what} ({within}).")
     return _in_aten(
         planned,
@@ -108,14 +106,17 @@ def _noted(planned: Planned, note: str) -> Planned:
     return replace(planned, record=replace(planned.record, note=f"{planned.record.note} {note}".strip()))
 
 
-def _op_by_op(planned: Planned) -> Planned:
-    """A plan in mode "aten", within the same budget if one is found at once; any schedule will do."""
+def _op_by_op(planned: Planned, needed: bool) -> Planned | None:
+    """A plan in mode "aten", within the same budget if one is found at once; any schedule will do.
+
+    If none is, the least that is feasible if one is needed, else None.
+    """
     asked = in_aten(planned.request)
     quick = replace(asked, options=replace(asked.options, solver="chen"))
     try:
         return make_plan(quick)
     except InfeasibleBudgetError as e:
-        return make_plan(replace(quick, budget_gb=e.minimum_gb))
+        return make_plan(replace(quick, budget_gb=e.minimum_gb)) if needed else None
 
 
 def _own(planned: Planned) -> Planned:
