@@ -413,16 +413,30 @@ def test_the_first_step_gives_right_gradients_to_what_the_batch_was_computed_fro
         torch.testing.assert_close(gradient, 2 * expected[name], rtol=1e-4, atol=1e-5)
 
 
-def test_plans_for_what_the_loop_showed_are_compared_with_the_first_one_within_the_budget():
-    """Dropout: Inductor's own step, with everything kept, runs for the first plan alone."""
+class Elementwise(nn.Module):
+    """One kernel of Inductor's, whose gradients by single ops take several tensors."""
 
-    def with_dropout(put, ended):
-        model = nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1))])
+    def forward(self, x):
+        return (x.sin() * x.cos() + x.tanh() * x.sigmoid()) * x.exp().log1p() + x.atan() * x.erf() * x.cosh().rsqrt()
+
+
+@pytest.mark.parametrize(
+    ("layers", "share", "plans"),
+    [
+        pytest.param(lambda: (nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1)), 0.75, 2, id="it draws"),
+        pytest.param(lambda: (nn.Linear(64, 64), Elementwise()), 0.62, 3, id="op by op, it needs more"),
+    ],
+)
+def test_plans_for_what_the_loop_showed_are_compared_with_the_first_one_within_the_budget(layers, share, plans):
+    """What the first plan is compared with, which may take more, runs for that plan alone."""
+
+    def compiled(put, ended):
+        model = nn.Sequential(*[layer for _ in range(4) for layer in layers()])
         model.compile()
         adamw_after(model, 512, put, ended)
 
-    _, seen = judged(Loop(with_dropout))
-    assert seen.plans == 2
+    _, seen = judged(Loop(compiled, share=share))
+    assert seen.plans == plans
     assert seen.peak <= seen.budget
     assert 0.99 <= seen.peak / max(seen.predicted) <= 1.01
 

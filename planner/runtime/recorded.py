@@ -40,10 +40,7 @@ def loss_seen(
         return None
     gone = rebound(recorder.losses, found.kept, inspect.currentframe())
     recorded = [rebinding(loss, each, found.kept) for loss, each in zip(recorder.losses, gone, strict=True)]
-    # what a function has returned, such as the loss, may stay until it returns again
-    here = held_by(inspect.currentframe()) if first else set[int]()
-    again = sum(_without(outputs_held(recorder), here).values()) if first else found.again
-    left = found.left + again + (sum(_without(found.kept, here).values()) if first else 0)
+    again, beside = _returned(recorder, found.kept) if first else (found.again, 0)
     seen = [_without_cleared(loss, found.kept, cleared).with_waiting() for loss in recorded]
     losses = [replace(loss, events=tuple(replace(e, live=e.live + again) for e in loss.events)) for loss in seen]
     with_outputs = [loss.events[loss.between : loss.let_go] for loss in losses]
@@ -67,7 +64,7 @@ def loss_seen(
         computed_later=later,
         between=max(_most(loss.events[: min(loss.between, loss.let_go)], workspaces) for loss in losses),
         between_later=max(_most(loss.events[loss.let_go : loss.between], workspaces) for loss in losses),
-        left=left + waits,
+        left=found.left + again + beside + waits,
         read=found.read,
         stays=sum(outputs_held(recorder).values()),
         tangents=tangents,
@@ -81,6 +78,16 @@ def loss_seen(
         others=max(_most(loss.events, workspaces) for loss in losses) - alone,
         others_wait=waits,
     )
+
+
+def _returned(recorder: Recorder, kept: Mapping[int, int]) -> tuple[int, int]:
+    """Bytes of the outputs, and of the loss and what it keeps, that stay until a function returns again.
+
+    Where the code that runs holds some of it, it binds its variables anew before the backward pass.
+    """
+    outputs, here = outputs_held(recorder), held_by(inspect.currentframe())
+    stays = here.isdisjoint([*outputs, *kept])
+    return (sum(outputs.values()), sum(kept.values())) if stays else (0, 0)
 
 
 def outputs_held(recorder: Recorder) -> dict[int, int]:
@@ -213,7 +220,7 @@ def stays(
     there = {key for older in recorder.older for key in list(older.made)}
     earlier = _without(recorder.before, {*own, *later, *(key for loss in recorder.losses for key in loss.read)})
     stay |= {key: nbytes for key, nbytes in earlier.items() if key in there}
-    gone, losses, outputs = _gone(recorder, earlier.keys() - there, earlier, remaining)
+    gone, losses, outputs = _gone(recorder, there, earlier, remaining)
     fresh = {key: each[1] for key, each in alive.items() if key not in stay and key not in later and each not in made}
     new = _without(fresh, own)  # targets of the next loss and inputs of its later calls are among it
     read = max((sum(_without(loss.read, stay).values()) for loss in recorder.losses), default=0)
@@ -257,15 +264,19 @@ def stays(
 
 
 def _gone(
-    recorder: Recorder, keys: Collection[int], sizes: Mapping[int, int], remaining: Mapping[int, int]
+    recorder: Recorder, there: Collection[int], earlier: Mapping[int, int], remaining: Mapping[int, int]
 ) -> tuple[Counter[int], int, int]:
     """Of what was there as a backward pass began, and is gone: the sizes of what is no loss and no output of the step
     before, and the bytes of those; a function returned them, so that the recorded ones will be beside the next.
     """
-    gone = Counter(sizes[key] for key in keys)
-    losses = gone & Counter(remaining.values())
-    outputs = (gone - losses) & Counter(outputs_held(recorder).values())
-    return gone - losses - outputs, _bytes(losses), _bytes(outputs)
+    gone = {key: nbytes for key, nbytes in earlier.items() if key not in there}
+
+    def again(before: Collection[int], now: Mapping[int, int]) -> Counter[int]:
+        return Counter(gone[key] for key in gone.keys() & before) & Counter(now.values())
+
+    losses = again(recorder.kept_before, remaining)
+    outputs = again(recorder.returned_before, outputs_held(recorder))
+    return Counter(gone.values()) - losses - outputs, _bytes(losses), _bytes(outputs)
 
 
 def _bytes(sizes: Counter[int]) -> int:

@@ -80,6 +80,8 @@ class Recorder(LastingMode):
         used_before: what earlier recorders have seen to be used: heads of a model may take turns.
         undecided: what their calls were given, where the loop had not been seen to make a batch.
         before: of `older`, by storage, what was alive when a backward pass began.
+        kept: the storages of what was made before a backward pass and is alive as the next step begins.
+        kept_before, returned_before: of the recorder before, the same, and those of outputs.
     """
 
     def __init__(
@@ -111,10 +113,9 @@ class Recorder(LastingMode):
         self.others: weakref.WeakSet[PlannedModel] = weakref.WeakSet()
         self.passing: weakref.WeakSet[PlannedModel] = weakref.WeakSet()
         self.in_loss: set[int] = set()  # numbers of tensors that a backward pass made before it came to an output
-        self.gradients = MadeStorages()  # by the planned graphs
-        self.given = MadeStorages()
+        self.gradients, self.given = MadeStorages(), MadeStorages()  # by the planned graphs; of outputs
         self.held = self.inputs_at_once = self.later = self._called = 0
-        self.between: dict[str, int] = {}
+        self.between, self.before = dict[str, int](), dict[int, int]()
         self.returned, self.inputs = MadeStorages(), MadeStorages()
         self.batches = MadeStorages()  # that the model was called with, and that get gradients
         self.waiting, self.stepping, self.makes_batches = (0, 0), False, False
@@ -123,8 +124,10 @@ class Recorder(LastingMode):
         self.passed = MadeStorages()  # what calls took and gave
         self.older: list[MadeStorages] = [] if earlier is None else earlier.left()
         self.undecided: list[MadeStorages] = [] if earlier is None else earlier.unknown()
-        self.before: dict[int, int] = {}
         self._older_outputs = MadeStorages() if earlier is None else earlier.returned
+        self.returned_before = {*self._older_outputs.made}
+        self.kept: set[int] = set()
+        self.kept_before = set[int]() if earlier is None else earlier.kept
         seen = self._seen_made()
         for key in self.known:
             self._drop_older(key)

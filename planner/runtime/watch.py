@@ -191,6 +191,7 @@ class Watch:
         found = stays(recorder, batch, known, optimizers, batches=makes, turns=turns, **given)
         cleared = self._gradients.cleared(trained_outside(recorder))
         seen = loss_seen(recorder, self._workspaces, found, cleared, first=not self._learnt.heard)
+        recorder.kept.update(found.kept)
         held = {at for loss in recorder.losses for at in loss.held}
         own = [states, [p for p, _ in counted] if recorder.passing else counted]
         self._warn_between(recorder, own)
