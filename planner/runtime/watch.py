@@ -222,7 +222,9 @@ class Watch:
             freed_beside=found.freed_passes,
             asks_first=recorder.asks_first,
         )
+        before, settled = self.loop, self.settled
         self._learnt.enter(shown, roles, found.batches, settles=came_round, compiled=self.compiled)
+        self._rounds.chosen |= settled and self.loop != before  # the loop does something else by now
 
     def _warn_between(self, recorder: Recorder, own: Any) -> None:
         """Warn once of a loop that takes more than the budget while none of the model's passes runs."""
