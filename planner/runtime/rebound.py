@@ -24,6 +24,7 @@ from planner.errors import users_frame
 from planner.runtime.made import Event, LossEvents, Made, Place
 
 _STORES = ("STORE_FAST", "STORE_NAME", "STORE_GLOBAL", "STORE_DEREF")
+_COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")  # parts of the function around them
 _OWN = 4  # references to the object of a variable: its own, two of variables here, and the argument that asks
 
 
@@ -72,8 +73,10 @@ def held_by(frame: FrameType | None) -> set[int]:
     Args:
         frame: that runs, called by the user's.
     """
-    own = users_frame(frame)
-    found = [] if own is None else [x for variable in variables_of(own).values() for x in _inside(variable)]
+    own, found = users_frame(frame), list[Any]()
+    while own is not None:
+        found += [x for variable in variables_of(own).values() for x in _inside(variable)]
+        own = own.f_back if own.f_code.co_name in _COMPREHENSIONS else None
     return {storage_key(t) for t in found if isinstance(t, torch.Tensor) and t.layout is torch.strided}
 
 

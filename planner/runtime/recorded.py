@@ -41,8 +41,10 @@ def loss_seen(
     gone = rebound(recorder.losses, found.kept, inspect.currentframe())
     recorded = [rebinding(loss, each, found.kept) for loss, each in zip(recorder.losses, gone, strict=True)]
     again, beside = _returned(recorder, found.kept) if first else (found.again, 0)
+    # a graph that is kept has outputs among its saved tensors, until the loss is bound anew
+    older = sum(outputs_held(recorder).values()) if first and recorder.graph_retained else again
     seen = [_without_cleared(loss, found.kept, cleared).with_waiting() for loss in recorded]
-    losses = [replace(loss, events=tuple(replace(e, live=e.live + again) for e in loss.events)) for loss in seen]
+    losses = [replace(loss, events=tuple(replace(e, live=e.live + older) for e in loss.events)) for loss in seen]
     with_outputs = [loss.events[loss.between : loss.let_go] for loss in losses]
     without = [loss.events[max(loss.between, loss.let_go) :] for loss in losses]
     forward, backward = (max(_most(events, workspaces) for events in each) for each in (with_outputs, without))
