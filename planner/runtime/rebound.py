@@ -12,19 +12,16 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from types import CodeType, FrameType
-from typing import Any
 
 import torch
 
 from planner.compat.autograd import references
 from planner.compat.tensors import storage_key
 from planner.core.frames import variables_of
-from planner.core.objects import leaves
 from planner.errors import users_frame
 from planner.runtime.made import Event, LossEvents, Made, Place
 
 _STORES = ("STORE_FAST", "STORE_NAME", "STORE_GLOBAL", "STORE_DEREF")
-_COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")  # parts of the function around them
 _OWN = 4  # references to the object of a variable: its own, two of variables here, and the argument that asks
 
 
@@ -63,28 +60,6 @@ def rebinding(loss: LossEvents, gone: Mapping[int, int], kept: Mapping[int, int]
     sizes = [sum(kept[key] for key, start in gone.items() if start <= at) for at in range(len(loss.events))]
     events = (replace(e, live=e.live - nbytes) for e, nbytes in zip(loss.events, sizes, strict=True))
     return replace(loss, events=tuple(events)) if gone else loss
-
-
-def held_by(frame: FrameType | None) -> set[int]:
-    """The storages that variables hold where the user's code runs: tensors, those in containers, and attributes.
-
-    As that code runs again, it binds them anew; what another function holds stays, as a loss that this one returned.
-
-    Args:
-        frame: that runs, called by the user's.
-    """
-    own, found = users_frame(frame), list[Any]()
-    while own is not None:
-        found += [x for variable in variables_of(own).values() for x in _inside(variable)]
-        own = own.f_back if own.f_code.co_name in _COMPREHENSIONS else None
-    return {storage_key(t) for t in found if isinstance(t, torch.Tensor) and t.layout is torch.strided}
-
-
-def _inside(variable: Any) -> Collection[Any]:
-    if isinstance(variable, (torch.Tensor, Mapping, list, tuple)):
-        return leaves(variable)
-    attributes = getattr(variable, "__dict__", None)
-    return attributes.values() if isinstance(attributes, dict) else ()
 
 
 def _gone_from(events: Sequence[Event], made: Made) -> int | None:

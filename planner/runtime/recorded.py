@@ -6,6 +6,7 @@ import inspect
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import CodeType
 from typing import Any
 
 import torch
@@ -16,8 +17,9 @@ from planner.core.call import Call, storages
 from planner.core.loop import LossSeen
 from planner.costs.measured_ops import measure
 from planner.runtime.copied import tensors_of_copies
+from planner.runtime.holders import comes_before, held_in
 from planner.runtime.made import Event, LossEvents, Made, UsedStorages
-from planner.runtime.rebound import held_by, rebinding, rebound
+from planner.runtime.rebound import rebinding, rebound
 from planner.runtime.recorder import Recorder
 
 SEED = str(torch.ops.aten.ones_like.default)  # as `backward()` makes it
@@ -40,11 +42,12 @@ def loss_seen(
         return None
     gone = rebound(recorder.losses, found.kept, inspect.currentframe())
     recorded = [rebinding(loss, each, found.kept) for loss, each in zip(recorder.losses, gone, strict=True)]
-    again, beside = _returned(recorder, found.kept) if first else (found.again, 0)
+    again, beside, inside = _returned(recorder, found.kept) if first else (found.again, 0, None)
+    outputs = sum(outputs_held(recorder).values())
     # a graph that is kept has outputs among its saved tensors, until the loss is bound anew
-    older = sum(outputs_held(recorder).values()) if first and recorder.graph_retained else again
+    older = outputs if first and recorder.graph_retained else again
     seen = [_without_cleared(loss, found.kept, cleared).with_waiting() for loss in recorded]
-    losses = [replace(loss, events=tuple(replace(e, live=e.live + older) for e in loss.events)) for loss in seen]
+    losses = [_with_older(loss, older, outputs, inside) for loss in seen]
     with_outputs = [loss.events[loss.between : loss.let_go] for loss in losses]
     without = [loss.events[max(loss.between, loss.let_go) :] for loss in losses]
     forward, backward = (max(_most(events, workspaces) for events in each) for each in (with_outputs, without))
@@ -68,7 +71,7 @@ def loss_seen(
         between_later=max(_most(loss.events[loss.let_go : loss.between], workspaces) for loss in losses),
         left=found.left + again + beside + waits,
         read=found.read,
-        stays=sum(outputs_held(recorder).values()),
+        stays=outputs,
         tangents=tangents,
         waiting=waiting,
         made=made,
@@ -82,14 +85,23 @@ def loss_seen(
     )
 
 
-def _returned(recorder: Recorder, kept: Mapping[int, int]) -> tuple[int, int]:
-    """Bytes of the outputs, and of the loss and what it keeps, that stay until a function returns again.
-
-    Where the code that runs holds some of it, it binds its variables anew before the backward pass.
+def _returned(recorder: Recorder, kept: Mapping[int, int]) -> tuple[int, int, CodeType | None]:
+    """Bytes of the outputs, and of the loss and what it keeps, that stay until a function returns again, or until the
+    loop binds anew, after its backward pass, what holds them; else the code of a function in which they still stay.
     """
-    outputs, here = outputs_held(recorder), held_by(inspect.currentframe())
-    stays = here.isdisjoint([*outputs, *kept])
-    return (sum(outputs.values()), sum(kept.values())) if stays else (0, 0)
+    outputs, now = outputs_held(recorder), held_in(recorder.thread)
+    if comes_before(now, recorder.held_then, {*outputs, *kept}):
+        return 0, 0, now.by_callers(outputs)
+    return sum(outputs.values()), sum(kept.values()), None
+
+
+def _with_older(loss: LossEvents, nbytes: int, inside: int, code: CodeType | None) -> LossEvents:
+    """A loss with so many bytes of the step before, and so many where ops run in a function's code."""
+
+    def of(event: Event) -> int:
+        return inside if code is not None and event.place is not None and event.place[0] is code else nbytes
+
+    return replace(loss, events=tuple(replace(e, live=e.live + of(e)) for e in loss.events))
 
 
 def outputs_held(recorder: Recorder) -> dict[int, int]:

@@ -14,7 +14,8 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from threading import get_ident
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -26,6 +27,7 @@ from planner.core.call import Call, bytes_of_elements, gradient_of, storages, te
 from planner.core.layout import Order, memory_order
 from planner.core.loop import LaidOut
 from planner.runtime.events import PlannedModel
+from planner.runtime.holders import Held, held_in
 from planner.runtime.made import Event, LossEvents, Made, MadeStorages, Used, UsedStorages, call_of, takes_memory, weak
 from planner.runtime.outputs import Unasking
 from planner.runtime.rebound import place_of
@@ -50,8 +52,7 @@ class Recorder(LastingMode):
     Attributes:
         model: the planned one, weakly.
         losses: what was recorded before each backward pass of the planned graphs.
-        calls: the distinct ops that ran.
-        output_bytes: of the elements of the outputs.
+        calls, output_bytes: the distinct ops that ran; of the elements of the outputs.
         outputs: those of the outputs that are tensors, held weakly, by position.
         made: the tensors that were made and are alive.
         arrived: gradients of outputs, for each backward pass: storage -> as it was made, or 0 and its bytes.
@@ -66,15 +67,14 @@ class Recorder(LastingMode):
         first_input: bytes of what the first was given.
         later: bytes of what calls after the first were given and that was there before the first.
         reached: positions of the outputs that got one.
-        others: other planned models that ran before the backward pass.
-        passing: others that ran after it.
+        others, passing: other planned models that ran before the backward pass, and after it.
+        held_then: what the loop's variables held as the first backward pass began.
         passes: for each backward pass of the planned graphs, whether it keeps its graph, and the gradients that earlier
             ones of the step have left when it begins.
         asks_first: whether the first of them adds to no parameter's gradient.
         later_held: of the leaves of the outputs of later calls, those that were there when a backward pass began.
         stepping: whether an optimizer of the model steps.
-        of_optimizer: the numbers of what it has made.
-        by_optimizer: the same of this recorder and of those before.
+        of_optimizer, by_optimizer: the numbers of what it has made; the same of this recorder and of those before.
         waiting: bytes of the outputs of an earlier call, and of what was made of them, while the next one ran.
         older: what earlier recorders have seen to be made, and what their calls took and gave.
         used_before: what earlier recorders have seen to be used: heads of a model may take turns.
@@ -94,7 +94,7 @@ class Recorder(LastingMode):
         earlier: Recorder | None = None,
     ) -> None:
         super().__init__()
-        self.device, self.process = device, os.getpid()
+        self.device, self.process, self.thread = device, os.getpid(), get_ident()
         self.phase: Literal["loss", "backward"] = "loss"
         own = [*model.parameters(), *model.buffers(), *map(gradient_of, model.parameters())]
         self.known = {*storages(own), *storages(batch), *storages([*outputs, *aside])}
@@ -124,10 +124,9 @@ class Recorder(LastingMode):
         self.passed = MadeStorages()  # what calls took and gave
         self.older: list[MadeStorages] = [] if earlier is None else earlier.left()
         self.undecided: list[MadeStorages] = [] if earlier is None else earlier.unknown()
-        self._older_outputs = MadeStorages() if earlier is None else earlier.returned
-        self.returned_before = {*self._older_outputs.made}
-        self.kept: set[int] = set()
-        self.kept_before = set[int]() if earlier is None else earlier.kept
+        self.returned_before = {*(older := MadeStorages() if earlier is None else earlier.returned).made}
+        self._older_outputs, self.held_then = older, cast(Held | None, None)
+        self.kept, self.kept_before = set[int](), set[int]() if earlier is None else earlier.kept
         seen = self._seen_made()
         for key in self.known:
             self._drop_older(key)
@@ -295,6 +294,7 @@ class Recorder(LastingMode):
         found = storages(gradient)
         if self.phase == "loss":
             self.phase = "backward"
+            self.held_then = self.held_then or held_in(self.thread)
             self.losses.append(self._loss_events())
             if not self.passes and (model := self.model()) is not None:
                 self.asks_first = not any(map(adds_to_gradient, model.parameters()))
