@@ -57,19 +57,21 @@ def held_in(thread: int) -> Held:
     return held
 
 
-def comes_before(now: Held, then: Held | None, storages: Collection[int]) -> bool:
-    """Whether all that leads to storages led to a tensor as the backward pass began, too: so it will do in each step,
-    and binds them anew by then.
+def staying(now: Held, then: Held | None, storages: Collection[int]) -> set[int]:
+    """Of these storages, those that may stay until the next backward pass ends. What led to a tensor as the backward
+    pass began, too, does so in each step, and is bound anew by then.
 
     Args:
         now: as the next step begins.
         then: as the backward pass began; None where nothing is known of it.
-        storages: those asked for; one that no variable leads to may be what a function has returned.
+        storages: those asked for; one that no variable leads to goes with the others: a loss keeps it, or a function
+            has returned it.
     """
     before = set[Path]() if then is None else set[Path]().union(*then.paths.values())
     owners = {None} if then is None else then.owners
-    paths = {path for key in storages for path in now.paths.get(key, ())}
-    return bool(paths) and all(path in before for path in paths if path[0] in owners)
+    known = {key: now.paths[key] for key in storages if key in now.paths}
+    stay = {key for key, paths in known.items() if any(path[0] in owners and path not in before for path in paths)}
+    return stay | {*storages}.difference(known) if stay or not known else stay
 
 
 def _variables(frame: FrameType) -> Mapping[str, Any]:

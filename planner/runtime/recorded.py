@@ -17,7 +17,7 @@ from planner.core.call import Call, storages
 from planner.core.loop import LossSeen
 from planner.costs.measured_ops import measure
 from planner.runtime.copied import tensors_of_copies
-from planner.runtime.holders import comes_before, held_in
+from planner.runtime.holders import held_in, staying
 from planner.runtime.made import Event, LossEvents, Made, UsedStorages
 from planner.runtime.rebound import rebinding, rebound
 from planner.runtime.recorder import Recorder
@@ -90,9 +90,9 @@ def _returned(recorder: Recorder, kept: Mapping[int, int]) -> tuple[int, int, Co
     loop binds anew, after its backward pass, what holds them; else the code of a function in which they still stay.
     """
     outputs, now = outputs_held(recorder), held_in(recorder.thread)
-    if comes_before(now, recorder.held_then, {*outputs, *kept}):
-        return 0, 0, now.by_callers(outputs)
-    return sum(outputs.values()), sum(kept.values()), None
+    stay = staying(now, recorder.held_then, {*outputs, *kept})
+    again, beside = (sum(nbytes for key, nbytes in each.items() if key in stay) for each in (outputs, kept))
+    return again, beside, None if stay else now.by_callers(outputs)
 
 
 def _with_older(loss: LossEvents, nbytes: int, inside: int, code: CodeType | None) -> LossEvents:
