@@ -17,7 +17,7 @@ from planner.core.frames import variables_of
 from planner.errors import users_frame
 
 _DEEPEST = 4  # objects in objects
-_MOST = 4096  # objects that are looked at for one variable: it may hold a whole data set
+_MOST = 512  # objects that are looked at for one variable: it may hold a whole data set
 Path = tuple[Any, ...]  # an owner, a variable's name, and keys or attributes
 
 

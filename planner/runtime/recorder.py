@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from threading import get_ident
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -68,7 +68,7 @@ class Recorder(LastingMode):
         later: bytes of what calls after the first were given and that was there before the first.
         reached: positions of the outputs that got one.
         others, passing: other planned models that ran before the backward pass, and after it.
-        held_then: what the loop's variables held as the first backward pass began.
+        held_then: what the loop's variables held as the first backward pass of these recorders began.
         passes: for each backward pass of the planned graphs, whether it keeps its graph, and the gradients that earlier
             ones of the step have left when it begins.
         asks_first: whether the first of them adds to no parameter's gradient.
@@ -118,14 +118,14 @@ class Recorder(LastingMode):
         self.between, self.before = dict[str, int](), dict[int, int]()
         self.returned, self.inputs = MadeStorages(), MadeStorages()
         self.batches = MadeStorages()  # that the model was called with, and that get gradients
-        self.waiting, self.stepping, self.makes_batches = (0, 0), False, False
-        self.of_optimizer: set[int] = set()
+        self.waiting, self.stepping, self.makes_batches, self.of_optimizer = (0, 0), False, False, set[int]()
         self.by_optimizer: MadeStorages = MadeStorages() if earlier is None else earlier.by_optimizer
         self.passed = MadeStorages()  # what calls took and gave
         self.older: list[MadeStorages] = [] if earlier is None else earlier.left()
         self.undecided: list[MadeStorages] = [] if earlier is None else earlier.unknown()
         self.returned_before = {*(older := MadeStorages() if earlier is None else earlier.returned).made}
-        self._older_outputs, self.held_then = older, cast(Held | None, None)
+        self._older_outputs = older
+        self.held_then: Held | None = None if earlier is None else earlier.held_then
         self.kept, self.kept_before = set[int](), set[int]() if earlier is None else earlier.kept
         seen = self._seen_made()
         for key in self.known:
