@@ -141,25 +141,20 @@ def measure_model(name: str, ways: Sequence[str], shares: Sequence[float], pairs
     models: dict[str, nn.Module] = {}
     rows: dict[str, Row] = {}
     step = stepper(make(name))
-
-    def add(kind: str, label: str, budget: int) -> Row:
-        with lasting_modes_off():  # the models that were planned before are not to learn what this one's steps take
-            return measure_way(name, kind, label, budget, step, models)
-
     for way in dict.fromkeys(("eager", "compile", *ways)):
-        rows[way] = add(way, way, 0)
+        rows[way] = add(name, way, way, 0, step, models)
     base = rows["compile"]["peak"]
     last = 0
     for peak, way in sorted((rows[way]["peak"], way) for way in ways if right(rows[way])):
         if last * SAME < peak < base:
-            rows[f"inductor at {way}"] = add("inductor", f"inductor at {way}", peak)
+            rows[f"inductor at {way}"] = add(name, "inductor", f"inductor at {way}", peak, step, models)
             last = peak
     for share in shares:
         for kind in ("aten", "inductor"):
             label = f"{kind} at {share:.0%}"
-            rows[label] = add(kind, label, int(share * base))
+            rows[label] = add(name, kind, label, int(share * base), step, models)
     for label in models:
-        # two or three others at a time: plans are made anew for what a loop with more models holds
+        # two or three others at a time take turns with it
         beside = {"eager", "compile", label.partition(" at ")[2], label.replace("inductor", "aten"), label}
         rows[label]["time"] = _times(label, step, {way: models[way] for way in models if way in beside}, pairs)
         now, row = applied_plan(models[label]), rows[label]
@@ -169,7 +164,8 @@ def measure_model(name: str, ways: Sequence[str], shares: Sequence[float], pairs
     return rows
 
 
-def measure_way(name: str, way: str, label: str, budget: int, step: Step, models: dict[str, nn.Module]) -> Row:
+@lasting_modes_off()  # the models that were planned before are not to learn what this one's steps take
+def add(name: str, way: str, label: str, budget: int, step: Step, models: dict[str, nn.Module]) -> Row:
     """A way's peak and gradients; the model that runs in it is added to `models` by its label."""
     case = make(name)
     start = time.perf_counter()

@@ -421,17 +421,17 @@ class Elementwise(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("layers", "share", "plans"),
+    ("blocks", "layers", "share", "plans"),
     [
-        pytest.param(lambda: (nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1)), 0.75, 2, id="it draws"),
-        pytest.param(lambda: (nn.Linear(64, 64), Elementwise()), 0.62, 3, id="op by op, it needs more"),
+        pytest.param(6, lambda: (nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1)), 0.75, 2, id="it draws"),
+        pytest.param(4, lambda: (nn.Linear(64, 64), Elementwise()), 0.62, 3, id="op by op, it needs more"),
     ],
 )
-def test_plans_for_what_the_loop_showed_are_compared_with_the_first_one_within_the_budget(layers, share, plans):
+def test_plans_for_what_the_loop_showed_are_compared_with_the_first_one_within_the_budget(blocks, layers, share, plans):
     """What the first plan is compared with, which may take more, runs for that plan alone."""
 
     def compiled(put, ended):
-        model = nn.Sequential(*[layer for _ in range(4) for layer in layers()])
+        model = nn.Sequential(*[layer for _ in range(blocks) for layer in layers()])
         model.compile()
         adamw_after(model, 512, put, ended)
 

@@ -57,10 +57,12 @@ def trusted(planned: Planned, earlier: Earlier, given_up: list[str]) -> Planned:
     if draws and all(r.own for r in regions):
         earlier[graphs] = planned.record
         return planned
-    other, with_what = None if draws else _op_by_op(planned, graphs not in earlier), "mode='aten'"
-    if other is None and graphs in earlier:
-        other, with_what = replace(planned, record=earlier[graphs]), "the plan before"
-    elif other is None:
+    before = earlier.get(graphs)
+    if not draws and (op_by_op := _op_by_op(planned, needed=before is None)) is not None:
+        other, with_what = op_by_op, "mode='aten'"
+    elif before is not None:
+        other, with_what = replace(planned, record=before), "the plan before"
+    else:
         other, with_what = _own(planned), "Inductor with everything kept"
     try:
         ours, theirs = (gradients_of(each, request) for each in (planned, other))
@@ -106,7 +108,7 @@ def _noted(planned: Planned, note: str) -> Planned:
     return replace(planned, record=replace(planned.record, note=f"{planned.record.note} {note}".strip()))
 
 
-def _op_by_op(planned: Planned, needed: bool) -> Planned | None:
+def _op_by_op(planned: Planned, *, needed: bool) -> Planned | None:
     """A plan in mode "aten", within the same budget if one is found at once; any schedule will do.
 
     If none is, the least that is feasible if one is needed, else None.
