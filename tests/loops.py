@@ -14,9 +14,11 @@ import tempfile
 import time
 import warnings
 from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch
@@ -1532,6 +1534,117 @@ def _estimate_loss(model):
     return losses.mean()
 
 
+def step_in_a_function(put: Put, ended: Ended) -> None:
+    """A step that is a function, whose loss and output its caller holds until it returns those of the next step."""
+    model = put(mlp(depth=6))
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def train(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        optimizer.zero_grad()
+        output = model(x)
+        loss = F.mse_loss(output, y)  # a scalar in as much memory as the output
+        loss.backward()
+        optimizer.step()
+        return loss, output.detach()
+
+    for _ in range(STEPS):
+        loss, _output = train(torch.randn(256, 64), torch.randn(256, 64))
+        ended(loss)
+
+
+def loss_by_a_function(put: Put, ended: Ended) -> None:
+    """A loss and an output that a function returns before the backward pass."""
+    model = put(mlp(depth=6))
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def loss_of(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        output = model(x)
+        return F.mse_loss(output, y), output
+
+    for _ in range(STEPS):
+        loss, _output = loss_of(torch.randn(256, 64), torch.randn(256, 64))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ended(loss)
+
+
+def step_of_a_generator(put: Put, ended: Ended) -> None:
+    """A generator that trains, whose caller holds what it has given beside its own variables."""
+    model = put(mlp(depth=6))
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def steps() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for _ in range(STEPS):
+            output = model(torch.randn(256, 64))
+            loss = F.mse_loss(output, torch.randn(256, 64))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            yield loss, output
+
+    for loss, _output in steps():
+        ended(loss)
+
+
+def outputs_in_a_callback(put: Put, ended: Ended) -> None:
+    """A callback that holds the loss and the output of a step once it has ended."""
+    model = put(mlp(depth=6))
+    optimizer = torch.optim.AdamW(model.parameters())
+    latest = SimpleNamespace()
+
+    def train(x: torch.Tensor, y: torch.Tensor) -> None:
+        output = model(x)
+        loss = F.mse_loss(output, y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        latest.loss, latest.output = loss, output
+
+    for _ in range(STEPS):
+        train(torch.randn(256, 64), torch.randn(256, 64))
+        ended(latest.loss)
+
+
+def outputs_in_state(put: Put, ended: Ended) -> None:
+    """A step that keeps its output and loss in a dictionary of an object of the trainer's."""
+    model = put(mlp(depth=6))
+    optimizer = torch.optim.AdamW(model.parameters())
+    trainer = SimpleNamespace(state=SimpleNamespace(seen={}))
+
+    def train(x: torch.Tensor, y: torch.Tensor) -> None:
+        trainer.state.seen["output"] = model(x)
+        trainer.state.seen["loss"] = F.mse_loss(trainer.state.seen["output"], y)
+        optimizer.zero_grad()
+        trainer.state.seen["loss"].backward()
+        optimizer.step()
+
+    for _ in range(STEPS):
+        train(torch.randn(256, 64), torch.randn(256, 64))
+        ended(trainer.state.seen["loss"])
+
+
+def step_of_an_object(put: Put, ended: Ended) -> None:
+    """A step whose output and loss are attributes of the object that trains."""
+
+    class Trainer:
+        def __init__(self) -> None:
+            self.model = put(mlp(depth=6))
+            self.optimizer = torch.optim.AdamW(self.model.parameters())
+
+        def step(self, x: torch.Tensor, y: torch.Tensor) -> None:
+            self.output = self.model(x)
+            self.loss = F.mse_loss(self.output, y)
+            self.optimizer.zero_grad()
+            self.loss.backward()
+            self.optimizer.step()
+
+    trainer = Trainer()
+    for _ in range(STEPS):
+        trainer.step(torch.randn(256, 64), torch.randn(256, 64))
+        ended(trainer.loss)
+
+
 def nanogpt(put: Put, ended: Ended) -> None:
     model = put(NanoGPT())
     decayed, others = [p for p in model.parameters() if p.dim() > 1], [p for p in model.parameters() if p.dim() < 2]
@@ -1778,6 +1891,12 @@ LOOPS: dict[str, Loop] = {
     "new_head": Loop(new_head, plans=3, share=1.0),
     "failed_at_first": Loop(failed_at_first),
     "mlp_adamw_before": Loop(mlp_adamw_before),
+    "step_in_a_function": Loop(step_in_a_function),
+    "loss_by_a_function": Loop(loss_by_a_function),
+    "step_of_a_generator": Loop(step_of_a_generator),
+    "outputs_in_a_callback": Loop(outputs_in_a_callback),
+    "outputs_in_state": Loop(outputs_in_state),
+    "step_of_an_object": Loop(step_of_an_object),
     "nanogpt": Loop(nanogpt),
     "cnn_smaller_last_batch": Loop(cnn_smaller_last_batch, plans=3),
     "transformers_loss_only": Loop(transformers_loss_only),

@@ -184,7 +184,7 @@ def test_the_address_of_a_gradient_that_is_gone_may_come_again():
     recorder.arrived += [{1: (1, 400)}, {2: (4, 400)}]
     found = stays(recorder, (), ())
     assert found.left == 4
-    seen = loss_seen(recorder, {}, found)
+    seen = loss_seen(recorder, {}, found, first=True)
     assert seen is not None
     assert seen.tangents == 400
 

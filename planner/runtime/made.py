@@ -25,7 +25,7 @@ def takes_memory(t: torch.Tensor, device: torch.device) -> bool:
     return t.device == device and t.untyped_storage().device == device
 
 
-def weakly(value: Any) -> Callable[[], torch.Tensor | None]:
+def weak(value: Any) -> Callable[[], torch.Tensor | None]:
     """What gives a tensor as long as it is alive; None for anything else."""
     return weakref.ref(value) if isinstance(value, torch.Tensor) else _none
 
@@ -83,7 +83,7 @@ class Event:
     """An op outside the planned graphs.
 
     Attributes:
-        live: bytes of the recorded tensors once it has run.
+        live: bytes of the recorded tensors once it has run, and of outputs of the step before that are still there.
         call: its key among the recorder's calls; "" for a call of another planned model, or of an op on storages.
         backward: whether it ran in a backward pass.
         place: the instruction of the loop's code in which it ran; None in a backward pass, and for no op.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dis
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from types import CodeType, FrameType
@@ -31,26 +31,35 @@ def place_of(frame: FrameType | None) -> Place | None:
     return None if own is None else (own.f_code, own.f_lasti)
 
 
-def without_rebound(losses: Sequence[LossEvents], kept: Mapping[int, int], frame: FrameType | None) -> list[LossEvents]:
-    """The recorded losses of a step in which these tensors are made that take the place of the last step's.
+def rebound(losses: Sequence[LossEvents], kept: Collection[int], frame: FrameType | None) -> list[dict[int, int]]:
+    """For each recorded loss, the storages that others take the place of in the next step, as soon as these are made.
+
+    Each with the number of the first event that runs without the older one.
 
     Args:
         losses: of the first step, in which nothing was there before.
-        kept: bytes of the tensors that were made for the losses and that the next step begins with, by storage.
+        kept: the storages that were made for the losses and that the next step begins with.
         frame: that runs, called by the loop.
     """
-    return [_without(loss, kept, frame) for loss in losses]
+
+    def of(loss: LossEvents) -> dict[int, int]:
+        ends = {key: _gone_from(loss.events, loss.left[key]) for key in loss.left if key in kept}
+        return {k: at for k, at in ends.items() if at is not None and bound_alone(loss.events[at - 1].place, k, frame)}
+
+    return [of(loss) for loss in losses]
 
 
-def _without(loss: LossEvents, kept: Mapping[int, int], frame: FrameType | None) -> LossEvents:
-    sizes = [0] * len(loss.events)
-    for key in kept.keys() & loss.left.keys():
-        gone = _gone_from(loss.events, loss.left[key])
-        if gone is not None and bound_alone(loss.events[gone - 1].place, key, frame):
-            for at in range(gone, len(sizes)):
-                sizes[at] += kept[key]
+def rebinding(loss: LossEvents, gone: Mapping[int, int], kept: Mapping[int, int]) -> LossEvents:
+    """A recorded loss in which tensors take the place of the last step's.
+
+    Args:
+        loss: of the first step, in which nothing was there before.
+        gone: their storages, each with the number of the first event that runs without the older one.
+        kept: their bytes.
+    """
+    sizes = [sum(kept[key] for key, start in gone.items() if start <= at) for at in range(len(loss.events))]
     events = (replace(e, live=e.live - nbytes) for e, nbytes in zip(loss.events, sizes, strict=True))
-    return replace(loss, events=tuple(events)) if any(sizes) else loss
+    return replace(loss, events=tuple(events)) if gone else loss
 
 
 def _gone_from(events: Sequence[Event], made: Made) -> int | None:

@@ -6,6 +6,7 @@ import inspect
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import CodeType
 from typing import Any
 
 import torch
@@ -16,8 +17,9 @@ from planner.core.call import Call, storages
 from planner.core.loop import LossSeen
 from planner.costs.measured_ops import measure
 from planner.runtime.copied import tensors_of_copies
+from planner.runtime.holders import held_in, staying
 from planner.runtime.made import Event, LossEvents, Made, UsedStorages
-from planner.runtime.rebound import without_rebound
+from planner.runtime.rebound import rebinding, rebound
 from planner.runtime.recorder import Recorder
 
 SEED = str(torch.ops.aten.ones_like.default)  # as `backward()` makes it
@@ -25,7 +27,7 @@ HOSTS = ("cpu",)  # kinds of devices whose memory has data sets and the like, wh
 
 
 def loss_seen(
-    recorder: Recorder, workspaces: Mapping[str, int], found: Stays, cleared: Collection[int] = ()
+    recorder: Recorder, workspaces: Mapping[str, int], found: Stays, cleared: Collection[int] = (), *, first: bool
 ) -> LossSeen | None:
     """The loss that was recorded, the most of each where there were several backward passes; None where there was none.
 
@@ -34,11 +36,18 @@ def loss_seen(
         workspaces: of ops, by key, in bytes: what each holds while it runs, beside what it makes.
         found: what the loop holds beside the step.
         cleared: of what that is, gradients that the next step clears before it makes others, by storage.
+        first: whether no step was recorded before, so that what one leaves for the next was not there.
     """
     if not recorder.losses:
         return None
-    recorded = without_rebound(recorder.losses, found.kept, inspect.currentframe())
-    losses = [_without_cleared(loss, found.kept, cleared).with_waiting() for loss in recorded]
+    gone = rebound(recorder.losses, found.kept, inspect.currentframe())
+    recorded = [rebinding(loss, each, found.kept) for loss, each in zip(recorder.losses, gone, strict=True)]
+    again, beside, inside = _returned(recorder, found.kept) if first else (found.again, 0, None)
+    outputs = sum(outputs_held(recorder).values())
+    # a graph that is kept has outputs among its saved tensors, until the loss is bound anew
+    older = outputs if first and recorder.graph_retained else again
+    seen = [_without_cleared(loss, found.kept, cleared).with_waiting() for loss in recorded]
+    losses = [_with_older(loss, older, outputs, inside) for loss in seen]
     with_outputs = [loss.events[loss.between : loss.let_go] for loss in losses]
     without = [loss.events[max(loss.between, loss.let_go) :] for loss in losses]
     forward, backward = (max(_most(events, workspaces) for events in each) for each in (with_outputs, without))
@@ -49,8 +58,6 @@ def loss_seen(
         for loss, events in zip(losses, before, strict=True)
     ]
     computed, later = (max(_most(events, workspaces) for events in each) for each in zip(*cut, strict=True))
-    results = [*(ref() for ref in recorder.outputs.values()), *(ref() for ref in recorder.aside)]
-    stays = sum(storages([t for t in results if t is not None]).values())
     tangents = max(map(_tangents, recorder.losses, recorder.arrived))
     waiting, made = recorder.waiting
     waits = max(sum(loss.waits.values()) for loss in losses)
@@ -62,9 +69,9 @@ def loss_seen(
         computed_later=later,
         between=max(_most(loss.events[: min(loss.between, loss.let_go)], workspaces) for loss in losses),
         between_later=max(_most(loss.events[loss.let_go : loss.between], workspaces) for loss in losses),
-        left=found.left + waits,
+        left=found.left + again + beside + waits,
         read=found.read,
-        stays=stays,
+        stays=outputs,
         tangents=tangents,
         waiting=waiting,
         made=made,
@@ -76,6 +83,32 @@ def loss_seen(
         others=max(_most(loss.events, workspaces) for loss in losses) - alone,
         others_wait=waits,
     )
+
+
+def _returned(recorder: Recorder, kept: Mapping[int, int]) -> tuple[int, int, CodeType | None]:
+    """Bytes of the outputs, and of the loss and what it keeps, that stay until a function returns again, or until the
+    loop binds anew, after its backward pass, what holds them; else the code of a function in which they still stay.
+    """
+    outputs, now = outputs_held(recorder), held_in(recorder.thread)
+    stay = staying(now, recorder.held_then, {*outputs, *kept})
+    again, beside = (sum(nbytes for key, nbytes in each.items() if key in stay) for each in (outputs, kept))
+    return again, beside, None if stay else now.by_callers(outputs)
+
+
+def _with_older(loss: LossEvents, nbytes: int, inside: int, code: CodeType | None) -> LossEvents:
+    """A loss with so many bytes of the step before, and so many where ops run in a function's code."""
+
+    def of(event: Event) -> int:
+        return inside if code is not None and event.place is not None and event.place[0] is code else nbytes
+
+    return replace(loss, events=tuple(replace(e, live=e.live + of(e)) for e in loss.events))
+
+
+def outputs_held(recorder: Recorder) -> dict[int, int]:
+    """The storages of what the first of the recorded calls returned that are alive, in bytes."""
+    results = [*(ref() for ref in recorder.outputs.values()), *(ref() for ref in recorder.aside)]
+    one = recorder.returned.made.copy() if recorder.calls_made == 1 else {}  # of which a view may hold the memory
+    return storages([t for t in results if t is not None]) | {key: nbytes for key, (_, nbytes) in one.items()}
 
 
 def workspaces_of(recorder: Recorder, known: Collection[str]) -> dict[str, int]:
@@ -147,6 +180,7 @@ class Stays:
         kept_passes: the gradients that earlier backward passes have left, at most, when one begins that keeps its
             graph, without those in `beside`.
         freed_passes: the same when one begins that does not keep it.
+        again: outputs of the step before that were there until the end of the backward pass, as some are now.
     """
 
     beside: int
@@ -157,6 +191,7 @@ class Stays:
     batches: int = 0
     kept_passes: int = 0
     freed_passes: int = 0
+    again: int = 0
 
 
 def stays(
@@ -199,7 +234,7 @@ def stays(
     there = {key for older in recorder.older for key in list(older.made)}
     earlier = _without(recorder.before, {*own, *later, *(key for loss in recorder.losses for key in loss.read)})
     stay |= {key: nbytes for key, nbytes in earlier.items() if key in there}
-    gone = {key: nbytes for key, nbytes in earlier.items() if key not in there}
+    gone, losses, outputs = _gone(recorder, there, earlier, remaining)
     fresh = {key: each[1] for key, each in alive.items() if key not in stay and key not in later and each not in made}
     new = _without(fresh, own)  # targets of the next loss and inputs of its later calls are among it
     read = max((sum(_without(loss.read, stay).values()) for loss in recorder.losses), default=0)
@@ -215,9 +250,8 @@ def stays(
     later = _without(later, {*own, *stay})
     # what an earlier call left, and is gone, was there with what stays; with what came later, as far as that is not in
     # its place
-    unlike = Counter(gone.values()) - Counter([*fresh.values(), *later.values()])
-    since = sum(later.values()) + sum(nbytes * times for nbytes, times in unlike.items())
-    more = max(since, sum(gone.values()) - made_since - inputs)
+    since = sum(later.values()) + _bytes(gone - Counter([*fresh.values(), *later.values()]))
+    more = max(since, _bytes(gone) - made_since - inputs)
     ahead = sum(nbytes for key, nbytes in remaining.items() if key in coming)  # beside the batch of this step
     beside = sum(_without(stay, own).values()) + ahead + more + sum(other.stays(optimizers) for other in others)
     data = recorder.device.type not in HOSTS
@@ -235,11 +269,32 @@ def stays(
         beside + around - apart,
         apart,
         read,
-        left,
+        left + losses,
         _without(remaining, own),
         sum(nbytes for key, (_, nbytes) in given.items() if key not in own),
         *_left_by_passes(recorder, own),
+        again=outputs,
     )
+
+
+def _gone(
+    recorder: Recorder, there: Collection[int], earlier: Mapping[int, int], remaining: Mapping[int, int]
+) -> tuple[Counter[int], int, int]:
+    """Of what was there as a backward pass began, and is gone: the sizes of what is no loss and no output of the step
+    before, and the bytes of those; a function returned them, so that the recorded ones will be beside the next.
+    """
+    gone = {key: nbytes for key, nbytes in earlier.items() if key not in there}
+
+    def again(before: Collection[int], now: Mapping[int, int]) -> Counter[int]:
+        return Counter(gone[key] for key in gone.keys() & before) & Counter(now.values())
+
+    losses = again(recorder.kept_before, remaining)
+    outputs = again(recorder.returned_before, outputs_held(recorder))
+    return Counter(gone.values()) - losses - outputs, _bytes(losses), _bytes(outputs)
+
+
+def _bytes(sizes: Counter[int]) -> int:
+    return sum(nbytes * times for nbytes, times in sizes.items())
 
 
 def _left_by_losses(recorder: Recorder, alive: Mapping[int, Made]) -> tuple[int, dict[int, int]]:

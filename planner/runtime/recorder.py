@@ -12,7 +12,9 @@ import os
 import weakref
 from collections import defaultdict
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from functools import partial
+from threading import get_ident
 from typing import Any, Literal
 
 import torch
@@ -25,17 +27,8 @@ from planner.core.call import Call, bytes_of_elements, gradient_of, storages, te
 from planner.core.layout import Order, memory_order
 from planner.core.loop import LaidOut
 from planner.runtime.events import PlannedModel
-from planner.runtime.made import (
-    Event,
-    LossEvents,
-    Made,
-    MadeStorages,
-    Used,
-    UsedStorages,
-    call_of,
-    takes_memory,
-    weakly,
-)
+from planner.runtime.holders import Held, held_in
+from planner.runtime.made import Event, LossEvents, Made, MadeStorages, Used, UsedStorages, call_of, takes_memory, weak
 from planner.runtime.outputs import Unasking
 from planner.runtime.rebound import place_of
 
@@ -59,8 +52,7 @@ class Recorder(LastingMode):
     Attributes:
         model: the planned one, weakly.
         losses: what was recorded before each backward pass of the planned graphs.
-        calls: the distinct ops that ran.
-        output_bytes: of the elements of the outputs.
+        calls, output_bytes: the distinct ops that ran; of the elements of the outputs.
         outputs: those of the outputs that are tensors, held weakly, by position.
         made: the tensors that were made and are alive.
         arrived: gradients of outputs, for each backward pass: storage -> as it was made, or 0 and its bytes.
@@ -75,20 +67,21 @@ class Recorder(LastingMode):
         first_input: bytes of what the first was given.
         later: bytes of what calls after the first were given and that was there before the first.
         reached: positions of the outputs that got one.
-        others: other planned models that ran before the backward pass.
-        passing: others that ran after it.
+        others, passing: other planned models that ran before the backward pass, and after it.
+        held_then: what the loop's variables held as the first backward pass of these recorders began.
         passes: for each backward pass of the planned graphs, whether it keeps its graph, and the gradients that earlier
             ones of the step have left when it begins.
         asks_first: whether the first of them adds to no parameter's gradient.
         later_held: of the leaves of the outputs of later calls, those that were there when a backward pass began.
         stepping: whether an optimizer of the model steps.
-        of_optimizer: the numbers of what it has made.
-        by_optimizer: the same of this recorder and of those before.
+        of_optimizer, by_optimizer: the numbers of what it has made; the same of this recorder and of those before.
         waiting: bytes of the outputs of an earlier call, and of what was made of them, while the next one ran.
         older: what earlier recorders have seen to be made, and what their calls took and gave.
         used_before: what earlier recorders have seen to be used: heads of a model may take turns.
         undecided: what their calls were given, where the loop had not been seen to make a batch.
         before: of `older`, by storage, what was alive when a backward pass began.
+        kept: the storages of what was made before a backward pass and is alive as the next step begins.
+        kept_before, returned_before: of the recorder before, the same, and those of outputs.
     """
 
     def __init__(
@@ -101,7 +94,7 @@ class Recorder(LastingMode):
         earlier: Recorder | None = None,
     ) -> None:
         super().__init__()
-        self.device, self.process = device, os.getpid()
+        self.device, self.process, self.thread = device, os.getpid(), get_ident()
         self.phase: Literal["loss", "backward"] = "loss"
         own = [*model.parameters(), *model.buffers(), *map(gradient_of, model.parameters())]
         self.known = {*storages(own), *storages(batch), *storages([*outputs, *aside])}
@@ -120,30 +113,31 @@ class Recorder(LastingMode):
         self.others: weakref.WeakSet[PlannedModel] = weakref.WeakSet()
         self.passing: weakref.WeakSet[PlannedModel] = weakref.WeakSet()
         self.in_loss: set[int] = set()  # numbers of tensors that a backward pass made before it came to an output
-        self.gradients = MadeStorages()  # by the planned graphs
-        self.given = MadeStorages()
+        self.gradients, self.given = MadeStorages(), MadeStorages()  # by the planned graphs; of outputs
         self.held = self.inputs_at_once = self.later = self._called = 0
-        self.between: dict[str, int] = {}
+        self.between, self.before = dict[str, int](), dict[int, int]()
         self.returned, self.inputs = MadeStorages(), MadeStorages()
         self.batches = MadeStorages()  # that the model was called with, and that get gradients
-        self.waiting, self.stepping, self.makes_batches = (0, 0), False, False
-        self.of_optimizer: set[int] = set()
+        self.waiting, self.stepping, self.makes_batches, self.of_optimizer = (0, 0), False, False, set[int]()
         self.by_optimizer: MadeStorages = MadeStorages() if earlier is None else earlier.by_optimizer
         self.passed = MadeStorages()  # what calls took and gave
         self.older: list[MadeStorages] = [] if earlier is None else earlier.left()
         self.undecided: list[MadeStorages] = [] if earlier is None else earlier.unknown()
-        self.before: dict[int, int] = {}
+        self.returned_before = {*(older := MadeStorages() if earlier is None else earlier.returned).made}
+        self._older_outputs = older
+        self.held_then: Held | None = None if earlier is None else earlier.held_then
+        self.kept, self.kept_before = set[int](), set[int]() if earlier is None else earlier.kept
         seen = self._seen_made()
         for key in self.known:
             self._drop_older(key)
         self._enter(outputs, self.passed, self.returned)
         self._enter([t for t in tensors_in(batch) if storage_key(t) in seen], self.passed)
-        self._returned, self._hooks, self.later_held = [list(map(weakly, outputs))], list[Any](), set[int]()
+        self._returned, self._hooks, self.later_held = [list(map(weak, outputs))], list[Any](), set[int]()
         for at, t in ((at, t) for at, t in enumerate(outputs) if isinstance(t, torch.Tensor)):
             self._watch(at, t)
         self._given(batch)
         self.first_input = self.inputs.live
-        self.aside = list(map(weakly, aside))
+        self.aside = list(map(weak, aside))
         self._hook(outputs)
         self._hook(aside, len(outputs))
 
@@ -214,7 +208,7 @@ class Recorder(LastingMode):
             self._drop_older(key)
         calls, (most_alive, most_made) = len(self._returned), self.waiting
         self.waiting = max(most_alive, -(-alive // calls)), max(most_made, -(-self.made.live // calls))
-        self._returned.append(list(map(weakly, outputs)))
+        self._returned.append(list(map(weak, outputs)))
         self._given([t for t in tensors_in(batch) if storage_key(t) not in returned])
         self._enter(outputs, self.passed, self.returned)
         self._enter([t for t in tensors_in(batch) if storage_key(t) in seen], self.passed)
@@ -245,7 +239,7 @@ class Recorder(LastingMode):
         taken += sum(each.waiting_bytes() for each in self.others if each is not other)
         (self.passing if self.losses else self.others).add(other)
         self._note_inputs(tensors_in(batch), set())
-        self.events.append(Event(self.made.live + taken, "", False, others=taken, later=later, model=id(other)))
+        self.events.append(Event(self._live() + taken, "", False, others=taken, later=later, model=id(other)))
 
     def planned_results(self, results: Any) -> None:
         """The planned graphs have made these gradients."""
@@ -300,6 +294,7 @@ class Recorder(LastingMode):
         found = storages(gradient)
         if self.phase == "loss":
             self.phase = "backward"
+            self.held_then = self.held_then or held_in(self.thread)
             self.losses.append(self._loss_events())
             if not self.passes and (model := self.model()) is not None:
                 self.asks_first = not any(map(adds_to_gradient, model.parameters()))
@@ -320,6 +315,9 @@ class Recorder(LastingMode):
     def _backward_ended(self) -> None:
         self.phase = "loss"
 
+    def _live(self) -> int:
+        return self.made.live + self._older_outputs.live
+
     def _loss_events(self) -> LossEvents:
         held = tuple(at for at, ref in self.outputs.items() if ref() is not None)
         let_go = max((n for at, n in self.let_go.items() if at not in held), default=0)
@@ -333,7 +331,9 @@ class Recorder(LastingMode):
         later = [ref() is not None for call in self._returned[1:] for ref in call]
         self.later_held.update(at for at, there in enumerate(later) if there)
         waits = {id(o): o.waiting_bytes() for o in waiting}
-        return LossEvents(tuple(self.events), let_go, held, made, parts, read, self._called, waits)
+        rest = self._older_outputs.live  # it is beside the step
+        events = tuple(replace(e, live=e.live - rest) for e in self.events) if rest else tuple(self.events)
+        return LossEvents(events, let_go, held, made, parts, read, self._called, waits)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -370,7 +370,7 @@ class Recorder(LastingMode):
             name = call.key
             self.calls.setdefault(name, call)
         place = None if backward else place_of(inspect.currentframe())
-        self.events.append(Event(self.made.live, name, backward, place, tuple(made)))
+        self.events.append(Event(self._live(), name, backward, place, tuple(made)))
         there = self.made.live + self.inputs.live + self.returned.live
         self.between[name] = max(there, self.between.get(name, 0))
         self.over |= len(self.events) > MOST_OPS

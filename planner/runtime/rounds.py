@@ -12,7 +12,7 @@ class Rounds:
 
     A loop may call the model several times in a step, each for an end of its own, and what a step holds may change
     later (weights are averaged from some step on, another loss is added): the first calls of the 1st, 2nd, 3rd, 5th,
-    8th, ... round are looked at.
+    8th, ... round are looked at, and those that follow one which has shown something new.
 
     Attributes:
         calls: of the present round.

@@ -190,7 +190,8 @@ class Watch:
         given = {"awaited": awaited, "later_inputs": later}
         found = stays(recorder, batch, known, optimizers, batches=makes, turns=turns, **given)
         cleared = self._gradients.cleared(trained_outside(recorder))
-        seen = loss_seen(recorder, self._workspaces, found, cleared)
+        seen = loss_seen(recorder, self._workspaces, found, cleared, first=not self._learnt.heard)
+        recorder.kept.update(found.kept)
         held = {at for loss in recorder.losses for at in loss.held}
         own = [states, [p for p, _ in counted] if recorder.passing else counted]
         self._warn_between(recorder, own)
@@ -221,7 +222,9 @@ class Watch:
             freed_beside=found.freed_passes,
             asks_first=recorder.asks_first,
         )
+        before, settled = self.loop, self.settled
         self._learnt.enter(shown, roles, found.batches, settles=came_round, compiled=self.compiled)
+        self._rounds.chosen |= settled and self.loop != before  # the loop does something else by now
 
     def _warn_between(self, recorder: Recorder, own: Any) -> None:
         """Warn once of a loop that takes more than the budget while none of the model's passes runs."""

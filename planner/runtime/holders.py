@@ -1,0 +1,111 @@
+"""Where a loop's variables hold tensors: which of them it binds anew before its next backward pass."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from types import CodeType, FrameType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from planner.compat.tensors import storage_key
+from planner.core.frames import variables_of
+from planner.errors import users_frame
+
+_DEEPEST = 4  # objects in objects
+_MOST = 512  # objects that are looked at for one variable: it may hold a whole data set
+Path = tuple[Any, ...]  # an owner, a variable's name, and keys or attributes
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What the variables of the user's code hold at one moment, in all functions that run.
+
+    Attributes:
+        paths: storages, each with the paths that lead to it.
+        owners: what paths may begin with: the functions' frames, by identity; and None, for variables that functions
+            share and those of modules.
+        inner: the innermost function's frame, by identity, and its code.
+    """
+
+    paths: dict[int, set[Path]] = field(default_factory=dict)
+    owners: set[int | None] = field(default_factory=lambda: {None})
+    inner: tuple[int, CodeType] | None = None
+
+    def by_callers(self, storages: Collection[int]) -> CodeType | None:
+        """The code of the function that runs, where only those that have called it hold these storages: they do until
+        it returns.
+        """
+        by = {path[0] for key in storages for path in self.paths.get(key, ())}
+        return None if self.inner is None or not by or by & {None, self.inner[0]} else self.inner[1]
+
+
+def held_in(thread: int) -> Held:
+    """What the variables of the code that runs in a thread hold."""
+    frame = users_frame(sys._current_frames().get(thread))
+    held = Held(inner=None if frame is None else (id(frame), frame.f_code))
+    while frame is not None:
+        held.owners.add(id(frame))
+        for name, value in _variables(frame).items():
+            for path, t in _tensors(value, (_owner(frame, name), name)):
+                held.paths.setdefault(storage_key(t), set()).add(path)
+        frame = users_frame(frame.f_back)
+    return held
+
+
+def staying(now: Held, then: Held | None, storages: Collection[int]) -> set[int]:
+    """Of these storages, those that may stay until the next backward pass ends. What led to a tensor as the backward
+    pass began, too, does so in each step, and is bound anew by then.
+
+    Args:
+        now: as the next step begins.
+        then: as the backward pass began; None where nothing is known of it.
+        storages: those asked for; one that no variable leads to goes with the others: a loss keeps it, or a function
+            has returned it.
+    """
+    before = set[Path]() if then is None else set[Path]().union(*then.paths.values())
+    owners = {None} if then is None else then.owners
+    known = {key: now.paths[key] for key in storages if key in now.paths}
+    stay = {key for key, paths in known.items() if any(path[0] in owners and path not in before for path in paths)}
+    return stay | {*storages}.difference(known) if stay or not known else stay
+
+
+def _variables(frame: FrameType) -> Mapping[str, Any]:
+    variables, named = variables_of(frame), frame.f_code.co_names
+    return {name: frame.f_globals[name] for name in named if name in frame.f_globals} | variables
+
+
+def _owner(frame: FrameType, name: str) -> int | None:
+    code = frame.f_code
+    own = name in code.co_varnames and name not in code.co_cellvars
+    return id(frame) if own else None
+
+
+def _tensors(value: Any, path: Path) -> Iterator[tuple[Path, torch.Tensor]]:
+    """The tensors that a variable leads to, nearer ones first."""
+    coming, seen = [(path, value)], set[int]()
+    for at, each in coming:
+        if isinstance(each, torch.Tensor):
+            if each.layout is torch.strided:
+                yield at, each
+        elif id(each) not in seen and len(seen) < _MOST and len(at) < len(path) + _DEEPEST:
+            seen.add(id(each))
+            coming += [((*at, key), inner) for key, inner in _inside(each, of_variable=at == path)]
+
+
+def _inside(x: Any, *, of_variable: bool) -> Iterator[tuple[Any, Any]]:
+    """Items and attributes; those of modules only where these are variables themselves."""
+    if isinstance(x, (type, ModuleType)) or (isinstance(x, nn.Module) and not of_variable):
+        return
+    if isinstance(x, dict):  # a path keeps no object alive
+        first = islice(dict.items(x), _MOST)
+        yield from [(key if isinstance(key, (str, int)) else id(key), inner) for key, inner in first]
+    elif isinstance(x, (list, tuple)):
+        yield from enumerate(x[:_MOST])
+    attributes = getattr(x, "__dict__", None)
+    if isinstance(attributes, dict):
+        yield from list(attributes.items())
