@@ -82,7 +82,7 @@ def results(case: Case, seed: int = 1) -> dict[str, torch.Tensor]:
     torch.manual_seed(seed)
     output = step(case)
     with beside_the_loop():
-        found = {"loss": case.loss(output).detach()}
+        found = {"loss": case.loss(output).detach().clone()}
         leaves = output.to_tuple() if hasattr(output, "to_tuple") else [output]
         found |= {f"output {i}": t.detach().clone() for i, t in enumerate(leaves) if isinstance(t, torch.Tensor)}
         found |= {f"grad {name}": p.grad.clone() for name, p in case.model.named_parameters() if p.grad is not None}

@@ -1,11 +1,13 @@
-"""Where calls map no memory of their own, whatever the depth."""
+"""Where calls map no memory of their own, whatever the depth; and what another thread runs."""
 
+import inspect
 import resource
 from concurrent.futures import ThreadPoolExecutor
+from threading import get_ident
 
 import pytest
 
-from planner.compat.frames import with_room
+from planner.compat.frames import frame_of, with_room
 
 CALLS = 300
 
@@ -43,3 +45,16 @@ def test_errors_and_names_pass():
     assert called.__name__ == "fails"
     with pytest.raises(ValueError, match="why"):
         called("why")
+
+
+def test_the_frames_of_a_thread_are_seen_from_another():
+    def codes(thread):
+        frame = frame_of(thread)
+        while frame is not None:
+            yield frame.f_code
+            frame = frame.f_back
+
+    with ThreadPoolExecutor(1) as other:
+        seen = other.submit(lambda here: [*codes(here)], get_ident())
+        assert inspect.currentframe().f_code in seen.result()
+    assert frame_of(0) is None

@@ -23,9 +23,10 @@ pytestmark = pytest.mark.compat
 
 ROOT = Path(__file__).parent.parent
 NOT_TORCH = {"lightning.py"}
-ELSEWHERE = {  # read where they are there, or written for others to read
+ELSEWHERE = {  # read where they are there, written for others to read, or Python's
     "_accelerator_getAllocatorSettings",
     "_cuda_clearCublasWorkspaces",
+    "_current_frames",
     "_dynamo_propagated_dynamic_indices",
     "_dynamo_source",
     "_dynamic",

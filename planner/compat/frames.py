@@ -1,9 +1,11 @@
-"""Room for the frames of deep Python code, such as torch.compile's."""
+"""Frames of Python code: those that a thread runs, and room for deep ones, such as torch.compile's."""
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -26,3 +28,11 @@ def with_room(function: Callable[P, R]) -> Callable[P, R]:
 
     call.__code__ = call.__code__.replace(co_stacksize=SLOTS)
     return functools.wraps(function)(call)
+
+
+def frame_of(thread: int) -> FrameType | None:
+    """The innermost frame of the thread with this identifier; None where none runs there, as after its end.
+
+    A hook of autograd runs in a thread of the device's, where the user's code is not among the frames.
+    """
+    return sys._current_frames().get(thread)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from planner.compat.frames import frame_of
 from planner.compat.tensors import storage_key
 from planner.core.frames import variables_of
 from planner.errors import users_frame
@@ -46,7 +46,7 @@ class Held:
 
 def held_in(thread: int) -> Held:
     """What the variables of the code that runs in a thread hold."""
-    frame = users_frame(sys._current_frames().get(thread))
+    frame = users_frame(frame_of(thread))
     held = Held(inner=None if frame is None else (id(frame), frame.f_code))
     while frame is not None:
         held.owners.add(id(frame))
