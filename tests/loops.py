@@ -733,6 +733,33 @@ def variational(put: Put, ended: Ended) -> None:
         ended(loss)
 
 
+class ReturnsItsParts(nn.Module):
+    """A variational autoencoder whose mean and spread are the halves of one tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = mlp(depth=3, out=32), nn.Sequential(nn.Linear(16, 64), mlp(depth=3))
+
+    def forward(self, x):
+        mean, spread = self.up(x).chunk(2, 1)
+        return self.down(mean + torch.randn_like(mean) * (spread / 2).exp()), mean, spread
+
+
+def parts_of_a_tensor(put: Put, ended: Ended) -> None:
+    """Outputs that are parts of another tensor, whose gradients are not."""
+    model = put(ReturnsItsParts())
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        x = torch.randn(256, 64)
+        again, mean, spread = model(x)
+        divergence = -0.5 * torch.sum(1 + spread - mean.pow(2) - spread.exp())
+        loss = F.mse_loss(again, x, reduction="sum") + divergence
+        loss.backward()
+        optimizer.step()
+        ended(loss)
+
+
 def each_learns_alone(put: Put, ended: Ended) -> None:
     """Two models, and two backward passes: what the second has saved waits while that of the first runs."""
     models = [put(mlp()), put(mlp(depth=2))]
@@ -1569,6 +1596,53 @@ def loss_by_a_function(put: Put, ended: Ended) -> None:
         ended(loss)
 
 
+def two_calls_in_a_function(put: Put, ended: Ended) -> None:
+    """A step that is a function, which calls the model twice and returns both outputs."""
+    model = put(mlp(depth=6))
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def train(a: torch.Tensor, b: torch.Tensor, alike: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        one, other = model(a), model(b)
+        distance = F.pairwise_distance(one, other)
+        loss = (alike * distance.pow(2) + (1 - alike) * F.relu(1 - distance).pow(2)).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return one, other, loss
+
+    for _ in range(STEPS):
+        _one, _other, loss = train(torch.randn(256, 64), torch.randn(256, 64), torch.randint(0, 2, (256,)).float())
+        ended(loss)
+
+
+def trains_and_evaluates(put: Put, ended: Ended) -> None:
+    """Evaluation in a function of its own after each step, as early stopping wants it."""
+    model = put(mlp(depth=6))
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def batch() -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randn(256, 64), torch.randn(256, 64)
+
+    def train(x: torch.Tensor, y: torch.Tensor) -> float:
+        model.train()
+        output = model(x)
+        loss = F.mse_loss(output, y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    @torch.no_grad()
+    def evaluate() -> float:
+        model.eval()
+        return sum(F.mse_loss(model(x), y).item() for x, y in (batch() for _ in range(2)))
+
+    for _ in range(STEPS):
+        loss = train(*batch())
+        evaluate()
+        ended(loss)
+
+
 def step_of_a_generator(put: Put, ended: Ended) -> None:
     """A generator that trains, whose caller holds what it has given beside its own variables."""
     model = put(mlp(depth=6))
@@ -1893,6 +1967,8 @@ LOOPS: dict[str, Loop] = {
     "mlp_adamw_before": Loop(mlp_adamw_before),
     "step_in_a_function": Loop(step_in_a_function),
     "loss_by_a_function": Loop(loss_by_a_function),
+    "two_calls_in_a_function": Loop(two_calls_in_a_function),
+    "trains_and_evaluates": Loop(trains_and_evaluates),
     "step_of_a_generator": Loop(step_of_a_generator),
     "outputs_in_a_callback": Loop(outputs_in_a_callback),
     "outputs_in_state": Loop(outputs_in_state),
@@ -1923,6 +1999,7 @@ LOOPS: dict[str, Loop] = {
     "larger_later": Loop(larger_later, plans=3, share=0.7),
     "autoencoder": Loop(autoencoder),
     "variational": Loop(variational),
+    "parts_of_a_tensor": Loop(parts_of_a_tensor),
     "modules_by_themselves": Loop(modules_by_themselves),
     "block_by_block": Loop(block_by_block),
     "gan_generator": Loop(gan_generator, share=0.77),

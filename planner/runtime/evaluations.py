@@ -129,6 +129,7 @@ class Evaluations:
         live: looks at what runs now.
         warned: whether it was said that they take more than the budget.
         left: what of the latest ones was still held as the next training call began, as far as it is alive.
+        made_batch: whether the batch of that call was made since the first of them, and so were its targets.
     """
 
     def __init__(self) -> None:
@@ -140,7 +141,7 @@ class Evaluations:
         self.left: list[MadeStorages] = []
         self._made = False  # whether the loop makes the batches, which are not part of its data then
         self.live: _Live | None = None
-        self.warned = False
+        self.warned = self.made_batch = False
 
     def run(
         self,
@@ -223,7 +224,9 @@ class Evaluations:
             return 0
         switch_off(live)
         self._judge(live)
-        for key in storages([dense_tensors(batch), [] if model is None else tensors_of(model, optimizers)]):
+        coming = storages(dense_tensors(batch))
+        self.made_batch = not coming.keys().isdisjoint(live.made.made)
+        for key in coming | storages([] if model is None else tensors_of(model, optimizers)):
             live.made.drop(key)
             self._first.drop(key)
         self.left = [live.made, *([self._first] if self._made else [])]

@@ -89,7 +89,7 @@ def _returned(recorder: Recorder, kept: Mapping[int, int]) -> tuple[int, int, Co
     """Bytes of the outputs, and of the loss and what it keeps, that stay until a function returns again, or until the
     loop binds anew, after its backward pass, what holds them; else the code of a function in which they still stay.
     """
-    outputs, now = outputs_held(recorder), held_in(recorder.thread)
+    outputs, now = _outputs_of_all(recorder), held_in(recorder.thread)
     stay = staying(now, recorder.held_then, {*outputs, *kept})
     again, beside = (sum(nbytes for key, nbytes in each.items() if key in stay) for each in (outputs, kept))
     return again, beside, None if stay else now.by_callers(outputs)
@@ -109,6 +109,11 @@ def outputs_held(recorder: Recorder) -> dict[int, int]:
     results = [*(ref() for ref in recorder.outputs.values()), *(ref() for ref in recorder.aside)]
     one = recorder.returned.made.copy() if recorder.calls_made == 1 else {}  # of which a view may hold the memory
     return storages([t for t in results if t is not None]) | {key: nbytes for key, (_, nbytes) in one.items()}
+
+
+def _outputs_of_all(recorder: Recorder) -> dict[int, int]:
+    """The same of all calls that were recorded."""
+    return outputs_held(recorder) | {key: nbytes for key, (_, nbytes) in recorder.returned.made.copy().items()}
 
 
 def workspaces_of(recorder: Recorder, known: Collection[str]) -> dict[str, int]:
@@ -181,6 +186,7 @@ class Stays:
             graph, without those in `beside`.
         freed_passes: the same when one begins that does not keep it.
         again: outputs of the step before that were there until the end of the backward pass, as some are now.
+        unread: of what the loss was computed from, what is gone: the next one's takes its place.
     """
 
     beside: int
@@ -192,6 +198,7 @@ class Stays:
     kept_passes: int = 0
     freed_passes: int = 0
     again: int = 0
+    unread: int = 0
 
 
 def stays(
@@ -274,6 +281,7 @@ def stays(
         sum(nbytes for key, (_, nbytes) in given.items() if key not in own),
         *_left_by_passes(recorder, own),
         again=outputs,
+        unread=unread,
     )
 
 
@@ -289,7 +297,7 @@ def _gone(
         return Counter(gone[key] for key in gone.keys() & before) & Counter(now.values())
 
     losses = again(recorder.kept_before, remaining)
-    outputs = again(recorder.returned_before, outputs_held(recorder))
+    outputs = again(recorder.returned_before, _outputs_of_all(recorder))
     return Counter(gone.values()) - losses - outputs, _bytes(losses), _bytes(outputs)
 
 

@@ -69,7 +69,8 @@ class Watch:
         self.seen: weakref.WeakSet[optim.Optimizer] = weakref.WeakSet()
         self.recorder: Recorder | None = None
         self._workspaces: dict[str, int] = {}
-        self._state = self._spare = 0  # bytes that the latest plan counts for it, and what of these was not there yet
+        # bytes that the latest plan counts for states, what of these was not there yet, and that each loss reads anew
+        self._state = self._spare = self._targets = 0
         self._told: Loop | None = None
         self.budget: int | None = None  # of the newest plan, in bytes
         self._said = False  # that the loop takes more than that between its steps
@@ -129,8 +130,8 @@ class Watch:
             self._came_to_nothing(recorder, [(p, p.grad) for p in parameters])
         elif recorder is None and self.first and not self.settled:
             self._missed()
-        if left:
-            self._learnt.finds(Loop(around=left))
+        if left > (targets := self._targets if self.evaluations.made_batch else 0):
+            self._learnt.finds(Loop(around=left - targets))
         self._note(parameters, sum(left_over.values()))
         return self.loop
 
@@ -192,7 +193,7 @@ class Watch:
         cleared = self._gradients.cleared(trained_outside(recorder))
         seen = loss_seen(recorder, self._workspaces, found, cleared, first=not self._learnt.heard)
         recorder.kept.update(found.kept)
-        held = {at for loss in recorder.losses for at in loss.held}
+        held, self._targets = {at for loss in recorder.losses for at in loss.held}, found.unread
         own = [states, [p for p, _ in counted] if recorder.passing else counted]
         self._warn_between(recorder, own)
         came_round = comes in roles or recorder.came_round

@@ -20,9 +20,9 @@ import torch
 from torch import fx
 from torch.fx import traceback
 
-from planner.capture.joint_graph import ancestors, index_of, is_tangent
+from planner.capture.joint_graph import ancestors, index_of, is_dense, is_tangent
 from planner.compat.fake import unset_fake_temporarily
-from planner.core.layout import Order, strides_in
+from planner.core.layout import Order, memory_order, strides_in
 from planner.errors import ApplyError
 
 _ATEN = torch.ops.aten
@@ -174,15 +174,18 @@ def leave_out(graph: fx.Graph, undefined: Collection[fx.Node]) -> None:
 def lay_out(graph: fx.Graph, orders: Mapping[int, Order]) -> None:
     """Let gradients enter a joint graph in other memory layouts, in place; what is computed from them follows.
 
+    That of an output which is a part of another tensor, as `chunk()` gives, has a memory of its own.
+
     Args:
         graph: of fixed sizes.
         orders: of the gradients' dimensions, by the positions of the outputs that they are of.
     """
-    strides = {
-        node: own
-        for at, node in entering(graph).items()
-        if at in orders and (own := strides_in(orders[at], node.meta["val"].shape)) != list(node.meta["val"].stride())
-    }
+    strides = {}
+    for at, node in entering(graph).items():
+        t = node.meta["val"]
+        own = strides_in(orders.get(at, memory_order(t)), t.shape)
+        if own != list(t.stride()) if at in orders else _is_part(t):
+            strides[node] = own
     if not strides:
         return
     reads = set(strides)
@@ -195,6 +198,11 @@ def lay_out(graph: fx.Graph, orders: Mapping[int, Order]) -> None:
             elif node.op == "call_function" and not reads.isdisjoint(node.all_input_nodes):
                 _compute_again(node)
                 reads.add(node)
+
+
+def _is_part(t: torch.Tensor) -> bool:
+    """Whether a tensor's memory has others, or gaps, between or beside its elements, none of which it has twice."""
+    return not is_dense(t) and all(stride for size, stride in zip(t.shape, t.stride(), strict=True) if size > 1)
 
 
 def _compute_again(node: fx.Node) -> None:
