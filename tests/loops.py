@@ -63,6 +63,44 @@ def adamw(model: nn.Module, rows: int, ended: Ended) -> None:
         ended(loss)
 
 
+class RefersToItself(nn.Module):
+    """What is copied of it, as to capture it, stays until Python's collector comes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = mlp(depth=6)
+        self.every = {"itself": self}
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def microbatches_of_a_cycle(put: Put, ended: Ended) -> None:
+    """Microbatches of a model that refers to itself."""
+    model = put(RefersToItself())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(STEPS):
+        for _ in range(2):
+            loss = F.mse_loss(model(torch.randn(256, 64)), torch.randn(256, 64)) / 2
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ended(loss)
+
+
+def head_alone_trained(put: Put, ended: Ended) -> None:
+    """Fine-tuning by an optimizer of the head's parameters, where nobody has frozen the body: its gradients add up."""
+    model = put(nn.Sequential(mlp(depth=3), nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 8)))
+    optimizer = torch.optim.AdamW(model[1:].parameters(), lr=1e-3)
+    for _ in range(STEPS):
+        x, y = torch.randn(256, 64), torch.randint(8, (256,))
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ended(loss)
+
+
 def mlp_adamw_before(put: Put, ended: Ended) -> None:
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -1965,6 +2003,8 @@ LOOPS: dict[str, Loop] = {
     "new_head": Loop(new_head, plans=3, share=1.0),
     "failed_at_first": Loop(failed_at_first),
     "mlp_adamw_before": Loop(mlp_adamw_before),
+    "microbatches_of_a_cycle": Loop(microbatches_of_a_cycle),
+    "head_alone_trained": Loop(head_alone_trained),
     "step_in_a_function": Loop(step_in_a_function),
     "loss_by_a_function": Loop(loss_by_a_function),
     "two_calls_in_a_function": Loop(two_calls_in_a_function),

@@ -239,7 +239,7 @@ class Applied:
         """Gradients that were there in the forward pass are there still, if they are; a loss may have made others."""
         if not self._passes.begins():  # another call's part of it, which came before, has made some
             return
-        if self.watch is not None and any(map(adds_to_gradient, still_there(there))):
+        if self.watch is not None and any(map(adds_to_gradient, self.watch.gradients.taken(still_there(there)))):
             if self.watch.loop.gradients != "accumulated" and signature in self.plans:  # from the next step on, it is
                 self.provider.on_backward_begin(self.model, self.plans[signature])
             self.watch.backward_begins()

@@ -18,7 +18,7 @@ from planner.core.loop import LossSeen
 from planner.costs.measured_ops import measure
 from planner.runtime.copied import tensors_of_copies
 from planner.runtime.holders import held_in, staying
-from planner.runtime.made import Event, LossEvents, Made, UsedStorages
+from planner.runtime.made import Event, LossEvents, Made, UsedStorages, takes_memory
 from planner.runtime.rebound import rebinding, rebound
 from planner.runtime.recorder import Recorder
 
@@ -341,9 +341,11 @@ def _stays_of_others(
 
 
 def _copies(recorder: Recorder) -> dict[int, int]:
-    """The model's copies that are there: they may become averages from some step on."""
+    """The model's copies that are there: they may become averages from some step on. Those on fake tensors, by which a
+    step was captured, stay until Python's collector comes.
+    """
     copied = [] if (model := recorder.model()) is None else tensors_of_copies(model)
-    return storages([t for t in copied if t.device == recorder.device])
+    return storages([t for t in copied if takes_memory(t, recorder.device)])
 
 
 def trained_outside(recorder: Recorder) -> list[nn.Parameter]:

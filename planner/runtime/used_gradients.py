@@ -11,6 +11,7 @@ from torch import nn, optim
 from planner.compat.tensors import storage_key, version_of
 from planner.core.loop import Gradients
 from planner.costs.static_memory import storage_bytes
+from planner.requests.optimizers import trained_by
 from planner.stepping.spent import SpentGradient
 
 LONG = 16  # calls in a row
@@ -28,23 +29,20 @@ def still_there(gradients: There) -> Iterator[torch.Tensor]:
     return (p for p, gradient in gradients if p.grad is not None and gradient() is p.grad)
 
 
-def fewer_gradients(parameters: Iterable[torch.Tensor]) -> int | None:
-    """Bytes of the gradients that are there; None where each parameter that is trained has one."""
-    gradients = [p.grad for p in parameters if p.requires_grad]
-    if any(isinstance(gradient, SpentGradient) for gradient in gradients) or all(
-        gradient is not None for gradient in gradients
-    ):
-        return None
-    return storage_bytes(gradient for gradient in gradients if gradient is not None)
-
-
 class UsedGradients:
-    """The gradients of a model that were used: by an optimizer of torch's, or by the loop itself."""
+    """The gradients of a model that were used: by an optimizer of torch's, or by the loop itself.
+
+    Attributes:
+        untaken: the parameters, by identity, whose gradients are there and which no optimizer takes, so that none
+            clears them, while all those that optimizers take are gone or were used: those of a body that a loop has
+            not frozen and does not train.
+    """
 
     def __init__(self) -> None:
         # by identity, the parameter, held weakly, and the version of its gradient when it was used
         self._by_optimizer: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         self._versions: dict[int, int] = {}  # of the parameters when the latest call began, by identity
+        self.untaken: frozenset[int] = frozenset()
         self._clear = 0  # calls in a row that began without gradients
         self._changed: set[int] = set()  # those that were written into between that call and the one before
         # of parameters of any model, by identity: the gradient that an optimizer has used, and its version then
@@ -74,20 +72,45 @@ class UsedGradients:
         """Whether calls have long begun without gradients, so that none need be told of that optimizers have used."""
         return self._clear >= LONG
 
-    def call_begins(self, parameters: Sequence[nn.Parameter], *, optimizer_seen: bool) -> None:
-        """A call of the model begins; where an optimizer of torch's tells of its steps, nothing has to be looked up."""
+    def call_begins(self, parameters: Sequence[nn.Parameter], stepped: Sequence[optim.Optimizer]) -> None:
+        """A call of the model begins; where optimizers of torch's tell of their steps, no versions are looked up."""
         before = self._versions
-        self._versions = {} if optimizer_seen else {id(p): version_of(p) for p in parameters}
+        self._versions = {} if stepped else {id(p): version_of(p) for p in parameters}
         self._changed = {at for at, version in self._versions.items() if before.get(at, version) != version}
+        if stepped and not self.never_there:
+            self.untaken = self._untaken(parameters, stepped)
+
+    def _untaken(self, parameters: Iterable[nn.Parameter], stepped: Iterable[optim.Optimizer]) -> frozenset[int]:
+        there = {id(p): (p, p.grad) for p in parameters if p.grad is not None and not isinstance(p.grad, SpentGradient)}
+        others = there.keys() - {at for optimizer in stepped for at in trained_by(optimizer)} if there else set()
+        known = others and all(self._was_used(p, g) for at, (p, g) in there.items() if at not in others)
+        return frozenset(others if known else ())
+
+    def taken(self, parameters: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """The parameters but for those whose gradients no optimizer takes."""
+        return (p for p in parameters if id(p) not in self.untaken)
+
+    def untaken_bytes(self, parameters: Iterable[torch.Tensor]) -> int:
+        """Bytes of the gradients that no optimizer takes."""
+        return storage_bytes(p.grad for p in parameters if id(p) in self.untaken and p.grad is not None)
+
+    def fewer(self, parameters: Iterable[torch.Tensor]) -> int | None:
+        """Bytes of the gradients that are there and taken; None where each parameter that is trained has one."""
+        gradients = [p.grad for p in self.taken(parameters) if p.requires_grad]
+        spent = any(isinstance(gradient, SpentGradient) for gradient in gradients)
+        if spent or (not self.untaken and all(gradient is not None for gradient in gradients)):
+            return None
+        return storage_bytes(gradient for gradient in gradients if gradient is not None)
 
     def fate(self, parameters: Sequence[nn.Parameter]) -> Gradients | None:
-        """What becomes of gradients, where some are there as a forward pass begins; None where there are none.
+        """What becomes of gradients that are taken, where some are there as a forward pass begins; None for none.
 
         Those that an optimizer has used, and that nothing has changed since, are expected to be cleared before the
         backward pass; and those of parameters that were written into since the call before, as by an optimizer of the
         loop's own: microbatches leave parameters as they are.
         """
-        there = [(p, p.grad) for p in parameters if p.grad is not None and not isinstance(p.grad, SpentGradient)]
+        taken = ((p, p.grad) for p in self.taken(parameters))
+        there = [(p, g) for p, g in taken if g is not None and not isinstance(g, SpentGradient)]
         unknown, self._clear = self.never_there, 0 if there else self._clear + 1
         if not there or unknown:  # the next call tells, and the backward pass whether it adds to them
             self._by_optimizer.clear()

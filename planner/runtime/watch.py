@@ -36,7 +36,7 @@ from planner.runtime.recorder import Recorder
 from planner.runtime.rounds import Rounds
 from planner.runtime.signature import Role
 from planner.runtime.together import Together
-from planner.runtime.used_gradients import UsedGradients, fewer_gradients
+from planner.runtime.used_gradients import UsedGradients
 
 TRIES = 3  # steps in which nothing could be recorded, before no more are tried
 VAIN = 100  # the same of steps without a backward pass
@@ -80,7 +80,7 @@ class Watch:
         # calls whose only backward pass adds to no gradient (`autograd.grad`); threads, of which several show no loop
         self._asks, self._threads = set[Role](), set[int]()
         self._rounds = Rounds()  # of the calls that began while no other one waited
-        self.together, self._gradients = Together(), UsedGradients()
+        self.together, self.gradients = Together(), UsedGradients()
         self.compiled = True  # the latest call
         tell(self)
 
@@ -121,6 +121,7 @@ class Watch:
         left_over = self._fates.left_over(waiting)
         others = [number for number in waiting if number not in left_over]
         self._begin(role, others)
+        self.gradients.call_begins(parameters, self.optimizers())
         left, recorder = self.evaluations.end(batch, self._model(), self.optimizers()), self.recorder
         if recorder is not None and recorder.broken_off():
             self.stop()  # a step that failed shows nothing of those that do not
@@ -154,15 +155,14 @@ class Watch:
         loop = learnt.loop
         if unused != loop.unused or left_over > loop.left_over:
             learnt.loop = replace(loop, unused=unused, left_over=max(left_over, loop.left_over))
-        self._gradients.call_begins(parameters, optimizer_seen=bool(self.stepped))
-        if self.loop.gradients == "accumulated" or (gradients := self._gradients.fate(parameters)) is None:
+        if self.loop.gradients == "accumulated" or (gradients := self.gradients.fate(parameters)) is None:
             return
         if role in self._asks:  # they need not be cleared before
             gradients = "accumulated"
         if unused or role in self._fates.dropped:
             self._late = gradients
         else:
-            learnt.gradients_there(gradients, fewer_gradients(parameters))
+            learnt.gradients_there(gradients, self.gradients.fewer(parameters))
 
     def _came_to_nothing(self, recorder: Recorder, counted: Any) -> None:
         """No backward pass comes of the calls that were recorded."""
@@ -190,7 +190,7 @@ class Watch:
         turns, self._used = comes not in roles, [*recorder.used_before, recorder.used]
         given = {"awaited": awaited, "later_inputs": later}
         found = stays(recorder, batch, known, optimizers, batches=makes, turns=turns, **given)
-        cleared = self._gradients.cleared(trained_outside(recorder))
+        cleared = self.gradients.cleared(trained_outside(recorder))
         seen = loss_seen(recorder, self._workspaces, found, cleared, first=not self._learnt.heard)
         recorder.kept.update(found.kept)
         held, self._targets = {at for loss in recorder.losses for at in loss.held}, found.unread
@@ -216,7 +216,7 @@ class Watch:
             unreached=() if only_loss else recorder.unreached,
             laid_out=recorder.laid_out,
             loss=seen,
-            beside=found.beside + between,
+            beside=found.beside + between + self.gradients.untaken_bytes(p for p, _ in counted),
             around=found.around,
             graph_retained=recorder.graph_retained,
             kept_beside=found.kept_passes,
@@ -364,7 +364,7 @@ class Watch:
     def optimizer_stepped(self, optimizer: optim.Optimizer) -> None:
         """An optimizer has stepped; a round ends if it is one of the model's."""
         known = self.loop.gradients == "accumulated" and optimizer in self.seen
-        known = known or (self._gradients.never_there and optimizer in self.optimizers())
+        known = known or (self.gradients.never_there and optimizer in self.optimizers())
         if not (self.settled and known):
             self._sees(optimizer)
         if optimizer in self.optimizers():
@@ -382,7 +382,7 @@ class Watch:
         if (model := self._model()) is None:
             return
         self.seen.add(optimizer)
-        self._gradients.any_stepped(optimizer)
+        self.gradients.any_stepped(optimizer)
         if wraps_another(optimizer):
             return
         own = {id(p): p for p in each_parameter(model)}
@@ -391,7 +391,7 @@ class Watch:
             return
         if optimizer not in self.optimizers():
             self.stepped.append(weakref.ref(optimizer))
-        self._gradients.optimizer_stepped(trained)
+        self.gradients.optimizer_stepped(trained)
         self._measure()
 
 
