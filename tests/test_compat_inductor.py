@@ -9,7 +9,7 @@ import torch
 import torch._inductor.config as inductor_config
 from torch import fx
 
-from planner.compat import inductor, inductor_hooks
+from planner.compat import inductor, inductor_hooks, inductor_random
 from planner.compat.fx import boxed
 
 pytestmark = [pytest.mark.compat, pytest.mark.filterwarnings("ignore::FutureWarning")]
@@ -28,6 +28,28 @@ def test_what_inductor_compiles_with_is_named_where_it_is_missing(monkeypatch):
     assert "triton" in inductor.missing_compiler("cuda")
     monkeypatch.setattr("shutil.which", lambda name: None)
     assert "C++ compiler" in inductor.missing_compiler("cpu")
+
+
+def test_what_is_drawn_op_by_op_from_a_seed_is_what_compiled_code_draws_from_it():
+    from torch._inductor import compile_fx, inductor_prims
+
+    graph = fx.Graph()
+    seed = graph.placeholder("seed")
+    uniform = graph.call_function(inductor_prims.random, ([4, 2, 9, 17], seed, "rand"))
+    mask = graph.call_function(torch.ops.aten.gt.Scalar, (uniform, 0.1))
+    turned = graph.call_function(torch.ops.aten.permute.default, (mask, [3, 0, 2, 1]))
+    normal = graph.call_function(inductor_prims.random, ([33], seed, "randn"))
+    moved = graph.call_function(torch.ops.aten.add.Tensor, (normal, 1))
+    graph.output((turned, moved, graph.call_function(inductor_prims.randint, (0, 100, [5, 5], seed))))
+    one, each = fx.GraphModule({}, graph), fx.GraphModule({}, fx.Graph())
+    each.graph.output(each.graph.graph_copy(graph, {}))
+    inductor_random.draw_alike(each.graph)
+    mode = inductor_random.FakeTensorMode()
+    seeds = torch.tensor([3, -(2**60) - 1, 2**62 + 1]).unbind()
+    compiled = compile_fx.compile_fx_inner(one, [mode.from_tensor(seeds[0])])
+    drawn = [(compiled([s]), boxed(each)([s])) for s in seeds]
+    assert all(torch.equal(a, b) for fused, alone in drawn for a, b in zip(fused, alone, strict=True))
+    assert not torch.equal(drawn[0][1][0], drawn[1][1][0])
 
 
 def test_inductor_runs_our_partition_and_generates_a_wrapper_that_compiles_nothing():

@@ -628,3 +628,27 @@ def test_gradients_that_stay_after_many_steps_without_any_are_seen_all_the_same(
     other = torch.optim.SGD(model.parameters(), lr=0.1)
     other.step()
     assert other in watch.optimizers()
+
+
+def test_a_step_is_verified_with_the_loss_that_the_loop_trains():
+    class Scored(nn.Module):
+        def __init__(self):
+            super().__init__()
+            layers = [layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU())]
+            self.body = nn.Sequential(*layers, nn.Linear(64, 64))
+
+        def forward(self, x, y):
+            logits = self.body(x)
+            return logits, nn.functional.cross_entropy(logits, y)
+
+    model, x, y = Scored(), torch.randn(256, 64), torch.randint(64, (256,))
+    plan(model, budget_gb=0.0012).apply()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(3):
+        _logits, loss = model(x, y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    seen = applied_plan(model).verify((x, y))
+    assert seen.gradients_agree
+    assert seen.measured_bytes <= seen.predicted_bytes

@@ -39,6 +39,7 @@ PARTS = {
     ),
     "torch._inductor.cpp_builder": "get_cpp_compiler",
     "torch._inductor.custom_graph_pass": "CustomGraphPass CustomPartitionerFn",
+    "torch._inductor.inductor_prims": "randint random",
     "torch._inductor.graph": "GraphLowering get_user_visible_output_strides",
     "torch._functorch.partitioners": "min_cut_rematerialization_partition",
     "torch._inductor.codegen.cpp": "CppScheduling TilingSelect",

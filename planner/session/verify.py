@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from planner.capture.trace.layers import lstms_in_parts
-from planner.capture.trace.loss_trace import checked_loss, find_loss
+from planner.capture.trace.loss_trace import checked_loss, find_loss, probable_loss
 from planner.capture.trace.state_guard import ModelSnapshot
 from planner.capture.trace.step import TrainingGraph
 from planner.compat.autograd import post_accumulate_hooks
@@ -243,6 +243,8 @@ def _loss(request: Request, output: Any) -> torch.Tensor:
         return checked_loss(request.loss_fn, output)
     if (loss := find_loss(output)) is not None:
         return loss
+    if request.loop.only_loss and (found := probable_loss(output)) is not None:
+        return found[2]
     parts = {at: t.mean() for at, t in enumerate(leaves(output)) if isinstance(t, torch.Tensor) and t.requires_grad}
     if not parts:
         raise BatchError("the model's output holds nothing that needs a gradient")

@@ -28,6 +28,7 @@ from planner.capture.trace.parts import HANDING, PART, Handing, Parts, in_parts
 from planner.compat.autograd import leaves_of, running_node, skip_undefined
 from planner.compat.fake import unset_fake_temporarily
 from planner.compat.fx import boxed, takes_a_list
+from planner.compat.inductor_random import draw_alike
 from planner.core.loop import LaidOut
 from planner.errors import ApplyError, warn
 
@@ -213,6 +214,7 @@ class Arrivals:
                 for step in steps_in(graph):
                     graph.erase_node(step)
             leave_out(graph, [n for at, n in enumerate(inputs) if at in way.missing])
+            draw_alike(graph)
             self._written[way] = boxed(fx.GraphModule(self._graph, graph))
         return self._written[way]
 
