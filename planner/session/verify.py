@@ -115,8 +115,8 @@ def verify(planned: Planned | Pending, batch: Any = None, kwargs: Mapping[str, A
     )
 
 
-def _step(request: Request, args: Any, extra: Mapping[str, Any]) -> None:
-    """The forward and backward passes of a training step of the request's model.
+def _step(request: Request, args: Any, extra: Mapping[str, Any], *, holds: bool = True) -> None:
+    """The forward and backward passes of a training step of the request's model, whose outputs are held or not.
 
     No gradient comes to the batch, nor to what it was computed from.
     """
@@ -129,7 +129,7 @@ def _step(request: Request, args: Any, extra: Mapping[str, Any]) -> None:
         for _ in range(request.in_flight):
             output = model(*args, **extra)
             losses.append(_loss(request, output))
-            held = request.loop.outputs_held
+            held = request.loop.outputs_held if holds else ()
             outputs.append([t for at, t in enumerate(leaves(output)) if held is None or at in held])
             del output
     for loss in losses:  # outside autocast
@@ -179,7 +179,8 @@ def gradients_of(planned: Planned, request: Request, *, nudged: bool = False) ->
         try:
             if nudged:
                 _nudge(model)
-            _step(request, request.args or (), request.kwargs)
+            # the outputs of a loop's step before are there still, in whose place those of a step come
+            _step(request, request.args or (), request.kwargs, holds=False)
             return _gradients(model)
         finally:
             detach(model)
