@@ -101,6 +101,19 @@ def head_alone_trained(put: Put, ended: Ended) -> None:
         ended(loss)
 
 
+def head_alone_accumulates(put: Put, ended: Ended) -> None:
+    """The same by microbatches, which add to the gradients of both."""
+    model = put(nn.Sequential(mlp(depth=3), nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 8)))
+    optimizer = torch.optim.AdamW(model[1:].parameters(), lr=1e-3)
+    for _ in range(STEPS):
+        for _ in range(2):
+            loss = F.cross_entropy(model(torch.randn(256, 64)), torch.randint(8, (256,))) / 2
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ended(loss)
+
+
 def mlp_adamw_before(put: Put, ended: Ended) -> None:
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -2005,6 +2018,7 @@ LOOPS: dict[str, Loop] = {
     "mlp_adamw_before": Loop(mlp_adamw_before),
     "microbatches_of_a_cycle": Loop(microbatches_of_a_cycle),
     "head_alone_trained": Loop(head_alone_trained),
+    "head_alone_accumulates": Loop(head_alone_accumulates),
     "step_in_a_function": Loop(step_in_a_function),
     "loss_by_a_function": Loop(loss_by_a_function),
     "two_calls_in_a_function": Loop(two_calls_in_a_function),

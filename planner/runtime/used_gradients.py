@@ -29,6 +29,12 @@ def still_there(gradients: There) -> Iterator[torch.Tensor]:
     return (p for p, gradient in gradients if p.grad is not None and gradient() is p.grad)
 
 
+def _unspent(parameters: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The parameters whose gradients are there, and not used by a step in the backward pass; each with its gradient."""
+    each = ((p, p.grad) for p in parameters)
+    return [(p, g) for p, g in each if g is not None and not isinstance(g, SpentGradient)]
+
+
 class UsedGradients:
     """The gradients of a model that were used: by an optimizer of torch's, or by the loop itself.
 
@@ -72,19 +78,27 @@ class UsedGradients:
         """Whether calls have long begun without gradients, so that none need be told of that optimizers have used."""
         return self._clear >= LONG
 
-    def call_begins(self, parameters: Sequence[nn.Parameter], stepped: Sequence[optim.Optimizer]) -> None:
-        """A call of the model begins; where optimizers of torch's tell of their steps, no versions are looked up."""
+    def call_begins(
+        self, parameters: Sequence[nn.Parameter], stepped: Sequence[optim.Optimizer], known: Gradients | None
+    ) -> None:
+        """A call of the model begins; where optimizers of torch's tell of their steps, no versions are looked up.
+
+        Args:
+            parameters: of the model.
+            stepped: the optimizers that were seen to step some of them.
+            known: what becomes of gradients, as far as that is known, where the loop is looked at; else None.
+        """
         before = self._versions
         self._versions = {} if stepped else {id(p): version_of(p) for p in parameters}
         self._changed = {at for at, version in self._versions.items() if before.get(at, version) != version}
-        if stepped and not self.never_there:
-            self.untaken = self._untaken(parameters, stepped)
+        if stepped and known is not None:  # gradients that microbatches add to are counted, whoever takes them
+            self.untaken = frozenset() if known == "accumulated" else self._untaken(parameters, stepped)
 
     def _untaken(self, parameters: Iterable[nn.Parameter], stepped: Iterable[optim.Optimizer]) -> frozenset[int]:
-        there = {id(p): (p, p.grad) for p in parameters if p.grad is not None and not isinstance(p.grad, SpentGradient)}
-        others = there.keys() - {at for optimizer in stepped for at in trained_by(optimizer)} if there else set()
-        known = others and all(self._was_used(p, g) for at, (p, g) in there.items() if at not in others)
-        return frozenset(others if known else ())
+        there = _unspent(parameters)
+        others = {id(p) for p, _ in there}.difference(*map(trained_by, stepped))
+        taken = ((p, g) for p, g in there if id(p) not in others)
+        return frozenset(others if others and all(self._was_used(p, g) for p, g in taken) else ())
 
     def taken(self, parameters: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         """The parameters but for those whose gradients no optimizer takes."""
@@ -109,8 +123,7 @@ class UsedGradients:
         backward pass; and those of parameters that were written into since the call before, as by an optimizer of the
         loop's own: microbatches leave parameters as they are.
         """
-        taken = ((p, p.grad) for p in self.taken(parameters))
-        there = [(p, g) for p, g in taken if g is not None and not isinstance(g, SpentGradient)]
+        there = _unspent(self.taken(parameters))
         unknown, self._clear = self.never_there, 0 if there else self._clear + 1
         if not there or unknown:  # the next call tells, and the backward pass whether it adds to them
             self._by_optimizer.clear()

@@ -121,8 +121,9 @@ class Watch:
         left_over = self._fates.left_over(waiting)
         others = [number for number in waiting if number not in left_over]
         self._begin(role, others)
-        self.gradients.call_begins(parameters, self.optimizers())
-        left, recorder = self.evaluations.end(batch, self._model(), self.optimizers()), self.recorder
+        optimizers, recorder = self.optimizers(), self.recorder
+        self.gradients.call_begins(parameters, optimizers, None if recorder is None else self.loop.gradients)
+        left = self.evaluations.end(batch, self._model(), optimizers)
         if recorder is not None and recorder.broken_off():
             self.stop()  # a step that failed shows nothing of those that do not
         elif recorder is not None and (recorder.losses or recorder.over):
@@ -151,8 +152,7 @@ class Watch:
     def _note(self, parameters: Sequence[nn.Parameter], left_over: int) -> None:
         """What the beginning of a call tells by itself: calls that are left over, and gradients that are there."""
         learnt, role, self._late = self._learnt, self._learnt.role, None
-        unused = self._fates.unused(role)
-        loop = learnt.loop
+        unused, loop = self._fates.unused(role), learnt.loop
         if unused != loop.unused or left_over > loop.left_over:
             learnt.loop = replace(loop, unused=unused, left_over=max(left_over, loop.left_over))
         if self.loop.gradients == "accumulated" or (gradients := self.gradients.fate(parameters)) is None:
