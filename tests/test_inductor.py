@@ -353,7 +353,29 @@ def test_a_broken_graph_is_refused():
         planned(Broken(layers=1), batch_of())
 
 
-def test_wrong_gradients_leave_the_model_with_aten_and_a_note(everything, monkeypatch):
+@pytest.fixture
+def nothing_compared(tmp_path, monkeypatch):
+    monkeypatch.setenv("CHECKPOINT_PLANNER_CACHE", str(tmp_path))
+
+
+def test_gradients_that_agreed_are_not_compared_again(everything, nothing_compared, monkeypatch):
+    """In another process neither, unless Inductor generates other code there."""
+    _model, _batch, roomy = everything
+    calls = []
+    original = planner.session.trust.gradients_of
+    monkeypatch.setattr(planner.session.trust, "gradients_of", lambda *a, **k: calls.append(a) or original(*a, **k))
+    first = planner.session.trust.trusted(roomy.source, {}, [])
+    assert len(calls) == 2
+    assert "On the first batch its gradients are those of mode='aten'" in first.record.note
+    again = planner.session.trust.trusted(roomy.source, {}, [])
+    assert len(calls) == 2
+    assert "compared on this machine before" in again.record.note
+    with torch._inductor.config.patch(epilogue_fusion=False):
+        planner.session.trust.trusted(roomy.source, {}, [])
+    assert len(calls) == 4
+
+
+def test_wrong_gradients_leave_the_model_with_aten_and_a_note(everything, nothing_compared, monkeypatch):
     _model, _batch, roomy = everything
     calls = []
 

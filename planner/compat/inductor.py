@@ -34,7 +34,7 @@ PARTS = {
     "torch._inductor.choices": "InductorChoices",
     "torch._inductor.compile_fx": "compile_fx compile_fx_inner",
     "torch._inductor.config": (
-        "cpp custom_partitioner_fn inductor_choices_class reorder_for_peak_memory cpp_wrapper fx_graph_cache "
+        "cpp custom_partitioner_fn get_hash inductor_choices_class reorder_for_peak_memory cpp_wrapper fx_graph_cache "
         "joint_custom_pre_pass"
     ),
     "torch._inductor.cpp_builder": "get_cpp_compiler",
@@ -75,6 +75,15 @@ def missing_compiler(device: str) -> str:
     except (InvalidCxxCompiler, RuntimeError):
         found = None
     return "" if found else "a C++ compiler, and none is here: install g++ (apt-get install g++), or set CXX to one"
+
+
+def code_generation() -> str:
+    """What Inductor's code depends on beside the graph: a hash of its settings, and the C++ compiler."""
+    from torch._inductor import config
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    asked: Any = config
+    return f"{asked.get_hash().hex()} {get_cpp_compiler()}"
 
 
 def compile_graph(

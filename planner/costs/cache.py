@@ -1,4 +1,4 @@
-"""Measured costs of ops, kept on disk between processes; safe to delete, and never in the way of a plan."""
+"""What was measured on this machine, kept on disk between processes; safe to delete, and never in the way of a plan."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from planner.devices.accelerator import accelerator_of
 from planner.errors import warn
 
 _FORMAT = 3  # of the table, and of what is measured; a new one is a new file
-_TABLE = (
+_TABLES = (
     "CREATE TABLE IF NOT EXISTS ops (key TEXT PRIMARY KEY, workspace INTEGER NOT NULL, excess INTEGER NOT NULL, "
-    "seconds REAL) WITHOUT ROWID"
+    "seconds REAL) WITHOUT ROWID",
+    "CREATE TABLE IF NOT EXISTS gradients (key TEXT PRIMARY KEY, error REAL NOT NULL) WITHOUT ROWID",
 )
 _DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
 T = TypeVar("T")
@@ -88,6 +89,23 @@ def write(costs: Mapping[str, Allocated]) -> None:
     _with_file(lambda connection: connection.executemany("INSERT OR REPLACE INTO ops VALUES (?, ?, ?, ?)", rows))
 
 
+def gradients_agreed(key: str) -> float | None:
+    """By how much the gradients of compiled graphs differed from right ones when they were compared; None if never.
+
+    Args:
+        key: the digest of the graphs and of what compiles them.
+    """
+    query = "SELECT error FROM gradients WHERE key = ?"
+    row = _with_file(lambda connection: connection.execute(query, (key,)).fetchone())
+    return None if row is None else float(row[0])
+
+
+def keep_agreement(key: str, error: float) -> None:
+    """Keep that gradients were compared, and agreed, for `gradients_agreed()`."""
+    insert = "INSERT OR REPLACE INTO gradients VALUES (?, ?)"
+    _with_file(lambda connection: connection.execute(insert, (key, error)))
+
+
 def _with_file(use: Callable[[sqlite3.Connection], T]) -> T | None:
     """One transaction; None where the file cannot be used. A damaged file is begun anew, with a warning."""
     try:
@@ -109,5 +127,6 @@ def _with_file(use: Callable[[sqlite3.Connection], T]) -> T | None:
 def _transaction(path: Path, use: Callable[[sqlite3.Connection], T]) -> T:
     with closing(sqlite3.connect(path, timeout=5)) as connection, connection:
         connection.execute("PRAGMA synchronous = OFF")  # a file that a power cut damages is begun anew
-        connection.execute(_TABLE)
+        for table in _TABLES:
+            connection.execute(table)
         return use(connection)

@@ -9,11 +9,13 @@ from functools import partial
 
 import torch
 
+from planner.compat.inductor import code_generation
 from planner.core.plan import PlanRecord
 from planner.core.recipe import PlannedRegion, Recipe
+from planner.costs.cache import digest, gradients_agreed, keep_agreement, surroundings
 from planner.errors import InfeasibleBudgetError, warn
 from planner.planning.inductor import in_aten, planned_in_vain
-from planner.planning.pipeline import make_plan
+from planner.planning.pipeline import capture_step, make_plan
 from planner.requests.planned import Planned
 from planner.session.verify import compare, gradients_of
 
@@ -35,8 +37,9 @@ def trusted(planned: Planned, earlier: Earlier, given_up: list[str]) -> Planned:
 
     A step that draws random numbers draws others there: it is compared with Inductor's own, with everything kept. That
     may take more than the budget, and so may the leanest of mode "aten": later plans of the same graphs are compared
-    with the one before, which does not. Where gradients were planned that do not come, the plan is one of mode "aten",
-    if that fits: the backward pass would run op by op, and take what nobody counts.
+    with the one before, which does not. What agreed once on this machine is not compared again, in another process
+    either. Where gradients were planned that do not come, the plan is one of mode "aten", if that fits: the backward
+    pass would run op by op, and take what nobody counts.
 
     Args:
         planned: the plan.
@@ -57,6 +60,12 @@ def trusted(planned: Planned, earlier: Earlier, given_up: list[str]) -> Planned:
     if draws and all(r.own for r in regions):
         earlier[graphs] = planned.record
         return planned
+    known_by = _digest(planned)
+    if (error := gradients_agreed(known_by)) is not None:
+        earlier[graphs] = planned.record
+        return _noted(
+            planned, f"Its gradients were compared on this machine before, and are right (within {error:.1e})."
+        )
     before = earlier.get(graphs)
     if not draws and (op_by_op := _op_by_op(planned, needed=before is None)) is not None:
         other, with_what = op_by_op, "mode='aten'"
@@ -76,6 +85,7 @@ def trusted(planned: Planned, earlier: Earlier, given_up: list[str]) -> Planned:
         return _noted(planned, f"Its gradients could not be compared with those of {with_what}, for lack of memory.")
     if agree:
         earlier[graphs] = planned.record
+        keep_agreement(known_by, error)
         return _noted(planned, f"On the first batch its gradients are those of {with_what} ({within}).")
     return _in_aten(
         planned,
@@ -94,6 +104,15 @@ def _in_aten(planned: Planned, why: str, given_up: list[str]) -> Planned:
 
 def _fused(recipe: Recipe) -> list[PlannedRegion]:
     return [r for calls in recipe.calls.values() for r in calls if r is not None and r.realised is not None]
+
+
+def _digest(planned: Planned) -> str:
+    """Of the graphs that Inductor compiles, and of all that its code depends on."""
+    recipe = planned.record.recipe
+    assert isinstance(recipe, Recipe)
+    graphs = sorted(recipe.calls.items()), sorted(recipe.detached.items())
+    around = surroundings(planned.request.model_device)
+    return digest(f"{around} {code_generation()}", repr(graphs))
 
 
 def _least_precise(planned: Planned) -> torch.dtype | None:
@@ -115,10 +134,11 @@ def _op_by_op(planned: Planned, *, needed: bool) -> Planned | None:
     """
     asked = in_aten(planned.request)
     quick = replace(asked, options=replace(asked.options, solver="chen"))
+    captured = capture_step(quick)
     try:
-        return make_plan(quick)
+        return make_plan(quick, captured=captured)
     except InfeasibleBudgetError as e:
-        return make_plan(replace(quick, budget_gb=e.minimum_gb)) if needed else None
+        return make_plan(replace(quick, budget_gb=e.minimum_gb), captured=captured) if needed else None
 
 
 def _own(planned: Planned) -> Planned:
