@@ -35,7 +35,7 @@ _SAME_FLOPS: dict[Any, Any] = {
 # FLOPs for each element of the weights and each row of the sequence, time and batch
 _LSTMS: dict[Any, int] = {_ATEN.mkldnn_rnn_layer: 2, _ATEN.mkldnn_rnn_layer_backward: 4}
 _TAKES_ZEROS = {_ATEN.mkldnn_rnn_layer_backward.default}
-_CONVOLUTIONS = {_ATEN.convolution.default, _ATEN.convolution_backward.default}
+CONVOLUTIONS = {_ATEN.convolution.default, _ATEN.convolution_backward.default}
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +194,7 @@ def _rate(node: fx.Node, device: Device) -> float:
     narrowest = min(dtypes, key=lambda d: d.itemsize, default=torch.float32)
     if narrowest is torch.float32:
         backends: Any = torch.backends
-        library = backends.cudnn.conv if node.target in _CONVOLUTIONS else backends.cuda.matmul
+        library = backends.cudnn.conv if node.target in CONVOLUTIONS else backends.cuda.matmul
         if library.fp32_precision == "tf32":
             return device.tf32
     return device.flops.get(narrowest, device.flops[torch.float32])

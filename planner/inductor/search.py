@@ -8,13 +8,12 @@ from functools import cached_property, partial
 from itertools import starmap
 from typing import NoReturn
 
-import torch
-
+from planner.capture.joint_graph import tensors
 from planner.capture.regions.region import Region
 from planner.capture.trace.step import TrainingGraph
 from planner.core.recipe import PlannedRegion, Settings
 from planner.core.step import Replay, Runs, Step, replay
-from planner.costs.ops import OpEstimate
+from planner.costs.ops import CONVOLUTIONS, OpEstimate
 from planner.errors import CaptureError, PlannerError
 from planner.inductor.backend import Look, Source, look
 from planner.inductor.emit import OP, emit_planned
@@ -25,7 +24,7 @@ from planner.requests.request import Request
 from solvers import InfeasibleError, Schedule, Solution, every_op_once, minimum_peak, simulate, solve
 
 ROUNDS = 3  # of solving, and looking at what Inductor makes of the schedule
-ROOM = 0.05  # of the budget: what is left is not looked for again, as a look takes seconds
+ROOM = 0.05  # of the budget: what is left is not looked for again, nor is what can save no more: a look takes seconds
 # steps of a schedule that may come together in the code: few kernels, and no more memory than is modelled
 WIDE, NARROW = 6, 1
 # convolutions have the layouts of eager mode; for channels last, Inductor copies their weights, and keeps the copies
@@ -146,15 +145,25 @@ def search_of(
 
 
 def leaner(search: Search) -> Search:
-    """A search as it is, or in `PLAIN` layouts, where the step takes more than its budget and less in these."""
+    """A search as it is, or in `PLAIN` layouts, where the step takes more than its budget and less in these.
+
+    Where convolutions take and make too few bytes to matter, that is not tried.
+    """
     request = search.request
-    convolves = any(op.node.target is torch.ops.aten.convolution.default for op in search.fused.fine.ops)
-    if search.own.peak <= request.budget_bytes or not convolves or PLAIN[0] in dict(request.settings):
+    if search.own.peak <= request.budget_bytes or PLAIN[0] in dict(request.settings):
+        return search
+    if _convolved_bytes(search.fused.fine) <= ROOM * search.own.peak:
         return search
     plain = replace(request, settings=plainly(request))
     return min(
         search, search_of(plain, search.graph, search.source, search.lower, search.tried), key=lambda s: s.own.peak
     )
+
+
+def _convolved_bytes(region: Region) -> int:
+    """Bytes of what convolutions take and make: what copies of it in another layout can hold at once."""
+    nodes = {x for op in region.ops if op.node.target in CONVOLUTIONS for x in (op.node, *op.node.all_input_nodes)}
+    return sum(t.nbytes for node in nodes for t in tensors(node))
 
 
 def plainly(request: Request) -> Settings:
