@@ -105,7 +105,13 @@ class ModelError(PlannerError, TypeError):
 
 
 class BatchError(PlannerError, ValueError):
-    """A batch that the model does not accept, or none where one is needed."""
+    """A batch that the model does not accept, or none where one is needed.
+
+    Attributes:
+        of_model: the model's own error, where it raised one for the batch.
+    """
+
+    of_model: Exception | None = None
 
 
 class TorchError(PlannerError, ImportError):

@@ -509,6 +509,65 @@ def views_that_are_named(put: Put, ended: Ended) -> None:
         ended(loss)
 
 
+class Noisy(nn.Module):
+    """Adds noise, as much of it as an attribute says, and counts its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.noise, self.calls = nn.ModuleList([mlp(depth=1) for _ in range(4)]), 0.0, 0
+
+    def forward(self, x):
+        self.calls += 1
+        for layer in self.layers:
+            x = layer(x)
+            if self.noise:
+                x = (x * torch.exp(self.noise * torch.randn_like(x))).tanh()
+        return x
+
+
+def noise_from_some_step_on(put: Put, ended: Ended) -> None:
+    """Until then the model fits as it is."""
+    model = put(Noisy())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(STEPS):
+        model.noise = 0.1 * (step > 2)
+        loss = model(torch.randn(512, 64)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ended(loss)
+
+
+class Embedded(nn.Module):
+    """An embedding and what a head makes of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.head = mlp(), nn.Linear(64, 50)
+
+    def forward(self, x):
+        z = F.normalize(self.net(x), dim=1)
+        return z, self.head(z)
+
+
+def detached_embedding(put: Put, ended: Ended) -> None:
+    """Of an output, the step has an alias alone while the backward pass runs."""
+    model = put(Embedded())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def step() -> torch.Tensor:
+        z, head = model(torch.randn(512, 64))
+        z = z.detach()
+        loss = head.square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return torch.stack([loss.detach(), z.mean()])
+
+    for _ in range(STEPS):
+        ended(step().tolist())
+
+
 class Weighted(nn.Module):
     """Several outputs, and weights of their losses that only the loop uses."""
 
@@ -2042,6 +2101,8 @@ LOOPS: dict[str, Loop] = {
     "varying_lengths": Loop(varying_lengths, plans=3),
     "auxiliary_loss": Loop(auxiliary_loss),
     "views_that_are_named": Loop(views_that_are_named),
+    "noise_from_some_step_on": Loop(noise_from_some_step_on, plans=4, share=0.9),
+    "detached_embedding": Loop(detached_embedding),
     "weights_of_losses": Loop(weights_of_losses),
     "names_of_files": Loop(names_of_files),
     "names_of_tasks": Loop(names_of_tasks, plans=5),

@@ -99,6 +99,18 @@ def test_a_batch_that_the_model_does_not_accept():
     assert model._compiled_call_impl is None
 
 
+def test_a_loop_that_leaves_out_a_batch_that_its_model_refuses_goes_on():
+    """The model's own error comes, as without a plan."""
+    model, batch = small()
+    plan(model, budget_gb=1).apply()
+    for x in (batch, torch.randn(8, 17), batch):
+        try:
+            model(x).sum().backward()
+        except RuntimeError as e:
+            assert "mat1 and mat2" in str(e)
+    assert [x.shape[1] for x in (batch,)] and planner.applied_plan(model) is not None
+
+
 @pytest.mark.parametrize(
     ("loss_fn", "error"),
     [(3, planner.OptionError), (lambda y: y, planner.BatchError), (lambda y: y.nothing, planner.BatchError)],

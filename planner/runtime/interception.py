@@ -15,9 +15,10 @@ from planner.compat.dispatch import lasting_modes_off
 from planner.compat.modules import call_of, replace_call, replaced_call
 from planner.core.maxima import Maxima
 from planner.core.plan import PlanRecord
-from planner.errors import UNPLANNABLE, ApplyError
+from planner.errors import UNPLANNABLE, ApplyError, BatchError
 from planner.parallel.group import together
 from planner.requests.planned import Planned
+from planner.runtime.attributes import Attributes
 from planner.runtime.bypassed import Handle
 from planner.runtime.compile_refused import COMPILE, CompileRefused
 from planner.runtime.copied import CopiedCall, note_copy, own_call
@@ -66,6 +67,7 @@ class Applied:
         self.unplanned: set[Signature] = set()
         self.newest: Planned | None = None
         self.state: ModelState | None = None
+        self.attributes = Attributes()
         self.walked: Walk | None = None
         self.agrees = False  # whether the plan of the next call is still to be agreed on with other processes
         self._started, self._passes = alone, BackwardPasses()
@@ -184,7 +186,7 @@ class Applied:
             trained = self.own.beneath(parameters)
             if self.watch is not None and self._learns(self.watch, trained, (args, kwargs), signature):
                 self.forget(role_of(signature))
-            if signature not in self.plans and not self._found(signature, args, kwargs):
+            if not self._has_plan(signature, modules, args, kwargs):
                 return self.call_eagerly(*args, **kwargs)
             if self.watch is not None:
                 self.plans[signature] = self.watch.together.plan(signature, self.plans[signature])
@@ -308,12 +310,22 @@ class Applied:
         accumulates = self.plans[signature].options.accumulate
         return accumulates and all(p.grad is None for p in self.own.beneath(list(self.model.parameters())))
 
+    def _has_plan(self, signature: Signature, modules: Sequence[nn.Module], args: Any, kwargs: Any) -> bool:
+        """Whether a call has a plan, which is made where there is none for the model as it is now."""
+        suits = partial(self.attributes.suit, self.plans, signature, modules)
+        found = partial(self._found, signature, args, kwargs)
+        return (signature in self.plans or found()) and (suits() or (found() and suits()))
+
     def _found(self, signature: Signature, args: Any, kwargs: Any) -> bool:
         """Whether there is a plan for a kind of call now; False where it is to run as without one."""
         if signature in self.unplanned:
             return False
         try:
             self.find(signature, args, kwargs)
+        except BatchError as e:
+            if self.newest is None or e.of_model is None:
+                raise
+            raise e.of_model from None  # a loop may leave out one batch
         except UNPLANNABLE as e:
             if not self.provider.on_no_plan(self.model, e):
                 raise

@@ -109,7 +109,7 @@ class Recorder(LastingMode):
         self.asks_first, self.model = False, weakref.ref(model)
         self.outputs: dict[int, weakref.ref[torch.Tensor]] = {}
         self.let_go: dict[int, int] = {}  # position of an output -> how many events came before its end
-        self._sizes, self.at_once = dict[int, int](), list[int]()  # of outputs; those gone before the first event
+        self._sizes, self._storages, self.at_once = dict[int, int](), dict[int, int](), list[int]()  # gone at event 0
         self.others: weakref.WeakSet[PlannedModel] = weakref.WeakSet()
         self.passing: weakref.WeakSet[PlannedModel] = weakref.WeakSet()
         self.in_loss: set[int] = set()  # numbers of tensors that a backward pass made before it came to an output
@@ -149,7 +149,7 @@ class Recorder(LastingMode):
     def _watch(self, at: int, output: torch.Tensor) -> None:
         let_go, events = self.let_go, self.events
         self.outputs[at] = weakref.ref(output, lambda _: let_go.setdefault(at, len(events)))
-        self._sizes[at] = bytes_of_elements([output])
+        self._sizes[at], self._storages[at] = bytes_of_elements([output]), storage_key(output)
 
     def _seen_made(self) -> set[int]:
         """What was seen to be made: a batch that was not is part of the loop's data."""
@@ -275,9 +275,8 @@ class Recorder(LastingMode):
     def end(self) -> None:
         """Record no more, and hold nothing of what was."""
         self.over = True
-        self.events.clear()
-        self.losses.clear()
-        self.calls.clear()
+        for each in (self.events, self.losses, self.calls):
+            each.clear()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -294,8 +293,9 @@ class Recorder(LastingMode):
         found = storages(gradient)
         if self.phase == "loss":
             self.phase = "backward"
-            self.held_then = self.held_then or held_in(self.thread)
-            self.losses.append(self._loss_events())
+            now = held_in(self.thread)
+            self.held_then = self.held_then or now
+            self.losses.append(self._loss_events(now.paths.keys() & {*self.returned.made.copy()}))
             if not self.passes and (model := self.model()) is not None:
                 self.asks_first = not any(map(adds_to_gradient, model.parameters()))
             self.passes.append((graph_is_kept(), dict(self.gradients.made)))
@@ -318,8 +318,9 @@ class Recorder(LastingMode):
     def _live(self) -> int:
         return self.made.live + self._older_outputs.live
 
-    def _loss_events(self) -> LossEvents:
-        held = tuple(at for at, ref in self.outputs.items() if ref() is not None)
+    def _loss_events(self, named: Collection[int]) -> LossEvents:
+        """The loss; variables hold outputs, or views of them, of these storages."""
+        held = tuple(at for at, ref in self.outputs.items() if ref() is not None or self._storages[at] in named)
         let_go = max((n for at, n in self.let_go.items() if at not in held), default=0)
         if not self.losses:
             self.at_once = [at for at, n in self.let_go.items() if n == 0]

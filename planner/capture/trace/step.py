@@ -346,6 +346,8 @@ def blame(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], erro
         if any(t.is_meta for t in [*tensors, *model.parameters()]) and type(e) is not type(error):
             return  # the model needs values of tensors
         given = ", ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors)
-        raise BatchError(
+        refused = BatchError(
             f"{type(model).__name__} does not accept the batch ({given or 'no tensors'}): {type(e).__name__}: {e}"
-        ) from error
+        )
+        refused.of_model = e
+        raise refused from error
