@@ -92,7 +92,8 @@ def warn_waiting(plan: PlanRecord, beyond: int) -> None:
         warn(
             f"an earlier call of the model still held what it saved for a backward pass, {gb(beyond)} more than this "
             f"plan counts: the forward pass took up to {gb(most)} of {gb(plan.budget_bytes)}. Where a step is left "
-            "out, as one whose loss is not finite, let go of its loss before the next: loss = None"
+            "out, as one whose loss is not finite, or keeps its graph (retain_graph=True), let go of its loss before "
+            "the next: loss = None"
         )
 
 
@@ -100,6 +101,6 @@ def warn_between(took: int, budget: int) -> None:
     """Say that a loop held so many bytes at once after its backward pass, of the budget of its plan."""
     warn(
         f"after its backward pass, and before it called the model again, the loop held {gb(took)} at once, of a budget "
-        f"of {gb(budget)}: no plan is for what runs there (another model, an evaluation, results that are put "
-        "together). Plan that model, too, or give it smaller batches"
+        f"of {gb(budget)}: no plan is for what runs there (another model, which can have a plan, too; a method of this "
+        "one; an evaluation; results that are put together). Give it smaller batches, or free what it does not need"
     )
