@@ -509,6 +509,32 @@ def views_that_are_named(put: Put, ended: Ended) -> None:
         ended(loss)
 
 
+class TwoTowers(nn.Module):
+    """Embeds two inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.scale = mlp(), mlp(), nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x, y):
+        return self.first(x), self.second(y)
+
+
+def bound_together(put: Put, ended: Ended) -> None:
+    """One statement binds both embeddings to their norms."""
+    model = put(TwoTowers())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(STEPS):
+        x, y = model(torch.randn(256, 64), torch.randn(256, 64))
+        x, y = F.normalize(x, dim=-1), F.normalize(y, dim=-1)
+        logits, target = model.scale.exp() * x @ y.T, torch.arange(256)
+        loss = (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ended(loss)
+
+
 class Noisy(nn.Module):
     """Adds noise, as much of it as an attribute says, and counts its calls."""
 
@@ -2101,6 +2127,7 @@ LOOPS: dict[str, Loop] = {
     "varying_lengths": Loop(varying_lengths, plans=3),
     "auxiliary_loss": Loop(auxiliary_loss),
     "views_that_are_named": Loop(views_that_are_named),
+    "bound_together": Loop(bound_together),
     "noise_from_some_step_on": Loop(noise_from_some_step_on, plans=4, share=0.9),
     "detached_embedding": Loop(detached_embedding),
     "weights_of_losses": Loop(weights_of_losses),

@@ -9,9 +9,10 @@ from __future__ import annotations
 import dis
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from types import CodeType, FrameType
+from typing import Any
 
 import torch
 
@@ -22,6 +23,9 @@ from planner.errors import users_frame
 from planner.runtime.made import Event, LossEvents, Made, Place
 
 _STORES = ("STORE_FAST", "STORE_NAME", "STORE_GLOBAL", "STORE_DEREF")
+_TWO = "STORE_FAST_STORE_FAST"  # of Python 3.13; STORE_FAST_LOAD_FAST binds the first of two
+_MOVES = ("SWAP", "CACHE", "NOP", "EXTENDED_ARG", "BUILD_TUPLE", "UNPACK_SEQUENCE")
+_ENDS = ("POP_", "RETURN_", "YIELD_", "JUMP_", "FOR_ITER", "STORE_ATTR", "STORE_SUBSCR", "RAISE_")
 _OWN = 4  # references to the object of a variable: its own, two of variables here, and the argument that asks
 
 
@@ -43,8 +47,8 @@ def rebound(losses: Sequence[LossEvents], kept: Collection[int], frame: FrameTyp
     """
 
     def of(loss: LossEvents) -> dict[int, int]:
-        ends = {key: _gone_from(loss.events, loss.left[key]) for key in loss.left if key in kept}
-        return {k: at for k, at in ends.items() if at is not None and bound_alone(loss.events[at - 1].place, k, frame)}
+        ends = {key: _gone_from(loss.events, loss.left[key], key, frame) for key in loss.left if key in kept}
+        return {key: at for key, at in ends.items() if at is not None}
 
     return [of(loss) for loss in losses]
 
@@ -62,32 +66,76 @@ def rebinding(loss: LossEvents, gone: Mapping[int, int], kept: Mapping[int, int]
     return replace(loss, events=tuple(events)) if gone else loss
 
 
-def _gone_from(events: Sequence[Event], made: Made) -> int | None:
-    """The first event after the instruction that made a tensor; None where that is not known."""
+def _gone_from(events: Sequence[Event], made: Made, key: int, frame: FrameType | None) -> int | None:
+    """The first event after the statement that made a tensor and bound its variable; None where that is not known."""
     start = next((at for at, e in enumerate(events) if made[0] in e.made), None)
-    if start is None or (place := events[start].place) is None:
+    if start is None or not bound_alone(place := events[start].place, key, frame):
         return None
-    return next((at for at in range(start + 1, len(events)) if events[at].place != place), None)
+    assert place is not None
+    code, first = place
+    stores = _stores(code, first)
+    computed = first >= stores.last_computed
+    for at in range(start + 1, len(events)):
+        now = events[at].place
+        if now is not None and now[0] is code and first <= now[1] <= stores.end:
+            computed |= now[1] >= stores.last_computed
+        else:  # a function may compute the next of several
+            return at if computed or (now is not None and now[0] is code) else None
+    return None
 
 
 def bound_alone(place: Place | None, key: int, frame: FrameType | None) -> bool:
     """Whether what an instruction computes goes into a variable that holds a storage which nothing else holds."""
     while frame is not None and (place is None or frame.f_code is not place[0]):
         frame = frame.f_back
-    if place is None or frame is None or (name := _variable(*place)) is None:
+    if place is None or frame is None:
         return False
     variables = variables_of(frame)
+    return any(_holds_alone(variables, name, key) for name in _stores(*place).names)
+
+
+def _holds_alone(variables: Mapping[str, Any], name: str, key: int) -> bool:
     t = variables.get(name)
     if not isinstance(t, torch.Tensor) or t.layout is not torch.strided or storage_key(t) != key:
         return False
     return sys.getrefcount(t) <= _OWN and references(t) == references(torch.empty(1))
 
 
+@dataclass(frozen=True, slots=True)
+class _Stores:
+    """What a statement binds.
+
+    Attributes:
+        names: of variables.
+        last_computed: the instruction that computes the last of what they are bound to.
+        end: the one that binds the last of them.
+    """
+
+    names: tuple[str, ...]
+    last_computed: int
+    end: int
+
+
 @cache
-def _variable(code: CodeType, at: int) -> str | None:
-    """The variable that takes the result of an instruction right away; None for another use of it."""
-    following = next((each for each in dis.get_instructions(code) if each.offset > at), None)
-    if following is None or not following.opname.startswith(_STORES):
-        return None
-    name = following.argval
-    return str(name[0] if isinstance(name, tuple) else name)
+def _stores(code: CodeType, at: int) -> _Stores:
+    """The variables that the statement of an instruction binds; none for other uses.
+
+    The instruction's own result may be bound to any of them, or to none: what the variables hold tells.
+    """
+    names: list[str] = []
+    last = end = at
+    for each in dis.get_instructions(code):
+        if each.offset <= at:
+            continue
+        if each.opname.startswith(_STORES):
+            names += each.argval if each.opname == _TWO else [_first(each.argval)]
+            end = each.offset
+        elif names or each.opname.startswith(_ENDS):
+            break
+        elif not each.opname.startswith(_MOVES):
+            last = each.offset
+    return _Stores(tuple(names), last, end)
+
+
+def _first(argument: Any) -> Any:
+    return argument[0] if isinstance(argument, tuple) else argument
