@@ -111,7 +111,9 @@ class BatchError(PlannerError, ValueError):
         of_model: the model's own error, where it raised one for the batch.
     """
 
-    of_model: Exception | None = None
+    def __init__(self, message: str, of_model: Exception | None = None) -> None:
+        super().__init__(message)
+        self.of_model = of_model
 
 
 class TorchError(PlannerError, ImportError):

@@ -346,8 +346,7 @@ def blame(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], erro
         if any(t.is_meta for t in [*tensors, *model.parameters()]) and type(e) is not type(error):
             return  # the model needs values of tensors
         given = ", ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors)
-        refused = BatchError(
-            f"{type(model).__name__} does not accept the batch ({given or 'no tensors'}): {type(e).__name__}: {e}"
-        )
-        refused.of_model = e
-        raise refused from error
+        raise BatchError(
+            f"{type(model).__name__} does not accept the batch ({given or 'no tensors'}): {type(e).__name__}: {e}",
+            of_model=e,
+        ) from error
