@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 
-from planner import OptionError, PlannerError, PlanWarning, applied_plan, plan
+from planner import OptionError, PlanWarning, applied_plan, plan
 from planner.capture.trace import step as traced_step
 from planner.compat.dispatch import modes_here
 from planner.compat.fake import DynamicOutputShapeException
@@ -604,6 +604,16 @@ def test_a_call_that_failed_leaves_no_batch_behind(monkeypatch):
     model(torch.randn(16, 32)).mean().backward()
     assert failed == 1
     assert alive() is None
+
+
+def test_planning_is_no_anomaly(recwarn):
+    model = perceptron()
+    with torch.autograd.set_detect_anomaly(True):
+        plan(model, budget_gb=1).apply()
+        for _ in range(2):
+            nn.functional.huber_loss(model(torch.randn(16, 32)), torch.zeros(16, 32)).backward()
+        assert torch.is_anomaly_enabled()
+    assert not [w for w in recwarn if "Error detected" in str(w.message)]
 
 
 @pytest.mark.parametrize("late", [False, True])

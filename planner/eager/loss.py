@@ -89,8 +89,9 @@ def differentiate(
         loss = _Outside.apply(differentiated, *results)  # type: ignore[no-untyped-call]
         results.clear()
     losses.append(loss)
-    for keeps in (True, False) if loop.graph_retained else (False,):
-        torch.autograd.backward(losses, list(map(torch.ones_like, losses)), retain_graph=keeps)
+    with torch.autograd.set_detect_anomaly(False):  # gradients without values have any
+        for keeps in (True, False) if loop.graph_retained else (False,):
+            torch.autograd.backward(losses, list(map(torch.ones_like, losses)), retain_graph=keeps)
 
 
 class _Outside(torch.autograd.Function):
