@@ -509,6 +509,35 @@ def views_that_are_named(put: Put, ended: Ended) -> None:
         ended(loss)
 
 
+class Generator(nn.Module):
+    """A model that has its critic as a part, and calls what it generates with."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator, self.critic = mlp(), mlp(depth=2, out=1)
+
+    def forward(self, z):
+        return self.generator(z)
+
+
+def critic_by_turns(put: Put, ended: Ended) -> None:
+    """While the critic is trained, no parameter that the model's call uses needs a gradient."""
+    model = put(Generator())
+    optimizers = [torch.optim.AdamW(part.parameters(), lr=1e-3) for part in (model.critic, model.generator)]
+    for _ in range(STEPS):
+        losses = []
+        for trained, other, optimizer in zip(("critic", "generator"), ("generator", "critic"), optimizers, strict=True):
+            model.get_submodule(trained).requires_grad_(True)
+            model.get_submodule(other).requires_grad_(False)
+            score = model.critic(model(torch.randn(512, 64)))
+            loss = score.square().mean() if trained == "critic" else -score.mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss)
+        ended(losses)
+
+
 class TwoTowers(nn.Module):
     """Embeds two inputs."""
 
@@ -2127,6 +2156,7 @@ LOOPS: dict[str, Loop] = {
     "varying_lengths": Loop(varying_lengths, plans=3),
     "auxiliary_loss": Loop(auxiliary_loss),
     "views_that_are_named": Loop(views_that_are_named),
+    "critic_by_turns": Loop(critic_by_turns, off=0.11),
     "bound_together": Loop(bound_together),
     "noise_from_some_step_on": Loop(noise_from_some_step_on, plans=4, share=0.9),
     "detached_embedding": Loop(detached_embedding),

@@ -15,7 +15,7 @@ from planner.compat.dispatch import lasting_modes_off
 from planner.compat.modules import call_of, replace_call, replaced_call
 from planner.core.maxima import Maxima
 from planner.core.plan import PlanRecord
-from planner.errors import UNPLANNABLE, ApplyError, BatchError
+from planner.errors import UNPLANNABLE, ApplyError, BatchError, ModelError
 from planner.parallel.group import together
 from planner.requests.planned import Planned
 from planner.runtime.attributes import Attributes
@@ -326,6 +326,13 @@ class Applied:
             if self.newest is None or e.of_model is None:
                 raise
             raise e.of_model from None  # a loop may leave out one batch
+        except ModelError:
+            if self.newest is None and all(p.requires_grad for p in self.model.parameters()):
+                raise
+            self.unplanned.add(
+                signature
+            )  # nothing is trained by it, as while another part is, of which it is the input
+            return False
         except UNPLANNABLE as e:
             if not self.provider.on_no_plan(self.model, e):
                 raise
