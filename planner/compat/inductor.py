@@ -228,7 +228,7 @@ def generate(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Ge
         try:
             compile_fx_inner(graph, inputs, **options)
         except _Stopped as e:
-            stopped = e
+            stopped = e.with_traceback(None)  # whose frames would keep the step's batch until Python's collector comes
     context = TracingContext.try_get()
     if context is not None and context.output_strides is not None:
         assert len(context.output_strides) == 0
