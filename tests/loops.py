@@ -898,6 +898,36 @@ def variational(put: Put, ended: Ended) -> None:
         ended(loss)
 
 
+class EncodesToHalves(nn.Module):
+    """An autoencoder whose code comes as both halves of one tensor, beside a third that is made of one."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = mlp(depth=3), nn.Sequential(nn.Linear(32, 64), mlp(depth=3))
+
+    def encode(self, x):
+        mean, log_variance = self.encoder(x).chunk(2, 1)
+        return mean, log_variance, torch.exp(0.5 * log_variance)
+
+    def decode(self, z):
+        return self.decoder(z)
+
+
+def halves_by_methods(put: Put, ended: Ended) -> None:
+    """One node of autograd's makes two results of the first call."""
+    model = put(EncodesToHalves())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    for _ in range(STEPS):
+        x = torch.randn(512, 64)
+        mean, log_variance, deviation = model.encode(x)
+        again = model.decode(mean + deviation * torch.randn_like(mean))
+        loss = F.mse_loss(again, x) + 1e-3 * (mean.square() + deviation.square() - log_variance).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ended(loss)
+
+
 class ReturnsItsParts(nn.Module):
     """A variational autoencoder whose mean and spread are the halves of one tensor."""
 
@@ -2171,6 +2201,7 @@ LOOPS: dict[str, Loop] = {
     "larger_later": Loop(larger_later, plans=3, share=0.7),
     "autoencoder": Loop(autoencoder),
     "variational": Loop(variational),
+    "halves_by_methods": Loop(halves_by_methods),
     "parts_of_a_tensor": Loop(parts_of_a_tensor),
     "modules_by_themselves": Loop(modules_by_themselves),
     "block_by_block": Loop(block_by_block),

@@ -1149,12 +1149,16 @@ def test_a_backward_pass_is_told_from_other_code():
 def test_what_a_tensor_is_computed_from_is_found_behind_other_nodes():
     x = torch.ones(2, requires_grad=True)
     a, b = x.sin(), x.cos()
-    known = {autograd.sequence_number(t.grad_fn): name for name, t in (("a", a), ("b", b))}
+    known = {(autograd.sequence_number(t.grad_fn), t.output_nr): name for name, t in (("a", a), ("b", b))}
     assert len(known) == 2
     assert set(autograd.origins((a * 2 + b.exp()).grad_fn, known)) == {"a", "b"}
-    known[autograd.sequence_number((c := a.tanh()).grad_fn)] = "c"
+    known[autograd.sequence_number((c := a.tanh()).grad_fn), 0] = "c"
     assert autograd.origins((c + 1).grad_fn, known) == ("c",)  # not "a", which is behind it
     assert autograd.origins(x.sin().grad_fn, known) == ()
+    parts = x.exp().chunk(2)  # of one node
+    known |= {(autograd.sequence_number(t.grad_fn), t.output_nr): t.output_nr for t in parts}
+    assert autograd.origins((parts[0] * 2).grad_fn, known) == (0,)
+    assert set(autograd.origins((parts[0] + parts[1]).grad_fn, known)) == {0, 1}
 
 
 def test_a_module_with_another_call_shares_its_parts():

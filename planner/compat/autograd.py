@@ -322,23 +322,23 @@ def sequence_number(node: Node) -> int:
     return number
 
 
-def origins(node: Node, known: Mapping[int, Known]) -> tuple[Known, ...]:
-    """Which of some nodes another one is computed from, without any of them between.
+def origins(node: Node, known: Mapping[tuple[int, int], Known]) -> tuple[Known, ...]:
+    """Which of some tensors what a node makes is computed from, without any of them between.
 
     O(nodes between).
 
     Args:
         node: of autograd's graph.
-        known: these nodes, by `sequence_number`.
+        known: these tensors, by the `sequence_number` of their node and their `output_nr`.
     """
     found = dict[Known, None]()
-    seen, ahead = {node}, [node]
+    seen, ahead = set[tuple[Node, int]](), [node]
     while ahead:
-        for before, _ in ahead.pop().next_functions:
-            if before is None or before in seen:
+        for before, number in ahead.pop().next_functions:
+            if before is None or (before, number) in seen:
                 continue
-            seen.add(before)
-            if (source := known.get(sequence_number(before))) is not None:
+            seen.add((before, number))
+            if (source := known.get((sequence_number(before), number))) is not None:
                 found[source] = None
             else:
                 ahead.append(before)

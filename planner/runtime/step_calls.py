@@ -126,8 +126,8 @@ class CallsSeen:
         self.over = False
         self.why = ""
         self._given: list[tuple[weakref.ref[torch.Tensor], GivenTensor]] = []
-        # by the sequence number of autograd's node, which result or derived tensor it made
-        self._nodes: dict[int, tuple[int, int] | int] = {}
+        # by the sequence number of autograd's node, and which of its outputs it is: the result or derived tensor
+        self._nodes: dict[tuple[int, int], tuple[int, int] | int] = {}
         self._derived = 0
         self._returned: list[list[tuple[weakref.ref[torch.Tensor] | None, int]]] = []  # and its storage
         self._alive = frozenset[int]()
@@ -154,7 +154,7 @@ class CallsSeen:
         """What the latest call returned."""
         for at, t in enumerate(leaves(result)):
             if isinstance(t, torch.Tensor) and t.grad_fn is not None:
-                self._nodes[sequence_number(t.grad_fn)] = len(self._returned), at
+                self._nodes[sequence_number(t.grad_fn), t.output_nr] = len(self._returned), at
         self._returned.append(
             [
                 (weakref.ref(t), storage_key(t))
@@ -194,7 +194,7 @@ class CallsSeen:
             return returned
         if x.grad_fn is not None and (sources := origins(x.grad_fn, self._nodes)):
             number, self._derived = self._derived, self._derived + 1
-            self._nodes[sequence_number(x.grad_fn)] = number
+            self._nodes[sequence_number(x.grad_fn), x.output_nr] = number
             return Derived(tuple(x.shape), tuple(x.stride()), x.dtype, sources, number)
         for number, (ref, _) in enumerate(self._given):
             if ref() is x:
