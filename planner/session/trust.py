@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
@@ -110,9 +111,10 @@ def _digest(planned: Planned) -> str:
     """Of the graphs that Inductor compiles, and of all that its code depends on."""
     recipe = planned.record.recipe
     assert isinstance(recipe, Recipe)
-    graphs = sorted(recipe.calls.items()), sorted(recipe.detached.items())
-    around = surroundings(planned.request.model_device)
-    return digest(f"{around} {code_generation()}", repr(graphs))
+    graphs: tuple[object, ...] = sorted(recipe.calls.items()), sorted(recipe.detached.items())
+    with suppress(PackageNotFoundError):  # it runs from its sources
+        graphs = *graphs, version("checkpoint-planner")
+    return digest(f"{surroundings(planned.request.model_device)} {code_generation()}", repr(graphs))
 
 
 def _least_precise(planned: Planned) -> torch.dtype | None:
