@@ -251,7 +251,7 @@ def test_a_gradient_that_does_not_arrive_makes_the_backward_pass_run_op_by_op_wi
     assert "Kept." in str(p.explain())
 
 
-def test_a_file_of_a_plan_serves_a_model_like_its_own_without_planning(tight, tmp_path, monkeypatch):
+def test_a_file_of_a_plan_serves_a_model_like_its_own_without_planning(tight, tmp_path, monkeypatch, nothing_compared):
     model, batch, p = tight
     p.save(tmp_path / "plan.json")
     loaded = Plan.load(tmp_path / "plan.json")
