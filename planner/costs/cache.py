@@ -20,7 +20,7 @@ _FORMAT = 3  # of the table, and of what is measured; a new one is a new file
 _TABLES = (
     "CREATE TABLE IF NOT EXISTS ops (key TEXT PRIMARY KEY, workspace INTEGER NOT NULL, excess INTEGER NOT NULL, "
     "seconds REAL) WITHOUT ROWID",
-    "CREATE TABLE IF NOT EXISTS gradients (key TEXT PRIMARY KEY, error REAL NOT NULL) WITHOUT ROWID",
+    "CREATE TABLE IF NOT EXISTS agreed (key TEXT PRIMARY KEY) WITHOUT ROWID",
 )
 _DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
 T = TypeVar("T")
@@ -89,21 +89,19 @@ def write(costs: Mapping[str, Allocated]) -> None:
     _with_file(lambda connection: connection.executemany("INSERT OR REPLACE INTO ops VALUES (?, ?, ?, ?)", rows))
 
 
-def gradients_agreed(key: str) -> float | None:
-    """By how much the gradients of compiled graphs differed from right ones when they were compared; None if never.
+def gradients_agreed(key: str) -> bool:
+    """Whether the gradients of compiled graphs were compared before, and were right.
 
     Args:
         key: the digest of the graphs and of what compiles them.
     """
-    query = "SELECT error FROM gradients WHERE key = ?"
-    row = _with_file(lambda connection: connection.execute(query, (key,)).fetchone())
-    return None if row is None else float(row[0])
+    query = "SELECT 1 FROM agreed WHERE key = ?"
+    return _with_file(lambda connection: connection.execute(query, (key,)).fetchone()) is not None
 
 
-def keep_agreement(key: str, error: float) -> None:
+def keep_agreement(key: str) -> None:
     """Keep that gradients were compared, and agreed, for `gradients_agreed()`."""
-    insert = "INSERT OR REPLACE INTO gradients VALUES (?, ?)"
-    _with_file(lambda connection: connection.execute(insert, (key, error)))
+    _with_file(lambda connection: connection.execute("INSERT OR REPLACE INTO agreed VALUES (?)", (key,)))
 
 
 def _with_file(use: Callable[[sqlite3.Connection], T]) -> T | None:

@@ -109,7 +109,8 @@ class Recorder(LastingMode):
         self.asks_first, self.model = False, weakref.ref(model)
         self.outputs: dict[int, weakref.ref[torch.Tensor]] = {}
         self.let_go: dict[int, int] = {}  # position of an output -> how many events came before its end
-        self._sizes, self._storages, self.at_once = dict[int, int](), dict[int, int](), list[int]()  # gone at event 0
+        self._sizes, self.at_once = dict[int, int](), list[int]()  # of outputs; those gone before the first event
+        self._storages: dict[int, int] = {}  # of outputs, by position
         self.others: weakref.WeakSet[PlannedModel] = weakref.WeakSet()
         self.passing: weakref.WeakSet[PlannedModel] = weakref.WeakSet()
         self.in_loss: set[int] = set()  # numbers of tensors that a backward pass made before it came to an output
@@ -275,8 +276,9 @@ class Recorder(LastingMode):
     def end(self) -> None:
         """Record no more, and hold nothing of what was."""
         self.over = True
-        for each in (self.events, self.losses, self.calls):
-            each.clear()
+        self.events.clear()
+        self.losses.clear()
+        self.calls.clear()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
