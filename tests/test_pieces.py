@@ -530,13 +530,15 @@ class Levels(nn.Module):
         return F.binary_cross_entropy_with_logits(self.out(F.silu(self.up(torch.cat([a, b], 1)))), y)
 
 
-def test_a_unet_trains_in_four_fifths_of_the_memory_that_recomputation_needs(tmp_path: Path) -> None:
+def test_a_unet_trains_in_three_quarters_of_the_memory_that_recomputation_needs(tmp_path: Path) -> None:
     model, batch = Levels(), (torch.randn(8, 3, 32, 32), torch.rand(8, 1, 32, 32))
     reference = copy.deepcopy(model)
     held = sum(t.nbytes for t in (*model.parameters(), *batch))
     roomy = plan(model, batch, budget_gb=1, progress=False)
     whole, pieces = (least_of(roomy, pieces=given) for given in (False, "auto"))
-    assert pieces.minimum_bytes - held <= 0.8 * (whole.minimum_bytes - held)
+    # the backward pass of a convolution takes a workspace by its kernel: oneDNN's for AVX2 leave 0.79 (AMD EPYC)
+    share = 0.8 if torch.backends.cpu.get_cpu_capability() == "AVX2" else 0.75
+    assert pieces.minimum_bytes - held <= share * (whole.minimum_bytes - held)
     p = for_budget(roomy, pieces.minimum_gb, pieces="auto")
     assert {"forward", "backward"} >= {each.phase for each in p.record.pieces}
     p.apply()
