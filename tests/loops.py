@@ -928,6 +928,53 @@ def halves_by_methods(put: Put, ended: Ended) -> None:
         ended(loss)
 
 
+class MixesChannels(nn.Module):
+    """A linear layer for each place of an image, and a norm after it; then convolutions."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.mix, self.norm = nn.Conv2d(3, 16, 3, padding=1), nn.Linear(16, 16), nn.GroupNorm(4, 16)
+        self.down = nn.Sequential(*(m for _ in range(6) for m in (nn.Conv2d(16, 16, 3, padding=1), nn.SiLU())))
+        self.out = nn.Conv2d(16, 3, 3, padding=1)
+
+    def encode(self, x):
+        h = self.up(x)
+        mixed = F.gelu(self.mix(h.flatten(2).transpose(1, 2))).transpose(1, 2).reshape(h.shape)
+        return self.norm(F.silu(mixed))
+
+    def decode(self, h):
+        return self.out(self.down(h))
+
+    def forward(self, x):
+        h = self.encode(x)
+        torch._dynamo.graph_break()
+        return self.decode(h)
+
+
+def _one_image(call, model, ended):
+    """The stride of the dimension of one image decides whether kernels take it for channels-last; torch's fake tensors
+    have another one than it has.
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    for _ in range(STEPS):
+        x = torch.randn(1, 3, 64, 64)
+        loss = F.mse_loss(call(x), x)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ended(loss)
+
+
+def one_image_by_methods(put: Put, ended: Ended) -> None:
+    model = put(MixesChannels())
+    _one_image(lambda x: model.decode(model.encode(x)), model, ended)
+
+
+def one_image_in_two_graphs(put: Put, ended: Ended) -> None:
+    model = put(MixesChannels())
+    _one_image(model, model, ended)
+
+
 class ReturnsItsParts(nn.Module):
     """A variational autoencoder whose mean and spread are the halves of one tensor."""
 
@@ -2202,6 +2249,8 @@ LOOPS: dict[str, Loop] = {
     "autoencoder": Loop(autoencoder),
     "variational": Loop(variational),
     "halves_by_methods": Loop(halves_by_methods),
+    "one_image_by_methods": Loop(one_image_by_methods),
+    "one_image_in_two_graphs": Loop(one_image_in_two_graphs),
     "parts_of_a_tensor": Loop(parts_of_a_tensor),
     "modules_by_themselves": Loop(modules_by_themselves),
     "block_by_block": Loop(block_by_block),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
@@ -15,6 +15,7 @@ from torch import fx, nn
 
 from planner.capture.regions.fingerprint import fingerprint
 from planner.capture.regions.region import Region
+from planner.capture.regions.strides import as_captured, strides_out
 from planner.capture.trace.arrival import Arrivals
 from planner.capture.trace.dynamo import CompileRegion, Serve, dynamo_settings
 from planner.capture.trace.layers import lstms_in_parts
@@ -159,6 +160,9 @@ def _serve(
     return served.run
 
 
+_Compiled = tuple[Callable[..., Any], Arrivals, Mapping[int, tuple[int, ...]]]  # and strides of results
+
+
 class _Graph:
     """A graph that Dynamo captured, compiled once for each region that is planned for it."""
 
@@ -168,8 +172,8 @@ class _Graph:
         self.regions, self.recipe, self.graph, self.compile_region = regions, recipe, graph, compile_region
         self.key = fingerprint(graph.graph)
         self.device = next(regions.model.parameters()).device
-        self.compiled: dict[object, tuple[Callable[..., Any], Arrivals]] = {}  # by region, cut, and buckets
-        self._latest: tuple[object, tuple[Callable[..., Any], Arrivals]] | None = None  # of these, that ran last
+        self.compiled: dict[object, _Compiled] = {}  # by region, cut, and buckets
+        self._latest: tuple[object, _Compiled] | None = None  # of these, that ran last
 
     def planned_now(self) -> PlannedRegion | None:
         """The region of the present call of this graph."""
@@ -179,8 +183,10 @@ class _Graph:
             raise GraphChanged
         return calls[at]
 
-    def compiled_for(self, planned: PlannedRegion | None, inputs: Sequence[Any]) -> tuple[Callable[..., Any], Arrivals]:
+    def compiled_for(self, planned: PlannedRegion | None, inputs: Sequence[Any]) -> _Compiled:
         """This graph as it was planned, and its backward pass; compiled on such inputs if it has not been."""
+        strides: dict[int, tuple[int, ...]] = {}
+        others = len(self.recipe().calls) > 1  # that read what this one returns
 
         def partition(region: Region) -> tuple[fx.GraphModule, fx.GraphModule]:
             if planned is None or region.fingerprint != planned.fingerprint:
@@ -189,6 +195,7 @@ class _Graph:
             if written is None:
                 raise GraphChanged
             self.regions.wrote(self.recipe(), written[0])
+            strides.update(strides_out(region) if others else {})
             return written
 
         cut = self.recipe().detached.get(self.key, ())
@@ -204,7 +211,7 @@ class _Graph:
             if planned is not None and planned.realised is not None:
                 by = compiling(own=planned.own, settings=planned.settings, near=planned.near)
             with lstms_in_parts(on=planned is not None and planned.lstms_in_parts):
-                self.compiled[kind] = self.compile_region(partition, inputs, arrivals, by), arrivals
+                self.compiled[kind] = self.compile_region(partition, inputs, arrivals, by), arrivals, strides
             if self.regions.shown is not None:
                 self.regions.shown.update()
         self._latest = kind, self.compiled[kind]
@@ -212,7 +219,7 @@ class _Graph:
 
     def run(self, *inputs: Any) -> Any:
         """The graph's outputs, by the region that is planned for this call."""
-        run, arrivals = self.compiled_for(self.planned_now(), inputs)
+        run, arrivals, strides = self.compiled_for(self.planned_now(), inputs)
         self.regions.calls[self.key] += 1
         self.regions.ran += 1
         # a random op's state is that of the current device's generator
@@ -221,6 +228,6 @@ class _Graph:
             results = run(*inputs)
         if (node := backward_node(results)) is not None:
             self.regions.nodes.append((self.regions.call, node))
-        outputs = with_nodes(results, arrivals)
+        outputs = as_captured(with_nodes(results, arrivals), strides)
         self.regions.made += [weakref.ref(t) for t in outputs if isinstance(t, torch.Tensor)]
         return outputs

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
@@ -218,6 +218,16 @@ def without_numbers(signature: Signature) -> Signature:
     """The same for calls that are given other numbers."""
     described, *others = signature
     return (tuple(type(each) if type(each) in (int, float) else each for each in described), *others)
+
+
+def without_strides(signature: Signature, positions: Collection[int]) -> Signature:
+    """The same for calls whose arguments at these positions, of all leaves, are laid out otherwise."""
+    described, *others = signature
+
+    def without(each: Any) -> Any:
+        return (each[0], None, *each[2:]) if isinstance(each, tuple) and len(each) == TENSOR else each
+
+    return (tuple(without(each) if at in positions else each for at, each in enumerate(described)), *others)
 
 
 def role_of(signature: Signature) -> Role:

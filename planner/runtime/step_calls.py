@@ -19,7 +19,7 @@ from planner.core.objects import leaves
 from planner.runtime.compile_refused import COMPILE
 from planner.runtime.entries import Entry
 from planner.runtime.interception import CARRIER
-from planner.runtime.signature import Signature
+from planner.runtime.signature import Signature, without_strides
 
 PLAIN = (int, float, bool, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout)
 MOST_CALLS = 256  # before a backward pass: with more, the loop goes its own way
@@ -49,13 +49,30 @@ class Derived:
         shape, stride, dtype: its own.
         sources: what it was computed from: results, by call and position, and other such tensors, by their number.
         number: among such tensors of the step.
+        beside: the strides of each source.
     """
 
     shape: tuple[int, ...]
-    stride: tuple[int, ...]
+    stride: tuple[int, ...] = field(compare=False)  # which follow those of the sources
     dtype: torch.dtype
     sources: tuple[tuple[int, int] | int, ...]
     number: int
+    beside: tuple[tuple[int, ...], ...] = field(compare=False)
+
+    def strides(self, sources: Sequence[torch.Tensor]) -> tuple[int, ...]:
+        """Its strides where those of its sources are others than they were: a part of a tensor has that one's, and what
+        is computed element by element those that torch gives a tensor that is made like it.
+        """
+        for then, now in zip(self.beside, sources, strict=True):
+            if self.stride == then:
+                return now.stride()
+            if len(then) == len(self.shape) == now.dim() and self.stride == _strides_like(self.shape, then):
+                return _strides_like(self.shape, now.stride())
+        return self.stride
+
+
+def _strides_like(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
+    return torch.empty_like(torch.empty_strided(shape, stride, device="meta")).stride()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +83,8 @@ class EntryCall:
         entry: of the model.
         sources: for each leaf of the arguments where it comes from, or itself where it is no tensor.
         layout: of the arguments.
-        signature: of the call.
+        signature: of the call; strides do not count of what the model itself has made, which may lay it out otherwise
+            by a plan.
     """
 
     entry: Entry
@@ -128,6 +146,7 @@ class CallsSeen:
         self._given: list[tuple[weakref.ref[torch.Tensor], GivenTensor]] = []
         # by the sequence number of autograd's node, and which of its outputs it is: the result or derived tensor
         self._nodes: dict[tuple[int, int], tuple[int, int] | int] = {}
+        self._strides: dict[tuple[int, int] | int, tuple[int, ...]] = {}  # of these
         self._derived = 0
         self._returned: list[list[tuple[weakref.ref[torch.Tensor] | None, int]]] = []  # and its storage
         self._alive = frozenset[int]()
@@ -139,7 +158,9 @@ class CallsSeen:
     def describe(self, entry: Entry, args: Any, kwargs: Any, signature: Signature) -> EntryCall:
         """A call that comes; `returned()` follows."""
         found, layout = pytree.tree_flatten((tuple(args), dict(kwargs)))
-        call = EntryCall(entry, tuple(map(self._source, found)), layout, signature)
+        sources = tuple(map(self._source, found))
+        inner = {at for at, source in enumerate(sources) if isinstance(source, (Returned, Derived))}
+        call = EntryCall(entry, sources, layout, without_strides(signature, inner))
         self.calls.append(call)
         if len(self.calls) > MOST_CALLS:
             self.why = self.why or f"it makes {MOST_CALLS} calls of the model before a backward pass"
@@ -154,7 +175,7 @@ class CallsSeen:
         """What the latest call returned."""
         for at, t in enumerate(leaves(result)):
             if isinstance(t, torch.Tensor) and t.grad_fn is not None:
-                self._nodes[sequence_number(t.grad_fn), t.output_nr] = len(self._returned), at
+                self._note(t, (len(self._returned), at))
         self._returned.append(
             [
                 (weakref.ref(t), storage_key(t))
@@ -194,14 +215,20 @@ class CallsSeen:
             return returned
         if x.grad_fn is not None and (sources := origins(x.grad_fn, self._nodes)):
             number, self._derived = self._derived, self._derived + 1
-            self._nodes[sequence_number(x.grad_fn), x.output_nr] = number
-            return Derived(tuple(x.shape), tuple(x.stride()), x.dtype, sources, number)
+            self._note(x, number)
+            beside = tuple(self._strides[source] for source in sources)
+            return Derived(tuple(x.shape), x.stride(), x.dtype, sources, number, beside)
         for number, (ref, _) in enumerate(self._given):
             if ref() is x:
                 return Given(number)
         kind = GivenTensor(tuple(x.shape), tuple(x.stride()), x.dtype, x.device, x.requires_grad)
         self._given.append((weakref.ref(x), kind))
         return Given(len(self._given) - 1)
+
+    def _note(self, t: torch.Tensor, name: tuple[int, int] | int) -> None:
+        assert t.grad_fn is not None
+        self._nodes[sequence_number(t.grad_fn), t.output_nr] = name
+        self._strides[name] = t.stride()
 
     def _earlier(self, x: torch.Tensor) -> Returned | None:
         for call, returned in enumerate(self._returned):
@@ -273,7 +300,7 @@ class _Between(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, kind: Derived, *results: torch.Tensor) -> torch.Tensor:
         ctx.kinds = [(t.shape, t.dtype, t.device) for t in results]
-        return _zeros(kind.shape, kind.stride, kind.dtype, results[0].device)
+        return _zeros(kind.shape, kind.strides(results), kind.dtype, results[0].device)
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:

@@ -36,12 +36,19 @@ def fingerprint(graph: fx.Graph) -> str:
         args = _numbered(node, number, groups)
         value = node.meta.get(SYMBOLIC)
         shapes = [
-            (tuple(t.shape), t.stride(), str(t.dtype), t.device.type, t.requires_grad) for t in tensors(node, value)
+            (tuple(t.shape), _strides(t), str(t.dtype), t.device.type, t.requires_grad) for t in tensors(node, value)
         ]
         sizes = value if is_size(node) else None
         text = repr((node.op, target, args, shapes, sizes))
         digest.update(re.sub(r"\bs\d+\b", lambda s: symbols.setdefault(s[0], f"s{len(symbols)}"), text).encode())
     return digest.hexdigest()
+
+
+def _strides(t: torch.Tensor) -> tuple[Any, ...]:
+    """The strides of a tensor; 0 for a dimension of size 1, where any stride does, and torch does not always give the
+    same.
+    """
+    return tuple(0 if isinstance(n, int) and n == 1 else step for n, step in zip(t.shape, t.stride(), strict=True))
 
 
 def _numbered(node: fx.Node, number: Mapping[fx.Node, int], groups: dict[str, str]) -> Any:

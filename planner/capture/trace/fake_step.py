@@ -14,6 +14,7 @@ from planner.capture.provenance import running_module
 from planner.capture.regions.calls import RegionCall, version
 from planner.capture.regions.fingerprint import fingerprint
 from planner.capture.regions.region import Region
+from planner.capture.regions.strides import as_captured, strides_out
 from planner.capture.shapes import marked
 from planner.capture.trace.apart import COMPILED, Apart, Paths
 from planner.capture.trace.arrival import Arrivals
@@ -157,6 +158,8 @@ class FakeStep:
             module = running_module(inspect.currentframe(), self.recording.paths)
             held = held_by_variables(inspect.currentframe())
             results = tuple(compiled(*inputs))
+            if captured:
+                results = tuple(as_captured(results, strides_out(captured[0])))
             if region is not None:
                 self.recording.resume()
             self.calls.append(RegionCall(key, region, inputs, tuple(map(version, inputs)), results, module, held))
