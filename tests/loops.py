@@ -928,6 +928,24 @@ def halves_by_methods(put: Put, ended: Ended) -> None:
         ended(loss)
 
 
+def saved_between_methods(put: Put, ended: Ended) -> None:
+    """What autograd keeps of the loop's own ops between two methods is gone when the first one is differentiated."""
+    model = Autoencoder()
+    model.encoder, model.decoder = mlp(depth=6, out=16), nn.Linear(16, 64)
+    model = put(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(STEPS):
+        x = torch.randn(512, 64)
+        z = model.encode(x)
+        for _ in range(6):
+            z = torch.tanh(z + 0.1 * torch.randn_like(z)).exp()
+        loss = F.mse_loss(model.decode(z), x)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ended(loss)
+
+
 class MixesChannels(nn.Module):
     """A linear layer for each place of an image, and a norm after it; then convolutions."""
 
@@ -2249,6 +2267,8 @@ LOOPS: dict[str, Loop] = {
     "autoencoder": Loop(autoencoder),
     "variational": Loop(variational),
     "halves_by_methods": Loop(halves_by_methods),
+    # what the first method returned counts to the loss, though the loop has put something else in its place
+    "saved_between_methods": Loop(saved_between_methods, off=0.02),
     "one_image_by_methods": Loop(one_image_by_methods),
     "one_image_in_two_graphs": Loop(one_image_in_two_graphs),
     "parts_of_a_tensor": Loop(parts_of_a_tensor),

@@ -310,7 +310,12 @@ class Recorder(LastingMode):
             self.events.clear()
             self.in_loss.clear()
             when_backward_ends(self._backward_ended)
-        self.arrived[-1] |= {key: self.made.made.get(key, (0, nbytes)) for key, nbytes in found.items()}
+        arrived = self.arrived[-1]
+        for key, nbytes in found.items():
+            if key in arrived and key not in self.given.made:  # that one is gone: another has its identity
+                gone = arrived.pop(key)
+                arrived[-1 - len(arrived)] = gone
+            arrived[key] = self.made.made.get(key, (0, nbytes))
         for t in tensors_in(gradient):
             self.given.add(t.untyped_storage(), storage_key(t))
 

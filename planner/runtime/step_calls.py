@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from planner.core.objects import leaves
 from planner.runtime.compile_refused import COMPILE
 from planner.runtime.entries import Entry
 from planner.runtime.interception import CARRIER
+from planner.runtime.made import MadeStorages
 from planner.runtime.signature import Signature, without_strides
 
 PLAIN = (int, float, bool, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout)
@@ -116,11 +117,13 @@ class StepCalls:
         calls: what decides whether two are equal.
         given: the tensors from outside the model.
         outputs: of the leaves of all results, those that the loop still had when the last call had returned.
+        saved: for some calls, the bytes of what the loop computed for them that autograd's graph keeps.
     """
 
     calls: tuple[EntryCall, ...]
     given: tuple[GivenTensor, ...] = field(compare=False)
     outputs: frozenset[int] = field(compare=False)
+    saved: Mapping[int, int] = field(compare=False, default_factory=dict)
 
 
 def _zeros(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -148,6 +151,8 @@ class CallsSeen:
         self._nodes: dict[tuple[int, int], tuple[int, int] | int] = {}
         self._strides: dict[tuple[int, int] | int, tuple[int, ...]] = {}  # of these
         self._derived = 0
+        self._saved: dict[int, tuple[MadeStorages, int]] = {}  # for a call, what was made, and its bytes then
+        self.stays = 0  # bytes of what the loop has made between the calls and what stays until the next step
         self._returned: list[list[tuple[weakref.ref[torch.Tensor] | None, int]]] = []  # and its storage
         self._alive = frozenset[int]()
 
@@ -166,9 +171,21 @@ class CallsSeen:
             self.why = self.why or f"it makes {MOST_CALLS} calls of the model before a backward pass"
         return call
 
+    def made_between(self, made: MadeStorages) -> None:
+        """What the loop has made for the latest call, beside what it gives.
+
+        Where it has computed something of the results of others, autograd's graph saves what is gone by the end.
+        """
+        if any(isinstance(source, Derived) for source in self.calls[-1].sources):
+            self._saved[len(self.calls) - 1] = made, made.live
+        else:
+            self.stays += made.live
+
     def only_latest(self) -> None:
         """The call that came begins a step: forget those before it."""
         del self.calls[:-1]
+        self._saved.clear()
+        self.stays = 0
         self._returned.clear()
 
     def returned(self, result: Any) -> None:
@@ -187,7 +204,12 @@ class CallsSeen:
 
     def steps(self) -> StepCalls:
         """The calls of the step."""
-        return StepCalls(tuple(self.calls), tuple(given for _, given in self._given), self._alive)
+        saved = {}
+        for call, (made, then) in self._saved.items():
+            stays = made.live
+            saved[call] = then - stays
+            self.stays += stays
+        return StepCalls(tuple(self.calls), tuple(given for _, given in self._given), self._alive, saved)
 
     def batch(self) -> list[torch.Tensor]:
         """What the step was given, as far as it is alive."""
@@ -252,9 +274,9 @@ def step_model(model: nn.Module, step: StepCalls) -> nn.Module:
     def call(self: nn.Module, *given: torch.Tensor) -> Any:
         results: list[Any] = []
         derived: list[torch.Tensor] = []
-        for each, function in zip(step.calls, functions, strict=True):
+        for number, (each, function) in enumerate(zip(step.calls, functions, strict=True)):
             run = own_frame(self.get_submodule(each.entry.path), function)
-            args, kwargs = _arguments(each, given, results, derived)
+            args, kwargs = _arguments(each, step.saved.get(number, 0), given, results, derived)
             results.append(run(*args, **kwargs))
         return _outputs(step, results)
 
@@ -272,13 +294,17 @@ def _outputs(step: StepCalls, results: Sequence[Any]) -> Any:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _arguments(
-    call: EntryCall, given: Sequence[torch.Tensor], results: Sequence[Any], derived: list[torch.Tensor]
+    call: EntryCall, saved: int, given: Sequence[torch.Tensor], results: Sequence[Any], derived: list[torch.Tensor]
 ) -> Any:
-    """The positional and the keyword arguments of a call."""
-    return pytree.tree_unflatten([_value(source, given, results, derived) for source in call.sources], call.layout)
+    """The positional and the keyword arguments of a call; for the first derived one, so many bytes are saved."""
+    first = next((source for source in call.sources if isinstance(source, Derived)), None)
+    values = [_value(s, saved if s is first else 0, given, results, derived) for s in call.sources]
+    return pytree.tree_unflatten(values, call.layout)
 
 
-def _value(source: Any, given: Sequence[torch.Tensor], results: Sequence[Any], derived: list[torch.Tensor]) -> Any:
+def _value(
+    source: Any, saved: int, given: Sequence[torch.Tensor], results: Sequence[Any], derived: list[torch.Tensor]
+) -> Any:
     """An argument of a call, from its source; tensors that are derived are noted."""
     if isinstance(source, Given):
         return given[source.number]
@@ -289,7 +315,7 @@ def _value(source: Any, given: Sequence[torch.Tensor], results: Sequence[Any], d
         sources = [
             derived[each] if isinstance(each, int) else leaves(results[each[0]])[each[1]] for each in source.sources
         ]
-        derived.append(_Between.apply(source, *sources))  # type: ignore[no-untyped-call]
+        derived.append(_Between.apply(source, saved, *sources))  # type: ignore[no-untyped-call]
         return derived[-1]
     return source
 
@@ -298,10 +324,13 @@ class _Between(torch.autograd.Function):
     """Stands in for what a loop computes from the results of some calls for the next one."""
 
     @staticmethod
-    def forward(ctx: Any, kind: Derived, *results: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, kind: Derived, saved: int, *results: torch.Tensor) -> torch.Tensor:
         ctx.kinds = [(t.shape, t.dtype, t.device) for t in results]
+        ctx.save_for_backward(torch.empty(saved, dtype=torch.uint8, device=results[0].device))
         return _zeros(kind.shape, kind.strides(results), kind.dtype, results[0].device)
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        return None, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.kinds)
+        (saved,) = ctx.saved_tensors
+        saved.zero_()  # the backward pass reads what was saved for it
+        return None, None, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.kinds)

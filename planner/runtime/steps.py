@@ -33,6 +33,7 @@ from planner.runtime.entries import Entry, EntryPoint, entries_of, outermost
 from planner.runtime.events import Call, PlanProvider
 from planner.runtime.families import GraphChanged, recipe_of
 from planner.runtime.interception import Applied, attached, put
+from planner.runtime.made import MadeStorages
 from planner.runtime.modes import redirected, refuse_transformed, trains, unguarded
 from planner.runtime.peaks import when_begun
 from planner.runtime.regions import Regions
@@ -132,11 +133,10 @@ class StepRuntime(Applied):
             return function(module, *args, **kwargs)
         if captures(self.model):
             refuse_captured_parts(self.model)
-        if self.watch is not None:
-            self.watch.goes_between((args, kwargs))
+        made = None if self.watch is None else self.watch.goes_between((args, kwargs))
         with self.lock, lasting_modes_off(), self._points_off():
             try:
-                result = self._called(entry, args, kwargs)
+                result = self._called(entry, args, kwargs, made)
             except BaseException:  # the next call begins another step
                 self.seen = CallsSeen()
                 raise
@@ -159,7 +159,7 @@ class StepRuntime(Applied):
             self.inside = False
             self.points_back()
 
-    def _called(self, entry: Entry, args: Any, kwargs: Any) -> Any:
+    def _called(self, entry: Entry, args: Any, kwargs: Any, made: MadeStorages | None) -> Any:
         modules = modules_in(self.model)
         parameters = parameters_among(modules)
         refuse_transformed(self.model, parameters, args, kwargs)
@@ -169,6 +169,8 @@ class StepRuntime(Applied):
         if self.seen.over:
             self._step_begins(parameters, (args, kwargs))
         call = self.seen.describe(entry, args, kwargs, call_signature(self.model, args, kwargs, state=self.state))
+        if made is not None:
+            self.seen.made_between(made)
         self._follow(call)
         result = self._run(entry, args, kwargs)
         self.seen.returned(result)
@@ -181,12 +183,13 @@ class StepRuntime(Applied):
         seen, self.seen, self.present = self.seen, CallsSeen(), None
         if self.watch.recorder is not None:
             seen.leave_out(self.watch.recorder.leaves_out())
+        step = seen.steps()
+        self.watch.between = seen.stays
         self.watch.budget = next((kind.record.budget_bytes for kind in self.kinds if kind.record is not None), None)
         loop = self.watch.call_begins(parameters, batch, self.waiting_calls())
         if seen.why:
             self._warn(seen.why)
             return
-        step = seen.steps()
         kind = next((kind for kind in self.kinds if kind.step == step), None)
         if kind is None:
             model = step_model(self.model, step)

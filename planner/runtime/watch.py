@@ -27,7 +27,7 @@ from planner.runtime.evaluations import Evaluations
 from planner.runtime.fates import Fates, warn_between, warn_waiting
 from planner.runtime.kept import KeptOutputs
 from planner.runtime.learnt import Learnt
-from planner.runtime.made import UsedStorages
+from planner.runtime.made import MadeStorages, UsedStorages
 from planner.runtime.modes import may_record
 from planner.runtime.optimizer_steps import stepping, tell
 from planner.runtime.peaks import when_begun
@@ -304,12 +304,13 @@ class Watch:
         elif self.first:  # from the middle of a step on, it would miss what earlier calls hold
             self._record(model, batch, outputs, aside)
 
-    def goes_between(self, given: Any) -> None:
-        """Another of a step's calls begins: what the loop has made, beside what it gives, stays."""
-        if self.recorder is not None and not self.recorder.losses:
-            for key in storages(given):
-                self.recorder.made.drop(key)
-            self.between += self.recorder.made.live
+    def goes_between(self, given: Any) -> MadeStorages | None:
+        """Another of a step's calls begins: what the loop has made for it, beside what it gives; None if not seen."""
+        if self.recorder is None or self.recorder.losses:
+            return None
+        for key in storages(given):
+            self.recorder.made.drop(key)
+        return self.recorder.made
 
     def step_goes_on(self, batch: Any, outputs: Sequence[Any]) -> None:
         """One of a step's calls has returned: record what comes after it, in the place of what came before.
