@@ -91,6 +91,7 @@ class Loop:
             backward pass began; None: all of them.
         only_loss: whether the model's own loss is the only one of its outputs that got a gradient.
         unreached: the positions of other outputs that may get a gradient and got none.
+        by_turns: the positions of those that some of several backward passes gave a gradient, and others did not.
         laid_out: the positions of those whose gradient came laid out otherwise than they are, each
             with its order.
         loss: the loss, as far as it was computed outside the model; None: not seen.
@@ -118,6 +119,7 @@ class Loop:
     outputs_held: tuple[int, ...] | None = None
     only_loss: bool = False
     unreached: tuple[int, ...] = ()
+    by_turns: tuple[int, ...] = ()
     laid_out: LaidOut = ()
     loss: LossSeen | None = None
     beside: int = 0
@@ -166,6 +168,7 @@ def most_of(one: Loop, other: Loop) -> Loop:
         later_held=_either(one.later_held, other.later_held),
         only_loss=one.only_loss and other.only_loss,
         unreached=tuple(at for at in one.unreached if at in other.unreached),
+        by_turns=tuple(sorted({*one.by_turns, *other.by_turns})),
         laid_out=tuple(each for each in one.laid_out if each in other.laid_out),
         loss=loss,
         beside=beside,

@@ -121,9 +121,10 @@ def _graphs(graph: FusedGraph, planned: PlannedRegion) -> Callable[[], tuple[Gra
 
 
 def planned_in_vain(request: Request, graph: TrainingGraph) -> bool:
-    """Whether gradients of the model's outputs have a place in a plan that did not come in the loop."""
+    """Whether gradients of the model's outputs have a place in a plan that did not come in each backward pass."""
     cut = {at for key, order in graph.order.items() if 0 in order for at in graph.detached.get(key, ())}
-    found = (graph.outputs[at] for at in request.loop.unreached if at < len(graph.outputs))
+    missing = (*request.loop.unreached, *request.loop.by_turns)
+    found = (graph.outputs[at] for at in missing if at < len(graph.outputs))
     return any(output is not None and output[1] not in cut for output in found)
 
 

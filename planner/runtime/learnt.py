@@ -85,7 +85,8 @@ class Learnt:
         """
         if not compiled:
             before = self.loop
-            shown = replace(shown, only_loss=before.only_loss, unreached=before.unreached, laid_out=before.laid_out)
+            graphs = {name: getattr(before, name) for name in ("only_loss", "unreached", "by_turns", "laid_out")}
+            shown = replace(shown, **graphs)
         # the next call in that role has another batch in its place
         own = replace(shown, beside=shown.beside - (0 if self.role in roles else batches))
         for role in roles:
@@ -110,6 +111,7 @@ def _with(loop: Loop, shown: Loop) -> Loop:
         later_held=shown.later_held,
         only_loss=shown.only_loss,
         unreached=shown.unreached,
+        by_turns=shown.by_turns,
         laid_out=shown.laid_out,
         loss=shown.loss,
         beside=shown.beside,

@@ -66,7 +66,7 @@ class Recorder(LastingMode):
         inputs_at_once: its bytes when one of them was called, at most.
         first_input: bytes of what the first was given.
         later: bytes of what calls after the first were given and that was there before the first.
-        reached: positions of the outputs that got one.
+        reached, reached_by: positions of the outputs that got one; the same of each backward pass.
         others, passing: other planned models that ran before the backward pass, and after it.
         held_then: what the loop's variables held as the first backward pass of these recorders began.
         passes: for each backward pass of the planned graphs, whether it keeps its graph, and the gradients that earlier
@@ -104,6 +104,7 @@ class Recorder(LastingMode):
         self.calls, self.losses = dict[str, Call](), list[LossEvents]()
         self.arrived: list[dict[int, Made]] = []
         self.reached, self._awaiting = set[int](), set[int]()  # of the outputs that may get a gradient
+        self.reached_by: list[set[int]] = []
         self._orders = defaultdict[int, set[Order | None]](set)  # of gradients of outputs; None: as was expected
         self.passes: list[tuple[bool, dict[int, Made]]] = []
         self.asks_first, self.model = False, weakref.ref(model)
@@ -256,6 +257,12 @@ class Recorder(LastingMode):
         return tuple(sorted(self._awaiting - self.reached))
 
     @property
+    def by_turns(self) -> tuple[int, ...]:
+        """Positions of the outputs of one call that some backward pass gave a gradient, and another one did not."""
+        every = self.reached.intersection(*self.reached_by)
+        return tuple(sorted(self.reached - every)) if self.calls_made == 1 else ()
+
+    @property
     def laid_out(self) -> LaidOut:
         """Of the outputs whose gradients came in one order that was not expected, their positions and that order."""
         one = ((at, order) for at, (order, *others) in sorted(self._orders.items()) if not others)
@@ -290,7 +297,6 @@ class Recorder(LastingMode):
         if not finds_ops():  # nor did it see the loss
             self.over = True
             return
-        self.reached.add(at)
         self._orders[at].add(None if (order := memory_order(gradient)) == expected else order)
         found = storages(gradient)
         if self.phase == "loss":
@@ -306,10 +312,13 @@ class Recorder(LastingMode):
             alive = {key: n for older in self.older for key, (_, n) in older.made.items() if key not in own}
             self.before = max(self.before, alive, key=lambda each: sum(each.values()))
             self.arrived.append({})
+            self.reached_by.append(set())
             self._called = 0
             self.events.clear()
             self.in_loss.clear()
             when_backward_ends(self._backward_ended)
+        self.reached.add(at)
+        self.reached_by[-1].add(at)
         arrived = self.arrived[-1]
         for key, nbytes in found.items():
             if key in arrived and key not in self.given.made:  # that one is gone: another has its identity

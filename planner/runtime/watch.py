@@ -214,6 +214,7 @@ class Watch:
             later_held=tuple(sorted(recorder.later_held)),
             only_loss=(only_loss := recorder.reached == {self._loss_at}),
             unreached=() if only_loss else recorder.unreached,
+            by_turns=recorder.by_turns,
             laid_out=recorder.laid_out,
             loss=seen,
             beside=found.beside + between + self.gradients.untaken_bytes(p for p, _ in counted),

@@ -23,8 +23,8 @@ from planner.session.verify import compare, gradients_of
 Earlier = dict[tuple[str, ...], PlanRecord]
 
 _NOT_ALL = (
-    "the loop gives no gradient to some outputs of the model that nothing else is computed from, and mode='inductor' "
-    "compiles a backward pass for all (loss_fn= says which outputs get one): the model trains with mode='aten'"
+    "a backward pass of the loop gives no gradient to some outputs of the model that nothing else is computed from, "
+    "and mode='inductor' compiles one for all (loss_fn= says which outputs get one): the model trains with mode='aten'"
 )
 
 
