@@ -8,13 +8,15 @@ from typing import Any
 import torch
 
 from planner.capture.regions.region import Region
+from planner.capture.shapes import SYMBOLIC
 
 
 def strides_out(region: Region) -> dict[int, tuple[int, ...]]:
     """The strides that the results of a region had as it was captured, by position; of fixed sizes."""
+    if any(SYMBOLIC in node.meta for node in region.joint.graph.nodes):
+        return {}
     values = {at: getattr(region.output_at(at), "meta", {}).get("val") for at in range(len(region.fwd_outputs))}
-    strided = {at: t.stride() for at, t in values.items() if isinstance(t, torch.Tensor) and t.layout is torch.strided}
-    return {at: strides for at, strides in strided.items() if all(isinstance(n, int) for n in strides)}
+    return {at: t.stride() for at, t in values.items() if isinstance(t, torch.Tensor) and t.layout is torch.strided}
 
 
 def as_captured(outputs: Sequence[Any], strides: Mapping[int, tuple[int, ...]]) -> Sequence[Any]:
