@@ -321,7 +321,7 @@ def test_a_model_that_cannot_be_captured_is_refused_in_words():
 
     model = Uncapturable()
     with pytest.raises(CaptureError, match="Uncapturable"):
-        plan(model, torch.randn(2, 4), budget_gb=1)
+        plan(model, torch.randn(2, 4), budget_gb=1, mode="aten")
     assert model._compiled_call_impl is None
 
 

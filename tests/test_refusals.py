@@ -97,8 +97,9 @@ VALUES = by_item, by_if, by_while, by_list, by_index, by_unique  # a model that 
 def test_a_refusal_names_the_construct_the_module_the_line_and_what_to_try(ask):
     where = "meta" if ask in VALUES else "cpu"
     model = Outer(ask).to(where)
+    x, device = torch.randn(16, 8, device=where), "h100" if ask in VALUES else None
     with pytest.raises(CaptureError) as e:
-        plan(model, torch.randn(16, 8, device=where), budget_gb=1, device="h100" if ask in VALUES else None)
+        plan(model, x, budget_gb=1, device=device, mode="aten")
     message = str(e.value)
     assert REFUSED[ask] in message
     assert "blocks.0 (Inner)" in message
@@ -164,7 +165,7 @@ def test_memory_without_values_is_not_known():
             return super().forward(x, mask) * (2 if mask.long().new_empty(16, 2).sum() > 7 else 1)
 
     with pytest.raises(CaptureError, match="asks for a tensor's value"):
-        plan(Uninitialised(), (torch.randn(16, 8), torch.ones(16, dtype=torch.bool)), budget_gb=1)
+        plan(Uninitialised(), (torch.randn(16, 8), torch.ones(16, dtype=torch.bool)), budget_gb=1, mode="aten")
 
 
 @pytest.mark.usefixtures("no_real_call")
@@ -302,7 +303,7 @@ def asked(x):
 )
 def test_what_breaks_the_graph_in_a_loop_over_layers_is_named(between, line, why):
     with pytest.raises(CaptureError) as refused:
-        plan(Layers(between), torch.randn(4, 8), budget_gb=1)
+        plan(Layers(between), torch.randn(4, 8), budget_gb=1, mode="aten")
     said = str(refused.value)
     assert line in said
     assert why in said
@@ -422,4 +423,4 @@ class Reassigning(nn.Linear):
 
 def test_a_parameter_whose_data_a_forward_pass_assigns_is_refused_in_words():
     with pytest.raises(CaptureError, match=r"another storage \(`.data =`, `set_`\)\. Do that elsewhere, or plan mode"):
-        plan(Reassigning(8, 8), torch.randn(4, 8), budget_gb=1)
+        plan(Reassigning(8, 8), torch.randn(4, 8), budget_gb=1, mode="aten")

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from planner import Plan, applied_plan, plan
+from planner import CaptureError, Plan, applied_plan, plan
 from planner.runtime.interception import attached
 from planner.runtime.uncompiled import Uncompiled
 
@@ -177,3 +177,64 @@ def test_a_call_whose_backward_pass_fails_waits_until_its_results_are_gone():
     assert calls.waiting() == {1}
     del y
     assert calls.waiting() == set()
+
+
+class Prints(nn.Module):
+    """Prints in a loop over its layers, so that torch.compile captures nothing of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(6))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+            print(end="")
+        return x
+
+
+class Disabled(Prints):
+    @torch.compiler.disable
+    def forward(self, x):
+        return super().forward(x)
+
+
+class Mostly(nn.Module):
+    """What runs outside of torch.compile's graphs is most of it, and kept there."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.body, self.last = nn.Linear(64, 64), Disabled(), nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.last(self.body(self.first(x)))
+
+
+@pytest.mark.parametrize("kind", [Prints, Mostly])
+def test_a_model_that_torch_compile_does_not_serve_trains_by_checkpointed_modules_within_its_budget(kind):
+    trained = []
+
+    def loop(put, ended):
+        model = put(kind())
+        trained.append(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        for _ in range(6):
+            optimizer.zero_grad()
+            loss = model(torch.randn(512, 64)).square().mean()
+            loss.backward()
+            optimizer.step()
+            ended(loss)
+
+    unplanned = run(Loop(loop))
+    seen = run_within(Loop(loop), 0.75 * unplanned.peak)
+    assert seen.infeasible == []
+    assert differences(seen, unplanned) == []
+    assert max(seen.measured) <= seen.budget
+    assert 0.99 <= seen.peak / max(seen.predicted) <= 1.01
+    assert seen.plans <= 2
+    assert "as by mode='eager'" in applied_plan(trained[-1]).note
+
+
+def test_a_mode_that_was_asked_for_is_kept():
+    with pytest.raises(CaptureError, match='mode="eager"'):
+        plan(Prints(), torch.randn(8, 64), budget_gb=1, mode="aten")

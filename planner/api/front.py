@@ -98,7 +98,8 @@ def plan(
             for one process on a CPU, one graph and fixed shapes), or "eager": whole modules checkpointed, with some of
             their results kept, for code that cannot or shall not be compiled. That has a search of its own: `solver`
             and `time_limit` do not count. None: "inductor" for a model that is compiled (`torch.compile(model)`,
-            `model.compile()`), with the options that it is compiled with; "aten" for others.
+            `model.compile()`), with the options that it is compiled with; "aten" for others, and "eager" for those
+            that torch.compile does not serve.
         pieces: "auto" lets ops that are independent along rows of tokens, or along the batch, run piece by piece where
             the budget is too small for anything else, or where that takes clearly less time than recomputation: the
             loss of a language model from its hidden states, without whole logits in either pass, or an MLP. What the

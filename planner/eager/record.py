@@ -70,7 +70,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         reads = {key: self._number(key) for key in storages(tensors)}
         mutates = self._written(func, args, kwargs)
         self._begun += 1
-        result = call_op(self.mode, func, args, kwargs, tensors)
+        try:
+            result = call_op(self.mode, func, args, kwargs, tensors)
+        except Exception:  # which the model may catch
+            self._begun -= 1
+            raise
         writes = []
         for t in pytree.tree_leaves(result):
             if isinstance(t, torch.Tensor):

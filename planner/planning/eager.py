@@ -37,6 +37,7 @@ def make_eager_plan(
         takes = dict(sorted(takes.items(), key=lambda line: -line[1]))
         raise InfeasibleBudgetError(request.budget_gb, trial.peak, takes)
     seconds, bound = time.perf_counter() - began, found.step.problem.total_cost
-    solution = Solution(trial.replay.schedule, trial.replay.timeline, "eager", seconds, bound, found.note)
+    note = f"{found.note} {request.instead}".strip()
+    solution = Solution(trial.replay.schedule, trial.replay.timeline, "eager", seconds, bound, note)
     unplanned = Unplanned(found.step, found.runs)
     return Planned(record_of(request, trial.step, trial.replay, solution, trial.choice, unplanned), request)

@@ -58,7 +58,7 @@ from planner.planning.pieces import in_words as pieces_in_words
 from planner.planning.recipe import in_parts, recipe_of
 from planner.planning.record import record_of
 from planner.planning.steps import with_steps
-from planner.planning.uncompiled import fits_uncompiled, make_uncompiled, peak_of_all
+from planner.planning.uncompiled import fits_uncompiled, make_checkpointed, make_uncompiled, peak_of_all
 from planner.requests.inductor import refuse_inductor
 from planner.requests.planned import Filed, Known, Planned, source_of
 from planner.requests.request import Request
@@ -101,6 +101,24 @@ def make_plan(
                 return make_inductor_plan(request, partial(graph_of, request), lower, others, known, captured)
         planned = make_plan(in_aten(request), others, known=known, must_match=must_match)
         return replace(planned, record=replace(planned.record, note=f"{planned.record.note} {why}".strip()))
+    try:
+        return _compiled(request, others, known, captured, must_match=must_match)
+    except CaptureError as e:
+        if must_match:
+            raise
+        with _out_of_sight(request):
+            return make_checkpointed(request, e, known)
+
+
+def _compiled(
+    request: Request,
+    others: Sequence[Planned],
+    known: Known | None,
+    captured: TrainingGraph | None,
+    *,
+    must_match: bool,
+) -> Planned:
+    """The plan in torch.compile's graphs, or without them where that does as well."""
     same = known is not None and (must_match or known.record.budget_bytes == request.budget_bytes)
     with lstms_in_parts(on=same and known is not None and in_parts(known.record.recipe)):
         graph = _captured(request, captured)
@@ -111,7 +129,12 @@ def make_plan(
         try:
             return _as_told(request, graph, others, known, must_match=must_match)
         except InfeasibleBudgetError as whole:
-            if must_match or graph.calls or not any(map(has_whole_lstm, graph.regions)):
+            if must_match or graph.calls:
+                raise
+            if not all(region.fingerprint for region in graph.regions):  # it runs outside of all graphs
+                with _out_of_sight(request):
+                    return make_checkpointed(request, whole, known)
+            if not any(map(has_whole_lstm, graph.regions)):
                 raise
             try:
                 with lstms_in_parts():

@@ -1,4 +1,4 @@
-"""Steps that fit the budget in eager mode: they run as they are, without torch.compile, and recompute nothing."""
+"""Steps that run without torch.compile: those that fit the budget as they are, and those that it does not serve."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from dataclasses import replace
 from planner.capture.trace.step import TrainingGraph
 from planner.core.recipe import Choice
 from planner.core.step import Step
-from planner.errors import PlannerError, gb
+from planner.errors import CaptureError, InfeasibleBudgetError, PlannerError, gb
 from planner.lowering.margin import add_margin
 from planner.parallel.fsdp import groups_of
+from planner.parallel.group import world_size
 from planner.planning.eager import make_eager_plan
 from planner.requests.planned import Known, Planned
 from planner.requests.request import Request
@@ -32,16 +33,46 @@ def fits_uncompiled(request: Request, graph: TrainingGraph, everything: Callable
         graph: the captured step.
         everything: gives the peak of the captured step with everything kept, in bytes; asked for where all else suits.
     """
-    options, loop, eager = request.options, request.loop, graph.eager
+    loop, eager = request.loop, graph.eager
     if eager is None or eager.peak_bytes > request.budget_bytes:
         return False
     seen = loop.loss is not None and not (loop.unreached or loop.unused or loop.left_over)
-    alone = request.in_flight == 1 and request.occupancy is None and not (graph.calls or graph.maxima or graph.asked)
-    moves = options.mode != "aten" or options.offload is not None or options.step_in_backward or options.shard > 1
-    apart = any(region.checkpointed for region in graph.regions) or groups_of(request.model)
-    if not (seen and alone) or moves or apart or request.foreign:
+    alone = not (graph.calls or graph.maxima or graph.asked)
+    if not (seen and alone and _plainly(request)) or any(region.checkpointed for region in graph.regions):
         return False
     return eager.peak_bytes <= (1 + OFF) * (kept := everything()) and kept <= request.budget_bytes
+
+
+def _plainly(request: Request) -> bool:
+    """Whether nothing is asked for that a step in eager mode would not do."""
+    options, alone = request.options, request.in_flight == 1 and request.occupancy is None
+    moves = options.mode != "aten" or options.offload is not None or options.step_in_backward or options.shard > 1
+    return alone and not (moves or groups_of(request.model) or request.foreign)
+
+
+def make_checkpointed(request: Request, why: CaptureError | InfeasibleBudgetError, known: Known | None) -> Planned:
+    """The plan of mode "eager", which checkpoints modules, for a step that torch.compile does not serve.
+
+    Args:
+        request: for the step.
+        why: nothing was captured, or it does not fit as it was captured; raised where such a plan does no better.
+        known: as for `make_plan()`.
+    """
+    apart = request.options.pieces or request.maxima is not None or world_size() > 1
+    if not (request.any_mode and _plainly(request)) or apart:
+        raise why
+    outside = "what runs outside of torch.compile's graphs would be kept, and does not fit"
+    said = str(why) if isinstance(why, CaptureError) else f"{type(request.model).__name__}: {outside}."
+    options = replace(request.options, mode="eager")
+    instead = replace(request, options=options, instead=f"Modules are checkpointed, as by mode='eager'. {said}")
+    try:
+        return make_eager_plan(instead, known=known)
+    except InfeasibleBudgetError as e:
+        if isinstance(why, InfeasibleBudgetError) and e.minimum_bytes >= why.minimum_bytes:
+            raise why from None
+        raise
+    except PlannerError:
+        raise why from None
 
 
 def peak_of_all(lowered: Callable[[], Step], request: Request) -> int:

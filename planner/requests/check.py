@@ -78,6 +78,7 @@ def check(
         found=() if given.get("optimizer") is not None else weakly(optimizers_of(model)),
         surroundings=None if args is None else surroundings_of(model),
         settings=settings,
+        any_mode="mode" not in given,
         **_resolved(*target, options.costs),
     )
     return replace(request, budget_gb=budget_of(request))

@@ -51,6 +51,8 @@ class Request:
         surroundings: what was on where the step was asked for; None where that is still to come.
         settings: those of Inductor that the model was compiled with by its user.
         uncompiled: whether the step may run without torch.compile, if that fits the budget.
+        any_mode: whether no mode was asked for: the plan may be one of mode "eager" where torch.compile does not serve.
+        instead: why the plan is of mode "eager" though no mode was asked for, in a sentence; empty where it is not.
         brief: whether the plan is for a step or two, until the training loop is known, and is searched for briefly.
     """
 
@@ -76,6 +78,8 @@ class Request:
     runs: bool = False
     settings: Settings = ()
     uncompiled: bool = False
+    any_mode: bool = False
+    instead: str = ""
     brief: bool = False
 
     @property

@@ -23,6 +23,7 @@ from planner.core.maxima import Maxima, sizes_in
 from planner.core.options import Checkpoints
 from planner.core.plan import PlanRecord
 from planner.core.recipe import Choice, Recipe
+from planner.eager.checkpointing import checkpointed
 from planner.errors import ApplyError, BatchError, CaptureError, InfeasibleBudgetError, PlannerError, warn
 from planner.offload.store import Store
 from planner.requests.planned import Planned
@@ -250,10 +251,12 @@ class Runtime(Applied):
     def run(self, signature: Signature, args: Any, kwargs: Any) -> Any:
         assert self.state is not None
         if self.watch is not None:
-            self.watch.compiled = isinstance(self.plans[signature].recipe, Recipe)
-        if isinstance(self.plans[signature].recipe, Choice):
+            plan = self.plans[signature]
+            self.watch.compiled = isinstance(plan.recipe, Recipe) or plan.options.mode == "eager"
+        if isinstance(choice := self.plans[signature].recipe, Choice):
             self.regions.call_begins()
-            result = self.call_eagerly(*args, **kwargs)
+            with checkpointed(self.model, choice):
+                result = self.call_eagerly(*args, **kwargs)
             self.uncompiled.add(self.regions.call, result)
             return result
         if (found := unguarded(self.state.classes)) != self.unguarded:

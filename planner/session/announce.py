@@ -34,6 +34,8 @@ def announce(planned: Planned, seconds: float, why: str = "") -> None:
         gb(record.budget_bytes),
         100 * record.overhead,
     )
+    if planned.request.instead and not why:
+        log.info(planned.request.instead)
 
 
 def why_anew(before: Loop, seen: Loop, optimizers: Sequence[optim.Optimizer]) -> str:

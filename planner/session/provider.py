@@ -178,6 +178,12 @@ class Provider:
             self.again = False
             start = time.perf_counter()
             planned = self.several.plan(kind, request, self.together, self._made) or self._made(request, captured)
+            if (
+                planned.request.options.mode == "eager" != request.options.mode
+            ):  # torch.compile does not serve the model
+                options, instead = planned.request.options, planned.request.instead
+                self.request = replace(self.request, options=options, instead=instead)
+                gc.collect()  # the error is in reference cycles of frames, up to the one that will have the output
             if (guessed := planned.request.loop).unreached != request.loop.unreached:
                 self.loops[role_of(kind)] = guessed
             announce(planned, time.perf_counter() - start, self.why or (_NEW_KIND if self.own else ""))
