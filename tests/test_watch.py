@@ -442,6 +442,21 @@ def test_the_batch_counts_among_what_the_loop_holds_between_the_steps():
         train()
 
 
+def test_gradients_that_are_gone_by_the_next_call_count_among_what_the_loop_held_between_the_steps():
+    model = nn.Linear(512, 512, bias=False)  # 1 MiB
+    plan(model, budget_gb="3.5 MiB", loss_fn=torch.Tensor.mean).apply()
+
+    def train():
+        for _ in range(3):
+            model(torch.randn(4, 512)).mean().backward()
+            held = model.weight.grad * 2, torch.ones(5 * 2**16)  # with the weight 3.25 MiB, and the gradient is 1 MiB
+            model.zero_grad()
+            del held
+
+    with pytest.warns(PlanWarning, match="before it called the model again, the loop held"):
+        train()
+
+
 def test_gradients_that_turn_out_not_to_be_cleared_are_said():
     model = nn.Sequential(perceptron(), perceptron(), nn.Linear(32, 4))
 

@@ -58,8 +58,9 @@ class Recorder(LastingMode):
         arrived: gradients of outputs, for each backward pass: storage -> as it was made, or 0 and its bytes.
         given: of the same, those that are alive.
         held: the most bytes of these that were still there when the planned graphs had used them.
-        between: the most bytes of what was made, and of `inputs` and `returned`, at once, for each op since the
-            latest backward pass began, if one has.
+        added: of the gradients that the model's parameters had as a backward pass ended, those that are alive.
+        between: the most bytes of what was made, and of `inputs`, `returned` and `added`, at once, for each op since
+            the latest backward pass began, if one has.
         returned: outputs of calls that are alive.
         aside: what the planned graphs of the first call have returned beside them, as attributes of the model, weakly.
         inputs: what the calls were given that is alive.
@@ -118,7 +119,7 @@ class Recorder(LastingMode):
         self.gradients, self.given = MadeStorages(), MadeStorages()  # by the planned graphs; of outputs
         self.held = self.inputs_at_once = self.later = self._called = 0
         self.between, self.before = dict[str, int](), dict[int, int]()
-        self.returned, self.inputs = MadeStorages(), MadeStorages()
+        self.returned, self.inputs, self.added = MadeStorages(), MadeStorages(), MadeStorages()
         self.batches = MadeStorages()  # that the model was called with, and that get gradients
         self.waiting, self.stepping, self.makes_batches, self.of_optimizer = (0, 0), False, False, set[int]()
         self.by_optimizer: MadeStorages = MadeStorages() if earlier is None else earlier.by_optimizer
@@ -330,6 +331,9 @@ class Recorder(LastingMode):
 
     def _backward_ended(self) -> None:
         self.phase = "loss"
+        if (model := self.model()) is not None:
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            self._enter([part for gradient in gradients for part in dense_parts(gradient)], self.added)
 
     def _live(self) -> int:
         return self.made.live + self._older_outputs.live
@@ -388,7 +392,7 @@ class Recorder(LastingMode):
             self.calls.setdefault(name, call)
         place = None if backward else place_of(inspect.currentframe())
         self.events.append(Event(self._live(), name, backward, place, tuple(made)))
-        there = self.made.live + self.inputs.live + self.returned.live
+        there = self.made.live + self.inputs.live + self.returned.live + self.added.live
         self.between[name] = max(there, self.between.get(name, 0))
         self.over |= len(self.events) > MOST_OPS
 
