@@ -64,7 +64,7 @@ def make_checkpointed(request: Request, why: CaptureError | InfeasibleBudgetErro
     outside = "what runs outside of torch.compile's graphs would be kept, and does not fit"
     said = str(why) if isinstance(why, CaptureError) else f"{type(request.model).__name__}: {outside}."
     options = replace(request.options, mode="eager")
-    instead = replace(request, options=options, instead=f"Modules are checkpointed, as by mode='eager'. {said}")
+    instead = replace(request, options=options, instead=f"It is planned as by mode='eager'. {said}")
     try:
         return make_eager_plan(instead, known=known)
     except InfeasibleBudgetError as e:
