@@ -993,6 +993,21 @@ def one_image_in_two_graphs(put: Put, ended: Ended) -> None:
     _one_image(model, model, ended)
 
 
+def statistics_by_turns(put: Put, ended: Ended) -> None:
+    """Every other step leaves the running statistics alone, as the second passes of a sharpness-aware optimizer."""
+    model = put(nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(64, 64), nn.BatchNorm1d(64), nn.GELU()))))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(STEPS):
+        for norm in model[1::3]:
+            norm.momentum = 0.0 if step % 2 else 0.1
+        x = torch.randn(512, 64)
+        loss = F.mse_loss(model(x), x)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ended(loss)
+
+
 class ReturnsItsParts(nn.Module):
     """A variational autoencoder whose mean and spread are the halves of one tensor."""
 
@@ -2269,6 +2284,7 @@ LOOPS: dict[str, Loop] = {
     "halves_by_methods": Loop(halves_by_methods),
     # what the first method returned counts to the loss, though the loop has put something else in its place
     "saved_between_methods": Loop(saved_between_methods, off=0.02),
+    "statistics_by_turns": Loop(statistics_by_turns, plans=5),
     "one_image_by_methods": Loop(one_image_by_methods),
     "one_image_in_two_graphs": Loop(one_image_in_two_graphs),
     "parts_of_a_tensor": Loop(parts_of_a_tensor),

@@ -40,6 +40,7 @@ SETTLES = 2  # calls of a kind, after which its graphs are expected to stay: the
 WARN_PLANS = 3  # for calls that differ in numbers alone, or in what they are compiled to
 STRINGS = "strings in its batch"
 WARN_WAYS, MOST_WAYS = 2, 32  # through a model's code: when to warn, and how many plans to keep
+FEW_WAYS = 3  # how many to keep of those that nothing in a call tells apart
 
 
 def _has_ways(signature: Signature, plan: PlanRecord) -> bool:
@@ -286,10 +287,7 @@ class Runtime(Applied):
         self.add(args, kwargs, self.provide(args, kwargs, median=False))
         if isinstance(self.plans[signature].recipe, Choice):
             return self.run(signature, args, kwargs)
-        if not _has_ways(signature, tried):
-            why = "has other graphs than before, as where a number that it keeps changes,"
-            self._comes_again(signature, self.newest and self.newest.record.recipe, why)
-            self._compile_anew()
+        self._comes_otherwise(signature, tried)
         try:
             return self._run(signature, args, kwargs)
         except GraphChanged:
@@ -299,15 +297,30 @@ class Runtime(Applied):
                 "strides that an op gives to real tensors only. Plan with mode='eager', or a submodule without it"
             ) from None
 
+    def _comes_otherwise(self, signature: Signature, tried: PlanRecord) -> None:
+        """Such a call was planned anew, as its graphs were not those of the plan that was tried."""
+        if _has_ways(signature, tried):
+            return
+        why = "has other graphs than before, as where a number that it keeps changes,"
+        self._comes_again(signature, self.newest and self.newest.record.recipe, why)
+        if signature not in self.ways:
+            self._compile_anew()
+
     def _other_ways(self, signature: Signature, tried: PlanRecord) -> list[PlanRecord]:
-        """The plans of other ways that such a call has taken; the one that was tried becomes the latest of all."""
-        if not _has_ways(signature, tried) or recipe_of(tried).maxima is not None:
+        """The plans of other ways that such a call has taken; the one that was tried becomes the latest of all.
+
+        A few are remembered where values do not tell: what a model keeps may come back, as a BatchNorm's momentum.
+        """
+        told, recipe = _has_ways(signature, tried), recipe_of(tried)
+        if recipe.maxima is not None or (len(recipe.calls) > 1 and not told):
             return []
         ways = [way for way in self.ways.get(signature, ()) if way.recipe is not tried.recipe]
-        if len(ways) == MOST_WAYS:
+        if len(ways) == (MOST_WAYS if told else FEW_WAYS):
             ways.clear()
             self._compile_anew()
         self.ways[signature] = [tried, *ways]
+        if not told:
+            return ways
         if len(ways) == WARN_WAYS:
             warn(
                 f"the model took {WARN_WAYS + 1} ways through its code, by values that each step has anew "
