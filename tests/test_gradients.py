@@ -9,11 +9,12 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, jvp, vmap
 
-from planner import ApplyError, Plan, plan
+from planner import ApplyError, Plan, applied_plan, plan
 from planner.core.loop import Loop
 from planner.planning.pipeline import make_plan
 
 from .measure import peak_of
+from .plans import for_budget
 
 pytestmark = pytest.mark.usefixtures("short_searches", "always_compiled")
 
@@ -368,3 +369,16 @@ def test_second_derivatives_are_refused_in_words_where_they_are_taken():
     with pytest.raises(ApplyError, match="create_graph"):
         slope.square().sum().backward()
     assert_same(models, lambda m: m(batch()).sum().backward())
+
+
+def test_second_derivatives_by_checkpointed_modules_are_those_of_eager():
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16)) for _ in range(4)))
+    twin, x = copy.deepcopy(model), torch.randn(64, 16, requires_grad=True)
+    whole = plan(model, x, budget_gb=1, loss_fn=torch.Tensor.mean, mode="eager", progress=False)
+    for_budget(whole, 0.9 * whole.peak_bytes / 2**30).apply()
+    for each in (model, twin):
+        output = each(x)
+        (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+        (output.square().mean() + slope.square().mean()).backward()
+    assert applied_plan(model).overhead > 0
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), twin.parameters(), strict=True))

@@ -256,6 +256,6 @@ def refuse_second_order() -> None:
     """Raise ApplyError: a gradient that came out of a planned graph is itself differentiated."""
     raise ApplyError(
         "gradients of a planned model were differentiated again (create_graph=True: a gradient penalty, a Hessian), "
-        "and its graphs have first derivatives only. remove() the plan for it, or plan only the parts of the model "
-        "that it does not go through. The next step trains by the plan; zero_grad() first"
+        "and its graphs have first derivatives only. Plan with mode='eager', remove() the plan for it, or plan only "
+        "the parts of the model that it does not go through. The next step trains by the plan; zero_grad() first"
     )
