@@ -70,6 +70,7 @@ def make_checkpointed(request: Request, why: CaptureError | InfeasibleBudgetErro
     except InfeasibleBudgetError as e:
         if isinstance(why, InfeasibleBudgetError) and e.minimum_bytes >= why.minimum_bytes:
             raise why from None
+        e.add_note(instead.instead)
         raise
     except PlannerError:
         raise why from None

@@ -333,7 +333,7 @@ class Recorder(LastingMode):
         self.phase = "loss"
         if (model := self.model()) is not None:
             gradients = [p.grad for p in model.parameters() if p.grad is not None]
-            self._enter([part for gradient in gradients for part in dense_parts(gradient)], self.added)
+            self._enter([part for outer in tensors_in(gradients) for part in dense_parts(outer)], self.added)
 
     def _live(self) -> int:
         return self.made.live + self._older_outputs.live

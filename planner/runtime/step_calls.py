@@ -250,7 +250,7 @@ class CallsSeen:
     def _note(self, t: torch.Tensor, name: tuple[int, int] | int) -> None:
         assert t.grad_fn is not None
         self._nodes[sequence_number(t.grad_fn), t.output_nr] = name
-        self._strides[name] = t.stride()
+        self._strides[name] = t.stride() if t.layout is torch.strided and not t.is_nested else ()
 
     def _earlier(self, x: torch.Tensor) -> Returned | None:
         for call, returned in enumerate(self._returned):
