@@ -132,7 +132,7 @@ class Unplannable(Autoencoder):
 
 def test_a_plan_that_cannot_be_made_of_a_steps_calls_leaves_nothing_behind():
     model, x = Unplannable(), torch.randn(67, 64)
-    plan(model, budget_gb=1).apply()
+    plan(model, budget_gb=1, mode="aten").apply()
     before = gc.get_threshold()
     gc.set_threshold(10**6)
     try:
