@@ -251,12 +251,12 @@ class Runtime(Applied):
 
     def run(self, signature: Signature, args: Any, kwargs: Any) -> Any:
         assert self.state is not None
+        plan = self.plans[signature]
         if self.watch is not None:
-            plan = self.plans[signature]
             self.watch.compiled = isinstance(plan.recipe, Recipe) or plan.options.mode == "eager"
-        if isinstance(choice := self.plans[signature].recipe, Choice):
+        if isinstance(plan.recipe, Choice):
             self.regions.call_begins()
-            with checkpointed(self.model, choice):
+            with checkpointed(self.model, plan.recipe):
                 result = self.call_eagerly(*args, **kwargs)
             self.uncompiled.add(self.regions.call, result)
             return result
@@ -319,9 +319,7 @@ class Runtime(Applied):
             ways.clear()
             self._compile_anew()
         self.ways[signature] = [tried, *ways]
-        if not told:
-            return ways
-        if len(ways) == WARN_WAYS:
+        if told and len(ways) == WARN_WAYS:
             warn(
                 f"the model took {WARN_WAYS + 1} ways through its code, by values that each step has anew "
                 f"({'; '.join(recipe_of(tried).asks or [STRINGS])}): each is planned and compiled for itself, and a "

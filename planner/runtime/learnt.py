@@ -85,8 +85,13 @@ class Learnt:
         """
         if not compiled:
             before = self.loop
-            graphs = {name: getattr(before, name) for name in ("only_loss", "unreached", "by_turns", "laid_out")}
-            shown = replace(shown, **graphs)
+            shown = replace(
+                shown,
+                only_loss=before.only_loss,
+                unreached=before.unreached,
+                by_turns=before.by_turns,
+                laid_out=before.laid_out,
+            )
         # the next call in that role has another batch in its place
         own = replace(shown, beside=shown.beside - (0 if self.role in roles else batches))
         for role in roles:

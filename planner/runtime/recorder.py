@@ -67,7 +67,7 @@ class Recorder(LastingMode):
         inputs_at_once: its bytes when one of them was called, at most.
         first_input: bytes of what the first was given.
         later: bytes of what calls after the first were given and that was there before the first.
-        reached, reached_by: positions of the outputs that got one; the same of each backward pass.
+        reached_by: for each backward pass, positions of the outputs that got one.
         others, passing: other planned models that ran before the backward pass, and after it.
         held_then: what the loop's variables held as the first backward pass of these recorders began.
         passes: for each backward pass of the planned graphs, whether it keeps its graph, and the gradients that earlier
@@ -104,8 +104,8 @@ class Recorder(LastingMode):
         self.events: list[Event] = []
         self.calls, self.losses = dict[str, Call](), list[LossEvents]()
         self.arrived: list[dict[int, Made]] = []
-        self.reached, self._awaiting = set[int](), set[int]()  # of the outputs that may get a gradient
         self.reached_by: list[set[int]] = []
+        self._awaiting = set[int]()  # of the outputs that may get a gradient
         self._orders = defaultdict[int, set[Order | None]](set)  # of gradients of outputs; None: as was expected
         self.passes: list[tuple[bool, dict[int, Made]]] = []
         self.asks_first, self.model = False, weakref.ref(model)
@@ -253,6 +253,11 @@ class Recorder(LastingMode):
                 self.gradients.add(t.untyped_storage(), storage_key(t))
 
     @property
+    def reached(self) -> set[int]:
+        """Positions of the outputs that got a gradient."""
+        return set[int]().union(*self.reached_by)
+
+    @property
     def unreached(self) -> tuple[int, ...]:
         """Positions of the outputs that may get a gradient and got none."""
         return tuple(sorted(self._awaiting - self.reached))
@@ -260,8 +265,8 @@ class Recorder(LastingMode):
     @property
     def by_turns(self) -> tuple[int, ...]:
         """Positions of the outputs of one call that some backward pass gave a gradient, and another one did not."""
-        every = self.reached.intersection(*self.reached_by)
-        return tuple(sorted(self.reached - every)) if self.calls_made == 1 else ()
+        reached = self.reached
+        return tuple(sorted(reached - reached.intersection(*self.reached_by))) if self.calls_made == 1 else ()
 
     @property
     def laid_out(self) -> LaidOut:
@@ -318,7 +323,6 @@ class Recorder(LastingMode):
             self.events.clear()
             self.in_loss.clear()
             when_backward_ends(self._backward_ended)
-        self.reached.add(at)
         self.reached_by[-1].add(at)
         arrived = self.arrived[-1]
         for key, nbytes in found.items():

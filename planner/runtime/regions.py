@@ -185,8 +185,6 @@ class _Graph:
 
     def compiled_for(self, planned: PlannedRegion | None, inputs: Sequence[Any]) -> _Compiled:
         """This graph as it was planned, and its backward pass; compiled on such inputs if it has not been."""
-        strides: dict[int, tuple[int, ...]] = {}
-        others = len(self.recipe().calls) > 1  # that read what this one returns
 
         def partition(region: Region) -> tuple[fx.GraphModule, fx.GraphModule]:
             if planned is None or region.fingerprint != planned.fingerprint:
@@ -195,7 +193,8 @@ class _Graph:
             if written is None:
                 raise GraphChanged
             self.regions.wrote(self.recipe(), written[0])
-            strides.update(strides_out(region) if others else {})
+            if len(self.recipe().calls) > 1:  # others read what this one returns
+                strides.update(strides_out(region))
             return written
 
         cut = self.recipe().detached.get(self.key, ())
@@ -206,6 +205,7 @@ class _Graph:
         if self._latest is not None and self._latest[0] == kind:  # the hash of a long schedule takes longer
             return self._latest[1]
         if kind not in self.compiled:
+            strides: dict[int, tuple[int, ...]] = {}
             arrivals = Arrivals(cut, _unplanned, kind[3], laid_out=laid_out)
             by = None
             if planned is not None and planned.realised is not None:

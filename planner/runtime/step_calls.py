@@ -118,12 +118,14 @@ class StepCalls:
         given: the tensors from outside the model.
         outputs: of the leaves of all results, those that the loop still had when the last call had returned.
         saved: for some calls, the bytes of what the loop computed for them that autograd's graph keeps.
+        stays: bytes of what the loop has made between the calls, and what stays until the next step.
     """
 
     calls: tuple[EntryCall, ...]
     given: tuple[GivenTensor, ...] = field(compare=False)
     outputs: frozenset[int] = field(compare=False)
     saved: Mapping[int, int] = field(compare=False, default_factory=dict)
+    stays: int = field(compare=False, default=0)
 
 
 def _zeros(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -152,7 +154,7 @@ class CallsSeen:
         self._strides: dict[tuple[int, int] | int, tuple[int, ...]] = {}  # of these
         self._derived = 0
         self._saved: dict[int, tuple[MadeStorages, int]] = {}  # for a call, what was made, and its bytes then
-        self.stays = 0  # bytes of what the loop has made between the calls and what stays until the next step
+        self._stays = 0  # bytes of what was made for calls that are given nothing derived
         self._returned: list[list[tuple[weakref.ref[torch.Tensor] | None, int]]] = []  # and its storage
         self._alive = frozenset[int]()
 
@@ -179,13 +181,13 @@ class CallsSeen:
         if any(isinstance(source, Derived) for source in self.calls[-1].sources):
             self._saved[len(self.calls) - 1] = made, made.live
         else:
-            self.stays += made.live
+            self._stays += made.live
 
     def only_latest(self) -> None:
         """The call that came begins a step: forget those before it."""
         del self.calls[:-1]
         self._saved.clear()
-        self.stays = 0
+        self._stays = 0
         self._returned.clear()
 
     def returned(self, result: Any) -> None:
@@ -204,12 +206,10 @@ class CallsSeen:
 
     def steps(self) -> StepCalls:
         """The calls of the step."""
-        saved = {}
-        for call, (made, then) in self._saved.items():
-            stays = made.live
-            saved[call] = then - stays
-            self.stays += stays
-        return StepCalls(tuple(self.calls), tuple(given for _, given in self._given), self._alive, saved)
+        now = {call: made.live for call, (made, _) in self._saved.items()}
+        saved = {call: then - now[call] for call, (_, then) in self._saved.items()}
+        given = tuple(given for _, given in self._given)
+        return StepCalls(tuple(self.calls), given, self._alive, saved, self._stays + sum(now.values()))
 
     def batch(self) -> list[torch.Tensor]:
         """What the step was given, as far as it is alive."""

@@ -184,7 +184,7 @@ class StepRuntime(Applied):
         if self.watch.recorder is not None:
             seen.leave_out(self.watch.recorder.leaves_out())
         step = seen.steps()
-        self.watch.between = seen.stays
+        self.watch.between = step.stays
         self.watch.budget = next((kind.record.budget_bytes for kind in self.kinds if kind.record is not None), None)
         loop = self.watch.call_begins(parameters, batch, self.waiting_calls())
         if seen.why:
