@@ -28,6 +28,7 @@ from planner.capture.trace.out_of_sight import out_of_sight
 from planner.capture.trace.quiet import collector_paused, quietly
 from planner.capture.trace.recording import Recording
 from planner.capture.trace.state_guard import generators_of
+from planner.compat import pytree
 from planner.compat.autograd import like_eager
 from planner.compat.dynamo import aot_autograd, dynamo_config, functorch_config
 from planner.compat.fake import FakeCopyMode, FakeTensorMode
@@ -178,9 +179,24 @@ def make_backend(serve: Serve, compiler: GraphCompiler = OP_BY_OP) -> Callable[.
 
             return run
 
+        _without_history(graph)
         return serve(graph, compile_region, inputs)
 
     return backend
+
+
+def _without_history(graph: fx.GraphModule) -> None:
+    """Detach the fake results that Dynamo has noted: their autograd graph would hold the real numbers of its ops
+    (the 1.0 of `x / 1.0`, 8 bytes each) as long as the model runs.
+    """
+    for module in graph.modules():
+        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+            if (value := node.meta.get("example_value")) is not None:
+                node.meta["example_value"] = pytree.tree_map_only(torch.Tensor, _alone, value)
+
+
+def _alone(t: torch.Tensor) -> torch.Tensor:
+    return t if t.grad_fn is None else t.detach().requires_grad_()
 
 
 def lone_loss(graph: fx.GraphModule) -> tuple[int, ...]:
