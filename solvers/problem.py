@@ -134,13 +134,19 @@ class Problem:
         These are the pinned values, the outputs of backward ops, the outputs of ops that must not run twice, and the
         values that an op of another region reads.
         """
-        lasting = set(self.pinned)
+        lasting = {*self.pinned, *self.passed_on}
         for i, op in enumerate(self.ops):
-            again = i < self.boundary and op.recomputable
-            lasting.update(
-                v for v in op.writes if not again or any(self.ops[r].region != op.region for r in self.readers[v])
-            )
+            if i >= self.boundary or not op.recomputable:
+                lasting.update(op.writes)
         return frozenset(lasting)
+
+    @cached_property
+    def passed_on(self) -> frozenset[int]:
+        """Values that an op of another region reads; what their op writes when it runs again is in no one's hands."""
+        region = [op.region for op in self.ops]
+        return frozenset(
+            v for v, of in enumerate(self.producer) if any(region[r] != region[of] for r in self.readers[v])
+        )
 
     @cached_property
     def least_kept(self) -> int:

@@ -34,7 +34,7 @@ def _moves(problem: Problem, state: State, most_kept: int) -> Iterator[tuple[int
             continue
         if not held.issuperset(op.reads):
             continue
-        if any(v in held and v not in problem.pinned for v in op.writes):
+        if any(v in held and v not in problem.pinned | problem.passed_on for v in op.writes):
             continue  # the old copy can be freed first, which is a move of its own
         during = taken + op.workspace + sum(problem.sizes[v] for v in op.writes)
         if waiting is not None:
@@ -44,7 +44,8 @@ def _moves(problem: Problem, state: State, most_kept: int) -> Iterator[tuple[int
                 during += max(number * most_kept + beside for number, beside in waiting.forward)
             elif done < waiting.until or (done == waiting.until and again):
                 during += max(number * most_kept + beside for number, beside in waiting.backward)
-        yield i, during, op.cost, (done + (not again), held | set(op.writes))
+        stay = {v for v in op.writes if not (again and v in problem.passed_on)}
+        yield i, during, op.cost, (done + (not again), held | stay)
 
 
 def cheapest(problem: Problem) -> float | None:

@@ -88,11 +88,11 @@ def _at_once(problem: Problem, s: State) -> Iterator[State]:
             continue
         if not s.held.issuperset(op.reads) or coming.intersection(op.reads):
             continue
-        if any(v in s.stuck or (v in s.held and v not in problem.pinned) for v in op.writes):
+        if any(v in s.held and v not in problem.pinned | problem.passed_on for v in op.writes):
             continue
         if bytes_held + op.workspace + sum(sizes[v] for v in op.writes) > problem.budget:
             continue
         if not again and i == len(problem.ops) - 1 and s.stuck:
             continue  # what is sent is freed before the last step
-        held = s.held.union(op.writes)
+        held = s.held.union(v for v in op.writes if not (again and v in problem.passed_on))
         yield s._replace(done=s.done + (not again), running=int(op.cost), held=held, unread=s.unread - set(op.reads))

@@ -33,7 +33,7 @@ def _read_again(problem: Problem, steps: tuple[int, ...], v: int) -> bool:
     for i in steps:
         if v in problem.ops[i].reads:
             return True
-        if v in problem.ops[i].writes:
+        if v in problem.ops[i].writes and v not in problem.passed_on:
             return False
     return False
 
@@ -124,6 +124,6 @@ def _needed(problem: Problem, later: list[Move | int], v: int) -> bool:
                 return act.kind != "fetch"
         elif v in problem.ops[act].reads:
             return True
-        elif v in problem.ops[act].writes:
+        elif v in problem.ops[act].writes and v not in problem.passed_on:
             return False
     return False

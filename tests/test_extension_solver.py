@@ -29,6 +29,7 @@ from solvers import (
 )
 from solvers.__main__ import main
 
+from .measure import peak_of
 from .problems import in_regions, random_training_graph, transformer
 
 
@@ -111,6 +112,37 @@ def test_a_model_is_planned_and_trained_by_it() -> None:
     p.apply()
     model(x).sum().backward()
     assert all(torch.equal(a, b.grad) for a, b in zip(gradients, model.parameters(), strict=True))
+
+
+class Wide(nn.Module):
+    """Takes much room for a moment: the forward pass peaks here."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + x.detach().repeat(64, 1).abs().view(64, *x.shape).sum(0)
+
+
+def twice(problem: Problem, *, time_limit: float | None = None, progress: bool | None = None) -> Answer:
+    """Run again, before the last op of the forward pass, all ops but the last four, and keep these results alone."""
+    own = [i for i, op in enumerate(problem.ops[: problem.boundary]) if op.region == problem.ops[0].region]
+    again = [i for i in own[:-4] if problem.ops[i].recomputable]
+    every = list(range(len(problem.ops)))
+    schedule = Schedule((*every[: own[-1]], *again, *every[own[-1] :]))
+    if problem.budget is not None and (peak := simulate(problem, schedule).peak) > problem.budget:
+        raise InfeasibleError(problem.budget, peak, minimum_peak_bound(problem), schedule)
+    return Answer(schedule)
+
+
+def test_statistics_of_layers_that_run_again_in_the_forward_pass_stay_for_its_end(tmp_path) -> None:
+    layers = [layer for _ in range(12) for layer in (nn.BatchNorm1d(2048, affine=False), nn.Tanh())]
+    model, x = nn.Sequential(nn.Linear(1, 2048), *layers, Wide()), torch.randn(2, 1)
+    register_solver("twice", twice)
+    try:
+        p = plan(model, x, budget_gb=1, loss_fn=torch.sum, solver="twice", progress=False)
+    finally:
+        del SOLVERS["twice"]
+    before = x.nbytes + sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+    p.apply()
+    assert before + peak_of(lambda: model(x).sum().backward(), tmp_path) == p.peak_bytes
 
 
 @pytest.mark.usefixtures("mine")

@@ -30,6 +30,7 @@ class Tables(NamedTuple):
         cost, workspace, region: of each op.
         producer: for each value, the op that writes it.
         pinned: for each value, 1 where it is pinned.
+        once: for each value, 1 where its first copy is the one that stays: it is pinned, or another region reads it.
         value, start: of each gap.
         forward, backward: rows (number, bytes beside) of waiting microbatches in each pass.
         boundary, until: the backward pass starts at op `boundary`, and no microbatch waits from op `until` on; both are
@@ -48,6 +49,7 @@ class Tables(NamedTuple):
     workspace: Longs
     producer: Ints
     pinned: Bytes
+    once: Bytes
     value: Ints
     start: Ints
     region: Ints

@@ -149,7 +149,7 @@ def beside(pairs: Longs, kept: int) -> int:
 def find_saved(t: Tables, s: Scratch, steps: int) -> int:
     """Find the values that the backward pass finds, and until when it reads these copies; the bytes that it frees."""
     read_at, reads, write_at, writes = t.read_at, t.reads, t.write_at, t.writes
-    pinned, order, wanted, until = t.pinned, s.steps, s.wanted, s.saved_until
+    pinned, once, order, wanted, until = t.pinned, t.once, s.steps, s.wanted, s.saved_until
     for v in range(len(wanted)):
         wanted[v], until[v] = pinned[v], -1
     for at in range(steps - 1, -1, -1):
@@ -157,7 +157,7 @@ def find_saved(t: Tables, s: Scratch, steps: int) -> int:
         i = -1 - order[at] if again else order[at]
         for j in range(write_at[i], write_at[i + 1]):
             v = writes[j]
-            if not pinned[v]:
+            if not (again and once[v]):
                 wanted[v], until[v] = 0, -1
         for j in range(read_at[i], read_at[i + 1]):
             v = reads[j]
@@ -179,7 +179,7 @@ def peak_of(t: Tables, s: Scratch, steps: int, resident: int, most: float) -> in
     once the walk comes to the first backward op, where `live` says how much the schedule keeps.
     """
     read_at, reads, write_at, writes = t.read_at, t.reads, t.write_at, t.writes
-    size, workspace, pinned, order, wanted = t.size, t.workspace, t.pinned, s.steps, s.wanted
+    size, workspace, pinned, once, order, wanted = t.size, t.workspace, t.pinned, t.once, s.steps, s.wanted
     live = resident
     mark = t.until if t.until < len(t.cost) else t.boundary
     highest, ahead = 0, 0
@@ -203,7 +203,7 @@ def peak_of(t: Tables, s: Scratch, steps: int, resident: int, most: float) -> in
         for j in range(write_at[i], write_at[i + 1]):
             v = writes[j]
             own += size[v]
-            if wanted[v] and not (again and pinned[v]):  # a pinned value's first copy is the one that stays
+            if wanted[v] and not (again and once[v]):
                 wanted[v] = 0
                 live -= size[v]
         for j in range(read_at[i], read_at[i + 1]):

@@ -24,7 +24,7 @@ def find_stays(t: Tables, w: Wires, p: Policy, s: Scratch, y: Yard, steps: int, 
     One walk backwards, as in `kernels.peak_of`.
     """
     read_at, reads, write_at, writes, use_at = t.read_at, t.reads, t.write_at, t.writes, t.use_at
-    size, pinned, keep, order, wanted = t.size, t.pinned, p.keep, s.steps, s.wanted
+    size, once, keep, order, wanted = t.size, t.once, p.keep, s.steps, s.wanted
     gap, next_read, newest, held, first = y.gap, y.next_read, y.newest, y.held, y.first
     live = resident + _end(t, s, y)
     first[steps] = len(t.cost)
@@ -44,7 +44,7 @@ def find_stays(t: Tables, w: Wires, p: Policy, s: Scratch, y: Yard, steps: int, 
             while k >= 0 and y.send[k] < 0:  # the stays of this copy
                 y.send[k] = at + 1
                 k = y.next_send[k]
-            if wanted[v] and not (again and pinned[v]):
+            if wanted[v] and not (again and once[v]):
                 wanted[v] = 0
                 live -= size[v]
         for j in range(read_at[i], read_at[i + 1]):

@@ -49,6 +49,8 @@ def tables(problem: Problem) -> Tables:
     write_at, writes = _flat([op.writes for op in problem.ops])
     pinned = np.zeros(len(problem.sizes), np.uint8)
     pinned[list(problem.pinned)] = 1
+    once = pinned.copy()
+    once[list(problem.passed_on)] = 1
     return Tables(
         read_at,
         reads,
@@ -61,6 +63,7 @@ def tables(problem: Problem) -> Tables:
         np.array([op.workspace for op in problem.ops], np.int64),
         _ints(problem.producer),
         pinned,
+        once,
         _ints(v for v, ends in enumerate(uses) for _ in ends),
         _ints(i for v, ends in enumerate(uses) for i in (problem.producer[v], *ends)[:-1][: len(ends)]),
         _ints(op.region for op in problem.ops),
