@@ -96,6 +96,7 @@ def outside_loss(request: Request, graph: TrainingGraph) -> CountedLoss:
         workspace,
         seen.left,
         waits + seen.made,
+        excess=kept,  # names hold the outputs after the backward pass, too
         forward=forward,
         let_go=gone,
         read=seen.read,
