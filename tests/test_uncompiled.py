@@ -210,8 +210,24 @@ class Mostly(nn.Module):
         return self.last(self.body(self.first(x)))
 
 
-@pytest.mark.parametrize("kind", [Prints, Mostly])
-def test_a_model_that_torch_compile_does_not_serve_trains_by_checkpointed_modules_within_its_budget(kind):
+MARK = object()
+
+
+class Marked(Prints):
+    """Goes another way than its copy on fake tensors does, whose mark is a copy, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.mark = MARK
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + (layer(x).tanh() if self.mark is MARK else layer(x).sigmoid())
+        return x
+
+
+@pytest.mark.parametrize(("kind", "plans"), [(Prints, 2), (Mostly, 2), (Marked, 4)])  # two of which do not come about
+def test_a_model_that_torch_compile_does_not_serve_trains_by_checkpointed_modules_within_its_budget(kind, plans):
     trained = []
 
     def loop(put, ended):
@@ -231,7 +247,7 @@ def test_a_model_that_torch_compile_does_not_serve_trains_by_checkpointed_module
     assert differences(seen, unplanned) == []
     assert max(seen.measured) <= seen.budget
     assert 0.99 <= seen.peak / max(seen.predicted) <= 1.01
-    assert seen.plans <= 2
+    assert seen.plans <= plans
     assert "as by mode='eager'" in applied_plan(trained[-1]).note
 
 

@@ -58,22 +58,27 @@ def make_checkpointed(request: Request, why: CaptureError | InfeasibleBudgetErro
         why: nothing was captured, or it does not fit as it was captured; raised where such a plan does no better.
         known: as for `make_plan()`.
     """
-    apart = request.options.pieces or request.maxima is not None or world_size() > 1
-    if not (request.any_mode and _plainly(request)) or apart:
-        raise why
     outside = "what runs outside of torch.compile's graphs would be kept, and does not fit"
     said = str(why) if isinstance(why, CaptureError) else f"{type(request.model).__name__}: {outside}."
-    options = replace(request.options, mode="eager")
-    instead = replace(request, options=options, instead=f"It is planned as by mode='eager'. {said}")
+    if (instead := checkpointed(request, said)) is None:
+        raise why
     try:
         return make_eager_plan(instead, known=known)
     except InfeasibleBudgetError as e:
         if isinstance(why, InfeasibleBudgetError) and e.minimum_bytes >= why.minimum_bytes:
             raise why from None
-        e.add_note(instead.instead)
         raise
     except PlannerError:
         raise why from None
+
+
+def checkpointed(request: Request, why: str) -> Request | None:
+    """The request for mode "eager" in the place of torch.compile's graphs, and why; None where that is not for it."""
+    apart = request.options.pieces or request.maxima is not None or world_size() > 1
+    if not (request.any_mode and _plainly(request)) or apart:
+        return None
+    options = replace(request.options, mode="eager")
+    return replace(request, options=options, instead=f"It is planned as by mode='eager'. {why}")
 
 
 def peak_of_all(lowered: Callable[[], Step], request: Request) -> int:

@@ -105,10 +105,17 @@ class Applied:
         return copied
 
     def provide(
-        self, args: Any, kwargs: Any, maxima: Maxima | None = None, *, median: bool = True, compiled: bool = True
+        self,
+        args: Any,
+        kwargs: Any,
+        maxima: Maxima | None = None,
+        *,
+        median: bool = True,
+        compiled: bool = True,
+        refused: ApplyError | None = None,
     ) -> Planned:
         """A plan of the provider for such a call."""
-        planned = self.provider.on_missing_plan(self, Call(args, kwargs, maxima, median, compiled))
+        planned = self.provider.on_missing_plan(self, Call(args, kwargs, maxima, median, compiled, refused))
         self.agrees = False
         return planned
 

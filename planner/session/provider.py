@@ -18,12 +18,12 @@ from planner.core.plan import PlanRecord
 from planner.core.recipe import Choice
 from planner.core.surroundings import surroundings_of, under
 from planner.costs.account import counts_optimizers
-from planner.errors import InfeasibleBudgetError, PlannerError, gb, warn
+from planner.errors import ApplyError, InfeasibleBudgetError, PlannerError, gb, warn
 from planner.parallel.buckets import buckets_of
 from planner.parallel.group import refuse_verification
 from planner.planning.outside import more_of_loss, worth_leaving_out
 from planner.planning.pipeline import make_plan
-from planner.planning.uncompiled import fits_uncompiled
+from planner.planning.uncompiled import checkpointed, fits_uncompiled
 from planner.requests.check import with_batch
 from planner.requests.optimizers import Found, optimizers_of, weakly
 from planner.requests.planned import Known, Planned
@@ -116,6 +116,8 @@ class Provider:
         """See `PlanProvider`; waits for the other processes where they agree on it."""
         model = caller.model
         self.answered.clear()  # as other plans may leave less
+        if call.refused is not None:
+            self._do_without_compile(model, call.refused)
         _free_others(model)
         request = with_batch(replace(self.request, runs=True), model, call.args, call.kwargs, call.maxima)
         median, now = call.assume_median_branch, surroundings_of(model)
@@ -141,6 +143,15 @@ class Provider:
         self.own.append(planned.without_batch())
         self._keep(planned)
         return planned
+
+    def _do_without_compile(self, model: nn.Module, refused: ApplyError) -> None:
+        """Checkpoint modules from now on; raises what compiling the calls comes to where that cannot be."""
+        instead = checkpointed(self.request, str(refused)) if model is self.model else None
+        if instead is None:
+            raise refused
+        self.request, self.own = instead, []
+        self.captured.clear()
+        self.several.forget()
 
     def _may_be_brief(self, caller: Caller) -> bool:
         """Whether a plan is the first, for the steps until the loop is known, when there will be another one."""
@@ -322,8 +333,11 @@ class Provider:
 
     def _free(self, role: Role) -> int:
         """Bytes of the budget that no plan takes; at least `_tolerance`."""
+        return max(self._tolerance, self._room(role))
+
+    def _room(self, role: Role) -> int:
         peak = self.peaks.get(role, max(self.peaks.values(), default=self.request.budget_bytes))
-        return max(self._tolerance, self.request.budget_bytes - peak)
+        return self.request.budget_bytes - peak
 
     def _fits(self, seen: Loop, before: Loop, role: Role, free: int) -> bool:
         """Whether plans count what was seen of the loop, where it may take so many bytes more than they count."""
@@ -334,9 +348,10 @@ class Provider:
             return (seen.outputs_held, seen.loss) == (before.outputs_held, before.loss)
         more = more_of_loss(replace(self.request, loop=before), seen, captured)
         beside = seen.more_than(before)
-        return all(abs(each) <= self._tolerance for each in more) or (
-            free > self._tolerance and sum(max(0, each) for each in (*more, beside)) <= free
-        )
+        added = sum(max(0, each) for each in (*more, beside))
+        if all(abs(each) <= self._tolerance for each in more):
+            return self.heard > 1 or added <= self._room(role)  # a plan that is made now counts all of it
+        return free > self._tolerance and added <= free
 
     def on_no_plan(self, model: nn.Module, error: PlannerError) -> bool:
         """See `PlanProvider`; warns once where the user asked for that, whatever number of kinds of calls there is."""
