@@ -134,19 +134,22 @@ class Problem:
         These are the pinned values, the outputs of backward ops, the outputs of ops that must not run twice, and the
         values that an op of another region reads.
         """
-        lasting = {*self.pinned, *self.passed_on}
+        lasting = {*self.pinned, *(v for v, until in enumerate(self.shared_until) if until >= 0)}
         for i, op in enumerate(self.ops):
             if i >= self.boundary or not op.recomputable:
                 lasting.update(op.writes)
         return frozenset(lasting)
 
     @cached_property
-    def passed_on(self) -> frozenset[int]:
-        """Values that an op of another region reads; what their op writes when it runs again is in no one's hands."""
+    def shared_until(self) -> tuple[int, ...]:
+        """For each value, the last op of the other regions that read it, and -1 where none does: until that has run,
+        all read the first copy, and what its op writes when it runs again is in no one's hands.
+        """
         region = [op.region for op in self.ops]
-        return frozenset(
-            v for v, of in enumerate(self.producer) if any(region[r] != region[of] for r in self.readers[v])
-        )
+        last = {r: i for i, r in enumerate(region)}
+        made = zip(self.producer, self.readers, strict=True)
+        others = ({region[i] for i in readers} - {region[of]} for of, readers in made)
+        return tuple(max((last[r] for r in each), default=-1) for each in others)
 
     @cached_property
     def least_kept(self) -> int:

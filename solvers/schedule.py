@@ -2,15 +2,17 @@
 
 A schedule is a sequence of ops; it determines when each value is freed. A copy of a value is live from the op that
 writes it to the last op that reads it before the value is written again; a pinned value is live to the end, and a copy
-that no op reads is freed as soon as its op ends. Of a value that is pinned, or that another region reads, all ops read
-the first copy; what is written again is freed as its op ends. Freeing later never lowers a peak, so the sequence says
-everything. Where the problem has a link, moves say which values leave the device for a while, see `solvers.moves`.
+that no op reads is freed as soon as its op ends. Of a value that other regions read, all ops read the first copy until
+these have ended, and of a pinned one always; what is written again is freed as its op ends. Freeing later never lowers
+a peak, so the sequence says everything. Where the problem has a link, moves say which values leave the device for a
+while, see `solvers.moves`.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import accumulate
 
 from solvers.errors import ProblemError, SolverError
 from solvers.moves import Copy, Move, check_moves, events, label, traffic
@@ -206,14 +208,14 @@ def _frees(problem: Problem, steps: tuple[int, ...], moves: tuple[Move, ...] = (
     wanted = bytearray(len(problem.sizes))  # needed later, before it is written or fetched
     for v in problem.pinned:
         wanted[v] = 1
-    once = problem.pinned | problem.passed_on  # the first copy is the one that stays
+    pinned, shared, furthest = problem.pinned, problem.shared_until, list(accumulate(steps, max))
     frees: list[tuple[int, ...]] = [()] * len(steps)
     n = len(moves)
     for at in range(len(steps) - 1, -1, -1):
         op = ops[steps[at]]
         gone = [v for v in op.writes if not wanted[v]]
         for v in op.writes:
-            if v not in once:
+            if v not in pinned and furthest[at] >= shared[v]:
                 wanted[v] = 0
         for v in op.reads:
             if not wanted[v]:

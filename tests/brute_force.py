@@ -14,6 +14,8 @@ from itertools import product
 
 from solvers.problem import Problem
 
+from .naive import to_others
+
 State = tuple[int, frozenset[int]]
 
 
@@ -34,7 +36,8 @@ def _moves(problem: Problem, state: State, most_kept: int) -> Iterator[tuple[int
             continue
         if not held.issuperset(op.reads):
             continue
-        if any(v in held and v not in problem.pinned | problem.passed_on for v in op.writes):
+        others = {v for v in op.writes if again and to_others(problem, v, done)}
+        if any(v in held and v not in problem.pinned | others for v in op.writes):
             continue  # the old copy can be freed first, which is a move of its own
         during = taken + op.workspace + sum(problem.sizes[v] for v in op.writes)
         if waiting is not None:
@@ -44,8 +47,7 @@ def _moves(problem: Problem, state: State, most_kept: int) -> Iterator[tuple[int
                 during += max(number * most_kept + beside for number, beside in waiting.forward)
             elif done < waiting.until or (done == waiting.until and again):
                 during += max(number * most_kept + beside for number, beside in waiting.backward)
-        stay = {v for v in op.writes if not (again and v in problem.passed_on)}
-        yield i, during, op.cost, (done + (not again), held | stay)
+        yield i, during, op.cost, (done + (not again), held | set(op.writes) - others)
 
 
 def cheapest(problem: Problem) -> float | None:

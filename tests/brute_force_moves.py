@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 from solvers.problem import Problem
 
+from .naive import to_others
+
 Queue = tuple[tuple[int, int], ...]  # values, and ticks that the copy of each one takes still
 
 
@@ -88,11 +90,12 @@ def _at_once(problem: Problem, s: State) -> Iterator[State]:
             continue
         if not s.held.issuperset(op.reads) or coming.intersection(op.reads):
             continue
-        if any(v in s.held and v not in problem.pinned | problem.passed_on for v in op.writes):
+        others = {v for v in op.writes if again and to_others(problem, v, s.done)}
+        if any(v in s.held and v not in problem.pinned | others for v in op.writes):
             continue
         if bytes_held + op.workspace + sum(sizes[v] for v in op.writes) > problem.budget:
             continue
         if not again and i == len(problem.ops) - 1 and s.stuck:
             continue  # what is sent is freed before the last step
-        held = s.held.union(v for v in op.writes if not (again and v in problem.passed_on))
+        held = s.held | set(op.writes) - others
         yield s._replace(done=s.done + (not again), running=int(op.cost), held=held, unread=s.unread - set(op.reads))

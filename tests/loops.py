@@ -2158,6 +2158,51 @@ def transformers_loss_only(put: Put, ended: Ended) -> None:
         ended(loss)
 
 
+class ChannelsLast(nn.Module):
+    """Convolutions that are channels-last, and a loss by a target that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [layer for _ in range(3) for layer in (nn.Conv2d(64, 64, 3, padding=1), nn.GELU())]
+        body = nn.Sequential(nn.Conv2d(3, 64, 3, padding=1), *layers, nn.Conv2d(64, 64, 1))
+        self.body = body.to(memory_format=torch.channels_last)
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> Any:
+        return F.mse_loss(self.body(x), target)
+
+
+class TellsPrediction(ChannelsLast):
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> Any:
+        prediction = self.body(x)
+        return F.l1_loss(prediction, target), prediction
+
+
+def channels_last(put: Put, ended: Ended) -> None:
+    """The kernel of the loss's backward pass makes a tensor of another layout than its fake one does."""
+    model = put(ChannelsLast())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(STEPS):
+        x, y = torch.randn(8, 3, 32, 32).to(memory_format=torch.channels_last), torch.randn(8, 64, 32, 32)
+        loss = model(x, y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ended(loss)
+
+
+def channels_last_prediction(put: Put, ended: Ended) -> None:
+    """The gradient that comes has another layout than its sum with one that does not come would have."""
+    model = put(TellsPrediction())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(STEPS):
+        x, y = torch.randn(8, 3, 32, 32).to(memory_format=torch.channels_last), torch.randn(8, 64, 32, 32)
+        loss, _prediction = model(x, y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ended(loss)
+
+
 # Loops of libraries
 
 
@@ -2277,6 +2322,8 @@ LOOPS: dict[str, Loop] = {
     "one_image_by_methods": Loop(one_image_by_methods),
     "one_image_in_two_graphs": Loop(one_image_in_two_graphs),
     "parts_of_a_tensor": Loop(parts_of_a_tensor),
+    "channels_last": Loop(channels_last),
+    "channels_last_prediction": Loop(channels_last_prediction),
     "modules_by_themselves": Loop(modules_by_themselves),
     "block_by_block": Loop(block_by_block),
     "gan_generator": Loop(gan_generator, share=0.77),

@@ -23,19 +23,26 @@ def replay(problem: Problem, steps: tuple[int, ...]) -> tuple[list[int], list[se
         copies = [*held, *op.writes]  # a value that is made while it is held counts twice
         during.append(problem.resident + op.workspace + sum(problem.sizes[v] for v in copies))
         held.update(op.writes)
-        freed.append({v for v in held if v not in problem.pinned and not _read_again(problem, steps[at + 1 :], v)})
+        freed.append({v for v in held if v not in problem.pinned and not _read_again(problem, steps, at, v)})
         held -= freed[-1]
     return during, freed, sum(problem.ops[i].cost for i in steps)
 
 
-def _read_again(problem: Problem, steps: tuple[int, ...], v: int) -> bool:
-    """Whether a value is read before it is written again."""
-    for i in steps:
+def _read_again(problem: Problem, steps: tuple[int, ...], at: int, v: int) -> bool:
+    """Whether a value is read after a step and before it is written again, while other regions have not yet read it."""
+    for n, i in enumerate(steps[at + 1 :], at + 1):
         if v in problem.ops[i].reads:
             return True
-        if v in problem.ops[i].writes and v not in problem.passed_on:
+        if v in problem.ops[i].writes and not to_others(problem, v, max(steps[: n + 1]) + 1):
             return False
     return False
+
+
+def to_others(problem: Problem, v: int, first: int) -> bool:
+    """Whether other regions that read a value have ops that have not run, the next of which is `first`."""
+    own = problem.ops[problem.producer[v]].region
+    others = {op.region for op in problem.ops if v in op.reads} - {own}
+    return any(op.region in others for op in problem.ops[first:])
 
 
 def replay_moves(problem: Problem, schedule: Schedule) -> tuple[list[int], float, int]:
@@ -111,19 +118,21 @@ def replay_moves(problem: Problem, schedule: Schedule) -> tuple[list[int], float
         run(time + op.cost)
         for v in held:
             if held[v]:
-                held[v] = int(v in problem.pinned or _needed(problem, later, v))
+                held[v] = int(v in problem.pinned or _needed(problem, todo, n, v))
         most, at = 0, at + 1
     return peaks, time, host_peak
 
 
-def _needed(problem: Problem, later: list[Move | int], v: int) -> bool:
-    """Whether a value is read, sent or freed before it is written or fetched."""
-    for act in later:
+def _needed(problem: Problem, todo: list[Move | int], after: int, v: int) -> bool:
+    """Whether a value is read, sent or freed before it is fetched, or written so that the old copy is none any more."""
+    for n, act in enumerate(todo[after + 1 :], after + 1):
         if isinstance(act, Move):
             if act.value == v:
                 return act.kind != "fetch"
         elif v in problem.ops[act].reads:
             return True
-        elif v in problem.ops[act].writes and v not in problem.passed_on:
+        elif v in problem.ops[act].writes and not to_others(
+            problem, v, max(i for i in todo[: n + 1] if not isinstance(i, Move)) + 1
+        ):
             return False
     return False

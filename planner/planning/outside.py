@@ -96,7 +96,7 @@ def outside_loss(request: Request, graph: TrainingGraph) -> CountedLoss:
         workspace,
         seen.left,
         waits + seen.made,
-        excess=kept,  # names hold the outputs after the backward pass, too
+        excess=kept if loop.in_flight > 1 and not graph.calls else 0,  # names hold the outputs after each backward pass
         forward=forward,
         let_go=gone,
         read=seen.read,

@@ -384,7 +384,7 @@ def between_steps(recorder: Recorder, own: Any, budget: int) -> int:
         return most
     ran = {name: recorder.calls[name] for name in recorder.between.keys() & recorder.calls.keys()}
     held = workspaces(ran, recorder.device)
-    return beside + max(level + held.get(name, 0) for name, level in recorder.between.items())
+    return beside + max((level + held.get(name, 0) for name, level in recorder.between.items()), default=0)
 
 
 def _without(sizes: Mapping[int, int], keys: Collection[int]) -> dict[int, int]:

@@ -188,13 +188,13 @@ class _Builder:
         elif p < self.last[v]:
             before = self.holds_at.get(v)
             after = self._hold(p, v)
-            if run is not None and v in self.problem.passed_on:
-                self.add([(after, 1.0), (before, -1.0)], pulp.LpConstraintLE, 0.0)  # the first copy is the only one
-            elif run is not None:
+            if run is not None:
+                counts = self.laid[p][0] > self.problem.shared_until[v]
                 # An old copy that no op reads before it is written again is free by then: never both.
-                sources = [(run, 1.0)] + ([] if before is None else [(before, 1.0)])
+                sources = [(run, 1.0)] * counts + ([] if before is None else [(before, 1.0)])
                 self.add([(after, 1.0), *((var, -1.0) for var, _ in sources)], pulp.LpConstraintLE, 0.0)
-                self.add(sources, pulp.LpConstraintLE, 1.0)
+                if counts:
+                    self.add(sources, pulp.LpConstraintLE, 1.0)
 
     def _hold(self, p: int, v: int) -> Any:
         hold = self.holds_at[v] = pulp.LpVariable(f"h{p}_{v}", 0, 1)

@@ -30,7 +30,8 @@ class Tables(NamedTuple):
         cost, workspace, region: of each op.
         producer: for each value, the op that writes it.
         pinned: for each value, 1 where it is pinned.
-        once: for each value, 1 where its first copy is the one that stays: it is pinned, or another region reads it.
+        once: for each value, the last op during whose first run only its first copy counts (`Problem.shared_until`);
+            all, where it is pinned.
         value, start: of each gap.
         forward, backward: rows (number, bytes beside) of waiting microbatches in each pass.
         boundary, until: the backward pass starts at op `boundary`, and no microbatch waits from op `until` on; both are
@@ -49,7 +50,7 @@ class Tables(NamedTuple):
     workspace: Longs
     producer: Ints
     pinned: Bytes
-    once: Bytes
+    once: Ints
     value: Ints
     start: Ints
     region: Ints

@@ -150,14 +150,17 @@ def find_saved(t: Tables, s: Scratch, steps: int) -> int:
     """Find the values that the backward pass finds, and until when it reads these copies; the bytes that it frees."""
     read_at, reads, write_at, writes = t.read_at, t.reads, t.write_at, t.writes
     pinned, once, order, wanted, until = t.pinned, t.once, s.steps, s.wanted, s.saved_until
+    first = len(t.cost)  # the next op to run for the first time
     for v in range(len(wanted)):
         wanted[v], until[v] = pinned[v], -1
     for at in range(steps - 1, -1, -1):
         again = order[at] < 0
         i = -1 - order[at] if again else order[at]
+        if not again:
+            first = i
         for j in range(write_at[i], write_at[i + 1]):
             v = writes[j]
-            if not (again and once[v]):
+            if not (again and first <= once[v]):
                 wanted[v], until[v] = 0, -1
         for j in range(read_at[i], read_at[i + 1]):
             v = reads[j]
@@ -187,6 +190,7 @@ def peak_of(t: Tables, s: Scratch, steps: int, resident: int, most: float) -> in
     if t.again >= 0:
         freed = find_saved(t, s, steps)
     saved_until = s.saved_until
+    first = len(t.cost)  # the next op to run for the first time
     for v in range(len(size)):
         wanted[v] = pinned[v]
         if pinned[v]:
@@ -199,11 +203,13 @@ def peak_of(t: Tables, s: Scratch, steps: int, resident: int, most: float) -> in
         again = i < 0
         if again:
             i = -1 - i
+        else:
+            first = i
         own = workspace[i]
         for j in range(write_at[i], write_at[i + 1]):
             v = writes[j]
             own += size[v]
-            if wanted[v] and not (again and once[v]):
+            if wanted[v] and not (again and first <= once[v]):
                 wanted[v] = 0
                 live -= size[v]
         for j in range(read_at[i], read_at[i + 1]):

@@ -44,7 +44,7 @@ def find_stays(t: Tables, w: Wires, p: Policy, s: Scratch, y: Yard, steps: int, 
             while k >= 0 and y.send[k] < 0:  # the stays of this copy
                 y.send[k] = at + 1
                 k = y.next_send[k]
-            if wanted[v] and not (again and once[v]):
+            if wanted[v] and not (again and first[at] <= once[v]):
                 wanted[v] = 0
                 live -= size[v]
         for j in range(read_at[i], read_at[i + 1]):

@@ -49,8 +49,7 @@ def tables(problem: Problem) -> Tables:
     write_at, writes = _flat([op.writes for op in problem.ops])
     pinned = np.zeros(len(problem.sizes), np.uint8)
     pinned[list(problem.pinned)] = 1
-    once = pinned.copy()
-    once[list(problem.passed_on)] = 1
+    once = _ints(end if v in problem.pinned else until for v, until in enumerate(problem.shared_until))
     return Tables(
         read_at,
         reads,

@@ -20,13 +20,10 @@ import torch
 from torch import fx
 from torch.fx import traceback
 
-from planner.capture.joint_graph import ancestors, index_of, is_dense, is_tangent
-from planner.compat.fake import unset_fake_temporarily
-from planner.core.layout import Order, memory_order, strides_in
+from planner.capture.joint_graph import ancestors, index_of, is_tangent
 from planner.errors import ApplyError
 
 _ATEN = torch.ops.aten
-_VIEWS = {_ATEN.view.default, _ATEN._unsafe_view.default}
 _WHOLE = "planner_whole_gradient"  # in a node's `meta`: the position of the output
 _MARKED = "planner_marked"  # the same, and the node's name and target, while the marks are off the graph
 
@@ -139,7 +136,7 @@ def add_entering(graph: fx.Graph, at: int) -> None:
         node.args = (total,)
 
 
-def leave_out(graph: fx.Graph, undefined: Collection[fx.Node]) -> None:
+def leave_out(graph: fx.Graph, undefined: Collection[fx.Node]) -> set[fx.Node]:
     """Take gradients that do not enter a graph, which is a joint graph or a backward pass, out of it, in place.
 
     The placeholders stay. Outputs that are computed from those gradients alone become None.
@@ -148,10 +145,14 @@ def leave_out(graph: fx.Graph, undefined: Collection[fx.Node]) -> None:
         graph: the graph.
         undefined: placeholders of gradients.
 
+    Returns:
+        The nodes that read a summand in the place of a sum: it may be laid out otherwise.
+
     Raises:
         ApplyError: zeros are needed whose size, a symbol, no tensor has that is there.
     """
     gone = set(undefined)
+    other = set[fx.Node]()
     gradients = set(filter(is_tangent, graph.nodes))
     for node in list(graph.nodes):
         inputs = node.all_input_nodes
@@ -164,58 +165,12 @@ def leave_out(graph: fx.Graph, undefined: Collection[fx.Node]) -> None:
                 gone.add(node)
             elif not gone.isdisjoint(inputs):
                 if _is_sum(node):
-                    node.replace_all_uses_with(there[0])
+                    other.update(node.replace_all_uses_with(there[0]))
                 else:
                     for n in filter(gone.__contains__, inputs):
                         node.replace_input_with(n, _zeros(graph, n, node, gone))
     _drop_unused(graph, gone)
-
-
-def lay_out(graph: fx.Graph, orders: Mapping[int, Order]) -> None:
-    """Let gradients enter a joint graph in other memory layouts, in place; what is computed from them follows.
-
-    That of an output which is a part of another tensor, as `chunk()` gives, has a memory of its own.
-
-    Args:
-        graph: of fixed sizes.
-        orders: of the gradients' dimensions, by the positions of the outputs that they are of.
-    """
-    strides = {}
-    for at, node in entering(graph).items():
-        t = node.meta["val"]
-        own = strides_in(orders.get(at, memory_order(t)), t.shape)
-        if own != list(t.stride()) if at in orders else _is_part(t):
-            strides[node] = own
-    if not strides:
-        return
-    reads = set(strides)
-    # of the trace, which may be one that was kept
-    with unset_fake_temporarily(), next(iter(strides)).meta["val"].fake_mode, torch.no_grad():
-        for node in graph.nodes:
-            if node in strides:
-                t = node.meta["val"]
-                node.meta["val"] = torch.empty_strided(t.shape, strides[node], dtype=t.dtype, device=t.device)
-            elif node.op == "call_function" and not reads.isdisjoint(node.all_input_nodes):
-                _compute_again(node)
-                reads.add(node)
-
-
-def _is_part(t: torch.Tensor) -> bool:
-    """Whether a tensor's memory has others, or gaps, between or beside its elements, none of which it has twice."""
-    return not is_dense(t) and all(stride for size, stride in zip(t.shape, t.stride(), strict=True) if size > 1)
-
-
-def _compute_again(node: fx.Node) -> None:
-    """Compute what a node's value is on fake tensors. Where there is no such view, it copies, as in eager mode."""
-    target: Any = node.target
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    try:
-        node.meta["val"] = target(*args, **kwargs)
-    except (RuntimeError, ValueError):
-        if target not in _VIEWS:
-            raise
-        node.target = _ATEN.reshape.default
-        node.meta["val"] = _ATEN.reshape.default(*args, **kwargs)
+    return other.intersection(graph.nodes)
 
 
 def _is_sum(node: fx.Node) -> bool:

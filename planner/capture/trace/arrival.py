@@ -12,12 +12,12 @@ from torch import fx
 
 from planner.capture.joint_graph import is_tangent
 from planner.capture.passes.in_place_sums import add_apart
+from planner.capture.passes.layouts import lay_out
 from planner.capture.passes.steps import steps_in
 from planner.capture.passes.tangents import (
     add_entering,
     entering,
     feeds,
-    lay_out,
     leave_out,
     read_marks,
     take_whole,
@@ -91,6 +91,7 @@ class Arrivals:
     feeds: Mapping[int, frozenset[int]] = field(default_factory=dict)
     laid_out: LaidOut | None = ()
     as_they_come: bool = False
+    _other: Collection[fx.Node] = ()  # that read gradients which may be laid out otherwise since some were left out
     _graph: fx.GraphModule | None = None
     _inputs: int = 0
     _entering: tuple[_Entering, ...] = ()
@@ -103,12 +104,12 @@ class Arrivals:
         read_marks(joint)
         self.feeds = feeds(joint)
         tangents = entering(joint)
-        leave_out(joint, [tangents[at] for at in self.cut if at in tangents])
+        self._other = leave_out(joint, [tangents[at] for at in self.cut if at in tangents])
 
     def lay_out(self, joint: fx.Graph) -> None:
         """Have gradients enter the joint graph, of fixed sizes, in the layouts in which they come, in place."""
         if self.laid_out is not None:
-            lay_out(joint, dict(self.laid_out))
+            lay_out(joint, dict(self.laid_out), self._other)
             self.as_they_come = True
 
     def write(self, forward: fx.GraphModule, backward: fx.GraphModule) -> None:
