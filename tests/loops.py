@@ -2203,6 +2203,33 @@ def channels_last_prediction(put: Put, ended: Ended) -> None:
         ended(loss)
 
 
+class Recommender(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags, self.items = nn.EmbeddingBag(1000, 64, sparse=True), nn.Embedding(1000, 64, sparse=True)
+        self.head = nn.Sequential(nn.Linear(128, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 1))
+
+    def forward(self, bags: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.cat([self.bags(bags), self.items(items)], 1)).squeeze(1)
+
+
+def sparse_tables(put: Put, ended: Ended) -> None:
+    """Gradients with more entries than their tables have, which are cleared between the passes."""
+    model = put(Recommender())
+    tables = [*model.bags.parameters(), *model.items.parameters()]
+    sparse, dense = torch.optim.SGD(tables, lr=0.1), torch.optim.Adam(model.head.parameters())
+    for _ in range(STEPS):
+        bags, items = torch.randint(1000, (1024, 5)), torch.randint(1000, (1024,))
+        loss = F.binary_cross_entropy_with_logits(model(bags, items), torch.rand(1024))
+        sparse.zero_grad()
+        dense.zero_grad()
+        loss.backward()
+        sparse.step()
+        dense.step()
+        ended(loss)
+    sparse.zero_grad()
+
+
 # Loops of libraries
 
 
@@ -2322,6 +2349,7 @@ LOOPS: dict[str, Loop] = {
     "one_image_by_methods": Loop(one_image_by_methods),
     "one_image_in_two_graphs": Loop(one_image_in_two_graphs),
     "parts_of_a_tensor": Loop(parts_of_a_tensor),
+    "sparse_tables": Loop(sparse_tables, share=0.8),
     "channels_last": Loop(channels_last),
     "channels_last_prediction": Loop(channels_last_prediction),
     "modules_by_themselves": Loop(modules_by_themselves),

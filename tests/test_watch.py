@@ -27,6 +27,8 @@ from planner.runtime.rounds import Rounds
 from planner.runtime.used_gradients import LONG
 from planner.session import provider
 
+from .loops import Recommender
+
 pytestmark = pytest.mark.usefixtures("short_searches")
 
 
@@ -149,6 +151,21 @@ def test_a_recording_that_ends_in_inference_mode_or_in_a_backward_pass_leaves_no
         assert torch.ones(2).add(1).tolist() == [2, 2]  # fails where a key is left without a mode
     p.remove()
     assert modes_here() == []
+
+
+@pytest.mark.filterwarnings("ignore:optimizer SparseAdam could not be tried")
+def test_a_loop_that_runs_no_op_between_its_steps_but_on_sparse_gradients_is_looked_at():
+    model = Recommender()
+    plan(model, budget_gb=0.0093).apply()
+    tables = [*model.bags.parameters(), *model.items.parameters()]
+    optimizers = torch.optim.SparseAdam(tables), torch.optim.Adam(model.head.parameters())
+    for _ in range(2):
+        loss = model(torch.randint(1000, (64, 5)), torch.randint(1000, (64,))).square().mean()
+        for each in optimizers:
+            each.zero_grad()
+        loss.backward()
+        for each in optimizers:
+            each.step()
 
 
 def test_gradients_that_stay_are_planned_for_once():

@@ -109,10 +109,10 @@ class UsedGradients:
         return storage_bytes(p.grad for p in parameters if id(p) in self.untaken and p.grad is not None)
 
     def fewer(self, parameters: Iterable[torch.Tensor]) -> int | None:
-        """Bytes of the gradients that are there and taken; None where each parameter that is trained has one."""
+        """Bytes of the gradients that are there and taken; None where they are as those of all that is trained."""
         gradients = [p.grad for p in self.taken(parameters) if p.requires_grad]
         spent = any(isinstance(gradient, SpentGradient) for gradient in gradients)
-        if spent or (not self.untaken and all(gradient is not None for gradient in gradients)):
+        if spent or (not self.untaken and all(g is not None and g.layout is torch.strided for g in gradients)):
             return None
         return storage_bytes(gradient for gradient in gradients if gradient is not None)
 
