@@ -114,11 +114,12 @@ def test_a_whole_training_step_peaks_as_predicted_at_five_budgets(name, tmp_path
     optimizer = setting.optimizer(case.model.parameters())
     with autocast(setting):
         plans = pareto(
-            case.model, case.batch, points=5, loss_fn=case.loss_fn, optimizer=optimizer,
+            case.model, case.batch, points=6, loss_fn=case.loss_fn, optimizer=optimizer,
             accumulate=setting.microbatches > 1,
         )  # fmt: skip
-    assert len({p.peak_bytes for p in plans}) == 5
-    for p in plans:
+    distinct = {p.peak_bytes: p for p in plans}  # a short search may find the same at two budgets
+    assert len(distinct) >= 5
+    for p in list(distinct.values())[:5]:
         p.apply()
         for _ in range(2):  # compile, and give the optimizer its state; some models change their config when called
             train_step(case, setting, optimizer)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 
-from planner import OptionError, PlanWarning, applied_plan, plan
+from planner import InfeasibleBudgetError, OptionError, PlanWarning, applied_plan, plan
 from planner.capture.trace import step as traced_step
 from planner.compat.dispatch import modes_here
 from planner.compat.fake import DynamicOutputShapeException
@@ -151,6 +151,16 @@ def test_a_recording_that_ends_in_inference_mode_or_in_a_backward_pass_leaves_no
         assert torch.ones(2).add(1).tolist() == [2, 2]  # fails where a key is left without a mode
     p.remove()
     assert modes_here() == []
+
+
+def test_a_refusal_says_that_the_loss_is_not_known_where_it_is_not():
+    x = torch.randn(512, 32)
+    with pytest.raises(InfeasibleBudgetError) as unknown:
+        plan(perceptron(), budget_gb=5e-5).apply()(x)
+    assert "first step may show that more is needed" in "".join(unknown.value.__notes__)
+    with pytest.raises(InfeasibleBudgetError) as known:
+        plan(perceptron(), x, budget_gb=5e-5, loss_fn=torch.sum)
+    assert not hasattr(known.value, "__notes__")
 
 
 @pytest.mark.filterwarnings("ignore:optimizer SparseAdam could not be tried")

@@ -66,6 +66,10 @@ from planner.requests.tensors import refuse_tensors
 from solvers import BRIEF, InfeasibleError, Solution, cost_bound, solve
 from solvers.progress import bar, clock
 
+_UNSEEN = (
+    "The loss outside the model is not known yet (loss_fn= tells it), nor when the loop clears gradients: its first "
+    "step may show that more is needed."
+)
 _GUESSED = (
     "Outputs that others are computed from are taken to get no gradient, and not to be held: with them the step does "
     "not fit. A training step shows whether that is so."
@@ -359,7 +363,10 @@ def _solve(
     except InfeasibleError as e:
         leanest = peak_account(step, replay(problem, e.schedule))
         takes = dict(sorted({**step.account, **leanest}.items(), key=lambda line: -line[1]))
-        raise InfeasibleBudgetError(request.budget_gb, e.minimum, takes, lower=_reaching_lower(options)) from None
+        refused = InfeasibleBudgetError(request.budget_gb, e.minimum, takes, lower=_reaching_lower(options))
+        if graph.loss.source == "unknown" and request.loop.loss is None:
+            refused.add_note(_UNSEEN)
+        raise refused from None
 
 
 def _reaching_lower(options: Options) -> str:
