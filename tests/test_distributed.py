@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import planner.eager.pipeline
-import planner.planning.pipeline
+import planner.planning.solution
 import planner.session.agreement
 import planner.session.messages
 from planner import ApplyError, InfeasibleBudgetError, OptionError, Plan, applied_plan, plan
@@ -95,13 +95,13 @@ def peaks(model, folder, **wrapping):
 
 def counted_solves():
     """A list that grows with every run of a solver."""
-    runs, solve = [], planner.planning.pipeline.solve
+    runs, solve = [], planner.planning.solution.solve
 
     def counting(*args, **kwargs):
         runs.append(1)
         return solve(*args, **kwargs)
 
-    planner.planning.pipeline.solve = counting
+    planner.planning.solution.solve = counting
     return runs
 
 
@@ -233,13 +233,13 @@ class Kept(logging.Handler):
 
 def train_with_a_slow_planner():
     planner.session.messages.PATIENCE = 0.5
-    solve = planner.planning.pipeline.solve
+    solve = planner.planning.solution.solve
 
     def slow(*args, **kwargs):
         time.sleep(3)
         return solve(*args, **kwargs)
 
-    planner.planning.pipeline.solve = slow
+    planner.planning.solution.solve = slow
     kept = Kept()
     logging.getLogger("planner").addHandler(kept)
     model = network(2)

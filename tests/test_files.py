@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import planner.eager.pipeline
-import planner.planning.pipeline
+import planner.planning.solution
 import planner.report.html
 import planner.report.text  # reading a file must import nothing: what draws it is here already
 from planner import ApplyError, OptionError, Plan, PlanFileError, PlanWarning, applied_plan, plan
@@ -93,7 +93,7 @@ def unsolved():
         raise AssertionError("a solver ran")
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        patch.setattr(planner.planning.pipeline, "solve", solved)
+        patch.setattr(planner.planning.solution, "solve", solved)
         patch.setattr(planner.eager.pipeline, "search", solved)
         warnings.simplefilter("error", PlanWarning)
         yield
@@ -143,14 +143,14 @@ def test_a_file_is_as_its_schema_says(kind, saved):
 FRESH = """
     import sys, torch, warnings
     sys.path.insert(0, {root!r})
-    import planner.eager.pipeline, planner.planning.pipeline
+    import planner.eager.pipeline, planner.planning.solution
     from pathlib import Path
     from planner import Plan, PlanWarning, applied_plan
     from tests.measure import held_before, results, step_peak
     from tests.real_models import gpt2
 
     def solved(*_, **__): raise AssertionError("a solver ran")
-    planner.planning.pipeline.solve = planner.eager.pipeline.search = solved
+    planner.planning.solution.solve = planner.eager.pipeline.search = solved
     warnings.simplefilter("error", PlanWarning)
     for path in map(Path, {paths!r}):
         torch.manual_seed(0)

@@ -150,7 +150,7 @@ sys.exit()
 """
 RANKS = """
 import os
-import planner.planning.pipeline
+import planner.planning.solution
 import torch
 import torch.distributed as dist
 
@@ -158,8 +158,8 @@ def solve(*args, **kwargs):
     solved.append(1)
     return solves(*args, **kwargs)
 
-solved, solves = [], planner.planning.pipeline.solve
-planner.planning.pipeline.solve = solve
+solved, solves = [], planner.planning.solution.solve
+planner.planning.solution.solve = solve
 dist.init_process_group("gloo")
 torch.manual_seed(0)
 layers = [layer for _ in range(4) for layer in (torch.nn.Linear(64, 64), torch.nn.GELU())]

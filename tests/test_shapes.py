@@ -12,7 +12,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils._sympy.functions import FloorDiv, Max, Mod
 
-import planner.planning.pipeline
+import planner.planning.solution
 from planner import InfeasibleBudgetError, OptionError, PlanWarning, applied_plan, plan
 from planner.capture.shapes import grows
 
@@ -223,7 +223,7 @@ def test_a_smaller_last_batch_takes_the_schedule_and_no_solver(dynamic, tmp_path
     def refuse(*_, **__):
         raise AssertionError("solved anew")
 
-    monkeypatch.setattr(planner.planning.pipeline, "solve", refuse)
+    monkeypatch.setattr(planner.planning.solution, "solve", refuse)
     last = {"x": torch.randn(7, 32, 8)}
     check(case, plain, last)
     assert held_before(case) + step_peak(Case(case.model, last, case.loss_fn), tmp_path) <= p.budget_bytes

@@ -26,50 +26,42 @@ from planner.compat.dispatch import lasting_modes_off
 from planner.compat.frames import with_room
 from planner.compat.joint_trace import traces_of
 from planner.core.account import BATCH
-from planner.core.options import Options
 from planner.core.plan import GraphModules
 from planner.core.step import Pass, Step, replay, run_passes
 from planner.core.surroundings import under
 from planner.costs.account import OTHERS, account_of
 from planner.costs.ops import OpEstimate, estimate
 from planner.eager.unplanned import eager_step
-from planner.errors import LOWER, CaptureError, InfeasibleBudgetError, PlannerError, RankError, warn
+from planner.errors import CaptureError, InfeasibleBudgetError, PlannerError, warn
 from planner.lowering.build import BuildSettings, build, split_by_region
 from planner.lowering.collectives import insert_collectives
 from planner.lowering.keep import keep_asked, places, refuse_unmatched
-from planner.lowering.margin import MARGIN, add_margin
+from planner.lowering.margin import add_margin
 from planner.lowering.microbatches import TARGETS, add_microbatches, add_second_backward, in_words
 from planner.lowering.offload import add_link, moves_by_region, nothing_leaves
 from planner.lowering.several import add_calls
 from planner.offload.links import link_of
 from planner.parallel.fsdp import groups_of
-from planner.parallel.group import other_world
-from planner.planning.adopt_schedule import adopt_known, adopt_schedule, same_structure
-from planner.planning.decisions import peak_account
 from planner.planning.eager import make_eager_plan
-from planner.planning.eager_peak import no_higher_than_eager
 from planner.planning.fragmentation import solve_with_margin
 from planner.planning.host_room import room_taken, solve_within_host
 from planner.planning.inductor import in_aten, make_inductor_plan, without_inductor
-from planner.planning.notes import in_brief, notes, sentence
+from planner.planning.notes import notes, sentence
 from planner.planning.outside import TANGENTS_FREED, outside_loss, pinned_tangents
 from planner.planning.pieces import Solved, as_in, described, solve_in_pieces
 from planner.planning.pieces import in_words as pieces_in_words
 from planner.planning.recipe import in_parts, recipe_of
 from planner.planning.record import record_of
+from planner.planning.solution import solution_of
 from planner.planning.steps import with_steps
 from planner.planning.uncompiled import fits_uncompiled, make_checkpointed, make_uncompiled, peak_of_all
 from planner.requests.inductor import refuse_inductor
-from planner.requests.planned import Filed, Known, Planned, source_of
+from planner.requests.planned import Known, Planned
 from planner.requests.request import Request
 from planner.requests.tensors import refuse_tensors
-from solvers import BRIEF, InfeasibleError, Solution, cost_bound, solve
+from solvers import Solution
 from solvers.progress import bar, clock
 
-_UNSEEN = (
-    "The loss outside the model is not known yet (loss_fn= tells it), nor when the loop clears gradients: its first "
-    "step may show that more is needed."
-)
 _GUESSED = (
     "Outputs that others are computed from are taken to get no gradient, and not to be held: with them the step does "
     "not fit. A training step shows whether that is so."
@@ -110,8 +102,7 @@ def make_plan(
     except CaptureError as e:
         if must_match:
             raise
-        with _out_of_sight(request):
-            return make_checkpointed(request, e, known)
+        return _checkpointed(request, e, known)
 
 
 def _compiled(
@@ -136,8 +127,7 @@ def _compiled(
             if must_match or graph.calls:
                 raise
             if not all(region.fingerprint for region in graph.regions):  # it runs outside of all graphs
-                with _out_of_sight(request):
-                    return make_checkpointed(request, whole, known)
+                return _checkpointed(request, whole, known)
             if not any(map(has_whole_lstm, graph.regions)):
                 raise
             try:
@@ -164,6 +154,11 @@ def _as_told(
     request = replace(request, loop=loop)
     planned = _planned(request, _captured(request), others, known, must_match=must_match)
     return replace(planned, record=replace(planned.record, note=f"{planned.record.note} {_GUESSED}".strip()))
+
+
+def _checkpointed(request: Request, why: CaptureError | InfeasibleBudgetError, known: Known | None) -> Planned:
+    with _out_of_sight(request):
+        return make_checkpointed(request, why, known)
 
 
 @contextmanager
@@ -197,7 +192,7 @@ def _planned(
         return lower(request, of, planned_before=bool(others))
 
     def solved(of: TrainingGraph, lowered: Step) -> Solved:
-        solve_here = partial(_solve, request=request, graph=of, others=others, known=known, must_match=must_match)
+        solve_here = partial(solution_of, request=request, graph=of, others=others, known=known, must_match=must_match)
         with_margin = partial(solve_with_margin, request=request, solve=solve_here)
         return of, *solve_within_host(lowered, request, of, with_margin)
 
@@ -334,72 +329,6 @@ def _repeated(graph: TrainingGraph) -> frozenset[tuple[int, int]]:
     """The ops that checkpoints of the model's own run again: region and index."""
     regions = [(r, region) for r, region in enumerate(graph.regions) if region.checkpointed]
     return frozenset((r, i) for r, region in regions for i, op in enumerate(region.ops) if clone_of(op.node))
-
-
-def _solve(
-    step: Step,
-    request: Request,
-    graph: TrainingGraph,
-    others: Sequence[Planned] = (),
-    known: Known | None = None,
-    must_match: bool = False,
-) -> Solution:
-    problem, options = step.problem, request.options
-    same = _known(step, request, known, must_match) if known is not None else ""
-    if isinstance(same, Solution):
-        return same
-    if must_match:
-        raise RankError(same)
-    records = [p.record for p in others if p.record.solver != BRIEF]
-    adopted = adopt_schedule(problem, [(r.problem, r.schedule) for r in records if r.problem and r.schedule])
-    if adopted is not None:
-        return adopted
-    if (lean := no_higher_than_eager(problem, request, graph)) is not None:
-        return lean
-    try:
-        limit, progress = options.time_limit, options.progress
-        solution = solve(problem, options.solver, time_limit=limit, progress=progress, brief=request.brief)
-        return replace(solution, note=f"{solution.note} {same or in_brief(solution)}".strip())
-    except InfeasibleError as e:
-        leanest = peak_account(step, replay(problem, e.schedule))
-        takes = dict(sorted({**step.account, **leanest}.items(), key=lambda line: -line[1]))
-        refused = InfeasibleBudgetError(request.budget_gb, e.minimum, takes, lower=_reaching_lower(options))
-        if graph.loss.source == "unknown" and request.loop.loss is None:
-            refused.add_note(_UNSEEN)
-        raise refused from None
-
-
-def _reaching_lower(options: Options) -> str:
-    """In words, the options that reach lower budgets beside those that were given."""
-    if options.step_in_backward or (options.pieces and options.offload):
-        return ""
-    if options.offload or options.pieces:
-        return "pieces='auto' reaches lower." if options.offload else "offload= reaches lower."
-    return LOWER
-
-
-def _known(step: Step, request: Request, known: Known, must_match: bool) -> Solution | str:
-    """The schedule of the known plan, where that is of this step and budget; else a note that says why it is not."""
-    record, problem = known.record, step.problem
-    if record.problem is None or record.schedule is None:
-        why: Solution | str = "it is a plan for eager mode"
-    elif must_match:  # sizes may be those of another rank's share
-        here = same_structure(problem, record.problem)
-        why = adopt_known(problem, problem if here else record.problem, record.schedule, cost_bound(problem))
-    elif isinstance(known, Filed) and (other := other_world(record.step.ranks, record.options.shard, request.model)):
-        why = other
-    elif record.solver == BRIEF:
-        why = "it was searched briefly, for a loop that was not known yet"
-    elif record.options.solver != request.options.solver:
-        why = f"it is of solver={record.options.solver!r}"
-    # the margin for fragmentation may be that of another schedule
-    elif problem.resident - step.account.get(MARGIN, 0) != record.problem.resident - record.account.get(MARGIN, 0):
-        why = "fixed memory (parameters, batch, optimizer state and the like) differs"
-    else:
-        why = adopt_known(problem, record.problem, record.schedule, record.bound)
-    if isinstance(why, str):
-        return f"Solved anew, not taken from {source_of(known)}: {why}."
-    return replace(why, solver=record.solver, note=f"Taken from {source_of(known)}: the same step and budget.")
 
 
 def write(

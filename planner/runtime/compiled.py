@@ -275,8 +275,7 @@ class Runtime(Applied):
                 return self(*args, **kwargs)
             undone = self._undoes(signature)
             tried = self.plans.pop(signature)
-            family = self.serving.pop(signature, None)
-            if family is not None:
+            if (family := self.serving.pop(signature, None)) is not None:
                 self.shapes.differs(self._kind(args, kwargs))
             if self.regions.calls and not undone and (family is None or signature in family.came):
                 raise

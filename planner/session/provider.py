@@ -13,7 +13,6 @@ from torch import nn, optim
 
 from planner.capture.trace.step import TrainingGraph
 from planner.core.loop import Loop, same_facts
-from planner.core.options import GB
 from planner.core.plan import PlanRecord
 from planner.core.recipe import Choice
 from planner.core.surroundings import surroundings_of, under
@@ -34,13 +33,13 @@ from planner.session.agreement import agreed
 from planner.session.announce import announce, warn_unplanned, why_anew
 from planner.session.binding import Awaited
 from planner.session.counted import counted, with_buckets
+from planner.session.lean import leanest, leanest_that_moves, waits, within
 from planner.session.several import Several
 from planner.session.uncounted import gradients_warned, unreduced_warned, waiting_warned
 from solvers import BRIEF
 
 TOLERANCE = 1000  # plans are made anew for what is more than this part of the budget
 
-LEAST = 1  # byte, which no plan is for
 HARDLY = 0.01  # of the budget: how much more a plan may take that is made anew
 Judge = Callable[[Planned], Planned]
 
@@ -218,7 +217,7 @@ class Provider:
         """
         make = partial(make_plan, others=self.own, captured=captured)
         try:
-            return _leanest(make, request) if request.loop.unused else make(request, known=self.known)
+            return leanest(make, request) if request.loop.unused else make(request, known=self.known)
         except InfeasibleBudgetError as e:
             loop, least, gb_needed = request.loop, e.minimum_bytes, e.minimum_gb
             late = self.heard > 1 and captured is not None
@@ -234,17 +233,10 @@ class Provider:
             self.loop, self.apart = replace(self.loop, around=0), True
             self.loops = {role: replace(own, around=0) for role, own in self.loops.items()}
             planned = self._made(replace(request, loop=replace(loop, around=0)), captured)
-        elif request.options.offload and least > request.budget_bytes * (1 + HARDLY) and _waits(loop):
-            # nothing leaves in the leanest plan: one in which values do takes less, also beside what waits for a while
-            lean = replace(request, loop=replace(loop, in_flight=1, graph_retained=False))
-            try:
-                planned = make(lean)
-            except InfeasibleBudgetError as e:
-                planned = _within(make, lean, e.minimum_bytes)
-            waiting = max(1, loop.in_flight - 1) * planned.record.kept_bytes
-            least = planned.record.peak_bytes + waiting
+        elif request.options.offload and least > request.budget_bytes * (1 + HARDLY) and waits(loop):
+            planned, least = leanest_that_moves(make, request)
         else:
-            planned = _within(make, request, least)
+            planned = within(make, request, least)
         text = (
             f"the step takes {gb(least)}, with what the training loop holds beside the model: more than its budget of "
             f"{gb(request.budget_bytes)}. Give budget_gb={gb_needed!r}, or free what is held"
@@ -372,25 +364,6 @@ class Provider:
     def on_backward_begin(self, model: nn.Module, record: PlanRecord) -> bool:
         """Warn of gradients that are there and not counted."""
         return gradients_warned(model, record, True)
-
-
-def _leanest(make: Callable[[Request], Planned], request: Request) -> Planned:
-    """The plan for calls that get no backward pass, in which what is recomputed takes no time: it saves little."""
-    try:
-        return _within(make, request, LEAST)
-    except InfeasibleBudgetError as e:
-        return _within(make, request, min(e.minimum_bytes, request.budget_bytes))
-
-
-def _waits(loop: Loop) -> bool:
-    """Whether a loop has what calls saved there longer than until one backward pass after each."""
-    return loop.in_flight > 1 or loop.graph_retained
-
-
-def _within(make: Callable[[Request], Planned], request: Request, nbytes: int) -> Planned:
-    """The plan for a budget in bytes, as one for the budget that was asked for."""
-    planned = make(replace(request, budget_gb=nbytes / GB))
-    return replace(planned, record=replace(planned.record, budget_bytes=request.budget_bytes), request=request)
 
 
 def _free_others(model: nn.Module) -> None:

@@ -1,0 +1,48 @@
+"""Plans that take the least: for steps that do not fit, and for calls in which what is recomputed takes no time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from planner.core.loop import Loop
+from planner.core.options import GB
+from planner.errors import InfeasibleBudgetError
+from planner.requests.planned import Planned
+from planner.requests.request import Request
+
+LEAST = 1  # byte, which no plan is for
+Make = Callable[[Request], Planned]
+
+
+def leanest(make: Make, request: Request) -> Planned:
+    """The plan for calls that get no backward pass, in which what is recomputed takes no time: it saves little."""
+    try:
+        return within(make, request, LEAST)
+    except InfeasibleBudgetError as e:
+        return within(make, request, min(e.minimum_bytes, request.budget_bytes))
+
+
+def within(make: Make, request: Request, nbytes: int) -> Planned:
+    """The plan for a budget in bytes, as one for the budget that was asked for."""
+    planned = make(replace(request, budget_gb=nbytes / GB))
+    return replace(planned, record=replace(planned.record, budget_bytes=request.budget_bytes), request=request)
+
+
+def waits(loop: Loop) -> bool:
+    """Whether a loop has what calls saved there longer than until one backward pass after each."""
+    return loop.in_flight > 1 or loop.graph_retained
+
+
+def leanest_that_moves(make: Make, request: Request) -> tuple[Planned, int]:
+    """The plan in which values leave, though the loop has calls wait, and the bytes that it takes with what waits.
+
+    Nothing leaves in the leanest plan: one in which values do takes less, also beside what waits for a while.
+    """
+    lean = replace(request, loop=replace(request.loop, in_flight=1, graph_retained=False))
+    try:
+        planned = make(lean)
+    except InfeasibleBudgetError as e:
+        planned = within(make, lean, e.minimum_bytes)
+    waiting = max(1, request.loop.in_flight - 1) * planned.record.kept_bytes
+    return planned, planned.record.peak_bytes + waiting
