@@ -70,9 +70,18 @@ class InfeasibleBudgetError(BudgetError):
     """
 
     def __init__(
-        self, budget_gb: float, minimum_bytes: int, takes: dict[str, int], *, whole: bool = True, lower: str = LOWER
+        self,
+        budget_gb: float,
+        minimum_bytes: int,
+        takes: dict[str, int],
+        *,
+        whole: bool = True,
+        lower: str = LOWER,
+        note: str = "",
     ) -> None:
-        """Args other than the attributes: `whole`, whether the step is known, or only what is held beside it."""
+        """Args other than the attributes: `whole`, whether the step is known, or only what is held beside it; `note`,
+        what is added to the error.
+        """
         self.budget_gb = budget_gb
         self.minimum_bytes = minimum_bytes
         self.minimum_gb = _rounded_up(minimum_bytes / 2**30)
@@ -91,6 +100,8 @@ class InfeasibleBudgetError(BudgetError):
         super().__init__(
             f"{asked}{needs}minimum_gb={self.minimum_gb!r} ({gb(minimum_bytes)}). What takes the room: {room}. {advice}"
         )
+        if note:
+            self.add_note(note)
 
 
 def _rounded_up(x: float) -> float:

@@ -15,9 +15,9 @@ from planner.codegen.emit import keep_everything
 from planner.devices.caching_allocator import reserved
 from planner.devices.specs import DEVICES
 from planner.lowering.margin import allocator_events
-from planner.planning import pipeline
 from planner.planning.fragmentation import solve_with_margin
 from planner.planning.pipeline import lower
+from planner.planning.solution import solution_of
 from planner.requests.check import check
 from solvers import simulate
 
@@ -164,7 +164,7 @@ def test_a_plan_for_a_card_fits_its_caching_allocator(monkeypatch):
 
     def solve(step):
         seen.append(step.account["fragmentation margin"])
-        return pipeline._solve(step, request, graph)
+        return solution_of(step, request, graph)
 
     step, solution = solve_with_margin(bare, request, solve)
     assert solution.timeline.peak <= request.budget_bytes

@@ -35,10 +35,7 @@ def make_eager_plan(
     if trial.peak > request.budget_bytes:
         takes = {**trial.step.account, **peak_account(trial.step, trial.replay)}
         takes = dict(sorted(takes.items(), key=lambda line: -line[1]))
-        refused = InfeasibleBudgetError(request.budget_gb, trial.peak, takes)
-        if request.instead:
-            refused.add_note(request.instead)
-        raise refused
+        raise InfeasibleBudgetError(request.budget_gb, trial.peak, takes, note=request.instead)
     seconds, bound = time.perf_counter() - began, found.step.problem.total_cost
     note = f"{found.note} {request.instead}".strip()
     solution = Solution(trial.replay.schedule, trial.replay.timeline, "eager", seconds, bound, note)

@@ -59,10 +59,9 @@ def solution_of(
     except InfeasibleError as e:
         leanest = peak_account(step, replay(problem, e.schedule))
         takes = dict(sorted({**step.account, **leanest}.items(), key=lambda line: -line[1]))
-        refused = InfeasibleBudgetError(request.budget_gb, e.minimum, takes, lower=_reaching_lower(options))
-        if graph.loss.source == "unknown" and request.loop.loss is None:
-            refused.add_note(_UNSEEN)
-        raise refused from None
+        unseen = graph.loss.source == "unknown" and request.loop.loss is None
+        lower, note = _reaching_lower(options), _UNSEEN if unseen else ""
+        raise InfeasibleBudgetError(request.budget_gb, e.minimum, takes, lower=lower, note=note) from None
 
 
 def _reaching_lower(options: Options) -> str:

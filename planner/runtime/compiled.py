@@ -290,13 +290,13 @@ class Runtime(Applied):
         try:
             return self._run(signature, args, kwargs)
         except GraphChanged:
-            changed = ApplyError(
+            changed = (
                 f"{type(self.model).__name__}: the graphs of this step are not those that were planned for it a moment "
                 "ago: they depend on what changes from call to call (a counter, a random number of Python's), or on "
                 "strides that an op gives to real tensors only. Plan with mode='eager', or a submodule without it"
             )
             if self.regions.calls and not self._undoes(signature):  # a part of the step has run
-                raise changed from None
+                raise ApplyError(changed) from None
         self.add(args, kwargs, self.provide(args, kwargs, refused=changed))
         return self.run(signature, args, kwargs)
 

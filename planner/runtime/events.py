@@ -11,7 +11,7 @@ from torch import nn, optim
 from planner.core.loop import Loop
 from planner.core.maxima import Maxima
 from planner.core.plan import PlanRecord
-from planner.errors import ApplyError, PlannerError
+from planner.errors import PlannerError
 from planner.requests.planned import Planned
 from planner.runtime.signature import Role, Signature
 
@@ -25,7 +25,7 @@ class Call:
         maxima: the largest sizes to plan for; None for those of the batch.
         assume_median_branch: as in `Request`.
         compiled: whether the call is to be compiled; if not, the plan is one of eager mode.
-        refused: what comes of compiling such calls, where that was tried; raised if no plan does without.
+        refused: what comes of compiling such calls, in words, where that was tried; empty where it was not.
     """
 
     args: tuple[Any, ...]
@@ -33,7 +33,7 @@ class Call:
     maxima: Maxima | None = None
     assume_median_branch: bool = True
     compiled: bool = True
-    refused: ApplyError | None = None
+    refused: str = ""
 
 
 class Caller(Protocol):

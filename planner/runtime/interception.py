@@ -112,7 +112,7 @@ class Applied:
         *,
         median: bool = True,
         compiled: bool = True,
-        refused: ApplyError | None = None,
+        refused: str = "",
     ) -> Planned:
         """A plan of the provider for such a call."""
         planned = self.provider.on_missing_plan(self, Call(args, kwargs, maxima, median, compiled, refused))

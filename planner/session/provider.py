@@ -115,7 +115,7 @@ class Provider:
         """See `PlanProvider`; waits for the other processes where they agree on it."""
         model = caller.model
         self.answered.clear()  # as other plans may leave less
-        if call.refused is not None:
+        if call.refused:
             self._do_without_compile(model, call.refused)
         _free_others(model)
         request = with_batch(replace(self.request, runs=True), model, call.args, call.kwargs, call.maxima)
@@ -143,11 +143,11 @@ class Provider:
         self._keep(planned)
         return planned
 
-    def _do_without_compile(self, model: nn.Module, refused: ApplyError) -> None:
-        """Checkpoint modules from now on; raises what compiling the calls comes to where that cannot be."""
-        instead = checkpointed(self.request, str(refused)) if model is self.model else None
+    def _do_without_compile(self, model: nn.Module, refused: str) -> None:
+        """Checkpoint modules from now on; ApplyError, in these words, where that cannot be."""
+        instead = checkpointed(self.request, refused) if model is self.model else None
         if instead is None:
-            raise refused
+            raise ApplyError(refused)
         self.request, self.own = instead, []
         self.captured.clear()
         self.several.forget()
