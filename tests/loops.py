@@ -2177,30 +2177,26 @@ class TellsPrediction(ChannelsLast):
         return F.l1_loss(prediction, target), prediction
 
 
-def channels_last(put: Put, ended: Ended) -> None:
-    """The kernel of the loss's backward pass makes a tensor of another layout than its fake one does."""
-    model = put(ChannelsLast())
+def _with_images(model: nn.Module, ended: Ended) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for _ in range(STEPS):
         x, y = torch.randn(8, 3, 32, 32).to(memory_format=torch.channels_last), torch.randn(8, 64, 32, 32)
-        loss = model(x, y)
+        output = model(x, y)
+        loss = output[0] if isinstance(output, tuple) else output
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         ended(loss)
+
+
+def channels_last(put: Put, ended: Ended) -> None:
+    """The kernel of the loss's backward pass makes a tensor of another layout than its fake one does."""
+    _with_images(put(ChannelsLast()), ended)
 
 
 def channels_last_prediction(put: Put, ended: Ended) -> None:
     """The gradient that comes has another layout than its sum with one that does not come would have."""
-    model = put(TellsPrediction())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for _ in range(STEPS):
-        x, y = torch.randn(8, 3, 32, 32).to(memory_format=torch.channels_last), torch.randn(8, 64, 32, 32)
-        loss, _prediction = model(x, y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        ended(loss)
+    _with_images(put(TellsPrediction()), ended)
 
 
 class Recommender(nn.Module):

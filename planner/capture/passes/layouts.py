@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from planner.capture.joint_graph import is_dense, map_nodes, may_write
+from planner.capture.joint_graph import fake_result, is_dense, map_nodes, may_write
 from planner.capture.passes.tangents import entering
 from planner.capture.recomputability import is_random
 from planner.compat import pytree
@@ -87,15 +87,13 @@ def _is_part(t: torch.Tensor) -> bool:
 
 def _compute_again(node: fx.Node) -> None:
     """Compute what a node's value is on fake tensors. Where there is no such view, it copies, as in eager mode."""
-    target: Any = node.target
-    args, kwargs = map_nodes((node.args, node.kwargs), lambda n: n.meta["val"])
     try:
-        node.meta["val"] = target(*args, **kwargs)
+        node.meta["val"] = fake_result(node)
     except (RuntimeError, ValueError):
-        if target not in _VIEWS:
+        if node.target not in _VIEWS:
             raise
         node.target = _ATEN.reshape.default
-        node.meta["val"] = _ATEN.reshape.default(*args, **kwargs)
+        node.meta["val"] = fake_result(node)
 
 
 def _real_strides(node: fx.Node) -> list[int] | None:
@@ -103,14 +101,14 @@ def _real_strides(node: fx.Node) -> list[int] | None:
     they are as its fake value has them, or not known.
     """
     op, made = node.target, node.meta.get("val")
-    if not (isinstance(op, OpOverload) and isinstance(made, torch.Tensor)) or op.is_view or may_write(node):
+    read = [t for n in node.all_input_nodes if isinstance(t := n.meta.get("val"), torch.Tensor) and t.dim()]
+    if len(read) < 2 or not isinstance(made, torch.Tensor) or any(t.shape != made.shape for t in read):
         return None
-    leaves, tree = pytree.tree_flatten(map_nodes((node.args, node.kwargs), lambda n: n.meta["val"]))
-    read = [t for t in leaves if isinstance(t, torch.Tensor) and t.dim()]
-    if any(t.shape != made.shape for t in read) or len({memory_order(t) for t in read}) < 2:
+    if len({memory_order(t) for t in read}) < 2 or not isinstance(op, OpOverload) or op.is_view or may_write(node):
         return None
     if not is_dense(made) or is_random(node):
         return None
+    leaves, tree = pytree.tree_flatten(map_nodes((node.args, node.kwargs), lambda n: n.meta["val"]))
     specs = tuple(_spec(x) if isinstance(x, torch.Tensor) else x for x in leaves)
     try:
         order = _order_made(op, specs, tree)
