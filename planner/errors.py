@@ -92,10 +92,10 @@ class InfeasibleBudgetError(BudgetError):
             needs = "the leanest plan found needs "
             advice = f"Give that much, or make the batch or the model smaller. {lower}".rstrip()
         else:
-            needs = "before a batch is known, what any step holds is at least "
+            needs = "before a batch is known, what a step that trains all parameters holds is at least "
             advice = (
                 "Activations come on top: plan(model, batch, ...) tells how much. Where parameters will be frozen, "
-                "converted or sharded before training, do so first, then plan."
+                "converted or sharded before training, or get no gradient in it, freeze, convert or shard them first."
             )
         super().__init__(
             f"{asked}{needs}minimum_gb={self.minimum_gb!r} ({gb(minimum_bytes)}). What takes the room: {room}. {advice}"

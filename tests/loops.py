@@ -14,7 +14,7 @@ import tempfile
 import time
 import warnings
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -450,6 +450,38 @@ def tasks_in_turn(put: Put, ended: Ended) -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        ended(loss)
+
+
+def branches_that_wait(put: Put, ended: Ended) -> None:
+    """Two of the branches are never trained: nobody has frozen them, and they get neither gradients nor state."""
+    branches_by_adam((0,) * STEPS, put, ended)
+
+
+def branches_that_would_not_fit(put: Put, ended: Ended) -> None:
+    """With the state of all branches, the step would not fit."""
+    model = Branches()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    branches((0,) * STEPS, put(model), optimizer, ended, rows=512)
+
+
+def branch_that_comes_late(put: Put, ended: Ended) -> None:
+    branches_by_adam((0, 0, 0, 1, 0, 1), put, ended)
+
+
+def branches_by_adam(turns: Sequence[int], put: Put, ended: Ended) -> None:
+    model = put(Branches())
+    branches(turns, model, torch.optim.AdamW(model.parameters(), lr=1e-3), ended)
+
+
+def branches(
+    turns: Sequence[int], model: nn.Module, optimizer: torch.optim.Optimizer, ended: Ended, rows: int = 128
+) -> None:
+    for at in turns:
+        loss = model(torch.randn(rows, 64), at).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
         ended(loss)
 
 
@@ -2313,6 +2345,9 @@ LOOPS: dict[str, Loop] = {
     "transformers_loss_only": Loop(transformers_loss_only),
     "two_heads_in_turn": Loop(two_heads_in_turn),
     "tasks_in_turn": Loop(tasks_in_turn, plans=6),
+    "branches_that_wait": Loop(branches_that_wait),
+    "branches_that_would_not_fit": Loop(branches_that_would_not_fit, share=0.5),
+    "branch_that_comes_late": Loop(branch_that_comes_late, plans=5),
     "backward_twice": Loop(backward_twice),
     "batches_that_are_objects": Loop(batches_that_are_objects, plans=3),
     "logits_of_a_tuple": Loop(logits_of_a_tuple),

@@ -114,6 +114,8 @@ class Loop:
             all parameters.
         later_held: where calls wait, the same as `outputs_held` of those after the first: positions among the leaves of
             the outputs of all of these.
+        stateless: the parameters, by name, that an optimizer has no state for, though it has stepped others: no
+            gradient has come to them.
     """
 
     outputs_held: tuple[int, ...] | None = None
@@ -134,6 +136,7 @@ class Loop:
     left_over: int = 0
     later_held: tuple[int, ...] | None = None
     late: int | None = None
+    stateless: tuple[str, ...] = ()
 
     @property
     def others(self) -> int:
@@ -175,6 +178,7 @@ def most_of(one: Loop, other: Loop) -> Loop:
         around=most.around,
         kept_beside=max(one.kept_beside, other.kept_beside),
         freed_beside=None if None in freed else max(n for n in freed if n is not None),
+        stateless=tuple(name for name in one.stateless if name in other.stateless),
     )
 
 

@@ -78,10 +78,11 @@ def _given(request: Request) -> dict[str, int]:
 def _optimizers(request: Request) -> OptimizerMemory:
     """The memory of all optimizers of the model, which step one after another; the model runs in their closures."""
     cuda = request.device.caches  # foreach is the default there
-    takes = []
+    takes, idle = [], set(request.loop.stateless)
+    without = {id(p) for name, p in request.model.named_parameters() if name in idle} if idle else ()
     for each in request.optimizers:
         try:
-            takes.append(optimizer_memory(parameters_of(request.model), each, cuda=cuda))
+            takes.append(optimizer_memory(parameters_of(request.model), each, cuda=cuda, without=without))
         except OptionError:
             if request.optimizer is not None:
                 raise  # one that was found is counted from the step on in which it has a state

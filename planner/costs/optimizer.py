@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,7 +42,11 @@ class OptimizerMemory:
 
 
 def optimizer_memory(
-    parameters: Iterable[torch.Tensor], optimizer: optim.Optimizer | str | None, *, cuda: bool
+    parameters: Iterable[torch.Tensor],
+    optimizer: optim.Optimizer | str | None,
+    *,
+    cuda: bool,
+    without: Collection[int] = (),
 ) -> OptimizerMemory:
     """The memory of an optimizer, by two steps of its own code on fake tensors; on a CPU, workspaces of ops that
     may have one (products, decompositions) are measured, each once.
@@ -54,6 +58,7 @@ def optimizer_memory(
             "-foreach", "-fused" or "-forloop" for an implementation; None takes nothing.
         cuda: whether the parameters will be on a CUDA device. Torch then takes other implementations by default, and
             what an optimizer has on the CPU (step counters) is not counted.
+        without: parameters that get no gradient, by identity: they have no state, and are not stepped.
 
     Raises:
         OptionError: neither a name that is known nor an optimizer, a name that does not suit the parameters, or an
@@ -71,7 +76,7 @@ def optimizer_memory(
         return OptimizerMemory(0, 0)
     if isinstance(optimizer, str):
         kind, options = _named(optimizer)
-        trained = [p for p in parameters if p.requires_grad]
+        trained = [p for p in parameters if p.requires_grad and id(p) not in without]
         try:
             return _two_steps(kind, options, [{"params": trained}], cuda) if trained else OptimizerMemory(0, 0)
         except Exception as e:
@@ -82,7 +87,8 @@ def optimizer_memory(
     if type(optimizer) is optim.LBFGS:
         return _lbfgs(optimizer)
     try:
-        memory = _two_steps(kind, optimizer.defaults, optimizer.param_groups, cuda)
+        groups = [{**g, "params": [p for p in g["params"] if id(p) not in without]} for g in optimizer.param_groups]
+        memory = _two_steps(kind, optimizer.defaults, groups, cuda)
         return replace(memory, state=memory.state + _of_frozen(optimizer, cuda))
     except Exception as e:
         state = list(optimizer.state.values())

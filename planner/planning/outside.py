@@ -188,12 +188,6 @@ def more_of_loss(request: Request, seen: Loop, graph: TrainingGraph) -> list[int
     return [b - a for a, b in sizes]
 
 
-def worth_leaving_out(graph: TrainingGraph | None, seen: Loop, tolerance: int) -> tuple[int, ...]:
-    """The outputs that were seen to get no gradient and whose gradients a plan may leave out; none for a few bytes."""
-    fed = {} if graph is None else {at: nbytes for at, nbytes in graph.fed.items() if at in seen.unreached}
-    return tuple(sorted(fed)) if sum(fed.values()) > tolerance else ()
-
-
 def _most_at_once(loss: CountedLoss) -> int:
     return max(loss.workspace, loss.forward if loss.let_go else 0)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import cache, partial
 
@@ -55,17 +55,13 @@ from planner.planning.record import record_of
 from planner.planning.solution import solution_of
 from planner.planning.steps import with_steps
 from planner.planning.uncompiled import fits_uncompiled, make_checkpointed, make_uncompiled, peak_of_all
+from planner.planning.unreached import counting_trained, guesses
 from planner.requests.inductor import refuse_inductor
 from planner.requests.planned import Known, Planned
 from planner.requests.request import Request
 from planner.requests.tensors import refuse_tensors
 from solvers import Solution
 from solvers.progress import bar, clock
-
-_GUESSED = (
-    "Outputs that others are computed from are taken to get no gradient, and not to be held: with them the step does "
-    "not fit. A training step shows whether that is so."
-)
 
 
 @with_room
@@ -142,18 +138,19 @@ def _compiled(
 def _as_told(
     request: Request, graph: TrainingGraph, others: Sequence[Planned], known: Known | None, *, must_match: bool
 ) -> Planned:
-    """The plan for a captured step; where it does not fit, for one in which outputs get no gradient, if that may be."""
-    try:
-        return _planned(request, graph, others, known, must_match=must_match)
-    except InfeasibleBudgetError:
-        if known is not None or request.loop.loss is not None or graph.fed.keys() <= set(request.loop.unreached):
-            raise
-    # the first step will show whether these outputs get a gradient, and are held
-    held = tuple(at for at in range(len(graph.outputs)) if at not in graph.fed)
-    loop = replace(request.loop, unreached=tuple(sorted(graph.fed)), outputs_held=held)
-    request = replace(request, loop=loop)
-    planned = _planned(request, _captured(request), others, known, must_match=must_match)
-    return replace(planned, record=replace(planned.record, note=f"{planned.record.note} {_GUESSED}".strip()))
+    """The plan for a captured step; where it does not fit, for one in which less gets a gradient, if that may be."""
+
+    def attempt(request: Request, words: str) -> Planned:
+        same = request.loop.unreached == told.loop.unreached
+        planned = _planned(request, graph if same else _captured(request), others, known, must_match=must_match)
+        return replace(planned, record=replace(planned.record, note=f"{planned.record.note} {words}".strip()))
+
+    told, shown = request, known is not None or request.loop.loss is not None
+    attempts = [(request, ""), *([] if shown else guesses(request, graph))]
+    for each in attempts[:-1]:
+        with suppress(InfeasibleBudgetError):
+            return attempt(*each)
+    return attempt(*attempts[-1])
 
 
 def _checkpointed(request: Request, why: CaptureError | InfeasibleBudgetError, known: Known | None) -> Planned:
@@ -273,7 +270,7 @@ def lower(
     """
     device, here, options = request.device, request.measure_on, request.options
     loss = outside_loss(request, graph)
-    account, optimizer_step = account_of(request)
+    account, optimizer_step = account_of(counting_trained(request, graph))
     if loss.read:
         account |= {TARGETS: loss.read}
     if loss.more:

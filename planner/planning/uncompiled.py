@@ -13,6 +13,7 @@ from planner.lowering.margin import add_margin
 from planner.parallel.fsdp import groups_of
 from planner.parallel.group import world_size
 from planner.planning.eager import make_eager_plan
+from planner.planning.unreached import counting_trained
 from planner.requests.planned import Known, Planned
 from planner.requests.request import Request
 from solvers import every_op_once, simulate
@@ -96,7 +97,8 @@ def make_uncompiled(request: Request, graph: TrainingGraph, known: Known | None)
         known: as for `make_plan()`.
     """
     try:
-        planned = make_eager_plan(replace(request, options=replace(request.options, mode="eager")), known=known)
+        counted = counting_trained(request, graph)
+        planned = make_eager_plan(replace(counted, options=replace(request.options, mode="eager")), known=known)
     except PlannerError:
         return None
     record = planned.record

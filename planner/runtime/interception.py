@@ -228,7 +228,8 @@ class Applied:
     def _learns(self, watch: Watch, parameters: Sequence[nn.Parameter], batch: Any, signature: Signature) -> bool:
         """Whether plans for calls in a role have to be made anew, for what the loop was seen to do."""
         watch.budget = None if self.newest is None else self.newest.record.budget_bytes
-        seen = watch.call_begins(parameters, batch, self.waiting_calls(), role := role_of(signature))
+        role, again = role_of(signature), signature in self.plans
+        seen = watch.call_begins(parameters, batch, self.waiting_calls(), role, again=again)
         other = watch.together.call_begins(signature, first=watch.first)
         if not (watch.settled or watch.fresh or (self.newest and self.peaks.overdue(self.newest.record))):
             return other

@@ -125,4 +125,5 @@ def _with(loop: Loop, shown: Loop) -> Loop:
         kept_beside=kept.kept_beside,
         freed_beside=kept.freed_beside,
         asks_first=kept.asks_first,
+        stateless=shown.stateless,
     )

@@ -35,6 +35,7 @@ from planner.runtime.recorded import between_steps, loss_seen, stays, trained_ou
 from planner.runtime.recorder import Recorder
 from planner.runtime.rounds import Rounds
 from planner.runtime.signature import Role
+from planner.runtime.stateless import still_without, without_state
 from planner.runtime.together import Together
 from planner.runtime.used_gradients import UsedGradients
 
@@ -104,7 +105,13 @@ class Watch:
         return self._learnt.role in self._learnt.settled
 
     def call_begins(
-        self, parameters: Sequence[nn.Parameter], batch: Any, waiting: Collection[int], role: Role = ()
+        self,
+        parameters: Sequence[nn.Parameter],
+        batch: Any,
+        waiting: Collection[int],
+        role: Role = (),
+        *,
+        again: bool = False,
     ) -> Loop:
         """What was seen of the loop when another training call begins.
 
@@ -113,6 +120,7 @@ class Watch:
             batch: that it is called with.
             waiting: the numbers of earlier calls that wait for their backward pass.
             role: of the call.
+            again: whether it is like an earlier one, and so trains the same parameters.
         """
         self._threads.add(get_ident())
         if len(self._threads) > 1:
@@ -127,7 +135,7 @@ class Watch:
         if recorder is not None and recorder.broken_off():
             self.stop()  # a step that failed shows nothing of those that do not
         elif recorder is not None and (recorder.losses or recorder.over):
-            self._finished(recorder, dense_tensors(batch), [(p, p.grad) for p in parameters])
+            self._finished(recorder, dense_tensors(batch), [(p, p.grad) for p in parameters], again)
         elif recorder is not None and self.first and self._ended(left_over):
             self._came_to_nothing(recorder, [(p, p.grad) for p in parameters])
         elif recorder is None and self.first and not self.settled:
@@ -155,6 +163,9 @@ class Watch:
         unused, loop = self._fates.unused(role), learnt.loop
         if unused != loop.unused or left_over > loop.left_over:
             learnt.loop = replace(loop, unused=unused, left_over=max(left_over, loop.left_over))
+        if loop.stateless and (model := self._model()) is not None:
+            without = still_without(model, self.optimizers(), loop.stateless)
+            learnt.loop = replace(learnt.loop, stateless=without)
         if self.loop.gradients == "accumulated" or (gradients := self.gradients.fate(parameters)) is None:
             return
         if role in self._asks:  # they need not be cleared before
@@ -173,7 +184,7 @@ class Watch:
         if self._learnt.heard or self._in_vain > VAIN:
             self._learnt.settled.update(role for role in self._recorded if self._fates.unused(role))
 
-    def _finished(self, recorder: Recorder, batch: Any, counted: Any) -> None:
+    def _finished(self, recorder: Recorder, batch: Any, counted: Any, again: bool) -> None:
         """Enter what a step's recording has shown as a call begins; the account has lines for what it is given."""
         self._measure()
         optimizers = self.optimizers()
@@ -223,6 +234,7 @@ class Watch:
             kept_beside=found.kept_passes,
             freed_beside=found.freed_passes,
             asks_first=recorder.asks_first,
+            stateless=without_state(self._model(), optimizers) if again else (),
         )
         before, settled = self.loop, self.settled
         self._learnt.enter(shown, roles, found.batches, settles=came_round, compiled=self.compiled)

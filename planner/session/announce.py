@@ -55,6 +55,8 @@ def why_anew(before: Loop, seen: Loop, optimizers: Sequence[optim.Optimizer]) ->
         return "other outputs of the model get a gradient than those of which that was expected"
     if seen.laid_out != before.laid_out:
         return "gradients of the model's outputs come in another memory layout than was expected"
+    if seen.stateless != before.stateless:
+        return "other parameters than those of which that was expected get no gradient, and no optimizer state"
     if seen.graph_retained > before.graph_retained:
         return "a backward pass keeps its graph (retain_graph=True)"
     return "the first step showed what the training loop holds beside the model"

@@ -20,9 +20,10 @@ from planner.costs.account import counts_optimizers
 from planner.errors import ApplyError, InfeasibleBudgetError, PlannerError, gb, warn
 from planner.parallel.buckets import buckets_of
 from planner.parallel.group import refuse_verification
-from planner.planning.outside import more_of_loss, worth_leaving_out
+from planner.planning.outside import more_of_loss
 from planner.planning.pipeline import make_plan
 from planner.planning.uncompiled import checkpointed, fits_uncompiled
+from planner.planning.unreached import worth_leaving_out, worth_not_counting
 from planner.requests.check import with_batch
 from planner.requests.optimizers import Found, optimizers_of, weakly
 from planner.requests.planned import Known, Planned
@@ -192,7 +193,8 @@ class Provider:
                 options, instead = planned.request.options, planned.request.instead
                 self.request = replace(self.request, options=options, instead=instead)
                 gc.collect()  # the error is in reference cycles of frames, up to the one that will have the output
-            if (guessed := planned.request.loop).unreached != request.loop.unreached:
+            given, guessed = request.loop, planned.request.loop
+            if (guessed.unreached, guessed.stateless) != (given.unreached, given.stateless):
                 self.loops[role_of(kind)] = guessed
             announce(planned, time.perf_counter() - start, self.why or (_NEW_KIND if self.own else ""))
             self.why = ""
@@ -254,10 +256,8 @@ class Provider:
         given = seen
         if self.request.options.accumulate:  # they are counted
             seen = replace(seen, gradients=self.loops.get(role, self.loop).gradients)
-        if self.apart or seen.unreached:
-            fused = self.request.options.mode == "inductor"  # one that does not arrive takes all of the fusion
-            left_out = seen.unreached if fused else worth_leaving_out(self._captured(role), seen, self._tolerance)
-            seen = replace(seen, around=0 if self.apart else seen.around, unreached=left_out)
+        if self.apart or seen.unreached or seen.stateless:
+            seen = self._as_planned(seen, self._captured(role))
         found = [] if self.request.optimizer is not None else stepped
         if role and self.loops and role not in self.loops:  # there is no plan yet
             self.loops[role], self.stepped = seen, [weakref.ref(o) for o in found]
@@ -296,12 +296,23 @@ class Provider:
         self.several.forget()
         return True
 
+    def _as_planned(self, seen: Loop, graph: TrainingGraph | None) -> Loop:
+        """The loop as plans are made for it, which may leave out what no gradient came to."""
+        fused = self.request.options.mode == "inductor"  # one that does not arrive takes all of the fusion
+        return replace(
+            seen,
+            around=0 if self.apart else seen.around,
+            unreached=seen.unreached if fused else worth_leaving_out(graph, seen, self._tolerance),
+            stateless=worth_not_counting(graph, seen, self.model, self._tolerance),
+        )
+
     def _counts(self, stepped: Sequence[optim.Optimizer], role: Role) -> bool:
         """Whether plans count what the model's optimizers take now, as where one has come in the place of another."""
         own, record = weakly(optimizers_of(self.model, stepped)), self.records.get(role)
         if record is None or not {*weakly(stepped)}.issubset(own):
             return False
-        if not counts_optimizers(record, replace(self.request, found=own)):
+        loop = replace(self.request.loop, stateless=record.step.loop.stateless)
+        if not counts_optimizers(record, replace(self.request, found=own, loop=loop)):
             return False
         self.counted[role], self.stepped = own, [*weakly(stepped)]
         return True
