@@ -15,7 +15,8 @@ from .quick import collect_seldom, compile_and_no_more, freeze
 
 LONG = 1.0  # seconds of the processor, after which what a test has left is frozen
 
-os.environ["CHECKPOINT_PLANNER_CACHE"] = tempfile.mkdtemp(prefix="checkpoint-planner-")  # not the user's
+_cache = tempfile.TemporaryDirectory(prefix="checkpoint-planner-")  # not the user's
+os.environ["CHECKPOINT_PLANNER_CACHE"] = _cache.name
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler of torch 2.13 otherwise announces itself on stderr
 
 # pytest's handlers on a logger that does not propagate would have torch.compile write out every graph and guard
