@@ -1233,6 +1233,30 @@ def compiled_criterion(put: Put, ended: Ended) -> None:
     _classified(model, criterion, torch.optim.AdamW(model.parameters(), lr=1e-3), 8, ended)
 
 
+def compiled_head(put: Put, ended: Ended) -> None:
+    """What is compiled beside the model allocates in code that Inductor generates."""
+    model, head = put(mlp(out=16)), nn.Linear(16, 1024).requires_grad_(False)
+    criterion = torch.compile(lambda features, classes: F.cross_entropy(head(features).sin().cos(), classes))
+    _classified(model, criterion, torch.optim.AdamW(model.parameters(), lr=1e-3), 1024, ended)
+
+
+def compiled_discriminator(put: Put, ended: Ended) -> None:
+    generator = put(mlp(out=16))
+    discriminator = torch.compile(nn.Sequential(nn.Linear(16, 256), nn.GELU(), nn.Linear(256, 1)))
+    makes, judges = (torch.optim.Adam(model.parameters(), lr=1e-3) for model in (generator, discriminator))
+    for _ in range(STEPS):
+        made = generator(torch.randn(512, 64))
+        judged = F.softplus(discriminator(made.detach())) + F.softplus(-discriminator(torch.randn(512, 16)))
+        judges.zero_grad()
+        judged.mean().backward()
+        judges.step()
+        loss = F.softplus(-discriminator(made)).mean()
+        makes.zero_grad()
+        loss.backward()
+        makes.step()
+        ended([judged.mean(), loss])
+
+
 def called_by_its_wrapper(put: Put, ended: Ended) -> None:
     """The model was given to torch.compile() before it was planned, and the loop calls what that made."""
     model = mlp(out=256)
@@ -2435,6 +2459,8 @@ LOOPS: dict[str, Loop] = {
     "optimizer_each_epoch": Loop(optimizer_each_epoch),
     "computed_parameters": Loop(computed_parameters),
     "compiled_criterion": Loop(compiled_criterion),
+    "compiled_head": Loop(compiled_head),
+    "compiled_discriminator": Loop(compiled_discriminator, share=0.8),
     "called_by_its_wrapper": Loop(called_by_its_wrapper),
     "gradient_penalty": Loop(gradient_penalty, refused="(?i)double backward|create_graph"),
 }

@@ -9,7 +9,8 @@ import torch
 import torch._inductor.config as inductor_config
 from torch import fx
 
-from planner.compat import inductor, inductor_hooks, inductor_random
+from planner.compat import inductor, inductor_allocations, inductor_hooks, inductor_random
+from planner.compat.dispatch import LastingMode, switch_off, switch_on
 from planner.compat.fx import boxed
 
 pytestmark = [pytest.mark.compat, pytest.mark.filterwarnings("ignore::FutureWarning")]
@@ -28,6 +29,34 @@ def test_what_inductor_compiles_with_is_named_where_it_is_missing(monkeypatch):
     assert "triton" in inductor.missing_compiler("cuda")
     monkeypatch.setattr("shutil.which", lambda name: None)
     assert "C++ compiler" in inductor.missing_compiler("cpu")
+
+
+class Seen(LastingMode):
+    def __init__(self):
+        super().__init__()
+        self.ops = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ops.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_lasting_mode_sees_what_code_allocates_that_was_generated_before_it_and_under_it():
+    from torch._inductor.codecache import PyCodeCache
+
+    own, x = inductor_allocations.guards._empty_strided_cpu, torch.ones(8, 8)
+    before, under = torch.compile(lambda x: x.sin() + 1), torch.compile(lambda x: x.cos() * 2)
+    before(x)
+    switch_on(mode := Seen())
+    try:
+        results = [before(x), under(x)]
+        assert mode.ops.count(torch.ops.aten.empty_strided.default) == 2
+    finally:
+        switch_off(mode)
+    assert all(torch.equal(a, b) for a, b in zip(results, [before(x), under(x)], strict=True))
+    assert mode.ops.count(torch.ops.aten.empty_strided.default) == 2
+    taken = [getattr(module, "empty_strided_cpu", own) for module in PyCodeCache.modules]
+    assert {own} == {inductor_allocations.guards._empty_strided_cpu, *taken}
 
 
 def test_what_is_drawn_op_by_op_from_a_seed_is_what_compiled_code_draws_from_it():

@@ -131,6 +131,45 @@ def test_verify_measures_a_real_step_and_leaves_no_trace():
         assert torch.equal(v, state[k]), k
 
 
+class Writes(nn.Module):
+    """Writes into its batch, and into a list that is given with it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+
+    def forward(self, x, log):
+        log.append(len(log))
+        return self.layers(x.mul_(2))
+
+
+def test_verify_gives_each_of_its_steps_the_batch_as_it_was():
+    model, x, log = Writes(), torch.randn(4, 8), []
+    before = x.clone()
+    p = plan(model, (x, log), budget_gb=1, loss_fn=torch.Tensor.mean)
+    assert p.verify().gradients_agree and torch.equal(x, before) and log == []
+    p.apply(verify=True)
+    model(x, log).mean().backward()
+    assert torch.equal(x, 2 * before) and log == [0]
+    eager = Writes()
+    eager.load_state_dict(model.state_dict())
+    eager(before, []).mean().backward()
+    assert torch.equal(model.layers[0].weight.grad, eager.layers[0].weight.grad)
+
+
+def test_verify_compares_sparse_gradients_by_their_values():
+    class Table(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.layer = nn.Embedding(16, 8, sparse=True), nn.Linear(8, 8)
+
+        def forward(self, ids):
+            return self.layer(self.table(ids))
+
+    seen = plan(Table(), ids := torch.tensor([1, 2, 1]), budget_gb=1, loss_fn=torch.Tensor.mean).verify(ids)
+    assert seen.gradients_agree and seen.gradient_error == 0
+
+
 def test_verify_gives_no_gradients_to_what_the_batch_was_computed_from():
     before, model = nn.Sequential(nn.Linear(4, 8), nn.Tanh()), nn.Sequential(nn.Linear(8, 8), nn.GELU())
     x = before(torch.randn(16, 4))

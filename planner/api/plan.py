@@ -246,7 +246,7 @@ class Plan:
     def verify(self, batch: Any = None, kwargs: Mapping[str, Any] | None = None) -> Verification:
         """One real step with the plan and one without: peaks measured by torch's allocator, gradients compared.
 
-        Parameters, gradients, buffers and the random state are as before afterwards.
+        Parameters, gradients, buffers, the batch and the random state are as before afterwards.
 
         Args:
             batch: as in `plan()`; None for the batch that was planned with.

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import (
 )
 
 from planner.compat.autograd import in_backward, is_transformed
+from planner.compat.inductor_allocations import hide_allocations, show_allocations
 
 _EVAL_FRAME = eval_frame.__file__
 # of that file, what puts nothing back as it ends: the call of `torch.compile(module)`, and `torch.compiler.disable`
@@ -56,7 +57,7 @@ class LastingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """torch.compile compiles under it, and what it compiles runs past it."""
+        """torch.compile compiles under it; the kernels that it makes run past it, and what they write into is seen."""
         return True
 
 
@@ -70,6 +71,7 @@ def switch_on(mode: LastingMode) -> None:
     with lasting_modes_off() as off:  # another may take the place of one that is over
         mode.place = _place()
         off.insert(0, mode)
+    show_allocations(_sees_ops)
 
 
 def switch_off(mode: LastingMode) -> None:
@@ -77,6 +79,13 @@ def switch_off(mode: LastingMode) -> None:
     mode.over = True
     if modes_here()[-1:] == [mode] and _may_leave(mode):
         _pop_mode()
+    if not _sees_ops():
+        hide_allocations()
+
+
+def _sees_ops() -> bool:
+    """Whether a mode sees what this thread runs."""
+    return any(isinstance(mode, LastingMode) and not mode.over for mode in modes_here()) and finds_ops()
 
 
 def may_last() -> bool:

@@ -23,6 +23,7 @@ PARTS = {
         "_get_current_graph_task_keep_graph _saved_tensors_hooks_get_disabled_error_message "
         "_top_saved_tensors_default_hooks"
     ),
+    "torch._C._dynamo.guards": "_empty_strided_cpu",
     "torch._C:_FunctionBase": "_raw_saved_tensors _sequence_nr",
     "torch:Tensor": (
         "_backward_hooks _base _indices _make_wrapper_subclass _post_accumulate_grad_hooks _typed_storage _use_count "

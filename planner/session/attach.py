@@ -17,6 +17,7 @@ from planner.core.verification import Verification
 from planner.offload.links import store_of
 from planner.requests.batch import named_maxima
 from planner.requests.check import with_batch
+from planner.requests.compiled import unwrapped
 from planner.requests.planned import Filed, Known, Pending, Planned
 from planner.requests.request import Request
 from planner.requests.step_in_backward import refuse_step_in_backward
@@ -131,12 +132,14 @@ def applied(model: nn.Module) -> Planned | None:
 
     None where there is none (yet).
     """
+    model = unwrapped(model)
     runtime = attached(model)
     return runtime.newest if runtime else next(iter(_TRAINED_BY.get(model, ())), None)
 
 
 def all_applied(model: nn.Module) -> tuple[Planned, ...]:
     """The plans that a model runs under, or was trained by: one for each kind of call, the largest step first."""
+    model = unwrapped(model)
     runtime = attached(model)
     if runtime is None:
         return _TRAINED_BY.get(model, ())

@@ -179,6 +179,7 @@ class Provider:
         own, planned = request.model is self.model, None
         if own and request.maxima == self.request.maxima:
             planned = self.ready.pop(_kind(request), None)
+            planned = planned and replace(planned, request=replace(planned.request, batch=request.batch))
         if own and self.awaited is not None:
             planned = self.awaited.take(request)
         kind = _kind(request)

@@ -82,7 +82,7 @@ def verify(planned: Planned | Pending, batch: Any = None, kwargs: Mapping[str, A
         taken_off(model),  # first: inference_mode() restores which dispatch modes were on
         torch.inference_mode(False),
         torch.enable_grad(),
-        _untouched(model, request.gradients_copied) as again,
+        _untouched(model, request.gradients_copied, (args, dict(extra))) as again,
     ):
         try:
             unplanned = _measure(model, step, again)
@@ -137,8 +137,12 @@ def _step(request: Request, args: Any, extra: Mapping[str, Any], *, holds: bool 
 
 
 def _gradients(model: nn.Module) -> Gradients:
-    """Copies of the gradients, beside which the next step has to fit."""
-    return {name: aside(here(p.grad)) for name, p in model.named_parameters() if p.grad is not None}
+    """Copies of the gradients, dense, beside which the next step has to fit."""
+    return {name: aside(_dense(p.grad)) for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    return here(gradient) if gradient.layout is torch.strided else gradient.detach().cpu().to_dense()
 
 
 def _nudge(model: nn.Module) -> None:
@@ -173,7 +177,7 @@ def gradients_of(planned: Planned, request: Request, *, nudged: bool = False) ->
         taken_off(model),
         torch.inference_mode(False),
         torch.enable_grad(),
-        _untouched(model, request.gradients_copied),
+        _untouched(model, request.gradients_copied, (request.args, request.kwargs)),
     ):
         put_on(planned, model, alone=True)
         try:
@@ -301,8 +305,8 @@ def _measured(
 
 
 @contextmanager
-def _untouched(model: nn.Module, accumulate: bool) -> Iterator[Callable[[], None]]:
-    """Gives a function that puts gradients and the model's state back; leaves them as they were.
+def _untouched(model: nn.Module, accumulate: bool, arguments: tuple[Any, ...]) -> Iterator[Callable[[], None]]:
+    """Gives a function that puts gradients, the model's state and the arguments back; leaves them as they were.
 
     Where gradients accumulate, each step begins with gradients of zero.
     """
@@ -310,7 +314,7 @@ def _untouched(model: nn.Module, accumulate: bool) -> Iterator[Callable[[], None
     # an optimizer that steps in the backward pass must not
     hooks = [(h, dict(h)) for p in parameters if (h := post_accumulate_hooks(p))]
     gradients = [p.grad for p in parameters]
-    state = ModelSnapshot(model, parameters=[name for name, _ in model.named_parameters()])
+    state = ModelSnapshot(model, parameters=[name for name, _ in model.named_parameters()], arguments=arguments)
 
     def again() -> None:
         for p in parameters:

@@ -22,7 +22,7 @@ from planner.compat.modules import TABLES, buffers_of, hook_tables, modules_in, 
 from planner.compat.tensors import TorchDispatchMode, storage_key
 from planner.core.call import inside, tensors_in
 from planner.core.host import bytes_of, like
-from planner.core.objects import with_tensors
+from planner.core.objects import dense_tensors, with_tensors
 from planner.devices.accelerator import accelerator_of
 
 _LRU_CACHE = type(functools.cache(lambda: None))
@@ -110,16 +110,24 @@ class ModelSnapshot:
         model: whose state is kept.
         others: tensors whose devices count beside those of its parameters.
         parameters: the names of those that its forward pass writes into.
+        arguments: of a call, whose tensors and containers it may write into.
 
     Attributes:
         attributes: of the modules, as they were.
     """
 
-    def __init__(self, model: nn.Module, others: Iterable[torch.Tensor] = (), parameters: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        others: Iterable[torch.Tensor] = (),
+        parameters: Collection[str] = (),
+        arguments: tuple[Any, ...] = (),
+    ) -> None:
         self.attributes = Attributes(model)
         written = [p for name, p in model.named_parameters() if name in parameters] if parameters else []
         own = chain.from_iterable(buffers_of(module).values() for module in modules_in(model))
-        changing = [*{id(b): b for b in own if b is not None}.values(), *written]
+        changing = [*{id(b): b for b in (*own, *dense_tensors(arguments)) if b is not None}.values(), *written]
+        self._containers = _contents(arguments)
         self._contents = [(b, bytes_of(b)) for each in changing if not each.is_meta for b in inside(each)]
         devices = dict.fromkeys(t.device for t in (*parameters_in(modules_in(model)), *others))
         here = [(accelerator, d) for d in devices if (accelerator := accelerator_of(d)) is not None]
@@ -130,6 +138,8 @@ class ModelSnapshot:
     def restore(self) -> None:
         """Put the state back; buffers that have not changed are not written into."""
         self.attributes.restore()
+        for container, before in self._containers:
+            _fill(container, before)
         _put_back(self._contents)
         torch.set_rng_state(torch.from_numpy(self._random))
         for generator, state in self._own:
