@@ -147,10 +147,13 @@ def test_verify_gives_each_of_its_steps_the_batch_as_it_was():
     model, x, log = Writes(), torch.randn(4, 8), []
     before = x.clone()
     p = plan(model, (x, log), budget_gb=1, loss_fn=torch.Tensor.mean)
-    assert p.verify().gradients_agree and torch.equal(x, before) and log == []
+    assert p.verify().gradients_agree
+    assert torch.equal(x, before)
+    assert log == []
     p.apply(verify=True)
     model(x, log).mean().backward()
-    assert torch.equal(x, 2 * before) and log == [0]
+    assert torch.equal(x, 2 * before)
+    assert log == [0]
     eager = Writes()
     eager.load_state_dict(model.state_dict())
     eager(before, []).mean().backward()
@@ -167,7 +170,8 @@ def test_verify_compares_sparse_gradients_by_their_values():
             return self.layer(self.table(ids))
 
     seen = plan(Table(), ids := torch.tensor([1, 2, 1]), budget_gb=1, loss_fn=torch.Tensor.mean).verify(ids)
-    assert seen.gradients_agree and seen.gradient_error == 0
+    assert seen.gradients_agree
+    assert seen.gradient_error == 0
 
 
 def test_verify_gives_no_gradients_to_what_the_batch_was_computed_from():

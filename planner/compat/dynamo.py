@@ -18,6 +18,7 @@ from torch._C._dynamo.eval_frame import reset_code
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.eval_frame import OptimizeContext, OptimizedModule, cached_backends, innermost_backend
 from torch._dynamo.exc import Unsupported
+from torch._dynamo.external_utils import wrap_inline
 from torch._guards import TracingContext
 
 from planner.compat.frames import with_room
@@ -29,6 +30,7 @@ __all__ = [
     "call_past_wrappers",
     "compile_call",
     "compile_wrapped",
+    "compiled_alike",
     "compiled_by",
     "compiled_call",
     "dynamo_config",
@@ -37,6 +39,7 @@ __all__ = [
     "inner_module",
     "is_tracing",
     "own_frame",
+    "wrappers_of",
 ]
 
 
@@ -141,20 +144,30 @@ def inner_module(module: nn.Module) -> nn.Module | None:
     return inner if isinstance(inner, nn.Module) else None
 
 
-def call_past_wrappers(model: nn.Module) -> bool:
-    """Have what `torch.compile(model)` made call the model itself, and compile nothing of it; whether there is any."""
-    wrappers = _wrappers(model)
+def call_past_wrappers(model: nn.Module) -> list[nn.Module]:
+    """Have what `torch.compile(model)` made call the model itself, and compile nothing of it.
+
+    Returns those that did not yet.
+    """
+    wrappers = [w for w in wrappers_of(model) if getattr(w.forward, "__self__", None) is not model]
     for wrapper in wrappers:
         wrapper.forward = model.__call__
-    return bool(wrappers)
+    return list[nn.Module](wrappers)
+
+
+def compiled_alike(wrapper: Any, call: Callable[..., Any]) -> Callable[..., Any]:
+    """A call, compiled as what `torch.compile(model)` made (`dynamo_ctx`, `wrap_inline`, 2.11 to 2.15)."""
+    compiled: Callable[..., Any] = wrapper.dynamo_ctx(wrap_inline(call))
+    return compiled
 
 
 def compile_wrapped(model: nn.Module) -> None:
     """Have what `torch.compile(model)` made be compiled as it was (`OptimizedModule._initialize`, 2.11 to 2.15)."""
-    for wrapper in _wrappers(model):
+    for wrapper in wrappers_of(model):
         wrapper._initialize()
 
 
-def _wrappers(model: nn.Module) -> list[OptimizedModule]:
+def wrappers_of(model: nn.Module) -> list[OptimizedModule]:
+    """What `torch.compile(model)` has made, as far as it is alive (`OptimizedModule`, 2.11 to 2.15). O(all objects)."""
     # torch keeps no list of them; isinstance() would ask objects for their class, and some of them run code for that
     return [x for x in gc.get_objects() if type(x) is OptimizedModule and inner_module(x) is model]

@@ -71,7 +71,8 @@ def launch(
                 raise
             done = e
         if not launched.names:
-            say("nothing was planned: no module that an optimizer trains was called in training mode")
+            where = "outside of functions that torch.compile() was given"
+            say(f"nothing was planned: no module that an optimizer trains was called in training mode, {where}")
     if done is not None:
         raise done
     return 0

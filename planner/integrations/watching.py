@@ -14,13 +14,14 @@ from torch import nn, optim
 
 from planner.api.front import plan
 from planner.api.plan import Plan
+from planner.compat.dynamo import wrappers_of
 from planner.compat.tensors import version_of
 from planner.core.loop import Loop
 from planner.core.occupancy import CLEARED_LATE
 from planner.core.options import GB
 from planner.core.plan import PlanRecord
 from planner.costs.optimizer import optimizer_memory
-from planner.errors import PlannerError, gb
+from planner.errors import OptionError, PlannerError, gb
 from planner.integrations.discovery import Search, exits
 from planner.parallel.group import world_size
 from planner.planfile.files import save
@@ -80,8 +81,7 @@ class Launched:
                 given["occupancy"] = CLEARED_LATE
             given = {"accumulate": known.options.accumulate, **given, "known": known}
         occupancy = given.pop("occupancy")
-        pending = plan(model, LATER, **given).source
-        assert isinstance(pending, Pending)
+        pending = self._pending(model, given)
         pending = replace(pending, request=replace(pending.request, occupancy=occupancy))
 
         def around(own: PlanProvider) -> PlanProvider:
@@ -90,6 +90,15 @@ class Launched:
         # ranks agree on the plan when all of them call the model; on one that is made anew, not all of them may
         apply(pending, model, around=around, alone=bool(anew) and world_size() > 1)
 
+    def _pending(self, model: nn.Module, given: Mapping[str, Any]) -> Pending:
+        """A plan that is to be made, of what torch.compile() made of the model where that can be planned."""
+        for wrapper in wrappers_of(model):
+            try:
+                return _lazily(wrapper, given)
+            except OptionError as e:
+                self.say(f"planned without the fused kernels of torch.compile(): {e}")
+        return _lazily(model, given)
+
     def tell(self, planned: Planned, *, anew: bool) -> None:
         """Tell of a plan, and write it where there is no file yet or the plan before was another."""
         self.names.append(type(planned.request.model).__name__)
@@ -97,6 +106,12 @@ class Launched:
         self.say("\n".join([f"{self.names[-1]} is planned{' anew' if anew else ''}.", *answers]))
         if self.plan_file is not None and self.first and (anew or not self.plan_file.exists()):
             save(planned.record, self.plan_file)
+
+
+def _lazily(model: nn.Module, given: Mapping[str, Any]) -> Pending:
+    source = plan(model, LATER, **given).source
+    assert isinstance(source, Pending)
+    return source
 
 
 class Watching:

@@ -12,7 +12,7 @@ from planner.core.plan import GraphModules
 from planner.core.recipe import PlannedRegion, Recipe
 from planner.core.step import Step
 from planner.costs.account import planned_step
-from planner.errors import CaptureError, InfeasibleBudgetError, PlannerError
+from planner.errors import CaptureError, InfeasibleBudgetError, PlannerError, warn
 from planner.inductor.backend import Source, capturing
 from planner.inductor.emit import emit_planned
 from planner.inductor.realise import costs_of, fuse
@@ -44,6 +44,14 @@ def without_inductor() -> str:
         if missing
         else ""
     )
+
+
+def not_fused(request: Request, why: CaptureError) -> Request:
+    """The request in mode "aten" for a model that torch.compile was given, and that this mode cannot plan; it warns."""
+    name = type(request.model).__name__
+    told = f"{name} was given to torch.compile(), and is planned with mode='aten', without fused kernels: {why}"
+    warn(told)
+    return replace(in_aten(request), instead=told)
 
 
 def in_aten(request: Request) -> Request:

@@ -45,7 +45,7 @@ from planner.parallel.fsdp import groups_of
 from planner.planning.eager import make_eager_plan
 from planner.planning.fragmentation import solve_with_margin
 from planner.planning.host_room import room_taken, solve_within_host
-from planner.planning.inductor import in_aten, make_inductor_plan, without_inductor
+from planner.planning.inductor import in_aten, make_inductor_plan, not_fused, without_inductor
 from planner.planning.notes import notes, sentence
 from planner.planning.outside import TANGENTS_FREED, outside_loss, pinned_tangents
 from planner.planning.pieces import Solved, as_in, described, solve_in_pieces
@@ -87,18 +87,37 @@ def make_plan(
         with _out_of_sight(request), eager_attention_as_on(request.device if request.foreign else None):
             return make_eager_plan(request, others[-1] if others else None, known=known, must_match=must_match)
     if request.options.mode == "inductor":
-        refuse_inductor(request.options, request.device.type)
-        if not (why := without_inductor()):
-            with _out_of_sight(request):
-                return make_inductor_plan(request, partial(graph_of, request), lower, others, known, captured)
-        planned = make_plan(in_aten(request), others, known=known, must_match=must_match)
-        return replace(planned, record=replace(planned.record, note=f"{planned.record.note} {why}".strip()))
+        return _fused(request, others, known, captured, must_match=must_match)
     try:
         return _compiled(request, others, known, captured, must_match=must_match)
     except CaptureError as e:
         if must_match:
             raise
         return _checkpointed(request, e, known)
+
+
+def _fused(
+    request: Request,
+    others: Sequence[Planned],
+    known: Known | None,
+    captured: TrainingGraph | None,
+    *,
+    must_match: bool,
+) -> Planned:
+    """The plan in Inductor's graphs; with a note, one of mode "aten" where these are not for it."""
+    refuse_inductor(request.options, request.device.type)
+    instead, why = in_aten(request), without_inductor()
+    if not why:
+        try:
+            with _out_of_sight(request):
+                return make_inductor_plan(request, partial(graph_of, request), lower, others, known, captured)
+        except CaptureError as e:
+            if must_match or not request.any_mode:
+                raise
+            instead = not_fused(request, e)
+            why = instead.instead
+    planned = make_plan(instead, others, known=known, must_match=must_match)
+    return replace(planned, record=replace(planned.record, note=f"{planned.record.note} {why}".strip()))
 
 
 def _compiled(

@@ -53,6 +53,7 @@ def check(
     check_torch()
     given_model, model = model, unwrapped(model)
     _check_model(model)
+    any_mode = given.get("mode") is None
     given, settings = options_as_compiled(given_model, given)
     target = find_target(model, given.get("device"))
     options = options_of(kind, given)
@@ -78,7 +79,7 @@ def check(
         found=() if given.get("optimizer") is not None else weakly(optimizers_of(model)),
         surroundings=None if args is None else surroundings_of(model),
         settings=settings,
-        any_mode="mode" not in given,
+        any_mode=any_mode,
         **_resolved(*target, options.costs),
     )
     return replace(request, budget_gb=budget_of(request))

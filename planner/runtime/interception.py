@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,14 +12,16 @@ from torch import nn, optim
 
 from planner.compat.autograd import adds_to_gradient
 from planner.compat.dispatch import lasting_modes_off
+from planner.compat.dynamo import compiled_alike
 from planner.compat.modules import call_of, replace_call, replaced_call
 from planner.core.maxima import Maxima
 from planner.core.plan import PlanRecord
 from planner.errors import UNPLANNABLE, ApplyError, BatchError, ModelError
 from planner.parallel.group import together
 from planner.requests.planned import Planned
+from planner.requests.request import Request
 from planner.runtime.attributes import Attributes
-from planner.runtime.bypassed import Handle
+from planner.runtime.bypassed import Handle, warn_not_fused
 from planner.runtime.compile_refused import COMPILE, CompileRefused
 from planner.runtime.copied import CopiedCall, note_copy, own_call
 from planner.runtime.cuda_graphs import captures, is_graphed, refuse_uncapturable
@@ -55,10 +57,12 @@ class Applied:
         unplanned: kinds of calls that run as without a plan, as there is none for them.
         newest: the plan made last, with the request and the batch that it was made for.
         state: that of the model in its latest training call.
-        aside: what the model was compiled to by its user, which comes back when the plan is taken off.
+        aside: what `model.compile()` of its user put there, which comes back when the plan is taken off.
+        given_call: its call as its user compiled it, which runs what is not planned, such as evaluations.
     """
 
     aside: Any = None
+    given_call: Callable[..., Any] | None = None
 
     def __init__(self, model: nn.Module, provider: PlanProvider, *, alone: bool = False) -> None:
         self.model = model
@@ -133,7 +137,9 @@ class Applied:
             del self.plans[signature]
 
     # a compiled model around this one would have it in its own graph, without the plan
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch.compiler.disable(  # type: ignore[untyped-decorator, no-untyped-call]
+        reason="the model runs by its plan, which torch.compile(fullgraph=True) does not take: plan what it returns"
+    )
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if redirected(self.model) or is_graphed(self.model):
             return self.call_eagerly(*args, **kwargs)
@@ -145,15 +151,26 @@ class Applied:
         result = self._train(args, kwargs)
         if self.watch is not None:
             self.watch.call_ended(args, kwargs, result, self.made)
+            if self.watch.wrapped:
+                self.was_compiled(self.watch.wrapped, None if self.newest is None else self.newest.request)
+                self.watch.wrapped = []
         return result
+
+    def was_compiled(self, wrappers: Sequence[nn.Module], request: Request | None) -> None:
+        """The user gave the model to `torch.compile()`: what is not planned runs so; warn of a plan of another mode."""
+        if wrappers:
+            self.given_call = compiled_alike(wrappers[-1], self.call_eagerly)
+        if request is not None and request.any_mode and request.options.mode != "inductor":
+            warn_not_fused(self.model, wrappers)
 
     def _evaluate(self, args: Any, kwargs: Any) -> Any:
         """A call that trains nothing."""
         watch = self.watch = self.watch or (None if self._started else Watch(self.model, self.provider.loop))
+        call = self.given_call or self.call_eagerly
         if torch.is_grad_enabled() or watch is None:
-            return self.call_eagerly(*args, **kwargs)
+            return call(*args, **kwargs)
         plan = None if self.newest is None else self.newest.record
-        return watch.evaluations.run(self.call_eagerly, (args, kwargs), self.model, plan, self.tensors, may_record)
+        return watch.evaluations.run(call, (args, kwargs), self.model, plan, self.tensors, may_record)
 
     def _captured(self, args: Any, kwargs: Any) -> Any:
         """A training call while a CUDA graph is captured."""
@@ -194,7 +211,7 @@ class Applied:
             if self.watch is not None and self._learns(self.watch, trained, (args, kwargs), signature):
                 self.forget(role_of(signature))
             if not self._has_plan(signature, modules, args, kwargs):
-                return self.call_eagerly(*args, **kwargs)
+                return (self.given_call or self.call_eagerly)(*args, **kwargs)
             if self.watch is not None:
                 self.plans[signature] = self.watch.together.plan(signature, self.plans[signature])
             for recorder in others:

@@ -11,6 +11,7 @@ from torch import nn
 
 from planner.compat.autograd import holds_saved, in_backward, is_custom, is_jit_tracing, is_transformed
 from planner.compat.dispatch import LastingMode, modes_here
+from planner.compat.dynamo import compiled_call
 from planner.compat.modules import GLOBAL_HOOKS, each_parameter, modules_in, replaced_call, replaced_calls
 from planner.core.call import tensors_in
 from planner.errors import ApplyError
@@ -72,9 +73,15 @@ def refuse_compiled(model: nn.Module, own: Any, modules: Sequence[nn.Module] | N
     name = next((name for name, call in called if call is not None and not isinstance(call, EntryPoint)), "")
     if not name:
         return
+    part = f"{name} of this {type(model).__name__}"
+    if compiled_call(model.get_submodule(name)) is not None:
+        raise ApplyError(
+            f"{part} is compiled by its compile(): leave that out, and give plan() what torch.compile(model) returns, "
+            "which plans the kernels of all of it; or plan only the parts"
+        )
     raise ApplyError(
-        f"{name} of this {type(model).__name__} runs under a plan of its own, or is compiled; one plan serves the "
-        f"whole: remove() the plan of {name}, or plan only the parts"
+        f"{part} runs under a plan of its own; one plan serves the whole: remove() the plan of {name}, or plan only "
+        "the parts"
     )
 
 

@@ -64,7 +64,10 @@ def apply(
     check = trusting() if source.request.options.mode == "inductor" else None
     with _set_aside(target):
         put_on(source, target, known=known, judge=judge, check=check, around=around, alone=alone)
-    call_past_wrappers(target)
+    wrappers, runtime = call_past_wrappers(target), attached(target)
+    if runtime is not None:
+        runtime.given_call = runtime.aside
+        runtime.was_compiled(wrappers, source.request)
     return target
 
 
