@@ -241,7 +241,7 @@ def test_bad_input_is_one_line(capsys, command):
 
 @pytest.mark.parametrize(
     "command",
-    ["", "plan", "fly", "plan x:y --solver magic", "pareto x:y --points many", "demo --steps 0"],
+    ["", "plan", "fly", "plan x:y --solver magic", "pareto x:y --points many", "demo --steps 0", "demo --budget nan"],
 )
 def test_a_command_that_is_none_is_one_line(capsys, command):
     with pytest.raises(SystemExit) as e:

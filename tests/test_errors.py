@@ -59,6 +59,16 @@ def test_a_forward_pass_that_is_a_generator_is_refused_in_words():
         planner.plan(Yields(8, 8), budget_gb=1)
 
 
+@pytest.mark.parametrize("thing", [None, "model"])
+def test_only_modules_have_plans(thing):
+    with pytest.raises(planner.ModelError, match=r"a torch\.nn\.Module has plans; this is"):
+        planner.applied_plan(thing)
+    with pytest.raises(planner.ModelError, match=r"a torch\.nn\.Module has plans; this is"):
+        planner.applied_plans(thing)
+    with pytest.raises(planner.ApplyError, match=r"remove\(\) needs a torch\.nn\.Module"):
+        planner.plan(nn.Linear(2, 2), budget_gb=1).remove(thing or 3)
+
+
 @pytest.mark.parametrize("mode", ["aten", "eager"])
 def test_a_part_that_torch_jit_has_compiled_is_named(mode):
     model = nn.Sequential(nn.Linear(8, 8), torch.jit.trace(nn.Linear(8, 8), torch.randn(2, 8)))

@@ -7,11 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from planner import CaptureError, DeviceError, OptionError, PlanWarning, plan
+from planner import CaptureError, DeviceError, InfeasibleBudgetError, OptionError, PlanWarning, plan
 from planner.capture.trace.step import capture
 from planner.codegen.emit import keep_everything
 from planner.core.call import describe_call
@@ -363,6 +364,12 @@ def test_what_was_measured_is_not_run_again():
     first, found = runs(calls)
     assert first == len(calls)
     assert runs(calls) == (0, found)
+
+
+def test_an_op_that_no_memory_is_there_for_is_not_run():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    with pytest.raises(InfeasibleBudgetError):
+        plan(model, torch.randn(4, 8), budget_gb=0.01, loss_fn=torch.Tensor.mean, dynamic={0: {0: 10**12}})
 
 
 def test_times_are_measured_where_only_bytes_are_known():

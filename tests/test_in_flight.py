@@ -15,7 +15,7 @@ from planner.lowering.microbatches import _highest
 from planner.report.snapshot import snapshot
 
 from .measure import peak_of
-from .plans import for_budget
+from .plans import for_budget, leanest
 
 pytestmark = pytest.mark.usefixtures("short_searches")
 
@@ -148,6 +148,14 @@ def test_a_file_has_what_is_in_flight(tmp_path):
     (tmp_path / "lying.json").write_text(json.dumps(lying))
     with pytest.raises(PlanFileError, match="timeline"):
         Plan.load(tmp_path / "lying.json")
+
+
+def test_outputs_and_losses_that_are_named_count_after_their_backward_pass():
+    model, x = blocks(2), torch.randn(ROWS, WIDTH)
+    roomy = plan(model, x, budget_gb=1, loss_fn=loss_fn, in_flight=3)
+    seen = leanest(roomy).verify(x)
+    assert seen.within_budget
+    assert seen.measured_bytes == pytest.approx(seen.predicted_bytes, rel=1e-3)
 
 
 def test_a_real_step_verifies_it_and_a_picture_shows_it():

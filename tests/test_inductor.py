@@ -11,8 +11,9 @@ import torch._inductor.config as inductor_config
 from torch import nn
 
 import planner.session.trust
-from planner import Plan, PlanWarning, applied_plan, plan
+from planner import ApplyError, Plan, PlanWarning, applied_plan, plan
 from planner.compat import inductor
+from planner.compat.dispatch import LastingMode
 from planner.devices.meter import record_allocations
 from planner.errors import CaptureError, InfeasibleBudgetError, OptionError
 from planner.inductor.backend import look
@@ -620,12 +621,146 @@ def test_a_compiled_model_is_planned_in_this_mode_and_with_its_options(in_place,
         ({"mode": "reduce-overhead"}, "CUDA graphs"),
         ({"mode": "max-autotune-no-cudagraphs"}, "max_autotune=True"),
         ({"options": {"cpp_wrapper": True}}, "cpp_wrapper=True"),
-        ({"dynamic": True}, "dynamic=True"),
     ],
 )
 def test_what_a_model_is_compiled_with_and_cannot_be_kept_is_refused_in_words(how, words):
     with pytest.raises(OptionError, match=words):
         plan(torch.compile(Net(), **how), batch_of(), budget_gb=1, progress=False)
+
+
+@pytest.mark.parametrize("options", [{"dynamic": True}, {"in_flight": 2}, {"device": "h100"}, {"pieces": "auto"}])
+def test_a_compiled_model_is_planned_op_by_op_where_this_mode_does_not_take_the_options(options):
+    what = next(iter(options))
+    with pytest.warns(PlanWarning, match="not planned for .*" + ("cuda" if what == "device" else what)):
+        p = plan(torch.compile(Net()), batch_of(), budget_gb=1, progress=False, **options)
+    assert p.options.mode == "aten"
+    if what in ("dynamic", "in_flight"):
+        with pytest.raises(OptionError, match=what):
+            planned(Net(), batch_of(), **options)
+
+
+class Broken(Net):
+    def forward(self, x, y):
+        x = self.layers[0](x)
+        torch._dynamo.graph_break()
+        return super().forward(x, y)
+
+
+def test_a_compiled_model_of_several_graphs_is_planned_op_by_op_and_says_so():
+    model, batch = Broken(), batch_of()
+    p = plan(torch.compile(model), budget_gb=1, progress=False)
+    p.apply()
+    with pytest.warns(PlanWarning, match="without fused kernels: Broken is captured as"):
+        model(*batch).backward()
+    model(*batch).backward()  # warns no more
+    assert applied_plan(model).options.mode == "aten"
+    assert "without fused kernels" in applied_plan(model).note
+    with pytest.raises(CaptureError, match="mode='inductor' plans one"):
+        planned(Broken(), batch)
+
+
+class Ops(LastingMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.add(func)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_compiled_model_evaluates_as_it_was_compiled(in_place, nothing_compared):
+    model, batch = Net(layers=1), batch_of(64)
+    if in_place:
+        model.compile()
+    given = model if in_place else torch.compile(model)
+    with torch.no_grad():
+        before = given(*batch)
+    plan(given, batch, budget_gb=1, progress=False).apply()
+    given(*batch).backward()
+    with torch.no_grad(), Ops() as ops:
+        assert torch.equal(given(*batch), before)
+    assert torch.ops.aten.gelu.default not in ops.seen
+
+
+@pytest.mark.parametrize("what", ["wrapper", "wrapper that came later", "block"])
+def test_a_plan_that_leaves_out_what_torch_compile_made_says_so(what):
+    model, batch = Net(layers=2), batch_of(64)
+    given = torch.compile(model) if what == "wrapper" else model
+    if what == "block":
+        model.layers[1] = torch.compile(model.layers[1])
+    p = plan(model, batch, budget_gb=1, progress=False)
+
+    def train():
+        p.apply()
+        called = torch.compile(model) if what == "wrapper that came later" else given
+        for _ in range(2):
+            called(*batch).backward()
+
+    name = "layers.1 of this Net" if what == "block" else "this Net"
+    with pytest.warns(PlanWarning, match=f"{name} was given to torch.compile"):
+        train()
+    assert applied_plan(given).options.mode == "aten"
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+
+    def forward(self, x):
+        return nn.functional.gelu(self.layer(x))
+
+
+def test_blocks_that_are_compiled_in_place_are_so_in_evaluations_and_after_the_plan():
+    model, x = nn.Sequential(Block(), Block()), torch.randn(64, 32)
+    for block in model:
+        block.compile()
+    calls = [block._compiled_call_impl for block in model]
+    with torch.no_grad():
+        before = model(x)
+    p = plan(model, x, budget_gb=1, loss_fn=torch.Tensor.mean, progress=False)
+    assert p.verify().gradients_agree
+    with pytest.warns(PlanWarning, match="0 of this Sequential was given to torch.compile"):
+        p.apply()
+    model(x).mean().backward()
+    with torch.no_grad(), Ops() as ops:
+        assert torch.equal(model(x), before)
+    assert torch.ops.aten.gelu.default not in ops.seen
+    model[1].compile()
+    with pytest.raises(ApplyError, match=r"1 of this Sequential is compiled by its compile\(\): leave that out"):
+        model(x)
+    p.remove()
+    assert [block._compiled_call_impl for block in model] == calls
+
+
+def test_a_whole_graph_around_a_plan_is_refused_in_words():
+    batch = batch_of(64)
+    model = plan(Net(), batch, budget_gb=1, progress=False).apply()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="runs by its plan"):
+        torch.compile(lambda *given: model(*given), fullgraph=True)(*batch)
+
+
+def test_a_plan_whose_batch_is_gone_is_compared_on_that_of_the_first_step(nothing_compared):
+    model = Net(layers=1)
+    planned(model, batch_of(64)).apply()
+    model(*batch_of(64)).backward()
+    assert "On the first batch its gradients are those of" in applied_plan(model).note
+
+
+class WritesIntoItsBatch(Net):
+    def forward(self, x, y):
+        return super().forward(x.mul_(2), y)
+
+
+def test_the_first_step_is_of_the_batch_as_it_was(nothing_compared):
+    model, (x, y) = WritesIntoItsBatch(layers=1), batch_of(64)
+    expected = copy.deepcopy(model)(x.clone(), y)
+    plan(model, budget_gb=1, mode="inductor", progress=False).apply()
+    given = x.clone()
+    torch.testing.assert_close(model(given, y), expected)
+    assert torch.equal(given, 2 * x)
 
 
 def test_op_by_op_plans_have_their_old_name_too():

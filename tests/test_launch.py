@@ -232,7 +232,10 @@ for x in loader:
 plans = accelerator.unwrap_model(model)._compiled_call_impl.plans.values()
 torch.save((loss.item(), [plan.options.accumulate for plan in plans]), f"rank{accelerator.process_index}")
 """
-NOTHING = "nothing was planned: no module that an optimizer trains was called in training mode"
+NOTHING = (
+    "nothing was planned: no module that an optimizer trains was called in training mode, "
+    "outside of functions that torch.compile() was given"
+)
 TIGHT = ("--budget-gb", "0.0034", "--solver", "chen")
 
 
@@ -300,6 +303,29 @@ def test_a_script_that_only_evaluates_is_left_alone(tmp_path, here, capsys):
         here("--budget-gb", 1, "-m", "train")
     assert ended.value.code is None
     assert capsys.readouterr() == ("torch.Size([1, 3])\n", f"planner: {NOTHING}\n")
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [(("--budget-gb", "twelve"), "BudgetError: budget_gb='twelve'"), (("--plan-file", "nowhere/plan.json"), "nowhere")],
+)
+def test_what_cannot_be_used_is_said_before_the_script_runs(given, words, tmp_path, here, capsys):
+    script(tmp_path, "print('began')\n")
+    with pytest.raises(SystemExit, match="2"):
+        here("--budget-gb", 1, *given, "train.py")
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert words in said.err
+
+
+@pytest.mark.parametrize(("how", "words"), [("", "Inductor generates"), ("mode='reduce-overhead'", "CUDA graphs hold")])
+def test_what_torch_compile_made_of_the_model_is_planned_where_it_can_be(how, words, tmp_path, here, capsys):
+    script(
+        tmp_path,
+        LOOP.replace("optimizer =", f"model = torch.compile(model, {how})\noptimizer =", 1) + "finally: pass\n",
+    )
+    here("--budget-gb", 1, "train.py")
+    assert words in " ".join(capsys.readouterr().err.replace("planner: ", "").split())
 
 
 def test_what_does_not_fit_ends_the_script(tmp_path, here, capsys):

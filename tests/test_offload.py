@@ -106,7 +106,7 @@ def test_a_budget_below_any_plan_without_offload_is_met(name, short_searches, tm
         for_budget(whole, 1e-6)
     # the backward pass of a convolution takes a workspace by its kernel: oneDNN's for AVX2 leave 0.82 of a DenseNet
     share = 0.85 if name == "densenet" and torch.backends.cpu.get_cpu_capability() != "AVX512" else 0.8
-    p = for_budget(whole, share * e.value.minimum_gb, offload="disk", offload_dir=str(tmp_path))
+    p = for_budget(whole, share * e.value.minimum_gb, offload="disk", offload_dir=tmp_path)
     p.apply()
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     with beside_the_loop():

@@ -107,6 +107,12 @@ def test_a_curve_needs_a_model_and_a_batch():
         pareto(SMALL["resnet50"]().model)
 
 
+@pytest.mark.parametrize("option", [{"mode": "eager"}, {"solver": "ilp"}, {"on_failure": "warn"}, {"budget_gb": 1}])
+def test_what_is_for_one_plan_is_refused(option):
+    with pytest.raises(OptionError, match=next(iter(option))):
+        pareto(nn.Linear(4, 4), torch.zeros(2, 4), **option)
+
+
 def test_a_problem_gives_its_solutions():
     problem = random_training_graph(1, 8)
     ours, theirs = pareto(problem, points=3, progress=False), solve_all(problem, 3, progress=False)

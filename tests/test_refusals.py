@@ -380,9 +380,11 @@ class Subclass(torch.Tensor):
     [
         (torch.nested.nested_tensor([torch.randn(3, 8), torch.randn(5, 8)]), "nested tensor"),
         (torch.nested.nested_tensor([torch.randn(3, 8), torch.randn(5, 8)], layout=torch.jagged), "nested tensor"),
+        (torch.eye(8).to_sparse(), r"sparse tensor \(torch.sparse_coo\)"),
+        (torch.eye(8).to_sparse_csr(), r"sparse tensor \(torch.sparse_csr\)"),
         (torch.randn(4, 8).as_subclass(Subclass), r"Subclass.*as_subclass\(torch.Tensor\)"),
     ],
-    ids=["nested", "jagged", "subclass"],
+    ids=["nested", "jagged", "sparse", "rows", "subclass"],
 )
 def test_tensors_that_no_plan_can_be_made_for_are_named(x, words, with_batch):
     model = nn.Linear(8, 8)

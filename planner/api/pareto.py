@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, Unpack, overload
 
 from torch import nn
 
 from planner.api.plan import Plan
-from planner.core.options import GB, OptionArguments
+from planner.core.options import GB, OptionArguments, Options
 from planner.errors import BatchError, CaptureError, OptionError
 from planner.lowering.margin import add_margin
 from planner.planning.curve import curve_from
+from planner.planning.inductor import in_aten
 from planner.planning.pipeline import graph_of, lower, write
 from planner.requests.check import check
 from solvers import Problem, ProblemError, Solution
@@ -78,7 +79,8 @@ def pareto(
     if isinstance(model_or_problem, Problem):
         return solve(model_or_problem, points, time_limit=time_limit, progress=progress)
     model = model_or_problem
-    request = check(model, batch, kwargs, budget_gb="100%", **options)
+    _refuse_others(options)
+    request = in_aten(check(model, batch, kwargs, budget_gb="100%", **options))
     try:
         check_points(points)
     except ProblemError as e:
@@ -104,6 +106,18 @@ def pareto(
         for budget, solution in bar("writing plans", progress, iterable=found, unit=" plans")
     )
     return tuple(Plan(replace(p, record=replace(p.record, known_curve=known))) for p in plans)
+
+
+def _refuse_others(options: Mapping[str, Any]) -> None:
+    """Raise OptionError for options of `plan()` that a curve has no use for."""
+    if "budget_gb" in options:
+        raise OptionError("pareto() finds the budgets itself: leave budget_gb= out, or call plan()")
+    for of in fields(Options):
+        if of.name not in OptionArguments.__annotations__ and options.get(of.name) not in (None, of.default):
+            raise OptionError(
+                f"{of.name}={options[of.name]!r} is for one plan, and a curve is of mode='aten' and solver='auto': "
+                "leave it out, or call plan() for each budget"
+            )
 
 
 def _no_batch(model: nn.Module, why: str) -> str:

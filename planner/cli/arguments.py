@@ -186,7 +186,9 @@ def _demo(command: Command) -> None:
         """example:
   python -m planner demo --budget 0.4 --steps 3""",
     )
-    p.add_argument("--budget", type=float, default=0.5, help="budget as a fraction of the peak that keeps everything")
+    p.add_argument(
+        "--budget", type=_fraction, default=0.5, help="budget as a fraction of the peak that keeps everything"
+    )
     p.add_argument("--steps", type=count, default=5, help="training steps with and without the plan")
     p.add_argument("--solver", default="auto", help="auto, chen or ilp")
     p.add_argument("--quiet", action="store_true", help="no progress bars")
@@ -237,3 +239,14 @@ def _views(p: argparse.ArgumentParser) -> None:
 
 def _json(p: argparse.ArgumentParser) -> None:
     p.add_argument("--json", action="store_true", help="machine-readable output: bytes and seconds")
+
+
+def _fraction(text: str) -> float:
+    """A part of a whole, above 0, of a command line."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0 < found <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number above 0, and 1 at most")
+    return found

@@ -32,6 +32,13 @@ class TensorSpec:
     stride: tuple[int, ...]
     dtype: torch.dtype
 
+    @property
+    def span(self) -> int:
+        """Elements from its first to its last."""
+        return (
+            1 + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True)) if all(self.shape) else 0
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class ViewSpec(TensorSpec):
@@ -61,6 +68,12 @@ class Call:
     args: Any
     kwargs: Any
     made_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors that it is given and of those that it makes."""
+        given = (x for x in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(x, TensorSpec))
+        return self.made_bytes + sum(t.span * t.dtype.itemsize for t in given)
 
     @property
     def key(self) -> str:

@@ -6,11 +6,12 @@ checkers), and name it in the signature of `plan()`.
 
 from __future__ import annotations
 
-import math
 import numbers
+import sys
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
+from os import PathLike
 from typing import Any, Literal, TypedDict, get_args
 
 import torch
@@ -29,6 +30,7 @@ OnFailure = Literal["raise", "warn"]
 Pieces = Literal["auto", False]
 
 GB = 2**30
+LARGEST = sys.float_info.max
 PLANNED_LINES = ("activations", "gradients")  # lines of the account that the schedule decides
 
 
@@ -87,8 +89,8 @@ def is_whole(x: Any) -> bool:
 
 
 def is_real(x: Any) -> bool:
-    """Whether a value is a finite number."""
-    return isinstance(x, numbers.Real) and not isinstance(x, bool) and math.isfinite(float(x))
+    """Whether a value is a finite number, in floating point too."""
+    return isinstance(x, numbers.Real) and not isinstance(x, bool) and bool(-LARGEST < x < LARGEST)  # type: ignore[operator]
 
 
 def is_positive(x: Any) -> bool:
@@ -131,7 +133,7 @@ def _unless(right: Callable[[Any], bool], words: str) -> Callable[[Any], str | N
 
 def _is_account(given: Any) -> bool:
     return isinstance(given, Mapping) and all(
-        isinstance(name, str) and name not in PLANNED_LINES and is_real(size) and size >= 0
+        isinstance(name, str) and name not in PLANNED_LINES and is_real(size) and 0 <= size * GB < LARGEST
         for name, size in given.items()
     )
 
@@ -241,7 +243,7 @@ class Options:
             Flag("for the solver", "SECONDS", float),
         ),
     )
-    progress: bool | None = option(None, About())
+    progress: bool | None = option(None, About(one_of((True, False, None), "must be one of {}")))
     dynamic: Dynamic = option(
         None,
         About(
@@ -370,7 +372,7 @@ class OptionArguments(TypedDict, total=False):
     in_flight: int
     offload: Offload | None
     host_gb: float | None
-    offload_dir: str | None
+    offload_dir: str | PathLike[str] | None
     step_in_backward: bool
 
 

@@ -12,6 +12,7 @@ from planner.core.call import Call
 from planner.costs import cache
 from planner.costs.measure_op import Allocated, run_on_accelerator, run_on_cpu
 from planner.devices.accelerator import accelerator_of, random_state_kept
+from planner.devices.specs import free_memory
 from solvers.progress import bar
 
 _BATCH = 16  # ops between two writes: an interruption loses no more
@@ -24,9 +25,9 @@ def measure(
 ) -> dict[str, Allocated]:
     """Run each distinct op (target, shapes, strides, dtypes, other arguments) once, unless the disk cache knows it.
 
-    Arguments are zeros, or the values for which the op takes the most memory. An op that fails on them is left out, and
-    so is a collective, which other processes would have to run as well. The random generators are left as they were.
-    Measurements before an interruption are kept.
+    Arguments are zeros, or the values for which the op takes the most memory. Left out are ops that fail on them, those
+    that there is no memory for, and collectives, which other processes would have to run as well. The random
+    generators are left as they were. Measurements before an interruption are kept.
 
     Args:
         calls: the ops to run.
@@ -44,6 +45,9 @@ def measure(
     costs = {key: kept[digest] for key, digest in digests.items() if digest in kept}
     todo = [c for key, c in distinct.items() if key not in costs or (timed and costs[key].seconds is None)]
     todo = [call for call in todo if (str(device), call.key) not in _failed]
+    if device.type == "cpu" and todo:  # a GPU says so itself
+        most = free_memory()
+        todo = [call for call in todo if call.nbytes < most]
     if not timed:  # what only allocates its result has no workspace
         costs |= {call.key: Allocated(0, 0) for call in todo if call.target is torch.ops.aten.empty.memory_format}
         todo = [call for call in todo if call.key not in costs]

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -117,6 +118,15 @@ def _cuda(
         blas=held,
         product=brought,
     )
+
+
+def free_memory() -> int:
+    """Bytes of memory that programs may take without swapping, as Linux estimates them; else all that is unused."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
 
 def _cpu() -> Device:

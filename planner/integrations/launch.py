@@ -15,8 +15,10 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
-from planner.integrations.discovery import BAD_INPUT, Search
+from planner.errors import PlanFileError
+from planner.integrations.discovery import BAD_INPUT, Search, exits
 from planner.integrations.watching import Launched
+from planner.requests.budget import read
 
 _OURS = (f"{Path(__file__).parents[1]}{os.sep}", "<frozen runpy>")  # whose frames are not the script's
 
@@ -54,6 +56,11 @@ def launch(
     if not module and not Path(script).is_file():
         print(f"error: there is no script {script!r}", file=sys.stderr)
         raise SystemExit(BAD_INPUT)
+    with exits():  # before the script does anything
+        if (budget := options.get("budget_gb")) is not None:
+            read(budget, 1)
+        if plan_file is not None and not plan_file.parent.is_dir():
+            raise PlanFileError(f"{plan_file}: there is no folder {str(plan_file.parent)!r} to write the plan into")
     first = os.environ.get("RANK", "0") == "0"
 
     def say(text: str) -> None:

@@ -6,12 +6,11 @@ import os
 import tempfile
 import time
 from functools import cache
-from pathlib import Path
 
 import torch
 
 from planner.core.options import GB, Options
-from planner.devices.specs import Device
+from planner.devices.specs import Device, free_memory
 from planner.errors import OffloadError, gb
 from planner.offload.disk import Disk
 from planner.offload.layout import ALIGNMENT
@@ -51,7 +50,7 @@ def link_of(options: Options, device: Device, here: torch.device | None) -> Link
         folder = "host memory"
         out, back, both = (device.link, device.link, 1.0) if here is None else measured_rates(here)
         latency, least = device.launch, LEAST_TO_HOST
-        free = None if here is None else _free_memory()
+        free = None if here is None else free_memory()
     if free is not None and host is not None and host > free:
         raise OffloadError(f"host_gb={options.host_gb!r}: {folder} has {gb(free)} free; give at most {free / GB:.4g}")
     most = free if host is None else host
@@ -93,12 +92,3 @@ def measured_disk(folder: str) -> tuple[float, float, float]:
 def _free_on_disk(folder: str) -> int:
     seen = os.statvfs(folder)
     return seen.f_bavail * seen.f_frsize
-
-
-def _free_memory() -> int:
-    """Bytes of memory that programs may take without swapping, as Linux estimates them; else all that is unused."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")

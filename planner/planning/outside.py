@@ -68,10 +68,11 @@ def outside_loss(request: Request, graph: TrainingGraph) -> CountedLoss:
         here, progress = request.measure_on, request.options.progress
         outside = measure(captured.calls, here, progress=progress) if here is not None else {}
         excess = sum(a.excess for a in outside.values())
-        waits = captured.waiting + excess
-        return CountedLoss(
-            captured.workspace, captured.held + excess, waits, excess, let_go=gone, waiting_backward=waits
-        )
+        waits, left = captured.waiting + excess, captured.held + excess
+        if request.in_flight > 1 and request.occupancy is None:  # names hold outputs and losses to the end
+            kept = sum(_bytes_out(graph, *result) for result in {*graph.outputs} - gone if result is not None)
+            excess += kept + (captured.held // 2 if captured.source == "loss_fn" else 0)
+        return CountedLoss(captured.workspace, left, waits, excess, let_go=gone, waiting_backward=waits)
     seen = loop.loss.of(graph.output_bytes)
     results = {result for result in graph.outputs if result is not None}
     tangents = {(r, v) for r, at in results for v in _values(graph.regions[r], graph.regions[r].tangent_at(at))}

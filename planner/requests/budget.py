@@ -32,13 +32,7 @@ def budget_of(request: Request) -> float:
         return _free(request)
     if given is None and device.type != "cpu":
         return device.memory / GB
-    budget = _read(given, device.memory)
-    if budget is None:
-        raise BudgetError(
-            f"budget_gb={given!r} must be a positive, finite number of GB (1 GB = 2**30 bytes), an amount with its "
-            "unit as '12 GB' or '500 MiB' (MB and MiB are 2**20 bytes), a share of the device's memory as '80%', or, "
-            "for a GPU, None for what is free"
-        )
+    budget = read(given, device.memory)
     if budget > MOST:
         meant = (
             f". As bytes it would be {gb(budget)}: give budget_gb={budget / GB:.4g}, or budget_gb='{budget:.0f} B'"
@@ -57,8 +51,18 @@ def budget_of(request: Request) -> float:
     return budget
 
 
+def read(given: Any, memory: float) -> float:
+    """GB of a number, an amount or a share of `memory` bytes; BudgetError for anything else."""
+    if (found := _read(given, memory)) is None:
+        raise BudgetError(
+            f"budget_gb={given!r} must be a positive, finite number of GB (1 GB = 2**30 bytes), an amount with its "
+            "unit as '12 GB' or '500 MiB' (MB and MiB are 2**20 bytes), a share of the device's memory as '80%', or, "
+            "for a GPU, None for what is free"
+        )
+    return found
+
+
 def _read(given: Any, memory: float) -> float | None:
-    """GB of a number, an amount or a share of `memory` bytes; None for anything else."""
     if not isinstance(given, str):
         return float(given) if is_positive(given) else None
     if share := _SHARE.fullmatch(given):

@@ -6,6 +6,7 @@ import inspect
 import weakref
 from collections.abc import Mapping
 from dataclasses import fields, replace
+from os import PathLike, fspath
 from typing import Any
 
 import torch
@@ -20,13 +21,13 @@ from planner.core.surroundings import surroundings_of
 from planner.devices.accelerator import present
 from planner.devices.find import check_working, find_device
 from planner.devices.specs import Device
-from planner.errors import BatchError, ModelError, OptionError
+from planner.errors import BatchError, ModelError, OptionError, warn
 from planner.parallel.meshes import on_mesh
 from planner.requests.batch import Batch, arguments, maxima_of
 from planner.requests.budget import budget_of
 from planner.requests.cautions import warn_on_gpu
 from planner.requests.compiled import options_as_compiled, unwrapped
-from planner.requests.inductor import refuse_inductor
+from planner.requests.inductor import not_yet, refuse_inductor
 from planner.requests.offload import refuse_offload
 from planner.requests.optimizers import check_optimizer, optimizers_of, weakly
 from planner.requests.request import Request
@@ -58,6 +59,11 @@ def check(
     target = find_target(model, given.get("device"))
     options = options_of(kind, given)
     check_values(options)
+    fused_by_user = any_mode and options.mode == "inductor"
+    instead = _not_fused(options, model, target[1].type) if fused_by_user else ""
+    if instead:
+        warn(instead)
+        options = replace(options, mode="aten")
     check_together(options, model)
     refuse_inductor(options, target[1].type)
     refuse_offload(options, target[1].type)
@@ -80,6 +86,7 @@ def check(
         surroundings=None if args is None else surroundings_of(model),
         settings=settings,
         any_mode=any_mode,
+        instead=instead,
         **_resolved(*target, options.costs),
     )
     return replace(request, budget_gb=budget_of(request))
@@ -95,6 +102,8 @@ def options_of(kind: type[Options], given: Mapping[str, Any]) -> Options:
         data["optimizer"] = described(optimizer)
     if data.get("device") is not None:
         data["device"] = str(data["device"])
+    if isinstance(folder := data.get("offload_dir"), PathLike):
+        data["offload_dir"] = fspath(folder)
     if data.get("account_gb", {}) is None:
         del data["account_gb"]
     if isinstance(mode := data.get("mode"), str):
@@ -102,6 +111,21 @@ def options_of(kind: type[Options], given: Mapping[str, Any]) -> Options:
     if isinstance(data.get("keep"), list):
         data["keep"] = tuple(data["keep"])
     return kind(**data)
+
+
+def _not_fused(options: Options, model: nn.Module, device: str) -> str:
+    """Why the plan for a model that torch.compile was given is one of mode "aten"; empty where it need not be."""
+    unable = not_yet(options, device)
+    if options.pieces:
+        unable.append(f"pieces={options.pieces!r}")
+    if on_mesh(model):
+        unable.append("parameters that several devices share")
+    if not unable:
+        return ""
+    return (
+        f"this {type(model).__name__} was given to torch.compile(), whose fused kernels are not planned for "
+        f"{', '.join(unable)} yet: it is planned with mode='aten', which runs op by op"
+    )
 
 
 def described(optimizer: torch.optim.Optimizer) -> str:

@@ -19,6 +19,15 @@ def refuse_inductor(options: Options, device: str) -> None:
         return
     if missing := missing_compiler(device):
         raise OptionError(f"mode='inductor' needs {missing}; or plan with mode='aten', which compiles nothing")
+    if unable := not_yet(options, device):
+        raise OptionError(
+            f"mode='inductor' plans one process on a CPU, with fixed shapes, and not for {', '.join(unable)} yet: plan "
+            "with mode='aten'"
+        )
+
+
+def not_yet(options: Options, device: str) -> list[str]:
+    """What is asked for that mode "inductor" does not plan yet, by name; the arguments are as above."""
     given = {
         f"a {device} device": device != "cpu",
         f"dynamic={options.dynamic!r}": bool(options.dynamic),
@@ -27,8 +36,4 @@ def refuse_inductor(options: Options, device: str) -> None:
         f"checkpoints={options.checkpoints!r}": options.checkpoints != "replace",
         f"{world_size()} processes": world_size() > 1,
     }
-    if unable := [name for name, is_given in given.items() if is_given]:
-        raise OptionError(
-            f"mode='inductor' plans one process on a CPU, with fixed shapes, and not for {', '.join(unable)} yet: plan "
-            "with mode='aten'"
-        )
+    return [name for name, is_given in given.items() if is_given]

@@ -52,7 +52,7 @@ class Request:
         settings: those of Inductor that the model was compiled with by its user.
         uncompiled: whether the step may run without torch.compile, if that fits the budget.
         any_mode: whether no mode was asked for: the plan may be one of mode "eager" where torch.compile does not serve.
-        instead: why the plan is of mode "eager" though no mode was asked for, in a sentence; empty where it is not.
+        instead: where no mode was asked for, why the plan is of another than it would be, in a sentence; else empty.
         brief: whether the plan is for a step or two, until the training loop is known, and is searched for briefly.
     """
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from planner.compat.dynamo import call_past_wrappers, compiled_by, inner_module
+from planner.compat.dynamo import call_past_wrappers
 from planner.compat.tensors import version_of
 from planner.errors import warn
 from planner.runtime.entries import callable_modules, outermost
@@ -53,23 +53,6 @@ def watch(model: nn.Module, planned: Callable[[], bool]) -> Handle:
 
     handle: Handle = register_optimizer_step_pre_hook(stepping)
     return handle
-
-
-def warn_not_fused(model: nn.Module, wrappers: Sequence[nn.Module]) -> None:
-    """Warn where a model, or a module in it, was given to `torch.compile()`, and its plan does not run such kernels."""
-    parts = [(name, part) for name, part in model.named_modules() if name and inner_module(part) is not None]
-    of = next((name for name, part in [*(("", wrapper) for wrapper in wrappers), *parts] if _is_fused(part)), None)
-    if of is None:
-        return
-    what = f"{of} of this {type(model).__name__}" if of else f"this {type(model).__name__}"
-    warn(
-        f"{what} was given to torch.compile(), and its plan runs op by op, without fused kernels, which may take more "
-        "time and memory: give plan() what torch.compile(model) returns, and it plans those kernels"
-    )
-
-
-def _is_fused(compiled: nn.Module) -> bool:
-    return (by := compiled_by(compiled)) is not None and by.backend == "inductor"
 
 
 def _warn(model: nn.Module, trained: Collection[str]) -> None:

@@ -20,8 +20,9 @@ from planner.errors import UNPLANNABLE, ApplyError, BatchError, ModelError
 from planner.parallel.group import together
 from planner.requests.planned import Planned
 from planner.requests.request import Request
+from planner.runtime.as_compiled import Compiled, call_as_compiled, calls_back, warn_not_fused
 from planner.runtime.attributes import Attributes
-from planner.runtime.bypassed import Handle, warn_not_fused
+from planner.runtime.bypassed import Handle
 from planner.runtime.compile_refused import COMPILE, CompileRefused
 from planner.runtime.copied import CopiedCall, note_copy, own_call
 from planner.runtime.cuda_graphs import captures, is_graphed, refuse_uncapturable
@@ -57,11 +58,11 @@ class Applied:
         unplanned: kinds of calls that run as without a plan, as there is none for them.
         newest: the plan made last, with the request and the batch that it was made for.
         state: that of the model in its latest training call.
-        aside: what `model.compile()` of its user put there, which comes back when the plan is taken off.
+        aside: what `compile()` put in the place of calls of the model and its modules: it comes back after the plan.
         given_call: its call as its user compiled it, which runs what is not planned, such as evaluations.
     """
 
-    aside: Any = None
+    aside: Compiled = ()
     given_call: Callable[..., Any] | None = None
 
     def __init__(self, model: nn.Module, provider: PlanProvider, *, alone: bool = False) -> None:
@@ -156,12 +157,15 @@ class Applied:
                 self.watch.wrapped = []
         return result
 
-    def was_compiled(self, wrappers: Sequence[nn.Module], request: Request | None) -> None:
-        """The user gave the model to `torch.compile()`: what is not planned runs so; warn of a plan of another mode."""
+    def was_compiled(self, wrappers: Sequence[nn.Module], request: Request | None, parts: Collection[str] = ()) -> None:
+        """The user gave the model or parts to torch.compile(): what is not planned runs so; warn of other plans."""
         if wrappers:
             self.given_call = compiled_alike(wrappers[-1], self.call_eagerly)
-        if request is not None and request.any_mode and request.options.mode != "inductor":
-            warn_not_fused(self.model, wrappers)
+        elif self.aside:
+            self.given_call = partial(call_as_compiled, self.model, self.aside)
+        if request is None or request.instead or not request.any_mode or request.options.mode == "inductor":
+            return
+        warn_not_fused(self.model, wrappers, parts)
 
     def _evaluate(self, args: Any, kwargs: Any) -> Any:
         """A call that trains nothing."""
@@ -419,6 +423,7 @@ def detach(model: nn.Module) -> None:
     if runtime.stepping is not None:
         runtime.stepping.end()
     put(model, None)
+    calls_back(runtime.aside)
 
 
 def put(model: nn.Module, runtime: Applied | None) -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from planner.compat.dynamo import call_past_wrappers, compile_wrapped, compiled_call
-from planner.compat.modules import replace_call
+from planner.compat.dynamo import call_past_wrappers, compile_wrapped
 from planner.compat.self_check import check_torch
 from planner.core.identity import difference, identity
 from planner.core.options import OLD_MODES, Mode, check_values
@@ -22,6 +19,8 @@ from planner.requests.inductor import refuse_inductor
 from planner.requests.planned import Filed, Known, Pending, Planned, Unplanned
 from planner.requests.request import Request
 from planner.requests.step_in_backward import refuse_step_in_backward, refuse_trial_step
+from planner.runtime.as_compiled import fused_parts
+from planner.runtime.aside import compiled_aside
 from planner.runtime.interception import attached, detach
 from planner.session.attach import Around, as_it_is, put_on
 from planner.session.binding import bound
@@ -62,37 +61,20 @@ def apply(
         refuse_trial_step(source.request.options)
     judge = repaired if verify else None
     check = trusting() if source.request.options.mode == "inductor" else None
-    with _set_aside(target):
+    parts = fused_parts(target)
+    with compiled_aside(target):
         put_on(source, target, known=known, judge=judge, check=check, around=around, alone=alone)
     wrappers, runtime = call_past_wrappers(target), attached(target)
     if runtime is not None:
-        runtime.given_call = runtime.aside
-        runtime.was_compiled(wrappers, source.request)
+        runtime.was_compiled(wrappers, source.request, parts)
     return target
-
-
-@contextmanager
-def _set_aside(model: nn.Module) -> Iterator[None]:
-    """While a plan is put on a model, take off what `model.compile()` put there; it stays in the plan's runtime."""
-    compiled = compiled_call(model)
-    if compiled is not None:
-        replace_call(model, None)
-    try:
-        yield
-    finally:
-        if compiled is not None and (runtime := attached(model)) is None:
-            replace_call(model, compiled)
-        elif compiled is not None and runtime is not None:
-            runtime.aside = compiled
 
 
 def remove(model: nn.Module) -> nn.Module:
     """Take the plan off a model, which is then compiled as it was before; ApplyError where no plan is on."""
-    model = unwrapped(model)
-    runtime = attached(model)
+    if not isinstance(model := unwrapped(model), nn.Module):
+        raise ApplyError(f"remove() needs a torch.nn.Module; it was given {model!r} of type {type(model).__name__}")
     detach(model)
-    if runtime is not None and runtime.aside is not None:
-        replace_call(model, runtime.aside)
     compile_wrapped(model)
     return model
 

@@ -14,6 +14,7 @@ from planner.core.loop import Loop
 from planner.core.maxima import Maxima
 from planner.core.surroundings import under
 from planner.core.verification import Verification
+from planner.errors import ModelError
 from planner.offload.links import store_of
 from planner.requests.batch import named_maxima
 from planner.requests.check import with_batch
@@ -127,19 +128,25 @@ def _runtime(target: nn.Module, request: Request, provider: PlanProvider, alone:
     return Runtime(target, provider, shapes, options.checkpoints, stores=stores, step_in_backward=steps, alone=alone)
 
 
+def _module(model: object) -> nn.Module:
+    if not isinstance(model := unwrapped(model), nn.Module):
+        raise ModelError(f"a torch.nn.Module has plans; this is {model!r:.100} of type {type(model).__name__}")
+    return model
+
+
 def applied(model: nn.Module) -> Planned | None:
     """The plan that a model runs under, the newest where it has several, or the first that it was trained by.
 
     None where there is none (yet).
     """
-    model = unwrapped(model)
+    model = _module(model)
     runtime = attached(model)
     return runtime.newest if runtime else next(iter(_TRAINED_BY.get(model, ())), None)
 
 
 def all_applied(model: nn.Module) -> tuple[Planned, ...]:
     """The plans that a model runs under, or was trained by: one for each kind of call, the largest step first."""
-    model = unwrapped(model)
+    model = _module(model)
     runtime = attached(model)
     if runtime is None:
         return _TRAINED_BY.get(model, ())

@@ -190,7 +190,7 @@ class Provider:
             self.again = False
             start = time.perf_counter()
             planned = self.several.plan(kind, request, self.together, self._made) or self._made(request, captured)
-            if planned.request.instead and not self.request.instead:  # torch.compile does not serve the model
+            if planned.request.instead not in ("", self.request.instead):  # torch.compile does not serve the model
                 options, instead = planned.request.options, planned.request.instead
                 self.request = replace(self.request, options=options, instead=instead)
                 gc.collect()  # the error is in reference cycles of frames, up to the one that will have the output

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from planner.core.options import GB
+from planner.core.options import GB, is_whole
 from planner.core.verification import FOUND
-from planner.errors import VerificationError, gb, warn
+from planner.errors import OptionError, VerificationError, gb, warn
 from planner.planning.pipeline import make_plan
 from planner.requests.batch import arguments, maxima_of
 from planner.requests.check import with_batch
@@ -25,6 +25,8 @@ def repaired(
     planned: Planned | Pending, batch: Any = None, kwargs: Mapping[str, Any] | None = None, *, attempts: int = 3
 ) -> Planned:
     """Measure a real step, and plan again with the bytes that the prediction lacked; see `Plan.repair`."""
+    if not is_whole(attempts):
+        raise OptionError(f"attempts={attempts!r} must be a whole number from 0 on")
     request = planned.request
     if batch is not None or kwargs is not None:
         args, extra = arguments(request.model, batch, kwargs)

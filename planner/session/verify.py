@@ -115,10 +115,11 @@ def verify(planned: Planned | Pending, batch: Any = None, kwargs: Mapping[str, A
     )
 
 
-def _step(request: Request, args: Any, extra: Mapping[str, Any], *, holds: bool = True) -> None:
-    """The forward and backward passes of a training step of the request's model, whose outputs are held or not.
+def _step(request: Request, args: Any, extra: Mapping[str, Any], *, alone: bool = False) -> None:
+    """The forward and backward passes of a training step of the request's model; no gradient comes to the batch, nor to
+    what it was computed from.
 
-    No gradient comes to the batch, nor to what it was computed from.
+    `alone`: a single call, whose outputs are not held.
     """
     model = request.model
     if any(t.requires_grad for t in tensors_in((args, extra))):
@@ -126,10 +127,10 @@ def _step(request: Request, args: Any, extra: Mapping[str, Any], *, holds: bool 
     outputs = []  # held to the end, as a training loop holds them
     losses = []
     with under(request.surroundings, model):
-        for _ in range(request.in_flight):
+        for _ in range(1 if alone else request.in_flight):
             output = model(*args, **extra)
             losses.append(_loss(request, output))
-            held = request.loop.outputs_held if holds else ()
+            held = () if alone else request.loop.outputs_held
             outputs.append([t for at, t in enumerate(leaves(output)) if held is None or at in held])
             del output
     for loss in losses:  # outside autocast
@@ -183,8 +184,9 @@ def gradients_of(planned: Planned, request: Request, *, nudged: bool = False) ->
         try:
             if nudged:
                 _nudge(model)
-            # the outputs of a loop's step before are there still, in whose place those of a step come
-            _step(request, request.args or (), request.kwargs, holds=False)
+            # the outputs of a loop's step before are there still, in whose place those of a step come; and the other
+            # plan may be one for fewer calls at once
+            _step(request, request.args or (), request.kwargs, alone=True)
             return _gradients(model)
         finally:
             detach(model)

@@ -28,7 +28,8 @@ class OutsideLoss:
         source: "model" (its own output), "loss_fn", "received" (there is none here), or "unknown".
         workspace: bytes held at most while the loss and its gradients are computed, beside the gradients of the model's
             outputs.
-        held: bytes held from the loss to the end of the backward pass: the loss and its own gradient.
+        held: bytes held from the loss to the end of the backward pass: the loss, its own gradient, and gradients of
+            parameters that the model returns.
         waiting: bytes that the loss, once it is computed, holds until its own backward pass.
         calls: the ops of the loss.
     """
@@ -112,6 +113,8 @@ def checked_loss(loss_fn: LossFn, output: Any) -> torch.Tensor:
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
         shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise BatchError(f"loss_fn {name} must return a scalar tensor that needs a gradient; it returned {shape}")
+    if loss.is_complex():
+        raise BatchError(f"loss_fn {name} must return a real scalar, as backward() needs it; it returned {loss.dtype}")
     return loss
 
 
@@ -162,17 +165,21 @@ def trace_loss(
         size = sum(storages(used).values())
         return OutsideLoss("unknown", size, size + 16, waiting=size), None
     meter = LiveBytes()
+    # parameters that the model returns get their gradients from the loss
+    own = list({id(t): t for t in leaves(output) if differentiable(t) and t.is_leaf}.values())
     if any(map(is_traceable_wrapper_subclass, results)):
         # the first time, DTensors try each op on tensors of the whole size
         torch.autograd.grad(checked_loss(loss_fn, output), results, allow_unused=True, retain_graph=True)
     with meter:
         loss = checked_loss(loss_fn, output)
         waiting = meter.live
-        gradients = torch.autograd.grad(loss, results, allow_unused=True, retain_graph=True)
+        gradients = torch.autograd.grad(loss, [*results, *own], allow_unused=True, retain_graph=True)
     # outputs of one storage have one gradient: the terms that are added up to it are temporaries
-    distinct = {storage_key(here(t)): g for t, g in zip(results, gradients, strict=True) if g is not None}
+    found = zip([*results, *own], gradients, strict=True)
+    distinct = {storage_key(here(t)): g for t, g in found if g is not None}
     workspace = max(0, meter.peak - sum(storages(list(distinct.values())).values()))
-    return OutsideLoss("loss_fn", workspace, 2 * loss.element_size(), tuple(meter.calls), waiting), loss
+    held = 2 * loss.element_size() + sum(storages([g for g in gradients[len(results) :] if g is not None]).values())
+    return OutsideLoss("loss_fn", workspace, held, tuple(meter.calls), waiting), loss
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
