@@ -13,7 +13,6 @@ from planner.core.options import GB, OptionArguments, Options
 from planner.errors import BatchError, CaptureError, OptionError
 from planner.lowering.margin import add_margin
 from planner.planning.curve import curve_from
-from planner.planning.inductor import in_aten
 from planner.planning.pipeline import graph_of, lower, write
 from planner.requests.check import check
 from solvers import Problem, ProblemError, Solution
@@ -79,8 +78,7 @@ def pareto(
     if isinstance(model_or_problem, Problem):
         return solve(model_or_problem, points, time_limit=time_limit, progress=progress)
     model = model_or_problem
-    _refuse_others(options)
-    request = in_aten(check(model, batch, kwargs, budget_gb="100%", **options))
+    request = check(model, batch, kwargs, budget_gb="100%", mode="aten", **_of_curves(options))
     try:
         check_points(points)
     except ProblemError as e:
@@ -108,16 +106,18 @@ def pareto(
     return tuple(Plan(replace(p, record=replace(p.record, known_curve=known))) for p in plans)
 
 
-def _refuse_others(options: Mapping[str, Any]) -> None:
-    """Raise OptionError for options of `plan()` that a curve has no use for."""
+def _of_curves(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that a curve takes; OptionError for others of `plan()`, unless they are as by default."""
     if "budget_gb" in options:
         raise OptionError("pareto() finds the budgets itself: leave budget_gb= out, or call plan()")
-    for of in fields(Options):
-        if of.name not in OptionArguments.__annotations__ and options.get(of.name) not in (None, of.default):
+    others = [of for of in fields(Options) if of.name not in OptionArguments.__annotations__]
+    for of in others:
+        if options.get(of.name) not in (None, of.default):
             raise OptionError(
                 f"{of.name}={options[of.name]!r} is for one plan, and a curve is of mode='aten' and solver='auto': "
                 "leave it out, or call plan() for each budget"
             )
+    return {name: value for name, value in options.items() if name not in {of.name for of in others}}
 
 
 def _no_batch(model: nn.Module, why: str) -> str:

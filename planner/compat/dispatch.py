@@ -131,6 +131,8 @@ def lasting_modes_off() -> Iterator[list[LastingMode]]:
         yield off
     finally:
         _put_back(off[::-1])
+        if off and not _sees_ops():
+            hide_allocations()
 
 
 def _put_back(modes: list[LastingMode]) -> None:

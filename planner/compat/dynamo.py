@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
@@ -22,6 +23,7 @@ from torch._dynamo.external_utils import wrap_inline
 from torch._guards import TracingContext
 
 from planner.compat.frames import with_room
+from planner.compat.modules import call_of
 
 __all__ = [
     "Compiled",
@@ -30,7 +32,6 @@ __all__ = [
     "call_past_wrappers",
     "compile_call",
     "compile_wrapped",
-    "compiled_alike",
     "compiled_by",
     "compiled_call",
     "dynamo_config",
@@ -39,6 +40,7 @@ __all__ = [
     "inner_module",
     "is_tracing",
     "own_frame",
+    "through",
     "wrappers_of",
 ]
 
@@ -144,21 +146,45 @@ def inner_module(module: nn.Module) -> nn.Module | None:
     return inner if isinstance(inner, nn.Module) else None
 
 
-def call_past_wrappers(model: nn.Module) -> list[nn.Module]:
-    """Have what `torch.compile(model)` made call the model itself, and compile nothing of it.
+class Through:
+    """In the place of the `forward` of what `torch.compile(model)` made: it calls the model, and compiles nothing.
 
-    Returns those that did not yet.
+    Attributes:
+        model: the model.
+        compiled: its call as it would be compiled (`dynamo_ctx`, `wrap_inline`, 2.11 to 2.15).
+        backend: that it would be compiled with.
     """
-    wrappers = [w for w in wrappers_of(model) if getattr(w.forward, "__self__", None) is not model]
+
+    def __init__(self, wrapper: Any, model: nn.Module) -> None:
+        self.model, by = model, compiled_by(wrapper)
+        self.compiled: Callable[..., Any] = wrapper.dynamo_ctx(wrap_inline(call_of(model)))
+        self.backend = "" if by is None else by.backend
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        token = _THROUGH.set(self)
+        try:
+            return self.model(*args, **kwargs)
+        finally:
+            _THROUGH.reset(token)
+
+
+_THROUGH: ContextVar[Through | None] = ContextVar("through", default=None)
+
+
+def through(model: nn.Module) -> Through | None:
+    """What has called a model that is called now by way of what `torch.compile(model)` made; None for other calls."""
+    found = _THROUGH.get()
+    return found if found is not None and found.model is model else None
+
+
+def call_past_wrappers(model: nn.Module) -> bool:
+    """Have what `torch.compile(model)` made call the model itself; whether there is any."""
+    wrappers = wrappers_of(model)
     for wrapper in wrappers:
-        wrapper.forward = model.__call__
-    return list[nn.Module](wrappers)
-
-
-def compiled_alike(wrapper: Any, call: Callable[..., Any]) -> Callable[..., Any]:
-    """A call, compiled as what `torch.compile(model)` made (`dynamo_ctx`, `wrap_inline`, 2.11 to 2.15)."""
-    compiled: Callable[..., Any] = wrapper.dynamo_ctx(wrap_inline(call))
-    return compiled
+        if not isinstance(wrapper.forward, Through):
+            wrapper.forward = Through(wrapper, model)
+    return bool(wrappers)
 
 
 def compile_wrapped(model: nn.Module) -> None:

@@ -14,12 +14,17 @@ from torch._C._dynamo import guards
 _DEVICES = ("cpu", "cuda", "xpu")
 
 
+_shown = False
+
+
 def show_allocations(shown: Callable[[], bool]) -> None:
     """Have generated code allocate by `torch.empty_strided`, where `shown` says so, until `hide_allocations`.
 
     Its modules take the functions from `torch._C._dynamo.guards` as they are loaded, and are in `PyCodeCache.modules`
     (2.11 to 2.15).
     """
+    global _shown
+    _shown = True
     for name, device in _names():
         own = getattr(guards, name)
         if not isinstance(own, _Dispatched):
@@ -28,6 +33,10 @@ def show_allocations(shown: Callable[[], bool]) -> None:
 
 def hide_allocations() -> None:
     """Have it allocate as it did."""
+    global _shown
+    if not _shown:
+        return
+    _shown = False
     for name, _ in _names():
         seen = getattr(guards, name)
         if isinstance(seen, _Dispatched):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import nn
@@ -11,6 +11,7 @@ from planner.compat.dynamo import compiled_by
 from planner.compat.modules import call_of, replace_call
 from planner.errors import warn
 
+FUSES = "inductor"  # the backend
 Compiled = Sequence[tuple[nn.Module, Any]]  # modules, and what `compile()` put in the place of their calls
 
 
@@ -33,20 +34,17 @@ def calls_back(aside: Iterable[tuple[nn.Module, Any]]) -> None:
 
 def fused_parts(model: nn.Module) -> list[str]:
     """The paths of the modules in a model that were given to `torch.compile()`, or called to `compile()`."""
-    return [name for name, module in model.named_modules() if name and _is_fused(module)]
+    return [name for name, module in model.named_modules() if name and _backend(module) == FUSES]
 
 
-def warn_not_fused(model: nn.Module, wrappers: Sequence[nn.Module], parts: Collection[str]) -> None:
+def _backend(module: nn.Module) -> str:
+    return "" if (by := compiled_by(module)) is None else by.backend
+
+
+def warn_not_fused(model: nn.Module, part: str = "") -> None:
     """Warn where a model, or a module in it, was given to `torch.compile()`, and its plan does not run such kernels."""
-    whole = any(map(_is_fused, wrappers))
-    if not whole and not parts:
-        return
-    what = f"this {type(model).__name__}" if whole else f"{next(iter(parts))} of this {type(model).__name__}"
+    what = f"{part} of this {type(model).__name__}" if part else f"this {type(model).__name__}"
     warn(
         f"{what} was given to torch.compile(), and its plan runs op by op, without fused kernels, which may take more "
         "time and memory: give plan() what torch.compile(model) returns, and it plans those kernels"
     )
-
-
-def _is_fused(compiled: nn.Module) -> bool:
-    return (by := compiled_by(compiled)) is not None and by.backend == "inductor"

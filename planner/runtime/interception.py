@@ -12,15 +12,14 @@ from torch import nn, optim
 
 from planner.compat.autograd import adds_to_gradient
 from planner.compat.dispatch import lasting_modes_off
-from planner.compat.dynamo import compiled_alike
+from planner.compat.dynamo import through
 from planner.compat.modules import call_of, replace_call, replaced_call
 from planner.core.maxima import Maxima
 from planner.core.plan import PlanRecord
 from planner.errors import UNPLANNABLE, ApplyError, BatchError, ModelError
 from planner.parallel.group import together
 from planner.requests.planned import Planned
-from planner.requests.request import Request
-from planner.runtime.as_compiled import Compiled, call_as_compiled, calls_back, warn_not_fused
+from planner.runtime.as_compiled import FUSES, Compiled, call_as_compiled, calls_back, warn_not_fused
 from planner.runtime.attributes import Attributes
 from planner.runtime.bypassed import Handle
 from planner.runtime.compile_refused import COMPILE, CompileRefused
@@ -59,11 +58,11 @@ class Applied:
         newest: the plan made last, with the request and the batch that it was made for.
         state: that of the model in its latest training call.
         aside: what `compile()` put in the place of calls of the model and its modules: it comes back after the plan.
-        given_call: its call as its user compiled it, which runs what is not planned, such as evaluations.
+        fused: whether its plans are of kernels that torch.compile fuses, or their user knows that they are not.
     """
 
     aside: Compiled = ()
-    given_call: Callable[..., Any] | None = None
+    fused = False
 
     def __init__(self, model: nn.Module, provider: PlanProvider, *, alone: bool = False) -> None:
         self.model = model
@@ -149,28 +148,24 @@ class Applied:
         if captures(self.model):
             return self._captured(args, kwargs)
         self.unwatch()
+        if not self.fused and (by := through(self.model)) is not None and by.backend == FUSES:
+            self.fused = True
+            warn_not_fused(self.model)
         result = self._train(args, kwargs)
         if self.watch is not None:
             self.watch.call_ended(args, kwargs, result, self.made)
-            if self.watch.wrapped:
-                self.was_compiled(self.watch.wrapped, None if self.newest is None else self.newest.request)
-                self.watch.wrapped = []
         return result
 
-    def was_compiled(self, wrappers: Sequence[nn.Module], request: Request | None, parts: Collection[str] = ()) -> None:
-        """The user gave the model or parts to torch.compile(): what is not planned runs so; warn of other plans."""
-        if wrappers:
-            self.given_call = compiled_alike(wrappers[-1], self.call_eagerly)
-        elif self.aside:
-            self.given_call = partial(call_as_compiled, self.model, self.aside)
-        if request is None or request.instead or not request.any_mode or request.options.mode == "inductor":
-            return
-        warn_not_fused(self.model, wrappers, parts)
+    def _unplanned_call(self) -> Callable[..., Any]:
+        """The model's call without a plan, compiled where its user has compiled it and calls it so."""
+        if (by := through(self.model)) is not None:
+            return by.compiled
+        return partial(call_as_compiled, self.model, self.aside) if self.aside else self.call_eagerly
 
     def _evaluate(self, args: Any, kwargs: Any) -> Any:
         """A call that trains nothing."""
         watch = self.watch = self.watch or (None if self._started else Watch(self.model, self.provider.loop))
-        call = self.given_call or self.call_eagerly
+        call = self._unplanned_call()
         if torch.is_grad_enabled() or watch is None:
             return call(*args, **kwargs)
         plan = None if self.newest is None else self.newest.record
@@ -215,7 +210,7 @@ class Applied:
             if self.watch is not None and self._learns(self.watch, trained, (args, kwargs), signature):
                 self.forget(role_of(signature))
             if not self._has_plan(signature, modules, args, kwargs):
-                return (self.given_call or self.call_eagerly)(*args, **kwargs)
+                return self._unplanned_call()(*args, **kwargs)
             if self.watch is not None:
                 self.plans[signature] = self.watch.together.plan(signature, self.plans[signature])
             for recorder in others:
@@ -416,7 +411,7 @@ def attached(model: nn.Module) -> Applied | None:
 
 def detach(model: nn.Module) -> None:
     """Take the plan off; raises ApplyError where there is none."""
-    runtime = vars(model).get(CARRIER)
+    runtime = attached(model) or vars(model).get(CARRIER)  # that of a copy begins here
     if not isinstance(runtime, Applied):
         raise ApplyError(f"no plan is applied to this {type(model).__name__}")
     runtime.unwatch()

@@ -49,7 +49,6 @@ class Watch:
     Attributes:
         stepped: the optimizers that stepped parameters of the model.
         seen: those that stepped any.
-        wrapped: what `torch.compile(model)` was found to have made since the model got its plan.
         recorder: of what runs between two calls of the model, while it is on.
         evaluations: looks at calls of the model without gradients.
         first: whether no earlier call waited when the latest one began.
@@ -68,7 +67,6 @@ class Watch:
         self._earlier: Recorder | None = None  # of the calls just before
         self._used: list[UsedStorages] = []  # by the steps that were recorded
         self.stepped: list[weakref.ref[optim.Optimizer]] = []
-        self.wrapped: list[nn.Module] = []
         self.seen: weakref.WeakSet[optim.Optimizer] = weakref.WeakSet()
         self.recorder: Recorder | None = None
         self._workspaces: dict[str, int] = {}
@@ -344,7 +342,7 @@ class Watch:
     def _record(self, model: nn.Module, batch: Any, outputs: Sequence[Any], aside: Sequence[Any] = ()) -> None:
         earlier, self._earlier = self._earlier, None
         if in_compiled_call():
-            self.wrapped = call_past_wrappers(model)  # from the next call on, if it is the model that is compiled
+            call_past_wrappers(model)  # from the next call on, if it is the model that is compiled
         elif len(self._threads) <= 1 and may_record():
             self.recorder = Recorder(model, next(model.parameters()).device, batch, outputs, aside, earlier)
             self.recorder.knows(self.evaluations.left, self._used)

@@ -19,7 +19,7 @@ from planner.requests.inductor import refuse_inductor
 from planner.requests.planned import Filed, Known, Pending, Planned, Unplanned
 from planner.requests.request import Request
 from planner.requests.step_in_backward import refuse_step_in_backward, refuse_trial_step
-from planner.runtime.as_compiled import fused_parts
+from planner.runtime.as_compiled import fused_parts, warn_not_fused
 from planner.runtime.aside import compiled_aside
 from planner.runtime.interception import attached, detach
 from planner.session.attach import Around, as_it_is, put_on
@@ -64,9 +64,13 @@ def apply(
     parts = fused_parts(target)
     with compiled_aside(target):
         put_on(source, target, known=known, judge=judge, check=check, around=around, alone=alone)
-    wrappers, runtime = call_past_wrappers(target), attached(target)
+    call_past_wrappers(target)
+    request, runtime = source.request, attached(target)
     if runtime is not None:
-        runtime.was_compiled(wrappers, source.request, parts)
+        runtime.fused = request.options.mode == "inductor" or bool(request.instead) or not request.any_mode
+        if parts and not runtime.fused:
+            runtime.fused = True
+            warn_not_fused(target, parts[0])
     return target
 
 
