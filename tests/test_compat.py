@@ -47,6 +47,8 @@ from planner.compat.dispatch import (
 )
 from planner.compat.profiler import allocations_of, recorded_in_thread
 
+from .listening import Listening
+
 ROOT = Path(planner.__file__).parent
 NAMED_TUPLE = {"_asdict", "_field_defaults", "_fields", "_make", "_replace"}  # public, by collections' documentation
 OPERATORS = ("torch.ops.", "_ATEN")  # names of operators below these may begin with an underscore
@@ -146,16 +148,6 @@ def test_a_view_knows_what_it_is_of():
     x = torch.zeros(4, requires_grad=True) * 2
     assert tensors.viewed(x[1:]) is x
     assert tensors.viewed(x) is tensors.viewed(x.detach()) is None
-
-
-class Listening(tensors.TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.ops = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.ops.append(func)
-        return func(*args, **(kwargs or {}))
 
 
 def test_a_dispatch_mode_sees_operators_unless_dispatch_is_off():

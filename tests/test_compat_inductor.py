@@ -10,8 +10,10 @@ import torch._inductor.config as inductor_config
 from torch import fx
 
 from planner.compat import inductor, inductor_allocations, inductor_hooks, inductor_random
-from planner.compat.dispatch import LastingMode, lasting_modes_off, switch_off, switch_on
+from planner.compat.dispatch import lasting_modes_off, switch_off, switch_on
 from planner.compat.fx import boxed
+
+from .listening import Listening
 
 pytestmark = [pytest.mark.compat, pytest.mark.filterwarnings("ignore::FutureWarning")]
 
@@ -31,23 +33,13 @@ def test_what_inductor_compiles_with_is_named_where_it_is_missing(monkeypatch):
     assert "C++ compiler" in inductor.missing_compiler("cpu")
 
 
-class Seen(LastingMode):
-    def __init__(self):
-        super().__init__()
-        self.ops = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.ops.append(func)
-        return func(*args, **(kwargs or {}))
-
-
 def test_a_lasting_mode_sees_what_code_allocates_that_was_generated_before_it_and_under_it():
     from torch._inductor.codecache import PyCodeCache
 
     own, x = inductor_allocations.guards._empty_strided_cpu, torch.ones(8, 8)
     before, under = torch.compile(lambda x: x.sin() + 1), torch.compile(lambda x: x.cos() * 2)
     before(x)
-    switch_on(mode := Seen())
+    switch_on(mode := Listening())
     try:
         results = [before(x), under(x)]
         assert mode.ops.count(torch.ops.aten.empty_strided.default) == 2
@@ -55,7 +47,7 @@ def test_a_lasting_mode_sees_what_code_allocates_that_was_generated_before_it_an
         switch_off(mode)
     assert all(torch.equal(a, b) for a, b in zip(results, [before(x), under(x)], strict=True))
     assert mode.ops.count(torch.ops.aten.empty_strided.default) == 2
-    switch_on(mode := Seen())
+    switch_on(mode := Listening())
     with lasting_modes_off():  # as while a model is planned, when a recording may end
         mode.over = True
     taken = [getattr(module, "empty_strided_cpu", own) for module in PyCodeCache.modules]

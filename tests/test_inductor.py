@@ -13,13 +13,13 @@ from torch import nn
 import planner.session.trust
 from planner import ApplyError, Plan, PlanWarning, applied_plan, plan
 from planner.compat import inductor
-from planner.compat.dispatch import LastingMode
 from planner.devices.meter import record_allocations
 from planner.errors import CaptureError, InfeasibleBudgetError, OptionError
 from planner.inductor.backend import look
 from planner.inductor.emit import emit_planned
 from planner.inductor.search import fused_as, planned_region
 
+from .listening import Listening
 from .loop_harness import Loop, judged
 from .loops import adamw_after
 from .plans import for_budget
@@ -659,16 +659,6 @@ def test_a_compiled_model_of_several_graphs_is_planned_op_by_op_and_says_so():
         planned(Broken(), batch)
 
 
-class Ops(LastingMode):
-    def __init__(self):
-        super().__init__()
-        self.seen = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen.add(func)
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_compiled_model_evaluates_as_it_was_compiled(in_place, nothing_compared):
     model, batch = Net(layers=1), batch_of(64)
@@ -679,13 +669,13 @@ def test_a_compiled_model_evaluates_as_it_was_compiled(in_place, nothing_compare
         before = given(*batch)
     plan(given, batch, budget_gb=1, progress=False).apply()
     given(*batch).backward()
-    with torch.no_grad(), Ops() as ops:
+    with torch.no_grad(), Listening() as heard:
         assert torch.equal(given(*batch), before)
-    assert torch.ops.aten.gelu.default not in ops.seen
+    assert torch.ops.aten.gelu.default not in heard.ops
     if not in_place:  # what nobody has compiled runs as it is
-        with torch.no_grad(), Ops() as ops:
+        with torch.no_grad(), Listening() as heard:
             model(*batch)
-        assert torch.ops.aten.gelu.default in ops.seen
+        assert torch.ops.aten.gelu.default in heard.ops
 
 
 @pytest.mark.parametrize("what", ["wrapper", "wrapper that came later", "block"])
@@ -729,9 +719,9 @@ def test_blocks_that_are_compiled_in_place_are_so_in_evaluations_and_after_the_p
     with pytest.warns(PlanWarning, match="0 of this Sequential was given to torch.compile"):
         p.apply()
     model(x).mean().backward()
-    with torch.no_grad(), Ops() as ops:
+    with torch.no_grad(), Listening() as heard:
         assert torch.equal(model(x), before)
-    assert torch.ops.aten.gelu.default not in ops.seen
+    assert torch.ops.aten.gelu.default not in heard.ops
     model[1].compile()
     with pytest.raises(ApplyError, match=r"1 of this Sequential is compiled by its compile\(\): leave that out"):
         model(x)

@@ -58,7 +58,8 @@ def pareto(
         batch: as for `plan()`. Without one, the model's own dummy inputs have to serve.
         kwargs: as for `plan()`.
         points: how many budgets, at least 2.
-        options: as for `plan()`; `time_limit` is about that of the search of all points together.
+        options: as for `plan()`, but for those of a single plan (`mode`, `solver`, `on_failure`); `time_limit` is about
+            that of the search of all points together.
 
     Returns:
         One plan a budget, ascending, each of which can be applied. For a problem, what `solvers.pareto` returns.

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 
-import torch
-
 from planner.eager.pipeline import choose
-from planner.errors import CaptureError, InfeasibleBudgetError, PlannerError
+from planner.errors import InfeasibleBudgetError
 from planner.planning.decisions import peak_account
 from planner.planning.record import Unplanned, record_of
+from planner.planning.refused import refused_in_words
 from planner.requests.planned import Known, Planned
 from planner.requests.request import Request
 from solvers import Solution
@@ -31,14 +30,9 @@ def make_eager_plan(
     with (
         bar("planning", request.options.progress, bar_format="{desc}: {n} steps traced, {elapsed}") as shown,
         clock(shown),
+        refused_in_words(request.model, "traced", "Plan a submodule of it"),
     ):
-        try:
-            found = choose(request, None if like is None else like.record, known, must_match, lambda: shown.update())
-        except (PlannerError, torch.OutOfMemoryError):
-            raise
-        except Exception as e:
-            what = f"{type(request.model).__name__} cannot be traced: {type(e).__name__}: {e}"
-            raise CaptureError(f"{what}. Plan a submodule of it") from e
+        found = choose(request, None if like is None else like.record, known, must_match, lambda: shown.update())
     trial = found.trial
     if trial.peak > request.budget_bytes:
         takes = {**trial.step.account, **peak_account(trial.step, trial.replay)}

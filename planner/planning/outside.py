@@ -71,7 +71,7 @@ def outside_loss(request: Request, graph: TrainingGraph) -> CountedLoss:
         waits, left = captured.waiting + excess, captured.held + excess
         if request.in_flight > 1 and request.occupancy is None:  # names hold outputs and losses to the end
             kept = sum(_bytes_out(graph, *result) for result in {*graph.outputs} - gone if result is not None)
-            excess += kept + (captured.held // 2 if captured.source == "loss_fn" else 0)
+            excess += kept + captured.loss
         return CountedLoss(captured.workspace, left, waits, excess, let_go=gone, waiting_backward=waits)
     seen = loop.loss.of(graph.output_bytes)
     results = {result for result in graph.outputs if result is not None}

@@ -7,7 +7,6 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import cache, partial
 
-import torch
 from torch import fx
 
 from planner.capture.passes.checkpoints import clone_of
@@ -32,7 +31,7 @@ from planner.core.surroundings import under
 from planner.costs.account import OTHERS, account_of
 from planner.costs.ops import OpEstimate, estimate
 from planner.eager.unplanned import eager_step
-from planner.errors import CaptureError, InfeasibleBudgetError, PlannerError, warn
+from planner.errors import CaptureError, InfeasibleBudgetError, warn
 from planner.lowering.build import BuildSettings, build, split_by_region
 from planner.lowering.collectives import insert_collectives
 from planner.lowering.keep import keep_asked, places, refuse_unmatched
@@ -52,6 +51,7 @@ from planner.planning.pieces import Solved, as_in, described, solve_in_pieces
 from planner.planning.pieces import in_words as pieces_in_words
 from planner.planning.recipe import in_parts, recipe_of
 from planner.planning.record import record_of
+from planner.planning.refused import refused_in_words
 from planner.planning.solution import solution_of
 from planner.planning.steps import with_steps
 from planner.planning.uncompiled import fits_uncompiled, make_checkpointed, make_uncompiled, peak_of_all
@@ -234,18 +234,11 @@ def graph_of(request: Request, compiler: GraphCompiler | None = None) -> Trainin
         card, options = request.device if request.foreign else None, request.options
         traces = None if request.foreign else traces_of(request.model)  # attention is traced as that of the card
         own = op_by_op(options.checkpoints, step_in_backward=options.step_in_backward, traces=traces)
-        try:
-            apart = lstms_in_steps() if request.foreign else nullcontext()
-            kind = (request.device if request.foreign else request.model_device).type
-            with attention_as_on(card), planned_for(kind), apart:
-                return _graph_of(request, split, compiler or own)
-        except (PlannerError, torch.OutOfMemoryError):
-            raise
-        except Exception as e:
-            raise CaptureError(
-                f"{type(request.model).__name__} cannot be captured: {type(e).__name__}: {e}. Plan with mode='eager', "
-                "or a submodule of it"
-            ) from e
+        apart = lstms_in_steps() if request.foreign else nullcontext()
+        kind = (request.device if request.foreign else request.model_device).type
+        advice = "Plan with mode='eager', or a submodule of it"
+        with refused_in_words(request.model, "captured", advice), attention_as_on(card), planned_for(kind), apart:
+            return _graph_of(request, split, compiler or own)
 
 
 def _graph_of(request: Request, split: Partition, compiler: GraphCompiler) -> TrainingGraph:

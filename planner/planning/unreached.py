@@ -53,12 +53,14 @@ def _untrained(graph: TrainingGraph, names: Collection[str]) -> tuple[str, ...]:
     """Those of these parameters that no gradient of a captured step is for; none where ops run outside its graphs."""
     if not names or not all(region.fingerprint for region in graph.regions):
         return ()
-    trained = {*_trained(graph)}
+    trained = _trained(graph)
     return tuple(name for name in names if name not in trained)
 
 
-def _trained(graph: TrainingGraph) -> Iterator[str]:
-    for r, region in enumerate(graph.regions):
-        grads = zip(region.primals, region.grads, strict=False)
-        computed = {index_of(n.meta.get("desc")) for n, grad in grads if isinstance(grad, fx.Node)}
-        yield from (name for (of, at), name in graph.parameters.items() if of == r and at in computed)
+def _trained(graph: TrainingGraph) -> set[str]:
+    """The parameters that the backward passes of the regions compute gradients of."""
+    computed = [
+        {index_of(n.meta.get("desc")) for n, grad in zip(r.primals, r.grads, strict=False) if isinstance(grad, fx.Node)}
+        for r in graph.regions
+    ]
+    return {name for (r, at), name in graph.parameters.items() if at in computed[r]}

@@ -32,6 +32,7 @@ class OutsideLoss:
             parameters that the model returns.
         waiting: bytes that the loss, once it is computed, holds until its own backward pass.
         calls: the ops of the loss.
+        loss: bytes of the loss itself, where a `loss_fn` makes it.
     """
 
     source: Literal["model", "loss_fn", "received", "unknown"] = "unknown"
@@ -40,6 +41,7 @@ class OutsideLoss:
     calls: tuple[Call, ...] = ()
     waiting: int = 0
     name: str = ""
+    loss: int = 0
 
 
 def find_loss(output: Any) -> torch.Tensor | None:
@@ -178,8 +180,9 @@ def trace_loss(
     found = zip([*results, *own], gradients, strict=True)
     distinct = {storage_key(here(t)): g for t, g in found if g is not None}
     workspace = max(0, meter.peak - sum(storages(list(distinct.values())).values()))
-    held = 2 * loss.element_size() + sum(storages([g for g in gradients[len(results) :] if g is not None]).values())
-    return OutsideLoss("loss_fn", workspace, held, tuple(meter.calls), waiting), loss
+    size = loss.element_size()
+    held = 2 * size + sum(storages([g for g in gradients[len(results) :] if g is not None]).values())
+    return OutsideLoss("loss_fn", workspace, held, tuple(meter.calls), waiting, loss=size), loss
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
