@@ -17,7 +17,7 @@ STAGES = (  # what `plan()` and a planned step call, where it is looked up, and 
     ("planner.planning.pipeline", "eager_step", "trace of the eager step"),
     ("planner.planning.pipeline", "lower", "lowering"),
     ("planner.planning.pipeline", "estimate", "costs of ops"),
-    ("planner.planning.pipeline", "_solve", "solving"),
+    ("planner.planning.pipeline", "solve_with_margin", "solving"),
     ("planner.planning.pipeline", "write", "writing the plan"),
     ("planner.runtime.regions", "emit_planned", "emitting graphs"),
 )

@@ -184,6 +184,18 @@ def test_draws_are_kept_and_never_drawn_again():
     assert all("draws" in op.keep_because for op in drawn)
 
 
+def test_gradients_of_other_draws_than_eager_mode_s_are_compared_with_inductor_s():
+    torch.manual_seed(0)
+    model, batch = Net(p=0.5, layers=4), batch_of(64)
+    roomy = planned(model, batch)
+    seen = planned(model, batch, 0.8 * roomy.baseline_peak_bytes / 2**30).verify()
+    assert seen.draws
+    assert seen.gradients_agree
+    assert seen.plan_error == 0 < seen.capture_error
+    assert "gradients agree" in str(seen)
+    assert "Inductor draws other random numbers" in str(seen)
+
+
 def test_what_does_not_fit_names_a_budget_that_does():
     model, batch = Net(layers=1), batch_of(64)
     with pytest.raises(InfeasibleBudgetError) as e:

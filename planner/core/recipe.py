@@ -68,6 +68,11 @@ class Recipe:
     inner: tuple[str, ...] = ()
     written: tuple[str, ...] = ()
 
+    @property
+    def fused(self) -> list[PlannedRegion]:
+        """The regions that Inductor compiles, in the order of the calls."""
+        return [r for calls in self.calls.values() for r in calls if r is not None and r.realised is not None]
+
 
 Kept = Mapping[int, str]  # op of a module's call, by its number -> its target
 

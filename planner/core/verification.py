@@ -23,10 +23,12 @@ class Verification:
         budget_bytes: the budget.
         gradient_error: largest difference of a gradient between the two steps, relative to the largest entry of that
             gradient without the plan; None where there is nothing to compare with.
-        gradients_agree: whether every difference is within float rounding of its dtype; None likewise.
+        gradients_agree: whether every difference is within float rounding of its dtype; None likewise. With
+            `draws`, of the differences from the step of `capture_error`: those from eager mode's are of other masks.
         capture_error: the same difference of a step that was captured likewise and recomputes nothing: torch.compile's
             own; None where there was nothing to explain, or it could not be run.
         plan_error: the difference of the planned step from that one: the plan's own; None likewise.
+        draws: whether graphs that Inductor compiled draw random numbers, which are others than eager mode's.
         unlike: names of custom ops that gave other results when they ran twice on the same inputs, looked for where the
             gradients of a plan that runs ops again differ.
         planned_seconds, unplanned_seconds: time of one step each, after a warm-up.
@@ -42,6 +44,7 @@ class Verification:
     unplanned_seconds: float | None
     capture_error: float | None = None
     plan_error: float | None = None
+    draws: bool = False
     unlike: tuple[str, ...] = ()
     reserved_bytes: int | None = None
 
@@ -54,6 +57,8 @@ class Verification:
         if self.capture_error is None or self.plan_error is None:
             return ""
         nothing = f"{self.capture_error:.1e} with nothing recomputed"
+        if self.draws:
+            nothing = f"{nothing}, as Inductor draws other random numbers than eager mode"
         if not self.plan_error:
             return f"torch.compile's own: {nothing}, and the plan adds none"
         return f"{nothing}, and {self.plan_error:.1e} between that and the plan"

@@ -48,7 +48,7 @@ def _has_no_problem(recipe: Recipe | Choice) -> bool:
     """Whether plans with such a recipe have no problem: what runs is found by running modules, or generated code."""
     if isinstance(recipe, Choice):
         return True
-    return any(r is not None and r.realised is not None for calls in recipe.calls.values() for r in calls)
+    return bool(recipe.fused)
 
 
 def _check_schedule(plan: PlanRecord, problem: Problem, schedule: Schedule) -> None:

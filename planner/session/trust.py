@@ -12,7 +12,7 @@ import torch
 
 from planner.compat.inductor import code_generation
 from planner.core.plan import PlanRecord
-from planner.core.recipe import PlannedRegion, Recipe
+from planner.core.recipe import Recipe
 from planner.costs.cache import digest, gradients_agreed, keep_agreement, surroundings
 from planner.errors import InfeasibleBudgetError, warn
 from planner.planning.inductor import in_aten, planned_in_vain
@@ -51,7 +51,7 @@ def trusted(planned: Planned, earlier: Earlier, given_up: list[str]) -> Planned:
         InfeasibleBudgetError: the gradients are wrong, and mode "aten" needs more than the budget.
     """
     recipe, request = planned.record.recipe, planned.request
-    regions = _fused(recipe) if isinstance(recipe, Recipe) else []
+    regions = recipe.fused if isinstance(recipe, Recipe) else []
     if not regions or request.args is None:
         return _noted(planned, " ".join(given_up)) if given_up else planned
     if planned.captured is not None and planned_in_vain(request, planned.captured):
@@ -99,10 +99,6 @@ def _in_aten(planned: Planned, why: str, given_up: list[str]) -> Planned:
     warn(why)
     given_up.append(f"{why[:1].upper()}{why[1:]}.")
     return _noted(found, given_up[-1])
-
-
-def _fused(recipe: Recipe) -> list[PlannedRegion]:
-    return [r for calls in recipe.calls.values() for r in calls if r is not None and r.realised is not None]
 
 
 def _digest(planned: Planned) -> str:

@@ -22,6 +22,7 @@ from planner.core.host import aside
 from planner.core.objects import leaves, with_tensors
 from planner.core.options import GB
 from planner.core.plan import PlanRecord
+from planner.core.recipe import PlannedRegion, Recipe
 from planner.core.surroundings import under
 from planner.core.verification import FOUND, Verification
 from planner.devices.accelerator import Accelerator, accelerator_of
@@ -95,7 +96,10 @@ def verify(planned: Planned | Pending, batch: Any = None, kwargs: Mapping[str, A
             graph = planned.captured
         whole = replace(request, batch=Batch(args, extra))
         captured = _captured(measured, whole, used, by, graph) if error else None
-        own = None if captured is None else compare(measured.gradients, captured)[0]
+        own, alike = (None, None) if captured is None else compare(measured.gradients, captured)
+        draws = any(r.draws for r in _fused(used))
+        if draws and alike is not None:
+            agree = alike
         unlike = _unlike(request, args, extra, again) if error and used.overhead and own != 0 else ()
     resident = used.resident_bytes - used.account.get(FOUND, 0)
     with_blocks = resident - used.account.get(MARGIN, 0)
@@ -111,6 +115,7 @@ def verify(planned: Planned | Pending, batch: Any = None, kwargs: Mapping[str, A
         unplanned_seconds=None if unplanned is None else unplanned.seconds,
         capture_error=None if captured is None or unplanned is None else compare(captured, unplanned.gradients)[0],
         plan_error=own,
+        draws=draws,
         unlike=unlike,
     )
 
@@ -221,7 +226,7 @@ def _captured(
     """
     if used.options.mode == "eager":
         return None
-    if not used.overhead:
+    if not used.overhead and all(r.own for r in _fused(used)):
         return measured.gradients
     roomy = 2 * used.baseline_peak_bytes / GB
     try:
@@ -231,6 +236,10 @@ def _captured(
         return by(whole)[0].gradients
     except torch.OutOfMemoryError:
         return None
+
+
+def _fused(record: PlanRecord) -> list[PlannedRegion]:
+    return record.recipe.fused if isinstance(record.recipe, Recipe) else []
 
 
 @dataclass(frozen=True, slots=True)
