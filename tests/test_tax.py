@@ -1,5 +1,6 @@
 """What a plan that recomputes nothing runs beside eager mode's own ops: views, copies, dropout, gradients in zeros."""
 
+import importlib
 from collections import Counter
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from benchmarks.first_step_process import STAGES
 from benchmarks.step_bytes import step_bytes
 from planner import plan
 from planner.compat.ops import OpOverload, name_of
@@ -293,3 +295,8 @@ def test_what_is_taken_to_be_contiguous_is_so_whatever_a_fake_tensor_says():
     plan(model, batch, budget_gb=1, progress=False).apply()
     model(*batch).backward()
     assert all(map(torch.equal, (w.grad for w in model.parameters()), usual))
+
+
+def test_the_first_step_s_benchmark_finds_the_stages_that_it_times():
+    for place, name, _ in STAGES:
+        assert callable(getattr(importlib.import_module(place), name, None)), f"{place}.{name}"
