@@ -143,6 +143,28 @@ def test_several_regions_are_one_plan(kind, tmp_path):
     assert phases == sorted(phases, key=["forward", "loss", "backward"].index)
 
 
+class WrittenLater(nn.Module):
+    """What the first graph returns is written into by the next one, and so has another place in autograd's graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = Block(), Block()
+
+    def forward(self, x):
+        x = self.a(x)
+        if torch.isnan(x).any():
+            raise FloatingPointError
+        x.relu_()
+        return self.b(x).square().mean()
+
+
+@pytest.mark.compat
+def test_a_gradient_comes_to_what_a_later_graph_has_written_into(tmp_path):
+    p, measured = trains_as_before(make(WrittenLater), tmp_path)
+    assert len(p.graph_modules) == 2
+    assert measured <= p.peak_bytes
+
+
 def test_what_runs_outside_every_graph_is_listed():
     case = make(Disabled)
     p = plan(case.model, case.batch, budget_gb=1)

@@ -163,6 +163,21 @@ def test_a_refusal_says_that_the_loss_is_not_known_where_it_is_not():
     assert not hasattr(known.value, "__notes__")
 
 
+def test_a_budget_that_leaves_room_for_little_of_a_loss_is_tried_before_it_is_refused():
+    model, x = perceptron(), torch.randn(512, 32)
+    p = plan(model, budget_gb=5e-5)
+    with pytest.raises(InfeasibleBudgetError) as refused:
+        p.apply()(x)
+    p.remove()
+    plan(model, budget_gb=0.9 * refused.value.minimum_gb).apply()
+    for taken in (True, False):  # the first step shows what the loss holds
+        model(x).sum().backward()
+        p = applied_plan(model)
+        assert ("is taken to hold nothing but the gradients of outputs" in p.note) is taken
+        assert p.peak_bytes <= p.budget_bytes
+        model.zero_grad()
+
+
 @pytest.mark.filterwarnings("ignore:optimizer SparseAdam could not be tried")
 def test_a_loop_that_runs_no_op_between_its_steps_but_on_sparse_gradients_is_looked_at():
     model = Recommender()

@@ -21,6 +21,11 @@ from planner.requests.request import Request
 # from torch 2.13 on, a compiled region may free a gradient that enters its backward pass while that runs
 TANGENTS_FREED = hasattr(torch.autograd.Function, "boxed_grads_call")
 
+TAKEN_LEAST = (
+    "A loss outside the model is taken to hold nothing but the gradients of outputs: with more the step does not fit. "
+    "A training step shows whether that is so."
+)
+
 
 @dataclass(frozen=True, slots=True)
 class CountedLoss:
@@ -107,6 +112,13 @@ def outside_loss(request: Request, graph: TrainingGraph) -> CountedLoss:
         between=_between(graph, seen, results - gone, late, workspace) if graph.calls else None,
         more=max(0, seen.kept - loop.loss.kept),
     )
+
+
+def with_least_loss(graph: TrainingGraph) -> TrainingGraph | None:
+    """The step if its loss, which is not known, held nothing but the gradients of outputs; None where it is known."""
+    if graph.loss.source != "unknown":
+        return None
+    return replace(graph, loss=replace(graph.loss, workspace=0, held=0, waiting=0))
 
 
 def _as_one(seen: LossSeen) -> LossSeen:

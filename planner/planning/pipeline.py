@@ -46,7 +46,7 @@ from planner.planning.fragmentation import solve_with_margin
 from planner.planning.host_room import room_taken, solve_within_host
 from planner.planning.inductor import in_aten, make_inductor_plan, not_fused, without_inductor
 from planner.planning.notes import notes, sentence
-from planner.planning.outside import TANGENTS_FREED, outside_loss, pinned_tangents
+from planner.planning.outside import TAKEN_LEAST, TANGENTS_FREED, outside_loss, pinned_tangents, with_least_loss
 from planner.planning.pieces import Solved, as_in, described, solve_in_pieces
 from planner.planning.pieces import in_words as pieces_in_words
 from planner.planning.recipe import in_parts, recipe_of
@@ -157,19 +157,31 @@ def _compiled(
 def _as_told(
     request: Request, graph: TrainingGraph, others: Sequence[Planned], known: Known | None, *, must_match: bool
 ) -> Planned:
-    """The plan for a captured step; where it does not fit, for one in which less gets a gradient, if that may be."""
+    """The plan for a captured step; where it does not fit, for one in which less gets a gradient, if that may be, and
+    whose loss takes less: the least budget that is named leaves room for a loss as it was told.
+    """
 
-    def attempt(request: Request, words: str) -> Planned:
-        same = request.loop.unreached == told.loop.unreached
-        planned = _planned(request, graph if same else _captured(request), others, known, must_match=must_match)
+    def attempt(request: Request, words: str, of: TrainingGraph) -> Planned:
+        planned = _planned(request, of, others, known, must_match=must_match)
         return replace(planned, record=replace(planned.record, note=f"{planned.record.note} {words}".strip()))
 
-    told, shown = request, known is not None or request.loop.loss is not None
-    attempts = [(request, ""), *([] if shown else guesses(request, graph))]
-    for each in attempts[:-1]:
+    try:
+        return attempt(request, "", graph)
+    except InfeasibleBudgetError as e:
+        if known is not None or request.loop.loss is not None:
+            raise
+        why = e
+    of = graph
+    for guess, words in guesses(request, graph):
+        of = graph if guess.loop.unreached == request.loop.unreached else _captured(guess)
+        try:
+            return attempt(guess, words, of)
+        except InfeasibleBudgetError as e:
+            why, request = e, guess
+    if (lighter := with_least_loss(of)) is not None:
         with suppress(InfeasibleBudgetError):
-            return attempt(*each)
-    return attempt(*attempts[-1])
+            return attempt(request, TAKEN_LEAST, lighter)
+    raise why
 
 
 def _checkpointed(request: Request, why: CaptureError | InfeasibleBudgetError, known: Known | None) -> Planned:

@@ -9,6 +9,7 @@ from itertools import starmap
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge
 
 from planner.capture.recomputability import statistics_of
 from planner.capture.regions.region import Region
@@ -28,6 +29,8 @@ class RegionCall:
         versions: of the inputs once it had returned; 0 for an input that is no tensor.
         results: its results.
         module: path of the module that called it.
+        edges: of the results, where autograd takes their gradients; None for what needs none. What others write into a
+            result moves that of the tensor.
         held: the storages of tensors that variables of the model's functions name while it runs, by `storage_key`.
     """
 
@@ -36,6 +39,7 @@ class RegionCall:
     inputs: tuple[Any, ...]
     versions: tuple[int, ...]
     results: tuple[Any, ...]
+    edges: tuple[GradientEdge | None, ...] = ()
     module: str = ""
     held: frozenset[int] = frozenset()
 

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from planner.capture.regions.calls import RegionCall
 from planner.capture.trace.recording import EagerCall, Recording
@@ -78,7 +78,7 @@ def watch_backward(
     between: Sequence[tuple[EagerCall, ...]],
     roots: Sequence[torch.Tensor],
     arriving: Sequence[torch.Tensor] | None,
-    results: Sequence[torch.Tensor],
+    results: Sequence[GradientEdge],
     ends: Sequence[torch.Tensor],
 ) -> Backward:
     """Run the backward pass and sort its ops and gradients by part.
@@ -89,7 +89,7 @@ def watch_backward(
         between: the ops that ran before each of them, and after the last.
         roots: where the backward pass begins.
         arriving: the gradients of the roots; None for a scalar's.
-        results: the tensors whose gradients are asked for.
+        results: where the gradients that are asked for are taken.
         ends: the model's outputs; ops that run before a gradient arrives there belong to the loss.
     """
     read = [t for calls in between for t in reads(calls) if t.requires_grad]
@@ -103,7 +103,7 @@ def watch_backward(
     leaves = [t for t in read if t.is_leaf]
     recording.resume()
     try:
-        reached = torch.autograd.grad(roots, [*results, *leaves], arriving, allow_unused=True)
+        reached = torch.autograd.grad(roots, [*results, *map(get_gradient_edge, leaves)], arriving, allow_unused=True)
     finally:
         recording.pause()
         recording.node = 0

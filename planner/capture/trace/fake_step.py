@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.autograd.graph import get_gradient_edge
 
 from planner.capture.provenance import running_module
 from planner.capture.regions.calls import RegionCall, version
@@ -162,7 +163,9 @@ class FakeStep:
                 results = tuple(as_captured(results, strides_out(captured[0])))
             if region is not None:
                 self.recording.resume()
-            self.calls.append(RegionCall(key, region, inputs, tuple(map(version, inputs)), results, module, held))
+            edges = tuple(get_gradient_edge(t) if differentiable(t) else None for t in results)
+            versions = tuple(map(version, inputs))
+            self.calls.append(RegionCall(key, region, inputs, versions, results, edges, module, held))
             return results
 
         return call
@@ -180,7 +183,8 @@ class FakeStep:
             unreached: the same.
             certain: as for `trace_loss()`.
         """
-        results = [t for call in self.calls for t in call.results if differentiable(t)]
+        results = [(call, at, edge) for call in self.calls for at, edge in enumerate(call.edges) if edge is not None]
+        edges = [edge for _, _, edge in results]
         ends = [t for t in leaves(output) if differentiable(t)]
         eager = self._runs_outside()
         try:
@@ -198,10 +202,10 @@ class FakeStep:
                     roots, arriving = ends, [torch.ones_like(t) for t in ends]
                 if not eager:
                     reached: Sequence[torch.Tensor | None]
-                    reached = torch.autograd.grad(roots, results, arriving, allow_unused=True)
+                    reached = torch.autograd.grad(roots, edges, arriving, allow_unused=True)
                 else:
                     regions = [call for call in self.calls if call.region is not None]
-                    seen = watch_backward(self.recording, regions, self._between, roots, arriving, results, ends)
+                    seen = watch_backward(self.recording, regions, self._between, roots, arriving, edges, ends)
                     reached = seen.reached
                     self.calls = list(as_region_calls(seen.parts, self.calls, leaves(output), seen.arrived))
         except PlannerError:
@@ -209,14 +213,17 @@ class FakeStep:
         except Exception as e:
             raise CaptureError(f"the backward pass cannot be captured: {type(e).__name__}: {e}") from e
         self.reached = loss is None or any(g is not None for g in reached)
+        unused: set[tuple[int, int]] = set()  # by identity of the call, and position
         if loss is not None:
-            self._came = {id(t): memory_order(g) for t, g in zip(results, reached, strict=True) if g is not None}
-        unused = {id(t) for t, g in zip(results, reached, strict=True) if g is None} if loss is not None else set()
-        if loss is None and loss_fn is None and not eager:
-            unused = self._not_reached(leaves(output), unreached)
+            found = list(zip(results, reached, strict=True))
+            self._came = {id(call.results[at]): memory_order(g) for (call, at, _), g in found if g is not None}
+            unused = {(id(call), at) for (call, at, _), g in found if g is None}
+        elif loss_fn is None and not eager:
+            gone = self._not_reached(leaves(output), unreached)
+            unused = {(id(call), at) for call, at, _ in results if id(call.results[at]) in gone}
         cut: dict[str, tuple[int, ...]] = {}
         for call in self.calls:
-            here = tuple(at for at, t in enumerate(call.results) if id(t) in unused)
+            here = tuple(at for at in range(len(call.results)) if (id(call), at) in unused)
             cut[call.key] = tuple(at for at in cut.get(call.key, here) if at in here)
         return {key: cut.get(key, ()) for key in self.cut}, outside
 
