@@ -212,10 +212,10 @@ def compiling(name: str, way: str, budget: int, path: str) -> float:
         name: of the model.
         way: "compile", "inductor", or "known": a plan from the file that "inductor" wrote.
         budget: of the plan.
-        path: of the file.
+        path: of the file, in a folder of its own, where costs of ops and what was compared are kept, too.
     """
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+        os.environ |= {"TORCHINDUCTOR_CACHE_DIR": folder, "CHECKPOINT_PLANNER_CACHE": f"{Path(path).parent}/costs"}
         torch.compile(lambda x: (x @ x).sin().sum())(torch.randn(8, 8, requires_grad=True)).backward()  # type: ignore[no-untyped-call]
         make(name)
         case = make(name)
@@ -267,24 +267,28 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=15, help="rounds that are timed")
     parser.add_argument("--limit", type=float, default=1800, help="seconds for one comparison")
     parser.add_argument("--out", type=Path, default=RESULTS, help="JSON; models that are not measured stay in it")
-    parser.add_argument("--without-compiling", action="store_true", help="do not measure how long it takes to compile")
+    parser.add_argument("--only", choices=("steps", "compiling"), help="of the two, what to measure; the other stays")
     parser.add_argument("--report", action="store_true", help="measure nothing; make the page from the JSON file")
     given = parser.parse_args()
     report = json.loads(given.out.read_text()) if given.out.exists() else {"models": {}}
     for name in () if given.report else given.models or MODELS:
         print(name, flush=True)
-        asked = (name, given.ways, given.shares, given.pairs)
-        before = report["models"].get(name, {})
-        try:
-            rows = measure.in_own_process(measure_model, *asked, time_limit=given.limit)
-        except RuntimeError as e:
-            print(f"  {e}", flush=True)
+        found = {"compiling": {}, **report["models"].get(name, {})}
+        if given.only != "compiling":
+            asked = (name, given.ways, given.shares, given.pairs)
+            try:
+                found["rows"] = measure.in_own_process(measure_model, *asked, time_limit=given.limit)
+            except RuntimeError as e:
+                print(f"  {e}", flush=True)
+                continue
+            found["pairs"] = given.pairs
+        elif "rows" not in found:
+            print("  its steps were not measured yet", flush=True)
             continue
-        times = before.get("compiling", {})
-        if not given.without_compiling:
-            times = compile_times(name, rows["compile"]["peak"], given.limit)
+        if given.only != "steps":
+            found["compiling"] = compile_times(name, found["rows"]["compile"]["peak"], given.limit)
+        report["models"][name] = found
         report |= {"device": "CPU, 1 thread", "platform": measure.software(), "torch": torch.__version__}
-        report["models"][name] = {"rows": rows, "compiling": times, "pairs": given.pairs}
         given.out.parent.mkdir(parents=True, exist_ok=True)
         given.out.write_text(json.dumps(report, indent=1) + "\n")
     if given.out == RESULTS:

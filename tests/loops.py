@@ -88,6 +88,20 @@ def microbatches_of_a_cycle(put: Put, ended: Ended) -> None:
         ended(loss)
 
 
+def list_of_microbatches(put: Put, ended: Ended) -> None:
+    """Those of a step are there before its first call, as in the Trainer; the first call shows no other one's."""
+    model = put(mlp(256))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(STEPS):
+        microbatches = [(torch.randn(512, 256), torch.randint(64, (512,))) for _ in range(4)]
+        for x, y in microbatches:
+            loss = F.cross_entropy(model(x), y) / 4
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ended(loss)
+
+
 def head_alone_trained(put: Put, ended: Ended) -> None:
     """Fine-tuning by an optimizer of the head's parameters, where nobody has frozen the body: its gradients add up."""
     model = put(nn.Sequential(mlp(depth=3), nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 8)))
@@ -2354,6 +2368,7 @@ LOOPS: dict[str, Loop] = {
     "failed_at_first": Loop(failed_at_first),
     "mlp_adamw_before": Loop(mlp_adamw_before),
     "microbatches_of_a_cycle": Loop(microbatches_of_a_cycle),
+    "list_of_microbatches": Loop(list_of_microbatches),
     "head_alone_trained": Loop(head_alone_trained),
     "head_alone_accumulates": Loop(head_alone_accumulates),
     "step_in_a_function": Loop(step_in_a_function),

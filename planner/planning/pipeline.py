@@ -161,27 +161,26 @@ def _as_told(
     whose loss takes less: the least budget that is named leaves room for a loss as it was told.
     """
 
-    def attempt(request: Request, words: str, of: TrainingGraph) -> Planned:
-        planned = _planned(request, of, others, known, must_match=must_match)
+    def attempt(request: Request, words: str, of: TrainingGraph | None = None) -> Planned:
+        planned = _planned(request, of or step_of(request), others, known, must_match=must_match)
         return replace(planned, record=replace(planned.record, note=f"{planned.record.note} {words}".strip()))
 
-    try:
-        return attempt(request, "", graph)
-    except InfeasibleBudgetError as e:
-        if known is not None or request.loop.loss is not None:
-            raise
-        why = e
-    of = graph
-    for guess, words in guesses(request, graph):
-        of = graph if guess.loop.unreached == request.loop.unreached else _captured(guess)
-        try:
-            return attempt(guess, words, of)
-        except InfeasibleBudgetError as e:
-            why, request = e, guess
-    if (lighter := with_least_loss(of)) is not None:
+    def step_of(guess: Request) -> TrainingGraph:
+        return graph if guess.loop.unreached == request.loop.unreached else _captured(guess)
+
+    shown = known is not None or request.loop.loss is not None
+    *earlier, (guess, words) = [(request, ""), *([] if shown else guesses(request, graph))]
+    for each in earlier:
         with suppress(InfeasibleBudgetError):
-            return attempt(request, TAKEN_LEAST, lighter)
-    raise why
+            return attempt(*each)
+    of = step_of(guess)
+    try:
+        return attempt(guess, words, of)
+    except InfeasibleBudgetError:
+        if not shown and (lighter := with_least_loss(of)) is not None:
+            with suppress(InfeasibleBudgetError):
+                return attempt(guess, TAKEN_LEAST, lighter)
+        raise
 
 
 def _checkpointed(request: Request, why: CaptureError | InfeasibleBudgetError, known: Known | None) -> Planned:

@@ -36,7 +36,7 @@ from planner.session.binding import Awaited
 from planner.session.counted import counted, with_buckets
 from planner.session.lean import leanest, leanest_that_moves, waits, within
 from planner.session.several import Several
-from planner.session.uncounted import gradients_warned, unreduced_warned, waiting_warned
+from planner.session.uncounted import adds_up, gradients_warned, unreduced_warned, waiting_warned
 from solvers import BRIEF
 
 TOLERANCE = 1000  # plans are made anew for what is more than this part of the budget
@@ -267,7 +267,9 @@ class Provider:
         others = [optimizer for optimizer in found if weakref.ref(optimizer) not in counted]
         if others and self._counts(found, role):
             others = []
-        if spare and not others and self._fits(seen, before, role, self._free(role) + spare):
+        inside = spare and not others and self._fits(seen, before, role, self._free(role) + spare)
+        first = counted and not stepped and not self.heard  # the first step, and its optimizer is there
+        if inside or (first and adds_up(seen, self.model, self.request.budget_bytes)):
             return False  # more will be seen before the rest is there
         self.heard += 1
         free = self._free(role) if self.heard > 1 else self._tolerance  # later, whatever plans leave

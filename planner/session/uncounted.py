@@ -1,4 +1,4 @@
-"""Warns of tensors that a plan does not count and leaves no room for: gradients, and what earlier calls have saved."""
+"""Tensors that a plan does not count: warns where it leaves no room for them, gradients and what calls have saved."""
 
 from __future__ import annotations
 
@@ -6,12 +6,26 @@ from torch import nn
 
 from planner.compat.modules import modules_in, parameters_in
 from planner.core.account import UNREDUCED
+from planner.core.loop import Loop
 from planner.core.occupancy import CLEARED_LATE
 from planner.core.options import GB
 from planner.core.plan import PlanRecord
 from planner.costs.static_memory import storage_bytes
+from planner.devices.accelerator import present
+from planner.devices.specs import free_memory
 from planner.errors import gb, warn
 from planner.parallel.sharded import unreduced_bytes
+
+
+def adds_up(seen: Loop, model: nn.Module, budget_bytes: int) -> bool:
+    """Whether a loop adds up the gradients of its calls, and the device has room for them beside the budget."""
+    if seen.gradients != "accumulated":
+        return False
+    parameters = [p for p in parameters_in(modules_in(model)) if p.requires_grad]
+    device = parameters[0].device
+    accelerator = present(device)
+    free = free_memory() if accelerator is None else accelerator.available(device) + accelerator.allocated(device)
+    return storage_bytes(parameters) + budget_bytes <= free
 
 
 def _cleared_late(record: PlanRecord) -> bool:

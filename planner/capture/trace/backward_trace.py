@@ -100,10 +100,10 @@ def watch_backward(
         *watch.hook_nodes(_nodes(roots)),
         *watch.hook_regions(regions),
     ]
-    leaves = [t for t in read if t.is_leaf]
+    leaves = [get_gradient_edge(t) for t in read if t.is_leaf]
     recording.resume()
     try:
-        reached = torch.autograd.grad(roots, [*results, *map(get_gradient_edge, leaves)], arriving, allow_unused=True)
+        reached = torch.autograd.grad(roots, [*results, *leaves], arriving, allow_unused=True)
     finally:
         recording.pause()
         recording.node = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from planner.compat import pytree
 from planner.compat.fake import FakeTensor
 from planner.compat.tensors import TorchDispatchMode
 from planner.core.call import TensorSpec, tensors_in
+from planner.errors import users_frame
 
 Place = tuple[str, int]  # file and line
 INDEX = torch.ops.aten.index.Tensor
@@ -69,10 +71,21 @@ class Answers:
 
     def answer(self) -> Any:
         """The real call's next value at the line that asks now, then the last one again; None where it had none."""
-        place = user_place(inspect.currentframe())
+        place = self._place_of(inspect.currentframe())
         given = self._given.get(place)
         self.asked[place] += 1
         return given[min(self.asked[place], len(given)) - 1] if given else None
+
+    def _place_of(self, frame: FrameType | None) -> Place:
+        """The line that asks now, by its number in the real call: in code that torch.compile writes, an `if` may have
+        the number of a line that comes after it.
+        """
+        place, own = user_place(frame), users_frame(frame)
+        if place in self._given or own is None:
+            return place
+        begins = own.f_code.co_firstlineno
+        above = [known for known in self._given if known[0] == place[0] and begins <= known[1] < place[1]]
+        return max(above, default=place)
 
     def specs(self, func: Any) -> Any:
         """What the real call's next such op at the line that runs now made, as specs; None where there was none.

@@ -161,9 +161,11 @@ class FakeStep:
             results = tuple(compiled(*inputs))
             if captured:
                 results = tuple(as_captured(results, strides_out(captured[0])))
+            self.recording.pause()  # a view of a tensor owns its edge
+            edges = tuple(get_gradient_edge(t) if differentiable(t) else None for t in results)
+            self.recording.resume()
             if region is not None:
                 self.recording.resume()
-            edges = tuple(get_gradient_edge(t) if differentiable(t) else None for t in results)
             versions = tuple(map(version, inputs))
             self.calls.append(RegionCall(key, region, inputs, versions, results, edges, module, held))
             return results

@@ -177,7 +177,7 @@ def _captured(
                 paths = _try_again(errors, knows, before, *trial)
         cut: dict[str, tuple[int, ...]] | None = None
         orders: dict[str, LaidOut] = {}
-        for _ in range(2):
+        for _ in range(3):  # what a wrong guess of the first cut off shows in the second
             before.restore()
             detach = lone_loss if cut is None and loss_fn is None else (cut or {})
             step = FakeStep(recording, split, detach, compiler, paths, orders)
