@@ -45,6 +45,22 @@ class Shared(nn.Module):
         return (self.c(second) * first).square().mean()
 
 
+class Penalty(nn.Module):
+    """The second graph has one scalar among its results, which is not its loss, and nothing of the first is in it."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = Block(), Block(), Block()
+
+    def forward(self, x):
+        x = self.a(x)
+        torch._dynamo.graph_break()
+        penalty = sum(p.square().sum() for p in self.b.parameters())
+        x = self.b(x)
+        torch._dynamo.graph_break()
+        return self.c(x).square().mean() + penalty
+
+
 class SharedWeights(nn.Module):
     """A parameter that two regions use gets its gradients added up."""
 
@@ -129,7 +145,18 @@ class OnlyViews(Base):
         return torch.tanh(x.contiguous()).reshape(-1, 64)
 
 
-KINDS = [OnlyViews, TwoRegions, Shared, SharedWeights, NormAcross, Repeated, Disabled, OverwrittenLater, Hooked]
+KINDS = [
+    OnlyViews,
+    TwoRegions,
+    Shared,
+    Penalty,
+    SharedWeights,
+    NormAcross,
+    Repeated,
+    Disabled,
+    OverwrittenLater,
+    Hooked,
+]
 
 
 @pytest.mark.compat

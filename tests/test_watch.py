@@ -157,7 +157,8 @@ def test_a_refusal_says_that_the_loss_is_not_known_where_it_is_not():
     x = torch.randn(512, 32)
     with pytest.raises(InfeasibleBudgetError) as unknown:
         plan(perceptron(), budget_gb=5e-5).apply()(x)
-    assert "first step may show that more is needed" in "".join(unknown.value.__notes__)
+    note = "".join(unknown.value.__notes__)
+    assert "whether gradients add up over several calls (12.38 kB): the first step may show that more is needed" in note
     with pytest.raises(InfeasibleBudgetError) as known:
         plan(perceptron(), x, budget_gb=5e-5, loss_fn=torch.sum)
     assert not hasattr(known.value, "__notes__")

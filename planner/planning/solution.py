@@ -8,9 +8,11 @@ from dataclasses import replace
 from planner.capture.trace.step import TrainingGraph
 from planner.core.options import Options
 from planner.core.step import Step, replay
-from planner.errors import LOWER, InfeasibleBudgetError, RankError
+from planner.costs.static_memory import storage_bytes
+from planner.errors import LOWER, InfeasibleBudgetError, RankError, gb
 from planner.lowering.margin import MARGIN
 from planner.parallel.group import other_world
+from planner.parallel.sharded import parameters_of
 from planner.planning.adopt_schedule import adopt_known, adopt_schedule, same_structure
 from planner.planning.decisions import peak_account
 from planner.planning.eager_peak import no_higher_than_eager
@@ -18,11 +20,6 @@ from planner.planning.notes import in_brief
 from planner.requests.planned import Filed, Known, Planned, source_of
 from planner.requests.request import Request
 from solvers import BRIEF, InfeasibleError, Solution, cost_bound, solve
-
-_UNSEEN = (
-    "The loss outside the model is not known yet (loss_fn= tells it), nor when the loop clears gradients: its first "
-    "step may show that more is needed."
-)
 
 
 def solution_of(
@@ -60,8 +57,18 @@ def solution_of(
         leanest = peak_account(step, replay(problem, e.schedule))
         takes = dict(sorted({**step.account, **leanest}.items(), key=lambda line: -line[1]))
         unseen = graph.loss.source == "unknown" and request.loop.loss is None
-        lower, note = _reaching_lower(options), _UNSEEN if unseen else ""
+        lower, note = _reaching_lower(options), _unseen(request) if unseen else ""
         raise InfeasibleBudgetError(request.budget_gb, e.minimum, takes, lower=lower, note=note) from None
+
+
+def _unseen(request: Request) -> str:
+    """In words, what the first step of a loop may show to be needed beside the least budget that is named."""
+    gradients = storage_bytes((p for p in parameters_of(request.model) if p.requires_grad), request.options.shard)
+    more = "" if request.gradients_copied else f", nor whether gradients add up over several calls ({gb(gradients)})"
+    return (
+        f"The loss outside the model is not known yet (loss_fn= tells it){more}: the first step may show that more is "
+        "needed."
+    )
 
 
 def _reaching_lower(options: Options) -> str:

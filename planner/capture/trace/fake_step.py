@@ -31,7 +31,7 @@ from planner.capture.trace.dynamo import (
 from planner.capture.trace.eager_parts import as_region_calls
 from planner.capture.trace.loss_trace import LossFn, OutsideLoss, differentiable, trace_loss
 from planner.capture.trace.recording import EagerCall, Recording, held_by, held_by_variables
-from planner.capture.trace.refusals import refusal
+from planner.capture.trace.refusals import in_backward, refusal
 from planner.compat.dynamo import compile_call, forget_compiled
 from planner.core.call import storages
 from planner.core.layout import Order, memory_order
@@ -213,7 +213,7 @@ class FakeStep:
         except PlannerError:
             raise
         except Exception as e:
-            raise CaptureError(f"the backward pass cannot be captured: {type(e).__name__}: {e}") from e
+            raise CaptureError(in_backward(e)) from e
         self.reached = loss is None or any(g is not None for g in reached)
         unused: set[tuple[int, int]] = set()  # by identity of the call, and position
         if loss is not None:

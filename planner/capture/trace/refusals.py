@@ -75,6 +75,14 @@ def refusal(model: nn.Module, error: BaseException, *, eagerly: bool) -> str:
     return f"{type(model).__name__} cannot be captured: {', '.join(filter(None, [words, place]))}. {cure}{tried}"
 
 
+def in_backward(error: BaseException) -> str:
+    """The message for a backward pass that raised on fake tensors."""
+    if not isinstance(error, LIMITS):
+        return f"the backward pass cannot be captured: {type(error).__name__}: {error}"
+    words, cure = _reason(error, [])
+    return f"the backward pass cannot be captured: {words}. {cure.rstrip(',')}"
+
+
 def _reason(error: BaseException, code: Sequence[str]) -> tuple[str, str]:
     """The obstacle, and what to change in the model."""
     op = str(getattr(error, "func", "")).removeprefix("aten.").split(".")[0]
@@ -131,7 +139,11 @@ def _asking_frame(frames: Sequence[Frame]) -> Frame | None:
 
 
 def _line(frame: Frame) -> tuple[str, int, str]:
-    return frame[0], frame[1], linecache.getline(frame[0], frame[1]).strip()
+    """File, number and code; in what torch.compile writes, an `if` may have the number of an empty line after it."""
+    file, number, _ = frame
+    while not (code := linecache.getline(file, number).strip()) and 1 < number <= len(linecache.getlines(file)):
+        number -= 1
+    return file, number, code
 
 
 def _module(model: nn.Module, frames: Sequence[Frame], traced: Sequence[Frame]) -> str | None:
