@@ -186,9 +186,9 @@ def test_draws_are_kept_and_never_drawn_again():
 
 def test_gradients_of_other_draws_than_eager_mode_s_are_compared_with_inductor_s():
     torch.manual_seed(0)
-    model, batch = Net(p=0.5, layers=4), batch_of(64)
+    model, batch = Net(p=0.5, layers=2), batch_of(256)
     roomy = planned(model, batch)
-    seen = planned(model, batch, 0.8 * roomy.baseline_peak_bytes / 2**30).verify()
+    seen = planned(model, batch, 0.85 * roomy.baseline_peak_bytes / 2**30).verify()
     assert seen.draws
     assert seen.gradients_agree
     assert seen.plan_error == 0 < seen.capture_error
