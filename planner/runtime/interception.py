@@ -353,9 +353,7 @@ class Applied:
         except ModelError:
             if self.newest is None and all(p.requires_grad for p in self.model.parameters()):
                 raise
-            self.unplanned.add(
-                signature
-            )  # nothing is trained by it, as while another part is, of which it is the input
+            self.unplanned.add(signature)  # it trains nothing, as while another part is trained, whose input it makes
             return False
         except UNPLANNABLE as e:
             if not self.provider.on_no_plan(self.model, e):

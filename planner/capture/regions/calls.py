@@ -28,9 +28,9 @@ class RegionCall:
         inputs: its arguments.
         versions: of the inputs once it had returned; 0 for an input that is no tensor.
         results: its results.
+        edges: where autograd takes the gradients of the results as they were returned; None for what needs none. The
+            tensor has another one once it was written into.
         module: path of the module that called it.
-        edges: of the results, where autograd takes their gradients; None for what needs none. What others write into a
-            result moves that of the tensor.
         held: the storages of tensors that variables of the model's functions name while it runs, by `storage_key`.
     """
 
