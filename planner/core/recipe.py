@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from planner.core.loop import LaidOut
 from planner.core.maxima import Maxima
@@ -69,7 +70,7 @@ class Recipe:
     written: tuple[str, ...] = ()
 
     @property
-    def fused(self) -> list[PlannedRegion]:
+    def fused(self) -> Sequence[PlannedRegion]:
         """The regions that Inductor compiles, in the order of the calls."""
         return [r for calls in self.calls.values() for r in calls if r is not None and r.realised is not None]
 
@@ -83,6 +84,8 @@ class Choice:
 
     Attributes:
         kept: path of each module that is checkpointed -> the ops whose results are kept.
+        fused: as of a `Recipe`: none.
     """
 
     kept: Mapping[str, Kept] = field(default_factory=dict)
+    fused: ClassVar[Sequence[PlannedRegion]] = ()

@@ -21,6 +21,11 @@ def storage_bytes(things: Iterable[Any], shard: int = 1) -> int:
     return sum(-(-size // shard) for size in storages(list(things)).values())
 
 
+def trained_bytes(model: nn.Module, shard: int = 1) -> int:
+    """Bytes of the parameters that need a gradient, and so of all gradients; one device's share of each."""
+    return storage_bytes((p for p in parameters_of(model) if p.requires_grad), shard)
+
+
 def account(
     model: nn.Module,
     args: Sequence[Any],
@@ -53,8 +58,7 @@ def account(
         "cuBLAS workspace": device.blas,
     }
     if accumulate:
-        trained = [p for p in parameters_of(model) if p.requires_grad]
-        lines[EARLIER] = storage_bytes(trained, shard)
+        lines[EARLIER] = trained_bytes(model, shard)
     if waiting := unreduced_bytes(model):
         lines[UNREDUCED] = waiting
     return lines

@@ -5,12 +5,11 @@ from __future__ import annotations
 from planner.capture.trace.quiet import quietly
 from planner.core.account import EagerStep
 from planner.core.recipe import Choice
-from planner.costs.static_memory import storage_bytes
+from planner.costs.static_memory import trained_bytes
 from planner.eager.pipeline import tracer_of
 from planner.eager.step import StepFailed
 from planner.errors import PlannerError
 from planner.parallel.fsdp import groups_of
-from planner.parallel.sharded import parameters_of
 from planner.requests.request import Request
 
 
@@ -36,5 +35,5 @@ def eager_step(request: Request) -> EagerStep | None:
 def _keeps_others(request: Request) -> bool:
     """Whether the loop keeps graphs, and beside them other gradients than one backward pass leaves."""
     loop = request.loop
-    left = storage_bytes(p for p in parameters_of(request.model) if p.requires_grad)
+    left = trained_bytes(request.model)
     return loop.graph_retained and (loop.asks_first or loop.kept_beside > 0 or loop.freed_beside not in (None, left))

@@ -13,10 +13,9 @@ from dataclasses import replace
 from planner.core.occupancy import ALONE, CLEARED_LATE, Occupancy
 from planner.core.step import Replay, Step, with_line
 from planner.costs.account import batch_of
-from planner.costs.static_memory import batch_tensors, storage_bytes
+from planner.costs.static_memory import batch_tensors, storage_bytes, trained_bytes
 from planner.errors import gb
 from planner.lowering.build import OPTIMIZER, own_row
-from planner.parallel.sharded import parameters_of
 from planner.requests.request import Request
 from solvers import Problem, Waiting
 
@@ -127,8 +126,7 @@ def _gradients(request: Request) -> int:
         return 0
     if request.loop.late is not None and occupancy_of(request) == CLEARED_LATE:  # some parameters have none
         return -(-request.loop.late // request.options.shard)
-    trained = [p for p in parameters_of(request.model) if p.requires_grad]
-    return storage_bytes(trained, request.options.shard)
+    return trained_bytes(request.model, request.options.shard)
 
 
 def _with_workspace(problem: Problem, at: int, more: int) -> Problem:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from planner.costs.account import account_of
-from planner.costs.static_memory import storage_bytes
+from planner.costs.static_memory import trained_bytes
 from planner.errors import InfeasibleBudgetError, OptionError
-from planner.parallel.sharded import parameters_of
 from planner.requests.request import Request
 
 
@@ -19,8 +18,7 @@ def refuse_hopeless(request: Request) -> None:
     except OptionError:
         return
     if not request.gradients_copied and not request.options.step_in_backward:
-        trained = (p for p in parameters_of(request.model) if p.requires_grad)
-        lines = {**lines, "gradients": storage_bytes(trained, request.options.shard)}
+        lines = {**lines, "gradients": trained_bytes(request.model, request.options.shard)}
     least = sum(lines.values())
     if least > request.budget_bytes:
         takes = dict(sorted(lines.items(), key=lambda line: -line[1]))

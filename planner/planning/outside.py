@@ -13,9 +13,8 @@ from planner.capture.trace.step import TrainingGraph
 from planner.core.loop import Loop, LossSeen
 from planner.costs.account import batch_of
 from planner.costs.measured_ops import measure
-from planner.costs.static_memory import batch_tensors, storage_bytes
+from planner.costs.static_memory import batch_tensors, storage_bytes, trained_bytes
 from planner.lowering.several import Between
-from planner.parallel.sharded import parameters_of
 from planner.requests.request import Request
 
 # from torch 2.13 on, a compiled region may free a gradient that enters its backward pass while that runs
@@ -86,8 +85,7 @@ def outside_loss(request: Request, graph: TrainingGraph) -> CountedLoss:
     seen = seen if graph.calls else _as_one(seen)
     forward, backward = seen.forward, seen.backward
     if loop.gradients == "cleared late":  # until the backward pass of the loss begins, the last step's gradients stay
-        every = (p for p in parameters_of(request.model) if p.requires_grad)
-        used = storage_bytes(every) if loop.late is None else loop.late
+        used = trained_bytes(request.model) if loop.late is None else loop.late
         # of several calls, outputs of one are there when those of another have gone
         computed = max(seen.computed, seen.computed_later) if graph.calls else seen.computed
         forward, backward = max(computed, forward - used), max(seen.computed_later + used, backward)

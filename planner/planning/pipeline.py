@@ -161,8 +161,8 @@ def _as_told(
     whose loss takes less: the least budget that is named leaves room for a loss as it was told.
     """
 
-    def attempt(request: Request, words: str, of: TrainingGraph | None = None) -> Planned:
-        planned = _planned(request, of or step_of(request), others, known, must_match=must_match)
+    def attempt(request: Request, words: str, of: TrainingGraph) -> Planned:
+        planned = _planned(request, of, others, known, must_match=must_match)
         return replace(planned, record=replace(planned.record, note=f"{planned.record.note} {words}".strip()))
 
     def step_of(guess: Request) -> TrainingGraph:
@@ -170,9 +170,9 @@ def _as_told(
 
     shown = known is not None or request.loop.loss is not None
     *earlier, (guess, words) = [(request, ""), *([] if shown else guesses(request, graph))]
-    for each in earlier:
+    for each, its in earlier:
         with suppress(InfeasibleBudgetError):
-            return attempt(*each)
+            return attempt(each, its, step_of(each))
     of = step_of(guess)
     try:
         return attempt(guess, words, of)

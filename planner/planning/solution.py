@@ -8,11 +8,10 @@ from dataclasses import replace
 from planner.capture.trace.step import TrainingGraph
 from planner.core.options import Options
 from planner.core.step import Step, replay
-from planner.costs.static_memory import storage_bytes
+from planner.costs.static_memory import trained_bytes
 from planner.errors import LOWER, InfeasibleBudgetError, RankError, gb
 from planner.lowering.margin import MARGIN
 from planner.parallel.group import other_world
-from planner.parallel.sharded import parameters_of
 from planner.planning.adopt_schedule import adopt_known, adopt_schedule, same_structure
 from planner.planning.decisions import peak_account
 from planner.planning.eager_peak import no_higher_than_eager
@@ -63,8 +62,8 @@ def solution_of(
 
 def _unseen(request: Request) -> str:
     """In words, what the first step of a loop may show to be needed beside the least budget that is named."""
-    gradients = storage_bytes((p for p in parameters_of(request.model) if p.requires_grad), request.options.shard)
-    more = "" if request.gradients_copied else f", nor whether gradients add up over several calls ({gb(gradients)})"
+    gradients = gb(trained_bytes(request.model, request.options.shard))
+    more = "" if request.gradients_copied else f", nor whether gradients add up over several calls ({gradients})"
     return (
         f"The loss outside the model is not known yet (loss_fn= tells it){more}: the first step may show that more is "
         "needed."

@@ -51,7 +51,7 @@ def trusted(planned: Planned, earlier: Earlier, given_up: list[str]) -> Planned:
         InfeasibleBudgetError: the gradients are wrong, and mode "aten" needs more than the budget.
     """
     recipe, request = planned.record.recipe, planned.request
-    regions = recipe.fused if isinstance(recipe, Recipe) else []
+    regions = recipe.fused
     if not regions or request.args is None:
         return _noted(planned, " ".join(given_up)) if given_up else planned
     if planned.captured is not None and planned_in_vain(request, planned.captured):

@@ -10,7 +10,7 @@ from planner.core.loop import Loop
 from planner.core.occupancy import CLEARED_LATE
 from planner.core.options import GB
 from planner.core.plan import PlanRecord
-from planner.costs.static_memory import storage_bytes
+from planner.costs.static_memory import storage_bytes, trained_bytes
 from planner.devices.accelerator import present
 from planner.devices.specs import free_memory
 from planner.errors import gb, warn
@@ -21,11 +21,10 @@ def adds_up(seen: Loop, model: nn.Module, budget_bytes: int) -> bool:
     """Whether a loop adds up the gradients of its calls, and the device has room for them beside the budget."""
     if seen.gradients != "accumulated":
         return False
-    parameters = [p for p in parameters_in(modules_in(model)) if p.requires_grad]
-    device = parameters[0].device
+    device = next(model.parameters()).device
     accelerator = present(device)
     free = free_memory() if accelerator is None else accelerator.available(device) + accelerator.allocated(device)
-    return storage_bytes(parameters) + budget_bytes <= free
+    return trained_bytes(model) + budget_bytes <= free
 
 
 def _cleared_late(record: PlanRecord) -> bool:

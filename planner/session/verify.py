@@ -22,7 +22,6 @@ from planner.core.host import aside
 from planner.core.objects import leaves, with_tensors
 from planner.core.options import GB
 from planner.core.plan import PlanRecord
-from planner.core.recipe import PlannedRegion, Recipe
 from planner.core.surroundings import under
 from planner.core.verification import FOUND, Verification
 from planner.devices.accelerator import Accelerator, accelerator_of
@@ -97,7 +96,7 @@ def verify(planned: Planned | Pending, batch: Any = None, kwargs: Mapping[str, A
         whole = replace(request, batch=Batch(args, extra))
         captured = _captured(measured, whole, used, by, graph) if error else None
         own, alike = (None, None) if captured is None else compare(measured.gradients, captured)
-        draws = any(r.draws for r in _fused(used))
+        draws = any(r.draws for r in used.recipe.fused)
         if draws and alike is not None:
             agree = alike
         unlike = _unlike(request, args, extra, again) if error and used.overhead and own != 0 else ()
@@ -226,7 +225,7 @@ def _captured(
     """
     if used.options.mode == "eager":
         return None
-    if not used.overhead and all(r.own for r in _fused(used)):
+    if not used.overhead and all(r.own for r in used.recipe.fused):
         return measured.gradients
     roomy = 2 * used.baseline_peak_bytes / GB
     try:
@@ -236,10 +235,6 @@ def _captured(
         return by(whole)[0].gradients
     except torch.OutOfMemoryError:
         return None
-
-
-def _fused(record: PlanRecord) -> list[PlannedRegion]:
-    return record.recipe.fused if isinstance(record.recipe, Recipe) else []
 
 
 @dataclass(frozen=True, slots=True)
