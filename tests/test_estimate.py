@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
+from torch._subclasses import FakeTensorMode
 from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,10 +21,10 @@ from planner.costs import cache
 from planner.costs import ops as ops_module
 from planner.costs.measure_op import Allocated
 from planner.costs.measured_ops import measure
-from planner.costs.ops import call_of, estimate, roofline_seconds
+from planner.costs.ops import call_of, estimate, node_flops, roofline_seconds
 from planner.devices.find import check_working, find_device
 from planner.devices.meter import record_allocations
-from planner.devices.specs import DEVICES, blas_workspace, blas_workspaces_stay
+from planner.devices.specs import DEVICES, blas_workspace, blas_workspaces_stay, lt_workspace
 
 from .measure import peak_of
 
@@ -236,6 +237,14 @@ def test_blas_workspaces_stay_up_to_torch_2_14_and_come_with_each_product_after_
     assert blas_workspaces_stay(version, cached) is held
 
 
+def test_products_with_a_bias_have_a_workspace_of_their_own_before_torch_2_13(monkeypatch):
+    monkeypatch.delenv("CUBLASLT_WORKSPACE_SIZE", raising=False)
+    assert lt_workspace("2.11.0+cu130", "") == lt_workspace("2.12.1", "0") == 2**20
+    assert lt_workspace("2.11.0", "1") == lt_workspace("2.13.0", "") == lt_workspace("2.11.0", "", rocm=True) == 0
+    monkeypatch.setenv("CUBLASLT_WORKSPACE_SIZE", "4096")
+    assert lt_workspace("2.11.0", "") == 4 * 2**20
+
+
 def test_blas_workspaces_are_those_of_torch(monkeypatch):
     assert blas_workspace((9, 0)) == 32 * 2**20
     assert blas_workspace((8, 0)) == 8 * 2**20 + 128 * 2**10
@@ -336,6 +345,21 @@ def test_an_op_that_was_not_measured_is_scaled_as_the_others_are(monkeypatch):
     monkeypatch.setattr(ops_module, "measure", lambda calls, device, **options: known)
     (costs,) = estimate(regions, cpu, measure_on=CPU, timed=True)
     assert costs[0].seconds == pytest.approx(3 * roofline_seconds(nodes[0], cpu))
+
+
+@pytest.mark.compat
+def test_attention_of_grouped_queries_has_the_flops_of_every_head():
+    def flops(heads):
+        graph = fx.Graph()
+        given = [graph.placeholder(name) for name in "qkv"]
+        node = graph.call_function(ATEN._scaled_dot_product_efficient_attention.default, (*given, None, True))
+        with FakeTensorMode():
+            for n, name in zip((8, heads, heads), given, strict=True):
+                name.meta["val"] = torch.empty(2, n, 64, 32)
+            node.meta["val"] = (torch.empty(2, 8, 64, 32),)
+        return node_flops(node)
+
+    assert flops(2) == flops(8) > 0
 
 
 def test_an_op_that_refuses_zeros_is_left_out():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from planner import CaptureError, InfeasibleBudgetError, Plan, applied_plan, plan
@@ -239,3 +240,16 @@ def test_packed_sequences_are_refused_in_words():
     case = case_of(Packed(nn.LSTM))
     with pytest.raises(CaptureError, match=r"pack_padded_sequence\(\).*test_recurrent"):
         plan(case.model, case.batch, budget_gb=1)
+
+
+def test_cudnns_layers_on_fakes_have_gradients_of_every_weight():
+    """As `mode="eager"` traces them on a GPU; their bytes are cuDNN's to say, where there is a card."""
+    op = torch.ops.aten._cudnn_rnn_backward.default
+    with FakeTensorMode(), torch.device("cuda"):
+        x, state = torch.empty(8, 20, 16), torch.empty(2, 8, 32)
+        weights = [torch.empty(128, 16), torch.empty(128, 32), torch.empty(128), torch.empty(128)] * 2
+        rest = (2, 32, 0, 2, True, 0.0, True, False, [], None, x, [True] * 4)
+        given, hidden, cell, parts = op(x, weights, 4, x, state, state, x, x, None, None, *rest)
+    assert (given.shape, hidden.shape, cell.shape) == (x.shape, state.shape, state.shape)
+    assert [g.shape for g in parts] == [w.shape for w in weights]
+    assert len({g.untyped_storage()._cdata for g in parts}) == 1

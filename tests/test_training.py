@@ -321,3 +321,25 @@ def test_a_number_may_be_reshaped(shape):
     for m in (model, plain):
         m(x).backward()
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+class Outer(torch.nn.Module):
+    """The product of two vectors as one of matrices, as rotary embeddings multiply frequencies and places."""
+
+    def __init__(self):
+        super().__init__()
+        self.frequencies = torch.nn.Parameter(torch.rand(8))
+
+    def forward(self, x):
+        angles = self.frequencies.reshape(1, -1, 1) @ x.flatten().reshape(1, 1, -1)
+        return (angles.cos() * angles.sin()).square().mean()
+
+
+def test_vectors_are_multiplied_as_matrices():
+    model, x = Outer(), torch.randn(4, 8)
+    model(x).backward()
+    eager = model.frequencies.grad.clone()
+    model.zero_grad()
+    plan(model, x, budget_gb=1).apply()
+    model(x).backward()
+    assert torch.equal(model.frequencies.grad, eager)

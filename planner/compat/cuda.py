@@ -29,6 +29,14 @@ def clear_blas_workspaces(device: torch.device) -> None:
         torch._C._cuda_clearCublasWorkspaces()
 
 
+def memory_share(module: Any, device: torch.device) -> float:
+    """The share of a device's memory that this process may take (`get_per_process_memory_fraction`, CUDA's from 2.11
+    to 2.15); all of it where torch does not say.
+    """
+    ask: Any = getattr(module, "get_per_process_memory_fraction", None)
+    return 1.0 if ask is None else float(ask(device))
+
+
 def allocator_settings() -> str:
     """What torch's allocator was told, in code too (`_accelerator_getAllocatorSettings`, torch 2.13 to 2.15).
 

@@ -120,6 +120,57 @@ def _with_each_bias(mode: Any, op: OpOverload, *args: Any, **kwargs: Any) -> Any
         return tuple(made)
 
 
+@cache
+def _reserved_bytes(
+    device: torch.device, dtype: torch.dtype, shapes: tuple[tuple[int, ...] | None, ...], stride: int, options: Any
+) -> int:
+    """Bytes that recurrent layers save for their backward pass: cuDNN alone knows, and is asked.
+
+    Args:
+        device: of all tensors.
+        dtype: of all tensors.
+        shapes: of the sequence, the states (None for no cells) and the weights.
+        stride: weights of each layer and direction.
+        options: what `aten._cudnn_rnn` is given after the states.
+    """
+    with no_dispatch(), torch.inference_mode(False), torch.no_grad():
+        sequence, hidden, cell, *weights = (
+            None if shape is None else torch.zeros(shape, dtype=dtype, device=device) for shape in shapes
+        )
+        result = torch.ops.aten._cudnn_rnn.default(sequence, weights, stride, None, hidden, cell, *options, None)
+        return int(result[3].nbytes)
+
+
+def _with_what_cudnn_saves(mode: Any, op: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """Fake results of `aten._cudnn_rnn`, of which torch's own rule says that it saves nothing, and no weights."""
+    sequence, weights, stride, _, hidden, cell, *options, dropout_state = args
+    trains, lengths = options[6], options[8]
+    if kwargs or not trains or lengths or dropout_state is not None or not torch.cuda.is_available():
+        return NotImplemented
+    shapes = tuple(None if t is None else tuple(map(int, t.shape)) for t in (sequence, hidden, cell, *weights))
+    plain = (*options[:-1], tuple(lengths))
+    nbytes = _reserved_bytes(sequence.device, sequence.dtype, shapes, stride, plain)
+    with mode:
+        width = (options[2] or options[1]) * (2 if options[7] else 1)
+        output = sequence.new_empty((*sequence.shape[:2], width))
+        states = [sequence.new_empty(0) if t is None else torch.empty_like(t) for t in (hidden, cell)]
+        saved = torch.empty(nbytes, dtype=torch.uint8, device=sequence.device)
+        return output, *states, saved, sequence.new_empty(0)  # the weights lie in one storage already
+
+
+def _with_gradients_in_one(mode: Any, op: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """Fake results of `aten._cudnn_rnn_backward`, for which torch has no rule: gradients of weights share a storage."""
+    sequence, weights, _, _, hidden, cell = args[:6]
+    with mode:
+        every = sequence.new_empty(sum(w.numel() for w in weights))
+        parts = every.split([w.numel() for w in weights])
+        states = [sequence.new_empty(0) if t is None else torch.empty_like(t) for t in (hidden, cell)]
+        gradients = [part.view(w.shape) for part, w in zip(parts, weights, strict=True)]
+        return torch.empty_like(sequence), *states, gradients
+
+
+op_implementations_dict[torch.ops.aten._cudnn_rnn.default] = _with_what_cudnn_saves
+op_implementations_dict[torch.ops.aten._cudnn_rnn_backward.default] = _with_gradients_in_one
 op_implementations_dict[torch.ops.aten.mkldnn_rnn_layer.default] = _with_what_it_saves
 op_implementations_dict[torch.ops.aten.mkldnn_rnn_layer_backward.default] = _with_each_bias
 FakeTensorMode.cache_clear()  # of results by torch's own rules, under whatever was traced before

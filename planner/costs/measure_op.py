@@ -188,11 +188,12 @@ def _arguments(call: Call, device: torch.device, worst: bool = False, drawn: boo
     generator = torch.Generator(device).manual_seed(0) if drawn else None
 
     def real(spec: TensorSpec) -> torch.Tensor:
-        shape, stride = ((spec.behind,), (1,)) if isinstance(spec, ViewSpec) else (spec.shape, spec.stride)
+        behind = spec.behind if isinstance(spec, ViewSpec) else spec.span if 0 in spec.stride else None
+        shape, stride = (spec.shape, spec.stride) if behind is None else ((behind,), (1,))
         t = torch.empty_strided(shape, stride, dtype=spec.dtype, device=device).zero_()
         if drawn and spec.dtype in _DRAWN:
             t.uniform_(generator=generator)
-        return t.as_strided(spec.shape, spec.stride, spec.offset) if isinstance(spec, ViewSpec) else t
+        return t if behind is None else t.as_strided(spec.shape, spec.stride, getattr(spec, "offset", 0))
 
     args, kwargs = pytree.tree_map_only(TensorSpec, real, (call.args, call.kwargs))
     fill_valid(call.target, args, kwargs)

@@ -210,7 +210,22 @@ def node_flops(node: fx.Node) -> int:
     if formula is None:
         return 0
     args, kwargs = map_nodes((node.args, dict(node.kwargs)), lambda n: n.meta.get("val"))
-    return int(formula(*args, **kwargs, out_val=node.meta.get("val")))
+    return int(formula(*_every_head(node, args), **kwargs, out_val=node.meta.get("val")))
+
+
+def _every_head(node: fx.Node, args: Sequence[Any]) -> list[Any]:
+    """Arguments of attention with the keys and values of grouped queries as wide as the kernel multiplies them.
+
+    The formulas of torch 2.11 refuse fewer heads than queries have.
+    """
+    op: Any = node.target
+    named = {a.name: value for a, value in zip(schema_of(op).arguments, args, strict=False)}
+    query, key = named.get("query"), named.get("key")
+    if not (isinstance(query, torch.Tensor) and isinstance(key, torch.Tensor) and query.dim() == key.dim() == 4):
+        return list(args)
+    for name in ("key", "value"):
+        named[name] = named[name][:, :1].expand(-1, query.shape[1], -1, -1)
+    return list(named.values())
 
 
 def bytes_moved(node: fx.Node) -> int:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch.nn import functional
 
-from planner.compat.cuda import clear_blas_workspaces
+from planner.compat.cuda import clear_blas_workspaces, memory_share
 from planner.compat.dispatch import lasting_modes_off
 
 
@@ -43,6 +43,14 @@ class Accelerator(Protocol):
 
     def reset_peak(self, device: torch.device) -> None:
         """Begin to look for the peak anew."""
+
+    def reserved(self, device: torch.device) -> int:
+        """The bytes that the allocator has of the device now."""
+
+    def limited(self, device: torch.device, nbytes: int) -> AbstractContextManager[Any]:
+        """Meanwhile the allocator may have no more bytes of the device: it gives back what it caches, or is out of
+        memory.
+        """
 
     def available(self, device: torch.device) -> int:
         """The bytes that nobody holds, with those that this process's allocator has cached."""
@@ -113,11 +121,17 @@ class _Module:
         self.module.set_rng_state(state, device)
 
     def prepare(self, device: torch.device) -> None:
-        """See `Accelerator`: a product in this thread and in autograd's, a convolution, attention."""
+        """See `Accelerator`: products in this thread and in autograd's, a convolution, attention."""
+
+        def with_bias(x: torch.Tensor) -> None:
+            torch.addmm(x.detach()[0, 0, 0], *[x.detach()[0, 0]] * 2)
+
         with self.current(device), lasting_modes_off(), torch.inference_mode(False), torch.enable_grad():
             for dtype in (torch.float32, torch.float16):
                 with torch.autocast(device.type, enabled=False):
                     x = torch.ones(1, 8, 16, 16, device=device, dtype=dtype, requires_grad=True)
+                    with_bias(x)
+                    x.register_hook(with_bias)  # type: ignore[no-untyped-call]
                     convolved = functional.conv2d(x, x.detach().permute(1, 0, 2, 3).expand(8, 8, 16, 16))
                     attended = functional.scaled_dot_product_attention(x, x, x)
                     (convolved.sum() + (attended.flatten(0, 2) @ x[0, 0]).sum()).backward()  # type: ignore[no-untyped-call]
@@ -162,6 +176,21 @@ class Caching(_Module):
     def reset_peak(self, device: torch.device) -> None:
         """See `Accelerator`."""
         self.module.reset_peak_memory_stats(device)
+
+    def reserved(self, device: torch.device) -> int:
+        """See `Accelerator`."""
+        return int(self.module.memory_reserved(device))
+
+    @contextmanager
+    def limited(self, device: torch.device, nbytes: int) -> Iterator[None]:
+        """See `Accelerator`."""
+        before = memory_share(self.module, device)
+        total = self.properties(device)[2]
+        self.module.set_per_process_memory_fraction(min(before, nbytes / total), device)
+        try:
+            yield
+        finally:
+            self.module.set_per_process_memory_fraction(before, device)
 
     def available(self, device: torch.device) -> int:
         """See `Accelerator`."""
@@ -215,6 +244,14 @@ class Mps(_Module):
 
     def reset_peak(self, device: torch.device) -> None:
         """See `Accelerator`."""
+
+    def reserved(self, device: torch.device) -> int:
+        """See `Accelerator`."""
+        return int(self.module.driver_allocated_memory())
+
+    def limited(self, device: torch.device, nbytes: int) -> AbstractContextManager[Any]:
+        """See `Accelerator`: without a peak to see, there is nothing to limit it for."""
+        return nullcontext()
 
     def available(self, device: torch.device) -> int:
         """See `Accelerator`."""

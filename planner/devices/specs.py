@@ -58,8 +58,8 @@ def blas_workspace(capability: tuple[int, int], config: str = "", *, rocm: bool 
     """Bytes of one cuBLAS workspace; `config` is the value of CUBLAS_WORKSPACE_CONFIG.
 
     `parseChosenWorkspaceSize` in ATen/cuda/CublasHandlePool.cpp: 32 MiB on Hopper and Blackwell, else 8 MiB and
-    128 KiB, unless that says otherwise; on ROCm 128 MiB for gfx94 and gfx95, else 32 MiB. cuBLASLt shares it. For a
-    card that is here, torch is asked instead (`planner.devices.find`).
+    128 KiB, unless that says otherwise; on ROCm 128 MiB for gfx94 and gfx95, else 32 MiB. For a card that is here,
+    torch is asked instead (`planner.devices.find`).
     """
     pairs = re.findall(r":(\d+):(\d+)", config)
     if pairs:
@@ -79,10 +79,23 @@ def blas_workspaces_stay(version: str = torch.__version__, cached: str | None = 
     return rocm or release(version) < (2, 15) or cached == "1"
 
 
+def lt_workspace(version: str = torch.__version__, unified: str | None = None, *, rocm: bool = False) -> int:
+    """Bytes of a cuBLASLt workspace beside cuBLAS's, which products with a bias take: one for each thread, too.
+
+    Before torch 2.13, 1 MiB or CUBLASLT_WORKSPACE_SIZE KiB, unless TORCH_CUBLASLT_UNIFIED_WORKSPACE is 1; later
+    cuBLAS's serves for both (`getCUDABlasLtWorkspaceSize` in ATen/cuda/CublasHandlePool.cpp).
+    """
+    unified = os.environ.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE") if unified is None else unified
+    if rocm or release(version) >= (2, 13) or unified == "1":
+        return 0
+    asked = os.environ.get("CUBLASLT_WORKSPACE_SIZE", "")
+    return 1024 * (int(asked) if asked.isdecimal() else 1024)
+
+
 def held_and_brought(workspace: int, *, rocm: bool = False) -> tuple[int, int]:
     """`Device.blas` and `Device.product` of a device with such a cuBLAS workspace."""
     stays = blas_workspaces_stay(rocm=rocm)
-    return (2 * workspace, 0) if stays else (0, workspace)
+    return (2 * (workspace + lt_workspace(rocm=rocm)), 0) if stays else (0, workspace)
 
 
 def _cuda(
@@ -114,7 +127,7 @@ def _cuda(
         memory=int(gib * 2**30),
         link=link * 1e9,
         # on no datasheet: about what nvidia-smi shows for a process that has trained a step
-        context=(600 if capability >= (9, 0) else 450 if capability >= (8, 0) else 300) * 2**20,
+        context=(800 if capability >= (9, 0) else 450 if capability >= (8, 0) else 300) * 2**20,
         blas=held,
         product=brought,
     )

@@ -73,7 +73,7 @@ class _Pinned:
     def __init__(self, gpu: Any, slab: torch.Tensor, streams: tuple[Any, Any], unused: deque[torch.Tensor]) -> None:
         self._gpu, self._slab, (self._out, self._back) = gpu, slab, streams
         self._unused = unused
-        self._coming: list[tuple[torch.Tensor, Any]] = []  # held until nothing writes into them
+        self._coming: dict[Any, torch.Tensor] = {}  # by the event of their copy's end; held until nothing writes there
         self._out.wait_stream(self._back)  # which may read yet what a step that failed left in this slab
 
     def out(self, x: torch.Tensor, at: int) -> Wait:
@@ -86,12 +86,11 @@ class _Pinned:
 
     def back(self, x: torch.Tensor, at: int) -> Wait:
         event = self._copy(self._back, x, self._slab[at : at + x.nbytes].view(x.dtype))
-        waiting = (x, event)
-        self._coming.append(waiting)
+        self._coming[event] = x
 
         def wait() -> None:
             self._gpu.current_stream(x.device).wait_event(event)
-            self._coming.remove(waiting)
+            del self._coming[event]
 
         return _Once(wait)
 
@@ -104,7 +103,7 @@ class _Pinned:
         return stream.record_event()
 
     def close(self) -> None:
-        for _, event in self._coming:  # of a step that failed: the memory is given to others next
+        for event in self._coming:  # of a step that failed: the memory is given to others next
             event.synchronize()
         self._coming.clear()
         self._unused.append(self._slab)
