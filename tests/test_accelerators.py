@@ -187,9 +187,11 @@ def test_ops_are_timed_on_values_that_are_not_zero_and_in_no_cache(monkeypatch):
     time, products = 0.0, []
     monkeypatch.setattr(measure_op, "_CACHED", 2**10)
     put(monkeypatch, Timed("cuda"))
-    product = call(ATEN.mm.default, torch.zeros(4, 4), torch.zeros(8, 4)[::2])
-    found = run_on_accelerator([product], CPU, timed=True)
-    assert found[product.key].seconds == pytest.approx(3e-3)
+    for right in (torch.zeros(8, 4)[::2], torch.zeros(4).expand(4, 4), torch.zeros(4, 1).expand(4, 4)):
+        product = call(ATEN.mm.default, torch.zeros(4, 4), right)
+        found = run_on_accelerator([product], CPU, timed=True)
+        assert found[product.key].seconds == pytest.approx(3e-3)
+        assert products[-1].stride() == right.stride()
     assert all(x.min() > 0 for x in products)
 
 
@@ -402,6 +404,65 @@ def test_a_step_that_ran_out_of_memory_leaves_nothing_to_the_next(monkeypatch):
     assert seen.unplanned_seconds is None
     assert "without a plan out of memory" in str(seen)
     assert len(steps) == 2
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_step_that_takes_too_much_is_run_again_held_to_the_budget(fits, monkeypatch):
+    """An allocator that is free to grow takes more than it needs."""
+
+    class Free(standing(**BYTES).__class__):
+        module, limits = Stand(**BYTES), []
+
+        def prepare(self, device):
+            pass
+
+        def random_state(self, device):
+            return torch.get_rng_state()
+
+        def set_random_state(self, device, state):
+            pass
+
+        def reserved_peak(self, device):
+            return 2**40 if not self.limits else 50 * MiB
+
+        @contextlib.contextmanager
+        def limited(self, device, nbytes):
+            self.limits.append(nbytes)
+            if not fits:
+                raise torch.OutOfMemoryError
+            yield
+
+    monkeypatch.setitem(ACCELERATORS, "cpu", Free("cpu"))
+    model, x = layers()
+    p = plan(model, x, budget_gb=1, loss_fn=torch.Tensor.mean)
+    seen = p.verify()
+    assert Free.limits[0] >= p.budget_bytes - p.account["parameters"] - 2**20
+    assert seen.within_budget is fits
+    assert all(q.grad is None for q in model.parameters())
+
+
+def test_a_limit_is_a_share_of_the_card_and_goes_again():
+    class Shares(Stand):
+        share = 0.75
+
+        def get_device_properties(self, device):
+            return SimpleNamespace(name="a card", total_memory=200 * MiB)
+
+        def get_per_process_memory_fraction(self, device):
+            return self.share
+
+        def set_per_process_memory_fraction(self, share, device):
+            self.share = share
+
+    class Fake(Caching):
+        module = Shares()
+
+    fake = Fake("cuda")
+    with fake.limited(CPU, 50 * MiB):
+        assert fake.module.share == 0.25
+    assert fake.module.share == 0.75
+    with fake.limited(CPU, 180 * MiB):
+        assert fake.module.share == 0.75  # never more than before
 
 
 # What is warned of, and lines of the account

@@ -18,13 +18,16 @@ class Verification:
         measured_bytes: the planned step's peak there: what the plan counts as resident, and what was asked of the
             allocator. The optimizer does not step. None on a device whose allocator keeps no peak (Apple's).
         unplanned_bytes: the same for the model without a plan; None where that ran out of memory, too.
-        reserved_bytes: the planned step's peak by what the allocator had of the device, its fragmentation with it; None
-            where nothing lies between it and what was asked for (the CPU), or no peak is kept.
+        reserved_bytes: the planned step's peak by what the allocator had of the device, its fragmentation with it; of a
+            step held to the budget where one that was free took more and this one ran. None where nothing lies between
+            it and what was asked for (the CPU), or no peak is kept.
         budget_bytes: the budget.
         gradient_error: largest difference of a gradient between the two steps, relative to the largest entry of that
             gradient without the plan; None where there is nothing to compare with.
-        gradients_agree: whether every difference is within float rounding of its dtype; None likewise. With
-            `draws`, of the differences from the step of `capture_error`: those from eager mode's are of other masks.
+        gradients_agree: whether every difference is within float rounding of its dtype; None likewise. Where the plan
+            itself adds none, a difference is rounding, too, that is no larger than what parameters cause which are off
+            by 256 units in the last place: layers of BatchNorm make much of little. With `draws`, of the differences
+            from the step of `capture_error`: those from eager mode's are of other masks.
         capture_error: the same difference of a step that was captured likewise and recomputes nothing: torch.compile's
             own; None where there was nothing to explain, or it could not be run.
         plan_error: the difference of the planned step from that one: the plan's own; None likewise.
