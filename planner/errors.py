@@ -8,6 +8,7 @@ import os
 import warnings
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 
@@ -67,6 +68,7 @@ class InfeasibleBudgetError(BudgetError):
         minimum_bytes: the same in bytes, not rounded.
         takes: what takes the room at the leanest plan's peak: name -> bytes, largest first.
         lower: a sentence on the options that reach lower.
+        leanest: the schedule that needs `minimum_bytes`, where one is known.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class InfeasibleBudgetError(BudgetError):
         whole: bool = True,
         lower: str = LOWER,
         note: str = "",
+        leanest: Any = None,
     ) -> None:
         """Args other than the attributes: `whole`, whether the step is known, or only what is held beside it; `note`,
         what is added to the error.
@@ -85,7 +88,7 @@ class InfeasibleBudgetError(BudgetError):
         self.budget_gb = budget_gb
         self.minimum_bytes = minimum_bytes
         self.minimum_gb = _rounded_up(minimum_bytes / 2**30)
-        self.takes, self.lower = takes, lower
+        self.takes, self.lower, self.leanest = takes, lower, leanest
         room = ", ".join(f"{name} {gb(size)}" for name, size in takes.items() if size)
         asked = f"budget_gb={budget_gb!r} ({gb(budget_gb * 2**30)}) is too small: "
         if whole:

@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -154,25 +155,22 @@ def test_a_budget_named_as_feasible_on_a_card_is(monkeypatch):
         assert p.peak_bytes <= p.budget_bytes
 
 
-def test_a_plan_for_a_card_fits_its_caching_allocator(monkeypatch):
-    """What the allocator reserves by simulation, with what the plan leaves for it, or the note says so."""
+@pytest.mark.parametrize("share", [1.0, 1.02, 1.1, 1.3])
+def test_a_plan_for_a_card_fits_its_caching_allocator(share):
+    """What the allocator reserves by simulation, at the least budget that is named and above it."""
     model, images = convolutions()
-    request = check(model, images, None, budget_gb=0.9, device="rtx3090", loss_fn=torch.Tensor.mean)
+    options = {"device": "rtx3090", "loss_fn": torch.Tensor.mean}
+    with pytest.raises(planner.InfeasibleBudgetError) as e:
+        plan(model, images, budget_gb=1e-3, **options)
+    request = check(model, images, None, budget_gb=share * e.value.minimum_gb, **options)
     graph = capture(request.model, request.args, request.kwargs, keep_everything, request.loss_fn)
     bare = lower(request, graph)
-    seen = []
-
-    def solve(step):
-        seen.append(step.account["fragmentation margin"])
-        return solution_of(step, request, graph)
-
-    step, solution = solve_with_margin(bare, request, solve)
+    step, solution = solve_with_margin(bare, request, partial(solution_of, request=request, graph=graph))
     assert solution.timeline.peak <= request.budget_bytes
     assert simulate(step.problem, solution.schedule).peak == solution.timeline.peak
     events = allocator_events(bare, request, solution.schedule)
-    ran_out = reserved(events, request.budget_bytes - step.account["CUDA context"]).out_of_memory
-    assert ran_out == ("expandable_segments" in solution.note)
-    assert step.account["fragmentation margin"] == seen[-1] > 0
+    assert not reserved(events, request.budget_bytes - step.account["CUDA context"]).out_of_memory
+    assert step.account["fragmentation margin"] >= 0
 
 
 @pytest.mark.parametrize(

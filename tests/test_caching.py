@@ -1,5 +1,6 @@
 """The simulated allocator: worked cases, a naive second implementation, and the real one where there is a GPU."""
 
+import gzip
 import json
 import os
 import random
@@ -7,13 +8,14 @@ import subprocess
 import sys
 from dataclasses import replace
 from itertools import accumulate
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.devices.caching_allocator import FREE, Event, Reserved, events_of, reserved, smallest_limit
+from planner.devices.caching_allocator import FREE, Event, Reserved, events_of, lasting_limit, reserved, smallest_limit
 from solvers import Op, Problem, Schedule, every_op_once, simulate, solve
 
 from .problems import random_training_graph, small_problems
@@ -231,6 +233,41 @@ def test_workspace_in_pieces_needs_no_room_in_one_piece():
     in_holes = reserved([*free_holes, *events_of(problem, schedule, (), workspaces={last: hole})])
     assert in_holes.reserved_peak == pieces.reserved_peak
     assert reserved([*free_holes, *events_of(problem, schedule, ())]).reserved_peak == whole.reserved_peak + 60 * MiB
+
+
+H100 = json.loads(gzip.decompress((Path(__file__).parent / "allocator_h100.json.gz").read_bytes()))
+
+
+def recorded(name: str, steps: int) -> list[Event]:
+    """Two planned steps of a model on an H100 under torch 2.11, by the allocator's own history, again and again."""
+    trace = H100[name]
+    resident = [(nbytes, -1 - n) for n, nbytes in enumerate(trace["resident"])]
+    step = [(nbytes, key) for nbytes, key in trace["steps"]]
+    return [*resident, *step * (steps // 2)]  # a key may come again once it is free
+
+
+@pytest.mark.parametrize("name", H100)
+def test_what_an_h100_reserved_is_what_the_simulation_reserves(name):
+    """To the byte, free to grow and held to the plan's budget, where Llama ran out of memory in its third step."""
+    trace = H100[name]
+    assert reserved(recorded(name, 2)).reserved_peak == trace["reserved"]
+    first, later = (reserved(recorded(name, steps), trace["limit"]) for steps in (2, 4))
+    assert not first.out_of_memory
+    if (most := trace["reserved_within_limit"]) is None:
+        assert later.out_of_memory
+    else:
+        assert not later.out_of_memory
+        assert later.reserved_peak == most
+
+
+@pytest.mark.parametrize("name", H100)
+def test_a_limit_that_is_named_lasts_where_it_is_rounded_up(name):
+    events = recorded(name, 4)
+    least = lasting_limit(events)
+    assert least >= smallest_limit(events)
+    for share in (1.0, 1.0003, 1.0007, 1.001):
+        assert not reserved(events, int(share * least)).out_of_memory
+    assert lasting_limit(events, least + MiB) > least
 
 
 ON_GPU = """

@@ -104,7 +104,8 @@ def test_a_model_on_meta():
     here = deep()
     with torch.device("meta"):
         there = deep()
-    options = {"device": "h100", "budget_gb": 0.6875, "solver": "chen", "account_gb": {"fragmentation margin": 0}}
+    account = {"CUDA context": 600 / 1024, "fragmentation margin": 0}
+    options = {"device": "h100", "budget_gb": 0.6875, "solver": "chen", "account_gb": account}
     big = 4096  # rows, so that n is of the order of ten
     real = search(here, lambda n: torch.ones(big * n, 32), **options)
     meta = search(there, lambda n: torch.ones(big * n, 32, device="meta"), **options)

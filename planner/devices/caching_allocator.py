@@ -10,6 +10,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
+from math import ceil
 
 from solvers import Problem, Schedule, Timeline, simulate
 from solvers.moves import events as in_order
@@ -21,6 +22,7 @@ SMALL_SEGMENT = 2 * 2**20
 LARGE_SEGMENT = 20 * 2**20  # shared by requests of less than OWN_SEGMENT
 OWN_SEGMENT = 10 * 2**20
 SEGMENT = 2 * 2**20  # larger segments are multiples of it
+NAMED = 1e-3  # by how much of it a limit grows, at most, that is rounded up to four digits
 
 Event = tuple[int, int]  # (bytes, key): allocate, (FREE, key): free; a key may come again once it is free
 
@@ -112,13 +114,18 @@ def place(events: Iterable[Event]) -> Placed:
     return placed
 
 
-def smallest_limit(events: Sequence[Event]) -> int:
+def smallest_limit(events: Sequence[Event], above: int = 0) -> int:
     """The bytes that segments need, by bisection in steps of 2 MiB: with these it does not run out, with less it does.
 
     The allocator's luck is no monotonic function of the limit; there may be smaller limits with which it gets by.
+
+    Args:
+        events: as for `reserved`.
+        above: a limit that is known not to suffice.
     """
     free = reserved(events)
-    low, high = (free.requested_peak - 1) // SEGMENT, free.reserved_peak // SEGMENT  # low is too little
+    low = max((free.requested_peak - 1) // SEGMENT, above // SEGMENT)  # too little
+    high = free.reserved_peak // SEGMENT
     while high - low > 1:
         middle = (low + high) // 2
         if reserved(events, middle * SEGMENT).out_of_memory:
@@ -126,6 +133,19 @@ def smallest_limit(events: Sequence[Event]) -> int:
         else:
             high = middle
     return high * SEGMENT
+
+
+def lasting_limit(events: Sequence[Event], above: int = 0) -> int:
+    """A limit above one that does not suffice, from which on the next `NAMED` of it suffice, too: as for
+    `smallest_limit`, for who names it in four digits.
+    """
+    least = smallest_limit(events, above)
+    while True:
+        limits = range(least, least + ceil(NAMED * least) + SEGMENT, SEGMENT)
+        failing = [limit for limit in limits if reserved(events, limit).out_of_memory]
+        if not failing:
+            return least
+        least = failing[-1] + SEGMENT
 
 
 def events_of(

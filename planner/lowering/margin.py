@@ -17,6 +17,7 @@ from solvers import Schedule, Timeline, every_op_once, simulate
 
 CONTEXT, MARGIN = "CUDA context", "fragmentation margin"  # lines of the account
 EXPANDABLE = 0.03  # of the bytes that are asked for, where segments can grow
+STEPS = 4  # that are simulated: held to a limit, blocks lie otherwise in the third step than in the second
 
 
 def add_margin(step: Step, request: Request, schedule: Schedule | None = None, growth: float = 0.0) -> Step:
@@ -78,8 +79,8 @@ def resident_tensors(
 
 
 def allocator_events(step: Step, request: Request, schedule: Schedule, timeline: Timeline | None = None) -> list[Event]:
-    """The allocations and frees of two training steps in a row that run a schedule, with this `timeline` if known."""
+    """The allocations and frees of `STEPS` training steps in a row by a schedule, with this `timeline` if known."""
     before, state, split = resident_tensors(request, step.account)
     problem = step.problem
     pieces = {i: split(problem.ops[i].workspace) for i, o in enumerate(step.origins) if o.phase == "optimizer"}
-    return events_of(problem, schedule, before, state=state, workspaces=pieces, timeline=timeline)
+    return events_of(problem, schedule, before, state=state, workspaces=pieces, steps=STEPS, timeline=timeline)

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from math import ceil
 
-from planner.core.step import Step
-from planner.devices.caching_allocator import reserved, smallest_limit
-from planner.errors import InfeasibleBudgetError, gb, warn
+from planner.core.step import Step, with_line
+from planner.devices.caching_allocator import lasting_limit, reserved
+from planner.errors import InfeasibleBudgetError
 from planner.lowering.margin import CONTEXT, EXPANDABLE, MARGIN, add_margin, allocator_events, expandable, fragments
 from planner.requests.request import Request
-from solvers import Solution
+from solvers import Schedule, Solution, cost_bound, simulate
 from solvers.schedule import waiting_bytes
 
 ROUNDS, GROWTH = 3, 0.15  # solves, and what each adds to the margin that its predecessor's schedule would need
+BETWEEN, APART = 2, 0.01  # further solves, and margins that are closer, as a part of the budget, are as good
+ADVICE = (
+    "PYTORCH_ALLOC_CONF=expandable_segments:True, with which little lies between the allocator's blocks, does, too."
+)
 
 
 def solve_with_margin(step: Step, request: Request, solve: Callable[[Step], Solution]) -> tuple[Step, Solution]:
     """Solve, and solve again with a larger margin where the simulated allocator runs out of memory.
 
-    The first margin is that of keeping everything, whatever the budget is, so that a budget that was named as feasible
-    is. Where no margin that fits is enough, the note of the solution says so.
+    The first margin is that of keeping everything. Where no schedule comes of a margin, or the allocator runs out of
+    memory by each, the leanest schedule that the solver knows is a plan, if the allocator has room for that, and
+    margins between are tried.
 
     Args:
         step: without a margin.
@@ -30,35 +34,88 @@ def solve_with_margin(step: Step, request: Request, solve: Callable[[Step], Solu
 
     Returns:
         The step with its margin, and the solution.
+
+    Raises:
+        InfeasibleBudgetError: the allocator needs more than the budget for the leanest schedule, too.
     """
     if not fragments(request, step.account):
         return step, solve(step)
-    best: tuple[Step, Solution] | None = None
+    schedule: Schedule | None = None
+    too_little = 0
     for n in range(ROUNDS):
-        roomy = add_margin(step, request, best[1].schedule if best else None, GROWTH * n)
+        roomy = add_margin(step, request, schedule, GROWTH * n)
         try:
             solution = solve(roomy)
         except InfeasibleBudgetError as e:
-            if best is None:
-                raise (_with_its_margin(e, roomy.account[MARGIN]) if expandable() else e) from None
+            if expandable():
+                raise _with_its_margin(e, roomy.account[MARGIN]) from None
+            return _between(step, request, solve, too_little, _leanest(step, request, e))
+        schedule = solution.schedule
+        if expandable() or _needed(step, request, schedule) <= request.budget_bytes:
+            return roomy, solution
+        too_little = max(too_little, roomy.account[MARGIN])
+    try:
+        solve(with_line(step, MARGIN, request.budget_bytes))
+    except InfeasibleBudgetError as e:
+        return _between(step, request, solve, too_little, _leanest(step, request, e))
+    raise AssertionError("a margin of the whole budget leaves no room")
+
+
+def _between(
+    step: Step, request: Request, solve: Callable[[Step], Solution], too_little: int, best: tuple[Step, Solution]
+) -> tuple[Step, Solution]:
+    """A faster plan than the leanest one, by margins between one with which the allocator runs out of memory and the
+    largest for which there is a schedule.
+    """
+    enough = request.budget_bytes - (best[1].timeline.peak - best[0].account[MARGIN])
+    for _ in range(BETWEEN):
+        if enough - too_little < APART * request.budget_bytes:
             break
-        best = roomy, solution
-        if expandable():
-            return best
-        events = allocator_events(step, request, solution.schedule, solution.timeline)
-        others = max(waiting_bytes(step.problem, solution.schedule.steps), default=0)
-        limit = request.budget_bytes - step.account[CONTEXT] - others
-        if not reserved(events, limit).out_of_memory:
-            return best
-    assert best is not None
-    roomy, solution = best
-    note = (
-        f"The caching allocator may need {gb(smallest_limit(events) - limit)} more than the budget, by simulation, for "
-        "what lies between its blocks: train with PYTORCH_ALLOC_CONF=expandable_segments:True, which avoids most of "
-        "that, or give more."
-    )
-    warn(note)
-    return roomy, replace(solution, note=f"{solution.note} {note}".strip())
+        margin = (enough + too_little) // 2
+        roomy = with_line(step, MARGIN, margin)
+        try:
+            solution = solve(roomy)
+        except InfeasibleBudgetError:  # it was searched for a time that is limited
+            break
+        if _needed(step, request, solution.schedule) > request.budget_bytes:
+            too_little = margin
+            continue
+        enough = margin
+        if solution.timeline.cost < best[1].timeline.cost:
+            best = roomy, solution
+    return best
+
+
+def _needed(step: Step, request: Request, schedule: Schedule) -> int:
+    """Bytes of a budget with which the simulated allocator does not run out of memory; the request's, where it does
+    not with that.
+    """
+    events = allocator_events(step, request, schedule)
+    beside = step.account[CONTEXT] + max(waiting_bytes(step.problem, schedule.steps), default=0)
+    limit = request.budget_bytes - beside
+    if limit > 0 and not reserved(events, limit).out_of_memory:
+        return request.budget_bytes
+    return beside + lasting_limit(events, limit)
+
+
+def _leanest(step: Step, request: Request, refused: InfeasibleBudgetError) -> tuple[Step, Solution]:
+    """The leanest schedule of a refusal, as a plan; raises the refusal, with what the allocator needs for it."""
+    schedule: Schedule | None = refused.leanest
+    if schedule is None:
+        raise refused
+    needed = _needed(step, request, schedule)
+    margin = max(0, needed - simulate(step.problem.with_budget(None), schedule).peak)
+    if needed > request.budget_bytes:
+        takes = dict(sorted({**refused.takes, MARGIN: margin}.items(), key=lambda line: -line[1]))
+        lower = f"{refused.lower} {ADVICE}".strip()
+        raise InfeasibleBudgetError(
+            refused.budget_gb, needed, takes, lower=lower, note=" ".join(getattr(refused, "__notes__", ()))
+        )
+
+    roomy = with_line(step, MARGIN, margin)
+    timeline = simulate(roomy.problem, schedule)
+    bound = min(timeline.cost, cost_bound(roomy.problem))
+    return roomy, Solution(schedule, timeline, "leanest", 0.0, bound)
 
 
 def _with_its_margin(e: InfeasibleBudgetError, margin: int) -> InfeasibleBudgetError:

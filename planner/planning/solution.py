@@ -57,7 +57,9 @@ def solution_of(
         takes = dict(sorted({**step.account, **leanest}.items(), key=lambda line: -line[1]))
         unseen = graph.loss.source == "unknown" and request.loop.loss is None
         lower, note = _reaching_lower(options), _unseen(request) if unseen else ""
-        raise InfeasibleBudgetError(request.budget_gb, e.minimum, takes, lower=lower, note=note) from None
+        raise InfeasibleBudgetError(
+            request.budget_gb, e.minimum, takes, lower=lower, note=note, leanest=e.schedule
+        ) from None
 
 
 def _unseen(request: Request) -> str:
