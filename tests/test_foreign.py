@@ -63,6 +63,23 @@ def test_a_card_keeps_no_scores_of_attention_with_dropout(options, card, kernel)
     assert on_cpu.peak_bytes == p.peak_bytes
 
 
+def test_autocast_of_the_cards_kind_is_that_of_the_trace(monkeypatch):
+    """On a machine without such a card, torch switches it off by itself, with a warning."""
+    layers = [layer for _ in range(8) for layer in (torch.nn.Linear(64, 64), torch.nn.Tanh())]
+    model, x = torch.nn.Sequential(*layers).to("meta"), torch.zeros(65536, 64, device="meta")
+    options = {"budget_gb": 4, "device": "h100", "loss_fn": torch.Tensor.mean, "progress": False}
+    whole = plan(model, x, **options).baseline_peak_bytes
+    try:
+        torch.set_autocast_enabled("cuda", True)
+        torch.set_autocast_dtype("cuda", torch.bfloat16)
+        cast = plan(model, x, **options).baseline_peak_bytes
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+    assert not torch.is_autocast_enabled("cpu")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert plan(model, x, **options).baseline_peak_bytes == cast < whole
+
+
 def test_a_model_that_is_planned_for_a_card_runs_where_it_is_by_its_own_kernels():
     torch.manual_seed(0)
     model, x = Attention(dtype=torch.float32), torch.randn(BATCH, LENGTH, 64)

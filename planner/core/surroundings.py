@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +35,16 @@ def surroundings_of(model: nn.Module) -> Surroundings:
         torch.is_autocast_cache_enabled(),
         tuple(module.training for module in modules_in(model)),
     )
+
+
+def autocast_as_for(kind: str) -> AbstractContextManager[object]:
+    """The autocast that is on for a kind of device, for the CPU, on which a step for that device is traced.
+
+    Which ops are cast is the CPU's choice: it leaves layer norms and softmax in half precision.
+    """
+    if torch.is_autocast_enabled("cpu") or not torch.is_autocast_enabled(kind):
+        return nullcontext()
+    return torch.autocast("cpu", dtype=torch.get_autocast_dtype(kind))
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from planner.compat.joint_trace import traces_of
 from planner.core.account import BATCH
 from planner.core.plan import GraphModules
 from planner.core.step import Pass, Step, replay, run_passes
-from planner.core.surroundings import under
+from planner.core.surroundings import autocast_as_for, under
 from planner.costs.account import OTHERS, account_of
 from planner.costs.ops import OpEstimate, estimate
 from planner.eager.unplanned import eager_step
@@ -190,7 +190,9 @@ def _checkpointed(request: Request, why: CaptureError | InfeasibleBudgetError, k
 
 @contextmanager
 def _out_of_sight(request: Request) -> Iterator[None]:
-    with fakes_forgotten(), random_kept(request.model), lasting_modes_off(), under(request.surroundings, request.model):
+    surroundings = under(request.surroundings, request.model)
+    casting = autocast_as_for(request.device.type) if request.foreign else nullcontext()
+    with fakes_forgotten(), random_kept(request.model), lasting_modes_off(), surroundings, casting:
         yield
 
 
