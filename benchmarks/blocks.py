@@ -48,8 +48,9 @@ def checkpoint_blocks(model: nn.Module) -> list[str]:
 def _note(
     inner: Callable[..., Any], paths: dict[nn.Module, str], found: list[str], run: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Note which module is checkpointed: diffusers passes the module, transformers `partial(forward, module)`."""
-    path = paths[run.args[0] if isinstance(run, partial) else getattr(run, "__self__", run)]
+    """Note which module is checkpointed: diffusers passes the module, transformers a partial of its forward pass."""
+    bound = run.args[0] if isinstance(run, partial) and run.args else getattr(run, "func", run)
+    path = paths[getattr(bound, "__self__", bound)]
     if path not in found:
         found.append(path)
     return inner(run, *args, **kwargs)

@@ -26,6 +26,7 @@ from torch import nn
 
 from planner import InfeasibleBudgetError, Plan, plan
 from planner.devices.meter import record_allocations
+from planner.session.verify import compare as gradients_compared
 
 from .blocks import checkpoint_blocks
 from .cuda_models import Size, Work, build
@@ -259,13 +260,10 @@ def step_results(work: Work) -> Results:
 
 
 def compare(ours: Results, theirs: Results) -> dict[str, float]:
-    """Difference of the losses, and of any gradient relative to the largest entry of that gradient."""
-    worst = 0.0
-    for name, gradient in theirs[1].items():
-        a = ours[1][name].float()
-        b = gradient.to(a)
-        worst = max(worst, float((a - b).abs().max() / b.abs().max().clamp_min(1e-30)))
-    return {"loss": theirs[0], "loss_difference": ours[0] - theirs[0], "gradient_error": worst}
+    """Difference of the losses, and of any gradient relative to its largest entry, as `verify()` has it."""
+    there = {name: gradient.to(ours[1][name]) for name, gradient in theirs[1].items()}
+    error, _ = gradients_compared(ours[1], there)
+    return {"loss": theirs[0], "loss_difference": ours[0] - theirs[0], "gradient_error": error}
 
 
 def measure_cuda(entry: Entry, work: Work, device: torch.device) -> dict[str, Any]:

@@ -26,7 +26,12 @@ NAMES = ("gpt2", "llama", "resnet", "vit", "unet", "bert", "t5", "convnext")
 ON_CPU = ("gpt2",)  # tiny: to try the program
 LLAMA, LLAMA_BUDGETS = "llama3-8b", (40.0, 60.0, 80.0)
 WHEELS = Path(__file__).parents[1] / ".wheels"
-NEEDED = {"highspy": "highspy", "pulp": "pulp", "diffusers": "diffusers", "networkx": "networkx"}  # module -> package
+# module -> package; of the last ones, pydantic needs each
+NEEDED = {
+    "highspy": "highspy", "pulp": "pulp", "diffusers": "diffusers", "importlib_metadata": "importlib_metadata",
+    "networkx": "networkx", "pydantic": "pydantic", "pydantic_core": "pydantic_core",
+    "annotated_types": "annotated-types", "typing_inspection": "typing-inspection",
+}  # fmt: skip
 TESTS = "tests/cuda"
 TEST_SECONDS = 900.0
 

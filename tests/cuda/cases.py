@@ -9,7 +9,7 @@ import torch
 
 from planner import InfeasibleBudgetError, plan
 
-from ..measure import results, step
+from ..measure import beside_the_loop, results, step
 from ..real_models import Case, gpt2, llama, resnet50, unet
 
 needs_cuda = [
@@ -97,8 +97,18 @@ def measured(case: Case, *, keep_gradients: bool = False) -> int:
 
 
 def results_on_cuda(case: Case) -> dict[str, torch.Tensor]:
-    """Loss, outputs, gradients, buffers, and both generators' states, after one step from a fixed seed."""
-    return results(case) | {"cuda random state": torch.cuda.get_rng_state()}
+    """Loss, outputs, gradients, buffers, and both generators' states, after one step from a fixed seed; on the host."""
+    found = results(case)
+    with beside_the_loop():
+        return {key: t.cpu() for key, t in found.items()} | {"cuda random state": torch.cuda.get_rng_state()}
+
+
+def under(p, case: Case) -> dict[str, torch.Tensor]:
+    """The results of a plan's first step, by its graphs: with everything kept, the next ones are the model's own."""
+    p.apply()
+    found = results_on_cuda(case)
+    p.remove()
+    return found
 
 
 def error(ours: torch.Tensor, theirs: torch.Tensor) -> float:

@@ -1,5 +1,7 @@
 """Plans on a GPU change no gradient: not a bit where the kernels repeat themselves, and no random draw anywhere."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -8,16 +10,9 @@ from torch.nn import functional as F
 from planner import plan
 
 from ..real_models import Case
-from .cases import NAMES, ROOM_TO_SPARE, error, needs_cuda, on_cuda, plan_at, plan_at_least, results_on_cuda
+from .cases import NAMES, ROOM_TO_SPARE, error, needs_cuda, on_cuda, plan_at, plan_at_least, results_on_cuda, under
 
 pytestmark = needs_cuda
-
-
-def under(plan_, case):
-    plan_.apply()
-    found = results_on_cuda(case)
-    plan_.remove()
-    return found
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -39,8 +34,16 @@ def test_gradients_loss_outputs_and_buffers_are_equal(name):
             assert torch.equal(ours[key], theirs), f"{key} differs from the same graph without recomputation"
         else:
             assert error(ours[key], theirs) < 1e-4, key
-    for key, theirs in eager.items():
-        assert error(ours[key], theirs) < 1e-3, f"{key} differs from eager's"
+    if far := [key for key, theirs in eager.items() if error(ours[key], theirs) > 1e-3]:
+        # layers of BatchNorm make much of what little the rounding of kernels differs by
+        exact = results_on_cuda(_in_double(case))
+        off = {key: (error(ours[key], exact[key]), error(eager[key], exact[key])) for key in far}
+        assert all(mine < 3 * theirs for mine, theirs in off.values()), f"further from float64 than eager's: {off}"
+
+
+def _in_double(case: Case) -> Case:
+    case.model.double()
+    return replace(case, batch={k: v.double() if v.is_floating_point() else v for k, v in case.batch.items()})
 
 
 @pytest.mark.parametrize("name", ["gpt2_dropout", "resnet50"])
@@ -90,7 +93,8 @@ def test_dropout_draws_what_it_drew(dtype):
 
 def test_batch_norm_updates_its_buffers_once_a_step():
     case, eager = on_cuda("resnet50"), on_cuda("resnet50")
-    p = plan_at_least(case, "resnet50")
+    everything = plan(case.model, case.batch, budget_gb=ROOM_TO_SPARE, accumulate=True).baseline_peak_bytes
+    p = plan_at(case, everything, 0.5, accumulate=True)
     assert any("batch_norm" in m.op for m in p.timeline if m.recomputed)
     p.apply()
     for each in (case, eager):
