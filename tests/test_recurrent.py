@@ -7,6 +7,7 @@ from torch._subclasses import FakeTensorMode
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from planner import CaptureError, InfeasibleBudgetError, Plan, applied_plan, plan
+from planner.eager.pipeline import cudnn_would_draw
 from planner.planning import pipeline
 
 from .measure import held_before, peak_of, results, step_peak
@@ -240,6 +241,36 @@ def test_packed_sequences_are_refused_in_words():
     case = case_of(Packed(nn.LSTM))
     with pytest.raises(CaptureError, match=r"pack_padded_sequence\(\).*test_recurrent"):
         plan(case.model, case.batch, budget_gb=1)
+
+
+class Chaotic(nn.Module):
+    """Makes much of what torch.compile rounds otherwise."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.GRU(8, 8, batch_first=True)
+
+    def forward(self, x):
+        y = torch.sigmoid(self.layers(x)[0][:, -1])
+        for _ in range(40):
+            y = 3.9 * y * (1 - y)
+        return y.mean()
+
+
+def test_rounding_that_a_model_makes_much_of_is_no_difference_of_the_plans():
+    torch.manual_seed(0)
+    seen = plan(Chaotic(), torch.randn(64, 6, 8), budget_gb=1).verify()
+    assert seen.gradient_error > 1e-3
+    assert seen.plan_error == 0
+    assert seen.gradients_agree
+
+
+def test_cudnns_layers_with_dropout_are_not_traced_on_fakes():
+    """cuDNN's state of the dropout is torch's own and made once: a fake one would be that of every later step."""
+    for layers, traced in ((nn.LSTM(4, 4, 2, dropout=0.5), False), (nn.LSTM(4, 4, 2), True), (nn.GRU(4, 4), True)):
+        assert cudnn_would_draw(nn.Sequential(layers), torch.device("cuda")) is not traced
+        assert not cudnn_would_draw(layers, torch.device("cpu"))
+        assert not cudnn_would_draw(layers.eval(), torch.device("cuda"))
 
 
 def test_cudnns_layers_on_fakes_have_gradients_of_every_weight():

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from planner.capture.trace.data_dependent import Answers
@@ -209,10 +210,21 @@ def tracer_of(request: Request, traced: Callable[[], None]) -> Tracer:
             "checkpointed, they would communicate again in the backward pass. Plan with mode='aten', which keeps "
             "what they receive"
         )
+    if cudnn_would_draw(request.model, request.model_device):
+        raise CaptureError(
+            f"{type(request.model).__name__} has recurrent layers with dropout, whose state cuDNN makes once: it "
+            "cannot be traced. Put nn.Dropout between layers of one each, or plan with mode='aten'"
+        )
     account, optimizer_step = account_of(request)
     if request.loop.loss is not None and request.loop.loss.read:
         account[TARGETS] = request.loop.loss.read
     return Tracer(request, mode, model, fake_args, fake_kwargs, answers, account, optimizer_step, {}, traced)
+
+
+def cudnn_would_draw(model: nn.Module, device: torch.device) -> bool:
+    """Whether a step draws masks by cuDNN's state, which torch makes once: it would keep a fake one."""
+    layers = (m for m in model.modules() if isinstance(m, nn.RNNBase))
+    return device.type == "cuda" and any(m.training and m.dropout and m.num_layers > 1 for m in layers)
 
 
 def _plain(tracer: Tracer) -> Trace:
