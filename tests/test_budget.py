@@ -155,6 +155,19 @@ def test_a_budget_named_as_feasible_on_a_card_is(monkeypatch):
         assert p.peak_bytes <= p.budget_bytes
 
 
+@pytest.mark.parametrize("share", [1.0, 1.02])
+def test_a_known_plan_for_a_card_is_taken_with_its_margin(share, tmp_path):
+    model, images = convolutions()
+    options = {"device": "rtx3090", "loss_fn": torch.Tensor.mean}
+    with pytest.raises(planner.InfeasibleBudgetError) as e:
+        plan(model, images, budget_gb=1e-3, **options)
+    p = plan(model, images, budget_gb=share * e.value.minimum_gb, **options)
+    p.save(tmp_path / "plan.json")
+    q = plan(model, images, budget_gb=share * e.value.minimum_gb, known=tmp_path / "plan.json", **options)
+    assert "the same step and budget" in q.note
+    assert (q.account, q.timeline) == (p.account, p.timeline)
+
+
 @pytest.mark.parametrize("share", [1.0, 1.02, 1.1, 1.3])
 def test_a_plan_for_a_card_fits_its_caching_allocator(share):
     """What the allocator reserves by simulation, at the least budget that is named and above it."""

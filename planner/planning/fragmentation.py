@@ -20,7 +20,9 @@ ADVICE = (
 )
 
 
-def solve_with_margin(step: Step, request: Request, solve: Callable[[Step], Solution]) -> tuple[Step, Solution]:
+def solve_with_margin(
+    step: Step, request: Request, solve: Callable[[Step], Solution], first: int | None = None
+) -> tuple[Step, Solution]:
     """Solve, and solve again with a larger margin where the simulated allocator runs out of memory.
 
     The first margin is that of keeping everything. Where no schedule comes of a margin, or the allocator runs out of
@@ -31,6 +33,7 @@ def solve_with_margin(step: Step, request: Request, solve: Callable[[Step], Solu
         step: without a margin.
         request: what is planned.
         solve: a step with a margin -> its solution; InfeasibleBudgetError where there is none.
+        first: the margin of a known plan, to try first.
 
     Returns:
         The step with its margin, and the solution.
@@ -43,7 +46,10 @@ def solve_with_margin(step: Step, request: Request, solve: Callable[[Step], Solu
     schedule: Schedule | None = None
     too_little = 0
     for n in range(ROUNDS):
-        roomy = add_margin(step, request, schedule, GROWTH * n)
+        if schedule is None and first is not None:
+            roomy = with_line(step, MARGIN, first)
+        else:
+            roomy = add_margin(step, request, schedule, GROWTH * n)
         try:
             solution = solve(roomy)
         except InfeasibleBudgetError as e:

@@ -35,7 +35,7 @@ from planner.errors import CaptureError, InfeasibleBudgetError, warn
 from planner.lowering.build import BuildSettings, build, split_by_region
 from planner.lowering.collectives import insert_collectives
 from planner.lowering.keep import keep_asked, places, refuse_unmatched
-from planner.lowering.margin import add_margin
+from planner.lowering.margin import MARGIN, add_margin
 from planner.lowering.microbatches import TARGETS, add_microbatches, add_second_backward, in_words
 from planner.lowering.offload import add_link, moves_by_region, nothing_leaves
 from planner.lowering.several import add_calls
@@ -222,7 +222,8 @@ def _planned(
 
     def solved(of: TrainingGraph, lowered: Step) -> Solved:
         solve_here = partial(solution_of, request=request, graph=of, others=others, known=known, must_match=must_match)
-        with_margin = partial(solve_with_margin, request=request, solve=solve_here)
+        first = None if known is None else known.record.account.get(MARGIN)
+        with_margin = partial(solve_with_margin, request=request, solve=solve_here, first=first)
         return of, *solve_within_host(lowered, request, of, with_margin)
 
     if known is not None and (must_match or request.options.pieces):
