@@ -26,11 +26,11 @@ from torch import nn
 
 from planner import InfeasibleBudgetError, Plan, plan
 from planner.devices.meter import record_allocations
-from planner.session.verify import compare as gradients_compared
 
 from .blocks import checkpoint_blocks
 from .cuda_models import Size, Work, build
 from .cuda_probes import constants, costs
+from .measure import difference
 
 MARK = "@@ "
 GB = 2**30
@@ -260,9 +260,8 @@ def step_results(work: Work) -> Results:
 
 
 def compare(ours: Results, theirs: Results) -> dict[str, float]:
-    """Difference of the losses, and of any gradient relative to its largest entry, as `verify()` has it."""
-    there = {name: gradient.to(ours[1][name]) for name, gradient in theirs[1].items()}
-    error, _ = gradients_compared(ours[1], there)
+    """Difference of the losses, and of any gradient relative to its largest entry."""
+    error = difference({n: g.cpu().float() for n, g in ours[1].items()}, {n: g.float() for n, g in theirs[1].items()})
     return {"loss": theirs[0], "loss_difference": ours[0] - theirs[0], "gradient_error": error}
 
 

@@ -11,7 +11,7 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -133,9 +133,13 @@ def gradient_error(step: Step, model: nn.Module, plain: nn.Module) -> float:
     """
     ours = gradients(step, model)
     with lasting_modes_off():  # a plan is not to learn what the other model's step takes
-        theirs = gradients(step, plain)
-        least = max(CANCELLED * max(float(g.abs().max()) for g in theirs.values()), 1e-30)
-        return max(float((ours[n] - g).abs().max() / g.abs().max().clamp_min(least)) for n, g in theirs.items())
+        return difference(ours, gradients(step, plain))
+
+
+def difference(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> float:
+    """The same of two steps' gradients, by name."""
+    least = max(CANCELLED * max(float(g.abs().max()) for g in theirs.values()), 1e-30)
+    return max(float((ours[n] - g).abs().max() / g.abs().max().clamp_min(least)) for n, g in theirs.items())
 
 
 def slope(step: Step, model: nn.Module, loss: Callable[[], float], reach: float = 1e-3) -> float:

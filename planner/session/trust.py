@@ -18,7 +18,8 @@ from planner.errors import InfeasibleBudgetError, warn
 from planner.planning.inductor import in_aten, planned_in_vain
 from planner.planning.pipeline import capture_step, make_plan
 from planner.requests.planned import Planned
-from planner.session.verify import compare, gradients_of
+from planner.session.gradients import compare
+from planner.session.verify import gradients_of
 
 Earlier = dict[tuple[str, ...], PlanRecord]
 

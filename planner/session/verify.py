@@ -17,8 +17,7 @@ from planner.capture.trace.loss_trace import checked_loss, find_loss, probable_l
 from planner.capture.trace.state_guard import ModelSnapshot
 from planner.capture.trace.step import TrainingGraph
 from planner.compat.autograd import post_accumulate_hooks
-from planner.core.call import here, tensors_in
-from planner.core.host import aside
+from planner.core.call import tensors_in
 from planner.core.objects import leaves, with_tensors
 from planner.core.options import GB
 from planner.core.plan import PlanRecord
@@ -38,13 +37,8 @@ from planner.runtime.aside import taken_off
 from planner.runtime.interception import attached, detach
 from planner.runtime.signature import call_signature
 from planner.session.attach import put_on
+from planner.session.gradients import Gradients, compare, gradients_on_host, nudge, shaken
 from planner.session.twice import unlike_again
-
-Gradients = dict[str, torch.Tensor]  # by the names of parameters
-
-NUDGE = 256  # units in the last place of a parameter; kernels that add up in float are as far from eager's as that
-NUDGES = 100  # times what such parameters come to is still a rounding error
-CANCELLED = 1e-3  # a gradient of less than this share of the largest is compared with that share
 
 
 def verify(planned: Planned | Pending, batch: Any = None, kwargs: Mapping[str, Any] | None = None) -> Verification:
@@ -101,8 +95,8 @@ def verify(planned: Planned | Pending, batch: Any = None, kwargs: Mapping[str, A
         if draws and alike is not None:
             agree = alike
         elif agree is False and alike and unplanned is not None:  # the plan's own part is right: is the compiler's?
-            shaken = _shaken(model, step, again)
-            agree = compare(measured.gradients, unplanned.gradients, nudged=shaken, nudges=1)[1]
+            off = shaken(model, step, again)
+            agree = compare(measured.gradients, unplanned.gradients, nudged=off, nudges=1)[1]
         unlike = _unlike(request, args, extra, again) if error and used.overhead and own != 0 else ()
     resident = used.resident_bytes - used.account.get(FOUND, 0)
     return Verification(
@@ -144,24 +138,6 @@ def _step(request: Request, args: Any, extra: Mapping[str, Any], *, alone: bool 
         loss.backward()  # type: ignore[no-untyped-call]
 
 
-def _gradients(model: nn.Module) -> Gradients:
-    """Copies of the gradients, dense, beside which the next step has to fit."""
-    return {name: aside(_dense(p.grad)) for name, p in model.named_parameters() if p.grad is not None}
-
-
-def _dense(gradient: torch.Tensor) -> torch.Tensor:
-    return here(gradient) if gradient.layout is torch.strided else gradient.detach().cpu().to_dense()
-
-
-def _nudge(model: nn.Module) -> None:
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for p in model.parameters():
-            if p.is_floating_point():
-                up = torch.randint(2, p.shape, generator=generator, dtype=torch.int8).to(p)
-                p.mul_(1 + NUDGE * torch.finfo(p.dtype).eps * (2 * up - 1))
-
-
 def _apart(t: torch.Tensor) -> torch.Tensor:
     """The same tensor, without what it was computed from and without its `.grad`."""
     alone = t.detach()
@@ -190,11 +166,11 @@ def gradients_of(planned: Planned, request: Request, *, nudged: bool = False) ->
         put_on(planned, model, alone=True)
         try:
             if nudged:
-                _nudge(model)
+                nudge(model)
             # the outputs of a loop's step before are there still, in whose place those of a step come; and the other
             # plan may be one for fewer calls at once
             _step(request, request.args or (), request.kwargs, alone=True)
-            return _gradients(model)
+            return gradients_on_host(model)
         finally:
             detach(model)
 
@@ -264,16 +240,6 @@ def _loss(request: Request, output: Any) -> torch.Tensor:
         raise BatchError("the model's output holds nothing that needs a gradient")
     reached = [t for at, t in parts.items() if at not in request.loop.unreached]
     return torch.stack(reached or [*parts.values()]).sum()
-
-
-def _shaken(model: nn.Module, step: Callable[[], None], again: Callable[[], None]) -> Gradients:
-    """The gradients of a step with parameters that are off in their last places: what rounding errors come to."""
-    try:
-        _nudge(model)
-        step()
-        return _gradients(model)
-    finally:
-        again()
 
 
 def _with_blocks(used: PlanRecord) -> int:
@@ -349,7 +315,7 @@ def _measured(
         peak, taken = _sum(-before, peak), _sum(-before, taken)
     else:
         peak, taken = record_allocations(step).peak(), None
-    gradients = _gradients(model)
+    gradients = gradients_on_host(model)
     again()
     return _Measured(peak, taken, seconds, gradients)
 
@@ -382,43 +348,3 @@ def _untouched(model: nn.Module, accumulate: bool, arguments: tuple[Any, ...]) -
             p.grad = g
         for table, saved in hooks:
             table.update(saved)
-
-
-def compare(
-    ours: Gradients,
-    theirs: Gradients,
-    computed_in: torch.dtype | None = None,
-    nudged: Gradients | None = None,
-    nudges: int = NUDGES,
-) -> tuple[float, bool]:
-    """The largest difference of gradients by name, over the largest of each; and whether they may be called equal.
-
-    A gradient whose terms cancel, as that of a bias of attention's keys, is rounding errors of larger ones: its
-    difference is over a share of the largest gradient of all, `CANCELLED`, where that is more.
-
-    Args:
-        ours: gradients by the names of parameters.
-        theirs: the same, to compare with.
-        computed_in: the dtype of which rounding errors are, where it is less precise than the gradients.
-        nudged: the same as `theirs` with parameters that differ in their last bits: a difference of `nudges` times what
-            that comes to is no error (rounding errors of what cancels before a BatchNorm have no other scale).
-        nudges: how often.
-    """
-    worst, agree = 0.0, ours.keys() == theirs.keys()
-    least = CANCELLED * max(
-        (g.abs().max().item() for g in theirs.values() if g.numel() and g.isfinite().all()), default=0
-    )
-    for name in ours.keys() & theirs.keys():
-        a, b = ours[name], theirs[name]
-        scale = max(b.abs().max().item(), least, torch.finfo(b.dtype).tiny) if b.numel() else 1.0
-        error = 0.0 if torch.allclose(a, b, 0, 0, equal_nan=True) else (a - b).abs().max().item() / scale
-        worst = max(worst, error)
-        # rounding errors add up over a reduction; a wrong mask or a stale buffer is far above this
-        eps = max(torch.finfo(dtype).eps for dtype in (b.dtype, computed_in or b.dtype))
-        alike = error <= min(1e3 * eps, 0.05)
-        agree &= alike or (nudged is not None and _most(a - b) <= nudges * _most(nudged[name] - b))
-    return worst, agree
-
-
-def _most(t: torch.Tensor) -> float:
-    return t.abs().max().item() if t.numel() else 0.0
