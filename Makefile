@@ -40,8 +40,9 @@ pytest: env
 
 # what `python -m benchmarks.cuda --hour` installs on a machine with a GPU, Python 3.12, torch, and no network
 wheels: env
-	$(BIN)/python -m pip download --quiet --constraint constraints.txt --no-deps --only-binary=:all: --python-version 3.12 \
-		--platform manylinux_2_28_x86_64 --platform manylinux_2_24_x86_64 --platform manylinux2014_x86_64 --platform manylinux_2_17_x86_64 --platform any \
+	$(BIN)/python -m pip download --quiet --constraint constraints.txt --no-deps --only-binary=:all: \
+		--python-version 3.12 --platform manylinux_2_28_x86_64 --platform manylinux_2_24_x86_64 \
+		--platform manylinux2014_x86_64 --platform manylinux_2_17_x86_64 --platform any \
 		--dest .wheels highspy 'pulp>=3.3,<4' diffusers importlib_metadata networkx \
 		pydantic pydantic_core annotated-types typing-inspection
 

@@ -26,7 +26,7 @@ NAMES = ("gpt2", "llama", "resnet", "vit", "unet", "bert", "t5", "convnext")
 ON_CPU = ("gpt2",)  # tiny: to try the program
 LLAMA, LLAMA_BUDGETS = "llama3-8b", (40.0, 60.0, 80.0)
 WHEELS = Path(__file__).parents[1] / ".wheels"
-# module -> package; of the last ones, pydantic needs each
+# module -> package, and what pydantic needs: each is installed by itself
 NEEDED = {
     "highspy": "highspy", "pulp": "pulp", "diffusers": "diffusers", "importlib_metadata": "importlib_metadata",
     "networkx": "networkx", "pydantic": "pydantic", "pydantic_core": "pydantic_core",

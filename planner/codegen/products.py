@@ -201,8 +201,8 @@ def _batches(node: Any) -> tuple[Any, bool]:
     if merged.target is not _RESHAPE:
         return None, turned
     source = merged.args[0]
-    *batch, rows, columns = source.meta["val"].shape if source.meta["val"].dim() > 2 else (0, 0)
-    same = len(batch) > 1 and tuple(merged.meta["val"].shape) == (prod(batch), rows, columns)
+    shape = source.meta["val"].shape
+    same = len(shape) > 3 and tuple(merged.meta["val"].shape) == (prod(shape[:-2]), *shape[-2:])
     return (source if same else None), turned
 
 

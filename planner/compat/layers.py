@@ -143,19 +143,17 @@ def _reserved_bytes(
 
 def _with_what_cudnn_saves(mode: Any, op: OpOverload, *args: Any, **kwargs: Any) -> Any:
     """Fake results of `aten._cudnn_rnn`, of which torch's own rule says that it saves nothing, and no weights."""
-    sequence, weights, stride, _, hidden, cell, *options, dropout_state = args
-    trains, lengths = options[6], options[8]
+    sequence, weights, stride, _, hidden, cell, *options, lengths, dropout_state = args
+    _, units, projected, *_, trains, both_ways = options
     if kwargs or not trains or lengths or dropout_state is not None or not torch.cuda.is_available():
         return NotImplemented
     shapes = tuple(None if t is None else tuple(map(int, t.shape)) for t in (sequence, hidden, cell, *weights))
-    plain = (*options[:-1], tuple(lengths))
-    nbytes = _reserved_bytes(sequence.device, sequence.dtype, shapes, stride, plain)
+    nbytes = _reserved_bytes(sequence.device, sequence.dtype, shapes, stride, (*options, ()))
     with mode:
-        width = (options[2] or options[1]) * (2 if options[7] else 1)
-        output = sequence.new_empty((*sequence.shape[:2], width))
-        states = [sequence.new_empty(0) if t is None else torch.empty_like(t) for t in (hidden, cell)]
+        output = sequence.new_empty((*sequence.shape[:2], (projected or units) * (2 if both_ways else 1)))
         saved = torch.empty(nbytes, dtype=torch.uint8, device=sequence.device)
-        return output, *states, saved, sequence.new_empty(0)  # the weights lie in one storage already
+        # the weights lie in one storage already
+        return output, *_like_states(sequence, hidden, cell), saved, sequence.new_empty(0)
 
 
 def _with_gradients_in_one(mode: Any, op: OpOverload, *args: Any, **kwargs: Any) -> Any:
@@ -164,9 +162,12 @@ def _with_gradients_in_one(mode: Any, op: OpOverload, *args: Any, **kwargs: Any)
     with mode:
         every = sequence.new_empty(sum(w.numel() for w in weights))
         parts = every.split([w.numel() for w in weights])
-        states = [sequence.new_empty(0) if t is None else torch.empty_like(t) for t in (hidden, cell)]
         gradients = [part.view(w.shape) for part, w in zip(parts, weights, strict=True)]
-        return torch.empty_like(sequence), *states, gradients
+        return torch.empty_like(sequence), *_like_states(sequence, hidden, cell), gradients
+
+
+def _like_states(sequence: torch.Tensor, *states: torch.Tensor | None) -> list[torch.Tensor]:
+    return [sequence.new_empty(0) if t is None else torch.empty_like(t) for t in states]
 
 
 op_implementations_dict[torch.ops.aten._cudnn_rnn.default] = _with_what_cudnn_saves

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from math import ceil
 
 from planner.core.step import Step, with_line
-from planner.devices.caching_allocator import lasting_limit, reserved
+from planner.devices.caching_allocator import Event, lasting_limit, reserved
 from planner.errors import InfeasibleBudgetError
 from planner.lowering.margin import CONTEXT, EXPANDABLE, MARGIN, add_margin, allocator_events, expandable, fragments
 from planner.requests.request import Request
-from solvers import Schedule, Solution, cost_bound, simulate
+from solvers import Schedule, Solution, Timeline, cost_bound, simulate
 from solvers.schedule import waiting_bytes
 
 ROUNDS, GROWTH = 3, 0.15  # solves, and what each adds to the margin that its predecessor's schedule would need
@@ -57,7 +57,7 @@ def solve_with_margin(
                 raise _with_its_margin(e, roomy.account[MARGIN]) from None
             return _between(step, request, solve, too_little, _leanest(step, request, e))
         schedule = solution.schedule
-        if expandable() or _needed(step, request, schedule) <= request.budget_bytes:
+        if expandable() or not reserved(*_room(step, request, schedule, solution.timeline)).out_of_memory:
             return roomy, solution
         too_little = max(too_little, roomy.account[MARGIN])
     try:
@@ -83,7 +83,7 @@ def _between(
             solution = solve(roomy)
         except InfeasibleBudgetError:  # it was searched for a time that is limited
             break
-        if _needed(step, request, solution.schedule) > request.budget_bytes:
+        if reserved(*_room(step, request, solution.schedule, solution.timeline)).out_of_memory:
             too_little = margin
             continue
         enough = margin
@@ -92,16 +92,10 @@ def _between(
     return best
 
 
-def _needed(step: Step, request: Request, schedule: Schedule) -> int:
-    """Bytes of a budget with which the simulated allocator does not run out of memory; the request's, where it does
-    not with that.
-    """
-    events = allocator_events(step, request, schedule)
+def _room(step: Step, request: Request, schedule: Schedule, timeline: Timeline) -> tuple[list[Event], int]:
+    """What a schedule allocates and frees, and the bytes that its segments may take together."""
     beside = step.account[CONTEXT] + max(waiting_bytes(step.problem, schedule.steps), default=0)
-    limit = request.budget_bytes - beside
-    if limit > 0 and not reserved(events, limit).out_of_memory:
-        return request.budget_bytes
-    return beside + lasting_limit(events, limit)
+    return allocator_events(step, request, schedule, timeline), request.budget_bytes - beside
 
 
 def _leanest(step: Step, request: Request, refused: InfeasibleBudgetError) -> tuple[Step, Solution]:
@@ -109,15 +103,15 @@ def _leanest(step: Step, request: Request, refused: InfeasibleBudgetError) -> tu
     schedule: Schedule | None = refused.leanest
     if schedule is None:
         raise refused
-    needed = _needed(step, request, schedule)
-    margin = max(0, needed - simulate(step.problem.with_budget(None), schedule).peak)
-    if needed > request.budget_bytes:
+    bare = simulate(step.problem.with_budget(None), schedule)
+    events, limit = _room(step, request, schedule, bare)
+    lacking = lasting_limit(events, limit) - limit if reserved(events, limit).out_of_memory else 0
+    margin = max(0, request.budget_bytes + lacking - bare.peak)
+    if lacking:
         takes = dict(sorted({**refused.takes, MARGIN: margin}.items(), key=lambda line: -line[1]))
         lower = f"{refused.lower} {ADVICE}".strip()
-        raise InfeasibleBudgetError(
-            refused.budget_gb, needed, takes, lower=lower, note=" ".join(getattr(refused, "__notes__", ()))
-        )
-
+        note = " ".join(getattr(refused, "__notes__", ()))
+        raise InfeasibleBudgetError(refused.budget_gb, request.budget_bytes + lacking, takes, lower=lower, note=note)
     roomy = with_line(step, MARGIN, margin)
     timeline = simulate(roomy.problem, schedule)
     bound = min(timeline.cost, cost_bound(roomy.problem))

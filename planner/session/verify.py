@@ -260,17 +260,23 @@ def _held_to(
     if accelerator is None or measured.taken is None or measured.taken <= allowed:
         return measured
     accelerator.empty_cache(device)
-    before = accelerator.allocated(device)
+    limit = max(accelerator.allocated(device) + allowed, accelerator.reserved(device))
     try:
-        with accelerator.limited(device, max(before + allowed, accelerator.reserved(device))):
-            accelerator.reset_peak(device)
-            step()
-            accelerator.synchronize(device)
-            return replace(measured, taken=_sum(-before, accelerator.reserved_peak(device)))
+        with accelerator.limited(device, limit):
+            return replace(measured, taken=_peaks(step, device, accelerator)[1])
     except torch.OutOfMemoryError:
         return measured
     finally:
         again()
+
+
+def _peaks(step: Callable[[], None], device: torch.device, accelerator: Accelerator) -> tuple[int | None, int | None]:
+    """The bytes that a step asks of the allocator, and those that this takes of the device, beside the ones before."""
+    before = accelerator.allocated(device)
+    accelerator.reset_peak(device)
+    step()
+    accelerator.synchronize(device)
+    return _sum(-before, accelerator.peak(device)), _sum(-before, accelerator.reserved_peak(device))
 
 
 def _sum(resident: int, beside: int | None) -> int | None:
@@ -307,12 +313,7 @@ def _measured(
     seconds = time.perf_counter() - start
     again()
     if accelerator is not None:
-        before = accelerator.allocated(device)
-        accelerator.reset_peak(device)
-        step()
-        accelerator.synchronize(device)
-        peak, taken = accelerator.peak(device), accelerator.reserved_peak(device)
-        peak, taken = _sum(-before, peak), _sum(-before, taken)
+        peak, taken = _peaks(step, device, accelerator)
     else:
         peak, taken = record_allocations(step).peak(), None
     gradients = gradients_on_host(model)
