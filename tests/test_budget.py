@@ -183,7 +183,7 @@ def test_a_plan_for_a_card_fits_its_caching_allocator(share):
     assert simulate(step.problem, solution.schedule).peak == solution.timeline.peak
     events = allocator_events(bare, request, solution.schedule)
     assert not reserved(events, request.budget_bytes - step.account["CUDA context"]).out_of_memory
-    assert step.account["fragmentation margin"] >= 0
+    assert step.account["fragmentation margin"] > 0
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,8 @@ def test_the_budget_holds_and_the_peak_is_as_predicted(name, fraction):
 def test_the_baseline_is_as_predicted(name):
     case = on_cuda(name)
     p = plan(case.model, case.batch, budget_gb=ROOM_TO_SPARE, loss_fn=case.loss_fn)
-    assert p.overhead < 0.01  # for a peak no higher than eager mode's, it may recompute a little
+    # for a peak no higher than eager mode's, it may recompute a little
+    assert p.overhead == 0 or p.peak_bytes <= p.eager_peak_bytes < p.baseline_peak_bytes
     p.apply()
     assert measured(case) == pytest.approx(predicted(p), rel=0.02)
 

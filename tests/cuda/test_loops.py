@@ -177,16 +177,18 @@ def compiled(put, ended):
 def test_a_loop_stays_within_its_budget_as_predicted_and_learns_what_it_learns_without(loop):
     unplanned = run(loop)
     budget_gb = (0.75 * max(unplanned.requested) + find_device(None, CARD).context) / 2**30
-    for _ in range(4):
+    for attempts_left in (3, 2, 1, 0):
         try:
             seen = run(loop, budget_gb)
             break
         except InfeasibleBudgetError as e:
+            if not attempts_left:
+                raise
             budget_gb = e.minimum_gb
     print(f"{loop.__name__}: {budget_gb:.3f} GB, {seen} without a plan {unplanned}")
     assert len(seen.predicted) == STEPS
     assert max(seen.reserved) <= seen.budget
-    assert max(seen.requested) == pytest.approx(max(seen.predicted[1:]), rel=0.02)
+    assert max(seen.requested) == pytest.approx(max(seen.predicted[1:]), rel=0.01)
     assert max(seen.requested) < max(unplanned.requested)
     # layers of BatchNorm make much of what little the rounding of kernels differs by
     assert seen.losses == pytest.approx(unplanned.losses, rel=0.03 if loop is images else 1e-3)

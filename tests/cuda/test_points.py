@@ -198,22 +198,28 @@ def test_the_cards_name_means_the_card_where_ops_are_measured():
     assert p.device == torch.cuda.get_device_name(0)
 
 
+class Attention(nn.Module):
+    def __init__(self, dropout, masked=False):
+        super().__init__()
+        self.inner, self.dropout, self.masked = nn.Linear(256, 768), dropout, masked
+
+    def forward(self, x):
+        q, k, v = (t.unflatten(-1, (4, 64)).transpose(1, 2) for t in self.inner(x).chunk(3, -1))
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril() if self.masked else None
+        return functional.scaled_dot_product_attention(q, k, v, mask, self.dropout).float().square().mean()
+
+
 @pytest.mark.parametrize(("dtype", "masked"), [(torch.bfloat16, False), (torch.float32, False), (torch.bfloat16, True)])
 def test_attention_with_dropout_is_planned_from_afar_as_it_is_here(dtype, masked):
-    class Attention(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = nn.Linear(256, 768)
-
-        def forward(self, x):
-            q, k, v = (t.unflatten(-1, (4, 64)).transpose(1, 2) for t in self.inner(x).chunk(3, -1))
-            mask = torch.ones(512, 512, dtype=torch.bool, device=x.device).tril() if masked else None
-            return functional.scaled_dot_product_attention(q, k, v, mask, 0.1).float().square().mean()
-
     name = profile_of(torch.cuda.get_device_name(0)) or "h100"
-    here = plan(Attention().to("cuda", dtype), torch.zeros(8, 512, 256, device="cuda", dtype=dtype), budget_gb=8)
+    here = plan(
+        Attention(0.1, masked).to("cuda", dtype), torch.zeros(8, 512, 256, device="cuda", dtype=dtype), budget_gb=8
+    )
     far = plan(
-        Attention().to("meta", dtype), torch.zeros(8, 512, 256, device="meta", dtype=dtype), budget_gb=8, device=name
+        Attention(0.1, masked).to("meta", dtype),
+        torch.zeros(8, 512, 256, device="meta", dtype=dtype),
+        budget_gb=8,
+        device=name,
     )
 
     def kept(p):
@@ -226,16 +232,7 @@ def test_attention_with_dropout_is_planned_from_afar_as_it_is_here(dtype, masked
 def test_attention_without_dropout_is_captured_as_the_fused_kernel_that_eager_mode_runs(length):
     """In bf16 autocast, as of a ViT, whose graph kept scores on an H100 where eager mode kept none."""
 
-    class Attention(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = nn.Linear(256, 768)
-
-        def forward(self, x):
-            q, k, v = (t.unflatten(-1, (4, 64)).transpose(1, 2) for t in self.inner(x).chunk(3, -1))
-            return functional.scaled_dot_product_attention(q, k, v).float().square().mean()
-
-    model, x = Attention().cuda(), torch.randn(64, length, 256, device="cuda")
+    model, x = Attention(0.0).cuda(), torch.randn(64, length, 256, device="cuda")
     with torch.autocast("cuda", torch.bfloat16):
         p = plan(model, x, budget_gb=8)
     assert not [m.op for m in p.timeline if "softmax" in m.op]
