@@ -187,3 +187,18 @@ def test_every_error_is_a_planner_error():
     errors = [getattr(planner, name) for name in planner.__all__ if name.endswith("Error")]
     assert len(errors) >= 7
     assert all(issubclass(e, planner.PlannerError) for e in errors)
+
+
+@pytest.mark.parametrize("wrong", ["inference mode", "another width", "another name"])
+def test_a_batch_with_which_no_step_can_be_taken_is_named_by_verify(wrong):
+    model, x = small()
+    p = plan(model, x, budget_gb=1)
+    with torch.inference_mode():
+        made = torch.randn(8, 16)
+    batch = {"inference mode": made, "another width": torch.randn(8, 5), "another name": {"inputs": x}}[wrong]
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    with pytest.raises(planner.BatchError, match=r"a step of Sequential without the plan fails with the batch \(\(8, "):
+        p.verify(batch)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert p.verify(x).gradients_agree

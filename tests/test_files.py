@@ -382,8 +382,9 @@ def test_what_is_no_plan_file_is_told_in_words(saved, tmp_path):
         assert words in reason(bad)
     os.mkfifo(tmp_path / "pipe")
     assert "expected a file" in reason(tmp_path / "pipe")
-    with pytest.raises(OptionError, match="path=0"):
-        Plan.load(0)
+    for path in (0, ""):
+        with pytest.raises(OptionError, match=f"path={path!r}"):
+            Plan.load(path)
     with pytest.raises(OptionError, match="loss_fn='mse'"):
         Plan.load(good, "mse")
     if os.getuid():

@@ -10,11 +10,10 @@ from planner.errors import OptionError, PlanFileError
 
 
 def path_of(given: str | os.PathLike[str]) -> Path:
-    """The path that a user gives; OptionError for a number, which `open` would take for an open file."""
-    try:
+    """The path that a user gives; OptionError for a number, which `open` would take for an open file, or for none."""
+    if isinstance(given, (str, os.PathLike)) and os.fspath(given):
         return Path(given)
-    except TypeError:
-        raise OptionError(f"path={given!r} must be the path of a file: a string, or a pathlib.Path") from None
+    raise OptionError(f"path={given!r} must be the path of a file: a string, or a pathlib.Path")
 
 
 def write_atomically(path: Path, content: bytes) -> None:

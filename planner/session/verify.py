@@ -15,7 +15,7 @@ from torch import nn
 from planner.capture.trace.layers import lstms_in_parts
 from planner.capture.trace.loss_trace import checked_loss, find_loss, probable_loss
 from planner.capture.trace.state_guard import ModelSnapshot
-from planner.capture.trace.step import TrainingGraph
+from planner.capture.trace.step import TrainingGraph, given
 from planner.compat.autograd import post_accumulate_hooks
 from planner.core.call import tensors_in
 from planner.core.objects import leaves, with_tensors
@@ -25,7 +25,7 @@ from planner.core.surroundings import under
 from planner.core.verification import FOUND, Verification
 from planner.devices.accelerator import Accelerator, accelerator_of
 from planner.devices.meter import record_allocations
-from planner.errors import BatchError
+from planner.errors import BatchError, PlannerError
 from planner.lowering.margin import MARGIN
 from planner.planning.pipeline import make_plan
 from planner.planning.recipe import in_parts
@@ -45,7 +45,7 @@ def verify(planned: Planned | Pending, batch: Any = None, kwargs: Mapping[str, A
     """Run the model for real, under the plan and without it; see `Plan.verify`.
 
     Raises:
-        BatchError: no batch is known, or the model's output holds nothing to differentiate.
+        BatchError: no batch is known, its output holds nothing to differentiate, or a step without the plan fails.
         torch.OutOfMemoryError: the planned step does not fit the device.
     """
     request = planned.request
@@ -83,6 +83,14 @@ def verify(planned: Planned | Pending, batch: Any = None, kwargs: Mapping[str, A
             unplanned = _measure(model, step, again)
         except torch.OutOfMemoryError:
             unplanned = None
+        except Exception as e:
+            if isinstance(e, PlannerError):
+                raise
+            raise BatchError(
+                f"a step of {type(model).__name__} without the plan fails with the batch "
+                f"({given(tensors_in((args, dict(extra))))}): {type(e).__name__}: {e}",
+                of_model=e,
+            ) from e
         measured, used = by(planned)
         error, agree = (None, None) if unplanned is None else compare(measured.gradients, unplanned.gradients)
         graph = None

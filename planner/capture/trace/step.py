@@ -345,8 +345,12 @@ def blame(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], erro
         tensors = tensors_in((args, dict(kwargs)))
         if any(t.is_meta for t in [*tensors, *model.parameters()]) and type(e) is not type(error):
             return  # the model needs values of tensors
-        given = ", ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors)
         raise BatchError(
-            f"{type(model).__name__} does not accept the batch ({given or 'no tensors'}): {type(e).__name__}: {e}",
+            f"{type(model).__name__} does not accept the batch ({given(tensors)}): {type(e).__name__}: {e}",
             of_model=e,
         ) from error
+
+
+def given(tensors: Sequence[torch.Tensor]) -> str:
+    """Shapes and types of a batch's tensors, for messages."""
+    return ", ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors) or "no tensors"
