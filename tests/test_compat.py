@@ -294,6 +294,33 @@ def test_fake_tensors_refuse_what_they_cannot_know():
     assert issubclass(fake.UnsupportedOperatorException, RuntimeError)
 
 
+def test_a_fake_number_is_written_as_its_value_where_it_has_one():
+    three = torch.tensor(3)
+    with fake.FakeTensorMode() as mode:
+        number, row = fake.fake_of_constant(mode, three), torch.empty(2)
+        undo = fake.replace_format()
+        try:
+            assert f"expert_{number}, {number:02}" == "expert_3, 03"
+            assert f"{row}".startswith("FakeTensor")
+            with pytest.raises(fake.DataDependentOutputException):
+                f"{row[0]}"
+        finally:
+            undo()
+        assert f"{number}".startswith("FakeTensor")
+
+
+def test_a_model_on_fake_tensors_is_left_alone_by_a_conversion_that_changes_nothing():
+    with fake.FakeTensorMode():
+        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        keeps = [weakref.ref(p) for p in model.parameters()]
+        with pytest.raises(RuntimeError, match="Couldn't swap"):
+            model.to(torch.float32)
+        for module in model.modules():
+            modules.leave_unconverted(module)
+        assert model.to(torch.float32) is model
+        assert all(ref() is p for ref, p in zip(keeps, model.parameters(), strict=True))
+
+
 def test_a_model_is_copied_onto_fake_tensors():
     model = nn.Linear(2, 2)
     with fake.FakeCopyMode(fake.FakeTensorMode()):

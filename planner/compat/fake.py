@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -34,6 +35,7 @@ __all__ = [
     "fake_of_constant",
     "forget_constants",
     "replace_dispatch",
+    "replace_format",
     "set_constant",
     "unset_fake_temporarily",
 ]
@@ -47,6 +49,24 @@ def replace_dispatch(mode: FakeTensorMode, dispatch: Callable[..., Any]) -> Call
     before = mode.dispatch
     mode.dispatch = dispatch  # type: ignore[method-assign]
     return before
+
+
+def replace_format() -> Callable[[], None]:
+    """Have fake numbers be written as their values, in all threads, as real ones are; returns what undoes it.
+
+    `f"expert_{index}"` may name a module. Torch's own code, which may write what has no value, writes them as it does
+    (`FakeTensor` has `object.__format__`, by `Tensor.__format__`; torch 2.11 to 2.15).
+    """
+
+    def written(self: FakeTensor, spec: str) -> str:
+        own = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] == "torch"
+        return object.__format__(self, spec) if own or self.dim() else format(self.item(), spec)
+
+    def undo() -> None:
+        del FakeTensor.__format__
+
+    FakeTensor.__format__ = written  # type: ignore[method-assign, assignment]
+    return undo
 
 
 def allow_constants(mode: FakeTensorMode, elements: int) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.module import (
@@ -25,6 +26,7 @@ __all__ = [
     "call_of",
     "has_forward_hooks",
     "hook_tables",
+    "leave_unconverted",
     "managed_by_fsdp",
     "modules_in",
     "parameters_in",
@@ -125,6 +127,24 @@ def replace_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
         vars(module).pop(_REPLACED, None)
     else:
         vars(module)[_REPLACED] = call
+
+
+def leave_unconverted(module: nn.Module) -> None:
+    """Have `Module.to` leave a module on fake tensors alone where it converts none of them.
+
+    It exchanges fake parameters even for themselves, which fails where anything else refers to them (`Module._apply`,
+    torch 2.11 to 2.15).
+    """
+    own: Callable[..., nn.Module] = module._apply
+
+    def apply(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        if not torch.compiler.is_compiling():
+            with torch.no_grad():
+                if all(fn(t) is t for t in (*module.parameters(recurse), *module.buffers(recurse))):
+                    return module
+        return own(fn, recurse)
+
+    vars(module)["_apply"] = apply
 
 
 def has_forward_hooks(module: nn.Module) -> bool:

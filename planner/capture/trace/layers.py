@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -14,6 +13,7 @@ from typing import Any, Literal
 import torch
 
 from planner.capture.regions.region import Region
+from planner.capture.trace.switch import Switch
 from planner.compat.layers import (
     ONE_LAYER_LSTM,
     ONEDNN_LSTM,
@@ -26,43 +26,13 @@ from planner.compat.layers import (
 )
 
 
-class _Switch:
-    """Something that is on while any thread is in it.
-
-    Args:
-        turn_on: turns it on, and returns what turns it off.
-    """
-
-    def __init__(self, turn_on: Callable[[], Callable[[], None]]) -> None:
-        self._turn_on = turn_on
-        self._lock = threading.Lock()
-        self._users = 0
-        self._turn_off: Callable[[], None] = _nothing
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if not self._users:
-                self._turn_off = self._turn_on()
-            self._users += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._users -= 1
-            if not self._users:
-                self._turn_off()
-
-
-def _nothing() -> None:
-    """What turns off what is not on."""
-
-
 def _own_helpers() -> Callable[[], None]:
     replace_helpers(_causal_if_told, partial(_layer_by_layer, RNN_HELPER))
     return restore_helpers
 
 
 _LSTMS: ContextVar[Literal["whole", "in parts", "in steps"]] = ContextVar("how LSTMs are traced", default="whole")
-_helpers, _decompositions = _Switch(_own_helpers), _Switch(replace_decompositions)
+_helpers, _decompositions = Switch(_own_helpers), Switch(replace_decompositions)
 
 
 def helpers() -> AbstractContextManager[None]:

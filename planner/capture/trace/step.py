@@ -32,11 +32,13 @@ from planner.capture.trace.random_state import random_kept
 from planner.capture.trace.recording import Recording
 from planner.capture.trace.refusals import LIMITS, refusal
 from planner.capture.trace.state_guard import Attributes, ParameterWrites, fakes_forgotten, forget_fakes, untouched
+from planner.capture.trace.switch import Switch
 from planner.compat.fake import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
     forget_constants,
+    replace_format,
 )
 from planner.core.account import EagerStep
 from planner.core.call import bytes_of_elements, tensors_in
@@ -259,10 +261,13 @@ def _drawing(model: nn.Module, answers: Answers) -> Iterator[Callable[[], bool]]
             answers.drew = undraw()
 
 
+_FORMATS = Switch(replace_format)
+
+
 @contextmanager
 def _surroundings() -> Iterator[None]:
     """Quiet, with gradients on, whatever the caller has; no fake tensor stays in a cache."""
-    with fakes_forgotten(), quietly(), tracker_kept(), torch.inference_mode(False):
+    with fakes_forgotten(), quietly(), tracker_kept(), torch.inference_mode(False), _FORMATS:
         yield
 
 
