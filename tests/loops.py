@@ -206,6 +206,33 @@ def manual_sgd(put: Put, ended: Ended) -> None:
         ended(loss)
 
 
+class Corrupted(nn.Module):
+    """Draws a mask of its own generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = mlp(), mlp()
+        self.generator = torch.Generator().manual_seed(3)
+
+    def forward(self, x):
+        code = self.encoder(x)
+        return self.decoder(code * (torch.rand(code.shape, generator=self.generator) > 0.2))
+
+
+def own_generators(put: Put, ended: Ended) -> None:
+    """The loop draws its batches and its noise, and the model its masks, of generators that are not torch's own."""
+    model, generator = put(Corrupted()), torch.Generator().manual_seed(5)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(STEPS):
+        x, noise = torch.randn(512, 64, generator=generator), torch.randn(512, 64, generator=generator)
+        weights = torch.rand(512, 1, generator=generator)
+        loss = (weights * (model(x + noise) - torch.randn(512, 64, generator=generator))).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ended(loss)
+
+
 def queue_of_keys(put: Put, ended: Ended) -> None:
     """Momentum contrast: the loss reads a queue that is written into after the step."""
     model, encoder = put(mlp()), mlp().requires_grad_(False)
@@ -2438,6 +2465,7 @@ LOOPS: dict[str, Loop] = {
     "trainer": Loop(trainer),
     "lightning_automatic": Loop(lightning_automatic),
     "manual_sgd": Loop(manual_sgd),
+    "own_generators": Loop(own_generators),
     "own_optimizer": Loop(own_optimizer),
     "queue_of_keys": Loop(queue_of_keys),
     "grad_without_backward": Loop(grad_without_backward),

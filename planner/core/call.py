@@ -82,9 +82,14 @@ class Call:
 
 
 def describe_call(target: OpOverload, args: Any, kwargs: Any, result: Any) -> Call:
-    """The data of a call, the same for real and for fake tensors; holds none of its tensors."""
+    """The data of a call, the same for real and for fake tensors.
 
-    def spec(t: torch.Tensor) -> TensorSpec:
+    It holds none of the call's tensors, and no generator either: to run it again draws nothing from the caller's.
+    """
+
+    def spec(t: torch.Tensor | torch.Generator) -> TensorSpec | None:
+        if isinstance(t, torch.Generator):
+            return None
         shape, stride = tuple(t.shape), tuple(t.stride())
         behind = t.untyped_storage().nbytes() // t.element_size()
         if target in _COPIES_ALL_BEHIND and behind > t.numel():
@@ -98,7 +103,7 @@ def describe_call(target: OpOverload, args: Any, kwargs: Any, result: Any) -> Ca
     allocated |= {storage: min(nbytes, allocated[storage]) for storage, nbytes in used.items()}
     for storage in storages((args, kwargs)):
         allocated.pop(storage, None)
-    plain_args, plain_kwargs = pytree.tree_map_only(torch.Tensor, spec, (tuple(args), dict(kwargs)))
+    plain_args, plain_kwargs = pytree.tree_map_only((torch.Tensor, torch.Generator), spec, (tuple(args), dict(kwargs)))
     return Call(target, plain_args, plain_kwargs, sum(allocated.values()))
 
 
