@@ -206,6 +206,37 @@ def manual_sgd(put: Put, ended: Ended) -> None:
         ended(loss)
 
 
+class Tagger(nn.Module):
+    """Emissions, and a method that makes their loss by parameters that the call does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.transitions = mlp(out=12), nn.Parameter(torch.zeros(12, 12))
+
+    def forward(self, x):
+        return self.encoder(x)
+
+    def loss(self, emissions, tags):
+        score = emissions[:, 0]
+        for t in range(1, emissions.shape[1]):
+            score = torch.logsumexp(score[:, :, None] + self.transitions, 1) + emissions[:, t]
+        found = emissions.gather(2, tags[..., None]).sum((1, 2)) + self.transitions[tags[:, :-1], tags[:, 1:]].sum(1)
+        return (score.logsumexp(1) - found).mean()
+
+
+def loss_by_a_method_of_the_output(put: Put, ended: Ended) -> None:
+    """The method is looked up before the model is called."""
+    model = put(Tagger())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(STEPS):
+        x, tags = torch.randn(32, 16, 64), torch.randint(12, (32, 16))
+        loss = model.loss(model(x), tags)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ended(loss)
+
+
 class Corrupted(nn.Module):
     """Draws a mask of its own generator."""
 
@@ -2466,6 +2497,7 @@ LOOPS: dict[str, Loop] = {
     "lightning_automatic": Loop(lightning_automatic),
     "manual_sgd": Loop(manual_sgd),
     "own_generators": Loop(own_generators),
+    "loss_by_a_method_of_the_output": Loop(loss_by_a_method_of_the_output),
     "own_optimizer": Loop(own_optimizer),
     "queue_of_keys": Loop(queue_of_keys),
     "grad_without_backward": Loop(grad_without_backward),

@@ -126,6 +126,7 @@ class StepRuntime(Applied):
         module, function = entry.of(self.model)
         if (
             self.inside
+            or not self.points  # `model.head(model(x))` looks the method up before it calls the model
             or redirected(self.model)
             or not trains(self.model, args, kwargs)
             or (not self._started and together(self.model))
