@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -204,6 +205,31 @@ def manual_sgd(put: Put, ended: Ended) -> None:
                 p -= 0.1 * p.grad
                 p.grad = None
         ended(loss)
+
+
+def phases(rows: int, put: Put, ended: Ended) -> None:
+    """One body for training and evaluation, as in torch's tutorial on transfer learning, and the best weights kept.
+
+    The evaluation's output and loss are there until the next training step binds their names.
+    """
+    model = put(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    best, lowest = copy.deepcopy(model.state_dict()), float("inf")
+    for _ in range(STEPS):
+        for phase in ("train", "val"):
+            model.train(phase == "train")
+            inputs = torch.randn(512 if phase == "train" else rows, 64)
+            optimizer.zero_grad()
+            with torch.set_grad_enabled(phase == "train"):
+                outputs = model(inputs)
+                loss = F.mse_loss(outputs, inputs)
+                if phase == "train":
+                    loss.backward()
+                    optimizer.step()
+            if phase == "val" and loss.item() < lowest:
+                best, lowest = copy.deepcopy(model.state_dict()), loss.item()
+        ended(loss.detach())
+    del best
 
 
 class Tagger(nn.Module):
@@ -2497,6 +2523,8 @@ LOOPS: dict[str, Loop] = {
     "lightning_automatic": Loop(lightning_automatic),
     "manual_sgd": Loop(manual_sgd),
     "own_generators": Loop(own_generators),
+    "phases": Loop(partial(phases, 512)),
+    "phases_of_unlike_batches": Loop(partial(phases, 768)),
     "loss_by_a_method_of_the_output": Loop(loss_by_a_method_of_the_output),
     "own_optimizer": Loop(own_optimizer),
     "queue_of_keys": Loop(queue_of_keys),

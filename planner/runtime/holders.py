@@ -74,6 +74,16 @@ def staying(now: Held, then: Held | None, storages: Collection[int]) -> set[int]
     return stay | {*storages}.difference(known) if stay or not known else stay
 
 
+def paths_to(held: Held, storages: Collection[int]) -> set[Path]:
+    """The paths that lead to these storages."""
+    return {path for key in held.paths.keys() & storages for path in held.paths[key]}
+
+
+def bound_anew(now: Held, bound: Collection[Path], storages: Collection[int]) -> set[int]:
+    """Of these storages, those to which only such paths lead as a step binds anew before its backward pass begins."""
+    return {key for key in storages if (paths := now.paths.get(key)) and paths <= {*bound}}
+
+
 def _variables(frame: FrameType) -> Mapping[str, Any]:
     variables, named = variables_of(frame), frame.f_code.co_names
     return {name: frame.f_globals[name] for name in named if name in frame.f_globals} | variables

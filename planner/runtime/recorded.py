@@ -17,7 +17,7 @@ from planner.core.call import Call, storages
 from planner.core.loop import LossSeen
 from planner.costs.measured_ops import measure
 from planner.runtime.copied import tensors_of_copies
-from planner.runtime.holders import held_in, staying
+from planner.runtime.holders import bound_anew, held_in, staying
 from planner.runtime.made import Event, LossEvents, Made, UsedStorages, takes_memory
 from planner.runtime.rebound import rebinding, rebound
 from planner.runtime.recorder import Recorder
@@ -47,7 +47,7 @@ def loss_seen(
     # a graph that is kept has outputs among its saved tensors, until the loss is bound anew
     older = outputs if first and recorder.graph_retained else again
     seen = [_without_cleared(loss, found.kept, cleared).with_waiting() for loss in recorded]
-    losses = [_with_older(loss, older, outputs, inside) for loss in seen]
+    losses = [_with_renewed(_with_older(loss, older, outputs, inside), found.renewed) for loss in seen]
     with_outputs = [loss.events[loss.between : loss.let_go] for loss in losses]
     without = [loss.events[max(loss.between, loss.let_go) :] for loss in losses]
     forward, backward = (max(_most(events, workspaces) for events in each) for each in (with_outputs, without))
@@ -71,7 +71,7 @@ def loss_seen(
         between_later=max(_most(loss.events[loss.let_go : loss.between], workspaces) for loss in losses),
         left=found.left + again + beside + waits,
         read=found.read,
-        stays=outputs,
+        stays=outputs + found.renewed,
         tangents=tangents,
         waiting=waiting,
         made=made,
@@ -102,6 +102,13 @@ def _with_older(loss: LossEvents, nbytes: int, inside: int, code: CodeType | Non
         return inside if code is not None and event.place is not None and event.place[0] is code else nbytes
 
     return replace(loss, events=tuple(replace(e, live=e.live + of(e)) for e in loss.events))
+
+
+def _with_renewed(loss: LossEvents, nbytes: int) -> LossEvents:
+    """A loss with so many bytes of before the step, which are gone when its backward pass begins."""
+    begins = _pass_begins(loss.events, len(loss.events))
+    events = (replace(e, live=e.live + nbytes) if at < begins else e for at, e in enumerate(loss.events))
+    return replace(loss, events=tuple(events)) if nbytes else loss
 
 
 def outputs_held(recorder: Recorder) -> dict[int, int]:
@@ -187,6 +194,8 @@ class Stays:
         freed_passes: the same when one begins that does not keep it.
         again: outputs of the step before that were there until the end of the backward pass, as some are now.
         unread: of what the loss was computed from, what is gone: the next one's takes its place.
+        renewed: what was made since the last backward pass, as by an evaluation, and is there until the next begins:
+            the loop has bound by then what holds it to outputs and losses of its step.
     """
 
     beside: int
@@ -199,6 +208,7 @@ class Stays:
     freed_passes: int = 0
     again: int = 0
     unread: int = 0
+    renewed: int = 0
 
 
 def stays(
@@ -244,6 +254,8 @@ def stays(
     gone, losses, outputs = _gone(recorder, there, earlier, remaining)
     fresh = {key: each[1] for key, each in alive.items() if key not in stay and key not in later and each not in made}
     new = _without(fresh, own)  # targets of the next loss and inputs of its later calls are among it
+    renewed = bound_anew(held_in(recorder.thread), recorder.bound, new) if new and recorder.bound else set()
+    taken_over = sum(new.pop(key) for key in renewed)
     read = max((sum(_without(loss.read, stay).values()) for loss in recorder.losses), default=0)
     # those of the next loss take the place of what is gone, unless they were there before the recording began, as the
     # next batch was; what is there still is read again, as by a closure
@@ -282,6 +294,7 @@ def stays(
         *_left_by_passes(recorder, own),
         again=outputs,
         unread=unread,
+        renewed=taken_over,
     )
 
 

@@ -27,7 +27,7 @@ from planner.core.call import Call, bytes_of_elements, gradient_of, storages, te
 from planner.core.layout import Order, memory_order
 from planner.core.loop import LaidOut
 from planner.runtime.events import PlannedModel
-from planner.runtime.holders import Held, held_in
+from planner.runtime.holders import Held, Path, held_in, paths_to
 from planner.runtime.made import Event, LossEvents, Made, MadeStorages, Used, UsedStorages, call_of, takes_memory, weak
 from planner.runtime.outputs import Unasking
 from planner.runtime.rebound import place_of
@@ -70,6 +70,7 @@ class Recorder(LastingMode):
         reached_by: for each backward pass, positions of the outputs that got one.
         others, passing: other planned models that ran before the backward pass, and after it.
         held_then: what the loop's variables held as the first backward pass of these recorders began.
+        bound: the paths that led then to outputs, and to what was made since.
         passes: for each backward pass of the planned graphs, whether it keeps its graph, and the gradients that earlier
             ones of the step have left when it begins.
         asks_first: whether the first of them adds to no parameter's gradient.
@@ -129,6 +130,7 @@ class Recorder(LastingMode):
         self.returned_before = {*(older := MadeStorages() if earlier is None else earlier.returned).made}
         self._older_outputs = older
         self.held_then: Held | None = None if earlier is None else earlier.held_then
+        self.bound = set[Path]()
         self.kept, self.kept_before = set[int](), set[int]() if earlier is None else earlier.kept
         seen = self._seen_made()
         for key in self.known:
@@ -309,6 +311,8 @@ class Recorder(LastingMode):
             self.phase = "backward"
             now = held_in(self.thread)
             self.held_then = self.held_then or now
+            if not self.losses:
+                self.bound = paths_to(now, {*self.returned.made.copy(), *self.made.made.copy()})
             self.losses.append(self._loss_events(now.paths.keys() & {*self.returned.made.copy()}))
             if not self.passes and (model := self.model()) is not None:
                 self.asks_first = not any(map(adds_to_gradient, model.parameters()))

@@ -25,6 +25,7 @@ from planner.requests.optimizers import trained_by, wraps_another
 from planner.runtime.cuda_graphs import captures
 from planner.runtime.evaluations import Evaluations
 from planner.runtime.fates import Fates, warn_between, warn_waiting
+from planner.runtime.holders import Path, bound_anew, held_in
 from planner.runtime.kept import KeptOutputs
 from planner.runtime.learnt import Learnt
 from planner.runtime.made import MadeStorages, UsedStorages
@@ -72,6 +73,7 @@ class Watch:
         self._workspaces: dict[str, int] = {}
         # bytes that the latest plan counts for states, what of these was not there yet, and that each loss reads anew
         self._state = self._spare = self._targets = 0
+        self._bound, self._renewed = set[Path](), 0  # of the latest recording; bytes that its plans count
         self._told: Loop | None = None
         self.budget: int | None = None  # of the newest plan, in bytes
         self._said = False  # that the loop takes more than that between its steps
@@ -140,10 +142,16 @@ class Watch:
             self._came_to_nothing(recorder, [(p, p.grad) for p in parameters])
         elif recorder is None and self.first and not self.settled:
             self._missed()
+        left -= min(self._renewed_in(self.evaluations.left), self._renewed) if left else 0
         if left > (targets := self._targets if self.evaluations.made_batch else 0):
             self._learnt.finds(Loop(around=left - targets))
         self._note(parameters, sum(left_over.values()))
         return self.loop
+
+    def _renewed_in(self, made: Sequence[MadeStorages]) -> int:
+        """Of these, the bytes of what the loop's variables hold that each step binds anew before its backward pass."""
+        alive = {key: nbytes for each in made for key, (_, nbytes) in each.made.copy().items()}
+        return sum(alive[key] for key in bound_anew(held_in(get_ident()), self._bound, alive))
 
     def _begin(self, role: Role, others: Sequence[int]) -> None:
         """A call begins while others wait for their backward pass."""
@@ -205,6 +213,7 @@ class Watch:
         seen = loss_seen(recorder, self._workspaces, found, cleared, first=not self._learnt.heard)
         recorder.kept.update(found.kept)
         held, self._targets = {at for loss in recorder.losses for at in loss.held}, found.unread
+        self._bound, self._renewed = recorder.bound, found.renewed
         own = [states, [p for p, _ in counted] if recorder.passing else counted]
         self._warn_between(recorder, own)
         came_round = comes in roles or recorder.came_round
