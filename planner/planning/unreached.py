@@ -50,17 +50,19 @@ def guesses(request: Request, graph: TrainingGraph) -> Iterator[tuple[Request, s
 
 
 def _untrained(graph: TrainingGraph, names: Collection[str]) -> tuple[str, ...]:
-    """Those of these parameters that no gradient of a captured step is for; none where ops run outside its graphs."""
-    if not names or not all(region.fingerprint for region in graph.regions):
+    """Those of these parameters that no gradient of a captured step is for. What runs as without a plan, as by values
+    that each step has anew, may train all that is in it."""
+    if not names:
         return ()
-    trained = _trained(graph)
-    return tuple(name for name in names if name not in trained)
+    trained, apart = _trained(graph), tuple(f"{path}." if path else "" for path in graph.paths.apart)
+    return tuple(name for name in names if name not in trained and not name.startswith(apart))
 
 
 def _trained(graph: TrainingGraph) -> set[str]:
-    """The parameters that the backward passes of the regions compute gradients of."""
+    """The parameters that the backward passes of the regions compute gradients of, or that ops outside graphs read."""
     computed = [
         {index_of(n.meta.get("desc")) for n, grad in zip(r.primals, r.grads, strict=False) if isinstance(grad, fx.Node)}
         for r in graph.regions
     ]
-    return {name for (r, at), name in graph.parameters.items() if at in computed[r]}
+    outside = {r for r, region in enumerate(graph.regions) if not region.fingerprint}
+    return {name for (r, at), name in graph.parameters.items() if r in outside or at in computed[r]}
