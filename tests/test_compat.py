@@ -315,10 +315,13 @@ def test_a_model_on_fake_tensors_is_left_alone_by_a_conversion_that_changes_noth
         keeps = [weakref.ref(p) for p in model.parameters()]
         with pytest.raises(RuntimeError, match="Couldn't swap"):
             model.to(torch.float32)
-        for module in model.modules():
-            modules.leave_unconverted(module)
-        assert model.to(torch.float32) is model
-        assert all(ref() is p for ref, p in zip(keeps, model.parameters(), strict=True))
+        undo = modules.replace_conversions()
+        try:
+            assert model.to(torch.float32) is model
+            assert all(ref() is p for ref, p in zip(keeps, model.parameters(), strict=True))
+        finally:
+            undo()
+    assert nn.Linear(2, 2).to(torch.float64).weight.dtype == torch.float64
 
 
 def test_a_model_is_copied_onto_fake_tensors():

@@ -26,12 +26,12 @@ __all__ = [
     "call_of",
     "has_forward_hooks",
     "hook_tables",
-    "leave_unconverted",
     "managed_by_fsdp",
     "modules_in",
     "parameters_in",
     "parameters_of",
     "replace_call",
+    "replace_conversions",
     "replaced_call",
     "replaced_calls",
     "tables_of",
@@ -129,22 +129,27 @@ def replace_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
         vars(module)[_REPLACED] = call
 
 
-def leave_unconverted(module: nn.Module) -> None:
-    """Have `Module.to` leave a module on fake tensors alone where it converts none of them.
+def replace_conversions() -> Callable[[], None]:
+    """Have `Module.to` leave alone what it does not convert, in all threads; returns what undoes it.
 
     It exchanges fake parameters even for themselves, which fails where anything else refers to them (`Module._apply`,
     torch 2.11 to 2.15).
     """
-    own: Callable[..., nn.Module] = module._apply
+    own = nn.Module._apply
 
-    def apply(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+    def apply(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         if not torch.compiler.is_compiling():
             with torch.no_grad():
-                if all(fn(t) is t for t in (*module.parameters(recurse), *module.buffers(recurse))):
-                    return module
-        return own(fn, recurse)
+                if all(fn(t) is t for t in (*self.parameters(recurse), *self.buffers(recurse))):
+                    return self
+        converted: nn.Module = own(self, fn, recurse)  # type: ignore[no-untyped-call]
+        return converted
 
-    vars(module)["_apply"] = apply
+    def undo() -> None:
+        nn.Module._apply = own  # type: ignore[method-assign]
+
+    nn.Module._apply = apply  # type: ignore[method-assign]
+    return undo
 
 
 def has_forward_hooks(module: nn.Module) -> bool:

@@ -134,7 +134,7 @@ def _candidate(
     for s in packed:
         if trace.born[s.storage] >= call.begin and s.unpacked:
             died = trace.died[s.storage]  # the ops that need it have ended then, unless it is held for the user
-            needed = died if died < len(trace.ops) else max(s.unpacked) + 1
+            needed = died if died <= len(trace.ops) else max(s.unpacked) + 1
             saved[s.storage] = max(saved.get(s.storage, 0), needed)
     if not saved:
         return None

@@ -51,8 +51,8 @@ def lower(
     writes = [[values[s] for s in op.writes] for op in trace.ops]
     saved, holds = _saved_storages(trace), set[tuple[int, int]]()
     for s, v in values.items():
-        last = max(trace.died[s] - 1, trace.born[s])
-        if last > trace.born[s] and v not in reads[last] and (trace.died[s] < total or s in saved):
+        last = max(min(trace.died[s], total) - 1, trace.born[s])
+        if last > trace.born[s] and v not in reads[last] and (trace.died[s] <= total or s in saved):
             reads[last].append(v)
             holds.add((last, v))
     if unseen:
@@ -66,7 +66,7 @@ def lower(
         rows.append(own_row(OPTIMIZER, "optimizer step", "optimizer", workspace=optimizer_step))
     ops, origins = zip(*rows, strict=True)
     names = _op_names(trace)
-    lasting = [s for s in values if trace.died[s] == total]
+    lasting = [s for s in values if trace.died[s] > total]
     made_backward = (s for s in lasting if (op := trace.ops[trace.born[s]]).phase == "backward" and not op.again)
     return Step(
         problem=Problem(

@@ -126,7 +126,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def finished(self) -> Trace:
         for f in self._finalizers:
             f.detach()
-        died = tuple(len(self.ops) if d < 0 else d for d in self.died)
+        died = tuple(len(self.ops) + 1 if d < 0 else d for d in self.died)
         return Trace(
             tuple(self.ops),
             tuple(self.sizes),

@@ -12,6 +12,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from planner.capture.provenance import line_at
+from planner.capture.trace.as_if_real import as_if_real
 from planner.capture.trace.loss_trace import LossFn
 from planner.compat.fake import FakeTensorMode
 from planner.compat.modules import buffers_of, parameters_of
@@ -85,6 +86,7 @@ def trace_step(
         stack.enter_context(_unchanged(model))
         for device in {p.device for p in model.parameters()}:
             stack.enter_context(random_state_kept(device))
+        stack.enter_context(as_if_real())
         stack.enter_context(torch.enable_grad())
         torch.clear_autocast_cache()
         parameters = [p for p in model.parameters() if p.requires_grad]

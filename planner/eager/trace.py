@@ -104,7 +104,7 @@ class Trace:
         ops: in order.
         sizes: bytes of each storage; 0 for those that were there before.
         born: the op that made each; -1 for those that were there before.
-        died: the number of ops begun when each was freed; `len(ops)` where it outlived the step.
+        died: the number of ops begun when each was freed; more than there are where it outlived the step.
         calls: of modules.
         saved: what autograd saved outside of checkpoints; only where asked for.
         given: number of each storage that was there before, by its identity.

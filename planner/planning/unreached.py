@@ -51,7 +51,8 @@ def guesses(request: Request, graph: TrainingGraph) -> Iterator[tuple[Request, s
 
 def _untrained(graph: TrainingGraph, names: Collection[str]) -> tuple[str, ...]:
     """Those of these parameters that no gradient of a captured step is for. What runs as without a plan, as by values
-    that each step has anew, may train all that is in it."""
+    that each step has anew, may train all that is in it.
+    """
     if not names:
         return ()
     trained, apart = _trained(graph), tuple(f"{path}." if path else "" for path in graph.paths.apart)

@@ -34,7 +34,7 @@ from planner.compat.dynamo import aot_autograd, dynamo_config, functorch_config
 from planner.compat.fake import FakeCopyMode, FakeTensorMode
 from planner.compat.fx import boxed
 from planner.compat.joint_trace import Traces, shared
-from planner.compat.modules import buffers_of, leave_unconverted, parameters_of, replace_call
+from planner.compat.modules import buffers_of, parameters_of, replace_call
 from planner.compat.tensors import is_traceable_wrapper_subclass
 from planner.core.objects import with_tensors
 from planner.core.options import Checkpoints
@@ -229,7 +229,6 @@ def to_fake(
                 fake_model = copy.deepcopy(model, memo)
         for module in fake_model.modules():
             replace_call(module, None)  # a copy runs under the plan of its original
-            leave_unconverted(module)
     except Exception as e:
         raise CaptureError(f"{type(model).__name__} cannot be copied for planning: {type(e).__name__}: {e}") from e
 

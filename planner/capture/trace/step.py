@@ -23,6 +23,7 @@ from planner.capture.regions.calls import (
 from planner.capture.regions.region import Region
 from planner.capture.shapes import enlarged, is_size
 from planner.capture.trace.apart import COMPILED, Paths, Shapes, inner_parts, shapes_of_calls
+from planner.capture.trace.as_if_real import as_if_real
 from planner.capture.trace.data_dependent import CHANCES, Answers
 from planner.capture.trace.dynamo import OP_BY_OP, GraphCompiler, Partition, lone_loss, to_fake
 from planner.capture.trace.fake_step import FakeStep, NothingCapturedError
@@ -32,13 +33,11 @@ from planner.capture.trace.random_state import random_kept
 from planner.capture.trace.recording import Recording
 from planner.capture.trace.refusals import LIMITS, refusal
 from planner.capture.trace.state_guard import Attributes, ParameterWrites, fakes_forgotten, forget_fakes, untouched
-from planner.capture.trace.switch import Switch
 from planner.compat.fake import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
     forget_constants,
-    replace_format,
 )
 from planner.core.account import EagerStep
 from planner.core.call import bytes_of_elements, tensors_in
@@ -261,13 +260,10 @@ def _drawing(model: nn.Module, answers: Answers) -> Iterator[Callable[[], bool]]
             answers.drew = undraw()
 
 
-_FORMATS = Switch(replace_format)
-
-
 @contextmanager
 def _surroundings() -> Iterator[None]:
-    """Quiet, with gradients on, whatever the caller has; no fake tensor stays in a cache."""
-    with fakes_forgotten(), quietly(), tracker_kept(), torch.inference_mode(False), _FORMATS:
+    """Quiet, with gradients on, whatever the caller has; fake tensors stay in no cache, and are taken for real ones."""
+    with fakes_forgotten(), quietly(), tracker_kept(), torch.inference_mode(False), as_if_real():
         yield
 
 
