@@ -500,6 +500,24 @@ def test_gradients_that_are_gone_by_the_next_call_count_among_what_the_loop_held
         train()
 
 
+@pytest.mark.parametrize("made", [13, 15])
+def test_what_earlier_calls_saw_made_counts_among_what_the_loop_holds_between_the_steps(made):
+    """Microbatches of which each is stepped: what is added up was made before the last of them."""
+    model = perceptron()
+    plan(model, budget_gb="16 MiB", loss_fn=torch.Tensor.mean).apply()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            total = torch.zeros(2**18)  # 1 MiB, beside the one of the step before
+            for _ in range(2):
+                model(torch.randn(16, 32)).mean().backward()
+                total += 1
+                model.zero_grad()
+            torch.ones(made * 2**18 + 2**17)
+    said = [each for each in caught if "before it called the model again, the loop held" in str(each.message)]
+    assert len(said) == (made == 15)
+
+
 def test_gradients_that_turn_out_not_to_be_cleared_are_said():
     model = nn.Sequential(perceptron(), perceptron(), nn.Linear(32, 4))
 

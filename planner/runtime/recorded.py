@@ -389,7 +389,7 @@ def between_steps(recorder: Recorder, own: Any, budget: int) -> int:
         budget: the workspaces of ops are measured where less than half of it would be left.
     """
     there = {key: used.nbytes for key, used in recorder.used.copy().items() if used.stays} | storages(own)
-    entered = recorder.made, recorder.inputs, recorder.returned, recorder.added
+    entered = recorder.made, recorder.inputs, recorder.returned, recorder.added, *recorder.older
     known = {key for each in entered for key in each.made.copy()}
     beside = sum(_without(there, known).values())
     most = beside + max(recorder.between.values(), default=0)

@@ -59,8 +59,8 @@ class Recorder(LastingMode):
         given: of the same, those that are alive.
         held: the most bytes of these that were still there when the planned graphs had used them.
         added: of the gradients that the model's parameters had as a backward pass ended, those that are alive.
-        between: the most bytes of what was made, and of `inputs`, `returned` and `added`, at once, for each op since
-            the latest backward pass began, if one has.
+        between: the most bytes of what was made, and of `inputs`, `returned`, `added` and `older`, at once, for each op
+            since the latest backward pass began, if one has.
         returned: outputs of calls that are alive.
         aside: what the planned graphs of the first call have returned beside them, as attributes of the model, weakly.
         inputs: what the calls were given that is alive.
@@ -400,9 +400,16 @@ class Recorder(LastingMode):
             self.calls.setdefault(name, call)
         place = None if backward else place_of(inspect.currentframe())
         self.events.append(Event(self._live(), name, backward, place, tuple(made)))
-        there = self.made.live + self.inputs.live + self.returned.live + self.added.live
-        self.between[name] = max(there, self.between.get(name, 0))
+        self._note_between(name)
         self.over |= len(self.events) > MOST_OPS
+
+    def _note_between(self, name: str) -> None:
+        entered = self.made, self.inputs, self.returned, self.added
+        there, most = sum(each.live for each in entered), self.between.get(name, 0)
+        if there + sum(each.live for each in self.older) > most:  # some may be in several
+            counted = {key for each in entered for key in each.made.copy()}
+            older = {key: nbytes for each in self.older for key, (_, nbytes) in each.made.copy().items()}
+            self.between[name] = max(most, there + sum(n for key, n in older.items() if key not in counted))
 
     def _note_inputs(self, given: Sequence[torch.Tensor], into: set[int]) -> set[int]:
         """Enter the tensors that existed before and that are used, and the storages that are written into.
