@@ -59,8 +59,9 @@ class Recorder(LastingMode):
         given: of the same, those that are alive.
         held: the most bytes of these that were still there when the planned graphs had used them.
         added: of the gradients that the model's parameters had as a backward pass ended, those that are alive.
-        between: the most bytes of what was made, and of `inputs`, `returned`, `added` and `older`, at once, for each op
-            since the latest backward pass began, if one has.
+        budget: of the plan, in bytes.
+        between: the most bytes of what was made, and of `inputs`, `returned` and `added`, at once, for each op since
+            the latest backward pass began, if one has; with those of `older` where half of the budget is not enough.
         returned: outputs of calls that are alive.
         aside: what the planned graphs of the first call have returned beside them, as attributes of the model, weakly.
         inputs: what the calls were given that is alive.
@@ -119,7 +120,7 @@ class Recorder(LastingMode):
         self.in_loss: set[int] = set()  # numbers of tensors that a backward pass made before it came to an output
         self.gradients, self.given = MadeStorages(), MadeStorages()  # by the planned graphs; of outputs
         self.held = self.inputs_at_once = self.later = self._called = 0
-        self.between, self.before = dict[str, int](), dict[int, int]()
+        self.budget, self.between, self.before = 0, dict[str, int](), dict[int, int]()
         self.returned, self.inputs, self.added = MadeStorages(), MadeStorages(), MadeStorages()
         self.batches = MadeStorages()  # that the model was called with, and that get gradients
         self.waiting, self.stepping, self.makes_batches, self.of_optimizer = (0, 0), False, False, set[int]()
@@ -406,10 +407,11 @@ class Recorder(LastingMode):
     def _note_between(self, name: str) -> None:
         entered = self.made, self.inputs, self.returned, self.added
         there, most = sum(each.live for each in entered), self.between.get(name, 0)
-        if there + sum(each.live for each in self.older) > most:  # some may be in several
+        if there + sum(each.live for each in self.older) > max(most, self.budget // 2):  # some may be in several
             counted = {key for each in entered for key in each.made.copy()}
             older = {key: nbytes for each in self.older for key, (_, nbytes) in each.made.copy().items()}
-            self.between[name] = max(most, there + sum(n for key, n in older.items() if key not in counted))
+            there += sum(nbytes for key, nbytes in older.items() if key not in counted)
+        self.between[name] = max(most, there)
 
     def _note_inputs(self, given: Sequence[torch.Tensor], into: set[int]) -> set[int]:
         """Enter the tensors that existed before and that are used, and the storages that are written into.

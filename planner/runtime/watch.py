@@ -354,6 +354,7 @@ class Watch:
             call_past_wrappers(model)  # from the next call on, if it is the model that is compiled
         elif len(self._threads) <= 1 and may_record():
             self.recorder = Recorder(model, next(model.parameters()).device, batch, outputs, aside, earlier)
+            self.recorder.budget = self.budget or 0
             self.recorder.knows(self.evaluations.left, self._used)
             self.evaluations.left = []
             self.recorder.stepping = any(map(self._trains, stepping()))
