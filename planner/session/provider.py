@@ -241,8 +241,9 @@ class Provider:
         else:
             planned = within(make, request, least)
         text = (
-            f"the step takes {gb(least)}, with what the training loop holds beside the model: more than its budget of "
-            f"{gb(request.budget_bytes)}. Give budget_gb={gb_needed!r}, or free what is held"
+            f"the step takes {gb(least)}, with what the training loop holds beside the model: "
+            f"{gb(least - request.budget_bytes)} more than its budget of {gb(request.budget_bytes)}. "
+            f"Give budget_gb={gb_needed!r}, or free what is held"
         )
         warn(text)
         return planned
