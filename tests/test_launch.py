@@ -232,6 +232,34 @@ for x in loader:
 plans = accelerator.unwrap_model(model)._compiled_call_impl.plans.values()
 torch.save((loss.item(), [plan.options.accumulate for plan in plans]), f"rank{accelerator.process_index}")
 """
+SKIPS = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x):
+        if len(x) % 2:
+            raise KeyError("odd")
+        return self.inner(x)
+
+
+model = Net()
+optimizer, trained = torch.optim.SGD(model.parameters(), lr=0.1), 0
+for rows in (3, 4, 4):
+    try:
+        model(torch.randn(rows, 8)).sum().backward()
+    except KeyError as e:
+        print(f"left out: {e!r}")
+        continue
+    optimizer.step()
+    trained += 1
+print(f"trained {trained}")
+"""
 NOTHING = (
     "nothing was planned: no module that an optimizer trains was called in training mode, "
     "outside of functions that torch.compile() was given"
@@ -338,6 +366,35 @@ def test_what_does_not_fit_ends_the_script(tmp_path, here, capsys):
     assert NOTHING not in said.err
 
 
+def test_the_exit_status_is_that_of_a_plan_that_does_not_fit_where_the_script_catches_everything(
+    tmp_path, here, capsys
+):
+    script(tmp_path, LOOP + "except BaseException:\n    print('caught')\n")
+    with pytest.raises(SystemExit, match="1"):
+        here("--budget-gb", "0.0001", "train.py")
+    said = capsys.readouterr()
+    assert said.out == "caught\n"
+    assert NOTHING not in said.err
+
+
+@pytest.mark.parametrize("more", [(), ("--on-failure", "warn")])
+def test_a_batch_that_the_model_does_not_accept_ends_in_its_own_error_though_it_is_the_first(
+    more, tmp_path, here, capsys
+):
+    script(tmp_path, SKIPS)
+    assert here("--budget-gb", 1, *more, "train.py") == 0
+    said = capsys.readouterr()
+    assert said.out == "left out: KeyError('odd')\ntrained 2\n"
+    assert "Net is planned" in said.err
+
+
+def test_a_plan_file_is_where_it_was_asked_for_though_the_script_goes_elsewhere(tmp_path, here):
+    (tmp_path / "elsewhere").mkdir()
+    script(tmp_path, "import os\nos.chdir('elsewhere')\n" + LOOP + "finally: pass\n")
+    assert here("--budget-gb", 1, "--plan-file", "plan.json", "train.py") == 0
+    assert (tmp_path / "plan.json").is_file()
+
+
 def test_a_plan_file_is_written_and_taken(tmp_path, here, capsys):
     script(tmp_path, LOOP + "finally:\n    print(loss.item())\n")
     command = ("--budget-gb", "0.0015", "--solver", "chen", "--plan-file", "plan.json", "train.py")
@@ -358,6 +415,10 @@ def test_a_script_that_is_not_there_is_bad_input(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["run", "--budget-gb", "1", "absent.py"])
     assert "there is no script 'absent.py'" in capsys.readouterr().err
+    for name in ("absent_module", "absent_module.inner"):
+        with pytest.raises(SystemExit, match="2"):
+            main(["run", "--budget-gb", "1", "-m", name])
+        assert f"there is no module {name!r}" in capsys.readouterr().err
 
 
 def test_rank_0_of_torchrun_plans_for_all(tmp_path):

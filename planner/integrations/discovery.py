@@ -17,7 +17,7 @@ from torch import nn, optim
 
 from planner.compat.dynamo import inner_module
 from planner.core.frames import variables_of
-from planner.errors import InfeasibleBudgetError, OptionError, PlannerError
+from planner.errors import BatchError, InfeasibleBudgetError, OptionError, PlannerError
 from planner.runtime.interception import attached
 from planner.runtime.modes import redirected
 
@@ -61,6 +61,7 @@ class Search:
         self.optimizers: list[weakref.ref[optim.Optimizer]] = []  # of what was not found yet
         self.choice: nn.Module | None = None
         self.over = False
+        self.statuses: list[int] = []  # with which the script was to end, as its model could not be planned
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -75,7 +76,7 @@ class Search:
                 _Module.__call__ = watched_call
 
         def see(module: nn.Module) -> None:
-            with exits():
+            with exits(self.statuses):
                 self._see(module)
 
         watched_call = watched(self.call, see)
@@ -128,13 +129,21 @@ def watched(call: Callable[..., Any], see: Callable[[nn.Module], None]) -> Any:
 
 
 @contextmanager
-def exits() -> Iterator[None]:
-    """A PlannerError ends the process, whatever the script catches."""
+def exits(statuses: list[int] | None = None) -> Iterator[None]:
+    """A PlannerError ends the process; its exit status is entered, as a script may catch SystemExit and go on.
+
+    The model's own error for a batch is raised as it is: the script may leave that batch out.
+    """
     try:
         yield
     except PlannerError as e:
+        if isinstance(e, BatchError) and e.of_model is not None:
+            raise
         print(f"planner: {type(e).__name__}: {e}", file=sys.stderr)
-        raise SystemExit(DOES_NOT_FIT if isinstance(e, InfeasibleBudgetError) else BAD_INPUT) from None
+        status = DOES_NOT_FIT if isinstance(e, InfeasibleBudgetError) else BAD_INPUT
+        if statuses is not None:
+            statuses.append(status)
+        raise SystemExit(status) from None
 
 
 def unwrapped(module: nn.Module) -> nn.Module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import importlib.util
 import io
 import logging
 import os
@@ -53,14 +54,15 @@ def launch(
         SystemExit: that of the script; or no plan fits (1), or none can be made (2), and a message says why.
         Exception: whatever the script raises.
     """
-    if not module and not Path(script).is_file():
-        print(f"error: there is no script {script!r}", file=sys.stderr)
+    if not (_is_module(script) if module else Path(script).is_file()):
+        print(f"error: there is no {'module' if module else 'script'} {script!r}", file=sys.stderr)
         raise SystemExit(BAD_INPUT)
     with exits():  # before the script does anything
         if (budget := options.get("budget_gb")) is not None:
             read(budget, 1)
         if plan_file is not None and not plan_file.parent.is_dir():
             raise PlanFileError(f"{plan_file}: there is no folder {str(plan_file.parent)!r} to write the plan into")
+    plan_file = plan_file and plan_file.absolute()  # the script may go to another folder
     first = os.environ.get("RANK", "0") == "0"
 
     def say(text: str) -> None:
@@ -77,12 +79,22 @@ def launch(
             if e.code:
                 raise
             done = e
+        if search.statuses:
+            raise SystemExit(search.statuses[0])
         if not launched.names:
             where = "outside of functions that torch.compile() was given"
             say(f"nothing was planned: no module that an optimizer trains was called in training mode, {where}")
     if done is not None:
         raise done
     return 0
+
+
+def _is_module(name: str) -> bool:
+    """Whether there is a module, or a package with a `__main__`, of that name; packages around it are imported."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def _execute(script: str, arguments: Sequence[str], module: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -21,7 +22,7 @@ from planner.core.occupancy import CLEARED_LATE
 from planner.core.options import GB
 from planner.core.plan import PlanRecord
 from planner.costs.optimizer import optimizer_memory
-from planner.errors import OptionError, PlannerError, gb
+from planner.errors import BatchError, OptionError, PlannerError, gb
 from planner.integrations.discovery import Search, exits
 from planner.parallel.group import world_size
 from planner.planfile.files import save
@@ -47,7 +48,7 @@ class Launched:
 
     Attributes:
         options: of `plan()`, as the user gave them.
-        plan_file: a plan that is taken where it is for the step that comes; written where there is none.
+        plan_file: absolute; a plan that is taken where it is for the step that comes, written where there is none.
         first: whether this is the process of rank 0, which writes the file.
         say: tells the user.
         names: classes of the models that were planned.
@@ -76,7 +77,7 @@ class Launched:
         if given.get("optimizer") is None:
             given = given | counted(optimizers, model, given.get("account_gb") or {})
         if self.plan_file is not None and self.plan_file.exists():
-            known = Plan.load(self.plan_file)
+            known = Plan.load(os.path.relpath(self.plan_file))  # as it is named in words
             if known.step.occupancy == CLEARED_LATE and not anew:
                 given["occupancy"] = CLEARED_LATE
             given = {"accumulate": known.options.accumulate, **given, "known": known}
@@ -156,14 +157,20 @@ class Watching:
         if self.told:
             return self.own.on_missing_plan(caller, call)
         self.told = True
-        with self._ends(), self.search.paused():
-            planned = self.own.on_missing_plan(caller, call)
-            self.launched.tell(planned, anew=self.anew)
+        try:
+            with self._ends(), self.search.paused():
+                planned = self.own.on_missing_plan(caller, call)
+                self.launched.tell(planned, anew=self.anew)
+        except BatchError:  # the script may leave the batch out
+            self.told = False
+            raise
         return planned
 
     def _ends(self) -> AbstractContextManager[object]:
         """Ends the script where there is no plan, unless it is to train without one."""
-        return exits() if self.launched.options.get("on_failure", "raise") == "raise" else nullcontext()
+        if self.launched.options.get("on_failure", "raise") != "raise":
+            return nullcontext()
+        return exits(self.search.statuses)
 
     def on_no_plan(self, model: nn.Module, error: PlannerError) -> bool:
         """See `PlanProvider`."""
@@ -179,7 +186,7 @@ class Watching:
         only_forward = used and record.options.mode != "eager" and record.options.in_flight == 1
         counts = {"occupancy": CLEARED_LATE} if only_forward else {"accumulate": True, "occupancy": None}
         detach(model)
-        with exits():
+        with exits(self.search.statuses):
             self.launched.put_on(self.search, model, self.optimizers, self.gradients, counts)
         return True
 

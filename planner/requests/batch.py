@@ -100,8 +100,10 @@ def arguments(
     """How the model is called on a batch: positional arguments (None: no batch is known) and keyword arguments.
 
     Raises:
-        BatchError: the batch is neither a tensor, a tuple, a list nor a mapping.
+        BatchError: the batch is neither a tensor, a tuple, a list nor a mapping, or the other arguments are no mapping.
     """
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise BatchError(f"kwargs={kwargs!r} must be a mapping of keyword arguments, or None")
     extra = dict(kwargs or {})
     if batch is LATER:
         return None, extra

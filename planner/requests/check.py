@@ -21,7 +21,7 @@ from planner.core.surroundings import surroundings_of
 from planner.devices.accelerator import present
 from planner.devices.find import check_working, find_device
 from planner.devices.specs import Device
-from planner.errors import BatchError, ModelError, OptionError, warn
+from planner.errors import ModelError, OptionError, warn
 from planner.parallel.meshes import on_mesh
 from planner.requests.batch import Batch, arguments, maxima_of
 from planner.requests.budget import budget_of
@@ -71,8 +71,6 @@ def check(
     refuse_step_in_backward(options, given.get("optimizer"), model)
     check_loss_fn(loss_fn)
     warn_on_gpu(model, target[0], options)
-    if kwargs is not None and not isinstance(kwargs, Mapping):
-        raise BatchError(f"kwargs={kwargs!r} must be a mapping of keyword arguments, or None")
     args, extra = arguments(model, batch, kwargs)
     request = Request(
         options=options,

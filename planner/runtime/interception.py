@@ -347,9 +347,9 @@ class Applied:
         try:
             self.find(signature, args, kwargs)
         except BatchError as e:
-            if self.newest is None or e.of_model is None:
+            if e.of_model is None:
                 raise
-            raise e.of_model from None  # a loop may leave out one batch
+            raise e.of_model from None  # as without a plan: a loop may leave out one batch
         except ModelError:
             if self.newest is None and all(p.requires_grad for p in self.model.parameters()):
                 raise
