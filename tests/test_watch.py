@@ -738,3 +738,17 @@ def test_a_step_is_verified_with_the_loss_that_the_loop_trains():
     seen = applied_plan(model).verify((x, y))
     assert seen.gradients_agree
     assert seen.measured_bytes <= seen.predicted_bytes
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_verify_says_that_it_lacks_a_loss_that_the_plan_counts(told):
+    model = perceptron()
+    more = {"loss_fn": lambda output: output.exp().square().mean()} if told else {}
+    plan(model, budget_gb=1, **more).apply()
+    for batch in torch.randn(4, 512, 32):
+        model(batch).exp().square().mean().backward()
+        model.zero_grad()
+    seen = applied_plan(model).verify(batch)
+    assert seen.loss_left_out is not told
+    assert ("without the loss that a loop computes" in str(seen)) is not told
+    assert told == (abs(seen.prediction_error) < 0.01)

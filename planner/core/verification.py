@@ -35,6 +35,8 @@ class Verification:
         unlike: names of custom ops that gave other results when they ran twice on the same inputs, looked for where the
             gradients of a plan that runs ops again differ.
         planned_seconds, unplanned_seconds: time of one step each, after a warm-up.
+        loss_left_out: whether the prediction counts a loss that a loop computes outside the model, and these steps had
+            another, as no `loss_fn` tells that one.
     """
 
     predicted_bytes: int
@@ -50,6 +52,7 @@ class Verification:
     draws: bool = False
     unlike: tuple[str, ...] = ()
     reserved_bytes: int | None = None
+    loss_left_out: bool = False
 
     @property
     def cause(self) -> str:
@@ -111,4 +114,7 @@ class Verification:
             return f"not measured (the device's allocator keeps no peak), {budget}; "
         held = "held" if self.within_budget else "EXCEEDED"
         reserved = "" if self.reserved_bytes is None else f", {gb(self.reserved_bytes)} with fragmentation"
-        return f"measured {gb(self.measured_bytes)} ({self.prediction_error:+.2%}){reserved}, {budget} ({held}); "
+        apart = ", without the loss that a loop computes: loss_fn= would tell it" if self.loss_left_out else ""
+        return (
+            f"measured {gb(self.measured_bytes)} ({self.prediction_error:+.2%}{apart}){reserved}, {budget} ({held}); "
+        )

@@ -59,7 +59,8 @@ def verify(planned: Planned | Pending, batch: Any = None, kwargs: Mapping[str, A
             "verify() needs a batch: a plan keeps none alive, and its own is gone or was never given. Pass one"
         )
 
-    step = partial(_step, request, args, extra)
+    unknown: list[Any] = []
+    step = partial(_step, request, args, extra, unknown)
 
     def by(plan: Planned | Pending) -> tuple[_Measured, PlanRecord]:
         put_on(plan, model, known=planned.known, alone=True)
@@ -121,14 +122,22 @@ def verify(planned: Planned | Pending, batch: Any = None, kwargs: Mapping[str, A
         plan_error=own,
         draws=draws,
         unlike=unlike,
+        loss_left_out=bool(unknown),
     )
 
 
-def _step(request: Request, args: Any, extra: Mapping[str, Any], *, alone: bool = False) -> None:
+def _step(
+    request: Request, args: Any, extra: Mapping[str, Any], unknown: list[Any] | None = None, *, alone: bool = False
+) -> None:
     """The forward and backward passes of a training step of the request's model; no gradient comes to the batch, nor to
     what it was computed from.
 
-    `alone`: a single call, whose outputs are not held.
+    Args:
+        request: whose model it is.
+        args: positional arguments of the model.
+        extra: keyword arguments.
+        unknown: takes an entry where the loss is one outside the model, and nothing tells which.
+        alone: a single call, whose outputs are not held.
     """
     model = request.model
     if any(t.requires_grad for t in tensors_in((args, extra))):
@@ -138,7 +147,7 @@ def _step(request: Request, args: Any, extra: Mapping[str, Any], *, alone: bool 
     with under(request.surroundings, model):
         for _ in range(1 if alone else request.in_flight):
             output = model(*args, **extra)
-            losses.append(_loss(request, output))
+            losses.append(_loss(request, output, [] if unknown is None else unknown))
             held = () if alone else request.loop.outputs_held
             outputs.append([t for at, t in enumerate(leaves(output)) if held is None or at in held])
             del output
@@ -236,13 +245,14 @@ class _Measured:
     gradients: dict[str, torch.Tensor]
 
 
-def _loss(request: Request, output: Any) -> torch.Tensor:
+def _loss(request: Request, output: Any, unknown: list[Any]) -> torch.Tensor:
     if request.loss_fn is not None:
         return checked_loss(request.loss_fn, output)
     if (loss := find_loss(output)) is not None:
         return loss
     if request.loop.only_loss and (found := probable_loss(output)) is not None:
         return found[2]
+    unknown.append(None)
     parts = {at: t.mean() for at, t in enumerate(leaves(output)) if isinstance(t, torch.Tensor) and t.requires_grad}
     if not parts:
         raise BatchError("the model's output holds nothing that needs a gradient")
