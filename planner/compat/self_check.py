@@ -65,7 +65,7 @@ PARTS = {
     "torch.distributed.tensor.parallel.ddp": "_st_info",
     "torch.fx.graph:Graph": "_codegen _root",
     "torch.nn.modules.module:Module": (
-        "_backward_hooks _backward_pre_hooks _buffers _call_impl _compiled_call_impl _forward_hooks "
+        "_apply _backward_hooks _backward_pre_hooks _buffers _call_impl _compiled_call_impl _forward_hooks "
         "_forward_hooks_always_called _forward_hooks_with_kwargs _forward_pre_hooks _forward_pre_hooks_with_kwargs "
         "_modules _non_persistent_buffers_set _parameters"
     ),

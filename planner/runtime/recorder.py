@@ -23,7 +23,7 @@ from torch import nn
 from planner.compat.autograd import adds_to_gradient, graph_is_kept, in_backward, when_backward_ends
 from planner.compat.dispatch import LastingMode, finds_ops, written
 from planner.compat.tensors import dense_parts, is_traceable_wrapper_subclass, storage_key
-from planner.core.call import Call, bytes_of_elements, gradient_of, storages, tensors_in
+from planner.core.call import Call, bytes_of_elements, gradient_of, inside, storages, tensors_in
 from planner.core.layout import Order, memory_order
 from planner.core.loop import LaidOut
 from planner.runtime.events import PlannedModel
@@ -99,8 +99,8 @@ class Recorder(LastingMode):
         super().__init__()
         self.device, self.process, self.thread = device, os.getpid(), get_ident()
         self.phase: Literal["loss", "backward"] = "loss"
-        own = [*model.parameters(), *model.buffers(), *map(gradient_of, model.parameters())]
-        self.known = {*storages(own), *storages(batch), *storages([*outputs, *aside])}
+        self.known = {*storages([*model.parameters(), *model.buffers()])}
+        self._know([[*map(gradient_of, model.parameters())], batch, [*outputs, *aside]])
         self.output_bytes = bytes_of_elements(list(outputs))
         self.made, self.used, self.used_before = MadeStorages(), UsedStorages(), list[UsedStorages]()
         self.events: list[Event] = []
@@ -134,7 +134,7 @@ class Recorder(LastingMode):
         self.bound = set[Path]()
         self.kept, self.kept_before = set[int](), set[int]() if earlier is None else earlier.kept
         seen = self._seen_made()
-        for key in self.known:
+        for key in self.known.copy():
             self._drop_older(key)
         self._enter(outputs, self.passed, self.returned)
         self._enter([t for t in tensors_in(batch) if storage_key(t) in seen], self.passed)
@@ -151,6 +151,16 @@ class Recorder(LastingMode):
         """These were made before the first call, and none of them is the model's or its batch; and those were used."""
         self.older += [each for each in made if each.made]
         self.used_before += [each for each in used if each]
+
+    def _know(self, tree: Any) -> set[int]:
+        """The account has lines for these storages, as long as they are there: another may have its identity later."""
+        found = set()
+        for t in (part for outer in tensors_in(tree) for part in inside(outer)):
+            found.add(key := storage_key(t))
+            if key not in self.known:
+                self.known.add(key)
+                weakref.finalize(t.untyped_storage(), self.known.discard, key).atexit = False
+        return found
 
     def _watch(self, at: int, output: torch.Tensor) -> None:
         let_go, events = self.let_go, self.events
@@ -207,8 +217,7 @@ class Recorder(LastingMode):
         before = storages([t for t in tensors_in(batch) if t.device == self.device])
         self.later += sum(n for key, n in before.items() if key not in self.known and key not in self.made.made)
         seen = self._seen_made()
-        for key in storages([batch, *outputs, *aside]):
-            self.known.add(key)
+        for key in self._know([batch, *outputs, *aside]):
             self.used.pop(key, None)
             self.made.drop(key)
             self._drop_older(key)
