@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import builtins
-import importlib.util
 import io
 import logging
 import os
 import runpy
 import sys
+import traceback
 import types
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -54,8 +54,8 @@ def launch(
         SystemExit: that of the script; or no plan fits (1), or none can be made (2), and a message says why.
         Exception: whatever the script raises.
     """
-    if not (_is_module(script) if module else Path(script).is_file()):
-        print(f"error: there is no {'module' if module else 'script'} {script!r}", file=sys.stderr)
+    if not module and not Path(script).is_file():
+        print(f"error: there is no script {script!r}", file=sys.stderr)
         raise SystemExit(BAD_INPUT)
     with exits():  # before the script does anything
         if (budget := options.get("budget_gb")) is not None:
@@ -89,19 +89,18 @@ def launch(
     return 0
 
 
-def _is_module(name: str) -> bool:
-    """Whether there is a module, or a package with a `__main__`, of that name; packages around it are imported."""
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:
-        return False
-
-
 def _execute(script: str, arguments: Sequence[str], module: bool) -> None:
     """Run a script in a `__main__` of its own, which stays."""
     sys.argv = [script, *arguments]
     if module:
-        runpy.run_module(script, run_name="__main__", alter_sys=True)
+        try:
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        except ImportError as e:
+            *_, (frame, _) = traceback.walk_tb(e.__traceback__)
+            if frame.f_code.co_filename not in ("<frozen runpy>", runpy.__file__):  # of what the module imports
+                raise
+            print(f"error: there is no module {script!r} that can be run: {e}", file=sys.stderr)
+            raise SystemExit(BAD_INPUT) from None
         return
     path = os.path.abspath(script)
     if not sys.flags.safe_path:

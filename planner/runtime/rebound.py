@@ -66,6 +66,15 @@ def rebinding(loss: LossEvents, gone: Mapping[int, int], kept: Mapping[int, int]
     return replace(loss, events=tuple(events)) if gone else loss
 
 
+def with_older(loss: LossEvents, nbytes: int, inside: int, code: CodeType | None) -> LossEvents:
+    """A loss with so many bytes of the step before, and so many where ops run in a function's code."""
+
+    def of(event: Event) -> int:
+        return inside if code is not None and event.place is not None and event.place[0] is code else nbytes
+
+    return replace(loss, events=tuple(replace(e, live=e.live + of(e)) for e in loss.events))
+
+
 def _gone_from(events: Sequence[Event], made: Made, key: int, frame: FrameType | None) -> int | None:
     """The first event after the statement that made a tensor and bound its variable; None where that is not known."""
     start = next((at for at, e in enumerate(events) if made[0] in e.made), None)

@@ -19,7 +19,7 @@ from planner.costs.measured_ops import measure
 from planner.runtime.copied import tensors_of_copies
 from planner.runtime.holders import bound_anew, held_in, staying
 from planner.runtime.made import Event, LossEvents, Made, UsedStorages, takes_memory
-from planner.runtime.rebound import rebinding, rebound
+from planner.runtime.rebound import rebinding, rebound, with_older
 from planner.runtime.recorder import Recorder
 
 SEED = str(torch.ops.aten.ones_like.default)  # as `backward()` makes it
@@ -47,7 +47,7 @@ def loss_seen(
     # a graph that is kept has outputs among its saved tensors, until the loss is bound anew
     older = outputs if first and recorder.graph_retained else again
     seen = [_without_cleared(loss, found.kept, cleared).with_waiting() for loss in recorded]
-    losses = [_with_renewed(_with_older(loss, older, outputs, inside), found.renewed) for loss in seen]
+    losses = [_with_renewed(with_older(loss, older, outputs, inside), found.renewed) for loss in seen]
     with_outputs = [loss.events[loss.between : loss.let_go] for loss in losses]
     without = [loss.events[max(loss.between, loss.let_go) :] for loss in losses]
     forward, backward = (max(_most(events, workspaces) for events in each) for each in (with_outputs, without))
@@ -93,15 +93,6 @@ def _returned(recorder: Recorder, kept: Mapping[int, int]) -> tuple[int, int, Co
     stay = staying(now, recorder.held_then, {*outputs, *kept})
     again, beside = (sum(nbytes for key, nbytes in each.items() if key in stay) for each in (outputs, kept))
     return again, beside, None if stay else now.by_callers(outputs)
-
-
-def _with_older(loss: LossEvents, nbytes: int, inside: int, code: CodeType | None) -> LossEvents:
-    """A loss with so many bytes of the step before, and so many where ops run in a function's code."""
-
-    def of(event: Event) -> int:
-        return inside if code is not None and event.place is not None and event.place[0] is code else nbytes
-
-    return replace(loss, events=tuple(replace(e, live=e.live + of(e)) for e in loss.events))
 
 
 def _with_renewed(loss: LossEvents, nbytes: int) -> LossEvents:
@@ -253,9 +244,7 @@ def stays(
     stay |= {key: nbytes for key, nbytes in earlier.items() if key in there}
     gone, losses, outputs = _gone(recorder, there, earlier, remaining)
     fresh = {key: each[1] for key, each in alive.items() if key not in stay and key not in later and each not in made}
-    new = _without(fresh, own)  # targets of the next loss and inputs of its later calls are among it
-    renewed = bound_anew(held_in(recorder.thread), recorder.bound, new) if new and recorder.bound else set()
-    taken_over = sum(new.pop(key) for key in renewed)
+    new, renewed = _without_renewed(recorder, _without(fresh, own))  # the next targets and later inputs are in it
     read = max((sum(_without(loss.read, stay).values()) for loss in recorder.losses), default=0)
     # those of the next loss take the place of what is gone, unless they were there before the recording began, as the
     # next batch was; what is there still is read again, as by a closure
@@ -294,8 +283,14 @@ def stays(
         *_left_by_passes(recorder, own),
         again=outputs,
         unread=unread,
-        renewed=taken_over,
+        renewed=renewed,
     )
+
+
+def _without_renewed(recorder: Recorder, new: Mapping[int, int]) -> tuple[dict[int, int], int]:
+    """These without what variables hold that each step binds anew before its backward pass; and the bytes of that."""
+    renewed = bound_anew(held_in(recorder.thread), recorder.bound, new) if new and recorder.bound else set()
+    return _without(new, renewed), sum(new[key] for key in renewed)
 
 
 def _gone(

@@ -80,18 +80,7 @@ def verify(planned: Planned | Pending, batch: Any = None, kwargs: Mapping[str, A
         torch.enable_grad(),
         _untouched(model, request.gradients_copied, (args, dict(extra))) as again,
     ):
-        try:
-            unplanned = _measure(model, step, again)
-        except torch.OutOfMemoryError:
-            unplanned = None
-        except Exception as e:
-            if isinstance(e, PlannerError):
-                raise
-            raise BatchError(
-                f"a step of {type(model).__name__} without the plan fails with the batch "
-                f"({given(tensors_in((args, dict(extra))))}): {type(e).__name__}: {e}",
-                of_model=e,
-            ) from e
+        unplanned = _without_plan(model, step, again, given(tensors_in((args, dict(extra)))))
         measured, used = by(planned)
         error, agree = (None, None) if unplanned is None else compare(measured.gradients, unplanned.gradients)
         graph = None
@@ -124,6 +113,21 @@ def verify(planned: Planned | Pending, batch: Any = None, kwargs: Mapping[str, A
         unlike=unlike,
         loss_left_out=bool(unknown),
     )
+
+
+def _without_plan(
+    model: nn.Module, step: Callable[[], None], again: Callable[[], None], batch: str
+) -> _Measured | None:
+    """The step without the plan, of a batch in words; None where it does not fit the device."""
+    try:
+        return _measure(model, step, again)
+    except torch.OutOfMemoryError:
+        return None
+    except PlannerError:
+        raise
+    except Exception as e:
+        what = f"a step of {type(model).__name__} without the plan fails with the batch ({batch})"
+        raise BatchError(f"{what}: {type(e).__name__}: {e}", of_model=e) from e
 
 
 def _step(
