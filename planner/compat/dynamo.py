@@ -23,6 +23,7 @@ from torch._dynamo.external_utils import wrap_inline
 from torch._guards import TracingContext
 
 from planner.compat.frames import with_room
+from planner.compat.interrupts import interrupted_between_ops
 from planner.compat.modules import call_of
 
 __all__ = [
@@ -71,7 +72,7 @@ def compile_call(
 
         @with_room
         def compile_under_settings(*frame: Any) -> Any:
-            with settings():
+            with interrupted_between_ops(), settings():
                 return compile_frame(*frame)
 
         compile_under_settings._torchdynamo_orig_backend = compile_frame  # type: ignore[attr-defined]

@@ -12,8 +12,8 @@ import importlib.util
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -121,12 +121,28 @@ def compile_graph(
     if near is not None:
         patches |= {"inductor_choices_class": Near, "reorder_for_peak_memory": False}
     together = nullcontext() if near is None else chosen(near)
-    with functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True), together:
+    cached = functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True)
+    with _kernels_at_its_end(), cached, together:
         compile_fx: Any = module.compile_fx
         compiled: Callable[..., Any] = compile_fx(
             own, inputs, inner_compile=inner(module.compile_fx_inner), config_patches=patches
         )
     return compiled
+
+
+@contextmanager
+def _kernels_at_its_end() -> Iterator[None]:
+    """A context whose wrappers are loaded before their kernels, which are compiled at its end (`AsyncCompile.wait`).
+
+    The compiler of C++ is then at work on those of the forward graph while Inductor writes those of the backward graph.
+    """
+    from torch._inductor.async_compile import AsyncCompile
+
+    waiting: list[tuple[AsyncCompile, dict[str, Any]]] = []
+    with mock.patch.object(AsyncCompile, "wait", lambda kernels, scope: waiting.append((kernels, scope))):
+        yield
+    for kernels, scope in waiting:
+        kernels.wait(scope)
 
 
 def copied(graph: fx.GraphModule) -> fx.GraphModule:

@@ -23,6 +23,7 @@ from planner.capture.trace.step import TrainingGraph, capture
 from planner.codegen.emit import emit, keep_everything
 from planner.compat.dispatch import lasting_modes_off
 from planner.compat.frames import with_room
+from planner.compat.interrupts import interrupted_between_ops
 from planner.compat.joint_trace import traces_of
 from planner.core.account import BATCH
 from planner.core.plan import GraphModules
@@ -65,6 +66,7 @@ from solvers.progress import bar, clock
 
 
 @with_room
+@interrupted_between_ops()
 def make_plan(
     request: Request,
     others: Sequence[Planned] = (),
