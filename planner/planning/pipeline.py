@@ -13,6 +13,7 @@ from planner.capture.passes.checkpoints import clone_of
 from planner.capture.passes.dropout import planned_for
 from planner.capture.regions.region import Region
 from planner.capture.trace.attention import attention_as_on, eager_attention_as_on
+from planner.capture.trace.closures import gradients_kept
 from planner.capture.trace.dynamo import GraphCompiler, Partition, op_by_op
 from planner.capture.trace.layers import has_whole_lstm, lstms_in_parts, lstms_in_steps
 from planner.capture.trace.loss_trace import taken_loss
@@ -85,6 +86,18 @@ def make_plan(
         captured: the step, where it has been captured before.
     """
     refuse_tensors(request)
+    with gradients_kept(request.model):
+        return _in_mode(request, others, known, captured, must_match=must_match)
+
+
+def _in_mode(
+    request: Request,
+    others: Sequence[Planned],
+    known: Known | None,
+    captured: TrainingGraph | None,
+    *,
+    must_match: bool,
+) -> Planned:
     if request.options.mode == "eager":
         with _out_of_sight(request), eager_attention_as_on(request.device if request.foreign else None):
             return make_eager_plan(request, others[-1] if others else None, known=known, must_match=must_match)

@@ -21,6 +21,7 @@ from planner.capture.passes.tangents import mark_whole
 from planner.capture.regions.region import Region, analyse
 from planner.capture.shapes import at_hints, symbolic_again
 from planner.capture.trace.arrival import Arrivals, refuse_second_order
+from planner.capture.trace.closures import rebind_functions
 from planner.capture.trace.constant_propagation import ConstantPropagation
 from planner.capture.trace.data_dependent import Answers
 from planner.capture.trace.layers import capturable_layers, lstms_traced
@@ -227,6 +228,7 @@ def to_fake(
             memo |= {id(g): g.clone_state() for g in generators_of(model)}
             with FakeCopyMode(mode):
                 fake_model = copy.deepcopy(model, memo)
+        rebind_functions(model, fake_model, memo)
         for module in fake_model.modules():
             replace_call(module, None)  # a copy runs under the plan of its original
     except Exception as e:
