@@ -7,7 +7,7 @@ from dataclasses import fields
 from html import escape
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import nn
@@ -32,6 +32,7 @@ from planner.planning.what_if import costs_of, what_if
 from planner.report import explain, graph, html, snapshot, text
 from planner.report.explanation import Explanation
 from planner.report.terminal import style_of
+from planner.requests.compiled import unwrapped
 from planner.requests.planned import Filed, Known, Pending, Planned, Unplanned
 from planner.requests.request import Request
 from planner.session.apply import apply, remove
@@ -113,6 +114,7 @@ class Plan:
     def __init__(self, source: Planned | Filed | Pending | Unplanned, model: nn.Module | None = None) -> None:
         self._take(source)
         self._model = model  # until the plan is applied: nothing else may hold it, as in plan(Net(), ...).apply()
+        self._given = None if model is None else ref(model)  # as given: what torch.compile() returned, or it
         self._drawn: tuple[PlanRecord, Curve] | None = None
 
     @classmethod
@@ -228,20 +230,26 @@ class Plan:
                 costs. None for the mode that was planned for.
 
         Returns:
-            The same module object; its parameters' names and its `state_dict` do not change.
+            The same object, be it a module or what `torch.compile(module)` returned; its parameters' names and its
+            `state_dict` do not change.
 
         Raises:
             ApplyError: a plan is applied already, or the model is not the one that was planned.
         """
         applied = apply(self.source, model, verify=verify, mode=mode)
         self._model = None
-        return applied
+        return self._as_given(model, applied)
 
     def remove(self, model: nn.Module | None = None) -> nn.Module:
         """Take the plan off the planned model, or the one it was applied to; ApplyError where none is on."""
         if isinstance(self._source, Unplanned):
             return self._source.request.model if model is None else model
-        return remove(self.request.model if model is None else model)
+        return self._as_given(model, remove(self.request.model if model is None else model))
+
+    def _as_given(self, model: nn.Module | None, target: nn.Module) -> nn.Module:
+        """A model in the wrapper of torch.compile in which it was given to `plan()`, or now."""
+        given = self._given() if model is None and self._given is not None else model
+        return given if given is not None and unwrapped(given) is target else target
 
     def verify(self, batch: Any = None, kwargs: Mapping[str, Any] | None = None) -> Verification:
         """One real step with the plan and one without: peaks measured by torch's allocator, gradients compared.

@@ -225,7 +225,7 @@ def find(search: Search, first: Iterable[Tried]) -> tuple[Trial, Trial, Solution
         if before is not None or 0 <= left <= ROOM * budget:
             break
         target = found.timeline.peak + left
-    best = best_of(tried, budget) or _lean(search)
+    best = best_of(tried, budget) or _lean(search, [own, *tried])
     return best, own, _solution(search, best, own, note, seconds)
 
 
@@ -234,8 +234,8 @@ def best_of(trials: Sequence[Trial], budget: int) -> Trial | None:
     return min((t for t in trials if t.peak <= budget), key=lambda t: t.seconds, default=None)
 
 
-def _lean(search: Search) -> Trial:
-    """A trial of little memory, where no other is within the budget.
+def _lean(search: Search, tried: Sequence[Trial]) -> Trial:
+    """A trial of little memory, where none that was tried is within the budget.
 
     Raises:
         TooSmall: the leanest schedule is above the budget.
@@ -243,7 +243,7 @@ def _lean(search: Search) -> Trial:
     budget = search.request.budget_bytes
     lean = search.trial(_leanest(search), NARROW)
     if lean.peak > budget:
-        raise TooSmall(lean)
+        raise TooSmall(min((lean, *tried), key=lambda t: t.peak))
     found = _solved(search, _modelled(search, lean) + budget - lean.peak)
     return lean if found is None else best_of([lean, search.trial(found.schedule, NARROW)], budget) or lean
 

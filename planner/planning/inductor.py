@@ -61,23 +61,21 @@ def in_aten(request: Request) -> Request:
 
 def make_inductor_plan(
     request: Request,
-    capture: Callable[[GraphCompiler], TrainingGraph],
+    graph: TrainingGraph,
     lower: Callable[..., Step],
     others: Sequence[Planned] = (),
     known: Known | None = None,
-    captured: TrainingGraph | None = None,
 ) -> Planned:
     """Plan a checked request that has a batch, to be compiled by Inductor; raises as `plan()` does.
 
     Args:
         request: what to plan.
-        capture: a compiler of graphs -> the step, captured with it.
+        graph: its step, as `fused_graph()` captures it.
         lower: as `pipeline.lower`.
         others: plans of the same model, whose schedules are tried first.
         known: as for `make_plan()`.
-        captured: as for `make_plan()`.
     """
-    graph = captured if isinstance(captured, FusedGraph) else _captured(request, capture)
+    assert isinstance(graph, FusedGraph)
     assert graph.source is not None
 
     def lowered(of: TrainingGraph, estimates: Estimates) -> Step:
@@ -166,9 +164,22 @@ def _regions(plan: Known) -> list[PlannedRegion]:
 LATER = "The peak is that of the code which Inductor generates, run on fake tensors."
 
 
-def _captured(request: Request, capture: Callable[[GraphCompiler], TrainingGraph]) -> FusedGraph:
+def fused_graph(
+    request: Request,
+    capture: Callable[[Request, GraphCompiler], TrainingGraph],
+    captured: TrainingGraph | None = None,
+) -> FusedGraph:
+    """The step of a request, captured inside Inductor's pipeline; CaptureError where that is not one graph.
+
+    Args:
+        request: that has a batch.
+        capture: captures its step with a compiler of graphs.
+        captured: the step, where it may have been captured so before.
+    """
+    if isinstance(captured, FusedGraph):
+        return captured
     sources: list[Source] = []
-    graph = capture(capturing(sources, request.settings))
+    graph = capture(request, capturing(sources, request.settings))
     if len(graph.regions) != 1 or len(sources) == 0:
         raise CaptureError(
             f"{type(request.model).__name__} is captured as {len(graph.regions)} graphs (torch.compile breaks it), and "

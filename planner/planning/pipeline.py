@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import cache, partial
@@ -46,7 +46,7 @@ from planner.parallel.fsdp import groups_of
 from planner.planning.eager import make_eager_plan
 from planner.planning.fragmentation import solve_with_margin
 from planner.planning.host_room import room_taken, solve_within_host
-from planner.planning.inductor import in_aten, make_inductor_plan, not_fused, without_inductor
+from planner.planning.inductor import fused_graph, in_aten, make_inductor_plan, not_fused, without_inductor
 from planner.planning.notes import notes, sentence
 from planner.planning.outside import TAKEN_LEAST, TANGENTS_FREED, outside_loss, pinned_tangents, with_least_loss
 from planner.planning.pieces import Solved, as_in, described, solve_in_pieces
@@ -123,9 +123,11 @@ def _fused(
     refuse_inductor(request.options, request.device.type)
     instead, why = in_aten(request), without_inductor()
     if not why:
+        plan_one = partial(make_inductor_plan, lower=lower, others=others, known=known)
         try:
             with _out_of_sight(request):
-                return make_inductor_plan(request, partial(graph_of, request), lower, others, known, captured)
+                graph = fused_graph(request, graph_of, captured)
+                return _as_told(request, graph, known, plan_one, partial(fused_graph, capture=graph_of))
         except CaptureError as e:
             if must_match or not request.any_mode:
                 raise
@@ -151,8 +153,9 @@ def _compiled(
         fits = request.uncompiled and fits_uncompiled(request, graph, partial(peak_of_all, lowered, request))
         if fits and (as_it_is := make_uncompiled(request, graph, known)) is not None:
             return as_it_is
+        plan_one = partial(_planned, others=others, known=known, must_match=must_match)
         try:
-            return _as_told(request, graph, others, known, must_match=must_match)
+            return _as_told(request, graph, known, plan_one, _captured)
         except InfeasibleBudgetError as whole:
             if must_match or graph.calls:
                 raise
@@ -162,7 +165,7 @@ def _compiled(
                 raise
             try:
                 with lstms_in_parts():
-                    return _as_told(request, _captured(request), others, known, must_match=False)
+                    return _as_told(request, _captured(request), known, plan_one, _captured)
             except InfeasibleBudgetError as parted:
                 if parted.minimum_bytes < whole.minimum_bytes:
                     raise parted from None
@@ -170,18 +173,29 @@ def _compiled(
 
 
 def _as_told(
-    request: Request, graph: TrainingGraph, others: Sequence[Planned], known: Known | None, *, must_match: bool
+    request: Request,
+    graph: TrainingGraph,
+    known: Known | None,
+    plan_one: Callable[[Request, TrainingGraph], Planned],
+    capture: Callable[[Request], TrainingGraph],
 ) -> Planned:
     """The plan for a captured step; where it does not fit, for one in which less gets a gradient, if that may be, and
     whose loss takes less: the least budget that is named leaves room for a loss as it was told.
+
+    Args:
+        request: what to plan.
+        graph: its step.
+        known: a known plan, which was made of what the loop had shown.
+        plan_one: plans such a step.
+        capture: the step of another request.
     """
 
     def attempt(request: Request, words: str, of: TrainingGraph) -> Planned:
-        planned = _planned(request, of, others, known, must_match=must_match)
+        planned = plan_one(request, of)
         return replace(planned, record=replace(planned.record, note=f"{planned.record.note} {words}".strip()))
 
     def step_of(guess: Request) -> TrainingGraph:
-        return graph if guess.loop.unreached == request.loop.unreached else _captured(guess)
+        return graph if guess.loop.unreached == request.loop.unreached else capture(guess)
 
     shown = known is not None or request.loop.loss is not None
     *earlier, (guess, words) = [(request, ""), *([] if shown else guesses(request, graph))]

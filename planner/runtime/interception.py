@@ -62,7 +62,6 @@ class Applied:
     """
 
     aside: Compiled = ()
-    fused = False
 
     def __init__(self, model: nn.Module, provider: PlanProvider, *, alone: bool = False) -> None:
         self.model = model
@@ -73,6 +72,7 @@ class Applied:
         self.state: ModelState | None = None
         self.attributes = Attributes()
         self.walked: Walk | None = None
+        self.fused = alone  # a step of our own tells its user nothing
         self.agrees = False  # whether the plan of the next call is still to be agreed on with other processes
         self._started, self._passes = alone, BackwardPasses()
         self.watch: Watch | None = None  # what it sees of the loop, plans are made for

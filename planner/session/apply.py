@@ -53,7 +53,7 @@ def apply(
         return _target(source.request, model)
     known: Known | None = source if isinstance(source, Filed) else source.known
     if isinstance(source, Filed):
-        source = bound(source, model)
+        source = bound(source, unwrapped(model))
     if mode is not None:
         source = in_mode(source, mode)
     target = _target(source.request, model)

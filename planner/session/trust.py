@@ -60,39 +60,63 @@ def trusted(planned: Planned, earlier: Earlier, given_up: list[str]) -> Planned:
             return _in_aten(planned, _NOT_ALL, given_up)
     draws, graphs = any(r.draws for r in regions), tuple(r.fingerprint for r in regions)
     if draws and all(r.own for r in regions):
-        earlier[graphs] = planned.record
+        earlier[graphs] = earlier[_calls(planned)] = planned.record
         return planned
     known_by = _digest(planned)
     if gradients_agreed(known_by):
-        earlier[graphs] = planned.record
+        earlier[graphs] = earlier[_calls(planned)] = planned.record
         return _noted(planned, "Its gradients were compared on this machine before, and are right.")
-    before = earlier.get(graphs)
+    before, alike = earlier.get(graphs), earlier.get(_calls(planned))
     if not draws and (op_by_op := _op_by_op(planned, needed=before is None)) is not None:
-        other, with_what = op_by_op, "mode='aten'"
+        others = [(op_by_op, "mode='aten'")]
     elif before is not None:
-        other, with_what = replace(planned, record=before), "the plan before"
+        others = [(replace(planned, record=before), "the plan before")]
     else:
-        other, with_what = _own(planned), "Inductor with everything kept"
-    try:
-        ours, theirs = (gradients_of(each, request) for each in (planned, other))
-        dtype = _least_precise(planned)
-        error, agree = compare(ours, theirs, dtype)
-        within = f"within {error:.1e}"
-        if not agree and ours.keys() == theirs.keys():
-            agree = compare(ours, theirs, dtype, gradients_of(other, request, nudged=True))[1]
-            within = "but for rounding errors of terms that cancel"
-    except torch.OutOfMemoryError:
-        return _noted(planned, f"Its gradients could not be compared with those of {with_what}, for lack of memory.")
-    if agree:
-        earlier[graphs] = planned.record
-        keep_agreement(known_by)
-        return _noted(planned, f"On the first batch its gradients are those of {with_what} ({within}).")
+        others = [] if alike is None else [(replace(planned, record=alike), "the plan before")]
+        others.append((_own(planned), "Inductor with everything kept"))
+    for other, with_what in others:
+        zeros = other.record is alike and alike is not before
+        try:
+            error, agree, within = _beside(planned, other, zeros=zeros)
+        except torch.OutOfMemoryError:
+            why = f"Its gradients could not be compared with those of {with_what}, for lack of memory."
+            return _noted(planned, why)
+        if agree:
+            earlier[graphs] = earlier[_calls(planned)] = planned.record
+            keep_agreement(known_by)
+            return _noted(planned, f"On the first batch its gradients are those of {with_what} ({within}).")
     return _in_aten(
         planned,
         f"the gradients of the graphs that Inductor compiled differ from those of {with_what} (by {error:.1e} of the "
         "largest in a parameter): the model trains with mode='aten'",
         given_up,
     )
+
+
+def _beside(planned: Planned, other: Planned, *, zeros: bool) -> tuple[float, bool, str]:
+    """The error of a plan's gradients by those of another one, whether they may be called equal, and how near they are.
+
+    Args:
+        planned: the plan.
+        other: the one that it is compared with.
+        zeros: whether by this one outputs get gradients that the loop gives them no more.
+    """
+    request, dtype = planned.request, _least_precise(planned)
+    ours, theirs = gradients_of(planned, request), gradients_of(other, request, zeros=zeros)
+    error, agree = compare(ours, theirs, dtype)
+    within = f"within {error:.1e}"
+    if not agree and ours.keys() == theirs.keys():
+        agree = compare(ours, theirs, dtype, gradients_of(other, request, nudged=True, zeros=zeros))[1]
+        within = "but for rounding errors of terms that cancel"
+    return error, agree, within
+
+
+def _calls(planned: Planned) -> tuple[str, ...]:
+    """What plans have in common whose graphs differ in the outputs that get a gradient alone: their forward passes."""
+    recipe = planned.record.recipe
+    assert isinstance(recipe, Recipe)
+    trained = (name for name, p in planned.request.model.named_parameters() if p.requires_grad)
+    return (*sorted(recipe.calls), *trained)
 
 
 def _in_aten(planned: Planned, why: str, given_up: list[str]) -> Planned:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from planner.capture.trace.layers import lstms_in_parts
-from planner.capture.trace.loss_trace import checked_loss, find_loss, probable_loss
+from planner.capture.trace.loss_trace import checked_loss, differentiable, find_loss, probable_loss
 from planner.capture.trace.state_guard import ModelSnapshot
 from planner.capture.trace.step import TrainingGraph, given
 from planner.compat.autograd import post_accumulate_hooks
@@ -131,7 +131,13 @@ def _without_plan(
 
 
 def _step(
-    request: Request, args: Any, extra: Mapping[str, Any], unknown: list[Any] | None = None, *, alone: bool = False
+    request: Request,
+    args: Any,
+    extra: Mapping[str, Any],
+    unknown: list[Any] | None = None,
+    *,
+    alone: bool = False,
+    zeros: bool = False,
 ) -> None:
     """The forward and backward passes of a training step of the request's model; no gradient comes to the batch, nor to
     what it was computed from.
@@ -142,6 +148,7 @@ def _step(
         extra: keyword arguments.
         unknown: takes an entry where the loss is one outside the model, and nothing tells which.
         alone: a single call, whose outputs are not held.
+        zeros: whether its outputs beside the loss get gradients, of zeros.
     """
     model = request.model
     if any(t.requires_grad for t in tensors_in((args, extra))):
@@ -151,12 +158,14 @@ def _step(
     with under(request.surroundings, model):
         for _ in range(1 if alone else request.in_flight):
             output = model(*args, **extra)
-            losses.append(_loss(request, output, [] if unknown is None else unknown))
+            losses.append([_loss(request, output, [] if unknown is None else unknown)])
+            if zeros:
+                losses[-1] += [t for t in leaves(output) if differentiable(t) and t is not losses[-1][0]]
             held = () if alone else request.loop.outputs_held
             outputs.append([t for at, t in enumerate(leaves(output)) if held is None or at in held])
             del output
-    for loss in losses:  # outside autocast
-        loss.backward()  # type: ignore[no-untyped-call]
+    for loss, *others in losses:  # outside autocast
+        torch.autograd.backward([loss, *others], [None, *map(torch.zeros_like, others)])
 
 
 def _apart(t: torch.Tensor) -> torch.Tensor:
@@ -167,7 +176,7 @@ def _apart(t: torch.Tensor) -> torch.Tensor:
     )
 
 
-def gradients_of(planned: Planned, request: Request, *, nudged: bool = False) -> Gradients:
+def gradients_of(planned: Planned, request: Request, *, nudged: bool = False, zeros: bool = False) -> Gradients:
     """The gradients of one real step under a plan, by the names of parameters; on the CPU.
 
     The model, which may run under another plan, and its gradients are left as they were.
@@ -176,6 +185,7 @@ def gradients_of(planned: Planned, request: Request, *, nudged: bool = False) ->
         planned: the plan.
         request: whose batch and loss the step is of; a plan for less than was asked for may be one for other gradients.
         nudged: whether each number of the parameters is off by `NUDGE` units in the last place, up or down.
+        zeros: whether outputs beside the loss get gradients of zeros, for a plan by which they get some.
     """
     model = request.model
     with (
@@ -190,7 +200,7 @@ def gradients_of(planned: Planned, request: Request, *, nudged: bool = False) ->
                 nudge(model)
             # the outputs of a loop's step before are there still, in whose place those of a step come; and the other
             # plan may be one for fewer calls at once
-            _step(request, request.args or (), request.kwargs, alone=True)
+            _step(request, request.args or (), request.kwargs, alone=True, zeros=zeros)
             return gradients_on_host(model)
         finally:
             detach(model)
