@@ -3,6 +3,7 @@
 import copy
 import random
 import warnings
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -392,7 +393,7 @@ def test_wrong_gradients_leave_the_model_with_aten_and_a_note(everything, nothin
     _model, _batch, roomy = everything
     calls = []
 
-    def wrong(asked, _request, *, nudged=False):
+    def wrong(asked, _request, *, nudged=False, zeros=False):
         calls.append(asked.record.options.mode)
         return {"w": torch.full((3,), float(min(2, len(calls))))}
 
@@ -402,6 +403,36 @@ def test_wrong_gradients_leave_the_model_with_aten_and_a_note(everything, nothin
     assert calls == ["inductor", "aten", "aten"]
     assert found.record.options.mode == "aten"
     assert "differ from those of mode='aten'" in found.record.note
+
+
+def test_a_plan_for_fewer_gradients_is_compared_with_the_one_before_that_draws_the_same(
+    tight, nothing_compared, monkeypatch
+):
+    """Inductor's own keeps everything, and takes more than the budget."""
+    _model, _batch, p = tight
+    recipe = p.record.recipe
+    calls = {key: tuple(r and replace(r, draws=True) for r in order) for key, order in recipe.calls.items()}
+    source = replace(p.source, record=replace(p.record, recipe=replace(recipe, calls=calls), note="now"))
+    steps = []
+
+    def step(asked, _request, *, nudged=False, zeros=False):
+        steps.append((asked.record.note, zeros))
+        return {"w": torch.ones(3)}
+
+    monkeypatch.setattr(planner.session.trust, "gradients_of", step)
+    before = replace(source.record, note="before")
+    found = planner.session.trust.trusted(source, {planner.session.trust._calls(source): before}, [])
+    assert steps == [("now", False), ("before", True)]
+    assert "those of the plan before" in found.record.note
+
+
+def test_the_least_budget_that_is_named_is_no_more_than_inductors_own_partition_takes():
+    blocks = (nn.Sequential(nn.Conv2d(n, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()) for n in (3, 16))
+    model, x = nn.Sequential(*blocks), torch.randn(8, 3, 32, 32)
+    own = planned(model, x, loss_fn=torch.Tensor.mean)
+    with pytest.raises(InfeasibleBudgetError) as error:
+        planned(model, x, budget_gb=0.3 * own.peak_bytes / 2**30, loss_fn=torch.Tensor.mean)
+    assert error.value.minimum_bytes <= own.peak_bytes
 
 
 def test_gradients_that_are_rounding_errors_alone_do_not_tell_inductor_from_aten():
@@ -490,11 +521,13 @@ class HiddenStates(nn.Module):
         return nn.functional.log_softmax(x, -1), hidden
 
 
-def test_outputs_that_the_loop_leaves_out_leave_the_backward_pass_compiled_and_exact():
+@pytest.mark.parametrize("compiled", [None, "in place", "wrapped"])
+def test_outputs_that_the_loop_leaves_out_leave_the_backward_pass_compiled_and_exact(compiled, nothing_compared):
     def hidden_states(put, ended):
         model = HiddenStates()
-        model.compile()
-        put(model)
+        if compiled == "in place":
+            model.compile()
+        model = put(torch.compile(model) if compiled == "wrapped" else model)
         optimizer = torch.optim.AdamW(model.parameters())
         for _ in range(6):
             optimizer.zero_grad()
@@ -605,7 +638,7 @@ def test_layers_that_plans_trace_in_their_own_way_are_traced_alike_each_time(kin
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_a_compiled_model_is_planned_in_this_mode_and_with_its_options(in_place, monkeypatch):
+def test_a_compiled_model_is_planned_in_this_mode_and_with_its_options(in_place, monkeypatch, tmp_path):
     monkeypatch.setattr("planner.session.apply.trusting", lambda: lambda planned: planned)
     model, batch = Net(layers=1), batch_of(64)
     options = {"epilogue_fusion": False}
@@ -617,9 +650,12 @@ def test_a_compiled_model_is_planned_in_this_mode_and_with_its_options(in_place,
     assert p.options.mode == "inductor"
     regions = [r for calls in p.record.recipe.calls.values() for r in calls]
     assert [r.settings for r in regions] == [(("epilogue_fusion", False),)]
-    assert p.apply() is model
+    assert p.apply() is given
     given(*batch).backward()
     assert model._compiled_call_impl.regions_run == 1
+    assert p.remove() is given
+    p.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json").apply(given) is given
     p.remove()
     assert model._compiled_call_impl is before
     assert in_place or given.forward != model.__call__

@@ -752,3 +752,14 @@ def test_verify_says_that_it_lacks_a_loss_that_the_plan_counts(told):
     assert seen.loss_left_out is not told
     assert ("without the loss that a loop computes" in str(seen)) is not told
     assert told == (abs(seen.prediction_error) < 0.01)
+
+
+def test_a_compiled_function_around_the_model_is_warned_of_as_its_loss_is_not_seen():
+    model = plan(nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16)), budget_gb=1).apply()
+    step = torch.compile(lambda x: model(x).square().mean(), backend="eager")
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always", PlanWarning)
+        for _ in range(6):
+            step(torch.randn(8, 16)).backward()
+    said = [w for w in warned if "called by a function that torch.compile was given" in str(w.message)]
+    assert len(said) == 1

@@ -97,6 +97,15 @@ def warn_waiting(plan: PlanRecord, beyond: int) -> None:
         )
 
 
+def warn_unseen(name: str) -> None:
+    """Say that a model of such a class is called by a compiled function, in which nothing of the loop is seen."""
+    warn(
+        f"this {name} is called by a function that torch.compile was given: what that does beside the model, as its "
+        f"loss, is not seen, and a step may take more than was planned. Compile the {name} alone, or have it return "
+        "its loss"
+    )
+
+
 def warn_between(took: int, budget: int) -> None:
     """Say that a loop held so many bytes at once after its backward pass, of the budget of its plan."""
     warn(

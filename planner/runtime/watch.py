@@ -24,7 +24,7 @@ from planner.core.plan import PlanRecord
 from planner.requests.optimizers import trained_by, wraps_another
 from planner.runtime.cuda_graphs import captures
 from planner.runtime.evaluations import Evaluations
-from planner.runtime.fates import Fates, warn_between, warn_waiting
+from planner.runtime.fates import Fates, warn_between, warn_unseen, warn_waiting
 from planner.runtime.holders import Path, bound_anew, held_in
 from planner.runtime.kept import KeptOutputs
 from planner.runtime.learnt import Learnt
@@ -77,6 +77,7 @@ class Watch:
         self._told: Loop | None = None
         self.budget: int | None = None  # of the newest plan, in bytes
         self._said = False  # that the loop takes more than that between its steps
+        self._called_compiled = False  # by a function that torch.compile made, in which ops are not seen
         self.first, self.between = True, 0  # bytes that the loop made between the calls of a step, and that stayed
         self._loss_at = -1  # of what may be the loss, or not, its position among the leaves of the output
         self._tries = self._in_vain = 0
@@ -232,6 +233,7 @@ class Watch:
         shown = Loop(
             outputs_held=None if len(held) == len(recorder.outputs) else tuple(sorted(held)),
             later_held=tuple(sorted(recorder.later_held)),
+            dropped=tuple(sorted({*recorder.at_once} - held)) if recorder.calls_made == 1 else (),
             only_loss=(only_loss := recorder.reached == {self._loss_at}),
             unreached=() if only_loss else recorder.unreached,
             by_turns=recorder.by_turns,
@@ -269,6 +271,8 @@ class Watch:
         self._tries += 1
         if self._tries > TRIES:
             self._learnt.settled.add(self._learnt.role)
+            if self._called_compiled and (model := self._model()) is not None:
+                warn_unseen(type(model).__name__)
 
     def called(self, number: int, plan: PlanRecord, result: Any, made: Callable[[], Sequence[torch.Tensor]]) -> None:
         """A call by a plan has returned.
@@ -350,7 +354,8 @@ class Watch:
 
     def _record(self, model: nn.Module, batch: Any, outputs: Sequence[Any], aside: Sequence[Any] = ()) -> None:
         earlier, self._earlier = self._earlier, None
-        if in_compiled_call():
+        self._called_compiled = in_compiled_call()
+        if self._called_compiled:
             call_past_wrappers(model)  # from the next call on, if it is the model that is compiled
         elif len(self._threads) <= 1 and may_record():
             self.recorder = Recorder(model, next(model.parameters()).device, batch, outputs, aside, earlier)

@@ -40,8 +40,8 @@ def trusted(planned: Planned, earlier: Earlier, given_up: list[str]) -> Planned:
     A step that draws random numbers draws others there: it is compared with Inductor's own, with everything kept. That
     may take more than the budget, and so may the leanest of mode "aten": later plans of the same graphs are compared
     with the one before, which does not. What agreed once on this machine is not compared again, in another process
-    either. Where gradients were planned that do not come, the plan is one of mode "aten", if that fits: the backward
-    pass would run op by op, and take what nobody counts.
+    either. Where gradients were planned that do not come, the plan is one of mode "aten": the backward pass would run
+    op by op, and take what nobody counts.
 
     Args:
         planned: the plan.
@@ -49,15 +49,15 @@ def trusted(planned: Planned, earlier: Earlier, given_up: list[str]) -> Planned:
         given_up: why the model trains with mode "aten"; it is added, for the plans that come after it.
 
     Raises:
-        InfeasibleBudgetError: the gradients are wrong, and mode "aten" needs more than the budget.
+        InfeasibleBudgetError: the gradients are wrong, or not all of them come, and mode "aten" needs more than the
+            budget.
     """
     recipe, request = planned.record.recipe, planned.request
     regions = recipe.fused
     if not regions or request.args is None:
         return _noted(planned, " ".join(given_up)) if given_up else planned
     if planned.captured is not None and planned_in_vain(request, planned.captured):
-        with suppress(InfeasibleBudgetError):
-            return _in_aten(planned, _NOT_ALL, given_up)
+        return _in_aten(planned, _NOT_ALL, given_up)
     draws, graphs = any(r.draws for r in regions), tuple(r.fingerprint for r in regions)
     if draws and all(r.own for r in regions):
         earlier[graphs] = earlier[_calls(planned)] = planned.record
