@@ -229,5 +229,5 @@ def test_bad_calls_are_refused(tmp_path):
         load(tmp_path / "bad.json")
     with pytest.raises(ProblemError, match="neither"):
         from_json([1])
-    assert set(SOLVERS) == {"auto", "chen", "ilp"}
+    assert set(SOLVERS) >= {"auto", "chen", "ilp"}
     assert auto(chain(3)).schedule == every_op_once(problem)

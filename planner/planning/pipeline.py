@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
 
@@ -43,12 +43,13 @@ from planner.lowering.offload import add_link, moves_by_region, nothing_leaves
 from planner.lowering.several import add_calls
 from planner.offload.links import link_of
 from planner.parallel.fsdp import groups_of
+from planner.planning.as_told import as_told
 from planner.planning.eager import make_eager_plan
 from planner.planning.fragmentation import solve_with_margin
 from planner.planning.host_room import room_taken, solve_within_host
 from planner.planning.inductor import fused_graph, in_aten, make_inductor_plan, not_fused, without_inductor
 from planner.planning.notes import notes, sentence
-from planner.planning.outside import TAKEN_LEAST, TANGENTS_FREED, outside_loss, pinned_tangents, with_least_loss
+from planner.planning.outside import TANGENTS_FREED, outside_loss, pinned_tangents
 from planner.planning.pieces import Solved, as_in, described, solve_in_pieces
 from planner.planning.pieces import in_words as pieces_in_words
 from planner.planning.recipe import in_parts, recipe_of
@@ -57,7 +58,7 @@ from planner.planning.refused import refused_in_words
 from planner.planning.solution import solution_of
 from planner.planning.steps import with_steps
 from planner.planning.uncompiled import fits_uncompiled, make_checkpointed, make_uncompiled, peak_of_all
-from planner.planning.unreached import counting_trained, guesses
+from planner.planning.unreached import counting_trained
 from planner.requests.inductor import refuse_inductor
 from planner.requests.planned import Known, Planned
 from planner.requests.request import Request
@@ -127,7 +128,7 @@ def _fused(
         try:
             with _out_of_sight(request):
                 graph = fused_graph(request, graph_of, captured)
-                return _as_told(request, graph, known, plan_one, partial(fused_graph, capture=graph_of))
+                return as_told(request, graph, known, plan_one, partial(fused_graph, capture=graph_of))
         except CaptureError as e:
             if must_match or not request.any_mode:
                 raise
@@ -155,7 +156,7 @@ def _compiled(
             return as_it_is
         plan_one = partial(_planned, others=others, known=known, must_match=must_match)
         try:
-            return _as_told(request, graph, known, plan_one, _captured)
+            return as_told(request, graph, known, plan_one, _captured)
         except InfeasibleBudgetError as whole:
             if must_match or graph.calls:
                 raise
@@ -165,51 +166,11 @@ def _compiled(
                 raise
             try:
                 with lstms_in_parts():
-                    return _as_told(request, _captured(request), known, plan_one, _captured)
+                    return as_told(request, _captured(request), known, plan_one, _captured)
             except InfeasibleBudgetError as parted:
                 if parted.minimum_bytes < whole.minimum_bytes:
                     raise parted from None
             raise
-
-
-def _as_told(
-    request: Request,
-    graph: TrainingGraph,
-    known: Known | None,
-    plan_one: Callable[[Request, TrainingGraph], Planned],
-    capture: Callable[[Request], TrainingGraph],
-) -> Planned:
-    """The plan for a captured step; where it does not fit, for one in which less gets a gradient, if that may be, and
-    whose loss takes less: the least budget that is named leaves room for a loss as it was told.
-
-    Args:
-        request: what to plan.
-        graph: its step.
-        known: a known plan, which was made of what the loop had shown.
-        plan_one: plans such a step.
-        capture: the step of another request.
-    """
-
-    def attempt(request: Request, words: str, of: TrainingGraph) -> Planned:
-        planned = plan_one(request, of)
-        return replace(planned, record=replace(planned.record, note=f"{planned.record.note} {words}".strip()))
-
-    def step_of(guess: Request) -> TrainingGraph:
-        return graph if guess.loop.unreached == request.loop.unreached else capture(guess)
-
-    shown = known is not None or request.loop.loss is not None
-    *earlier, (guess, words) = [(request, ""), *([] if shown else guesses(request, graph))]
-    for each, its in earlier:
-        with suppress(InfeasibleBudgetError):
-            return attempt(each, its, step_of(each))
-    of = step_of(guess)
-    try:
-        return attempt(guess, words, of)
-    except InfeasibleBudgetError:
-        if not shown and (lighter := with_least_loss(of)) is not None:
-            with suppress(InfeasibleBudgetError):
-                return attempt(guess, TAKEN_LEAST, lighter)
-        raise
 
 
 def _checkpointed(request: Request, why: CaptureError | InfeasibleBudgetError, known: Known | None) -> Planned:

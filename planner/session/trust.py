@@ -14,7 +14,7 @@ from planner.compat.inductor import code_generation
 from planner.core.plan import PlanRecord
 from planner.core.recipe import Recipe
 from planner.costs.cache import digest, gradients_agreed, keep_agreement, surroundings
-from planner.errors import InfeasibleBudgetError, warn
+from planner.errors import InfeasibleBudgetError, PlannerError, warn
 from planner.planning.inductor import in_aten, planned_in_vain
 from planner.planning.pipeline import capture_step, make_plan
 from planner.requests.planned import Planned
@@ -81,6 +81,10 @@ def trusted(planned: Planned, earlier: Earlier, given_up: list[str]) -> Planned:
         except torch.OutOfMemoryError:
             why = f"Its gradients could not be compared with those of {with_what}, for lack of memory."
             return _noted(planned, why)
+        except PlannerError:  # the plan before is not for these calls
+            if zeros:
+                continue
+            raise
         if agree:
             earlier[graphs] = earlier[_calls(planned)] = planned.record
             keep_agreement(known_by)
