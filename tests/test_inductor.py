@@ -726,12 +726,14 @@ def test_a_compiled_model_evaluates_as_it_was_compiled(in_place, nothing_compare
         assert torch.ops.aten.gelu.default in heard.ops
 
 
-@pytest.mark.parametrize("what", ["wrapper", "wrapper that came later", "block"])
+@pytest.mark.parametrize("what", ["wrapper", "wrapper that came later", "block", "forward"])
 def test_a_plan_that_leaves_out_what_torch_compile_made_says_so(what):
     model, batch = Net(layers=2), batch_of(64)
     given = torch.compile(model) if what == "wrapper" else model
     if what == "block":
         model.layers[1] = torch.compile(model.layers[1])
+    if what == "forward":
+        model.forward = torch.compile(model.forward)
     p = plan(model, batch, budget_gb=1, progress=False)
 
     def train():

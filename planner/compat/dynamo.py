@@ -37,6 +37,7 @@ __all__ = [
     "compiled_call",
     "dynamo_config",
     "forget_compiled",
+    "forward_compiled_by",
     "functorch_config",
     "inner_module",
     "is_tracing",
@@ -124,11 +125,22 @@ def compiled_by(module: Any) -> Compiled | None:
 
     Read off `OptimizedModule.dynamo_ctx`, or the closure of `Module._compiled_call_impl`, and the backend inside.
     """
-    context = getattr(module, "dynamo_ctx", None)
-    if context is None and (call := compiled_call(module)) is not None:
-        names = zip(call.__code__.co_freevars, call.__closure__ or (), strict=True)
-        context = next((cell.cell_contents for name, cell in names if name == "self"), None)
-    if context is None:
+    return _compiled_in(getattr(module, "dynamo_ctx", None) or _context_of(compiled_call(module)))
+
+
+def forward_compiled_by(module: nn.Module) -> Compiled | None:
+    """How the `forward` of a module is compiled, on it or in its class; None where it is not (2.11 to 2.15)."""
+    forward = module.__dict__.get("forward", type(module).forward)
+    return _compiled_in(_context_of(forward if hasattr(forward, "_torchdynamo_orig_callable") else None))
+
+
+def _context_of(call: Any) -> Any:
+    names = () if call is None else zip(call.__code__.co_freevars, call.__closure__ or (), strict=True)
+    return next((cell.cell_contents for name, cell in names if name == "self"), None)
+
+
+def _compiled_in(context: Any) -> Compiled | None:
+    if not callable(getattr(context, "callback", None)):  # `torch.compiler.disable` has none
         return None
     backend: Any = innermost_backend(context.callback)
     name = getattr(backend, "compiler_name", None) or getattr(backend, "__name__", type(backend).__name__)

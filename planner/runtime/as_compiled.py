@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from planner.compat.dynamo import compiled_by
+from planner.compat.dynamo import compiled_by, forward_compiled_by
 from planner.compat.modules import call_of, replace_call
 from planner.errors import warn
 
@@ -33,12 +33,14 @@ def calls_back(aside: Iterable[tuple[nn.Module, Any]]) -> None:
 
 
 def fused_parts(model: nn.Module) -> list[str]:
-    """The paths of the modules in a model that were given to `torch.compile()`, or called to `compile()`."""
-    return [name for name, module in model.named_modules() if name and _backend(module) == FUSES]
-
-
-def _backend(module: nn.Module) -> str:
-    return "" if (by := compiled_by(module)) is None else by.backend
+    """The paths of the modules in a model that were given to `torch.compile()`, or called to `compile()`, or whose
+    `forward` was given to it, be it that of the model.
+    """
+    own = (
+        (name, compiled_by(module) if name else None, forward_compiled_by(module))
+        for name, module in model.named_modules()
+    )
+    return [name for name, *ways in own if any(by is not None and by.backend == FUSES for by in ways)]
 
 
 def warn_not_fused(model: nn.Module, part: str = "") -> None:
