@@ -114,7 +114,6 @@ class Loop:
             all parameters.
         later_held: where calls wait, the same as `outputs_held` of those after the first: positions among the leaves of
             the outputs of all of these.
-        dropped: the positions of outputs that the loop let go of before an op of its own ran.
         stateless: the parameters, by name, that an optimizer has no state for, though it has stepped others: no
             gradient has come to them.
     """
@@ -137,7 +136,6 @@ class Loop:
     left_over: int = 0
     later_held: tuple[int, ...] | None = None
     late: int | None = None
-    dropped: tuple[int, ...] = ()
     stateless: tuple[str, ...] = ()
 
     @property
@@ -171,7 +169,6 @@ def most_of(one: Loop, other: Loop) -> Loop:
         other,
         outputs_held=_either(one.outputs_held, other.outputs_held),
         later_held=_either(one.later_held, other.later_held),
-        dropped=tuple(at for at in one.dropped if at in other.dropped),
         only_loss=one.only_loss and other.only_loss,
         unreached=tuple(at for at in one.unreached if at in other.unreached),
         by_turns=tuple(sorted({*one.by_turns, *other.by_turns})),
@@ -211,7 +208,6 @@ def same_facts(one: Loop, other: Loop, tolerance: int) -> bool:
             loop,
             outputs_held=None,
             later_held=None,
-            dropped=(),
             loss=None,
             beside=0,
             around=0,

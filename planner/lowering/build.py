@@ -42,7 +42,6 @@ class BuildSettings:
         loss_forward: where the loop lets go of outputs on the way, held at most until it has; the gradients that the
             loss makes are among it.
         let_go: these outputs: regions and numbers of their results.
-        dropped: of these, the ones that are gone before the loss begins.
         loss_bytes: held by that loss until the end of the backward pass.
         tangents_pinned: the gradients that are made outside the regions and held to the end of the backward pass: all,
             or that of the loss, which is an output of the model's.
@@ -60,7 +59,6 @@ class BuildSettings:
     loss_workspace: int = 0
     loss_forward: int = 0
     let_go: frozenset[tuple[int, int]] = frozenset()
-    dropped: frozenset[tuple[int, int]] = frozenset()
     loss_bytes: int = 0
     tangents_pinned: Literal["all", "loss", "none"] = "all"
     tangents_held: bool = False
@@ -121,11 +119,7 @@ def build(
     loss_saves, sizes = len(parts.sizes), [*parts.sizes, round_up(settings.loss_bytes, settings.granularity)]
     rows = list(_forward_rows(parts, named))
     if parts.let_go:
-        dropped = _let_go(regions, parts.offset, settings.dropped)
-        if dropped:
-            rows.append(own_row(LOSS, "all outputs", "loss", parts.outputs))
-        there = [v for v in parts.outputs if v not in dropped]
-        rows.append(own_row(LOSS, "loss, with all outputs", "loss", there, (), settings.loss_forward))
+        rows.append(own_row(LOSS, "loss, with all outputs", "loss", parts.outputs, (), settings.loss_forward))
     boundary = len(rows)
     held = [v for v in parts.outputs if v not in parts.let_go]
     rows.append(own_row(LOSS, "loss", "loss", held, [*parts.incoming, loss_saves], settings.loss_workspace))

@@ -37,7 +37,6 @@ class CountedLoss:
         excess: what is left of a microbatch whose backward pass has run.
         forward: at most until the loop has let go of the outputs that it does let go of, gradients among it.
         let_go: these outputs, as (region, result).
-        dropped: of these, the ones that were gone before an op of the loop's ran.
         read: other tensors that the loss is computed from.
         stays: outputs of the step before, and gradients of them, which are still there in the forward pass.
         waiting_backward: what it holds in the backward pass of another: where one pass is that of all, the gradients of
@@ -53,7 +52,6 @@ class CountedLoss:
     excess: int = 0
     forward: int = 0
     let_go: frozenset[tuple[int, int]] = frozenset()
-    dropped: frozenset[tuple[int, int]] = frozenset()
     read: int = 0
     stays: int = 0
     waiting_backward: int = 0
@@ -79,8 +77,6 @@ def outside_loss(request: Request, graph: TrainingGraph) -> CountedLoss:
             kept = sum(_bytes_out(graph, *result) for result in {*graph.outputs} - gone if result is not None)
             excess += kept + captured.loss
         return CountedLoss(captured.workspace, left, waits, excess, let_go=gone, waiting_backward=waits)
-    at_once = () if graph.calls else loop.dropped
-    there = {result for at, result in enumerate(graph.outputs) if at not in at_once}
     seen = loop.loss.of(graph.output_bytes)
     results = {result for result in graph.outputs if result is not None}
     tangents = {(r, v) for r, at in results for v in _values(graph.regions[r], graph.regions[r].tangent_at(at))}
@@ -107,7 +103,6 @@ def outside_loss(request: Request, graph: TrainingGraph) -> CountedLoss:
         excess=kept if loop.in_flight > 1 and not graph.calls else 0,  # names hold the outputs after each backward pass
         forward=forward,
         let_go=gone,
-        dropped=gone - there,
         read=seen.read,
         stays=seen.stays + seen.given,
         waiting_backward=each,
@@ -196,16 +191,12 @@ def more_of_loss(request: Request, seen: Loop, graph: TrainingGraph) -> list[int
     """Bytes by which the parts of the loss as it was seen take more than a plan for the request counts; or less."""
     now, then = outside_loss(request, graph), outside_loss(replace(request, loop=seen), graph)
     sizes = [(now.left, then.left), (now.read, then.read), (now.stays, then.stays), (now.waiting, then.waiting)]
-    sizes.append((0, _bytes_of_all(graph, now.let_go ^ then.let_go)))
-    sizes.append((_bytes_of_all(graph, then.dropped), _bytes_of_all(graph, now.dropped)))
+    others = now.let_go ^ then.let_go
+    sizes.append((0, sum(graph.regions[r].values[v].nbytes for r, at in others for v in _values_out(graph, r, at))))
     sizes.append((now.waiting_backward, then.waiting_backward))
     sizes.append((now.inputs or 0, then.inputs or 0))
     sizes.append((_most_at_once(now), _most_at_once(then)))
     return [b - a for a, b in sizes]
-
-
-def _bytes_of_all(graph: TrainingGraph, results: Collection[tuple[int, int]]) -> int:
-    return sum(graph.regions[r].values[v].nbytes for r, at in results for v in _values_out(graph, r, at))
 
 
 def _most_at_once(loss: CountedLoss) -> int:

@@ -114,7 +114,6 @@ def _with(loop: Loop, shown: Loop) -> Loop:
         loop,
         outputs_held=shown.outputs_held,
         later_held=shown.later_held,
-        dropped=shown.dropped,
         only_loss=shown.only_loss,
         unreached=shown.unreached,
         by_turns=shown.by_turns,

@@ -233,7 +233,6 @@ class Watch:
         shown = Loop(
             outputs_held=None if len(held) == len(recorder.outputs) else tuple(sorted(held)),
             later_held=tuple(sorted(recorder.later_held)),
-            dropped=tuple(sorted({*recorder.at_once} - held)) if recorder.calls_made == 1 else (),
             only_loss=(only_loss := recorder.reached == {self._loss_at}),
             unreached=() if only_loss else recorder.unreached,
             by_turns=recorder.by_turns,

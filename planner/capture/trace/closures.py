@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dis
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
+from operator import is_
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
@@ -16,6 +19,7 @@ from planner.compat.modules import buffers_of, parameters_of
 from planner.errors import CaptureError
 
 _CONTAINERS = (dict, OrderedDict, list, tuple)
+_READS = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
 _TABLES = frozenset({"_modules", "_parameters", "_buffers"})
 
 
@@ -34,55 +38,69 @@ def rebind_functions(model: nn.Module, copied: nn.Module, memo: Mapping[int, Any
     parts = {id(x) for x in held if x is not None}
     attributes = [v for m in model.modules() for name, v in m.__dict__.items() if name not in _TABLES]
     found = {id(f): f for f in _functions(attributes, set()) if _reaches(f, parts, set())}
-    twins = {key: _twin(f) for key, f in found.items()}
-
-    def bound(x: Any) -> Any:
-        if id(x) in parts:
-            return memo.get(id(x), x)
-        if type(x) is FunctionType:
-            return twins.get(id(x), x)
-        if type(x) is MethodType:
-            made = MethodType(bound(x.__func__), bound(x.__self__))
-            return x if made.__func__ is x.__func__ and made.__self__ is x.__self__ else made
-        if type(x) is partial:
-            inside = x.func, x.args, x.keywords
-            new = tuple(map(bound, inside))
-            return x if all(map(_is, new, inside)) else partial(new[0], *new[1], **new[2])
-        if type(x) in _CONTAINERS:
-            old = list(x.values()) if isinstance(x, dict) else list(x)
-            values = list(map(bound, old))
-            if all(map(_is, values, old)):
-                return x
-            return type(x)(zip(x, values, strict=True) if isinstance(x, dict) else values)
-        return x
-
+    copies = _Copies(parts, memo, {key: _twin(f) for key, f in found.items()})
     for key, f in found.items():
-        _fill(twins[key], f, bound)
+        _fill(copies.twins[key], f, copies)
     for module in copied.modules():
         for name, value in [*module.__dict__.items()]:
-            if name not in _TABLES and (new := bound(value)) is not value:
+            if name not in _TABLES and (new := _bound(value, copies)) is not value:
                 module.__dict__[name] = new
 
 
-def _is(x: object, y: object) -> bool:
-    return x is y
+@dataclass(frozen=True)
+class _Copies:
+    """What stands for what: parts of the model, by their identities, their copies, and the copies of functions."""
+
+    parts: Collection[int]
+    memo: Mapping[int, Any]
+    twins: Mapping[int, FunctionType]
+
+
+def _bound(x: Any, copies: _Copies) -> Any:
+    """A value with copies in the place of the parts that it leads to; itself where it leads to none.
+
+    No closure that calls itself: it would keep the model and its copy until Python's collector comes.
+    """
+    if id(x) in copies.parts:
+        return copies.memo.get(id(x), x)
+    if type(x) is FunctionType:
+        return copies.twins.get(id(x), x)
+    again = partial(_bound, copies=copies)
+    if type(x) is MethodType:
+        made = MethodType(again(x.__func__), again(x.__self__))
+        return x if made.__func__ is x.__func__ and made.__self__ is x.__self__ else made
+    if type(x) is partial:
+        inside = x.func, x.args, x.keywords
+        new = tuple(map(again, inside))
+        return x if all(map(is_, new, inside)) else partial(new[0], *new[1], **new[2])
+    if type(x) in _CONTAINERS:
+        old = list(x.values()) if isinstance(x, dict) else list(x)
+        values = list(map(again, old))
+        if not all(map(is_, values, old)):
+            return type(x)(zip(x, values, strict=True) if isinstance(x, dict) else values)
+    return x
 
 
 def _twin(f: FunctionType) -> FunctionType:
-    """A function like another one, whose closure is empty."""
+    """A function like another one, whose closure is empty, with the global variables that it names: others, such as a
+    script's batch, are not to live as long as it.
+    """
     cells = tuple(CellType() for _ in f.__closure__ or ()) or None
-    twin = FunctionType(f.__code__, dict(f.__globals__), f.__name__, f.__defaults__, cells)
+    named = {
+        name: f.__globals__[name] for name in (*_names(f.__code__), "__builtins__", "__name__") if name in f.__globals__
+    }
+    twin = FunctionType(f.__code__, named, f.__name__, f.__defaults__, cells)
     twin.__kwdefaults__, twin.__qualname__, twin.__module__ = f.__kwdefaults__, f.__qualname__, f.__module__
     return twin
 
 
-def _fill(twin: FunctionType, f: FunctionType, bound: Callable[[Any], Any]) -> None:
+def _fill(twin: FunctionType, f: FunctionType, copies: _Copies) -> None:
     for cell, old in zip(twin.__closure__ or (), f.__closure__ or (), strict=True):
-        if (content := _content(old)) is not cell:
-            cell.cell_contents = bound(content)
-    twin.__defaults__, twin.__kwdefaults__ = bound(f.__defaults__), bound(f.__kwdefaults__)
-    twin.__dict__.update({name: bound(value) for name, value in f.__dict__.items()})
-    twin.__globals__.update({name: bound(value) for name, value in _globals(f)})
+        if (content := _content(old)) is not old:
+            cell.cell_contents = _bound(content, copies)
+    twin.__defaults__, twin.__kwdefaults__ = _bound(f.__defaults__, copies), _bound(f.__kwdefaults__, copies)
+    twin.__dict__.update({name: _bound(value, copies) for name, value in f.__dict__.items()})
+    twin.__globals__.update({name: _bound(value, copies) for name, value in _globals(f)})
 
 
 def _functions(held: Collection[Any], seen: set[int]) -> Iterator[FunctionType]:
@@ -131,8 +149,9 @@ def _globals(f: FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def _names(code: CodeType) -> set[str]:
+    """The global variables that code reads, with that of functions in it."""
     inner = (_names(c) for c in code.co_consts if isinstance(c, CodeType))
-    return set(code.co_names).union(*inner)
+    return {i.argval for i in dis.get_instructions(code) if i.opname in _READS}.union(*inner)
 
 
 def _content(cell: CellType) -> Any:
