@@ -10,7 +10,7 @@ from torch import nn
 
 from planner import CaptureError, applied_plan, plan
 
-pytestmark = pytest.mark.usefixtures("short_searches", "always_compiled")
+pytestmark = [pytest.mark.compat, pytest.mark.usefixtures("short_searches", "always_compiled")]
 before: Callable[..., torch.Tensor]  # what `by_a_global` puts a function in the place of
 
 

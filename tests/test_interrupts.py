@@ -9,7 +9,7 @@ from torch import nn
 
 from planner import plan
 
-pytestmark = pytest.mark.usefixtures("short_searches")
+pytestmark = [pytest.mark.compat, pytest.mark.usefixtures("short_searches")]
 ended: list[bool] = []
 
 
