@@ -87,18 +87,6 @@ def make_plan(
         captured: the step, where it has been captured before.
     """
     refuse_tensors(request)
-    with gradients_kept(request.model):
-        return _in_mode(request, others, known, captured, must_match=must_match)
-
-
-def _in_mode(
-    request: Request,
-    others: Sequence[Planned],
-    known: Known | None,
-    captured: TrainingGraph | None,
-    *,
-    must_match: bool,
-) -> Planned:
     if request.options.mode == "eager":
         with _out_of_sight(request), eager_attention_as_on(request.device if request.foreign else None):
             return make_eager_plan(request, others[-1] if others else None, known=known, must_match=must_match)
@@ -182,7 +170,8 @@ def _checkpointed(request: Request, why: CaptureError | InfeasibleBudgetError, k
 def _out_of_sight(request: Request) -> Iterator[None]:
     surroundings = under(request.surroundings, request.model)
     casting = autocast_as_for(request.device.type) if request.foreign else nullcontext()
-    with fakes_forgotten(), random_kept(request.model), lasting_modes_off(), surroundings, casting:
+    random, gradients = random_kept(request.model), gradients_kept(request.model)
+    with fakes_forgotten(), random, gradients, lasting_modes_off(), surroundings, casting:
         yield
 
 

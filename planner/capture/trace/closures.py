@@ -74,7 +74,7 @@ def _bound(x: Any, copies: _Copies) -> Any:
         new = tuple(map(again, inside))
         return x if all(map(is_, new, inside)) else partial(new[0], *new[1], **new[2])
     if type(x) in _CONTAINERS:
-        old = list(x.values()) if isinstance(x, dict) else list(x)
+        old = _inside(x)
         values = list(map(again, old))
         if not all(map(is_, values, old)):
             return type(x)(zip(x, values, strict=True) if isinstance(x, dict) else values)
