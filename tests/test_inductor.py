@@ -11,6 +11,7 @@ import torch
 import torch._inductor.config as inductor_config
 from torch import nn
 
+import planner.inductor.backend
 import planner.session.trust
 from planner import ApplyError, Plan, PlanWarning, applied_plan, plan
 from planner.compat import inductor
@@ -393,7 +394,7 @@ def test_wrong_gradients_leave_the_model_with_aten_and_a_note(everything, nothin
     _model, _batch, roomy = everything
     calls = []
 
-    def wrong(asked, _request, *, nudged=False, zeros=False):
+    def wrong(asked, _request, *, nudged=False, zeros=False, kept=False):
         calls.append(asked.record.options.mode)
         return {"w": torch.full((3,), float(min(2, len(calls))))}
 
@@ -415,7 +416,7 @@ def test_a_plan_for_fewer_gradients_is_compared_with_the_one_before_that_draws_t
     source = replace(p.source, record=replace(p.record, recipe=replace(recipe, calls=calls), note="now"))
     steps = []
 
-    def step(asked, _request, *, nudged=False, zeros=False):
+    def step(asked, _request, *, nudged=False, zeros=False, kept=False):
         steps.append((asked.record.note, zeros))
         return {"w": torch.ones(3)}
 
@@ -786,11 +787,17 @@ def test_a_whole_graph_around_a_plan_is_refused_in_words():
         torch.compile(lambda *given: model(*given), fullgraph=True)(*batch)
 
 
-def test_a_plan_whose_batch_is_gone_is_compared_on_that_of_the_first_step(nothing_compared):
-    model = Net(layers=1)
+def test_a_plan_whose_batch_is_gone_is_compared_on_that_of_the_first_step(nothing_compared, monkeypatch):
+    """It then runs as it was compiled for that."""
+    model, compiled = Net(layers=1), []
     planned(model, batch_of(64)).apply()
+    original = planner.inductor.backend.compile_graph
+    monkeypatch.setattr(
+        planner.inductor.backend, "compile_graph", lambda *a, **k: compiled.append(a) or original(*a, **k)
+    )
     model(*batch_of(64)).backward()
     assert "On the first batch its gradients are those of" in applied_plan(model).note
+    assert len(compiled) == 1
 
 
 class WritesIntoItsBatch(Net):

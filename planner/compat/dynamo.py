@@ -39,6 +39,7 @@ __all__ = [
     "forget_compiled",
     "forward_compiled_by",
     "functorch_config",
+    "guarded_by_aot",
     "inner_module",
     "is_tracing",
     "own_frame",
@@ -109,6 +110,12 @@ def forget_compiled(compiled: Any) -> None:
 def is_tracing() -> bool:
     """Whether AOTAutograd traces a graph now, on fake tensors (`TracingContext.try_get`, torch 2.11 to 2.15)."""
     return TracingContext.try_get() is not None
+
+
+def guarded_by_aot() -> bool:
+    """Whether AOTAutograd guards what torch.compile traces now by the storages that inputs share (2.11 to 2.15)."""
+    context = TracingContext.try_get()
+    return context is None or bool(context.guards_context.aotautograd_guards)
 
 
 @dataclass(frozen=True)

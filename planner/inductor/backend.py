@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,7 @@ from planner.capture.trace.out_of_sight import out_of_sight
 from planner.compat.fake import FakeTensorMode, detect_fake_mode
 from planner.compat.fx import boxed
 from planner.compat.inductor import Generated, Inner, compile_graph, copied, default_partition, generate
+from planner.compat.joint_trace import Traces, shared
 from planner.core.recipe import Settings
 from planner.errors import CaptureError
 from planner.inductor.dry_run import DryRun, dry_run
@@ -51,12 +53,14 @@ class Source:
         inputs: fake tensors that it is called with.
         cut: the outputs that get no gradient.
         region: its joint graph, after Inductor's passes.
+        traces: AOTAutograd's trace of it, which is not made again for each look.
     """
 
     graph: fx.GraphModule
     inputs: Sequence[Any]
     cut: Sequence[int]
     region: Region
+    traces: Traces = field(default_factory=OrderedDict)
 
 
 @dataclass
@@ -156,7 +160,7 @@ def look(source: Source, partition: Partition | None, settings: Settings = (), n
         return parts
 
     apart = None if partition is None else near
-    with traced_alike(), lstms_in_steps():
+    with traced_alike(), lstms_in_steps(), shared(source.traces, source.graph, settings):
         compile_graph(
             source.graph,
             source.inputs,

@@ -10,7 +10,7 @@ from torch import nn
 from planner.compat.dynamo import compiled_call
 from planner.compat.modules import modules_in, replace_call
 from planner.runtime.as_compiled import calls_back
-from planner.runtime.interception import attached, put
+from planner.runtime.interception import Applied, attached, put
 from planner.runtime.modes import refuse_compiled
 
 
@@ -31,13 +31,16 @@ def compiled_aside(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def taken_off(model: nn.Module) -> Iterator[None]:
-    """The model without its plan, if it runs under one, for a while; ApplyError where it is compiled otherwise."""
+def taken_off(model: nn.Module) -> Iterator[Applied | None]:
+    """The model without its plan for a while, and the runtime of that, if it runs under one.
+
+    Raises ApplyError where it is compiled otherwise.
+    """
     with compiled_aside(model):
         runtime = attached(model)
         refuse_compiled(model, runtime)
         put(model, None)
         try:
-            yield
+            yield runtime
         finally:
             put(model, runtime)

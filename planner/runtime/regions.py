@@ -20,6 +20,7 @@ from planner.capture.trace.arrival import Arrivals
 from planner.capture.trace.dynamo import CompileRegion, Serve, dynamo_settings
 from planner.capture.trace.layers import lstms_in_parts
 from planner.codegen.replay import run_and_save_state
+from planner.compat.dynamo import guarded_by_aot
 from planner.core.plan import PlanRecord
 from planner.core.recipe import PlannedRegion, Recipe
 from planner.devices.accelerator import accelerator_of
@@ -68,6 +69,8 @@ class Regions:
         self.call = 0
         self.made: list[weakref.ref[torch.Tensor]] = []
         self.nodes: list[tuple[int, weakref.ref[Any]]] = []  # of regions whose backward pass has not run, by the call
+        self.graphs: weakref.WeakSet[_Graph] = weakref.WeakSet()  # that torch.compile was given callables for
+        self.ready: dict[tuple[str, object], _Compiled] = {}  # graphs that were compiled before, as `take_over` says
         self.begun: list[Recipe] = []  # whose graphs are compiled, or were begun to be
         self.shown: Any = None  # the progress of that
         self._drawn: list[tuple[Recipe, str]] = []  # random ops that the backward pass of a recipe draws again
@@ -77,6 +80,10 @@ class Regions:
         self.begun = []
         self._drawn = []
         self.compiling = False
+
+    def take_over(self, other: Regions) -> None:
+        """Have graphs of the same model that Inductor compiled for another runtime, for it to go, run in this one."""
+        self.ready = {(graph.key, kind): own for graph in other.graphs for kind, own in graph.fused.items()}
 
     def waiting(self) -> frozenset[int]:
         """The calls of the model that wait for their backward pass: a region of theirs holds its activations."""
@@ -153,6 +160,7 @@ def _serve(
     examples: Sequence[Any],
 ) -> Callable[..., Any]:
     served = _Graph(regions, recipe, graph, compile_region)
+    regions.graphs.add(served)
     if served.key in recipe().calls:
         regions.compiling = True
         served.compiled_for(served.planned_now(), examples)
@@ -173,6 +181,7 @@ class _Graph:
         self.key = fingerprint(graph.graph)
         self.device = next(regions.model.parameters()).device
         self.compiled: dict[object, _Compiled] = {}  # by region, cut, and buckets
+        self.fused: dict[object, _Compiled] = {}  # of these, by Inductor, and with no guards that Dynamo does not know
         self._latest: tuple[object, _Compiled] | None = None  # of these, that ran last
 
     def planned_now(self) -> PlannedRegion | None:
@@ -210,8 +219,13 @@ class _Graph:
             by = None
             if planned is not None and planned.realised is not None:
                 by = compiling(own=planned.own, settings=planned.settings, near=planned.near)
-            with lstms_in_parts(on=planned is not None and planned.lstms_in_parts):
-                self.compiled[kind] = self.compile_region(partition, inputs, arrivals, by), arrivals, strides
+            if (ready := self.regions.ready.pop((self.key, kind), None)) is not None:
+                self.compiled[kind] = ready
+            else:
+                with lstms_in_parts(on=planned is not None and planned.lstms_in_parts):
+                    self.compiled[kind] = self.compile_region(partition, inputs, arrivals, by), arrivals, strides
+                if by is not None and not guarded_by_aot():
+                    self.fused[kind] = self.compiled[kind]
             if self.regions.shown is not None:
                 self.regions.shown.update()
         self._latest = kind, self.compiled[kind]

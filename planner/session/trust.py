@@ -106,7 +106,8 @@ def _beside(planned: Planned, other: Planned, *, zeros: bool) -> tuple[float, bo
         zeros: whether by this one outputs get gradients that the loop gives them no more.
     """
     request, dtype = planned.request, _least_precise(planned)
-    ours, theirs = gradients_of(planned, request), gradients_of(other, request, zeros=zeros)
+    ours = gradients_of(planned, request, kept=True)
+    theirs = gradients_of(other, request, zeros=zeros)
     error, agree = compare(ours, theirs, dtype)
     within = f"within {error:.1e}"
     if not agree and ours.keys() == theirs.keys():

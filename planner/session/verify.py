@@ -34,6 +34,7 @@ from planner.requests.planned import Pending, Planned
 from planner.requests.request import Request
 from planner.requests.step_in_backward import refuse_trial_step
 from planner.runtime.aside import taken_off
+from planner.runtime.compiled import Runtime
 from planner.runtime.interception import attached, detach
 from planner.runtime.signature import call_signature
 from planner.session.attach import put_on
@@ -176,7 +177,9 @@ def _apart(t: torch.Tensor) -> torch.Tensor:
     )
 
 
-def gradients_of(planned: Planned, request: Request, *, nudged: bool = False, zeros: bool = False) -> Gradients:
+def gradients_of(
+    planned: Planned, request: Request, *, nudged: bool = False, zeros: bool = False, kept: bool = False
+) -> Gradients:
     """The gradients of one real step under a plan, by the names of parameters; on the CPU.
 
     The model, which may run under another plan, and its gradients are left as they were.
@@ -186,10 +189,11 @@ def gradients_of(planned: Planned, request: Request, *, nudged: bool = False, ze
         request: whose batch and loss the step is of; a plan for less than was asked for may be one for other gradients.
         nudged: whether each number of the parameters is off by `NUDGE` units in the last place, up or down.
         zeros: whether outputs beside the loss get gradients of zeros, for a plan by which they get some.
+        kept: whether the model goes on to run by this plan: what is compiled for it then serves.
     """
     model = request.model
     with (
-        taken_off(model),
+        taken_off(model) as own,
         torch.inference_mode(False),
         torch.enable_grad(),
         _untouched(model, request.gradients_copied, (request.args, request.kwargs)),
@@ -201,6 +205,9 @@ def gradients_of(planned: Planned, request: Request, *, nudged: bool = False, ze
             # the outputs of a loop's step before are there still, in whose place those of a step come; and the other
             # plan may be one for fewer calls at once
             _step(request, request.args or (), request.kwargs, alone=True, zeros=zeros)
+            aside = attached(model)
+            if kept and isinstance(own, Runtime) and isinstance(aside, Runtime):
+                own.regions.take_over(aside.regions)
             return gradients_on_host(model)
         finally:
             detach(model)
