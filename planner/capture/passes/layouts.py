@@ -1,20 +1,22 @@
 """The memory layouts of a joint graph's values, where they are others than torch's fake tensors say.
 
-A gradient comes in the layout that the loop gives it. Where an op reads tensors in several layouts, as a prediction
-that is channels-last and a target that is not, some kernels lay out what they make otherwise than the fake ones: a tiny
-real tensor tells. What is computed from such values is computed again on fake tensors.
+A gradient comes in the layout that the loop gives it. Of tensors that are channels-last or otherwise not contiguous,
+some kernels lay out what they make otherwise than the fake ones: a tiny real tensor tells. What is computed from such
+values is computed again on fake tensors. Kernels that read memory as if it were contiguous get copies: while the graph
+was traced, `contiguous()` of what seemed to be so left nothing in it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from functools import cache
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
-from planner.capture.joint_graph import fake_result, is_dense, map_nodes, may_write
+from planner.capture.joint_graph import fake_result, is_dense, may_write
 from planner.capture.passes.tangents import entering
 from planner.capture.recomputability import is_random
 from planner.compat import pytree
@@ -25,6 +27,17 @@ from planner.core.layout import Order, memory_order, strides_in
 
 _ATEN = torch.ops.aten
 _VIEWS = {_ATEN.view.default, _ATEN._unsafe_view.default}
+# the arguments that are made contiguous for a kernel (`derivatives.yaml`), or that it takes strides of
+_AS_TRACED: dict[Any, tuple[int, ...]] = {
+    _ATEN.native_group_norm_backward.default: (0,),
+    _ATEN._cdist_backward.default: (0,),
+    _ATEN._weight_norm_interface_backward.default: (0,),
+    _ATEN.cudnn_batch_norm_backward.default: (1,),
+    _ATEN.miopen_batch_norm_backward.default: (1,),
+    _ATEN.as_strided.default: (0,),
+    _ATEN.as_strided_scatter.default: (0, 1),
+}
+_SIZES_OF_GROUPS = slice(3, 7)  # arguments of a group norm: batch, channels, elements of each, groups
 
 
 class _Spec(NamedTuple):
@@ -59,25 +72,89 @@ def lay_out(graph: fx.Graph, orders: Mapping[int, Order], other: Collection[fx.N
     values = (v for node in graph.nodes if isinstance(v := node.meta.get("val"), FakeTensor))
     if (one := next(values, None)) is None:
         return
-    changed = set[fx.Node]()
+    changed = dict[fx.Node, Order]()  # to what they were traced with
     # of the trace, which may be one that was kept
     with unset_fake_temporarily(), one.fake_mode, torch.no_grad():
         for node in graph.nodes:
+            before = _order(node)
             if node in strides:
                 _set(node, strides[node])
-                changed.add(node)
+                changed[node] = before
             elif node.op == "call_function":
-                if node in other or not changed.isdisjoint(node.all_input_nodes):
+                for given in _given_as_traced(node):
+                    if given in changed and changed[given] != _order(given):
+                        node.replace_input_with(given, _copied(graph, given, changed[given], node))
+                if node in other or not changed.keys().isdisjoint(node.all_input_nodes):
                     _compute_again(node)
-                    changed.add(node)
+                    changed[node] = before
                 if (real := _real_strides(node)) is not None:
                     _set(node, real)
-                    changed.add(node)
+                    changed[node] = before
+
+
+def rely_on_layouts(graph: fx.Graph) -> bool:
+    """Whether what is computed from gradients that enter comes to kernels that rely on the layout of the trace."""
+    reached = set(entering(graph).values())
+    for node in graph.nodes:
+        if not reached.isdisjoint(node.all_input_nodes):
+            if not reached.isdisjoint(_given_as_traced(node)):
+                return True
+            reached.add(node)
+    return False
+
+
+def contiguous_for_kernels(graph: fx.Graph) -> None:
+    """Copy, in place, what kernels read as if it were contiguous, in a graph with symbols: `lay_out` cannot say."""
+    for node in [n for n in graph.nodes if n.target in _AS_TRACED]:
+        for given in _given_as_traced(node):
+            made = given.target is not _ATEN.clone.default and given.op == "call_function"
+            if made and (value := given.meta["val"]) is not None:
+                with value.fake_mode:
+                    node.replace_input_with(given, _copied(graph, given, memory_order(value), node))
+
+
+def _order(node: fx.Node) -> Order:
+    value = node.meta.get("val")
+    return memory_order(value) if isinstance(value, torch.Tensor) else ()
+
+
+def _given_as_traced(node: fx.Node) -> list[fx.Node]:
+    """What has to come to an op in the layout that it was traced with: a custom op may rely on that of each input."""
+    if node.target in _AS_TRACED:
+        given = [node.args[at] for at in _AS_TRACED[node.target]]
+        return [n for n in given if isinstance(n, fx.Node)]
+    own = isinstance(node.target, OpOverload) and node.target.namespace not in ("aten", "prims", "_c10d_functional")
+    return node.all_input_nodes if own else []
+
+
+def _copied(graph: fx.Graph, given: fx.Node, order: Order, before: fx.Node) -> fx.Node:
+    """A copy of a tensor in memory of an order, before the op that reads it."""
+    dims = range(given.meta["val"].dim())
+    outermost = (*(d for d in dims if d not in order), *order)
+    inverse = tuple(outermost.index(d) for d in dims)
+    in_order = outermost == tuple(sorted(outermost))
+    with graph.inserting_before(before):
+        for target, argument in ((_ATEN.permute, outermost), (_ATEN.clone, None), (_ATEN.permute, inverse)):
+            if target is _ATEN.permute and in_order:
+                continue
+            options: dict[str, Any] = {} if argument else {"memory_format": torch.contiguous_format}
+            given = graph.call_function(target.default, (given, argument) if argument else (given,), options)
+            given.meta = dict(before.meta)
+            given.meta["val"] = fake_result(given)
+    return given
 
 
 def _set(node: fx.Node, strides: list[int]) -> None:
-    t = node.meta["val"]
-    node.meta["val"] = torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device)
+    t = _first(node)
+    laid_out = torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device)
+    value = node.meta["val"]
+    node.meta["val"] = laid_out if value is t else (laid_out, *value[1:])
+
+
+def _first(node: fx.Node) -> Any:
+    """What a node makes; of several tensors the first."""
+    value = node.meta.get("val")
+    return value[0] if isinstance(value, (tuple, list)) and value else value
 
 
 def _is_part(t: torch.Tensor) -> bool:
@@ -97,24 +174,38 @@ def _compute_again(node: fx.Node) -> None:
 
 
 def _real_strides(node: fx.Node) -> list[int] | None:
-    """The strides of what a node makes, element by element, of tensors that are laid out in several ways; None where
-    they are as its fake value has them, or not known.
+    """The strides of what a node makes, element by element, of tensors that are not all contiguous; None where they are
+    as its fake value has them, or not known.
     """
-    op, made = node.target, node.meta.get("val")
-    read = [t for n in node.all_input_nodes if isinstance(t := n.meta.get("val"), torch.Tensor) and t.dim()]
-    if len(read) < 2 or not isinstance(made, torch.Tensor) or any(t.shape != made.shape for t in read):
+    op, made = node.target, _first(node)
+    read = [t for n in node.all_input_nodes if isinstance(t := n.meta.get("val"), torch.Tensor) and t.dim() > 1]
+    if not isinstance(op, OpOverload) or op.is_view or may_write(node) or is_random(node):
         return None
-    if len({memory_order(t) for t in read}) < 2 or not isinstance(op, OpOverload) or op.is_view or may_write(node):
+    if not isinstance(made, torch.Tensor) or not is_dense(made) or any(t.shape != made.shape for t in read):
         return None
-    if not is_dense(made) or is_random(node):
+    orders = {memory_order(t) for t in read}
+    if all(order == tuple(sorted(order)) for order in orders):
         return None
-    leaves, tree = pytree.tree_flatten(map_nodes((node.args, node.kwargs), lambda n: n.meta["val"]))
-    specs = tuple(_spec(x) if isinstance(x, torch.Tensor) else x for x in leaves)
+    if len(orders) == 1 and 1 in made.shape:  # a kernel may read the stride of that dimension
+        return None
+    leaves, tree = pytree.tree_flatten((*_with_tiny_sizes(node), node.kwargs))
+    specs = tuple(_spec(x.meta["val"]) if isinstance(x, fx.Node) else x for x in leaves)
     try:
-        order = _order_made(op, specs, tree)
+        order = _order_made(op, specs, tree, _spec(made).sizes)
     except (TypeError, RuntimeError, NotImplementedError):  # a size that is a symbol, a kernel that is not here
         return None
-    return None if order == memory_order(made) else strides_in(order, made.shape)
+    return None if order in (None, memory_order(made)) else strides_in(order, made.shape)
+
+
+def _with_tiny_sizes(node: fx.Node) -> tuple[Any, ...]:
+    """A node's arguments, with the sizes among them of tiny tensors."""
+    if node.target is _ATEN.channel_shuffle.default:
+        return node.args[0], 1
+    if node.target is not _ATEN.native_group_norm.default:
+        return node.args
+    (rows, channels, *others), args = _spec(node.args[0].meta["val"]).sizes, [*node.args]  # type: ignore[union-attr]
+    args[_SIZES_OF_GROUPS] = rows, channels, prod(others), 1
+    return tuple(args)
 
 
 def _spec(t: torch.Tensor) -> _Spec:
@@ -122,8 +213,10 @@ def _spec(t: torch.Tensor) -> _Spec:
 
 
 @cache
-def _order_made(op: OpOverload, specs: tuple[Any, ...], tree: Any) -> Order:
-    """How an op lays out what it makes of such tensors, by tiny ones."""
+def _order_made(op: OpOverload, specs: tuple[Any, ...], tree: Any, sizes: tuple[int, ...]) -> Order | None:
+    """How an op lays out what it makes of such tensors, by tiny ones; None where that has other sizes than these."""
     with unset_fake_temporarily(), lasting_modes_off():
-        args, kwargs = pytree.tree_unflatten([x.zeros() if isinstance(x, _Spec) else x for x in specs], tree)
-        return memory_order(op(*args, **kwargs))
+        *args, kwargs = pytree.tree_unflatten([x.zeros() if isinstance(x, _Spec) else x for x in specs], tree)
+        made = op(*args, **kwargs)
+    made = made[0] if isinstance(made, (tuple, list)) else made
+    return memory_order(made) if made.shape == sizes else None

@@ -12,7 +12,7 @@ from torch import fx
 
 from planner.capture.joint_graph import is_tangent
 from planner.capture.passes.in_place_sums import add_apart
-from planner.capture.passes.layouts import lay_out
+from planner.capture.passes.layouts import lay_out, rely_on_layouts
 from planner.capture.passes.steps import steps_in
 from planner.capture.passes.tangents import (
     add_entering,
@@ -107,10 +107,13 @@ class Arrivals:
         self._other = leave_out(joint, [tangents[at] for at in self.cut if at in tangents])
 
     def lay_out(self, joint: fx.Graph) -> None:
-        """Have gradients enter the joint graph, of fixed sizes, in the layouts in which they come, in place."""
+        """Have gradients enter the joint graph, of fixed sizes, in the layouts in which they come, in place.
+
+        Where one comes to a kernel that relies on the layout with which the graph was traced, AOTAutograd copies them.
+        """
         if self.laid_out is not None:
-            lay_out(joint, dict(self.laid_out), self._other)
-            self.as_they_come = True
+            self.as_they_come = not rely_on_layouts(joint)
+            lay_out(joint, dict(self.laid_out) if self.as_they_come else {}, self._other)
 
     def write(self, forward: fx.GraphModule, backward: fx.GraphModule) -> None:
         """Take a copy of the backward graph, to write others from, and cut it where its gradients are to go out."""
