@@ -446,6 +446,36 @@ def test_a_forward_that_is_put_on_a_module_that_runs_apart_is_what_runs():
     assert loss == model.last(3 * model.routed(model.first(x))).square().mean()
 
 
+class Picks(nn.Module):
+    """Returns as many rows as values say, which the layers after it take."""
+
+    def forward(self, x):
+        return x[torch.rand(len(x)) > 0.5]
+
+
+class LastOf(nn.Module):
+    """As many tokens as values say go in, of which the last comes out, with strides by their number."""
+
+    def forward(self, x):
+        return x[None].repeat(2, 1, 1)[:, -1]
+
+
+@pytest.mark.parametrize("around", [nn.Identity, LastOf])
+def test_what_is_computed_from_rows_that_values_count_runs_apart_with_what_made_them(around):
+    """Else its graphs are others at each step, and training ended at the third."""
+    torch.manual_seed(0)
+    model = nn.Sequential(wide(), Picks(), wide(), around(), wide())
+    plain = copy.deepcopy(model)
+    plan(model, budget_gb=1, progress=False).apply()
+    for seed in range(5):
+        x = torch.randn(64, 16)
+        for m in (model, plain):
+            torch.manual_seed(seed)
+            m.zero_grad()
+            m(x).square().mean().backward()
+        assert all(torch.equal(own.grad, p.grad) for own, p in zip(model.parameters(), plain.parameters(), strict=True))
+
+
 class Queue(nn.Module):
     """An encoder, and another that is the average of it over the steps and fills a queue, as for momentum contrast."""
 

@@ -19,7 +19,7 @@ from torch import nn
 from planner.compat import pytree
 from planner.compat.modules import replace_call, replaced_call
 
-Shapes = Mapping[str, list[list[Any]]]  # path of a module -> the shapes and plain values of each call's arguments
+Shapes = Mapping[str, list[list[Any]]]  # path of a module -> shapes and strides, or plain values, for each of its calls
 
 
 @dataclass(frozen=True)
@@ -100,24 +100,54 @@ def _uncompiled(module: nn.Module, own: Callable[..., Any] | None) -> Callable[.
     return disabled
 
 
-def shapes_of_calls(model: nn.Module, run: Callable[[], Any]) -> Shapes:
-    """What the modules of a model are called with while something runs."""
-    shapes: dict[str, list[list[Any]]] = defaultdict(list)
+def shapes_of_calls(model: nn.Module, run: Callable[[], Any]) -> tuple[Shapes, Shapes]:
+    """What the modules of a model are called with while something runs, and what they return."""
+    given: dict[str, list[list[Any]]] = defaultdict(list)
+    returned: dict[str, list[list[Any]]] = defaultdict(list)
 
     def noting(path: str) -> Callable[..., None]:
-        def note(_: nn.Module, args: Any, kwargs: Any) -> None:
-            leaves = pytree.tree_leaves((args, kwargs))
-            shapes[path].append([tuple(x.shape) if isinstance(x, torch.Tensor) else repr(x) for x in leaves])
+        def note(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            for noted, values in ((given, (args, kwargs)), (returned, output)):
+                noted[path].append([*map(_noted, pytree.tree_leaves(values))])
 
         return note
 
-    hooks = [m.register_forward_pre_hook(noting(path), with_kwargs=True) for path, m in model.named_modules()]
+    hooks = [m.register_forward_hook(noting(path), with_kwargs=True) for path, m in model.named_modules()]
     try:
         run()
     finally:
         for hook in hooks:
             hook.remove()
-    return shapes
+    return given, returned
+
+
+def _noted(x: Any) -> Any:
+    return (tuple(x.shape), _strides(x)) if isinstance(x, torch.Tensor) else repr(x)
+
+
+def _strides(t: torch.Tensor) -> tuple[int, ...]:
+    return t.stride() if t.layout is torch.strided else ()
+
+
+def with_callers(sized: Collection[str], returned: Shapes, others: Shapes) -> tuple[str, ...]:
+    """Paths of modules whose sizes depend on values, with those that they return such tensors to.
+
+    Args:
+        sized: paths of the modules that make them.
+        returned: by the modules in one step.
+        others: in a step whose tensors have other sizes where these depend on values.
+    """
+    found, left = set(sized), list(sized)
+    while left:
+        path = left.pop()
+        if path and returned.get(path) != others.get(path):
+            caller = path.rpartition(".")[0]
+            while caller and caller not in returned:  # a list of modules is not called
+                caller = caller.rpartition(".")[0]
+            if caller not in found:
+                found.add(caller)
+                left.append(caller)
+    return tuple(sorted(found))
 
 
 def inner_parts(model: nn.Module, sized: Collection[str], shapes: Shapes, others: Shapes) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from planner.capture.regions.calls import (
 )
 from planner.capture.regions.region import Region
 from planner.capture.shapes import enlarged, is_size
-from planner.capture.trace.apart import COMPILED, Paths, Shapes, inner_parts, shapes_of_calls
+from planner.capture.trace.apart import COMPILED, Paths, Shapes, inner_parts, shapes_of_calls, with_callers
 from planner.capture.trace.as_if_real import as_if_real
 from planner.capture.trace.data_dependent import CHANCES, Answers
 from planner.capture.trace.dynamo import OP_BY_OP, GraphCompiler, Partition, lone_loss, to_fake
@@ -299,7 +299,7 @@ def _try_again(errors: list[Exception | None], knows: bool, before: Attributes, 
     Enters the error as the last one. Returns the modules that run apart: those whose sizes depend on values.
     """
     model, answers, first = trial[1], trial[-1], len(errors)
-    shapes: list[Shapes] = []
+    shapes: list[tuple[Shapes, Shapes]] = []
     for answers.more in (0, 1) if knows else ():
         before.restore()
         shapes.append(shapes_of_calls(model, lambda: errors.append(_try_eagerly(*trial))))
@@ -308,7 +308,11 @@ def _try_again(errors: list[Exception | None], knows: bool, before: Attributes, 
             return COMPILED
     answers.more = 0
     sized = tuple(sorted(answers.sized))
-    inner = () if any(errors[first:]) or not sized else inner_parts(model, sized, *shapes)
+    inner: tuple[str, ...] = ()
+    if sized and not any(errors[first:]):
+        given, returned = zip(*shapes, strict=True)
+        sized = with_callers(sized, *returned)
+        inner = inner_parts(model, sized, *given)
     if sized and errors[first] is None and ("" not in sized or inner):
         errors.append(None)
         return Paths(sized, inner)
