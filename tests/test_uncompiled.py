@@ -1,5 +1,7 @@
 """Steps that fit the budget in eager mode run as they are, without torch.compile, once the loop is known."""
 
+import gc
+import weakref
 from dataclasses import replace
 from functools import partial
 
@@ -8,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from planner import CaptureError, Plan, applied_plan, plan
+from planner import CaptureError, InfeasibleBudgetError, Plan, applied_plan, plan
 from planner.runtime.interception import attached
 from planner.runtime.uncompiled import Uncompiled
 
@@ -249,6 +251,35 @@ def test_a_model_that_torch_compile_does_not_serve_trains_by_checkpointed_module
     assert 0.99 <= seen.peak / max(seen.predicted) <= 1.01
     assert seen.plans <= plans
     assert "as by mode='eager'" in applied_plan(trained[-1]).note
+
+
+class Counts(nn.Module):
+    """Makes as many rows as values say, which eager mode's trace has no size for."""
+
+    def forward(self, x):
+        return x.sum(0) + x[(x > 0).any(1).nonzero()[:, 0]].sin().exp().sum(0)
+
+
+class AroundCounts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.counts, self.last = nn.Linear(64, 64), Counts(), nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.last(self.counts(self.first(x)))
+
+
+def test_a_plan_that_does_not_come_about_keeps_no_batch():
+    batch = torch.randn(512, 64)
+    gone, enabled = weakref.ref(batch), gc.isenabled()
+    gc.disable()
+    try:
+        with pytest.raises(InfeasibleBudgetError):
+            plan(AroundCounts(), batch, budget_gb=2e-4, progress=False)
+        del batch
+        assert gone() is None
+    finally:
+        gc.enable() if enabled else None
 
 
 def test_a_mode_that_was_asked_for_is_kept():

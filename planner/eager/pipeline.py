@@ -113,7 +113,8 @@ def choose(
         choice = choice_of(by_path, plain, state)
         try:
             return tracer.trial(choice, state, tracer.trace(choice))[0]
-        except StepFailed:  # a module that does something else when it runs again
+        except StepFailed as e:  # a module that does something else when it runs again
+            e.let_go()
             return None
 
     same = _same_step(request, known, must_match, baseline.peak)
@@ -237,6 +238,7 @@ def _plain(tracer: Tracer) -> Trace:
             asks = isinstance(e.__cause__, DataDependentOutputException)
             if not asks or not learnt(tracer.answers, request.model, request.args or (), request.kwargs):
                 raise
+            e.let_go()
             return tracer.trace(Choice(), detailed=True)
     except StepFailed as e:
         raise _explained(request.model, request, e) from e.__cause__

@@ -40,6 +40,13 @@ class StepFailed(Exception):
         self.module = module
         self.place = place
 
+    def let_go(self) -> None:
+        """Free what its frames hold, the batch among it: some of torch's refer to the error, in cycles."""
+        error: BaseException | None = self
+        while error is not None:
+            traceback.clear_frames(error.__traceback__)
+            error = error.__cause__
+
 
 def trace_step(
     model: nn.Module,

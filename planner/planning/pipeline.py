@@ -95,9 +95,9 @@ def make_plan(
     try:
         return _compiled(request, others, known, captured, must_match=must_match)
     except CaptureError as e:
-        if must_match:
+        if must_match or (found := _checkpointed(request, e, known)) is None:
             raise
-        return _checkpointed(request, e, known)
+        return found
 
 
 def _fused(
@@ -149,7 +149,9 @@ def _compiled(
             if must_match or graph.calls:
                 raise
             if not all(region.fingerprint for region in graph.regions):  # it runs outside of all graphs
-                return _checkpointed(request, whole, known)
+                if (found := _checkpointed(request, whole, known)) is None:
+                    raise
+                return found
             if not any(map(has_whole_lstm, graph.regions)):
                 raise
             try:
@@ -161,7 +163,7 @@ def _compiled(
             raise
 
 
-def _checkpointed(request: Request, why: CaptureError | InfeasibleBudgetError, known: Known | None) -> Planned:
+def _checkpointed(request: Request, why: CaptureError | InfeasibleBudgetError, known: Known | None) -> Planned | None:
     with _out_of_sight(request):
         return make_checkpointed(request, why, known)
 

@@ -51,26 +51,33 @@ def _plainly(request: Request) -> bool:
     return alone and not (moves or groups_of(request.model) or request.foreign)
 
 
-def make_checkpointed(request: Request, why: CaptureError | InfeasibleBudgetError, known: Known | None) -> Planned:
+def make_checkpointed(
+    request: Request, why: CaptureError | InfeasibleBudgetError, known: Known | None
+) -> Planned | None:
     """The plan of mode "eager", which checkpoints modules, for a step that torch.compile does not serve.
+
+    None where such a plan does no better. The error is not raised here: a frame that has its own error among its names
+    stays, with the batch, until Python's collector comes.
 
     Args:
         request: for the step.
-        why: nothing was captured, or it does not fit as it was captured; raised where such a plan does no better.
+        why: nothing was captured, or it does not fit as it was captured.
         known: as for `make_plan()`.
     """
     outside = "what runs outside of torch.compile's graphs would be kept, and does not fit"
     said = str(why) if isinstance(why, CaptureError) else f"{type(request.model).__name__}: {outside}."
     if (instead := checkpointed(request, said)) is None:
-        raise why
+        return None
+    least = why.minimum_bytes if isinstance(why, InfeasibleBudgetError) else None
+    del why
     try:
         return make_eager_plan(instead, known=known)
     except InfeasibleBudgetError as e:
-        if isinstance(why, InfeasibleBudgetError) and e.minimum_bytes >= why.minimum_bytes:
-            raise why from None
+        if least is not None and e.minimum_bytes >= least:
+            return None
         raise
     except PlannerError:
-        raise why from None
+        return None
 
 
 def checkpointed(request: Request, why: str) -> Request | None:
