@@ -14,12 +14,14 @@ from torch import nn
 import planner.inductor.backend
 import planner.session.trust
 from planner import ApplyError, Plan, PlanWarning, applied_plan, plan
+from planner.capture.trace.arrival import Arrivals
 from planner.compat import inductor
 from planner.devices.meter import record_allocations
 from planner.errors import CaptureError, InfeasibleBudgetError, OptionError
 from planner.inductor.backend import look
 from planner.inductor.emit import emit_planned
 from planner.inductor.search import fused_as, planned_region
+from planner.planning.pipeline import make_plan
 
 from .listening import Listening
 from .loop_harness import Loop, judged
@@ -394,7 +396,7 @@ def test_wrong_gradients_leave_the_model_with_aten_and_a_note(everything, nothin
     _model, _batch, roomy = everything
     calls = []
 
-    def wrong(asked, _request, *, nudged=False, zeros=False, kept=False):
+    def wrong(asked, _request, *, nudged=False, zeros=(), kept=False):
         calls.append(asked.record.options.mode)
         return {"w": torch.full((3,), float(min(2, len(calls))))}
 
@@ -416,15 +418,43 @@ def test_a_plan_for_fewer_gradients_is_compared_with_the_one_before_that_draws_t
     source = replace(p.source, record=replace(p.record, recipe=replace(recipe, calls=calls), note="now"))
     steps = []
 
-    def step(asked, _request, *, nudged=False, zeros=False, kept=False):
+    def step(asked, _request, *, nudged=False, zeros=(), kept=False):
         steps.append((asked.record.note, zeros))
         return {"w": torch.ones(3)}
 
     monkeypatch.setattr(planner.session.trust, "gradients_of", step)
     before = replace(source.record, note="before")
     found = planner.session.trust.trusted(source, {planner.session.trust._calls(source): before}, [])
-    assert steps == [("now", False), ("before", True)]
+    assert steps == [("now", set()), ("before", set())]
     assert "those of the plan before" in found.record.note
+
+
+class Latent(Net):
+    """Returns what its other output is computed from, as an autoencoder that draws does."""
+
+    def forward(self, x, y):
+        z = self.drop(nn.functional.gelu(self.layers[0](x)))
+        return self.head(self.layers[1](z).sin()), z
+
+
+@pytest.mark.parametrize("later", [True, False], ids=["more", "fewer"])
+def test_outputs_that_one_of_two_plans_gives_no_gradient_get_zeros_by_the_other(later, nothing_compared, monkeypatch):
+    """Else the backward pass of that plan runs op by op, and takes as much as without a plan."""
+    torch.manual_seed(0)
+    model, batch, trust = Latent(layers=2, p=0.2), batch_of(64), planner.session.trust
+    request = planned(model, batch).source.request
+    plans = []
+    for unreached in ((), (1,)) if later else ((1,), ()):
+        made = make_plan(replace(request, loop=replace(request.loop, unreached=unreached)))
+        calls = {k: tuple(replace(r, own=False) for r in order) for k, order in made.record.recipe.calls.items()}
+        plans.append(replace(made, record=replace(made.record, recipe=replace(made.record.recipe, calls=calls))))
+    now, before = plans
+    assert now.record.recipe.detached != before.record.recipe.detached
+    ways = []
+    monkeypatch.setattr(Arrivals, "_by", lambda _, way: ways.append(way))
+    found = trust.trusted(now, {trust._calls(now): before.record}, [])
+    assert "those of the plan before" in found.record.note
+    assert ways == []
 
 
 def test_the_least_budget_that_is_named_is_no_more_than_inductors_own_partition_takes():

@@ -75,14 +75,14 @@ def trusted(planned: Planned, earlier: Earlier, given_up: list[str]) -> Planned:
         others = [] if alike is None else [(replace(planned, record=alike), "the plan before")]
         others.append((_own(planned), "Inductor with everything kept"))
     for other, with_what in others:
-        zeros = other.record is alike and alike is not before
+        fewer = other.record is alike and alike is not before
         try:
-            error, agree, within = _beside(planned, other, zeros=zeros)
+            error, agree, within = _beside(planned, other, alike=fewer)
         except torch.OutOfMemoryError:
             why = f"Its gradients could not be compared with those of {with_what}, for lack of memory."
             return _noted(planned, why)
         except PlannerError:  # the plan before is not for these calls
-            if zeros:
+            if fewer:
                 continue
             raise
         if agree:
@@ -97,23 +97,35 @@ def trusted(planned: Planned, earlier: Earlier, given_up: list[str]) -> Planned:
     )
 
 
-def _beside(planned: Planned, other: Planned, *, zeros: bool) -> tuple[float, bool, str]:
+def _beside(planned: Planned, other: Planned, *, alike: bool) -> tuple[float, bool, str]:
     """The error of a plan's gradients by those of another one, whether they may be called equal, and how near they are.
 
     Args:
         planned: the plan.
         other: the one that it is compared with.
-        zeros: whether by this one outputs get gradients that the loop gives them no more.
+        alike: whether one of them may have no place for gradients of outputs that the other has: these are zeros.
     """
-    request, dtype = planned.request, _least_precise(planned)
-    ours = gradients_of(planned, request, kept=True)
-    theirs = gradients_of(other, request, zeros=zeros)
+    request, dtype, here, there = planned.request, _least_precise(planned), frozenset[int](), frozenset[int]()
+    if alike:
+        own, others = _left_out(planned, planned.record), _left_out(planned, other.record)
+        here, there = others - own, own - others
+        request = replace(request, loop=replace(request.loop, unreached=(*request.loop.unreached, *here)))
+    ours = gradients_of(planned, request, zeros=here, kept=True)
+    theirs = gradients_of(other, request, zeros=there)
     error, agree = compare(ours, theirs, dtype)
     within = f"within {error:.1e}"
     if not agree and ours.keys() == theirs.keys():
-        agree = compare(ours, theirs, dtype, gradients_of(other, request, nudged=True, zeros=zeros))[1]
+        agree = compare(ours, theirs, dtype, gradients_of(other, request, nudged=True, zeros=there))[1]
         within = "but for rounding errors of terms that cancel"
     return error, agree, within
+
+
+def _left_out(planned: Planned, record: PlanRecord) -> frozenset[int]:
+    """Positions of the outputs that get no gradient by a record of the same calls."""
+    assert isinstance(record.recipe, Recipe)
+    cut = {at for results in record.recipe.detached.values() for at in results}
+    outputs = () if planned.captured is None else planned.captured.outputs
+    return frozenset(at for at, result in enumerate(outputs) if result is not None and result[1] in cut)
 
 
 def _calls(planned: Planned) -> tuple[str, ...]:

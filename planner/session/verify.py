@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -138,7 +138,7 @@ def _step(
     unknown: list[Any] | None = None,
     *,
     alone: bool = False,
-    zeros: bool = False,
+    zeros: Collection[int] = (),
 ) -> None:
     """The forward and backward passes of a training step of the request's model; no gradient comes to the batch, nor to
     what it was computed from.
@@ -149,7 +149,7 @@ def _step(
         extra: keyword arguments.
         unknown: takes an entry where the loss is one outside the model, and nothing tells which.
         alone: a single call, whose outputs are not held.
-        zeros: whether its outputs beside the loss get gradients, of zeros.
+        zeros: positions of outputs beside the loss that get gradients, of zeros.
     """
     model = request.model
     if any(t.requires_grad for t in tensors_in((args, extra))):
@@ -160,8 +160,7 @@ def _step(
         for _ in range(1 if alone else request.in_flight):
             output = model(*args, **extra)
             losses.append([_loss(request, output, [] if unknown is None else unknown)])
-            if zeros:
-                losses[-1] += [t for t in leaves(output) if differentiable(t) and t is not losses[-1][0]]
+            losses[-1] += [t for at, t in enumerate(leaves(output)) if at in zeros and differentiable(t)]
             held = () if alone else request.loop.outputs_held
             outputs.append([t for at, t in enumerate(leaves(output)) if held is None or at in held])
             del output
@@ -178,7 +177,7 @@ def _apart(t: torch.Tensor) -> torch.Tensor:
 
 
 def gradients_of(
-    planned: Planned, request: Request, *, nudged: bool = False, zeros: bool = False, kept: bool = False
+    planned: Planned, request: Request, *, nudged: bool = False, zeros: Collection[int] = (), kept: bool = False
 ) -> Gradients:
     """The gradients of one real step under a plan, by the names of parameters; on the CPU.
 
@@ -188,7 +187,7 @@ def gradients_of(
         planned: the plan.
         request: whose batch and loss the step is of; a plan for less than was asked for may be one for other gradients.
         nudged: whether each number of the parameters is off by `NUDGE` units in the last place, up or down.
-        zeros: whether outputs beside the loss get gradients of zeros, for a plan by which they get some.
+        zeros: positions of outputs that the loss is not computed from, and that get gradients of zeros by the plan.
         kept: whether the model goes on to run by this plan: what is compiled for it then serves.
     """
     model = request.model
