@@ -19,6 +19,7 @@ from torch import fx
 from planner.capture.joint_graph import fake_result, is_dense, may_write
 from planner.capture.passes.tangents import entering
 from planner.capture.recomputability import is_random
+from planner.capture.shapes import SYMBOLIC
 from planner.compat import pytree
 from planner.compat.dispatch import lasting_modes_off
 from planner.compat.fake import FakeTensor, unset_fake_temporarily
@@ -107,10 +108,8 @@ def contiguous_for_kernels(graph: fx.Graph) -> None:
     """Copy, in place, what kernels read as if it were contiguous, in a graph with symbols: `lay_out` cannot say."""
     for node in [n for n in graph.nodes if n.target in _AS_TRACED]:
         for given in _given_as_traced(node):
-            made = given.target is not _ATEN.clone.default and given.op == "call_function"
-            if made and (value := given.meta["val"]) is not None:
-                with value.fake_mode:
-                    node.replace_input_with(given, _copied(graph, given, memory_order(value), node))
+            if given.op == "call_function" and given.target is not _ATEN.clone.default:
+                node.replace_input_with(given, _copied(graph, given, _order(given), node))
 
 
 def _order(node: fx.Node) -> Order:
@@ -123,8 +122,8 @@ def _given_as_traced(node: fx.Node) -> list[fx.Node]:
     if node.target in _AS_TRACED:
         given = [node.args[at] for at in _AS_TRACED[node.target]]
         return [n for n in given if isinstance(n, fx.Node)]
-    own = isinstance(node.target, OpOverload) and node.target.namespace not in ("aten", "prims", "_c10d_functional")
-    return node.all_input_nodes if own else []
+    torchs = getattr(node.target, "namespace", "aten") in ("aten", "prims", "_c10d_functional")
+    return [] if torchs else node.all_input_nodes
 
 
 def _copied(graph: fx.Graph, given: fx.Node, order: Order, before: fx.Node) -> fx.Node:
@@ -138,9 +137,11 @@ def _copied(graph: fx.Graph, given: fx.Node, order: Order, before: fx.Node) -> f
             if target is _ATEN.permute and in_order:
                 continue
             options: dict[str, Any] = {} if argument else {"memory_format": torch.contiguous_format}
-            given = graph.call_function(target.default, (given, argument) if argument else (given,), options)
-            given.meta = dict(before.meta)
-            given.meta["val"] = fake_result(given)
+            arguments, symbolic = (argument,) if argument else (), given.meta.get(SYMBOLIC)
+            given = graph.call_function(target.default, (given, *arguments), options)
+            given.meta = {**before.meta, "val": fake_result(given)}
+            if symbolic is not None:
+                given.meta[SYMBOLIC] = target.default(symbolic, *arguments, **options)
     return given
 
 
