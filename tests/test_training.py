@@ -1,6 +1,7 @@
 """Planned models in a training loop, and what applying leaves unchanged."""
 
 import copy
+import warnings
 from functools import partial
 
 import pytest
@@ -339,6 +340,46 @@ def test_kernels_find_what_they_read_in_the_layouts_of_eager_mode(layer, image, 
         for found, expected in zip(*results, strict=True):
             # with symbols for sizes, gradients are laid out as the model's outputs are: their sums differ in last bits
             torch.testing.assert_close(found, expected, rtol=1e-4 * dynamic, atol=1e-6 * dynamic)
+
+
+class Rotated(torch.nn.Module):
+    """Multiplies pairs as complex numbers, and returns what it makes with its dimensions moved."""
+
+    def forward(self, x):
+        pairs = torch.view_as_complex(x.movedim(1, -1).contiguous().view(*x.shape[:1], *x.shape[2:], -1, 2))
+        return torch.view_as_real(pairs * 1j).flatten(-2).movedim(-1, 1)
+
+
+def normalised():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # there is a newer one
+        return torch.nn.utils.weight_norm(torch.nn.Conv2d(8, 8, 3))
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize(
+    "layers",
+    [
+        lambda: [normalised()],
+        lambda: [torch.nn.Conv2d(8, 8, 3), torch.nn.GroupNorm(2, 8), torch.nn.GLU(1)],
+        lambda: [torch.nn.Conv2d(8, 8, 1), torch.nn.GroupNorm(2, 8), torch.nn.Conv2d(8, 8, 1)],
+        lambda: [torch.nn.Conv2d(8, 8, 1), Rotated()],
+    ],
+    ids=["weight norm", "gated", "group norm", "rotary"],
+)
+def test_gradients_of_channels_last_images_are_eager_modes(layers):
+    models = []
+    for _ in range(2):  # weight norm cannot be copied
+        torch.manual_seed(0)
+        models.append(torch.nn.Sequential(*layers()))
+    model, plain = models
+    plan(model, budget_gb=1, progress=False).apply()
+    for _ in range(3):
+        x = torch.randn(4, 8, 6, 6).contiguous(memory_format=torch.channels_last)
+        for m in models:
+            m.zero_grad()
+            m(x).mT.contiguous().sin().mean().backward()
+        assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
 
 
 class Reshaped(torch.nn.Module):

@@ -22,6 +22,7 @@ from planner.capture.recomputability import RUNNING_STATISTICS
 from planner.capture.regions.region import GraphOp, Region
 from planner.capture.shapes import is_size
 from planner.codegen.copies import copy_views
+from planner.codegen.formulas import as_formulas_give
 from planner.codegen.moving import Moving
 from planner.codegen.noise import make_noise_in_place
 from planner.codegen.products import fold_products
@@ -108,6 +109,7 @@ def _tidy(forward: fx.Graph, backward: fx.Graph, saved: Sequence[fx.Node], resul
         fold_products(forward, backward, results)
         for graph in (forward, backward):
             copy_views(graph)
+            as_formulas_give(graph)
 
 
 def runnable(region: Region, forward: Sequence[int], backward: Sequence[int]) -> bool:

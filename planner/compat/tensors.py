@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TypeVar
 
 import torch
+from torch._prims_common import suggest_memory_format
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
@@ -14,6 +15,7 @@ __all__ = [
     "key_of",
     "no_dispatch",
     "storage_key",
+    "suggest_memory_format",
     "version_of",
     "viewed",
     "without_memory",

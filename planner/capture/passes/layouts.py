@@ -19,7 +19,6 @@ from torch import fx
 from planner.capture.joint_graph import fake_result, is_dense, may_write
 from planner.capture.passes.tangents import entering
 from planner.capture.recomputability import is_random
-from planner.capture.shapes import SYMBOLIC
 from planner.compat import pytree
 from planner.compat.dispatch import lasting_modes_off
 from planner.compat.fake import FakeTensor, unset_fake_temporarily
@@ -28,11 +27,13 @@ from planner.core.layout import Order, memory_order, strides_in
 
 _ATEN = torch.ops.aten
 _VIEWS = {_ATEN.view.default, _ATEN._unsafe_view.default}
-# the arguments that are made contiguous for a kernel (`derivatives.yaml`), or that it takes strides of
-_AS_TRACED: dict[Any, tuple[int, ...]] = {
+# the arguments that are made contiguous for a kernel, by `codegen.formulas` where that shows when it runs alone
+_CONTIGUOUS: dict[Any, tuple[int, ...]] = {
     _ATEN.native_group_norm_backward.default: (0,),
     _ATEN._cdist_backward.default: (0,),
     _ATEN._weight_norm_interface_backward.default: (0,),
+}
+_AS_TRACED = _CONTIGUOUS | {
     _ATEN.cudnn_batch_norm_backward.default: (1,),
     _ATEN.miopen_batch_norm_backward.default: (1,),
     _ATEN.as_strided.default: (0,),
@@ -98,18 +99,10 @@ def rely_on_layouts(graph: fx.Graph) -> bool:
     reached = set(entering(graph).values())
     for node in graph.nodes:
         if not reached.isdisjoint(node.all_input_nodes):
-            if not reached.isdisjoint(_given_as_traced(node)):
+            if node.target not in _CONTIGUOUS and not reached.isdisjoint(_given_as_traced(node)):
                 return True
             reached.add(node)
     return False
-
-
-def contiguous_for_kernels(graph: fx.Graph) -> None:
-    """Copy, in place, what kernels read as if it were contiguous, in a graph with symbols: `lay_out` cannot say."""
-    for node in [n for n in graph.nodes if n.target in _AS_TRACED]:
-        for given in _given_as_traced(node):
-            if given.op == "call_function" and given.target is not _ATEN.clone.default:
-                node.replace_input_with(given, _copied(graph, given, _order(given), node))
 
 
 def _order(node: fx.Node) -> Order:
@@ -137,11 +130,8 @@ def _copied(graph: fx.Graph, given: fx.Node, order: Order, before: fx.Node) -> f
             if target is _ATEN.permute and in_order:
                 continue
             options: dict[str, Any] = {} if argument else {"memory_format": torch.contiguous_format}
-            arguments, symbolic = (argument,) if argument else (), given.meta.get(SYMBOLIC)
-            given = graph.call_function(target.default, (given, *arguments), options)
+            given = graph.call_function(target.default, (given, argument) if argument else (given,), options)
             given.meta = {**before.meta, "val": fake_result(given)}
-            if symbolic is not None:
-                given.meta[SYMBOLIC] = target.default(symbolic, *arguments, **options)
     return given
 
 

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from planner.capture.passes.layouts import contiguous_for_kernels
 from planner.capture.passes.rewrite import rewrite
 from planner.capture.passes.tangents import mark_whole
 from planner.capture.regions.region import Region, analyse
@@ -109,9 +108,7 @@ def op_by_op(
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
             symbolic = at_hints(joint)
             arrivals.read(joint.graph)
-            if symbolic:
-                contiguous_for_kernels(joint.graph)
-            else:
+            if not symbolic:
                 arrivals.lay_out(joint.graph)
             order = rewrite(joint, num_fwd_outputs, checkpoints, trained if step_in_backward else ())
             region = analyse(joint, num_fwd_outputs, order)
