@@ -13,22 +13,26 @@ import torch
 from torch import fx
 
 from planner.compat.tensors import suggest_memory_format
+from planner.compat.versions import has_group_norms_of_any_layout
 
 _ATEN = torch.ops.aten
 
 
 def native_group_norm(x: torch.Tensor, *args: Any, **options: Any) -> Any:
-    """The op, of a tensor that is contiguous, or channels-last."""
-    if not x.is_contiguous():
-        x = x.contiguous(memory_format=suggest_memory_format(x))
-    return _ATEN.native_group_norm.default(x, *args, **options)
+    """The op, of a tensor that is contiguous or, on a CPU, channels-last."""
+    return _ATEN.native_group_norm.default(_like(x, x), *args, **options)
 
 
 def native_group_norm_backward(gradient: torch.Tensor, x: torch.Tensor, *args: Any, **options: Any) -> Any:
     """The op, with a gradient that is laid out as its input is."""
-    if not (gradient.is_contiguous() and x.is_contiguous()):
-        gradient = gradient.contiguous(memory_format=suggest_memory_format(x))
-    return _ATEN.native_group_norm_backward.default(gradient, x, *args, **options)
+    return _ATEN.native_group_norm_backward.default(_like(gradient, x), _like(x, x), *args, **options)
+
+
+def _like(t: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    if t.is_contiguous() and x.is_contiguous():
+        return t
+    last = x.device.type == "cpu"
+    return t.contiguous(memory_format=suggest_memory_format(x) if last else torch.contiguous_format)
 
 
 def weight_norm_backward(gradient: torch.Tensor, *args: Any, **options: Any) -> Any:
@@ -47,13 +51,16 @@ def view_as_complex(x: torch.Tensor) -> torch.Tensor:
     return pairs
 
 
-_GIVEN = {
-    _ATEN.native_group_norm.default: native_group_norm,
-    _ATEN.native_group_norm_backward.default: native_group_norm_backward,
+_GIVEN: dict[Any, Any] = {
     _ATEN._weight_norm_interface_backward.default: weight_norm_backward,
     _ATEN._cdist_backward.default: cdist_backward,
     _ATEN.view_as_complex.default: view_as_complex,
 }
+if not has_group_norms_of_any_layout():
+    _GIVEN |= {
+        _ATEN.native_group_norm.default: native_group_norm,
+        _ATEN.native_group_norm_backward.default: native_group_norm_backward,
+    }
 
 
 def as_formulas_give(graph: fx.Graph) -> None:

@@ -18,6 +18,11 @@ def release(version: str) -> tuple[int, int]:
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
+def has_group_norms_of_any_layout() -> bool:
+    """Whether group norms take tensors in any layout, so that autograd copies none for their kernels (2.14, 2.15)."""
+    return release(torch.__version__) >= (2, 14)
+
+
 def tested_in_words() -> str:
     """The range of releases that were tested, as "2.11 to 2.15"."""
     return " to ".join("{}.{}".format(*release(version)) for version in (TESTED[0], TESTED[-1]))

@@ -23,16 +23,18 @@ from planner.compat import pytree
 from planner.compat.dispatch import lasting_modes_off
 from planner.compat.fake import FakeTensor, unset_fake_temporarily
 from planner.compat.ops import OpOverload
+from planner.compat.versions import has_group_norms_of_any_layout
 from planner.core.layout import Order, memory_order, strides_in
 
 _ATEN = torch.ops.aten
 _VIEWS = {_ATEN.view.default, _ATEN._unsafe_view.default}
 # the arguments that are made contiguous for a kernel, by `codegen.formulas` where that shows when it runs alone
 _CONTIGUOUS: dict[Any, tuple[int, ...]] = {
-    _ATEN.native_group_norm_backward.default: (0,),
     _ATEN._cdist_backward.default: (0,),
     _ATEN._weight_norm_interface_backward.default: (0,),
 }
+if not has_group_norms_of_any_layout():
+    _CONTIGUOUS[_ATEN.native_group_norm_backward.default] = (0,)
 _AS_TRACED = _CONTIGUOUS | {
     _ATEN.cudnn_batch_norm_backward.default: (1,),
     _ATEN.miopen_batch_norm_backward.default: (1,),
