@@ -75,14 +75,14 @@ def trusted(planned: Planned, earlier: Earlier, given_up: list[str]) -> Planned:
         others = [] if alike is None else [(replace(planned, record=alike), "the plan before")]
         others.append((_own(planned), "Inductor with everything kept"))
     for other, with_what in others:
-        fewer = other.record is alike and alike is not before
+        unlike = other.record is alike and alike is not before
         try:
-            error, agree, within = _beside(planned, other, alike=fewer)
+            error, agree, within = _beside(planned, other, unlike=unlike)
         except torch.OutOfMemoryError:
             why = f"Its gradients could not be compared with those of {with_what}, for lack of memory."
             return _noted(planned, why)
         except PlannerError:  # the plan before is not for these calls
-            if fewer:
+            if unlike:
                 continue
             raise
         if agree:
@@ -97,16 +97,16 @@ def trusted(planned: Planned, earlier: Earlier, given_up: list[str]) -> Planned:
     )
 
 
-def _beside(planned: Planned, other: Planned, *, alike: bool) -> tuple[float, bool, str]:
+def _beside(planned: Planned, other: Planned, *, unlike: bool) -> tuple[float, bool, str]:
     """The error of a plan's gradients by those of another one, whether they may be called equal, and how near they are.
 
     Args:
         planned: the plan.
         other: the one that it is compared with.
-        alike: whether one of them may have no place for gradients of outputs that the other has: these are zeros.
+        unlike: whether one of them may have no place for gradients of outputs that the other has: these are zeros.
     """
     request, dtype, here, there = planned.request, _least_precise(planned), frozenset[int](), frozenset[int]()
-    if alike:
+    if unlike:
         own, others = _left_out(planned, planned.record), _left_out(planned, other.record)
         here, there = others - own, own - others
         request = replace(request, loop=replace(request.loop, unreached=(*request.loop.unreached, *here)))

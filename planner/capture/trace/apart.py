@@ -122,11 +122,9 @@ def shapes_of_calls(model: nn.Module, run: Callable[[], Any]) -> tuple[Shapes, S
 
 
 def _noted(x: Any) -> Any:
-    return (tuple(x.shape), _strides(x)) if isinstance(x, torch.Tensor) else repr(x)
-
-
-def _strides(t: torch.Tensor) -> tuple[int, ...]:
-    return t.stride() if t.layout is torch.strided else ()
+    if not isinstance(x, torch.Tensor):
+        return repr(x)
+    return tuple(x.shape), x.stride() if x.layout is torch.strided else ()
 
 
 def with_callers(sized: Collection[str], returned: Shapes, others: Shapes) -> tuple[str, ...]:
