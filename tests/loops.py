@@ -1112,6 +1112,34 @@ def one_image_in_two_graphs(put: Put, ended: Ended) -> None:
     reconstruct(put(MixesChannels()), ended, shape=(1, 3, 64, 64))
 
 
+class GatedImages(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.head = nn.Conv2d(3, 16, 3, padding=1), nn.Linear(16, 8)
+        gated = [nn.Conv2d(16, 32, 3, padding=1), nn.GroupNorm(4, 32), nn.GLU(1)]
+        padded = [nn.ReflectionPad2d(1), nn.Conv2d(16, 16, 3), nn.GroupNorm(4, 16), nn.SiLU()]
+        self.blocks = nn.ModuleList(nn.Sequential(*copy.deepcopy(gated), *copy.deepcopy(padded)) for _ in range(3))
+
+    def forward(self, x):
+        x = self.up(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x.mean((2, 3)))
+
+
+def gated_channels_last(put: Put, ended: Ended) -> None:
+    """Kernels lay out gradients otherwise than torch's fake tensors say, and group norms take copies of them."""
+    model = put(GatedImages().to(memory_format=torch.channels_last))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for _ in range(STEPS):
+        x, y = torch.randn(8, 3, 32, 32).to(memory_format=torch.channels_last), torch.randint(0, 8, (8,))
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ended(loss)
+
+
 def statistics_by_turns(put: Put, ended: Ended) -> None:
     """Every other step leaves the running statistics alone, as the second passes of a sharpness-aware optimizer."""
     model = put(nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(64, 64), nn.BatchNorm1d(64), nn.GELU()))))
@@ -2506,6 +2534,7 @@ LOOPS: dict[str, Loop] = {
     "sparse_tables": Loop(sparse_tables, share=0.8),
     "channels_last": Loop(channels_last),
     "channels_last_prediction": Loop(channels_last_prediction),
+    "gated_channels_last": Loop(gated_channels_last, share=0.5),
     "modules_by_themselves": Loop(modules_by_themselves),
     "block_by_block": Loop(block_by_block),
     "gan_generator": Loop(gan_generator, share=0.77),

@@ -12,9 +12,10 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from planner import CaptureError, InfeasibleBudgetError, ModelError, Plan, plan
+from planner.capture.passes.tiny import real_strides
 from planner.capture.trace.step import capture
 from planner.codegen.emit import emit, keep_everything
-from planner.compat.fake import FakeTensor
+from planner.compat.fake import FakeTensor, FakeTensorMode
 
 from .measure import held_before, peak_of, results, step_peak
 from .plans import for_budget, leanest
@@ -353,3 +354,40 @@ def test_a_squared_error_outside_the_model_is_counted(tmp_path):
 def test_lazy_parameters_are_refused():
     with pytest.raises(ModelError, match="lazy"):
         plan(nn.Sequential(nn.LazyLinear(4)), torch.randn(2, 4), budget_gb=1)
+
+
+def _laid_out():
+    """Ops whose fake tensors have, on some torch, other strides than their kernels give: (name, arguments)."""
+    image = torch.randn(2, 12, 9, 7).to(memory_format=torch.channels_last)
+    volume = torch.randn(2, 3, 6, 5, 7).to(memory_format=torch.channels_last_3d)
+    for like in (torch.contiguous_format, torch.channels_last):
+        yield "glu_backward", (torch.randn(2, 6, 9, 7).to(memory_format=like), image, 1)
+        for kind in ("reflection", "replication"):
+            wider = torch.randn(2, 12, 14, 11).to(memory_format=like)
+            yield f"{kind}_pad2d", (image, [1, 3, 0, 5])
+            yield f"{kind}_pad2d_backward", (wider, image, [1, 3, 0, 5])
+            yield f"{kind}_pad3d", (volume, [1, 2, 3, 4, 0, 1])
+            deeper = torch.randn(2, 3, 7, 12, 10)
+            yield f"{kind}_pad3d_backward", (deeper, volume, [1, 2, 3, 4, 0, 1])
+    for turned in (image, torch.randn(2, 12, 7, 9).transpose(2, 3)):
+        yield "floor_divide", (turned, torch.ones(12, 1, 1))
+        yield "copysign", (turned, torch.ones(9, 1))
+        yield "native_batch_norm", (turned, *torch.ones(4, 12), True, 0.1, 1e-5)
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize(("name", "args"), _laid_out(), ids=lambda it: it if isinstance(it, str) else "")
+def test_tiny_tensors_tell_how_kernels_lay_out(name, args):
+    packet = getattr(torch.ops.aten, name)
+    op = getattr(packet, "Tensor" if "Tensor" in packet.overloads() else "default")
+    graph = torch.fx.Graph()
+    nodes = [graph.placeholder(f"a{i}") if isinstance(a, torch.Tensor) else a for i, a in enumerate(args)]
+    made = graph.call_function(op, tuple(nodes))
+    with FakeTensorMode() as mode:
+        for node, a in zip(nodes, args, strict=True):
+            if isinstance(node, torch.fx.Node):
+                node.meta["val"] = mode.from_tensor(a)
+        made.meta["val"] = op(*(n.meta["val"] if isinstance(n, torch.fx.Node) else n for n in nodes))
+    real = op(*args)
+    real, fake = (t[0] if isinstance(t, tuple) else t for t in (real, made.meta["val"]))
+    assert list(real.stride()) == (real_strides(made) or list(fake.stride()))

@@ -9,20 +9,15 @@ was traced, `contiguous()` of what seemed to be so left nothing in it.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from functools import cache
-from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx
 
-from planner.capture.joint_graph import fake_result, is_dense, may_write
+from planner.capture.joint_graph import fake_result, is_dense
 from planner.capture.passes.tangents import entering
-from planner.capture.recomputability import is_random
-from planner.compat import pytree
-from planner.compat.dispatch import lasting_modes_off
+from planner.capture.passes.tiny import first, real_strides
 from planner.compat.fake import FakeTensor, unset_fake_temporarily
-from planner.compat.ops import OpOverload
 from planner.compat.versions import has_group_norms_of_any_layout
 from planner.core.layout import Order, memory_order, strides_in
 
@@ -41,20 +36,6 @@ _AS_TRACED = _CONTIGUOUS | {
     _ATEN.as_strided.default: (0,),
     _ATEN.as_strided_scatter.default: (0, 1),
 }
-_SIZES_OF_GROUPS = slice(3, 7)  # arguments of a group norm: batch, channels, elements of each, groups
-
-
-class _Spec(NamedTuple):
-    """A tensor, with 2 for each of its sizes above."""
-
-    sizes: tuple[int, ...]
-    order: Order
-    dtype: torch.dtype
-    device: torch.device
-
-    def zeros(self) -> torch.Tensor:
-        strides = strides_in(self.order, self.sizes)
-        return torch.empty_strided(self.sizes, strides, dtype=self.dtype, device=self.device).zero_()
 
 
 def lay_out(graph: fx.Graph, orders: Mapping[int, Order], other: Collection[fx.Node] = ()) -> None:
@@ -91,7 +72,7 @@ def lay_out(graph: fx.Graph, orders: Mapping[int, Order], other: Collection[fx.N
                 if node in other or not changed.keys().isdisjoint(node.all_input_nodes):
                     _compute_again(node)
                     changed[node] = before
-                if (real := _real_strides(node)) is not None:
+                if (real := real_strides(node)) is not None:
                     _set(node, real)
                     changed[node] = before
 
@@ -138,16 +119,10 @@ def _copied(graph: fx.Graph, given: fx.Node, order: Order, before: fx.Node) -> f
 
 
 def _set(node: fx.Node, strides: list[int]) -> None:
-    t = _first(node)
+    t = first(node)
     laid_out = torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device)
     value = node.meta["val"]
     node.meta["val"] = laid_out if value is t else (laid_out, *value[1:])
-
-
-def _first(node: fx.Node) -> Any:
-    """What a node makes; of several tensors the first."""
-    value = node.meta.get("val")
-    return value[0] if isinstance(value, (tuple, list)) and value else value
 
 
 def _is_part(t: torch.Tensor) -> bool:
@@ -164,52 +139,3 @@ def _compute_again(node: fx.Node) -> None:
             raise
         node.target = _ATEN.reshape.default
         node.meta["val"] = fake_result(node)
-
-
-def _real_strides(node: fx.Node) -> list[int] | None:
-    """The strides of what a node makes, element by element, of tensors that are not all contiguous; None where they are
-    as its fake value has them, or not known.
-    """
-    op, made = node.target, _first(node)
-    read = [t for n in node.all_input_nodes if isinstance(t := n.meta.get("val"), torch.Tensor) and t.dim() > 1]
-    if not isinstance(op, OpOverload) or op.is_view or may_write(node) or is_random(node):
-        return None
-    if not isinstance(made, torch.Tensor) or not is_dense(made) or any(t.shape != made.shape for t in read):
-        return None
-    orders = {memory_order(t) for t in read}
-    if all(order == tuple(sorted(order)) for order in orders):
-        return None
-    if len(orders) == 1 and 1 in made.shape:  # a kernel may read the stride of that dimension
-        return None
-    leaves, tree = pytree.tree_flatten((*_with_tiny_sizes(node), node.kwargs))
-    specs = tuple(_spec(x.meta["val"]) if isinstance(x, fx.Node) else x for x in leaves)
-    try:
-        order = _order_made(op, specs, tree, _spec(made).sizes)
-    except (TypeError, RuntimeError, NotImplementedError):  # a size that is a symbol, a kernel that is not here
-        return None
-    return None if order in (None, memory_order(made)) else strides_in(order, made.shape)
-
-
-def _with_tiny_sizes(node: fx.Node) -> tuple[Any, ...]:
-    """A node's arguments, with the sizes among them of tiny tensors."""
-    if node.target is _ATEN.channel_shuffle.default:
-        return node.args[0], 1
-    if node.target is not _ATEN.native_group_norm.default:
-        return node.args
-    (rows, channels, *others), args = _spec(node.args[0].meta["val"]).sizes, [*node.args]  # type: ignore[union-attr]
-    args[_SIZES_OF_GROUPS] = rows, channels, prod(others), 1
-    return tuple(args)
-
-
-def _spec(t: torch.Tensor) -> _Spec:
-    return _Spec(tuple(min(size, 2) for size in t.shape), memory_order(t), t.dtype, t.device)
-
-
-@cache
-def _order_made(op: OpOverload, specs: tuple[Any, ...], tree: Any, sizes: tuple[int, ...]) -> Order | None:
-    """How an op lays out what it makes of such tensors, by tiny ones; None where that has other sizes than these."""
-    with unset_fake_temporarily(), lasting_modes_off():
-        *args, kwargs = pytree.tree_unflatten([x.zeros() if isinstance(x, _Spec) else x for x in specs], tree)
-        made = op(*args, **kwargs)
-    made = made[0] if isinstance(made, (tuple, list)) else made
-    return memory_order(made) if made.shape == sizes else None
