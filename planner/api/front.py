@@ -95,7 +95,7 @@ def plan(
             ("aten.bmm", "mylib::op", "triton_kernel_wrapper_functional" for Triton kernels that torch.compile looks
             into), paths of modules ("blocks.3.attn", with all that is in it) and patterns of either ("blocks.*.attn").
         mode: "aten" (torch.compile's graphs, rewritten, run op by op), "inductor" (compiled by Inductor, fused; so far
-            for one process on a CPU, one graph and fixed shapes), or "eager": whole modules checkpointed, with some of
+            for one process on a CPU and fixed shapes), or "eager": whole modules checkpointed, with some of
             their results kept, for code that cannot or shall not be compiled. That has a search of its own: `solver`
             and `time_limit` do not count. None: "inductor" for a model that is compiled (`torch.compile(model)`,
             `model.compile()`), with the options that it is compiled with; "aten" for others, and "eager" for those

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -23,3 +25,29 @@ def like(found: Any, t: torch.Tensor) -> torch.Tensor:
 def aside(t: torch.Tensor) -> torch.Tensor:
     """A copy of a tensor there."""
     return like(bytes_of(t), t) if t.layout is torch.strided else t.detach().cpu()
+
+
+@contextmanager
+def moved_aside(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """A while in which tensors that fill a storage of their own have no memory; they come back elsewhere in it."""
+    moved: list[tuple[torch.UntypedStorage, Any]] = []
+    try:
+        for t in tensors:
+            if (
+                t.layout is torch.strided
+                and (storage := t.untyped_storage()).resizable()
+                and storage.nbytes() == t.nbytes
+            ):
+                found = np.empty(storage.nbytes(), np.uint8)
+                torch.from_numpy(found).copy_(_bytes(storage))
+                moved.append((storage, found))
+                storage.resize_(0)
+        yield
+    finally:
+        for storage, found in moved:
+            storage.resize_(len(found))
+            _bytes(storage).copy_(torch.from_numpy(found))
+
+
+def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,9 +44,9 @@ class Observed:
     makers: tuple[int | None, ...]
 
 
-def workspaces(run: DryRun, here: torch.device | None, progress: bool | None) -> dict[str, Allocated]:
+def workspaces(looks: Iterable[Look], here: torch.device | None, progress: bool | None) -> dict[str, Allocated]:
     """What the ops that are no kernels of Inductor's own take beside their results, by `Call.key`."""
-    calls = [launch.call for launch in run.launches if launch.call is not None]
+    calls = [launch.call for each in looks for launch in each.run.launches if launch.call is not None]
     return measure(calls, here, progress=progress) if here is not None else {}
 
 
@@ -109,13 +109,12 @@ def _mostly_again(made: Sequence[fx.Node]) -> bool:
     return sizes[True] > sizes[False]
 
 
-def told(step: Step, observed: Observed) -> Step:
-    """The step that was built of the region, its ops called by their kernels, with what runs again marked."""
+def told(step: Step, observed: Sequence[Observed | None]) -> Step:
+    """The step that was built of these regions, its ops called by their kernels, with what runs again marked."""
     origins = list(step.origins)
     for i, origin in enumerate(origins):
-        if origin.region is not None:
-            kind, again = observed.kinds[origin.index], observed.again[origin.index]
-            origins[i] = replace(origin, kind=kind, again=again)
+        if origin.region is not None and (own := observed[origin.region]) is not None:
+            origins[i] = replace(origin, kind=own.kinds[origin.index], again=own.again[origin.index])
     return replace(step, origins=tuple(origins))
 
 

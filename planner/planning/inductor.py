@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from planner.capture.trace.dynamo import GraphCompiler
@@ -15,8 +15,9 @@ from planner.costs.account import planned_step
 from planner.errors import CaptureError, InfeasibleBudgetError, PlannerError, warn
 from planner.inductor.backend import Source, capturing
 from planner.inductor.emit import emit_planned
-from planner.inductor.realise import costs_of, fuse
-from planner.inductor.search import Estimates, Search, TooSmall, Tried, find, leaner, plainly, runs_under, search_of
+from planner.inductor.realise import fuse
+from planner.inductor.search import TooSmall, Tried, find, leaner, plainly
+from planner.inductor.trials import Estimates, Lower, Part, Trials, modelled, runs_under, trials_of
 from planner.planning.decisions import peak_account
 from planner.planning.record import Unplanned, record_of
 from planner.requests.planned import Known, Planned, source_of
@@ -30,10 +31,10 @@ class FusedGraph(TrainingGraph):
     """A step that was captured inside Inductor's pipeline.
 
     Attributes:
-        source: its one graph.
+        sources: for each region, its graph; None for one that runs outside of compiled graphs.
     """
 
-    source: Source | None = None
+    sources: tuple[Source | None, ...] = ()
 
 
 def without_inductor() -> str:
@@ -76,7 +77,6 @@ def make_inductor_plan(
         known: as for `make_plan()`.
     """
     assert isinstance(graph, FusedGraph)
-    assert graph.source is not None
 
     def lowered(of: TrainingGraph, estimates: Estimates) -> Step:
         return lower(request, of, planned_before=True, estimates=estimates)
@@ -87,9 +87,9 @@ def make_inductor_plan(
     shown_as = "{desc}: {n} schedules looked at, {elapsed}"
     with bar("planning", request.options.progress, bar_format=shown_as) as shown, clock(shown):
         try:
-            search = leaner(search_of(request, graph, graph.source, lowered, lambda: shown.update()))
-            first = list(_schedules(search, [*([known] if known is not None else []), *others]))
-            best, everything, solution = find(search, first)
+            trials = leaner(trials_of(request, graph, graph.sources, lowered, lambda: shown.update()))
+            first = list(_schedules(trials, [*([known] if known is not None else []), *others]))
+            best, everything, solution = find(trials, first)
         except TooSmall as e:
             lean = e.leanest
             takes = {**lean.step.account, **peak_account(lean.step, lean.replay)}
@@ -103,51 +103,56 @@ def make_inductor_plan(
                 "mode='aten'"
             ) from e
     planned = best.planned
-    if known is not None and (best.schedule, planned.near) in first:
+    if known is not None and any((best.schedule, each.near) in first for each in planned):
         solution = replace(solution, note=f"Taken from {source_of(known)}: the same step and budget.")
     note = f"{solution.note} {graph.note} {LATER}".strip()
     recipe = _recipe(graph, planned)
-    unplanned = Unplanned(everything.step, runs_under(search, everything, best))
+    unplanned = Unplanned(everything.step, runs_under(trials, everything, best))
     record = record_of(request, best.step, best.replay, replace(solution, note=note), recipe, unplanned)
     return Planned(replace(record, eager_peak_bytes=None), request, _graphs(graph, planned), captured=graph)
 
 
-def _recipe(graph: FusedGraph, planned: PlannedRegion) -> Recipe:
-    calls = {key: tuple(None if r is None else planned for r in order) for key, order in graph.order.items()}
+def _recipe(graph: FusedGraph, planned: Sequence[PlannedRegion]) -> Recipe:
+    calls = {key: tuple(None if r is None else planned[r] for r in order) for key, order in graph.order.items()}
     return Recipe(calls, graph.detached, {}, None, graph.asked, graph.paths.apart, graph.paths.inner, graph.written)
 
 
-def _graphs(graph: FusedGraph, planned: PlannedRegion) -> Callable[[], tuple[GraphModules, ...]]:
+def _graphs(graph: FusedGraph, planned: Sequence[PlannedRegion]) -> Callable[[], tuple[GraphModules, ...]]:
     def graphs() -> tuple[GraphModules, ...]:
-        written = emit_planned(graph.regions[0], planned)
-        assert written is not None
-        return (GraphModules(*written),)
+        rows = zip(graph.regions, planned, graph.sources, strict=True)
+        written = (emit_planned(region, each) for region, each, source in rows if source is not None)
+        return tuple(GraphModules(*each) for each in written if each is not None)
 
     return graphs
 
 
 def planned_in_vain(request: Request, graph: TrainingGraph) -> bool:
     """Whether gradients of the model's outputs have a place in a plan that did not come in each backward pass."""
-    cut = {at for key, order in graph.order.items() if 0 in order for at in graph.detached.get(key, ())}
+    cut = cut_in(graph, graph.detached)
     missing = (*request.loop.unreached, *request.loop.by_turns)
     found = (graph.outputs[at] for at in missing if at < len(graph.outputs))
-    return any(output is not None and output[1] not in cut for output in found)
+    return any(output is not None and output not in cut for output in found)
 
 
-def _same(
-    request: Request, graph: FusedGraph, known: Known, lower: Callable[[TrainingGraph, Estimates], Step]
-) -> Planned | None:
+def cut_in(graph: TrainingGraph, detached: Mapping[str, Sequence[int]]) -> set[tuple[int, int]]:
+    """The results that get no gradient: the region and the position of each."""
+    return {
+        (r, at) for key, order in graph.order.items() for r in order if r is not None for at in detached.get(key, ())
+    }
+
+
+def _same(request: Request, graph: FusedGraph, known: Known, lower: Lower) -> Planned | None:
     """A known plan, where it is of this step, budget and torch, so that Inductor is not asked what it makes of it."""
-    record, region = known.record, graph.regions[0]
-    planned = next(iter(_regions(known)), None)
-    if planned is None or planned.realised is None or record.recipe != _recipe(graph, planned):
+    record, planned = known.record, _regions(known, graph)
+    if planned is None or record.recipe != _recipe(graph, planned) or record.budget_bytes != request.budget_bytes:
         return None
-    if planned.fingerprint != region.fingerprint or record.budget_bytes != request.budget_bytes:
+    pairs = list(zip(graph.regions, planned, strict=True))
+    if any(region.fingerprint != each.fingerprint for region, each in pairs):
         return None
-    if planned.settings not in (request.settings, plainly(request)):
+    if any(each.settings not in (request.settings, plainly(request)) for each in planned if each.fingerprint):
         return None
-    fused = fuse(region, planned.realised)
-    step = lower(replace(graph, regions=(fused.coarse,)), (costs_of(fused, request.device, {}),))
+    fused = [fuse(region, each.realised) if each.realised is not None else None for region, each in pairs]
+    step = modelled(request, graph, fused, lower)
     here = planned_step(request, step.account["optimizer state"], step.optimizer_step)
     if step.problem.resident != record.resident_bytes or here != record.step:
         return None
@@ -156,9 +161,21 @@ def _same(
     return Planned(record, request, _graphs(graph, planned), captured=graph)
 
 
-def _regions(plan: Known) -> list[PlannedRegion]:
+def _regions(plan: Known, graph: FusedGraph) -> tuple[PlannedRegion, ...] | None:
+    """The regions of a plan as those of a step; None where it is not of such a step."""
     recipe = plan.record.recipe
-    return [r for calls in recipe.calls.values() for r in calls if r] if isinstance(recipe, Recipe) else []
+    if not isinstance(recipe, Recipe) or recipe.calls.keys() != graph.order.keys():
+        return None
+    found = dict[int | None, PlannedRegion | None]()
+    for key, order in graph.order.items():
+        if len(order) != len(recipe.calls[key]):
+            return None
+        found.update(zip(order, recipe.calls[key], strict=True))
+    outside = PlannedRegion("", (), ())
+    planned = [found.get(r, outside) for r in range(len(graph.regions))]
+    if any(each is None or (each.realised is None and each is not outside) for each in planned):
+        return None
+    return tuple(each for each in planned if each is not None)
 
 
 LATER = "The peak is that of the code which Inductor generates, run on fake tensors."
@@ -180,28 +197,39 @@ def fused_graph(
         return captured
     sources: list[Source] = []
     graph = capture(request, capturing(sources, request.settings))
-    if len(graph.regions) != 1 or len(sources) == 0:
-        raise CaptureError(
-            f"{type(request.model).__name__} is captured as {len(graph.regions)} graphs (torch.compile breaks it), and "
-            "mode='inductor' plans one: plan with mode='aten', or a submodule without a break"
-        )
-    source = next((s for s in reversed(sources) if s.region.joint is graph.regions[0].joint), None)
-    if source is None:
-        raise CaptureError("mode='inductor' plans steps of one graph: plan with mode='aten'")
-    source.region = graph.regions[0]
-    return FusedGraph(**{name: getattr(graph, name) for name in TrainingGraph.__dataclass_fields__}, source=source)
+    latest = {id(source.region.joint): source for source in sources}
+    found = tuple(latest.get(id(region.joint)) if region.fingerprint else None for region in graph.regions)
+    if not any(found) or any(s is None and r.fingerprint for s, r in zip(found, graph.regions, strict=True)):
+        raise CaptureError("mode='inductor' plans steps of compiled graphs: plan with mode='aten'")
+    return FusedGraph(**{name: getattr(graph, name) for name in TrainingGraph.__dataclass_fields__}, sources=found)
 
 
-def _schedules(search: Search, plans: Sequence[Known]) -> Iterator[Tried]:
+def _schedules(trials: Trials, plans: Sequence[Known]) -> Iterator[Tried]:
     """The schedules of plans that are of this step."""
-    step = search.step
-    number = {o.index: i for i, o in enumerate(step.origins) if o.region is not None}
-    own = [i for i, o in enumerate(step.origins) if o.region is None]
+    graph = trials.graph
+    assert isinstance(graph, FusedGraph)
     for plan in plans:
-        for region in _regions(plan):
-            fused = search.fused
-            if region.realised == fused.realised and region.fingerprint == fused.fine.fingerprint:
-                loss = [i for i in own if step.origins[i].phase == "loss"]
-                after = [i for i in own if i not in loss]
-                forward = [number[i] for i in region.forward]
-                yield Schedule((*forward, *loss, *(number[i] for i in region.backward), *after)), region.near
+        planned = _regions(plan, graph)
+        if planned is not None and all(map(_is_of, planned, trials.parts)):
+            yield _schedule(trials.step, planned), max(each.near for each in planned)
+
+
+def _is_of(planned: PlannedRegion, part: Part | None) -> bool:
+    if part is None:
+        return planned.realised is None
+    return planned.realised == part.fused.realised and planned.fingerprint == part.fused.fine.fingerprint
+
+
+def _schedule(step: Step, planned: Sequence[PlannedRegion]) -> Schedule:
+    """The passes of regions as a schedule of the step; what no graph runs stays where it is."""
+    number = {(o.region, o.index): i for i, o in enumerate(step.origins) if o.region is not None}
+    steps, begun = list[int](), set[tuple[int, str]]()
+    for i, origin in enumerate(step.origins):
+        if origin.region is None or planned[origin.region].realised is None:
+            steps.append(i)
+        elif (origin.region, origin.phase) not in begun:
+            begun.add((origin.region, origin.phase))
+            own = planned[origin.region]
+            passes = own.forward if origin.phase == "forward" else own.backward
+            steps += [number[origin.region, at] for at in passes]
+    return Schedule(tuple(steps))

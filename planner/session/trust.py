@@ -15,7 +15,7 @@ from planner.core.plan import PlanRecord
 from planner.core.recipe import Recipe
 from planner.costs.cache import digest, gradients_agreed, keep_agreement, surroundings
 from planner.errors import InfeasibleBudgetError, PlannerError, warn
-from planner.planning.inductor import in_aten, planned_in_vain
+from planner.planning.inductor import cut_in, in_aten, planned_in_vain
 from planner.planning.pipeline import capture_step, make_plan
 from planner.requests.planned import Planned
 from planner.session.gradients import compare
@@ -123,9 +123,10 @@ def _beside(planned: Planned, other: Planned, *, unlike: bool) -> tuple[float, b
 def _left_out(planned: Planned, record: PlanRecord) -> frozenset[int]:
     """Positions of the outputs that get no gradient by a record of the same calls."""
     assert isinstance(record.recipe, Recipe)
-    cut = {at for results in record.recipe.detached.values() for at in results}
-    outputs = () if planned.captured is None else planned.captured.outputs
-    return frozenset(at for at, result in enumerate(outputs) if result is not None and result[1] in cut)
+    if planned.captured is None:
+        return frozenset()
+    cut = cut_in(planned.captured, record.recipe.detached)
+    return frozenset(at for at, result in enumerate(planned.captured.outputs) if result in cut)
 
 
 def _calls(planned: Planned) -> tuple[str, ...]:

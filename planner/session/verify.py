@@ -18,6 +18,7 @@ from planner.capture.trace.state_guard import ModelSnapshot
 from planner.capture.trace.step import TrainingGraph, given
 from planner.compat.autograd import post_accumulate_hooks
 from planner.core.call import tensors_in
+from planner.core.host import moved_aside
 from planner.core.objects import leaves, with_tensors
 from planner.core.options import GB
 from planner.core.plan import PlanRecord
@@ -191,10 +192,12 @@ def gradients_of(
         kept: whether the model goes on to run by this plan: what is compiled for it then serves.
     """
     model = request.model
+    gradients = (p.grad for p in model.parameters())
     with (
         taken_off(model) as own,
         torch.inference_mode(False),
         torch.enable_grad(),
+        moved_aside([g for g in gradients if g is not None]),
         _untouched(model, request.gradients_copied, (request.args, request.kwargs)),
     ):
         put_on(planned, model, alone=True)
