@@ -1140,6 +1140,65 @@ def gated_channels_last(put: Put, ended: Ended) -> None:
         ended(loss)
 
 
+def best_weights(put: Put, ended: Ended) -> None:
+    """A copy of the weights that no step reads, as of the best model so far."""
+    model = put(mlp(depth=6))
+    best = copy.deepcopy(model.state_dict())
+    adamw(model, 512, ended)
+    model.load_state_dict(best)
+
+
+def slow_weights(put: Put, ended: Ended) -> None:
+    """Weights that wait in a list of another optimizer's for every fourth step, as those of Lookahead."""
+    model = put(mlp(depth=6))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    slow = SimpleNamespace(groups=[[p.detach().clone() for p in model.parameters()]])
+    for step in range(STEPS):
+        loss = model(torch.randn(512, 64)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step % 4 == 3:
+            with torch.no_grad():
+                for p, own in zip(model.parameters(), slow.groups[0], strict=True):
+                    own.lerp_(p, 0.5)
+                    p.copy_(own)
+        ended(loss)
+
+
+class MomentumEncoder(nn.Module):
+    """Gives the parameters of another encoder other memory as it is called, and decides by the value of a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.averaged = mlp(out=16), mlp(out=16).requires_grad_(False)
+        self.register_buffer("queue", torch.randn(16, 64))
+        self.register_buffer("place", torch.zeros(1, dtype=torch.long))
+
+    def forward(self, x):
+        queries = self.encoder(x)
+        with torch.no_grad():
+            for own, average in zip(self.encoder.parameters(), self.averaged.parameters(), strict=True):
+                average.data = average.data * 0.9 + own.data * 0.1
+            keys = self.averaged(x)
+        logits = torch.cat([(queries * keys).sum(1, keepdim=True), queries @ self.queue.clone()], 1)
+        place = int(self.place)
+        self.queue[:, place : place + 8] = keys[:8].T
+        self.place[0] = (place + 8) % 64
+        return logits
+
+
+def momentum_encoder(put: Put, ended: Ended) -> None:
+    model = put(MomentumEncoder())
+    optimizer = torch.optim.SGD(model.encoder.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        loss = F.cross_entropy(model(torch.randn(512, 64)), torch.zeros(512, dtype=torch.long))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ended(loss)
+
+
 def statistics_by_turns(put: Put, ended: Ended) -> None:
     """Every other step leaves the running statistics alone, as the second passes of a sharpness-aware optimizer."""
     model = put(nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(64, 64), nn.BatchNorm1d(64), nn.GELU()))))
@@ -2527,6 +2586,9 @@ LOOPS: dict[str, Loop] = {
     "halves_by_methods": Loop(halves_by_methods),
     # what the first method returned counts to the loss, though the loop has put something else in its place
     "saved_between_methods": Loop(saved_between_methods, off=0.02),
+    "best_weights": Loop(best_weights),
+    "slow_weights": Loop(slow_weights),
+    "momentum_encoder": Loop(momentum_encoder, share=1.2, off=0.05),
     "statistics_by_turns": Loop(statistics_by_turns, plans=5),
     "one_image_by_methods": Loop(one_image_by_methods),
     "one_image_in_two_graphs": Loop(one_image_in_two_graphs),

@@ -144,7 +144,7 @@ class RandomNet(nn.Module):
 def test_a_random_schedule_of_a_random_graph_peaks_on_fakes_as_the_profiler_measures_its_code(seed):
     rng = random.Random(seed)
     torch.manual_seed(seed)
-    source = planned(RandomNet(rng), batch_of(256, 16)).source.captured.source
+    source = planned(RandomNet(rng), batch_of(256, 16)).source.captured.sources[0]
     fused = fused_as(source.region, look(source, None))
     recipe = planned_region(fused, *random_schedule(fused.coarse, rng))
     seen = look(source, lambda region: emit_planned(region, recipe))
@@ -168,7 +168,7 @@ def test_a_random_schedule_of_a_random_graph_peaks_on_fakes_as_the_profiler_meas
 
 
 def test_buffers_wait_for_their_next_use_in_the_code_only_where_that_is_near():
-    captured = planned(Net(layers=6), batch_of()).source.captured.source
+    captured = planned(Net(layers=6), batch_of()).source.captured.sources[0]
     fused = fused_as(captured.region, look(captured, None))
     coarse = fused.coarse
     once = planned_region(fused, range(coarse.boundary), range(coarse.boundary, len(coarse.ops)))
@@ -183,7 +183,7 @@ def value(node):
 def test_draws_are_kept_and_never_drawn_again():
     torch.manual_seed(0)
     model, batch = Net(p=0.5, layers=2), batch_of(64)
-    source = planned(model, batch).source.captured.source
+    source = planned(model, batch).source.captured.sources[0]
     drawn = [op for op in source.region.ops if op.node.target is torch.ops.prims.inductor_seeds.default]
     assert drawn
     assert all("draws" in op.keep_because for op in drawn)
@@ -284,7 +284,7 @@ def test_a_file_of_a_plan_serves_a_model_like_its_own_without_planning(tight, tm
 
 def test_a_known_plan_is_taken_without_asking_inductor(tight, monkeypatch):
     model, batch, p = tight
-    monkeypatch.setattr("planner.inductor.search.look", lambda *_: pytest.fail("looked"))
+    monkeypatch.setattr("planner.inductor.trials.look", lambda *_: pytest.fail("looked"))
     again = planned(copy.deepcopy(model), batch, p.budget_bytes / 2**30, known=p)
     assert again.note.startswith("Taken from the known plan")
     assert (again.peak_bytes, again.timeline) == (p.peak_bytes, p.timeline)

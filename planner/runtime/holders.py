@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
@@ -27,12 +28,14 @@ class Held:
 
     Attributes:
         paths: storages, each with the paths that lead to it.
+        sizes: the device and the bytes of each.
         owners: what paths may begin with: the functions' frames, by identity; and None, for variables that functions
             share and those of modules.
         inner: the innermost function's frame, by identity, and its code.
     """
 
     paths: dict[int, set[Path]] = field(default_factory=dict)
+    sizes: dict[int, tuple[torch.device, int]] = field(default_factory=dict)
     owners: set[int | None] = field(default_factory=lambda: {None})
     inner: tuple[int, CodeType] | None = None
 
@@ -52,7 +55,8 @@ def held_in(thread: int) -> Held:
         held.owners.add(id(frame))
         for name, value in _variables(frame).items():
             for path, t in _tensors(value, (_owner(frame, name), name)):
-                held.paths.setdefault(storage_key(t), set()).add(path)
+                held.paths.setdefault(key := storage_key(t), set()).add(path)
+                held.sizes[key] = t.device, t.untyped_storage().nbytes()
         frame = users_frame(frame.f_back)
     return held
 
@@ -77,6 +81,29 @@ def staying(now: Held, then: Held | None, storages: Collection[int]) -> set[int]
 def paths_to(held: Held, storages: Collection[int]) -> set[Path]:
     """The paths that lead to these storages."""
     return {path for key in held.paths.keys() & storages for path in held.paths[key]}
+
+
+def copies_of(held: Held, parameters: Mapping[str, int], device: torch.device) -> dict[int, int]:
+    """The bytes of the storages on a device that are copies of a model's parameters: a container has them by the names
+    of all, or one after the other in their order. O(paths).
+
+    Args:
+        held: what variables hold.
+        parameters: their bytes, by name.
+        device: where they are.
+    """
+    found: dict[Path, dict[Any, int]] = defaultdict(dict)
+    for key, paths in held.paths.items():
+        for path in paths if held.sizes[key][0] == device else ():
+            found[path[:-1]][path[-1]] = key
+    of = list(parameters.values())[:_MOST]
+    copies = dict[int, int]()
+    for inner in found.values():
+        here = {key: held.sizes[key][1] for key in inner.values()}
+        named = len(inner.keys() & parameters.keys()) >= len(of)
+        if named or (len(of) > 1 and list(here.values()) == of):
+            copies |= here
+    return copies
 
 
 def bound_anew(now: Held, bound: Collection[Path], storages: Collection[int]) -> set[int]:

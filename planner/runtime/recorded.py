@@ -17,7 +17,7 @@ from planner.core.call import Call, storages
 from planner.core.loop import LossSeen
 from planner.costs.measured_ops import measure
 from planner.runtime.copied import tensors_of_copies
-from planner.runtime.holders import bound_anew, held_in, staying
+from planner.runtime.holders import bound_anew, copies_of, held_in, staying
 from planner.runtime.made import Event, LossEvents, Made, UsedStorages, takes_memory
 from planner.runtime.rebound import rebinding, rebound, with_older
 from planner.runtime.recorder import Recorder
@@ -349,11 +349,14 @@ def _stays_of_others(
 
 
 def _copies(recorder: Recorder) -> dict[int, int]:
-    """The model's copies that are there: they may become averages from some step on. Those on fake tensors, by which a
-    step was captured, stay until Python's collector comes.
+    """The model's copies that are there, and those of its state: they may become averages from some step on. Those on
+    fake tensors, by which a step was captured, stay until Python's collector comes.
     """
-    copied = [] if (model := recorder.model()) is None else tensors_of_copies(model)
-    return storages([t for t in copied if takes_memory(t, recorder.device)])
+    if (model := recorder.model()) is None:
+        return {}
+    copied = storages([t for t in tensors_of_copies(model) if takes_memory(t, recorder.device)])
+    own = {name: p.nbytes for name, p in model.named_parameters()}
+    return copied | copies_of(held_in(recorder.thread), own, recorder.device)
 
 
 def trained_outside(recorder: Recorder) -> list[nn.Parameter]:

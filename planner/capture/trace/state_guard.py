@@ -102,7 +102,7 @@ class ParameterWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class ModelSnapshot:
-    """The state of a model that a call may change: buffers, attributes of modules, and the random state.
+    """The state of a model that a call may change: buffers, attributes of modules, memory of parameters, random state.
 
     The copies are NumPy arrays in the host's memory, which torch's allocator does not count.
 
@@ -124,6 +124,9 @@ class ModelSnapshot:
         arguments: tuple[Any, ...] = (),
     ) -> None:
         self.attributes = Attributes(model)
+        # a call may give a parameter other memory: `p.data = p.data * m + q.data * (1 - m)`, as MoCo does
+        plain = (p for p in parameters_in(modules_in(model)) if type(p.data) is torch.Tensor)
+        self._memory = [(p, p.data) for p in plain if p.layout == torch.strided]
         written = [p for name, p in model.named_parameters() if name in parameters] if parameters else []
         own = chain.from_iterable(buffers_of(module).values() for module in modules_in(model))
         changing = [*{id(b): b for b in (*own, *dense_tensors(arguments)) if b is not None}.values(), *written]
@@ -140,6 +143,9 @@ class ModelSnapshot:
         self.attributes.restore()
         for container, before in self._containers:
             _fill(container, before)
+        for p, data in self._memory:
+            if storage_key(p) != storage_key(data):
+                p.data = data
         _put_back(self._contents)
         torch.set_rng_state(torch.from_numpy(self._random))
         for generator, state in self._own:
