@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -382,3 +383,19 @@ def test_second_derivatives_by_checkpointed_modules_are_those_of_eager():
         (output.square().mean() + slope.square().mean()).backward()
     assert applied_plan(model).overhead > 0
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+@pytest.mark.compat
+def test_batched_gradients_are_eager_modes():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
+    plain = copy.deepcopy(model)
+    plan(model, budget_gb=1).apply()
+    jacobian = partial(torch.autograd.functional.jacobian, vectorize=True)
+    for _ in range(2):
+        found = []
+        for m in (model, plain):
+            x = torch.ones(2, 8, requires_grad=True)
+            (each,) = torch.autograd.grad(m(x), x, torch.eye(6).view(6, 2, 3), is_grads_batched=True)
+            m(x).square().mean().backward()
+            found.append([each, jacobian(m, torch.ones(2, 8)), *(p.grad for p in m.parameters())])
+        assert all(map(torch.equal, *found))

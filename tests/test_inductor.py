@@ -951,3 +951,44 @@ def test_the_first_step_is_of_the_batch_as_it_was(nothing_compared):
 
 def test_op_by_op_plans_have_their_old_name_too():
     assert plan(Net(), batch_of(), budget_gb=1, mode="compiled", progress=False).options.mode == "aten"
+
+
+class Routed(nn.Module):
+    """Each of two experts gets as many rows as values say."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(64, 2)
+        self.experts = nn.ModuleList(Perceptron(0.0) for _ in range(2))
+
+    def forward(self, x):
+        weights, chosen = self.gate(x).softmax(1).max(1, keepdim=True)
+        out = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            rows = (chosen == i).nonzero()[:, 0]
+            out = out.index_add(0, rows, expert(x[rows]) * weights[rows])
+        return x + out
+
+
+class Mixture(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.routed, self.last = Perceptron(0.0), Routed(), Perceptron(0.0)
+
+    def forward(self, x):
+        return self.last(self.routed(self.first(x))).square().mean()
+
+
+def test_a_compiled_model_that_routes_by_values_keeps_its_kernels_beside_the_experts(nothing_compared):
+    model, batch = Mixture(), torch.randn(512, 64)
+    model.compile()
+    roomy = plan(model, batch, budget_gb=1, progress=False)
+    assert roomy.options.mode == "inductor"
+    assert "Sizes in routed depend on values" in roomy.note
+    model(batch).backward()
+    expected = gradients(model)
+    model.zero_grad()
+    for_budget(roomy, 0.9 * roomy.peak_bytes / 2**30).apply()
+    model(batch).backward()
+    torch.testing.assert_close(gradients(model), expected, rtol=1e-4, atol=1e-6)
+    assert applied_plan(model).overhead > 0

@@ -97,6 +97,7 @@ def compare(model, batches, tmp_path, mode="aten"):
     state = {k: v.clone() for k, v in model.state_dict().items()}
     expected = [step(model, x, seed) for seed, x in enumerate(batches)]
     model.load_state_dict(state)
+    del state  # a copy of the weights counts
     torch.manual_seed(0)
     everything = plan(model, batches[0], budget_gb=1, progress=False, mode=mode)
     p = for_budget(everything, 0.75 * everything.baseline_peak_bytes / 2**30)
@@ -554,3 +555,62 @@ def test_planning_draws_nothing_of_generators_that_the_models_code_names(draw):
         net = plan(net, budget_gb=1).apply() if planned else net
         losses.append([net(torch.ones(8, 32)).item() for _ in range(3)])
     assert losses[0] == losses[1]
+
+
+class Selected(torch.nn.Module):
+    """The batch says by its values how many rows its only layer sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.layer(x[x[:, 0] > 0])
+
+
+def test_a_model_that_selects_rows_of_its_batch_is_planned_for_each_number_of_them_and_says_so():
+    model = Selected()
+    plain = copy.deepcopy(model)
+    plan(model, budget_gb=1).apply()
+    told = []
+    for rows in (4, 6, 4, 7, 5):
+        x = torch.cat([torch.ones(rows, 8), -torch.ones(9 - rows, 8)])
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for m in (model, plain):
+                m.zero_grad()
+                m(x).square().sum().backward()
+        told += [str(w.message) for w in caught if issubclass(w.category, PlanWarning)]
+        assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+    assert "took 3 ways through its code, by values" in told[0]
+    assert "decides by values" in applied_plan(model).note
+
+
+class OnlyDropped(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            if np.random.rand() < 0.5:
+                x = x + layer(x).tanh()
+        return x
+
+
+def test_steps_in_which_every_layer_is_dropped_are_trained():
+    """The batch alone gets a gradient then."""
+    model = OnlyDropped()
+    plain = copy.deepcopy(model)
+    plan(model, budget_gb=1).apply()
+    for seed in range(6):
+        found = []
+        for m in (model, plain):
+            np.random.seed(seed)
+            m.zero_grad()
+            x = torch.ones(4, 8, requires_grad=True)
+            m(x).square().mean().backward()
+            found.append([x.grad, *(p.grad for p in m.parameters())])
+        for ours, theirs in zip(*found, strict=True):
+            assert (ours is None) == (theirs is None)
+            assert ours is None or torch.equal(ours, theirs)

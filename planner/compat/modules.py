@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
@@ -28,6 +29,7 @@ __all__ = [
     "hook_tables",
     "managed_by_fsdp",
     "modules_in",
+    "own_calls",
     "parameters_in",
     "parameters_of",
     "replace_call",
@@ -127,6 +129,19 @@ def replace_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
         vars(module).pop(_REPLACED, None)
     else:
         vars(module)[_REPLACED] = call
+
+
+@contextmanager
+def own_calls(model: nn.Module) -> Iterator[None]:
+    """A while in which a model and its parts have their own calls, whatever `Module.compile()` put in place."""
+    replaced = [(module, call) for module in modules_in(model) if (call := replaced_call(module)) is not None]
+    for module, _ in replaced:
+        replace_call(module, None)
+    try:
+        yield
+    finally:
+        for module, call in replaced:
+            replace_call(module, call)
 
 
 def replace_conversions() -> Callable[[], None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch._prims_common import suggest_memory_format
@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 __all__ = [
     "TorchDispatchMode",
+    "is_batched",
     "is_traceable_wrapper_subclass",
     "key_of",
     "no_dispatch",
@@ -48,6 +49,12 @@ def dense_parts(t: torch.Tensor) -> list[torch.Tensor]:
     if t.layout in (torch.sparse_csr, torch.sparse_bsr):
         return [t.crow_indices(), t.col_indices(), t.values()]
     return [t.ccol_indices(), t.row_indices(), t.values()] if t.layout in (torch.sparse_csc, torch.sparse_bsc) else [t]
+
+
+def is_batched(t: torch.Tensor) -> bool:
+    """Whether a tensor stands for several under `vmap`, as a gradient does by `is_grads_batched` (2.11 to 2.15)."""
+    of: Any = torch._C._functorch
+    return bool(of.is_batchedtensor(t) or of.is_legacy_batchedtensor(t))
 
 
 def viewed(t: torch.Tensor) -> torch.Tensor | None:

@@ -299,18 +299,24 @@ class PlanRecord:
     @cached_property
     def kept_bytes(self) -> int:
         """What waits for the backward pass when the forward pass has ended, beside what stays allocated."""
-        last = [m for m in self.timeline if m.phase == "forward"][-1]
+        if (last := self._forward_ends) is None:
+            return 0
         return last.held_bytes - last.held.passing - last.held.workspace - self.resident_bytes
 
     @cached_property
     def saved_bytes(self) -> int:
         """The same of this call alone, where others wait beside it."""
-        return self.kept_bytes - [m.held.waiting for m in self.timeline if m.phase == "forward"][-1]
+        return self.kept_bytes - (0 if self._forward_ends is None else self._forward_ends.held.waiting)
+
+    @cached_property
+    def _forward_ends(self) -> Moment | None:
+        """The last op of the forward pass; None where all layers were dropped at random."""
+        return next((m for m in reversed(self.timeline) if m.phase == "forward"), None)
 
     @property
     def passes_peak_bytes(self) -> int:
         """The peak up to the end of the backward pass, without the optimizer's step."""
-        return max(m.held_bytes for m in self.timeline if m.phase != "optimizer")
+        return max((m.held_bytes for m in self.timeline if m.phase != "optimizer"), default=self.resident_bytes)
 
     def taken_bytes(self, graded: int, phases: Collection[str] = ("forward", "loss", "backward")) -> int:
         """The most that its passes take beside what stays allocated, without what other planned models take.
@@ -322,7 +328,8 @@ class PlanRecord:
         loss = self.step.loop.loss
         others = {} if loss is None else {"loss": loss.others, "backward": loss.others_wait}
         passes = (m for m in self.timeline if m.phase in phases)
-        most = max(m.held_bytes - min(m.held.gradients, graded) - others.get(m.phase, 0) for m in passes)
+        taken = (m.held_bytes - min(m.held.gradients, graded) - others.get(m.phase, 0) for m in passes)
+        most = max(taken, default=self.resident_bytes)
         return most + min(self.account.get(EARLIER, 0), graded) - self.resident_bytes
 
     @property

@@ -19,6 +19,7 @@ from planner.inductor.realise import fuse
 from planner.inductor.search import TooSmall, Tried, find, leaner, plainly
 from planner.inductor.trials import Estimates, Lower, Part, Trials, modelled, runs_under, trials_of
 from planner.planning.decisions import peak_account
+from planner.planning.notes import notes
 from planner.planning.record import Unplanned, record_of
 from planner.requests.planned import Known, Planned, source_of
 from planner.requests.request import Request
@@ -105,7 +106,7 @@ def make_inductor_plan(
     planned = best.planned
     if known is not None and any((best.schedule, each.near) in first for each in planned):
         solution = replace(solution, note=f"Taken from {source_of(known)}: the same step and budget.")
-    note = f"{solution.note} {graph.note} {LATER}".strip()
+    note = " ".join(filter(None, [solution.note, graph.note, LATER, *notes(request, graph)]))
     recipe = _recipe(graph, planned)
     unplanned = Unplanned(everything.step, runs_under(trials, everything, best))
     record = record_of(request, best.step, best.replay, replace(solution, note=note), recipe, unplanned)
@@ -156,7 +157,8 @@ def _same(request: Request, graph: FusedGraph, known: Known, lower: Lower) -> Pl
     here = planned_step(request, step.account["optimizer state"], step.optimizer_step)
     if step.problem.resident != record.resident_bytes or here != record.step:
         return None
-    note = f"Taken from {source_of(known)}: the same step and budget. {LATER}"
+    taken = f"Taken from {source_of(known)}: the same step and budget."
+    note = " ".join([taken, LATER, *notes(request, graph)])
     record = replace(record, note=note, options=request.options, solver=request.options.solver)
     return Planned(record, request, _graphs(graph, planned), captured=graph)
 

@@ -22,7 +22,7 @@ from torch import nn
 
 from planner.compat.autograd import adds_to_gradient, graph_is_kept, in_backward, when_backward_ends
 from planner.compat.dispatch import LastingMode, finds_ops, written
-from planner.compat.tensors import dense_parts, is_traceable_wrapper_subclass, storage_key
+from planner.compat.tensors import dense_parts, is_batched, is_traceable_wrapper_subclass, storage_key
 from planner.core.call import Call, bytes_of_elements, gradient_of, inside, storages, tensors_in
 from planner.core.layout import Order, memory_order
 from planner.core.loop import LaidOut
@@ -261,7 +261,7 @@ class Recorder(LastingMode):
         arrived = self.arrived[-1] if self.arrived else {}
         self.held = max(self.held, sum(nbytes for key, (_, nbytes) in arrived.items() if key in self.given.made))
         for t in (part for outer in tensors_in(results) for part in dense_parts(outer)):
-            if t.device == self.device:
+            if t.device == self.device and not is_batched(t):
                 self.gradients.add(t.untyped_storage(), storage_key(t))
 
     @property
@@ -310,7 +310,7 @@ class Recorder(LastingMode):
 
     def _gradient_arrives(self, at: int, expected: Order, gradient: torch.Tensor | None) -> None:
         """A gradient of an output is there: the planned backward pass begins, if it has not begun."""
-        if self.over or gradient is None:
+        if self.over or gradient is None or is_batched(gradient):
             return
         if not finds_ops():  # nor did it see the loss
             self.over = True

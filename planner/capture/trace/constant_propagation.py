@@ -128,8 +128,7 @@ class ConstantPropagation:
         if func in _CTC and (result := _ctc_loss(*args, **kwargs)) is not None:
             return result
         given = any(getattr(t, "planner_given", False) for t in known)
-        sized = given and self.answers.doubted and torch.Tag.dynamic_output_shape in func.tags
-        if _uninitialised(func) or sized:
+        if _uninitialised(func) or (given and self._is_size_doubted(func)):
             return self._unknowing(known, func, types, args, kwargs)
         if known and len(known) == len(inputs):  # else what is written into is known no more
             for t in pytree.tree_leaves(written(func, tuple(args), dict(kwargs))):
@@ -155,6 +154,14 @@ class ConstantPropagation:
             for each in results:
                 each.planner_given = given
         return result
+
+    def _is_size_doubted(self, func: Any) -> bool:
+        """Whether another batch is expected to have other values, by which what an op makes has another size."""
+        if torch.Tag.dynamic_output_shape not in func.tags:
+            return False
+        if not self.answers.doubted and not is_tracing():
+            self.answers.size_told()
+        return self.answers.doubted
 
     def _answer(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """The value that Python code asks for outside every graph."""

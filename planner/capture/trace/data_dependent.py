@@ -15,6 +15,7 @@ from planner.capture.provenance import line_at, user_place
 from planner.capture.trace.state_guard import untouched
 from planner.compat import pytree
 from planner.compat.fake import FakeTensor
+from planner.compat.modules import own_calls
 from planner.compat.tensors import TorchDispatchMode
 from planner.core.call import TensorSpec, tensors_in
 from planner.errors import users_frame
@@ -36,6 +37,7 @@ class Answers:
         sized: paths of the modules whose `forward` made tensors whose sizes depend on values.
         chance: what a single random number between 0 and 1 is taken for; None for what the real call draws.
         asked: the lines that asked outside every compiled graph since `begin()`, and how often.
+        told: the lines that made something whose size the batch's values told since then.
         drew: whether Python code between the graphs drew random numbers of Python's or NumPy's since then.
         guessed: whether a single random number of torch's was taken for `chance`.
         shared_loss: whether outputs beside the model's own loss get gradients, too.
@@ -44,6 +46,7 @@ class Answers:
     def __init__(self, chance: float | None = CHANCES[0]) -> None:
         self.chance = chance
         self.asked: Counter[Place] = Counter()
+        self.told: set[Place] = set()
         self.drew = self.guessed = self.shared_loss = False
         self.doubted = True
         self.more = 0
@@ -58,7 +61,7 @@ class Answers:
         if any(t.is_meta or isinstance(t, FakeTensor) for t in tensors):
             return False
         listener = _Listener()
-        with untouched(model, args, kwargs) as (own_args, own_kwargs), listener:
+        with own_calls(model), untouched(model, args, kwargs) as (own_args, own_kwargs), listener:
             model(*own_args, **own_kwargs)
         self._given, self._made = dict(listener.given), dict(listener.made)
         return True
@@ -66,6 +69,7 @@ class Answers:
     def begin(self) -> None:
         """A call of the model begins."""
         self.asked.clear()
+        self.told.clear()
         self._ran.clear()
         self.drew = False
 
@@ -112,7 +116,12 @@ class Answers:
 
     def lines(self) -> tuple[str, ...]:
         """What asked: lines as "file:line: code", and generators of random numbers."""
-        return (*(line_at(*place) for place in self.asked), *([DRAWN] if self.drew else []))
+        places = dict.fromkeys([*self.asked, *self.told])
+        return (*(line_at(*place) for place in places), *([DRAWN] if self.drew else []))
+
+    def size_told(self) -> None:
+        """The batch's values tell the size of what the line that runs now makes."""
+        self.told.add(user_place(inspect.currentframe()))
 
 
 class _Listener(TorchDispatchMode):  # type: ignore[no-untyped-call]
