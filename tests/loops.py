@@ -1148,24 +1148,6 @@ def best_weights(put: Put, ended: Ended) -> None:
     model.load_state_dict(best)
 
 
-def slow_weights(put: Put, ended: Ended) -> None:
-    """Weights that wait in a list of another optimizer's for every fourth step, as those of Lookahead."""
-    model = put(mlp(depth=6))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    slow = SimpleNamespace(groups=[[p.detach().clone() for p in model.parameters()]])
-    for step in range(STEPS):
-        loss = model(torch.randn(512, 64)).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        if step % 4 == 3:
-            with torch.no_grad():
-                for p, own in zip(model.parameters(), slow.groups[0], strict=True):
-                    own.lerp_(p, 0.5)
-                    p.copy_(own)
-        ended(loss)
-
-
 class MomentumEncoder(nn.Module):
     """Gives the parameters of another encoder other memory as it is called, and decides by the value of a buffer."""
 
@@ -2587,7 +2569,6 @@ LOOPS: dict[str, Loop] = {
     # what the first method returned counts to the loss, though the loop has put something else in its place
     "saved_between_methods": Loop(saved_between_methods, off=0.02),
     "best_weights": Loop(best_weights),
-    "slow_weights": Loop(slow_weights),
     "momentum_encoder": Loop(momentum_encoder, share=1.2, off=0.05),
     "statistics_by_turns": Loop(statistics_by_turns, plans=5),
     "one_image_by_methods": Loop(one_image_by_methods),

@@ -16,14 +16,15 @@ PARTS = {
     "torch": "_C _VF _dynamo",
     "torch._C": (
         "_AutoDispatchBelowAutograd _DisableAutocast _autograd _current_autograd_node _current_graph_task_id "
-        "_dispatch_tls_is_dispatch_key_included _get_mkldnn_enabled _get_sdp_priority_order _get_tracing_state "
-        "_len_torch_function_stack _nn _storage_Use_Count _will_engine_execute_node"
+        "_dispatch_tls_is_dispatch_key_included _functorch _get_mkldnn_enabled _get_sdp_priority_order "
+        "_get_tracing_state _len_torch_function_stack _nn _storage_Use_Count _will_engine_execute_node"
     ),
     "torch._C._autograd": (
         "_get_current_graph_task_keep_graph _saved_tensors_hooks_get_disabled_error_message "
         "_top_saved_tensors_default_hooks"
     ),
     "torch._C._dynamo.guards": "_empty_strided_cpu",
+    "torch._C._functorch": "is_batchedtensor is_legacy_batchedtensor",
     "torch._C:_FunctionBase": "_raw_saved_tensors _sequence_nr",
     "torch:Tensor": (
         "_backward_hooks _base _indices _make_wrapper_subclass _post_accumulate_grad_hooks _typed_storage _use_count "

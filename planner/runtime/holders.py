@@ -83,27 +83,16 @@ def paths_to(held: Held, storages: Collection[int]) -> set[Path]:
     return {path for key in held.paths.keys() & storages for path in held.paths[key]}
 
 
-def copies_of(held: Held, parameters: Mapping[str, int], device: torch.device) -> dict[int, int]:
-    """The bytes of the storages on a device that are copies of a model's parameters: a container has them by the names
-    of all, or one after the other in their order. O(paths).
-
-    Args:
-        held: what variables hold.
-        parameters: their bytes, by name.
-        device: where they are.
+def copies_of(held: Held, names: Collection[str], device: torch.device) -> dict[int, int]:
+    """The bytes of the storages on a device that are copies of a model's state: a container has tensors by the names of
+    all parameters, as `copy.deepcopy(model.state_dict())` has. O(paths).
     """
     found: dict[Path, dict[Any, int]] = defaultdict(dict)
     for key, paths in held.paths.items():
         for path in paths if held.sizes[key][0] == device else ():
             found[path[:-1]][path[-1]] = key
-    of = list(parameters.values())[:_MOST]
-    copies = dict[int, int]()
-    for inner in found.values():
-        here = {key: held.sizes[key][1] for key in inner.values()}
-        named = len(inner.keys() & parameters.keys()) >= len(of)
-        if named or (len(of) > 1 and list(here.values()) == of):
-            copies |= here
-    return copies
+    copies = [inner for inner in found.values() if len(inner.keys() & {*names}) >= min(len(names), _MOST)]
+    return {key: held.sizes[key][1] for inner in copies for key in inner.values()}
 
 
 def bound_anew(now: Held, bound: Collection[Path], storages: Collection[int]) -> set[int]:
