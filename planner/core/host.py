@@ -38,9 +38,7 @@ def moved_aside(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
                 and (storage := t.untyped_storage()).resizable()
                 and storage.nbytes() == t.nbytes
             ):
-                found = np.empty(storage.nbytes(), np.uint8)
-                torch.from_numpy(found).copy_(_bytes(storage))
-                moved.append((storage, found))
+                moved.append((storage, bytes_of(_bytes(storage))))
                 storage.resize_(0)
         yield
     finally:

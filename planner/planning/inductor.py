@@ -104,7 +104,7 @@ def make_inductor_plan(
                 "mode='aten'"
             ) from e
     planned = best.planned
-    if known is not None and any((best.schedule, each.near) in first for each in planned):
+    if known is not None and (best.schedule, planned[0].near) in first:
         solution = replace(solution, note=f"Taken from {source_of(known)}: the same step and budget.")
     note = " ".join(filter(None, [solution.note, graph.note, LATER, *notes(request, graph)]))
     recipe = _recipe(graph, planned)
@@ -120,9 +120,13 @@ def _recipe(graph: FusedGraph, planned: Sequence[PlannedRegion]) -> Recipe:
 
 def _graphs(graph: FusedGraph, planned: Sequence[PlannedRegion]) -> Callable[[], tuple[GraphModules, ...]]:
     def graphs() -> tuple[GraphModules, ...]:
-        rows = zip(graph.regions, planned, graph.sources, strict=True)
-        written = (emit_planned(region, each) for region, each, source in rows if source is not None)
-        return tuple(GraphModules(*each) for each in written if each is not None)
+        found = []
+        for region, each, source in zip(graph.regions, planned, graph.sources, strict=True):
+            if source is not None:
+                written = emit_planned(region, each)
+                assert written is not None
+                found.append(GraphModules(*written))
+        return tuple(found)
 
     return graphs
 
