@@ -23,6 +23,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -990,6 +991,32 @@ def autoencoder(put: Put, ended: Ended) -> None:
         x = torch.randn(512, 64)
         z = model.encode(x)
         loss = F.mse_loss(model.decode(z), x) + 1e-3 * z.square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ended(loss)
+
+
+class DropsLayers(nn.Module):
+    """Layers of torch.nn in a loop that a number of NumPy's stops torch.compile in."""
+
+    def __init__(self):
+        super().__init__()
+        kept = [nn.Sequential(nn.Linear(64, 64), nn.ELU(), nn.Dropout(0.1)) for _ in range(6)]
+        self.layers, self.head = nn.ModuleList(kept), nn.Linear(64, 8)
+
+    def forward(self, x):
+        for layer in self.layers:
+            if np.random.uniform() >= 0.15 or not self.training:
+                x = x + layer(x)
+        return self.head(x)
+
+
+def layers_dropped_in_a_loop(put: Put, ended: Ended) -> None:
+    model = put(DropsLayers())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(STEPS):
+        loss = F.cross_entropy(model(torch.randn(512, 64)), torch.randint(0, 8, (512,)))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -2564,6 +2591,7 @@ LOOPS: dict[str, Loop] = {
     "remembered": Loop(remembered, plans=3),
     "larger_later": Loop(larger_later, plans=3, share=0.7),
     "autoencoder": Loop(autoencoder),
+    "layers_dropped_in_a_loop": Loop(layers_dropped_in_a_loop),
     "variational": Loop(variational),
     "halves_by_methods": Loop(halves_by_methods),
     # what the first method returned counts to the loss, though the loop has put something else in its place

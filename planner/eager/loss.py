@@ -13,6 +13,7 @@ from planner.core.layout import Order, memory_order, strides_in
 from planner.core.loop import Loop
 from planner.core.objects import leaves
 from planner.eager.record import Recorder
+from planner.errors import ModelError
 
 
 def wait(
@@ -61,6 +62,8 @@ def differentiate(
     if seen is not None and len(outputs) + len(losses) == 1:  # else it was recorded with the outputs of the first call
         seen = seen.of(recorder.output_bytes)
     results, shapes = _reached(outputs, loop) if loss is None else ([], [])
+    if loss is None and not results:
+        raise ModelError("no output of the model depends on a parameter that needs a gradient")
     if seen is not None and earlier:
         allocate(max(seen.computed, seen.computed_later))
     earlier.clear()

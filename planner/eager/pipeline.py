@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from planner.capture.trace.data_dependent import Answers
-from planner.capture.trace.step import blame, learnt
+from planner.capture.trace.data_dependent import CHANCES, Answers
+from planner.capture.trace.step import blame, learnt, random_drawn
 from planner.compat.fake import DataDependentOutputException, FakeTensorMode
 from planner.core.plan import PlanRecord
 from planner.core.recipe import Choice
@@ -167,19 +167,20 @@ class Tracer:
         """The step with a choice of checkpoints; raises StepFailed."""
         self.traced()
         self.answers.begin()
-        return trace_step(
-            self.model,
-            self.args,
-            self.kwargs,
-            mode=self.mode,
-            loss_fn=self.request.loss_fn,
-            choice=choice,
-            accumulate=self.request.gradients_copied,
-            shard=self.request.options.shard,
-            detailed=detailed,
-            loop=self.request.loop,
-            calls=1 if self.request.occupancy is not None else self.request.in_flight,
-        )
+        with random_drawn(self.model, self.answers):
+            return trace_step(
+                self.model,
+                self.args,
+                self.kwargs,
+                mode=self.mode,
+                loss_fn=self.request.loss_fn,
+                choice=choice,
+                accumulate=self.request.gradients_copied,
+                shard=self.request.options.shard,
+                detailed=detailed,
+                loop=self.request.loop,
+                calls=1 if self.request.occupancy is not None else self.request.in_flight,
+            )
 
     def trial(self, choice: Choice, state: State, trace: Trace) -> tuple[Trial, list[OpCost]]:
         """The traced step as a problem, with its margin, replayed; and the costs of its ops."""
@@ -229,7 +230,23 @@ def cudnn_would_draw(model: nn.Module, device: torch.device) -> bool:
 
 
 def _plain(tracer: Tracer) -> Trace:
-    """The step without checkpoints, in detail."""
+    """The step without checkpoints, in detail; where Python code decides by a random number, that which makes the most,
+    as checkpoints stay the same whichever way a step goes. The tracer's steps go that way from then on.
+    """
+    answers, traces = tracer.answers, dict[float, Trace]()
+    for answers.chance in CHANCES:
+        try:
+            traces[answers.chance] = _without_checkpoints(tracer)
+        except PlannerError:
+            if not traces and (answers.chance == CHANCES[-1] or not answers.by_chance):
+                raise
+        if not answers.by_chance:
+            break
+    answers.chance = max(traces, key=lambda chance: sum(traces[chance].sizes))
+    return traces[answers.chance]
+
+
+def _without_checkpoints(tracer: Tracer) -> Trace:
     request = tracer.request
     try:
         try:

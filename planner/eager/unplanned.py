@@ -13,12 +13,12 @@ from planner.parallel.fsdp import groups_of
 from planner.requests.request import Request
 
 
-def eager_step(request: Request) -> EagerStep | None:
+def eager_step(request: Request, chance: float | None) -> EagerStep | None:
     """The peak and the time of the step as it runs without a plan, with nothing checkpointed but by the model itself.
 
-    None where such a trace is not the step of the request: it asks for values of tensors, is spread over processes, has
-    several microbatches in flight, a graph that is kept for other than two backward passes that add to `.grad`, or
-    sizes that may be smaller than the batch's.
+    Python code decides by a random number as if that were `chance`. None where such a trace is not the step of the
+    request: it asks for values of tensors, is spread over processes, has several microbatches in flight, a graph that
+    is kept for other than two backward passes that add to `.grad`, or sizes that may be smaller than the batch's.
     """
     several = request.occupancy is not None or request.in_flight > 1
     if several or _keeps_others(request) or request.maxima is not None or groups_of(request.model):
@@ -26,6 +26,7 @@ def eager_step(request: Request) -> EagerStep | None:
     try:
         with quietly():
             tracer = tracer_of(request, lambda: None)
+            tracer.answers.chance = chance
             trial, _ = tracer.trial(Choice(), {}, tracer.trace(Choice()))
     except (StepFailed, PlannerError):
         return None

@@ -184,7 +184,7 @@ def _captured(request: Request, graph: TrainingGraph | None = None) -> TrainingG
         if graph.calls:  # the request is for one of them
             return graph
         with eager_attention_as_on(request.device if request.foreign else None):
-            return replace(graph, eager=eager_step(request))
+            return replace(graph, eager=eager_step(request, graph.chance))
 
 
 def capture_step(request: Request) -> TrainingGraph:

@@ -35,6 +35,7 @@ from planner.core.call import TensorSpec, tensors_in
 from planner.core.objects import with_tensors
 
 _ATEN = torch.ops.aten
+_RAND = (_ATEN.rand.default, _ATEN.rand.generator)
 MOST_ELEMENTS = 2**22  # of a tensor that is known: a mask of 2048 by 2048 tokens
 
 
@@ -135,7 +136,7 @@ class ConstantPropagation:
                 copy_constants(t, self._borrowed)
         if len(known) < len(inputs) or not _repeatable(func):
             result = self._dispatch(func, types, args, kwargs)
-            if func is _ATEN.rand.default and result.numel() == 1 and self.answers.chance is not None:
+            if func in _RAND and result.numel() == 1 and self.answers.chance is not None:
                 self.answers.guessed = True
                 self._learn([result], [torch.full(result.shape, self.answers.chance, dtype=result.dtype)])
             elif func is _ATEN.rand.default:

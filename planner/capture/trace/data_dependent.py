@@ -55,6 +55,11 @@ class Answers:
         self._made: dict[tuple[Place, str], list[Any]] = {}
         self._ran: Counter[tuple[Place, str]] = Counter()
 
+    @property
+    def by_chance(self) -> bool:
+        """Whether Python code drew numbers, which may decide what runs."""
+        return self.drew or self.guessed
+
     def learn(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Run the model for real, without gradients, unless it is no real model; it is as before afterwards."""
         tensors = [*tensors_in((tuple(args), dict(kwargs))), *model.parameters(), *model.buffers()]

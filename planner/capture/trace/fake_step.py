@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from traceback import clear_frames
 from typing import Any
 
 import torch
@@ -125,7 +126,9 @@ class FakeStep:
         try:
             self._call(model, args, kwargs, maxima, whole=True)
         except Exception as e:
-            return NothingCapturedError(refusal(model, e, eagerly=False))
+            error = NothingCapturedError(refusal(model, e, eagerly=False))
+            clear_frames(e.__traceback__)  # a variable of torch's own holds the error, and so the frames of the loop
+            return error
         return NothingCapturedError(
             f"{type(model).__name__}: torch.compile captured nothing of its forward pass that needs a gradient (it "
             "leaves alone what is under torch.compiler.disable). Plan with mode='eager', or a submodule it can capture"

@@ -29,12 +29,13 @@ def random_kept(model: nn.Module | None = None, chance: float | None = None) -> 
     Args:
         model: whose own generators are put back as well.
         chance: about what the numbers between 0 and 1 are to be that are drawn meanwhile; None for those that come
-            next, as always for a `np.random.Generator`.
+            next. Another generator stands in for a `np.random.Generator`, which can have any state.
 
     Yields:
         A function that puts the state back before the end, and says whether anything was drawn.
     """
     undraw = undrawing(model)
+    places: list[tuple[Any, str, Any]] = []
     if chance is not None:
         words = (_twister_word(chance),) * 624  # a Mersenne Twister's state is its next outputs, tempered
         for generator in _generators(model):
@@ -43,10 +44,15 @@ def random_kept(model: nn.Module | None = None, chance: float | None = None) -> 
             elif hasattr(generator, "set_state"):
                 with suppress(ValueError):  # it was given another bit generator
                     generator.set_state(("MT19937", words, 0))
-    drawn = undrawing(model)
+        places = [(*place, value) for place in _places(model) if type(value := _value(*place)) is np.random.Generator]
     try:
+        for place, name, _ in places:
+            _assign(place, name, np.random.Generator(_twister(words)))
+        drawn = undrawing(model)
         yield drawn
     finally:
+        for place, name, value in places:
+            _assign(place, name, value)
         undraw()
 
 
@@ -99,6 +105,29 @@ def _names_in_methods(kind: type[nn.Module]) -> Iterator[tuple[Any, str]]:
         names += [(cell, "cell_contents") for cell in f.__closure__ or ()]
         yield from names
         left += [value for name in names if isinstance(value := _value(*name), FunctionType)]
+
+
+def _places(model: nn.Module | None) -> Iterator[tuple[Any, str]]:
+    """The attributes of modules, and the variables of other code, that are or name generators."""
+    modules = modules_in(model) if model is not None else ()
+    for own in map(vars, modules):
+        yield from ((own, name) for name, value in own.items() if isinstance(value, _KINDS))
+    named_generators(modules)
+    yield from (place for kind in set(map(type, modules)) for place in _NAMED[kind])
+
+
+def _assign(place: Any, name: str, value: Any) -> None:
+    if isinstance(place, dict):
+        place[name] = value
+    else:
+        setattr(place, name, value)
+
+
+def _twister(words: tuple[int, ...]) -> np.random.MT19937:
+    """A Mersenne Twister with a state of 624 words."""
+    made = np.random.MT19937()
+    made.state = {"bit_generator": "MT19937", "state": {"key": np.array(words, dtype=np.uint32), "pos": 0}}
+    return made
 
 
 def _value(place: Any, name: str) -> Any:

@@ -72,6 +72,7 @@ class TrainingGraph:
         note: a remark for the user; empty for none.
         eager: the same step in eager mode; None where that is not known.
         parameters: the arguments of regions that are parameters: (region, argument) -> name.
+        chance: what a single random number was taken for by which Python code decides; None for the real one.
         calls: where it is a step of several calls of the model, how many regions and how many leaves of the outputs
             each has; empty for a single call.
     """
@@ -94,6 +95,7 @@ class TrainingGraph:
     laid_out: Mapping[str, LaidOut] = field(default_factory=dict, repr=False)
     calls: tuple[tuple[int, int], ...] = ()
     held: tuple[Held, ...] = ()
+    chance: float | None = None
 
 
 def capture(
@@ -140,7 +142,7 @@ def capture(
                 ends = loss_fn, unreached, laid_out
                 return _captured(model, args, kwargs, split, *ends, compiler, maxima, symbolic, answers)
             except (NothingCapturedError, ModelError):
-                if chance == chances[-1] or not (answers.drew or answers.guessed):
+                if chance == chances[-1] or not answers.by_chance:
                     raise
     raise AssertionError
 
@@ -169,7 +171,7 @@ def _captured(
         before = Attributes(fake_model)
         writes = ParameterWrites(fake_model)
         trial = recording.mode, fake_model, fake_args, fake_kwargs, loss_fn, writes, answers
-        with _drawing(fake_model, answers) as undraw:
+        with random_drawn(fake_model, answers) as undraw:
             errors.append(_try_eagerly(*trial))
             paths = COMPILED
             if isinstance(errors[0], (DataDependentOutputException, DynamicOutputShapeException)):
@@ -184,7 +186,7 @@ def _captured(
             step = FakeStep(recording, split, detach, compiler, paths, orders)
             answers.begin()
             try:
-                with _drawing(fake_model, answers):
+                with random_drawn(fake_model, answers):
                     output = step.run(fake_model, fake_args, fake_kwargs, maxima if symbolic else None)
             except CaptureError as e:
                 _refuse(e, errors, paths, fake_model, (model, args, kwargs))
@@ -209,6 +211,7 @@ def _captured(
                     output_bytes=bytes_of_elements(ends),
                     maxima=maxima if any(is_size(n) for region in regions for n in region.primals) else None,
                     asked=asked,
+                    chance=answers.chance,
                     written=tuple(sorted(writes.names)),
                     paths=paths,
                     parameters=parameters_of_calls(step.calls, {id(p): n for n, p in fake_model.named_parameters()}),
@@ -251,7 +254,7 @@ def _on_fakes(
 
 
 @contextmanager
-def _drawing(model: nn.Module, answers: Answers) -> Iterator[Callable[[], bool]]:
+def random_drawn(model: nn.Module, answers: Answers) -> Iterator[Callable[[], bool]]:
     """Has every pass draw the same random numbers of Python's and NumPy's, and notes whether it did."""
     with random_kept(model, answers.chance) as undraw:
         try:
