@@ -997,6 +997,23 @@ def autoencoder(put: Put, ended: Ended) -> None:
         ended(loss)
 
 
+def averaged_by_methods(put: Put, ended: Ended) -> None:
+    """Weights are averaged once the loop has been looked at."""
+    model, average = put(Autoencoder()), dict[str, torch.Tensor]()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for at in range(STEPS):
+        x = torch.randn(512, 64)
+        loss = F.mse_loss(model.decode(model.encode(x)), x)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ended(loss)
+        if at == 1:
+            average = {name: value.clone() for name, value in model.state_dict().items()}
+        for name, value in average.items():
+            value.lerp_(model.state_dict()[name], 0.1)
+
+
 class DropsLayers(nn.Module):
     """Layers of torch.nn in a loop that a number of NumPy's stops torch.compile in."""
 
@@ -2592,6 +2609,7 @@ LOOPS: dict[str, Loop] = {
     "larger_later": Loop(larger_later, plans=3, share=0.7),
     "autoencoder": Loop(autoencoder),
     "layers_dropped_in_a_loop": Loop(layers_dropped_in_a_loop),
+    "averaged_by_methods": Loop(averaged_by_methods),
     "variational": Loop(variational),
     "halves_by_methods": Loop(halves_by_methods),
     # what the first method returned counts to the loss, though the loop has put something else in its place

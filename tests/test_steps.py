@@ -145,6 +145,22 @@ def test_a_plan_that_cannot_be_made_of_a_steps_calls_leaves_nothing_behind():
         gc.set_threshold(*before)
 
 
+def test_a_first_step_that_keeps_its_graph_is_warned_of_where_the_second_has_no_room_for_it(autoencoder):
+    optimizer, x = torch.optim.SGD(autoencoder.parameters(), 1e-3), torch.randn(4096, 64)
+    plan(autoencoder, budget_gb="12 MB").apply()
+    said = []
+    for _ in range(3):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loss = autoencoder.decode(autoencoder.encode(x)).square().mean()
+        said.append([str(each.message) for each in caught if issubclass(each.category, PlanWarning)])
+        loss.backward(retain_graph=True)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert [len(each) for each in said] == [0, 1, 0]
+    assert "its graph is still there" in said[1][0]
+
+
 def test_evaluation_between_the_calls_of_a_step_is_no_part_of_it(autoencoder):
     twin, x = copy.deepcopy(autoencoder), torch.randn(64, 64)
     plan(autoencoder, budget_gb=1).apply()

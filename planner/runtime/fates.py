@@ -97,6 +97,19 @@ def warn_waiting(plan: PlanRecord, beyond: int) -> None:
         )
 
 
+def warn_retained(plan: PlanRecord) -> None:
+    """Say that the first step, which ran without a plan, has left its graph, where that and the second do not fit."""
+    ends = next((m for m in reversed(plan.baseline_timeline) if m.phase == "forward"), None)
+    left = 0 if ends is None else max(0, ends.held_bytes - plan.resident_bytes)
+    most = max((m.held_bytes for m in plan.timeline if m.phase == "forward"), default=0) + left
+    if most > plan.budget_bytes:
+        warn(
+            f"the first step ran without a plan, and its graph is still there (retain_graph=True): the forward pass of "
+            f"the second one takes up to {gb(most)} of {gb(plan.budget_bytes)}. Let go of the loss and of the model's "
+            "results before the next step"
+        )
+
+
 def warn_unseen(name: str) -> None:
     """Say that a model of such a class is called by a compiled function, in which nothing of the loop is seen."""
     warn(

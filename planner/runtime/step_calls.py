@@ -215,9 +215,16 @@ class CallsSeen:
         """What the step was given, as far as it is alive."""
         return [t for ref, _ in self._given if (t := ref()) is not None]
 
-    def outputs(self) -> list[torch.Tensor | None]:
-        """What all calls returned, by leaf: tensors that are alive; those are what the loop may compute a loss from."""
-        found = [ref() if ref is not None else None for call in self._returned for ref, _ in call]
+    def outputs(self, planned: Collection[int] | None) -> list[torch.Tensor | None]:
+        """What all calls returned, by leaf: tensors that are alive; those are what the loop may compute a loss from.
+
+        Args:
+            planned: in a step that runs by a plan, the outputs of that one: its graphs keep others, which they saved.
+        """
+        refs = [ref for call in self._returned for ref, _ in call]
+        found = [
+            ref() if ref is not None and (planned is None or at in planned) else None for at, ref in enumerate(refs)
+        ]
         self._alive = frozenset(at for at, t in enumerate(found) if t is not None)
         return found
 

@@ -32,6 +32,7 @@ from planner.runtime.cuda_graphs import captures, refuse_captured_parts
 from planner.runtime.entries import Entry, EntryPoint, entries_of, outermost
 from planner.runtime.events import Call, PlanProvider
 from planner.runtime.families import GraphChanged, recipe_of
+from planner.runtime.fates import warn_retained
 from planner.runtime.interception import Applied, attached, put
 from planner.runtime.made import MadeStorages
 from planner.runtime.modes import redirected, refuse_transformed, trains, unguarded
@@ -146,7 +147,8 @@ class StepRuntime(Applied):
             gc.collect()
         assert self.watch is not None
         if self.points:
-            self.watch.step_goes_on(self.seen.batch(), self.seen.outputs())
+            planned = None if self.present is None else self.present.step.outputs
+            self.watch.step_goes_on(self.seen.batch(), self.seen.outputs(planned))
         return result
 
     @contextmanager
@@ -203,6 +205,8 @@ class StepRuntime(Applied):
             kind.record = None
         if kind.record is None and not kind.hopeless:
             self._plan(kind)
+            if loop.graph_retained and not learns and kind.record is not None:
+                warn_retained(kind.record)
 
     def _plan(self, kind: _Kind) -> None:
         try:

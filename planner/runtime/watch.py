@@ -344,7 +344,7 @@ class Watch:
             batch: that the model was given.
             outputs: of all calls so far, those that are alive; None for others.
         """
-        if (model := self._model()) is None or self.settled:
+        if (model := self._model()) is None or (self.settled and not self._rounds.chosen):
             return
         self.stop()
         loss = probable_loss(tuple(outputs))
