@@ -58,17 +58,21 @@ class BudgetError(PlannerError, ValueError):
 LOWER = "pieces='auto', offload= and step_in_backward=True reach lower."
 
 
+LATE = "gradients of the step before, if they are cleared after the forward pass"  # a line of what takes the room
+
+
 class InfeasibleBudgetError(BudgetError):
     """No plan found fits the budget.
 
     Attributes:
         budget_gb: what was asked for.
-        minimum_gb: the smallest budget that was found to work, rounded up to four digits; planning with it succeeds,
-            whatever the time limit. Where no batch is known yet, only a lower bound, and the message says so.
-        minimum_bytes: the same in bytes, not rounded.
+        minimum_gb: the smallest budget that was found to work, with `late`, rounded up to four digits; planning with it
+            succeeds, whatever the time limit. Where no batch is known yet, only a lower bound, and the message says so.
+        minimum_bytes: the same in bytes, not rounded, and without `late`.
         takes: what takes the room at the leanest plan's peak: name -> bytes, largest first.
         lower: a sentence on the options that reach lower.
         leanest: the schedule that needs `minimum_bytes`, where one is known.
+        late: bytes that it needs beside where a loop clears gradients after the forward pass, while that is not known.
     """
 
     def __init__(
@@ -81,14 +85,16 @@ class InfeasibleBudgetError(BudgetError):
         lower: str = LOWER,
         note: str = "",
         leanest: Any = None,
+        late: int = 0,
     ) -> None:
         """Args other than the attributes: `whole`, whether the step is known, or only what is held beside it; `note`,
-        what is added to the error.
+        what is added to the error; `late`, bytes that `minimum_gb` leaves room for beside `minimum_bytes`.
         """
         self.budget_gb = budget_gb
         self.minimum_bytes = minimum_bytes
-        self.minimum_gb = _rounded_up(minimum_bytes / 2**30)
-        self.takes, self.lower, self.leanest = takes, lower, leanest
+        self.minimum_gb = _rounded_up((minimum_bytes + late) / 2**30)
+        takes = dict(sorted({**takes, **({LATE: late} if late else {})}.items(), key=lambda line: -line[1]))
+        self.takes, self.lower, self.leanest, self.late = takes, lower, leanest, late
         room = ", ".join(f"{name} {gb(size)}" for name, size in takes.items() if size)
         asked = f"budget_gb={budget_gb!r} ({gb(budget_gb * 2**30)}) is too small: "
         if whole:
@@ -100,9 +106,8 @@ class InfeasibleBudgetError(BudgetError):
                 "Activations come on top: plan(model, batch, ...) tells how much. Where parameters will be frozen, "
                 "converted or sharded before training, or get no gradient in it, freeze, convert or shard them first."
             )
-        super().__init__(
-            f"{asked}{needs}minimum_gb={self.minimum_gb!r} ({gb(minimum_bytes)}). What takes the room: {room}. {advice}"
-        )
+        needs = f"{needs}minimum_gb={self.minimum_gb!r} ({gb(minimum_bytes + late)})"
+        super().__init__(f"{asked}{needs}. What takes the room: {room}. {advice}")
         if note:
             self.add_note(note)
 

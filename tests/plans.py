@@ -25,8 +25,8 @@ def for_budget(p: Plan, budget_gb: float, **options: Any) -> Plan:
 
 
 def leanest(p: Plan, **options: Any) -> Plan:
-    """The plan for the smallest budget that a refusal names, from the capture of a plan; other options may change."""
+    """The plan for the smallest budget that there is, from the capture of a plan; other options may change."""
     try:
         return for_budget(p, 1e-4, **options)
     except InfeasibleBudgetError as e:
-        return for_budget(p, e.minimum_gb, **options)
+        return for_budget(p, e.minimum_bytes / 2**30, **options)

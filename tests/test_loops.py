@@ -41,6 +41,35 @@ def test_a_batch_that_stays_counts_once_the_loop_is_known_to_make_its_batches():
     assert max(seen.measured[1:]) == seen.predicted[-1] <= seen.budget
 
 
+class Nearest(torch.nn.Module):
+    """Its forward pass takes most before anything is kept."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.randn(2048, 64))
+        self.body = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.ReLU(), torch.nn.Linear(512, 512))
+
+    def forward(self, x):
+        return self.body(self.table[torch.cdist(x, self.table).argmin(1)])
+
+
+def test_the_least_budget_that_is_named_holds_gradients_that_are_cleared_after_the_forward_pass():
+    def loop(put, ended):
+        model = put(Nearest())
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+        for _ in range(6):
+            loss = model(torch.randn(256, 64)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            ended(loss)
+
+    unplanned, seen = judged(Loop(loop, share=0.05))
+    assert differences(seen, unplanned) == []
+    assert seen.peak <= seen.budget
+    assert len(seen.infeasible) == 2  # 5 %, and what is known before the first batch
+
+
 @pytest.mark.filterwarnings("default")
 def test_a_loop_that_trains_past_the_plan_is_told_so():
     model = torch.nn.Linear(64, 64)

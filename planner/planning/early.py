@@ -21,5 +21,4 @@ def refuse_hopeless(request: Request) -> None:
         lines = {**lines, "gradients": trained_bytes(request.model, request.options.shard)}
     least = sum(lines.values())
     if least > request.budget_bytes:
-        takes = dict(sorted(lines.items(), key=lambda line: -line[1]))
-        raise InfeasibleBudgetError(request.budget_gb, least, takes, whole=False)
+        raise InfeasibleBudgetError(request.budget_gb, least, lines, whole=False)

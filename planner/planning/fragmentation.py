@@ -108,10 +108,11 @@ def _leanest(step: Step, request: Request, refused: InfeasibleBudgetError) -> tu
     lacking = lasting_limit(events, limit) - limit if reserved(events, limit).out_of_memory else 0
     margin = max(0, request.budget_bytes + lacking - bare.peak)
     if lacking:
-        takes = dict(sorted({**refused.takes, MARGIN: margin}.items(), key=lambda line: -line[1]))
+        takes = {**refused.takes, MARGIN: margin}
         lower = f"{refused.lower} {ADVICE}".strip()
         note = " ".join(getattr(refused, "__notes__", ()))
-        raise InfeasibleBudgetError(refused.budget_gb, request.budget_bytes + lacking, takes, lower=lower, note=note)
+        least, late = request.budget_bytes + lacking, refused.late
+        raise InfeasibleBudgetError(refused.budget_gb, least, takes, lower=lower, note=note, late=late)
     roomy = with_line(step, MARGIN, margin)
     timeline = simulate(roomy.problem, schedule)
     bound = min(timeline.cost, cost_bound(roomy.problem))
@@ -122,4 +123,4 @@ def _with_its_margin(e: InfeasibleBudgetError, margin: int) -> InfeasibleBudgetE
     """The error for segments that can grow: a larger budget needs a larger margin."""
     asked = e.minimum_bytes - margin
     least = ceil(asked * (1 + EXPANDABLE)) + 1
-    return InfeasibleBudgetError(e.budget_gb, least, {**e.takes, MARGIN: least - asked}, lower=e.lower)
+    return InfeasibleBudgetError(e.budget_gb, least, {**e.takes, MARGIN: least - asked}, lower=e.lower, late=e.late)

@@ -7,9 +7,10 @@ from dataclasses import replace
 
 from planner.capture.trace.step import TrainingGraph
 from planner.core.options import Options
-from planner.core.step import Step, replay
+from planner.core.step import Replay, Step, replay
 from planner.costs.static_memory import trained_bytes
 from planner.errors import LOWER, InfeasibleBudgetError, RankError, gb
+from planner.lowering.build import LOSS
 from planner.lowering.margin import MARGIN
 from planner.parallel.group import other_world
 from planner.planning.adopt_schedule import adopt_known, adopt_schedule, same_structure
@@ -18,7 +19,7 @@ from planner.planning.eager_peak import no_higher_than_eager
 from planner.planning.notes import in_brief
 from planner.requests.planned import Filed, Known, Planned, source_of
 from planner.requests.request import Request
-from solvers import BRIEF, InfeasibleError, Solution, cost_bound, solve
+from solvers import BRIEF, InfeasibleError, Op, Solution, cost_bound, solve
 
 
 def solution_of(
@@ -53,13 +54,41 @@ def solution_of(
         solution = solve(problem, options.solver, time_limit=limit, progress=progress, brief=request.brief)
         return replace(solution, note=f"{solution.note} {same or in_brief(solution)}".strip())
     except InfeasibleError as e:
-        leanest = peak_account(step, replay(problem, e.schedule))
-        takes = dict(sorted({**step.account, **leanest}.items(), key=lambda line: -line[1]))
+        leanest = replay(problem, e.schedule)
+        takes = {**step.account, **peak_account(step, leanest)}
         unseen = graph.loss.source == "unknown" and request.loop.loss is None
         lower, note = _reaching_lower(options), _unseen(request) if unseen else ""
         raise InfeasibleBudgetError(
-            request.budget_gb, e.minimum, takes, lower=lower, note=note, leanest=e.schedule
+            request.budget_gb,
+            e.minimum,
+            takes,
+            lower=lower,
+            note=note,
+            leanest=e.schedule,
+            late=_cleared_late(request, step, leanest),
         ) from None
+
+
+def _cleared_late(request: Request, step: Step, leanest: Replay) -> int:
+    """Bytes that the least budget grows by in a loop that is not known yet, if that clears the gradients of the step
+    before when the forward pass has ended (`optimizer.zero_grad()` before `loss.backward()`).
+    """
+    if request.loop.loss is not None or request.gradients_copied or request.options.step_in_backward:
+        return 0
+    problem, gradients = step.problem, trained_bytes(request.model, request.options.shard)
+    ran = zip(leanest.schedule.steps, leanest.timeline.held, strict=True)
+    if max((h for i, h in ran if i <= problem.boundary), default=0) + gradients <= leanest.timeline.peak:
+        return 0
+    there = Op("gradients of the step before", (), (len(problem.sizes),), 0.0, 0, False, LOSS)
+    loss = problem.ops[problem.boundary]
+    loss = replace(loss, reads=(*loss.reads, *there.writes))
+    ops = (there, *problem.ops[: problem.boundary], loss, *problem.ops[problem.boundary + 1 :])
+    late = replace(problem, ops=ops, sizes=(*problem.sizes, gradients), boundary=problem.boundary + 1)
+    try:
+        solve(late, request.options.solver, time_limit=request.options.time_limit, progress=False)
+    except InfeasibleError as e:
+        return max(0, e.minimum - leanest.timeline.peak)
+    return 0
 
 
 def _unseen(request: Request) -> str:
