@@ -188,6 +188,39 @@ def test_lstms_run_in_parts_of_their_sequences_where_whole_ones_do_not_fit(optio
     assert applied_plan(case.model).verify(case.batch).gradients_agree
 
 
+class Prints(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(32, 32, batch_first=True)
+
+    def forward(self, x):
+        y = self.lstm(x)[0]
+        print(end="")
+        return y
+
+
+class InGraphsOfTheirOwn(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Prints() for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return x[:, -1]
+
+
+@pytest.mark.parametrize("share", [0.55, 0.75])
+def test_what_an_lstm_returns_to_another_graph_is_not_kept_where_the_lstm_runs_again(share):
+    model, x = InGraphsOfTheirOwn(), torch.randn(32, 24, 32)
+    whole = plan(model, x, budget_gb=1, loss_fn=torch.sum)
+    p = plan(model, x, budget_gb=share * whole.baseline_peak_bytes / 2**30, loss_fn=torch.sum)
+    assert any(moment.recomputed and "rnn_layer" in moment.op for moment in p.timeline)
+    seen = p.verify()
+    assert seen.gradients_agree
+    assert seen.measured_bytes == pytest.approx(seen.predicted_bytes, rel=0.001)
+
+
 @pytest.mark.parametrize("breaks", [False, True])
 def test_a_plan_file_made_in_parts_runs_in_parts(breaks, tmp_path):
     case = long_case(Tagger(breaks))

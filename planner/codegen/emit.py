@@ -40,6 +40,7 @@ def emit(
     moves: Sequence[Move] = (),
     store: int = 0,
     *,
+    made_again: Collection[int] = (),
     fused: bool = False,
     on_fakes: bool = False,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -51,6 +52,7 @@ def emit(
         backward: the same for the backward pass.
         moves: as in `PlannedRegion`.
         store: where values go that leave, by `offload.transfers.enter`; 0 for graphs that are only shown.
+        made_again: as in `PlannedRegion`.
         fused: whether a compiler is to fuse the ops, which looks through views but not through strides.
         on_fakes: whether the graphs run on fake tensors only: what saves a kernel or a call is left undone.
 
@@ -71,6 +73,7 @@ def emit(
         first.run(region.ops[i])
     outputs = [first.get(n) if isinstance(n, fx.Node) else n for n in region.fwd_outputs]
     second = _Writer(region, replayed, moving, first)
+    second.pinned.difference_update(made_again)
     for node in region.tangents:
         second.placeholder(node)
     for at, i in enumerate(backward, len(forward)):

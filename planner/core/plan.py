@@ -53,6 +53,7 @@ class Decision:
 
 
 EARLIER = "gradients of earlier microbatches"  # a line of the account
+VARIABLES = "variables"  # no op: until here, variables of the model's functions hold values
 
 
 class Held(NamedTuple):

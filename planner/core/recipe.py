@@ -29,6 +29,8 @@ class PlannedRegion:
         settings: what Inductor is set to while it compiles the region, beside its defaults.
         near: in mode="inductor", how many steps apart is what may be fused, at most.
         lstms_in_parts: whether it is traced with LSTMs in parts of their sequences.
+        made_again: results of its forward pass, by value, that an op of several results makes again in the backward
+            pass, when nothing else holds them any more.
     """
 
     fingerprint: str
@@ -42,6 +44,7 @@ class PlannedRegion:
     settings: Settings = ()
     near: int = 0
     lstms_in_parts: bool = False
+    made_again: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

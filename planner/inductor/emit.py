@@ -50,7 +50,8 @@ def emit_planned(
             return None
         if not moves_fit(written, steps, planned.moves):
             return None
-        return emit(written, planned.forward, planned.backward, planned.moves, store)
+        again = planned.made_again
+        return emit(written, planned.forward, planned.backward, planned.moves, store, made_again=again)
     if any(not 0 <= i < len(region.ops) for i in planned.realised):
         return None
     fused = fuse(region, planned.realised)

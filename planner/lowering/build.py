@@ -20,7 +20,7 @@ from planner.capture.recomputability import is_random
 from planner.capture.regions.calls import Held, Link
 from planner.capture.regions.region import Region
 from planner.compat.ops import name_of
-from planner.core.plan import Phase
+from planner.core.plan import VARIABLES, Phase
 from planner.core.step import OpOrigin, Row, Step
 from planner.costs.ops import OpEstimate
 from planner.lowering.links import LinkedValues, resolve_links
@@ -235,7 +235,7 @@ def _forward_rows(parts: _Parts, named: Sequence[Held]) -> Iterator[Row]:
         for i in range(region.boundary):
             yield from _region_rows(parts, r, range(i, i + 1))
             if (r, i) in last:
-                yield own_row(LOSS, "variables", "forward", last[r, i])
+                yield own_row(LOSS, VARIABLES, "forward", last[r, i])
 
 
 def _region_rows(parts: _Parts, r: int, indices: range) -> Iterator[Row]:
@@ -309,3 +309,22 @@ def split_by_region(
         elif origin.region is not None:
             passes[origin.region][half].append(origin.index)
     return tuple((tuple(forward), tuple(backward)) for forward, backward in passes)
+
+
+def made_again(
+    step: Step, regions: Sequence[Region], passes: Sequence[Sequence[Sequence[int]]]
+) -> list[tuple[int, ...]]:
+    """For each region, as `PlannedRegion` has it, the results that ops of its backward pass make again.
+
+    Args:
+        step: with the values of the regions first.
+        regions: of the step.
+        passes: for each region, the ops of its forward and of its backward pass.
+    """
+    starts = totals((len(region.values) for region in regions), initial=0)
+    found = []
+    for start, region, (_, backward) in zip(starts, regions, passes, strict=False):
+        results = {v for v in region.values_in(region.fwd_outputs) if start + v not in step.problem.pinned}
+        again = {i for i in backward if i < region.boundary and len(region.ops[i].writes) > 1}
+        found.append(tuple(sorted(results.intersection(v for i in again for v in region.ops[i].writes))))
+    return found

@@ -34,7 +34,7 @@ from planner.costs.account import OTHERS, account_of
 from planner.costs.ops import OpEstimate, estimate
 from planner.eager.unplanned import eager_step
 from planner.errors import CaptureError, InfeasibleBudgetError, warn
-from planner.lowering.build import BuildSettings, build, split_by_region
+from planner.lowering.build import BuildSettings, build, made_again, split_by_region
 from planner.lowering.collectives import insert_collectives
 from planner.lowering.keep import keep_asked, places, refuse_unmatched
 from planner.lowering.margin import MARGIN, add_margin
@@ -343,11 +343,13 @@ def write(
     planned = replay(problem, solution.schedule, solution.timeline)
     passes = split_by_region(step, solution.schedule, len(graph.regions))
     moves = moves_by_region(step, solution.schedule, graph.regions)
+    again = made_again(step, graph.regions, passes)
 
     @cache
     def graphs() -> tuple[GraphModules, ...]:
-        rows = zip(graph.regions, passes, moves, strict=True)
-        return tuple(GraphModules(*emit(region, *each, own)) for region, each, own in rows if region.fingerprint)
+        rows = zip(graph.regions, passes, moves, again, strict=True)
+        written = (emit(r, *each, own, made_again=values) for r, each, own, values in rows if r.fingerprint)
+        return tuple(GraphModules(*each) for each in written)
 
     cut = described(graph, step)
     words = [sentence(solution.note), in_words(problem, planned), pieces_in_words(cut), graph.note]
@@ -355,7 +357,7 @@ def write(
         warn(stays)
         words.append(stays)
     note = " ".join(filter(None, [*words, *notes(request, graph)]))
-    recipe = recipe_of(graph, passes, moves)
+    recipe = recipe_of(graph, passes, moves, again)
     host_bytes = room_taken(graph, passes, moves)
     record = record_of(request, step, planned, replace(solution, note=note), recipe, host_bytes=host_bytes)
     record = replace(record, eager_peak_bytes=graph.eager.peak_bytes if graph.eager else None, pieces=cut)

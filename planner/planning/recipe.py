@@ -15,11 +15,14 @@ def recipe_of(
     graph: TrainingGraph,
     passes: Sequence[Passes],
     moves: Sequence[tuple[Move, ...]],
+    made_again: Sequence[tuple[int, ...]],
 ) -> Recipe:
-    """What the runtime reads: for each region the ops of its passes, and its moves."""
+    """What the runtime reads: for each region the ops of its passes, its moves, and what is made again."""
     planned = [
-        PlannedRegion(r.fingerprint, *each, moves=own, splits=r.splits, lstms_in_parts=r.lstms_in_parts)
-        for r, each, own in zip(graph.regions, passes, moves, strict=True)
+        PlannedRegion(
+            r.fingerprint, *each, moves=own, splits=r.splits, lstms_in_parts=r.lstms_in_parts, made_again=again
+        )
+        for r, each, own, again in zip(graph.regions, passes, moves, made_again, strict=True)
     ]
     calls = {key: tuple(None if r is None else planned[r] for r in order) for key, order in graph.order.items()}
     gradients = graph.detached, graph.laid_out

@@ -10,7 +10,7 @@ from typing import Any
 
 import networkx as nx
 
-from planner.core.plan import BaselineMoment, PlanRecord
+from planner.core.plan import VARIABLES, BaselineMoment, PlanRecord
 from planner.errors import OptionError, gb
 from planner.report.graph_layout import layout
 from planner.report.names import folded, lines_of, modules_of, title
@@ -85,7 +85,8 @@ def graph(plan: PlanRecord, module: str | None, format: str) -> Any:
 def _members(plan: PlanRecord, module: str | None) -> list[int]:
     """The ops of a module. Raises OptionError where there are none."""
     ops = plan.baseline_timeline
-    members = [i for i, op in enumerate(ops) if not module or f"{op.module}.".startswith(f"{module}.")]
+    own = (i for i, op in enumerate(ops) if not module or f"{op.module}.".startswith(f"{module}."))
+    members = [i for i in own if ops[i].op != VARIABLES]
     if members:
         return members
     known = sorted({path for op in ops for path in accumulate(op.module.split("."), "{}.{}".format)} - {""})
