@@ -234,11 +234,12 @@ def _plain(tracer: Tracer) -> Trace:
     as checkpoints stay the same whichever way a step goes. The tracer's steps go that way from then on.
     """
     answers, traces = tracer.answers, dict[float, Trace]()
-    for answers.chance in CHANCES:
+    for chance in CHANCES:
+        answers.chance = chance
         try:
-            traces[answers.chance] = _without_checkpoints(tracer)
+            traces[chance] = _without_checkpoints(tracer)
         except PlannerError:
-            if not traces and (answers.chance == CHANCES[-1] or not answers.by_chance):
+            if not traces and (chance == CHANCES[-1] or not answers.by_chance):
                 raise
         if not answers.by_chance:
             break

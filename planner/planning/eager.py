@@ -36,7 +36,6 @@ def make_eager_plan(
     trial = found.trial
     if trial.peak > request.budget_bytes:
         takes = {**trial.step.account, **peak_account(trial.step, trial.replay)}
-        takes = dict(sorted(takes.items(), key=lambda line: -line[1]))
         raise InfeasibleBudgetError(request.budget_gb, trial.peak, takes, note=request.instead)
     seconds, bound = time.perf_counter() - began, found.step.problem.total_cost
     note = f"{found.note} {request.instead}".strip()

@@ -94,7 +94,6 @@ def make_inductor_plan(
         except TooSmall as e:
             lean = e.leanest
             takes = {**lean.step.account, **peak_account(lean.step, lean.replay)}
-            takes = dict(sorted(takes.items(), key=lambda line: -line[1]))
             raise InfeasibleBudgetError(request.budget_gb, lean.peak, takes) from None
         except (PlannerError, MemoryError):
             raise

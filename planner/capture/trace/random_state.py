@@ -84,11 +84,16 @@ def named_generators(modules: Iterable[nn.Module]) -> list[Any]:
 
     O(modules), and O(code) for the first module of a class.
     """
+    return [_value(*place) for place in _named_places(modules)]
+
+
+def _named_places(modules: Iterable[nn.Module]) -> list[tuple[Any, str]]:
+    """The variables that are such generators."""
     kinds = set(map(type, modules))
     for kind in kinds.difference(_NAMED):
         found = (*_KINDS, torch.Generator)
         _NAMED[kind] = [place for place in _names_in_methods(kind) if isinstance(_value(*place), found)]
-    return [_value(*place) for kind in kinds for place in _NAMED[kind]]
+    return [place for kind in kinds for place in _NAMED[kind]]
 
 
 def _names_in_methods(kind: type[nn.Module]) -> Iterator[tuple[Any, str]]:
@@ -112,8 +117,7 @@ def _places(model: nn.Module | None) -> Iterator[tuple[Any, str]]:
     modules = modules_in(model) if model is not None else ()
     for own in map(vars, modules):
         yield from ((own, name) for name, value in own.items() if isinstance(value, _KINDS))
-    named_generators(modules)
-    yield from (place for kind in set(map(type, modules)) for place in _NAMED[kind])
+    yield from _named_places(modules)
 
 
 def _assign(place: Any, name: str, value: Any) -> None:
