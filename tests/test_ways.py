@@ -614,3 +614,35 @@ def test_steps_in_which_every_layer_is_dropped_are_trained():
         for ours, theirs in zip(*found, strict=True):
             assert (ours is None) == (theirs is None)
             assert ours is None or torch.equal(ours, theirs)
+
+
+class InAnyOrder(torch.nn.Module):
+    """In forward(), layers of torch's own run one by one, in a random order or up to a random number."""
+
+    def __init__(self, pick):
+        super().__init__()
+        self.first, self.pick = torch.nn.Linear(8, 8), pick
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x):
+        x = self.first(x)
+        for i in self.pick():
+            x = self.layers[int(i)](x).tanh()
+        return x
+
+
+@pytest.mark.parametrize("mode", ["aten", "eager"])
+@pytest.mark.parametrize(
+    ("pick", "warned"),
+    [
+        (lambda: np.random.permutation(4), True),
+        (lambda: np.random.permutation(4)[: np.random.randint(1, 3)], True),
+        (lambda: [i for i in range(4) if np.random.uniform() < 0.9], False),
+    ],
+)
+def test_a_plan_for_one_of_many_orders_of_layers_says_so(mode, pick, warned):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        plan(InAnyOrder(pick), torch.randn(4, 8), budget_gb=1, mode=mode)
+    told = [str(w.message) for w in caught if issubclass(w.category, PlanWarning)]
+    assert [("decides by random numbers which of its modules run" in each) for each in told] == [True] * warned

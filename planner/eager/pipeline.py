@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,7 +25,7 @@ from planner.eager.lower import lower, unseen_bytes
 from planner.eager.step import StepFailed, trace_step
 from planner.eager.trace import Trace
 from planner.eager.values import to_fake_with_integers
-from planner.errors import CaptureError, PlannerError, RankError
+from planner.errors import CaptureError, PlannerError, RankError, warn
 from planner.lowering.keep import places, reasons, refuse_unmatched
 from planner.lowering.margin import add_margin
 from planner.lowering.microbatches import TARGETS
@@ -233,7 +234,7 @@ def _plain(tracer: Tracer) -> Trace:
     """The step without checkpoints, in detail; where Python code decides by a random number, that which makes the most,
     as checkpoints stay the same whichever way a step goes. The tracer's steps go that way from then on.
     """
-    answers, traces = tracer.answers, dict[float, Trace]()
+    answers, traces = tracer.answers, dict[float | None, Trace]()
     for chance in CHANCES:
         answers.chance = chance
         try:
@@ -244,7 +245,35 @@ def _plain(tracer: Tracer) -> Trace:
         if not answers.by_chance:
             break
     answers.chance = max(traces, key=lambda chance: sum(traces[chance].sizes))
+    _warn_of_ways(tracer.request.model, traces, answers.chance)
     return traces[answers.chance]
+
+
+def warn_of_others(tracer: Tracer, chance: float | None) -> None:
+    """Warn where another random number makes the step run what it does not run by `chance`, or in another order."""
+    traces = dict[float | None, Trace]()
+    for tracer.answers.chance in (chance, *CHANCES):
+        with suppress(PlannerError, StepFailed):
+            traces[tracer.answers.chance] = tracer.trace(Choice())
+    if chance in traces:
+        _warn_of_ways(tracer.request.model, traces, chance)
+
+
+def _warn_of_ways(model: nn.Module, traces: Mapping[float | None, Trace], planned: float | None) -> None:
+    """Warn where the planned step does not run all ops of the others' forward passes, in their order. O(ops)."""
+    runs = {
+        chance: [(op.module, op.target) for op in trace.ops if op.phase == "forward"]
+        for chance, trace in traces.items()
+    }
+    for ops in runs.values():
+        those = iter(runs[planned])
+        if not all(op in those for op in ops):
+            warn(
+                f"{type(model).__name__} decides by random numbers which of its modules run, in which order, and the "
+                "plan is for one of these ways: a step that goes another one may take more than the budget. Give "
+                "forward() the order as an argument, or leave room"
+            )
+            return
 
 
 def _without_checkpoints(tracer: Tracer) -> Trace:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from planner.capture.trace.quiet import quietly
 from planner.core.account import EagerStep
 from planner.core.recipe import Choice
 from planner.costs.static_memory import trained_bytes
-from planner.eager.pipeline import tracer_of
+from planner.eager.pipeline import tracer_of, warn_of_others
 from planner.eager.step import StepFailed
 from planner.errors import PlannerError
 from planner.parallel.fsdp import groups_of
@@ -31,6 +33,12 @@ def eager_step(request: Request, chance: float | None) -> EagerStep | None:
     except (StepFailed, PlannerError):
         return None
     return EagerStep(trial.peak, trial.replay.timeline.cost)
+
+
+def look_at_other_ways(request: Request, chance: float | None) -> None:
+    """Warn where random numbers decide what the step runs, and by others than `chance` it runs something else."""
+    with quietly(), suppress(PlannerError):
+        warn_of_others(tracer_of(request, lambda: None), chance)
 
 
 def _keeps_others(request: Request) -> bool:

@@ -14,6 +14,7 @@ from planner.capture.passes.dropout import planned_for
 from planner.capture.regions.region import Region
 from planner.capture.trace.attention import attention_as_on, eager_attention_as_on
 from planner.capture.trace.closures import gradients_kept
+from planner.capture.trace.data_dependent import DRAWN
 from planner.capture.trace.dynamo import GraphCompiler, Partition, op_by_op
 from planner.capture.trace.layers import has_whole_lstm, lstms_in_parts, lstms_in_steps
 from planner.capture.trace.loss_trace import taken_loss
@@ -32,7 +33,7 @@ from planner.core.step import Pass, Step, replay, run_passes
 from planner.core.surroundings import autocast_as_for, under
 from planner.costs.account import OTHERS, account_of
 from planner.costs.ops import OpEstimate, estimate
-from planner.eager.unplanned import eager_step
+from planner.eager.unplanned import eager_step, look_at_other_ways
 from planner.errors import CaptureError, InfeasibleBudgetError, warn
 from planner.lowering.build import BuildSettings, build, made_again, split_by_region
 from planner.lowering.collectives import insert_collectives
@@ -177,13 +178,15 @@ def _out_of_sight(request: Request) -> Iterator[None]:
         yield
 
 
-def _captured(request: Request, graph: TrainingGraph | None = None) -> TrainingGraph:
+def _captured(request: Request, captured: TrainingGraph | None = None) -> TrainingGraph:
     """The step, which may have been captured before, with the same step in eager mode."""
     with _out_of_sight(request), collector_paused():
-        graph = graph or graph_of(request)
+        graph = captured or graph_of(request)
         if graph.calls:  # the request is for one of them
             return graph
         with eager_attention_as_on(request.device if request.foreign else None):
+            if not captured and DRAWN in graph.asked and not all(region.fingerprint for region in graph.regions):
+                look_at_other_ways(request, graph.chance)
             return replace(graph, eager=eager_step(request, graph.chance))
 
 
