@@ -372,6 +372,29 @@ def test_second_derivatives_are_refused_in_words_where_they_are_taken():
     assert_same(models, lambda m: m(batch()).sum().backward())
 
 
+class Field(nn.Module):
+    """Its graph saves neither of its inputs, but what it puts together of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 1))
+
+    def forward(self, x, t):
+        return self.net(torch.cat([x, t], 1))
+
+
+@pytest.mark.parametrize("computed", [False, True])
+def test_second_derivatives_by_inputs_that_no_graph_saves_are_refused_where_none_is_an_answer(computed):
+    model = Field()
+    plan(model, budget_gb=1).apply()
+    x, t = torch.rand(8, 1, requires_grad=True), torch.rand(8, 1)
+    given = x * 2 if computed else x
+    for _ in range(2):
+        with pytest.raises(ApplyError, match="create_graph"):
+            (slope,) = torch.autograd.grad(model(given, t).sum(), given, create_graph=True)
+            torch.autograd.grad(slope.sum(), given, allow_unused=True)
+
+
 def test_second_derivatives_by_checkpointed_modules_are_those_of_eager():
     model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16)) for _ in range(4)))
     twin, x = copy.deepcopy(model), torch.randn(64, 16, requires_grad=True)

@@ -140,7 +140,14 @@ def _double_backward(then: Callable[[], None]) -> Callable[..., Any]:
             then()
 
     def differentiable(ctx: Any, run: Callable[[], Any], arguments: list[Any]) -> Any:
-        return Gradients.apply(run, torch.empty(0, requires_grad=True), *arguments)  # type: ignore[no-untyped-call]
+        known = {(t.grad_fn, t.output_nr) for t in arguments if isinstance(t, torch.Tensor)}
+        leaves, edges = [], [edge for edge in ctx.next_functions if edge[0] is not None]
+        for edge in edges:
+            if "AccumulateGrad" in edge[0].name():
+                leaves.append(edge[0].variable)
+            elif edge not in known:  # the graph has not saved that input: whoever differentiates by it would get none
+                then()
+        return Gradients.apply(run, torch.empty(0, requires_grad=True), *leaves, *arguments)  # type: ignore[no-untyped-call]
 
     return differentiable
 
