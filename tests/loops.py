@@ -1670,6 +1670,22 @@ def actor_critic(put: Put, ended: Ended) -> None:
         ended([first, second])
 
 
+def policy_gradient(put: Put, ended: Ended) -> None:
+    """Many small calls and one backward pass: the gradients of each call are added to those of the others."""
+    policy = put(nn.Sequential(nn.Linear(16, 2048), nn.Dropout(0.6), nn.ReLU(), nn.Linear(2048, 16), nn.Softmax(1)))
+    optimizer = torch.optim.Adam(policy.parameters(), lr=1e-2)
+    for _ in range(STEPS):
+        gains = []
+        for _ in range(6):
+            chosen = torch.distributions.Categorical(policy(torch.randn(1, 16)))
+            gains.append(-chosen.log_prob(action := chosen.sample()) * (action.item() - 8))
+        optimizer.zero_grad()
+        loss = torch.cat(gains).sum()
+        loss.backward()
+        optimizer.step()
+        ended(loss)
+
+
 def rollouts(put: Put, ended: Ended) -> None:
     """Proximal policy optimization: what a policy has done is collected, and trained on in parts, several times."""
     model = put(mlp(out=9))
@@ -2660,6 +2676,7 @@ LOOPS: dict[str, Loop] = {
     "two_sources_of_loss": Loop(two_sources_of_loss),
     "losses_one_by_one": Loop(losses_one_by_one),
     "actor_critic": Loop(actor_critic, plans=5, share=0.77),
+    "policy_gradient": Loop(policy_gradient, share=0.98),
     "rollouts": Loop(rollouts),
     "weights_from_gradients": Loop(weights_from_gradients),
     "own_predictions": Loop(own_predictions, plans=4),

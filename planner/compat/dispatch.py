@@ -116,10 +116,11 @@ def finds_ops() -> bool:
 
 
 @contextmanager
-def lasting_modes_off() -> Iterator[list[LastingMode]]:
+def lasting_modes_off(*, put_back: bool = True) -> Iterator[list[LastingMode]]:
     """Without the lasting modes that are innermost on this thread's stack, for what torch.compile has to see whole.
 
-    Those that are over stay off, where they may. Gives these modes.
+    Those that are over stay off, where they may. Gives these modes. `put_back`: False where whoever has called puts the
+    stack back as it was.
     """
     off: list[LastingMode] = []
     while (here := modes_here()) and isinstance(here[-1], LastingMode):
@@ -130,9 +131,10 @@ def lasting_modes_off() -> Iterator[list[LastingMode]]:
     try:
         yield off
     finally:
-        _put_back(off[::-1])
-        if off and not _sees_ops():
-            hide_allocations()
+        if put_back:
+            _put_back(off[::-1])
+            if off and not _sees_ops():
+                hide_allocations()
 
 
 def _put_back(modes: list[LastingMode]) -> None:

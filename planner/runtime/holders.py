@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import islice
-from types import CodeType, FrameType, ModuleType
+from itertools import chain, islice
+from types import CodeType, FrameType, ModuleType, NoneType
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from planner.errors import users_frame
 
 _DEEPEST = 4  # objects in objects
 _MOST = 512  # objects that are looked at for one variable: it may hold a whole data set
+_PLAIN = {int, float, bool, str, bytes, complex, NoneType, type, ModuleType, torch.dtype, torch.device}
 Path = tuple[Any, ...]  # an owner, a variable's name, and keys or attributes
 
 
@@ -51,11 +52,16 @@ def held_in(thread: int) -> Held:
     """What the variables of the code that runs in a thread hold."""
     frame = users_frame(frame_of(thread))
     held = Held(inner=None if frame is None else (id(frame), frame.f_code))
+    led_to: dict[int, list[tuple[Path, torch.Tensor]]] = {}  # by an object: functions hand on theirs to each other
     while frame is not None:
         held.owners.add(id(frame))
         for name, value in _variables(frame).items():
-            for path, t in _tensors(value, (_owner(frame, name), name)):
-                held.paths.setdefault(key := storage_key(t), set()).add(path)
+            if type(value) in _PLAIN:
+                continue
+            if (found := led_to.get(id(value))) is None:
+                found = led_to[id(value)] = list(_tensors(value))
+            for path, t in found:
+                held.paths.setdefault(key := storage_key(t), set()).add((_owner(frame, name), name, *path))
                 held.sizes[key] = t.device, t.untyped_storage().nbytes()
         frame = users_frame(frame.f_back)
     return held
@@ -111,27 +117,29 @@ def _owner(frame: FrameType, name: str) -> int | None:
     return id(frame) if own else None
 
 
-def _tensors(value: Any, path: Path) -> Iterator[tuple[Path, torch.Tensor]]:
-    """The tensors that a variable leads to, nearer ones first."""
-    coming, seen = [(path, value)], set[int]()
+def _tensors(value: Any) -> Iterator[tuple[Path, torch.Tensor]]:
+    """The tensors that a variable's value leads to, nearer ones first, and the keys and attributes on the way."""
+    coming, seen = list[tuple[Path, Any]]([((), value)]), set[int]()
     for at, each in coming:
         if isinstance(each, torch.Tensor):
             if each.layout is torch.strided:
                 yield at, each
-        elif id(each) not in seen and len(seen) < _MOST and len(at) < len(path) + _DEEPEST:
+        elif id(each) not in seen and len(seen) < _MOST and len(at) < _DEEPEST:
             seen.add(id(each))
-            coming += [((*at, key), inner) for key, inner in _inside(each, of_variable=at == path)]
+            coming += [
+                ((*at, key), inner) for key, inner in _inside(each, of_variable=not at) if type(inner) not in _PLAIN
+            ]
 
 
-def _inside(x: Any, *, of_variable: bool) -> Iterator[tuple[Any, Any]]:
+def _inside(x: Any, *, of_variable: bool) -> Iterable[tuple[Any, Any]]:
     """Items and attributes; those of modules only where these are variables themselves."""
-    if isinstance(x, (type, ModuleType)) or (isinstance(x, nn.Module) and not of_variable):
-        return
+    if isinstance(x, ModuleType) or (isinstance(x, nn.Module) and not of_variable):
+        return ()
+    items: Iterable[tuple[Any, Any]] = ()
     if isinstance(x, dict):  # a path keeps no object alive
         first = islice(dict.items(x), _MOST)
-        yield from [(key if isinstance(key, (str, int)) else id(key), inner) for key, inner in first]
+        items = [(key if isinstance(key, (str, int)) else id(key), inner) for key, inner in first]
     elif isinstance(x, (list, tuple)):
-        yield from enumerate(x[:_MOST])
+        items = enumerate(x[:_MOST])
     attributes = getattr(x, "__dict__", None)
-    if isinstance(attributes, dict):
-        yield from list(attributes.items())
+    return chain(items, list(attributes.items())) if isinstance(attributes, dict) else items

@@ -30,6 +30,7 @@ from planner.runtime.events import PlannedModel
 from planner.runtime.holders import Held, Path, held_in, paths_to
 from planner.runtime.made import Event, LossEvents, Made, MadeStorages, Used, UsedStorages, call_of, takes_memory, weak
 from planner.runtime.outputs import Unasking
+from planner.runtime.planned_gradients import PlannedGradients
 from planner.runtime.rebound import place_of
 
 _LIFTED = torch.ops.aten.lift_fresh.default  # of what `torch.tensor()` has made of Python's numbers
@@ -118,7 +119,7 @@ class Recorder(LastingMode):
         self.others: weakref.WeakSet[PlannedModel] = weakref.WeakSet()
         self.passing: weakref.WeakSet[PlannedModel] = weakref.WeakSet()
         self.in_loss: set[int] = set()  # numbers of tensors that a backward pass made before it came to an output
-        self.gradients, self.given = MadeStorages(), MadeStorages()  # by the planned graphs; of outputs
+        self.gradients, self.given = PlannedGradients(), MadeStorages()  # by the planned graphs; of outputs
         self.held = self.inputs_at_once = self.later = self._called = 0
         self.budget, self.between, self.before = 0, dict[str, int](), dict[int, int]()
         self.returned, self.inputs, self.added = MadeStorages(), MadeStorages(), MadeStorages()
@@ -260,9 +261,7 @@ class Recorder(LastingMode):
         """The planned graphs have made these gradients."""
         arrived = self.arrived[-1] if self.arrived else {}
         self.held = max(self.held, sum(nbytes for key, (_, nbytes) in arrived.items() if key in self.given.made))
-        for t in (part for outer in tensors_in(results) for part in dense_parts(outer)):
-            if t.device == self.device and not is_batched(t):
-                self.gradients.add(t.untyped_storage(), storage_key(t))
+        self.gradients.come(results, self.device)
 
     @property
     def reached(self) -> set[int]:
@@ -307,6 +306,7 @@ class Recorder(LastingMode):
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self.gradients.end()
 
     def _gradient_arrives(self, at: int, expected: Order, gradient: torch.Tensor | None) -> None:
         """A gradient of an output is there: the planned backward pass begins, if it has not begun."""
@@ -319,6 +319,7 @@ class Recorder(LastingMode):
         found = storages(gradient)
         if self.phase == "loss":
             self.phase = "backward"
+            self.gradients.enter_whole()
             now = held_in(self.thread)
             self.held_then = self.held_then or now
             if not self.losses:
