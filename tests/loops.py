@@ -935,6 +935,38 @@ def kept_by_the_model(put: Put, ended: Ended) -> None:
     reconstruct(put(Keeps()), ended)
 
 
+class Attending(nn.Module):
+    """Keys and values that it keeps for evaluations are no buffers, nor is the table of rotations a training step uses."""
+
+    def __init__(self, width=64, table=None):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+        self.cache, self.table = [torch.zeros(1024, width), torch.zeros(1024, width)], table
+
+    def forward(self, x):
+        if not self.training:
+            for cached in self.cache:
+                cached[: len(x)] = x
+            return x + self.net(x) * self.cache[0][: len(x)]
+        return x + self.net(x) * self.table[: len(x)]
+
+
+def keeps_tables(put: Put, ended: Ended) -> None:
+    table = torch.randn(4096, 64)
+    model = put(nn.Sequential(*(Attending(table=table) for _ in range(4))))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(STEPS):
+        loss = model(torch.randn(512, 64)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ended(loss)
+        if step == 2:
+            with torch.no_grad():
+                model.eval()(torch.randn(64, 64))
+            model.train()
+
+
 class Remembers(nn.Module):
     """It keeps the means of its latest outputs, and uses them from the fourth call on."""
 
@@ -2621,6 +2653,7 @@ LOOPS: dict[str, Loop] = {
     "quantized": Loop(quantized),
     "several_losses": Loop(several_losses, off=0.025),
     "kept_by_the_model": Loop(kept_by_the_model),
+    "keeps_tables": Loop(keeps_tables),
     "remembered": Loop(remembered, plans=3),
     "larger_later": Loop(larger_later, plans=3, share=0.7),
     "autoencoder": Loop(autoencoder),

@@ -9,7 +9,8 @@ from planner.core.plan import EARLIER, Held
 
 BATCH = "batch"
 UNREDUCED = "gradients not reduced yet"
-_PARAMETERS = ("parameters", "parameters gathered for use", "buffers")
+ATTRIBUTES = "attributes of modules"
+_PARAMETERS = ("parameters", "parameters gathered for use", "buffers", ATTRIBUTES)
 _GRADIENTS = (EARLIER, UNREDUCED)
 
 # the position of each kind of memory in `Held`

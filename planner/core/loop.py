@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
@@ -116,6 +117,8 @@ class Loop:
             the outputs of all of these.
         stateless: the parameters, by name, that an optimizer has no state for, though it has stepped others: no
             gradient has come to them.
+        attributes: the tensors that modules keep as attributes and that are part of what `loss` says to stay: names and
+            bytes.
     """
 
     outputs_held: tuple[int, ...] | None = None
@@ -137,6 +140,7 @@ class Loop:
     later_held: tuple[int, ...] | None = None
     late: int | None = None
     stateless: tuple[str, ...] = ()
+    attributes: tuple[tuple[str, int], ...] = ()
 
     @property
     def others(self) -> int:
@@ -156,7 +160,8 @@ class Loop:
 def most_of(one: Loop, other: Loop) -> Loop:
     """What a loop that was seen twice does, where another step may do other things: the most of each."""
     freed = (one.freed_beside, other.freed_beside)
-    losses = [asdict(loop.loss) for loop in (one, other) if loop.loss is not None]
+    both = tuple(each for each in one.attributes if each in other.attributes)
+    losses = [asdict(_staying(loop, both)) for loop in (one, other) if loop.loss is not None]
     # what one step reads may be among what is beside the other
     reads = [0 if loop.loss is None else loop.loss.read for loop in (one, other)]
     most = most_beside(*(replace(loop, beside=loop.beside + n) for loop, n in zip((one, other), reads, strict=True)))
@@ -179,7 +184,15 @@ def most_of(one: Loop, other: Loop) -> Loop:
         kept_beside=max(one.kept_beside, other.kept_beside),
         freed_beside=None if None in freed else max(n for n in freed if n is not None),
         stateless=tuple(name for name in one.stateless if name in other.stateless),
+        attributes=both,
     )
+
+
+def _staying(loop: Loop, attributes: Sequence[tuple[str, int]]) -> LossSeen:
+    """The loss of a loop of which no other attributes of modules stay: they are counted as what the model has."""
+    assert loop.loss is not None
+    rest = sum(nbytes for name, nbytes in loop.attributes if (name, nbytes) not in attributes)
+    return replace(loop.loss, stays=loop.loss.stays - rest)
 
 
 def _in_backward(loop: Loop) -> int:
@@ -212,6 +225,7 @@ def same_facts(one: Loop, other: Loop, tolerance: int) -> bool:
             beside=0,
             around=0,
             left_over=0,
+            attributes=(),
             kept_beside=0,
             freed_beside=none,
         )

@@ -11,8 +11,9 @@ import torch
 from planner.capture.shapes import enlarged
 from planner.compat.fake import FakeTensorMode
 from planner.compat.tensors import storage_key
-from planner.core.account import BATCH
+from planner.core.account import ATTRIBUTES, BATCH
 from planner.core.call import storages
+from planner.core.loop import Loop
 from planner.core.options import GB
 from planner.core.plan import PlannedStep, PlanRecord
 from planner.costs.optimizer import OptimizerMemory, optimizer_memory
@@ -54,6 +55,12 @@ def account_of(request: Request) -> tuple[dict[str, int], int | None]:
         lines[OTHERS] = others
     given.pop(OPTIMIZER_STEP, None)
     return {**lines, **given}, step
+
+
+def attributes_line(attributes: Mapping[str, int], loop: Loop) -> dict[str, int]:
+    """The line of tensors that modules keep as attributes, by name, without those that the loop's part has."""
+    nbytes = sum(size for name, size in attributes.items() if name not in dict(loop.attributes))
+    return {ATTRIBUTES: nbytes} if nbytes else {}
 
 
 def optimizers_take(request: Request) -> tuple[int, int | None]:

@@ -16,7 +16,7 @@ from planner.compat.fake import DataDependentOutputException, FakeTensorMode
 from planner.core.plan import PlanRecord
 from planner.core.recipe import Choice
 from planner.core.step import Replay, Runs, Step, replay
-from planner.costs.account import OTHERS, account_of
+from planner.costs.account import OTHERS, account_of, attributes_line
 from planner.eager.candidates import find_candidates
 from planner.eager.costs import CostsKnown, OpCost, costs_of
 from planner.eager.describe import kept_by, note, runs_under, with_candidates
@@ -194,7 +194,9 @@ class Tracer:
         step = lower(
             trace,
             costs,
-            self.account | ({OTHERS: self.account.get(OTHERS, 0) + more} if more else {}),
+            self.account
+            | ({OTHERS: self.account.get(OTHERS, 0) + more} if more else {})
+            | attributes_line(trace.attributes, request.loop),
             optimizer_step=self.optimizer_step,
             granularity=self.granularity,
             unseen=unseen_bytes(len(choice.kept), trace) if request.device.type == "cpu" else 0,

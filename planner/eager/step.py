@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from planner.capture.trace.as_if_real import as_if_real
 from planner.capture.trace.loss_trace import LossFn
 from planner.compat.fake import FakeTensorMode
 from planner.compat.modules import buffers_of, parameters_of
+from planner.core.attributes import attributes_staying, kept_as_attributes
 from planner.core.call import storages
 from planner.core.loop import Loop
 from planner.core.recipe import Choice
@@ -81,7 +83,7 @@ def trace_step(
         StepFailed: the step raised.
         BatchError: the loss function does not suit the output.
     """
-    recorder = Recorder(mode, detailed)
+    recorder, attributes, kept = Recorder(mode, detailed), dict[str, int](), kept_as_attributes(model)
     shards: list[torch.Tensor] = []
 
     def keep_share(p: torch.Tensor) -> None:
@@ -117,6 +119,7 @@ def trace_step(
                     outputs.append(model(*args, **kwargs))
                     wait(outputs, losses, made, loss_fn, loop)
                 outputs.append(model(*args, **kwargs))
+                attributes = attributes_staying(model, kept)
                 named.clear()  # the names of the last step's outputs are taken over
                 recorder.phase = "loss"
                 differentiate(outputs, losses, loss_fn, recorder, loop, earlier, given)
@@ -125,7 +128,7 @@ def trace_step(
                 raise
             raise StepFailed(recorder.failed or "", _place(e)) from e
         finally:
-            trace = recorder.finished()
+            trace = replace(recorder.finished(), attributes=attributes)
             for p in parameters:
                 p.grad = None
     return trace

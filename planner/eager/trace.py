@@ -109,6 +109,7 @@ class Trace:
         saved: what autograd saved outside of checkpoints; only where asked for.
         given: number of each storage that was there before, by its identity.
         output_bytes: of the elements of the model's outputs.
+        attributes: the bytes of tensors that modules keep as plain attributes, by name, beside what the step makes.
     """
 
     ops: tuple[TracedOp, ...]
@@ -119,3 +120,4 @@ class Trace:
     saved: tuple[Saved, ...]
     given: Mapping[int, int]
     output_bytes: int
+    attributes: Mapping[str, int] = field(default_factory=dict)

@@ -31,7 +31,7 @@ from planner.core.account import BATCH
 from planner.core.plan import GraphModules
 from planner.core.step import Pass, Step, replay, run_passes
 from planner.core.surroundings import autocast_as_for, under
-from planner.costs.account import OTHERS, account_of
+from planner.costs.account import OTHERS, account_of, attributes_line
 from planner.costs.ops import OpEstimate, estimate
 from planner.eager.unplanned import eager_step, look_at_other_ways
 from planner.errors import CaptureError, InfeasibleBudgetError, warn
@@ -285,6 +285,7 @@ def lower(
         account |= {TARGETS: loss.read}
     if loss.more:
         account |= {OTHERS: account.get(OTHERS, 0) + loss.more}
+    account |= attributes_line(graph.attributes, request.loop)
     if loss.inputs is not None and BATCH not in options.account_gb:
         account |= {BATCH: loss.inputs}
     if statistics := sum(region.statistics_bytes() for region in graph.regions):

@@ -15,6 +15,8 @@ from torch import nn, optim
 from planner.compat.autograd import is_transformed
 from planner.compat.dispatch import LastingMode, may_last, switch_off, switch_on
 from planner.compat.tensors import is_traceable_wrapper_subclass, storage_key
+from planner.core.account import ATTRIBUTES
+from planner.core.attributes import state_of
 from planner.core.call import Call, gradient_of, inside, storages, tensors_in
 from planner.core.objects import dense_tensors
 from planner.core.plan import PlanRecord
@@ -43,7 +45,7 @@ def planned_bytes(
     """
     shared = storage_bytes(t for o in optimizers if o in counted for t in tensors_in(list(o.state.values())))
     state = max(0, plan.account.get("optimizer state", 0) - shared)
-    return gradient_bytes(model) + sum(plan.account.get(n, 0) for n in ("parameters", "buffers")) + state
+    return gradient_bytes(model) + sum(plan.account.get(n, 0) for n in ("parameters", "buffers", ATTRIBUTES)) + state
 
 
 def gradient_bytes(model: nn.Module) -> int:
@@ -52,8 +54,8 @@ def gradient_bytes(model: nn.Module) -> int:
 
 
 def tensors_of(model: nn.Module, optimizers: Sequence[optim.Optimizer]) -> Any:
-    """A tree of a model's parameters, buffers, gradients, and the state of its optimizers."""
-    own = [*model.parameters(), *model.buffers(), *map(gradient_of, model.parameters())]
+    """A tree of a model's parameters, buffers, attributes, gradients, and the state of its optimizers."""
+    own = [*state_of(model), *map(gradient_of, model.parameters())]
     return [own, [list(optimizer.state.values()) for optimizer in optimizers]]
 
 

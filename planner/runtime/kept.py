@@ -13,6 +13,7 @@ from torch import nn
 
 from planner.compat.modules import each_parameter
 from planner.compat.tensors import key_of
+from planner.core.attributes import state_of
 from planner.core.call import bytes_of_elements, inside, storages, tensors_in
 from planner.core.loop import Loop, LossSeen
 from planner.core.objects import dense_tensors, leaves
@@ -115,7 +116,7 @@ class KeptOutputs:
             counted = _counted(loop, loop.loss.of(bytes_of_elements(leaves(result))))
         if self.old - counted <= free:
             return
-        own = storages([*model.parameters(), *model.buffers()])
+        own = storages(state_of(model))
         old = sum(output.nbytes for key, output in list(self._there.items()) if output.old and key not in own)
         if old - counted > free:
             self._warned = True

@@ -126,4 +126,5 @@ def _with(loop: Loop, shown: Loop) -> Loop:
         freed_beside=kept.freed_beside,
         asks_first=kept.asks_first,
         stateless=shown.stateless,
+        attributes=shown.attributes,
     )

@@ -13,6 +13,7 @@ import torch
 from torch import nn, optim
 
 from planner.compat.dispatch import lasting_modes_off
+from planner.core.attributes import kept_as_attributes
 from planner.core.call import Call, storages
 from planner.core.loop import LossSeen
 from planner.costs.measured_ops import measure
@@ -107,6 +108,14 @@ def outputs_held(recorder: Recorder) -> dict[int, int]:
     results = [*(ref() for ref in recorder.outputs.values()), *(ref() for ref in recorder.aside)]
     one = recorder.returned.made.copy() if recorder.calls_made == 1 else {}  # of which a view may hold the memory
     return storages([t for t in results if t is not None]) | {key: nbytes for key, (_, nbytes) in one.items()}
+
+
+def attributes_held(recorder: Recorder) -> tuple[tuple[str, int], ...]:
+    """The names and the bytes of those that modules keep as attributes."""
+    outputs, model = outputs_held(recorder).keys(), recorder.model()
+    kept = {} if model is None or not outputs else kept_as_attributes(model)
+    sizes = {name: storages([t]) for name, t in kept.items()}
+    return tuple((name, sum(own.values())) for name, own in sizes.items() if own.keys() <= outputs)
 
 
 def _outputs_of_all(recorder: Recorder) -> dict[int, int]:

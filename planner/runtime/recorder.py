@@ -23,6 +23,7 @@ from torch import nn
 from planner.compat.autograd import adds_to_gradient, graph_is_kept, in_backward, when_backward_ends
 from planner.compat.dispatch import LastingMode, finds_ops, written
 from planner.compat.tensors import dense_parts, is_batched, is_traceable_wrapper_subclass, storage_key
+from planner.core.attributes import state_of
 from planner.core.call import Call, bytes_of_elements, gradient_of, inside, storages, tensors_in
 from planner.core.layout import Order, memory_order
 from planner.core.loop import LaidOut
@@ -100,7 +101,7 @@ class Recorder(LastingMode):
         super().__init__()
         self.device, self.process, self.thread = device, os.getpid(), get_ident()
         self.phase: Literal["loss", "backward"] = "loss"
-        self.known = {*storages([*model.parameters(), *model.buffers()])}
+        self.known = {*storages(state_of(model))}
         self._know([[*map(gradient_of, model.parameters())], batch, [*outputs, *aside]])
         self.output_bytes = bytes_of_elements(list(outputs))
         self.made, self.used, self.used_before = MadeStorages(), UsedStorages(), list[UsedStorages]()

@@ -32,7 +32,7 @@ from planner.runtime.made import MadeStorages, UsedStorages
 from planner.runtime.modes import may_record
 from planner.runtime.optimizer_steps import stepping, tell
 from planner.runtime.peaks import when_begun
-from planner.runtime.recorded import between_steps, loss_seen, stays, trained_outside, workspaces_of
+from planner.runtime.recorded import attributes_held, between_steps, loss_seen, stays, trained_outside, workspaces_of
 from planner.runtime.recorder import Recorder
 from planner.runtime.rounds import Rounds
 from planner.runtime.signature import Role
@@ -244,6 +244,7 @@ class Watch:
             kept_beside=found.kept_passes,
             freed_beside=found.freed_passes,
             asks_first=recorder.asks_first,
+            attributes=attributes_held(recorder),
             stateless=without_state(self._model(), optimizers) if again else (),
         )
         before, settled = self.loop, self.settled

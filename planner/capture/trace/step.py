@@ -40,6 +40,7 @@ from planner.compat.fake import (
     forget_constants,
 )
 from planner.core.account import EagerStep
+from planner.core.attributes import attributes_staying, kept_as_attributes
 from planner.core.call import bytes_of_elements, tensors_in
 from planner.core.frames import forgotten
 from planner.core.loop import LaidOut
@@ -73,6 +74,7 @@ class TrainingGraph:
         eager: the same step in eager mode; None where that is not known.
         parameters: the arguments of regions that are parameters: (region, argument) -> name.
         chance: what a single random number was taken for by which Python code decides; None for the real one.
+        attributes: the bytes of tensors that modules keep as plain attributes, by name, beside what the step makes.
         calls: where it is a step of several calls of the model, how many regions and how many leaves of the outputs
             each has; empty for a single call.
     """
@@ -96,6 +98,7 @@ class TrainingGraph:
     calls: tuple[tuple[int, int], ...] = ()
     held: tuple[Held, ...] = ()
     chance: float | None = None
+    attributes: Mapping[str, int] = field(default_factory=dict)
 
 
 def capture(
@@ -185,11 +188,13 @@ def _captured(
             detach = lone_loss if cut is None and loss_fn is None else (cut or {})
             step = FakeStep(recording, split, detach, compiler, paths, orders)
             answers.begin()
+            kept = kept_as_attributes(fake_model)
             try:
                 with random_drawn(fake_model, answers):
                     output = step.run(fake_model, fake_args, fake_kwargs, maxima if symbolic else None)
             except CaptureError as e:
                 _refuse(e, errors, paths, fake_model, (model, args, kwargs))
+            attributes = attributes_staying(fake_model, kept)
             answers.drew &= step.frames > 1  # a single graph takes the numbers for inputs
             asked = answers.lines()
             cut, loss = step.gradients(output, loss_fn, unreached, certain=not answers.shared_loss)
@@ -212,6 +217,7 @@ def _captured(
                     maxima=maxima if any(is_size(n) for region in regions for n in region.primals) else None,
                     asked=asked,
                     chance=answers.chance,
+                    attributes=attributes,
                     written=tuple(sorted(writes.names)),
                     paths=paths,
                     parameters=parameters_of_calls(step.calls, {id(p): n for n, p in fake_model.named_parameters()}),

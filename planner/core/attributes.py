@@ -1,0 +1,65 @@
+"""Tensors that modules keep as plain attributes: tables, caches of keys and values, a teacher in a list."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from planner.core.call import PLAIN, storages
+
+_OF_TORCH = vars(nn.Module()).keys()
+_DEEPEST = 4  # containers in containers
+_MOST = 4096  # objects of an attribute, which may hold a whole data set
+
+
+def kept_as_attributes(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors that the modules of a model keep, themselves, in lists, tuples and dicts, or as attributes of other
+    objects, by name, one of each storage; and those of modules in containers.
+
+    Its parameters and buffers are none, nor are results that gradients go through. O(attributes).
+    """
+    found: dict[str, torch.Tensor] = {}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if type(value) not in PLAIN and name not in _OF_TORCH:
+                each = enumerate(_tensors(value, _DEEPEST, [_MOST]))
+                found |= {f"{path}.{name}.{at}": t for at, t in each if t.grad_fn is None}
+    known = {*storages([*model.parameters(), *model.buffers()])} if found else set[int]()
+    new: dict[str, torch.Tensor] = {}
+    for name, t in found.items():
+        if not (keys := storages([t]).keys()) <= known:
+            known |= keys
+            new[name] = t
+    return new
+
+
+def state_of(model: nn.Module) -> list[torch.Tensor]:
+    """A model's parameters, buffers, and the tensors that its modules keep as attributes."""
+    return [*model.parameters(), *model.buffers(), *kept_as_attributes(model).values()]
+
+
+def attributes_staying(model: nn.Module, before: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """The bytes of those that were there before the model was called and are there after it, where the model is: others
+    are results, whose time the graphs tell.
+    """
+    now, where = kept_as_attributes(model), next(model.parameters()).device.type
+    stay = {name: t for name, t in before.items() if now.get(name) is t and where in ("cpu", "meta", t.device.type)}
+    return {name: sum(storages([t]).values()) for name, t in stay.items()}
+
+
+def _tensors(value: Any, deepest: int, left: list[int]) -> Iterator[torch.Tensor]:
+    left[0] -= 1
+    if left[0] < 0 or not deepest or type(value) in PLAIN:
+        return
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, nn.Module):
+        yield from (*value.parameters(), *value.buffers())
+    elif isinstance(value, (list, tuple, dict)):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(each, deepest - 1, left)
+    elif isinstance(own := getattr(value, "__dict__", None), dict):  # no deeper: a trainer has optimizers and batches
+        yield from (t for t in own.values() if isinstance(t, torch.Tensor))
