@@ -513,6 +513,41 @@ def test_gradients_that_are_cleared_before_the_backward_pass_are_no_earlier_micr
     assert "anew" not in again.err
 
 
+FROZEN_BY_TURNS = """
+import torch
+
+class Pair(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.maker, self.judge = torch.nn.Linear(4, 8), torch.nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.maker(x)
+
+torch.manual_seed(0)
+pair = Pair()
+makes, judges = (torch.optim.SGD(part.parameters(), 0.1) for part in (pair.maker, pair.judge))
+for _ in range(3):
+    pair.judge.requires_grad_(False)
+    pair.judge(pair(torch.ones(2, 4))).mean().backward()
+    makes.step()
+    pair.judge.requires_grad_(True)
+    pair.maker.requires_grad_(False)
+    pair.judge(pair(torch.ones(2, 4)).detach()).mean().backward()
+    judges.step()
+    pair.maker.requires_grad_(True)
+print(sum(p.sum().item() for p in pair.parameters()))
+"""
+
+
+def test_a_script_may_call_the_model_while_what_it_trains_is_frozen(tmp_path, here, capsys):
+    sys.argv = ["train.py"]
+    runpy.run_path(str(script(tmp_path, FROZEN_BY_TURNS)))
+    usual = capsys.readouterr().out
+    assert here("--budget-gb", 1, "train.py") == 0
+    assert capsys.readouterr().out == usual
+
+
 def searched(wanted=None):
     found = []
     return found, Search(wanted, lambda _, model, optimizers: found.append((model, optimizers)))

@@ -129,15 +129,16 @@ def watched(call: Callable[..., Any], see: Callable[[nn.Module], None]) -> Any:
 
 
 @contextmanager
-def exits(statuses: list[int] | None = None) -> Iterator[None]:
+def exits(statuses: list[int] | None = None, *, let_pass: tuple[type[PlannerError], ...] = ()) -> Iterator[None]:
     """A PlannerError ends the process; its exit status is entered, as a script may catch SystemExit and go on.
 
-    The model's own error for a batch is raised as it is: the script may leave that batch out.
+    The model's own error for a batch is raised as it is: the script may leave that batch out. So are errors of the
+    kinds to `let_pass`.
     """
     try:
         yield
     except PlannerError as e:
-        if isinstance(e, BatchError) and e.of_model is not None:
+        if isinstance(e, let_pass) or (isinstance(e, BatchError) and e.of_model is not None):
             raise
         print(f"planner: {type(e).__name__}: {e}", file=sys.stderr)
         status = DOES_NOT_FIT if isinstance(e, InfeasibleBudgetError) else BAD_INPUT

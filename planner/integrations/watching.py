@@ -22,7 +22,7 @@ from planner.core.occupancy import CLEARED_LATE
 from planner.core.options import GB
 from planner.core.plan import PlanRecord
 from planner.costs.optimizer import optimizer_memory
-from planner.errors import BatchError, OptionError, PlannerError, gb
+from planner.errors import BatchError, ModelError, OptionError, PlannerError, gb
 from planner.integrations.discovery import Search, exits
 from planner.parallel.group import world_size
 from planner.planfile.files import save
@@ -158,19 +158,19 @@ class Watching:
             return self.own.on_missing_plan(caller, call)
         self.told = True
         try:
-            with self._ends(), self.search.paused():
+            with self._ends(caller), self.search.paused():
                 planned = self.own.on_missing_plan(caller, call)
                 self.launched.tell(planned, anew=self.anew)
-        except BatchError:  # the script may leave the batch out
+        except (BatchError, ModelError):  # the script may leave the batch out, or train nothing by this call
             self.told = False
             raise
         return planned
 
-    def _ends(self) -> AbstractContextManager[object]:
+    def _ends(self, caller: Caller) -> AbstractContextManager[object]:
         """Ends the script where there is no plan, unless it is to train without one."""
         if self.launched.options.get("on_failure", "raise") != "raise":
             return nullcontext()
-        return exits(self.search.statuses)
+        return exits(self.search.statuses, let_pass=(ModelError,) if caller.trains_at_times else ())
 
     def on_no_plan(self, model: nn.Module, error: PlannerError) -> bool:
         """See `PlanProvider`."""

@@ -45,10 +45,15 @@ class Caller(Protocol):
         learns: whether it will tell what the loop does.
         together: the kinds of calls of which the loop makes one each before one backward pass; empty where each is
             planned by itself.
+        trains_at_times: whether a call that trains nothing is no mistake.
     """
 
     model: nn.Module
     agrees: bool
+
+    @property
+    def trains_at_times(self) -> bool:
+        """As above."""
 
     @property
     def learns(self) -> bool:

@@ -351,7 +351,7 @@ class Applied:
                 raise
             raise e.of_model from None  # as without a plan: a loop may leave out one batch
         except ModelError:
-            if self.newest is None and all(p.requires_grad for p in self.model.parameters()):
+            if not self.trains_at_times:
                 raise
             self.unplanned.add(signature)  # it trains nothing, as while another part is trained, whose input it makes
             return False
@@ -361,6 +361,11 @@ class Applied:
             self.unplanned.add(signature)
             return False
         return True
+
+    @property
+    def trains_at_times(self) -> bool:
+        """Whether a call that trains nothing is no mistake: others were planned, or parameters are frozen."""
+        return self.newest is not None or not all(p.requires_grad for p in self.model.parameters())
 
     def find(self, signature: Signature, args: Any, kwargs: Any) -> None:
         """Find a plan for a kind of call that comes for the first time, or make one."""

@@ -56,6 +56,7 @@ class _Kind:
         record: its plan; None while there is none.
         hopeless: whether there can be none.
         learns: no, as there is a plan once the loop is known.
+        trains_at_times: yes, as a step that trains nothing has no plan.
     """
 
     step: StepCalls
@@ -65,6 +66,7 @@ class _Kind:
     hopeless: bool = False
     agrees: bool = False
     learns: bool = False
+    trains_at_times: bool = True
     together: tuple[Signature, ...] = ()
 
 
