@@ -936,7 +936,7 @@ def kept_by_the_model(put: Put, ended: Ended) -> None:
 
 
 class Attending(nn.Module):
-    """Keys and values that it keeps for evaluations are no buffers, nor is the table of rotations a training step uses."""
+    """Keys and values that it keeps for evaluations are no buffers, nor is the table that a training step uses."""
 
     def __init__(self, width=64, table=None):
         super().__init__()
@@ -965,6 +965,23 @@ def keeps_tables(put: Put, ended: Ended) -> None:
             with torch.no_grad():
                 model.eval()(torch.randn(64, 64))
             model.train()
+
+
+class Noting(nn.Module):
+    """It writes into what it keeps, in place, where a captured graph writes into a copy."""
+
+    def __init__(self, width=64):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+        self.notes = torch.zeros(100_000, width)
+
+    def forward(self, x):
+        self.notes[: len(x)] = x.detach()
+        return x + self.net(x)
+
+
+def takes_notes(put: Put, ended: Ended) -> None:
+    reconstruct(put(nn.Sequential(Noting(), Noting())), ended)
 
 
 class Remembers(nn.Module):
@@ -2654,6 +2671,7 @@ LOOPS: dict[str, Loop] = {
     "several_losses": Loop(several_losses, off=0.025),
     "kept_by_the_model": Loop(kept_by_the_model),
     "keeps_tables": Loop(keeps_tables),
+    "takes_notes": Loop(takes_notes, share=1.01),
     "remembered": Loop(remembered, plans=3),
     "larger_later": Loop(larger_later, plans=3, share=0.7),
     "autoencoder": Loop(autoencoder),

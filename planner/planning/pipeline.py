@@ -58,7 +58,14 @@ from planner.planning.record import record_of
 from planner.planning.refused import refused_in_words
 from planner.planning.solution import solution_of
 from planner.planning.steps import with_steps
-from planner.planning.uncompiled import fits_uncompiled, make_checkpointed, make_uncompiled, peak_of_all
+from planner.planning.uncompiled import (
+    fits_uncompiled,
+    make_checkpointed,
+    make_uncompiled,
+    may_do_better,
+    outside,
+    peak_of_all,
+)
 from planner.planning.unreached import counting_trained
 from planner.requests.inductor import refuse_inductor
 from planner.requests.planned import Known, Planned
@@ -149,12 +156,10 @@ def _compiled(
         except InfeasibleBudgetError as whole:
             if must_match or graph.calls:
                 raise
-            if not all(region.fingerprint for region in graph.regions):  # it runs outside of all graphs
-                if (found := _checkpointed(request, whole, known)) is None:
+            if outside(graph) or not any(map(has_whole_lstm, graph.regions)):
+                if not may_do_better(graph, whole) or (found := _checkpointed(request, whole, known)) is None:
                     raise
                 return found
-            if not any(map(has_whole_lstm, graph.regions)):
-                raise
             try:
                 with lstms_in_parts():
                     return as_told(request, _captured(request), known, plan_one, _captured)
@@ -185,7 +190,7 @@ def _captured(request: Request, captured: TrainingGraph | None = None) -> Traini
         if graph.calls:  # the request is for one of them
             return graph
         with eager_attention_as_on(request.device if request.foreign else None):
-            if not captured and DRAWN in graph.asked and not all(region.fingerprint for region in graph.regions):
+            if not captured and DRAWN in graph.asked and outside(graph):
                 look_at_other_ways(request, graph.chance)
             return replace(graph, eager=eager_step(request, graph.chance))
 

@@ -64,8 +64,8 @@ def make_checkpointed(
         why: nothing was captured, or it does not fit as it was captured.
         known: as for `make_plan()`.
     """
-    outside = "what runs outside of torch.compile's graphs would be kept, and does not fit"
-    said = str(why) if isinstance(why, CaptureError) else f"{type(request.model).__name__}: {outside}."
+    compiled = "what torch.compile captures of it, with what runs outside, does not fit"
+    said = str(why) if isinstance(why, CaptureError) else f"{type(request.model).__name__}: {compiled}."
     if (instead := checkpointed(request, said)) is None:
         return None
     least = why.minimum_bytes if isinstance(why, InfeasibleBudgetError) else None
@@ -78,6 +78,20 @@ def make_checkpointed(
         raise
     except PlannerError:
         return None
+
+
+def outside(graph: TrainingGraph) -> bool:
+    """Whether something that is trained runs outside of all captured graphs."""
+    return not all(region.fingerprint for region in graph.regions)
+
+
+def may_do_better(graph: TrainingGraph, why: InfeasibleBudgetError) -> bool:
+    """Whether a step that does not fit as it was captured may fit by checkpointed modules, or as it is.
+
+    Eager mode takes less than the captured graphs at the least, or nobody knows what it takes, or something runs
+    outside of all graphs.
+    """
+    return outside(graph) or graph.eager is None or graph.eager.peak_bytes < why.minimum_bytes
 
 
 def checkpointed(request: Request, why: str) -> Request | None:

@@ -34,6 +34,7 @@ from planner.capture.trace.loss_trace import LossFn, OutsideLoss, differentiable
 from planner.capture.trace.recording import EagerCall, Recording, held_by, held_by_variables
 from planner.capture.trace.refusals import in_backward, refusal
 from planner.compat.dynamo import compile_call, forget_compiled
+from planner.core.attributes import attributes_staying, kept_as_attributes
 from planner.core.call import storages
 from planner.core.layout import Order, memory_order
 from planner.core.loop import LaidOut
@@ -62,6 +63,7 @@ class FakeStep:
         reached: whether, by `gradients()`, a gradient reaches any of the compiled graphs.
         fed: of the leaves of the model's output, by position, those whose gradient a graph adds to: bytes of each. The
             graph has a place for them, whether it is planned that the loop gives them one or not.
+        attributes: as in `TrainingGraph`.
         left: the storages of tensors that modules hold after the call, by `storage_key`.
         frames: how many frames torch.compile took; with more than one, Python runs between the graphs.
     """
@@ -86,6 +88,7 @@ class FakeStep:
         self.frames = 0
         self.reached = False
         self.left: frozenset[int] = frozenset()
+        self.attributes: dict[str, int] = {}
         self.fed: dict[int, int] = {}
         self._arrivals: dict[str, Arrivals] = {}
         self._came: dict[int, Order] = {}  # gradients of results, where the loss is known
@@ -93,6 +96,7 @@ class FakeStep:
 
     def run(self, model: nn.Module, args: Any, kwargs: Any, maxima: Maxima | None = None) -> Any:
         """Call the model, with symbols for the sizes that may be smaller; returns its output. Raises CaptureError."""
+        kept = kept_as_attributes(model)
         try:
             output = self._call(model, args, kwargs, maxima)
         except PlannerError:
@@ -100,7 +104,7 @@ class FakeStep:
         except Exception as e:
             raise CaptureError(refusal(model, e, eagerly=False)) from e
         self._between.append(self.recording.taken())
-        self.left = held_by(model.modules())
+        self.left, self.attributes = held_by(model.modules()), attributes_staying(model, kept)
         if all(call.region is None for call in self.calls):
             raise self.nothing_captured(model, args, kwargs, maxima)
         return output

@@ -40,7 +40,6 @@ from planner.compat.fake import (
     forget_constants,
 )
 from planner.core.account import EagerStep
-from planner.core.attributes import attributes_staying, kept_as_attributes
 from planner.core.call import bytes_of_elements, tensors_in
 from planner.core.frames import forgotten
 from planner.core.loop import LaidOut
@@ -171,8 +170,7 @@ def _captured(
         if maxima is not None:
             fake_args, fake_kwargs = enlarged(fake_args, fake_kwargs, maxima, recording.mode)
         # a call may make what the next one uses (a table that is kept): the step is that of the model as it is
-        before = Attributes(fake_model)
-        writes = ParameterWrites(fake_model)
+        before, writes = Attributes(fake_model), ParameterWrites(fake_model)
         trial = recording.mode, fake_model, fake_args, fake_kwargs, loss_fn, writes, answers
         with random_drawn(fake_model, answers) as undraw:
             errors.append(_try_eagerly(*trial))
@@ -188,13 +186,11 @@ def _captured(
             detach = lone_loss if cut is None and loss_fn is None else (cut or {})
             step = FakeStep(recording, split, detach, compiler, paths, orders)
             answers.begin()
-            kept = kept_as_attributes(fake_model)
             try:
                 with random_drawn(fake_model, answers):
                     output = step.run(fake_model, fake_args, fake_kwargs, maxima if symbolic else None)
             except CaptureError as e:
                 _refuse(e, errors, paths, fake_model, (model, args, kwargs))
-            attributes = attributes_staying(fake_model, kept)
             answers.drew &= step.frames > 1  # a single graph takes the numbers for inputs
             asked = answers.lines()
             cut, loss = step.gradients(output, loss_fn, unreached, certain=not answers.shared_loss)
@@ -217,7 +213,7 @@ def _captured(
                     maxima=maxima if any(is_size(n) for region in regions for n in region.primals) else None,
                     asked=asked,
                     chance=answers.chance,
-                    attributes=attributes,
+                    attributes=step.attributes,
                     written=tuple(sorted(writes.names)),
                     paths=paths,
                     parameters=parameters_of_calls(step.calls, {id(p): n for n, p in fake_model.named_parameters()}),
