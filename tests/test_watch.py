@@ -763,3 +763,33 @@ def test_a_compiled_function_around_the_model_is_warned_of_as_its_loss_is_not_se
             step(torch.randn(8, 16)).backward()
     said = [w for w in warned if "called by a function that torch.compile was given" in str(w.message)]
     assert len(said) == 1
+
+
+class Averaging(nn.Module):
+    """The loss is against what an average of the trained weights makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.average = (nn.Linear(512, 512, bias=False) for _ in range(2))
+        self.average.requires_grad_(False)
+
+    def forward(self, x):
+        return (self.net(x) - self.average(x)).square().mean()
+
+
+@pytest.mark.parametrize(("megabytes", "warned"), [(5.5, True), (6.5, False)])
+def test_weights_that_others_take_the_place_of_between_steps_are_there_until_then(megabytes, warned):
+    """Each takes 1 MB: two, a gradient, what is computed for the next average in three parts."""
+    model = Averaging()
+    plan(model, budget_gb=f"{megabytes} MiB").apply()
+    mean, trained = model.average.weight, model.net.weight
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            model.zero_grad()
+            model(torch.randn(4, 512)).backward()
+            with torch.no_grad():
+                trained -= 0.1 * trained.grad
+            mean.data = mean.data * 0.5 + 0.5 * trained.data
+    told = [str(w.message) for w in caught if issubclass(w.category, PlanWarning)]
+    assert [("held 6.0" in each) for each in told] == [True] * warned

@@ -73,6 +73,7 @@ class Used:
     trained: weakref.ref[nn.Parameter] | None = None  # used where its gradient may be asked for
     stays: bool = False  # it is a parameter, or it was written into
     in_step: bool = False  # used before the first backward pass ended
+    since: int | None = None  # how many ops ran before; None where something else counts it
 
 
 UsedStorages = dict[int, Used]  # by identity, as long as they are alive

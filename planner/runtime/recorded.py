@@ -399,12 +399,13 @@ def between_steps(recorder: Recorder, own: Any, budget: int) -> int:
     entered = recorder.made, recorder.inputs, recorder.returned, recorder.added, *recorder.older
     known = {key for each in entered for key in each.made.copy()}
     beside = sum(_without(there, known).values())
-    most = beside + max(recorder.between.values(), default=0)
+    between = recorder.between.most()
+    most = beside + max(between.values(), default=0)
     if most <= budget // 2:
         return most
-    ran = {name: recorder.calls[name] for name in recorder.between.keys() & recorder.calls.keys()}
+    ran = {name: recorder.calls[name] for name in between.keys() & recorder.calls.keys()}
     held = workspaces(ran, recorder.device)
-    return beside + max((level + held.get(name, 0) for name, level in recorder.between.items()), default=0)
+    return beside + max((level + held.get(name, 0) for name, level in between.items()), default=0)
 
 
 def _without(sizes: Mapping[int, int], keys: Collection[int]) -> dict[int, int]:

@@ -27,6 +27,7 @@ from planner.core.attributes import state_of
 from planner.core.call import Call, bytes_of_elements, gradient_of, inside, storages, tensors_in
 from planner.core.layout import Order, memory_order
 from planner.core.loop import LaidOut
+from planner.runtime.between import Between
 from planner.runtime.events import PlannedModel
 from planner.runtime.holders import Held, Path, held_in, paths_to
 from planner.runtime.made import Event, LossEvents, Made, MadeStorages, Used, UsedStorages, call_of, takes_memory, weak
@@ -62,8 +63,8 @@ class Recorder(LastingMode):
         held: the most bytes of these that were still there when the planned graphs had used them.
         added: of the gradients that the model's parameters had as a backward pass ended, those that are alive.
         budget: of the plan, in bytes.
-        between: the most bytes of what was made, and of `inputs`, `returned` and `added`, at once, for each op since
-            the latest backward pass began, if one has; with those of `older` where half of the budget is not enough.
+        between: the bytes of what was made, and of `inputs`, `returned` and `added`, at once, for each op since the
+            latest backward pass began, if one has; with those of `older` where half of the budget is not enough.
         returned: outputs of calls that are alive.
         aside: what the planned graphs of the first call have returned beside them, as attributes of the model, weakly.
         inputs: what the calls were given that is alive.
@@ -101,7 +102,7 @@ class Recorder(LastingMode):
         super().__init__()
         self.device, self.process, self.thread = device, os.getpid(), get_ident()
         self.phase: Literal["loss", "backward"] = "loss"
-        self.known = {*storages(state_of(model))}
+        self.known = {*storages(state := state_of(model))}
         self._know([[*map(gradient_of, model.parameters())], batch, [*outputs, *aside]])
         self.output_bytes = bytes_of_elements(list(outputs))
         self.made, self.used, self.used_before = MadeStorages(), UsedStorages(), list[UsedStorages]()
@@ -122,7 +123,9 @@ class Recorder(LastingMode):
         self.in_loss: set[int] = set()  # numbers of tensors that a backward pass made before it came to an output
         self.gradients, self.given = PlannedGradients(), MadeStorages()  # by the planned graphs; of outputs
         self.held = self.inputs_at_once = self.later = self._called = 0
-        self.budget, self.between, self.before = 0, dict[str, int](), dict[int, int]()
+        self.budget, self.between, self.before = 0, Between(), dict[int, int]()
+        for t in (part for outer in state for part in inside(outer)):  # a loop may put others in their place
+            weakref.finalize(storage := t.untyped_storage(), self.between.gone, storage.nbytes()).atexit = False
         self.returned, self.inputs, self.added = MadeStorages(), MadeStorages(), MadeStorages()
         self.batches = MadeStorages()  # that the model was called with, and that get gradients
         self.waiting, self.stepping, self.makes_batches, self.of_optimizer = (0, 0), False, False, set[int]()
@@ -329,7 +332,7 @@ class Recorder(LastingMode):
             if not self.passes and (model := self.model()) is not None:
                 self.asks_first = not any(map(adds_to_gradient, model.parameters()))
             self.passes.append((graph_is_kept(), dict(self.gradients.made)))
-            self.between.clear()
+            self.between.begin()
             own = storages([other.tensors() for other in {*self.others, *self.passing}] if self.older else [])
             alive = {key: n for older in self.older for key, (_, n) in older.made.items() if key not in own}
             self.before = max(self.before, alive, key=lambda each: sum(each.values()))
@@ -417,12 +420,13 @@ class Recorder(LastingMode):
 
     def _note_between(self, name: str) -> None:
         entered = self.made, self.inputs, self.returned, self.added
-        there, most = sum(each.live for each in entered), self.between.get(name, 0)
-        if there + sum(each.live for each in self.older) > max(most, self.budget // 2):  # some may be in several
+        there = sum(each.live for each in entered)
+        if there + sum(each.live for each in self.older) > max(self.between.highest[name], self.budget // 2):
+            # some may be in several
             counted = {key for each in entered for key in each.made.copy()}
             older = {key: nbytes for each in self.older for key, (_, nbytes) in each.made.copy().items()}
             there += sum(nbytes for key, nbytes in older.items() if key not in counted)
-        self.between[name] = max(most, there)
+        self.between.note(name, there)
 
     def _note_inputs(self, given: Sequence[torch.Tensor], into: set[int]) -> set[int]:
         """Enter the tensors that existed before and that are used, and the storages that are written into.
@@ -440,8 +444,9 @@ class Recorder(LastingMode):
             used = self.used.get(key)
             if used is None:
                 storage = t.untyped_storage()
-                used = self.used[key] = Used(storage.nbytes())
-                weakref.finalize(storage, self.used.pop, key, None).atexit = False
+                counted = any(key in each.made for each in (self.inputs, self.returned, self.added, *self.older))
+                used = self.used[key] = Used(storage.nbytes(), since=None if counted else self.between.ops)
+                weakref.finalize(storage, self.between.ends, self.used, key).atexit = False
             used.in_step |= not self.losses
             used.stays |= isinstance(t, nn.Parameter) or key in into
             if isinstance(t, nn.Parameter) and t.requires_grad and torch.is_grad_enabled():

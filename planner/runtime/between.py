@@ -1,0 +1,61 @@
+"""What a loop holds at once between its steps, op by op."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from itertools import accumulate
+
+from planner.runtime.made import UsedStorages
+
+
+class Between:
+    """The bytes of what was recorded, as each op has run; and of what existed before and was gone after some of them.
+
+    Attributes:
+        began: how many ops ran before those that count.
+        highest: the most bytes of what was recorded, by the op that ran.
+    """
+
+    def __init__(self) -> None:
+        self.began, self.highest = 0, defaultdict[str, int](int)
+        self._levels: list[tuple[str, int]] = []
+        self._gone: list[tuple[int, int, int]] = []  # was there from that op on, and up to this one; bytes
+
+    @property
+    def ops(self) -> int:
+        """How many ops have run."""
+        return self.began + len(self._levels)
+
+    def note(self, name: str, nbytes: int) -> None:
+        """An op has run, with so many bytes recorded."""
+        self._levels.append((name, nbytes))
+        self.highest[name] = max(self.highest[name], nbytes)
+
+    def begin(self) -> None:
+        """Only what comes from now on counts."""
+        self.began = self.ops
+        self.highest.clear()
+        self._levels.clear()
+        self._gone.clear()
+
+    def ends(self, used: UsedStorages, key: int) -> None:
+        """A storage is gone that existed before the recording, and that some op has used."""
+        if (storage := used.pop(key, None)) is not None and storage.since is not None:
+            self.gone(storage.nbytes, storage.since)
+
+    def gone(self, nbytes: int, since: int = 0) -> None:
+        """Something is gone that was there, or counts, since so many ops had run."""
+        if since < self.ops:
+            self._gone.append((max(0, since - self.began), len(self._levels), nbytes))
+
+    def most(self) -> Mapping[str, int]:
+        """The most bytes that were there at once, by the op that ran. O(ops)."""
+        changes = [0] * (len(self._levels) + 1)
+        for begin, end, nbytes in self._gone:
+            changes[begin] += nbytes
+            changes[end] -= nbytes
+        found: dict[str, int] = {}
+        for (name, nbytes), more in zip(self._levels, accumulate(changes), strict=False):
+            found[name] = max(found.get(name, 0), nbytes + more)
+        return found
