@@ -17,11 +17,11 @@ _FOLDERS = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parent}{
 NOT_THE_USERS = (*_FOLDERS, "<frozen", "<eval")
 
 
-def gb(nbytes: float) -> str:
-    """Bytes in words: `1 GB = 2**30 bytes`, as CUDA's own tools print it."""
+def gb(nbytes: float, *, at_least: bool = False) -> str:
+    """Bytes in words: `1 GB = 2**30 bytes`, as CUDA's own tools print it; rounded up, or to the nearest."""
     for unit, size in (("GB", 2**30), ("MB", 2**20), ("kB", 2**10)):
         if abs(nbytes) >= size:
-            return f"{nbytes / size:.2f} {unit}"
+            return f"{math.ceil(100 * nbytes / size) / 100 if at_least else nbytes / size:.2f} {unit}"
     return f"{nbytes:.0f} bytes"
 
 
@@ -106,7 +106,7 @@ class InfeasibleBudgetError(BudgetError):
                 "Activations come on top: plan(model, batch, ...) tells how much. Where parameters will be frozen, "
                 "converted or sharded before training, or get no gradient in it, freeze, convert or shard them first."
             )
-        needs = f"{needs}minimum_gb={self.minimum_gb!r} ({gb(minimum_bytes + late)})"
+        needs = f"{needs}minimum_gb={self.minimum_gb!r} ({gb(minimum_bytes + late, at_least=True)})"
         super().__init__(f"{asked}{needs}. What takes the room: {room}. {advice}")
         if note:
             self.add_note(note)

@@ -1,6 +1,7 @@
 """What bad input gets: an error of the project's own, naming what was given, and a model left as it was."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 
 import planner
 from planner import plan
+from planner.requests.budget import read
 
 from .measure import held_before
 from .real_models import gpt2
@@ -41,6 +43,14 @@ def test_a_budget_under_the_minimum_says_what_would_do():
     assert case.model._compiled_call_impl is None
     for k, v in case.model.state_dict().items():
         assert torch.equal(v, before[k])
+
+
+@pytest.mark.parametrize("least", [10_142_700, 2**20, 3 * 2**30 + 1, 5123])
+def test_the_least_budget_is_enough_in_either_of_the_words_that_name_it(least):
+    error = planner.InfeasibleBudgetError(1e-6, least, {})
+    named = re.search(r"minimum_gb=(\S+) \((.*?)\)", str(error))
+    assert named is not None
+    assert all(read(each, 0) * 2**30 >= least for each in (float(named[1]), named[2]))
 
 
 @pytest.mark.parametrize("thing", [None, 3, "model", lambda x: x, nn.Linear], ids=lambda thing: type(thing).__name__)
