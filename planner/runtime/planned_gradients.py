@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from planner.compat.autograd import leaves_of, running_node, when_backward_ends
+from planner.compat.autograd import in_backward, leaves_of, running_node, when_backward_ends
 from planner.compat.tensors import dense_parts, is_batched, storage_key
 from planner.core.call import gradient_of, tensors_in
 from planner.runtime.made import MadeStorages
@@ -27,10 +27,11 @@ class PlannedGradients(MadeStorages):
     _leaves: list[torch.Tensor] = field(default_factory=list)  # for which these are
 
     def come(self, results: Any, device: torch.device) -> None:
-        """In a node of a backward pass: a planned graph has returned these."""
-        if not self._waiting:
+        """A planned graph has returned these."""
+        leaves = leaves_of(running_node()) if in_backward() else []
+        if leaves and not self._leaves:
             when_backward_ends(self._all_are_whole)
-        self._leaves += (leaves := leaves_of(running_node()))
+        self._leaves += leaves
         shapes = {leaf.shape for leaf in leaves}
         for outer in tensors_in(results):
             for t in dense_parts(outer):
