@@ -124,8 +124,9 @@ class Recorder(LastingMode):
         self.gradients, self.given = PlannedGradients(), MadeStorages()  # by the planned graphs; of outputs
         self.held = self.inputs_at_once = self.later = self._called = 0
         self.budget, self.between, self.before = 0, Between(), dict[int, int]()
-        for t in (part for outer in state for part in inside(outer)):  # a loop may put others in their place
-            weakref.finalize(storage := t.untyped_storage(), self.between.gone, storage.nbytes()).atexit = False
+        own = {storage_key(t): t.untyped_storage() for outer in state for t in inside(outer)}
+        # a loop may put others in their place
+        self._own = [weakref.finalize(each, self.between.gone, each.nbytes()) for each in own.values()]
         self.returned, self.inputs, self.added = MadeStorages(), MadeStorages(), MadeStorages()
         self.batches = MadeStorages()  # that the model was called with, and that get gradients
         self.waiting, self.stepping, self.makes_batches, self.of_optimizer = (0, 0), False, False, set[int]()
@@ -309,7 +310,10 @@ class Recorder(LastingMode):
         self.calls.clear()
         for hook in self._hooks:
             hook.remove()
+        for own in self._own:
+            own.detach()
         self._hooks.clear()
+        self._own.clear()
         self.gradients.end()
 
     def _gradient_arrives(self, at: int, expected: Order, gradient: torch.Tensor | None) -> None:
