@@ -141,13 +141,12 @@ def _double_backward(then: Callable[[], None]) -> Callable[..., Any]:
 
     def differentiable(ctx: Any, run: Callable[[], Any], arguments: list[Any]) -> Any:
         known = {(t.grad_fn, t.output_nr) for t in arguments if isinstance(t, torch.Tensor)}
-        leaves, edges = [], [edge for edge in ctx.next_functions if edge[0] is not None]
-        for edge in edges:
-            if "AccumulateGrad" in edge[0].name():
-                leaves.append(edge[0].variable)
-            elif edge not in known:  # the graph has not saved that input: whoever differentiates by it would get none
-                then()
-        return Gradients.apply(run, torch.empty(0, requires_grad=True), *leaves, *arguments)  # type: ignore[no-untyped-call]
+        computed = [
+            edge for edge in ctx.next_functions if edge[0] is not None and "AccumulateGrad" not in edge[0].name()
+        ]
+        if not known.issuperset(computed):  # the graph has not saved an input: whoever differentiates by it got none
+            then()
+        return Gradients.apply(run, torch.empty(0, requires_grad=True), *leaves_of(ctx), *arguments)  # type: ignore[no-untyped-call]
 
     return differentiable
 

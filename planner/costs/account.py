@@ -59,7 +59,8 @@ def account_of(request: Request) -> tuple[dict[str, int], int | None]:
 
 def attributes_line(attributes: Mapping[str, int], loop: Loop) -> dict[str, int]:
     """The line of tensors that modules keep as attributes, by name, without those that the loop's part has."""
-    nbytes = sum(size for name, size in attributes.items() if name not in dict(loop.attributes))
+    of_loop = dict(loop.attributes)
+    nbytes = sum(size for name, size in attributes.items() if name not in of_loop)
     return {ATTRIBUTES: nbytes} if nbytes else {}
 
 

@@ -254,9 +254,10 @@ def _plain(tracer: Tracer) -> Trace:
 def warn_of_others(tracer: Tracer, chance: float | None) -> None:
     """Warn where another random number makes the step run what it does not run by `chance`, or in another order."""
     traces = dict[float | None, Trace]()
-    for tracer.answers.chance in (chance, *CHANCES):
+    for each in dict.fromkeys((chance, *CHANCES)):
+        tracer.answers.chance = each
         with suppress(PlannerError, StepFailed):
-            traces[tracer.answers.chance] = tracer.trace(Choice())
+            traces[each] = tracer.trace(Choice())
     if chance in traces:
         _warn_of_ways(tracer.request.model, traces, chance)
 
