@@ -23,6 +23,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 from planner import InfeasibleBudgetError, Plan, plan
 from planner.devices.meter import record_allocations
@@ -289,9 +291,20 @@ def measure_cuda(entry: Entry, work: Work, device: torch.device) -> dict[str, An
         "requested_bytes": stats.get("requested_bytes.all.peak", 0),
         "alloc_retries": stats.get("num_alloc_retries", 0) - retries,
     }
+    found |= _kernels(work, device)
     if entry.alone:  # the driver says what the device holds, not who holds it
         found["outside_the_allocator_bytes"] = total - free - torch.cuda.memory_reserved(device)
     return found
+
+
+def _kernels(work: Work, device: torch.device) -> dict[str, Any]:
+    """What runs on the device in one step, and for how long: what a host that is slow cannot change."""
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        work.step()
+        torch.cuda.synchronize(device)
+    work.model.zero_grad(set_to_none=True)
+    events = [e for e in profiler.events() or () if e.device_type == DeviceType.CUDA]
+    return {"kernels": len(events), "kernel_seconds": sum(e.device_time for e in events) / 1e6}
 
 
 def measure_cpu(entry: Entry, work: Work, device: torch.device) -> dict[str, Any]:

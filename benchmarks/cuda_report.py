@@ -34,11 +34,11 @@ def line(row: Row) -> str:
 def table(rows: Sequence[Row]) -> str:
     """The rows of one model as a Markdown table."""
     eager = next((r.get("step_seconds") for r in rows if r["label"] == "eager"), None)
-    head = "| | budget | predicted | allocated | reserved | out of memory | step | over eager | estimated |"
-    lines = [f"{head} gradients differ by | planning |", "|---|" + "---:|" * 10]
+    head = "| | budget | predicted | allocated | reserved | out of memory | step | over eager | estimated | kernels |"
+    lines = [f"{head} gradients differ by | planning |", "|---|" + "---:|" * 11]
     for r in rows:
         if "allocated_bytes" not in r:
-            lines.append(f"| {' '.join(line(r).split())} |" + " |" * 10)
+            lines.append(f"| {' '.join(line(r).split())} |" + " |" * 11)
             continue
         planned = "predicted_bytes" in r
         cells = [
@@ -51,6 +51,7 @@ def table(rows: Sequence[Row]) -> str:
             f"{r['step_seconds'] * 1e3:.1f} ms",
             f"{r['step_seconds'] / eager - 1:+.1%}" if eager else "",
             f"{r['overhead']:+.1%}" if planned else "",
+            f"{r['kernel_seconds'] * 1e3:.1f} ms" if "kernel_seconds" in r else "",
             f"{r['gradient_error']:.0e}" if "gradient_error" in r else "",
             f"{r['planning_seconds']:.1f} s" if planned else "",
         ]

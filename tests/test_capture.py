@@ -391,3 +391,45 @@ def test_tiny_tensors_tell_how_kernels_lay_out(name, args):
     real = op(*args)
     real, fake = (t[0] if isinstance(t, tuple) else t for t in (real, made.meta["val"]))
     assert list(real.stride()) == (real_strides(made) or list(fake.stride()))
+
+
+def test_kernels_that_a_library_builds_for_their_sizes_are_not_run_on_tiny_tensors(monkeypatch):
+    """CuDNN's attention has ended the process, on an H100."""
+    op, tried = torch.ops.aten._scaled_dot_product_cudnn_attention.default, []
+    monkeypatch.setattr("planner.capture.passes.tiny._order_made", lambda *call: tried.append(call))
+    graph = torch.fx.Graph()
+    nodes = [graph.placeholder(name) for name in "qkv"]
+    made = graph.call_function(op, (*nodes, None, True))
+    with FakeTensorMode():
+        for node in (*nodes, made):
+            node.meta["val"] = torch.empty(4, 197, 16, 64, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+        assert real_strides(made) is None
+        made.target = torch.ops.aten.addcmul.default
+        assert real_strides(made) is None
+    assert [call[0] for call in tried] == [made.target]
+
+
+class OfCudnn(nn.BatchNorm2d):
+    """As eager mode runs it on a GPU."""
+
+    def forward(self, x):
+        given = (x, self.weight, self.bias, self.running_mean, self.running_var)
+        return torch.ops.aten.cudnn_batch_norm(*given, self.training, self.momentum, self.eps)[0]
+
+
+@pytest.mark.compat
+def test_batch_normalisation_of_cudnn_is_traced_by_the_op_that_says_what_it_writes():
+    """And by which eager mode's kernel runs: here that of a CPU."""
+
+    def case(norm):
+        torch.manual_seed(0)
+        layers = [m for _ in range(4) for m in (nn.Conv2d(8, 8, 3, padding=1), norm(8), nn.Tanh())]
+        return Case(nn.Sequential(*layers), {"input": torch.randn(4, 8, 16, 16)}, lambda out: out.square().mean())
+
+    expected, planned = results(case(nn.BatchNorm2d)), case(OfCudnn)
+    baseline = plan(planned.model, planned.batch, budget_gb=4, loss_fn=planned.loss_fn).baseline_peak_bytes
+    p = plan(planned.model, planned.batch, budget_gb=0.8 * baseline / 2**30, loss_fn=planned.loss_fn)
+    assert {d.op for d in p.decisions if "norm" in d.op} == {"_batch_norm_with_update_functional"}
+    p.apply()
+    found = results(planned)
+    assert [k for k in expected if "num_batches" not in k and not torch.equal(found[k], expected[k])] == []

@@ -21,12 +21,13 @@ class Attention(nn.Module):
         super().__init__()
         self.inner = nn.Linear(64, 3 * HEADS * width, dtype=dtype)
         self.outer = nn.Linear(HEADS * width, 64, dtype=dtype)
-        self.dropout, self.masked = dropout, masked
+        self.dropout = dropout
+        # an input of the graph: nothing is known of what it says
+        self.register_buffer("mask", torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril() if masked else None)
 
     def forward(self, x):
         q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in self.inner(x).chunk(3, -1))
-        mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool, device=x.device).tril() if self.masked else None
-        out = functional.scaled_dot_product_attention(q, k, v, mask, self.dropout)
+        out = functional.scaled_dot_product_attention(q, k, v, self.mask, self.dropout)
         return self.outer(out.transpose(1, 2).flatten(2)).float().square().mean()
 
 

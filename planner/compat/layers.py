@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -181,7 +181,8 @@ def replace_decompositions() -> Callable[[], None]:
     """Take away the Python decompositions of ops that have a kernel and a derivative of their own (torch 2.11 to 2.15).
 
     With them, AOTAutograd writes `interpolate` as arithmetic on indices (`OpOverload.py_kernels`): other rounding and
-    several times the memory of the kernel that eager mode runs. Returns a function that puts them back.
+    several times the memory of the kernel that eager mode runs; and cuDNN's batch normalisation as torch's own.
+    Returns a function that puts them back.
     """
     taken = [
         (op, key, op.py_kernels.pop(key))
@@ -189,6 +190,10 @@ def replace_decompositions() -> Callable[[], None]:
         for key in (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
         if key in op.py_kernels
     ]
+    norm: OpOverload = torch.ops.aten.cudnn_batch_norm.default
+    if (own := norm.py_kernels.get(DispatchKey.Autograd)) is not None:
+        taken.append((norm, DispatchKey.Autograd, own))
+        norm.py_kernels[DispatchKey.Autograd] = partial(_batch_norm, own)
     for op, _, _ in taken:
         op._dispatch_cache.clear()
 
@@ -198,6 +203,16 @@ def replace_decompositions() -> Callable[[], None]:
             op._dispatch_cache.clear()
 
     return put_back
+
+
+def _batch_norm(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`aten.cudnn_batch_norm`, whose schema does not say that it writes into running statistics, by the op whose does
+    and that runs cuDNN's kernel where eager mode would (`_batch_norm_with_update_cuda`, Normalization.cu).
+    """
+    training = len(args) > 5 and args[5]
+    if kwargs or not training or any(statistics is None for statistics in args[3:5]):
+        return own(*args, **kwargs)
+    return torch.ops.aten._batch_norm_with_update.default(*args[:5], *args[6:])
 
 
 @cache

@@ -137,9 +137,11 @@ def _measurable(node: fx.Node) -> bool:
 def reads_workspace(node: fx.Node) -> bool:
     """Whether an op reads the bytes that its forward op left for it: arbitrary ones would end the process.
 
-    oneDNN's LSTM takes zeros, where their size is known.
+    oneDNN's LSTM takes zeros, where their size is known, and so do kernels of batch normalisation.
     """
     target: Any = node.target
+    if target is torch.ops.aten.batch_norm_backward.default:
+        return False
     names = [a.name for a in schema_of(target).arguments]
     left = [x for name, x in zip(names, node.args, strict=False) if name in ("workspace", "reserve")]
     sizes = [t.nbytes for x in left if isinstance(x, fx.Node) for t in tensors(x)]

@@ -17,13 +17,16 @@ from planner.capture.recomputability import is_random
 from planner.compat import pytree
 from planner.compat.dispatch import lasting_modes_off
 from planner.compat.fake import unset_fake_temporarily
-from planner.compat.ops import OpOverload
+from planner.compat.ops import OpOverload, name_of
 from planner.core.layout import Order, memory_order, strides_in
 
 _ATEN = torch.ops.aten
 _KINDS = [f"{kind}_pad{dims}d" for kind in ("reflection", "replication") for dims in (1, 2, 3)]
 _PADS = {getattr(_ATEN, kind).default for kind in _KINDS}
 _PADS_BACKWARD = {getattr(_ATEN, f"{kind}_backward").default for kind in _KINDS}
+# kernels that libraries of GPUs build for the sizes of a call: not of tiny ones, at which cuDNN's attention has ended
+# the process (torch 2.11, cuDNN 9.19, at the second call that it could not build)
+_BUILT_FOR_SIZES = ("attention", "cudnn", "miopen")
 _SIZES_OF_GROUPS = slice(3, 7)  # arguments of a group norm: batch, channels, elements of each, groups
 
 _Sizes = tuple[int, ...]
@@ -51,6 +54,8 @@ def real_strides(node: fx.Node) -> list[int] | None:
     if not isinstance(op, OpOverload) or op.is_view or may_write(node) or is_random(node):
         return None
     if not isinstance(made, torch.Tensor) or not is_dense(made):
+        return None
+    if made.device.type != "cpu" and any(word in name_of(op) for word in _BUILT_FOR_SIZES):
         return None
     orders = {memory_order(t) for t in read}
     if all(order == tuple(sorted(order)) for order in orders):

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from planner.capture.passes.attention_masks import drop_known_masks
 from planner.capture.passes.rewrite import rewrite
 from planner.capture.passes.tangents import mark_whole
 from planner.capture.regions.region import Region, analyse
@@ -180,6 +181,7 @@ def make_backend(serve: Serve, compiler: GraphCompiler = OP_BY_OP) -> Callable[.
 
             return run
 
+        drop_known_masks(graph)
         _without_history(graph)
         return serve(graph, compile_region, inputs)
 

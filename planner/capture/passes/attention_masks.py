@@ -1,0 +1,252 @@
+"""Attention whose mask says no more than that it is causal, or nothing: the kernel is told so, as in eager mode.
+
+Libraries ask for the values of a mask, and give attention none where it would only be causal; while torch.compile
+traces them they cannot ask, and make the mask whatever it says (`find_packed_sequence_indices` and
+`_ignore_causal_mask_sdpa` in transformers/masking_utils.py). Attention then computes twice as much, by kernels that
+keep more, and the keys and values of grouped queries are repeated, which kernels do not need without a mask. A mask
+that depends on no input of the graph is computed here, once, to see what it says.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from math import prod
+from typing import Any, Literal
+
+import torch
+from torch import fx
+from torch.nn import functional
+
+from planner.capture.joint_graph import ancestors
+from planner.compat import pytree
+from planner.compat.ops import OpOverload, schema_of
+from planner.compat.tensors import no_dispatch, storage_key
+
+MOST_ELEMENTS = 2**34  # of a mask that is computed: 131,072 by 131,072 tokens
+AT_ONCE = 2**26  # elements that are computed at a time
+_ALL = slice(None)
+_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+_WIDEST = 256  # of a head, for kernels of grouped queries
+_HALF = (torch.float16, torch.bfloat16)
+_IN_PLACE = {getattr(operator, f"i{n}") for n in ("add", "and", "concat", "floordiv", "lshift", "matmul", "mod", "mul")}
+_IN_PLACE |= {getattr(operator, f"i{n}") for n in ("or", "pow", "rshift", "sub", "truediv", "xor")} | {operator.setitem}
+_OPERATOR = operator.add.__module__
+_CPU = torch.device("cpu")
+_BY_ELEMENT = {"and_", "or_", "eq", "ne", "le", "lt", "ge", "gt", "invert", "logical_and", "logical_or", "logical_not"}
+_BY_ELEMENT |= {"where", "to", "bool", "add", "sub", "mul"}
+Said = Literal["causal", "nothing", "more"]
+_Part = Callable[[int | None, slice], Any]  # of the batch (None for all), rows -> a value, or that part of it
+
+
+def drop_known_masks(graph: fx.GraphModule) -> None:
+    """Take masks that are causal, or let everything through, from the attention of a Dynamo graph, in place.
+
+    What a mask says is computed on the CPU, a part at a time; O(its elements x ops that make it) time.
+    Masks that depend on an input, or on a symbolic size, are left alone.
+    """
+    known: dict[fx.Node, Said] = {}
+    changed = False
+    for node in graph.graph.find_nodes(op="call_function", target=functional.scaled_dot_product_attention):
+        named = {**dict(zip(_NAMES, node.args, strict=False)), **node.kwargs}
+        mask, (length, width) = named.get("attn_mask"), _shape(named["query"])[-2:]
+        if not isinstance(mask, fx.Node) or named.get("is_causal"):
+            continue
+        if mask not in known:
+            known[mask] = _said_by(mask)
+        square = _shape(mask)[-2:] == (length, length) and _shape(named["key"])[-2] == length
+        if known[mask] == "more" or (known[mask] == "causal" and not square):
+            continue
+        named |= {"attn_mask": None, "is_causal": known[mask] == "causal"}
+        once = [_before_repeating(named[name]) for name in ("key", "value")]
+        if all(n is not None for n in once) and _shape(named["value"])[-1] == width and _takes_groups(named["query"]):
+            named |= {"key": once[0], "value": once[1], "enable_gqa": True}
+        node.args, node.kwargs = (), named
+        changed = True
+    if changed:
+        graph.recompile()
+
+
+def _shape(node: fx.Node) -> torch.Size:
+    shape: torch.Size = node.meta["example_value"].shape
+    return shape
+
+
+def _said_by(mask: fx.Node) -> Said:
+    """What a mask lets through: what is before and at each query, everything, or something else or not known."""
+    makers = ancestors([mask])
+    if not all(_is_known(n) for n in makers) or _is_written(mask.graph, makers):
+        return "more"
+    if any("empty" in str(n.target) or any(t.numel() > MOST_ELEMENTS for t in _tensors(n)) for n in makers):
+        return "more"
+    if (key := _text_of(mask, makers)) not in _KNOWN:
+        _KNOWN[key] = _computed(mask, makers)
+    return _KNOWN[key]
+
+
+def _is_known(node: fx.Node) -> bool:
+    """Whether a node calls a function of torch or of Python, whose result its arguments tell."""
+    return node.op == "call_method" or (node.op == "call_function" and _module_of(node.target) in ("torch", _OPERATOR))
+
+
+def _module_of(target: Any) -> str:
+    """The package that a function belongs to; of an op its namespace."""
+    if isinstance(target, OpOverload):
+        return str(target.namespace)
+    return (getattr(target, "__module__", None) or "torch").partition(".")[0]
+
+
+_KNOWN: dict[str, Said] = {}  # graphs are compiled more than once
+
+
+def _text_of(mask: fx.Node, makers: Collection[fx.Node]) -> str:
+    """What is computed, whatever its nodes are called."""
+    at = {n: f"%{i}" for i, n in enumerate(n for n in mask.graph.nodes if n in makers)}
+    return repr([(str(n.target), fx.map_arg((n.args, n.kwargs), lambda m: at[m])) for n in at])
+
+
+def _computed(mask: fx.Node, makers: Collection[fx.Node]) -> Said:
+    state, may = torch.get_rng_state(), {"nothing", "causal"}
+    try:
+        with no_dispatch(), torch.no_grad():
+            for part, row in _parts_of([n for n in mask.graph.nodes if n in makers], mask):
+                if not (may := may & _may_say(part, row)) or not torch.equal(state, torch.get_rng_state()):
+                    return "more"
+    except Exception:  # an op that does not run by itself, as those of `vmap`
+        return "more"
+    finally:
+        torch.set_rng_state(state)
+    return "nothing" if "nothing" in may else "causal"
+
+
+def _parts_of(nodes: Iterable[fx.Node], mask: fx.Node) -> Iterator[tuple[torch.Tensor, int]]:
+    """The value of a mask on the CPU, in parts of so many rows that none is large, each with the number of its first.
+
+    Args:
+        nodes: those that make it, and itself, the last.
+        mask: the last.
+    """
+    values: dict[fx.Node, _Part] = {}
+    for node in nodes:
+        large = any(t.numel() > AT_ONCE for t in _tensors(node))
+        values[node] = _in_parts(node, values) if large else _whole(node, values)
+    *outer, length, width = _shape(mask)
+    batch = outer[0] if len(outer) == 2 else 1
+    rows = max(1, AT_ONCE // (prod(outer) // batch * width))
+    for first in range(0, length, rows):
+        for at in range(batch):
+            part = values[mask](at, slice(first, first + rows))
+            yield torch.broadcast_to(part, (*part.shape[:-2], min(rows, length - first), width)), first
+
+
+def _whole(node: fx.Node, values: Mapping[fx.Node, _Part]) -> _Part:
+    args, kwargs = _given(node, lambda n: values[n](None, _ALL))
+    value = _called(node, args, kwargs)
+
+    def part(at: int | None, rows: slice) -> Any:
+        if not isinstance(value, torch.Tensor) or at is None:
+            return value
+        found = value[..., rows, :] if value.dim() > 1 and value.shape[-2] > 1 else value
+        return found[at : at + 1] if value.dim() == 4 and value.shape[0] > 1 else found
+
+    return part
+
+
+def _in_parts(node: fx.Node, values: Mapping[fx.Node, _Part]) -> _Part:
+    """Of an op that computes each element by itself, or repeats what it is given: of four dimensions at most."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    repeats = name == "expand" or (name == "getitem" and _adds_dimensions(node.args[1]))
+    if not (repeats or name in _BY_ELEMENT) or len(_shape(node)) > 4:
+        raise ValueError(name)
+
+    def part(at: int | None, rows: slice) -> Any:
+        args, kwargs = _given(node, lambda n: values[n](at, rows))
+        return args[0] if repeats else _called(node, args, kwargs)
+
+    return part
+
+
+def _adds_dimensions(index: Any) -> bool:
+    """Whether an index, as of x[None, None, :, :], adds dimensions before those that there are, and does no more."""
+    kept = [x for x in index if x is not None] if isinstance(index, tuple) else [index]
+    return all(x == _ALL for x in kept) and (not kept or None not in index[-len(kept) :])
+
+
+def _given(node: fx.Node, value: Callable[[fx.Node], Any]) -> tuple[Any, Any]:
+    """The arguments of a node, on the CPU."""
+    given: Any = fx.map_arg((node.args, node.kwargs), value)
+    args, kwargs = fx.node.map_aggregate(given, lambda x: _CPU if isinstance(x, torch.device) else x)
+    return args, kwargs
+
+
+def _called(node: fx.Node, args: Any, kwargs: Any) -> Any:
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    call: Any = node.target
+    return call(*args, **kwargs)
+
+
+def _may_say(part: torch.Tensor, row: int) -> set[str]:
+    """What a mask may say of which this is the part from a row on: the last row of a causal one lets everything
+    through.
+    """
+    if not (part.dtype == torch.bool or part.is_floating_point()):
+        return set()
+    passes = part if part.dtype == torch.bool else part == 0
+    if part.is_floating_point() and not bool((passes | (part <= torch.finfo(part.dtype).min)).all()):
+        return set()
+    causal = torch.ones(passes.shape[-2:], dtype=torch.bool).tril(row)
+    found = {"nothing"} if bool(passes.all()) else set()
+    return found | ({"causal"} if bool((passes == causal).all()) else set())
+
+
+def _is_written(graph: fx.Graph, nodes: set[fx.Node]) -> bool:
+    """Whether an op of a Dynamo graph may write into the memory of what some nodes make."""
+    theirs = {storage_key(t) for n in nodes for t in _tensors(n)}
+    writers = (n for n in graph.nodes if n.op not in ("placeholder", "output") and _may_write(n))
+    return any(storage_key(t) in theirs for n in writers for given in n.all_input_nodes for t in _tensors(given))
+
+
+def _tensors(node: fx.Node) -> list[torch.Tensor]:
+    found = pytree.tree_leaves(node.meta.get("example_value"))
+    return [t for t in found if isinstance(t, torch.Tensor)]
+
+
+def _may_write(node: fx.Node) -> bool:
+    """By the conventions of names in torch; what is none of its functions may do anything."""
+    if node.op == "call_method":
+        return str(node.target).endswith("_") and not str(node.target).endswith("__")
+    if node.op != "call_function" or "out" in node.kwargs:
+        return True
+    target: Any = node.target
+    if isinstance(target, OpOverload):
+        return schema_of(target).is_mutable
+    if _module_of(target) == _OPERATOR:
+        return target in _IN_PLACE
+    # a flag may be `inplace`
+    return (
+        getattr(target, "__name__", "_").endswith("_")
+        or _module_of(target) != "torch"
+        or True in (*node.args, *node.kwargs.values())
+    )
+
+
+def _before_repeating(node: Any) -> fx.Node | None:
+    """What was repeated for each query of a group: x[:, :, None].expand(...).reshape(...); None for anything else.
+
+    That is what transformers' `repeat_kv` does, (batch, heads, length, width) -> more heads.
+    """
+    for method in ("reshape", "expand"):
+        if not isinstance(node, fx.Node) or node.op != "call_method" or node.target != method:
+            return None
+        node = node.args[0]
+    if isinstance(node, fx.Node) and node.target is operator.getitem and node.args[1] == (_ALL, _ALL, None, _ALL, _ALL):
+        once: fx.Node = node.args[0]  # type: ignore[assignment]
+        return once
+    return None
+
+
+def _takes_groups(query: fx.Node) -> bool:
+    """Whether attention without a mask has kernels for keys and values of fewer heads."""
+    t = query.meta["example_value"]
+    return t.shape[-1] <= _WIDEST and (t.device.type == "cpu" or t.dtype in _HALF)

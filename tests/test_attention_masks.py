@@ -1,0 +1,180 @@
+"""Masks that say what a kernel of attention can be told: it is, and computes what eager mode does."""
+
+import math
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
+
+from planner import plan
+from planner.capture.passes import attention_masks
+
+from .measure import results
+from .real_models import Case, gpt2, llama
+
+pytestmark = pytest.mark.usefixtures("short_searches", "always_compiled")
+LENGTH = 32
+
+
+def given(case):
+    """What attention is given in a step (a mask, the flag, how many heads of queries and of keys), and its results."""
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+        found = results(case)
+    seen = []
+    for event in profiler.events():
+        if event.name == "aten::_scaled_dot_product_flash_attention_for_cpu":
+            query, key, _, _, _, mask, _ = event.input_shapes
+            seen.append((bool(mask), event.concrete_inputs[4], query[1], key[1]))
+    return seen, found
+
+
+def compared(case):
+    """The same without a plan and by a plan's graphs; results are equal to the last bit."""
+    plain, expected = given(case)
+    baseline = plan(case.model, case.batch, budget_gb=4, loss_fn=case.loss_fn).baseline_peak_bytes
+    p = plan(case.model, case.batch, budget_gb=0.99 * baseline / 2**30, loss_fn=case.loss_fn)
+    p.apply()
+    results(case)  # which compiles: the profiler sees ops on fake tensors, too
+    planned, found = given(case)
+    p.remove()
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+    return plain, planned
+
+
+def mistral():
+    config = transformers.MistralConfig(
+        num_hidden_layers=2, hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=1,
+        vocab_size=100, use_cache=False, sliding_window=64,
+    )  # fmt: skip
+    ids = torch.arange(64).reshape(2, LENGTH)
+    return Case(transformers.MistralForCausalLM(config).train(), {"input_ids": ids, "labels": ids})
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("make", [gpt2, llama, mistral])
+def test_decoders_of_transformers_give_attention_what_they_give_it_in_eager_mode(make):
+    """No mask, and keys and values of fewer heads, though torch.compile cannot ask what the mask says."""
+    plain, planned = compared(make())
+    assert plain[0][:2] == (False, True)
+    assert planned[: len(plain)] == plain
+
+
+class Attention(nn.Module):
+    """Two layers of attention between linear ones, with a mask that is made at each call."""
+
+    def __init__(self, mask, keys=LENGTH, heads=2):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(16, 48), nn.Linear(16, 16)
+        self.mask, self.keys, self.heads = mask, keys, heads
+
+    def forward(self, x):
+        mask = self.mask(x)
+        for _ in range(2):
+            q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.inner(x).chunk(3, -1))
+            k, v = k[:, :, : self.keys], v[:, :, : self.keys]
+            x = torch.tanh(self.outer(F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2)))
+        return x
+
+
+def ones(*shape):
+    return torch.ones(*shape, dtype=torch.bool)
+
+
+def of_indices(x):
+    at = torch.arange(x.shape[1], device=x.device)
+    return (at[None, :] <= at[:, None])[None, None].expand(x.shape[0], 1, -1, -1)
+
+
+def infinite(x):
+    return torch.full((LENGTH, LENGTH), -math.inf).triu(1)
+
+
+def window(x):
+    return ones(LENGTH, LENGTH).tril() & ones(LENGTH, LENGTH).triu(-8)
+
+
+def written(x):
+    mask = ones(LENGTH, LENGTH).tril()
+    mask[:, 0] = False
+    mask[0] = True
+    return mask
+
+
+def written_through_a_view(x):
+    mask = ones(LENGTH, LENGTH).tril()
+    mask[3].view(4, 8).fill_(True)
+    return mask
+
+
+def written_later(x):
+    mask = torch.zeros(LENGTH, LENGTH)
+    torch.nn.functional.threshold(mask[5], 1.0, -1.5, True)
+    return mask
+
+
+def finite(x):
+    return torch.full((LENGTH, LENGTH), -1.0).triu(1)
+
+
+def of_the_batch(x):
+    return ones(LENGTH, LENGTH).tril() & (x[:, None, :1, :1] < 100)
+
+
+@torch.compiler.allow_in_graph
+def of_someone(length):
+    return ones(length, length).tril()
+
+
+@pytest.mark.parametrize(
+    ("mask", "told"),
+    [
+        (of_indices, (False, True)),
+        (infinite, (False, True)),
+        (lambda x: ones(1, 1, LENGTH, LENGTH), (False, False)),
+        (lambda x: ones(LENGTH, LENGTH).tril(1), (True, False)),
+        (lambda x: ones(1, LENGTH).tril(), (True, False)),  # the same for each query
+        (window, (True, False)),
+        (written, (True, False)),
+        (written_through_a_view, (True, False)),
+        (written_later, (True, False)),
+        (finite, (True, False)),
+        (of_the_batch, (True, False)),
+        (lambda x: of_someone(LENGTH), (True, False)),  # which may have another value next time
+        (lambda x: torch.rand(LENGTH, LENGTH) + 1 > 0, (True, False)),  # which draws numbers at each call
+    ],
+    ids=lambda x: getattr(x, "__name__", None),
+)
+def test_a_mask_is_dropped_where_it_is_known_to_say_no_more_than_a_flag(mask, told):
+    torch.manual_seed(0)
+    case = Case(Attention(mask), {"x": torch.randn(4, LENGTH, 16)}, lambda out: out.square().mean())
+    _, planned = compared(case)
+    assert {seen[:2] for seen in planned} == {told}
+
+
+def test_a_causal_mask_of_fewer_keys_than_queries_stays():
+    torch.manual_seed(0)
+    model = Attention(lambda x: ones(LENGTH, 8).tril(), keys=8)
+    case = Case(model, {"x": torch.randn(4, LENGTH, 16)}, lambda out: out.square().mean())
+    assert {seen[:2] for seen in compared(case)[1]} == {(True, False)}
+
+
+@pytest.mark.parametrize("at_once", [64, 200, 2000])
+@pytest.mark.parametrize(
+    ("mask", "told"),
+    [
+        (of_indices, (False, True)),
+        (lambda x: of_indices(x) | ones(4, 1, 1, 1), (False, False)),
+        (lambda x: of_indices(x) & (torch.arange(4) < 4)[:, None, None, None], (False, True)),
+        (lambda x: of_indices(x) & (torch.arange(4) < 3)[:, None, None, None], (True, False)),
+        (lambda x: ones(1, LENGTH).tril().expand(4, 2, LENGTH, LENGTH), (True, False)),
+        (lambda x: torch.where(of_indices(x), 0.0, -math.inf).expand(4, 2, -1, -1), (False, True)),
+        (written, (True, False)),
+    ],
+)
+def test_large_masks_are_computed_in_parts(mask, told, at_once, monkeypatch):
+    monkeypatch.setattr(attention_masks, "AT_ONCE", at_once)
+    test_a_mask_is_dropped_where_it_is_known_to_say_no_more_than_a_flag(mask, told)
