@@ -155,6 +155,17 @@ def test_a_mask_is_dropped_where_it_is_known_to_say_no_more_than_a_flag(mask, to
     assert {seen[:2] for seen in planned} == {told}
 
 
+def test_what_vmap_makes_stays():
+    """As masks of transformers that are made for each pair of positions."""
+
+    def made(x):
+        at = torch.arange(LENGTH)
+        return torch.vmap(lambda i: torch.vmap(lambda j: j <= i)(at))(at)
+
+    case = Case(Attention(made), {"x": torch.randn(4, LENGTH, 16)}, lambda out: out.square().mean())
+    assert {seen[:2] for seen in compared(case)[1]} == {(True, False)}
+
+
 def test_a_causal_mask_of_fewer_keys_than_queries_stays():
     torch.manual_seed(0)
     model = Attention(lambda x: ones(LENGTH, 8).tril(), keys=8)

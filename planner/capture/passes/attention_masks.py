@@ -18,8 +18,7 @@ import torch
 from torch import fx
 from torch.nn import functional
 
-from planner.capture.joint_graph import ancestors
-from planner.compat import pytree
+from planner.capture.joint_graph import ancestors, tensors
 from planner.compat.ops import OpOverload, schema_of
 from planner.compat.tensors import no_dispatch, storage_key
 
@@ -49,17 +48,16 @@ def drop_known_masks(graph: fx.GraphModule) -> None:
     changed = False
     for node in graph.graph.find_nodes(op="call_function", target=functional.scaled_dot_product_attention):
         named = {**dict(zip(_NAMES, node.args, strict=False)), **node.kwargs}
-        mask, (length, width) = named.get("attn_mask"), _shape(named["query"])[-2:]
-        if not isinstance(mask, fx.Node) or named.get("is_causal"):
+        mask: Any = named.get("attn_mask")
+        if named.get("is_causal") or not all(_is_tensor(named.get(name)) for name in _NAMES[:4]):
             continue
         if mask not in known:
             known[mask] = _said_by(mask)
-        square = _shape(mask)[-2:] == (length, length) and _shape(named["key"])[-2] == length
-        if known[mask] == "more" or (known[mask] == "causal" and not square):
+        if known[mask] == "more" or not _fits(mask, named["query"], named["key"], whole=known[mask] == "causal"):
             continue
         named |= {"attn_mask": None, "is_causal": known[mask] == "causal"}
         once = [_before_repeating(named[name]) for name in ("key", "value")]
-        if all(n is not None for n in once) and _shape(named["value"])[-1] == width and _takes_groups(named["query"]):
+        if all(n is not None for n in once) and _takes_groups(named["query"], named["value"]):
             named |= {"key": once[0], "value": once[1], "enable_gqa": True}
         node.args, node.kwargs = (), named
         changed = True
@@ -67,17 +65,31 @@ def drop_known_masks(graph: fx.GraphModule) -> None:
         graph.recompile()
 
 
+def _is_tensor(x: Any) -> bool:
+    return isinstance(x, fx.Node) and next(tensors(x), None) is not None
+
+
+def _fits(mask: fx.Node, query: fx.Node, key: fx.Node, whole: bool) -> bool:
+    """Whether a mask makes attention no larger, and where it is `whole`, has a row for each query, as many as keys."""
+    scores, shape = (*_shape(query)[:-1], _shape(key)[-2]), _shape(mask)
+    if whole and not shape[-2] == shape[-1] == scores[-2] == scores[-1]:
+        return False
+    return len(shape) <= len(scores) and all(a in (1, b) for a, b in zip(shape[::-1], scores[::-1], strict=False))
+
+
 def _shape(node: fx.Node) -> torch.Size:
-    shape: torch.Size = node.meta["example_value"].shape
-    return shape
+    return next(tensors(node)).shape
 
 
 def _said_by(mask: fx.Node) -> Said:
     """What a mask lets through: what is before and at each query, everything, or something else or not known."""
     makers = ancestors([mask])
-    if not all(_is_known(n) for n in makers) or _is_written(mask.graph, makers):
+    try:
+        if not all(_is_known(n) for n in makers) or _is_written(mask.graph, makers):
+            return "more"
+    except NotImplementedError:  # what `vmap` computes has no storage
         return "more"
-    if any("empty" in str(n.target) or any(t.numel() > MOST_ELEMENTS for t in _tensors(n)) for n in makers):
+    if any("empty" in str(n.target) or any(t.numel() > MOST_ELEMENTS for t in tensors(n)) for n in makers):
         return "more"
     if (key := _text_of(mask, makers)) not in _KNOWN:
         _KNOWN[key] = _computed(mask, makers)
@@ -128,7 +140,7 @@ def _parts_of(nodes: Iterable[fx.Node], mask: fx.Node) -> Iterator[tuple[torch.T
     """
     values: dict[fx.Node, _Part] = {}
     for node in nodes:
-        large = any(t.numel() > AT_ONCE for t in _tensors(node))
+        large = any(t.numel() > AT_ONCE for t in tensors(node))
         values[node] = _in_parts(node, values) if large else _whole(node, values)
     *outer, length, width = _shape(mask)
     batch = outer[0] if len(outer) == 2 else 1
@@ -202,14 +214,9 @@ def _may_say(part: torch.Tensor, row: int) -> set[str]:
 
 def _is_written(graph: fx.Graph, nodes: set[fx.Node]) -> bool:
     """Whether an op of a Dynamo graph may write into the memory of what some nodes make."""
-    theirs = {storage_key(t) for n in nodes for t in _tensors(n)}
+    theirs = {storage_key(t) for n in nodes for t in tensors(n)}
     writers = (n for n in graph.nodes if n.op not in ("placeholder", "output") and _may_write(n))
-    return any(storage_key(t) in theirs for n in writers for given in n.all_input_nodes for t in _tensors(given))
-
-
-def _tensors(node: fx.Node) -> list[torch.Tensor]:
-    found = pytree.tree_leaves(node.meta.get("example_value"))
-    return [t for t in found if isinstance(t, torch.Tensor)]
+    return any(storage_key(t) in theirs for n in writers for given in n.all_input_nodes for t in tensors(given))
 
 
 def _may_write(node: fx.Node) -> bool:
@@ -231,22 +238,25 @@ def _may_write(node: fx.Node) -> bool:
     )
 
 
-def _before_repeating(node: Any) -> fx.Node | None:
+def _before_repeating(repeated: Any) -> fx.Node | None:
     """What was repeated for each query of a group: x[:, :, None].expand(...).reshape(...); None for anything else.
 
     That is what transformers' `repeat_kv` does, (batch, heads, length, width) -> more heads.
     """
+    node: Any = repeated
     for method in ("reshape", "expand"):
-        if not isinstance(node, fx.Node) or node.op != "call_method" or node.target != method:
+        if node.op != "call_method" or node.target != method or not isinstance(node.args[0], fx.Node):
             return None
         node = node.args[0]
-    if isinstance(node, fx.Node) and node.target is operator.getitem and node.args[1] == (_ALL, _ALL, None, _ALL, _ALL):
-        once: fx.Node = node.args[0]  # type: ignore[assignment]
-        return once
-    return None
+    if node.target is not operator.getitem or node.args[1] != (_ALL, _ALL, None, _ALL, _ALL):
+        return None
+    once: fx.Node = node.args[0]
+    batch, heads, *rest = _shape(once)
+    batch_now, heads_now, *rest_now = _shape(repeated)
+    return once if (batch, rest) == (batch_now, rest_now) and heads_now % heads == 0 else None
 
 
-def _takes_groups(query: fx.Node) -> bool:
+def _takes_groups(query: fx.Node, value: fx.Node) -> bool:
     """Whether attention without a mask has kernels for keys and values of fewer heads."""
-    t = query.meta["example_value"]
-    return t.shape[-1] <= _WIDEST and (t.device.type == "cpu" or t.dtype in _HALF)
+    t, width = next(tensors(query)), _shape(value)[-1]
+    return t.shape[-1] == width <= _WIDEST and (t.device.type == "cpu" or t.dtype in _HALF)
