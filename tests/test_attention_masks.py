@@ -8,6 +8,7 @@ import transformers
 from torch import nn
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
 
 from planner import plan
 from planner.capture.passes import attention_masks
@@ -116,6 +117,53 @@ def written_later(x):
     return mask
 
 
+def written_by_a_method(x):
+    mask = ones(LENGTH, LENGTH).tril()
+    mask.__ior__(ones(1, LENGTH))
+    return mask
+
+
+def written_by_a_checkpoint(x):
+    mask = ones(LENGTH, LENGTH)
+    checkpoint(lambda t: t.tril_(2).sum(), mask, use_reentrant=False)
+    return mask
+
+
+class Tril(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, mask):
+        mask.tril_(2)
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+def written_by_a_function(x):
+    mask = ones(LENGTH, LENGTH)
+    Tril.apply(x, mask)
+    return mask
+
+
+def written_by_a_flag(x):
+    mask = torch.zeros(LENGTH, LENGTH)
+    F.hardtanh(mask[3:], -3.0, -2.0, inplace=2)
+    return mask
+
+
+def written_by_a_norm(x):
+    mask = torch.full((LENGTH, LENGTH), torch.finfo(torch.float32).min).triu(1)
+    F.embedding(torch.arange(4), mask, max_norm=0.1)
+    return mask
+
+
+def cast(x):
+    with torch.autocast("cpu", torch.bfloat16):
+        at = torch.arange(480.0, 480.0 + LENGTH)[:, None] @ torch.ones(1, LENGTH)
+    return at >= at.T
+
+
 def finite(x):
     return torch.full((LENGTH, LENGTH), -1.0).triu(1)
 
@@ -141,6 +189,12 @@ def of_someone(length):
         (written, (True, False)),
         (written_through_a_view, (True, False)),
         (written_later, (True, False)),
+        (written_by_a_method, (True, False)),
+        (written_by_a_checkpoint, (True, False)),
+        (written_by_a_function, (True, False)),
+        (written_by_a_flag, (True, False)),
+        (written_by_a_norm, (True, False)),
+        (cast, (True, False)),
         (finite, (True, False)),
         (of_the_batch, (True, False)),
         (lambda x: of_someone(LENGTH), (True, False)),  # which may have another value next time
@@ -153,6 +207,48 @@ def test_a_mask_is_dropped_where_it_is_known_to_say_no_more_than_a_flag(mask, to
     case = Case(Attention(mask), {"x": torch.randn(4, LENGTH, 16)}, lambda out: out.square().mean())
     _, planned = compared(case)
     assert {seen[:2] for seen in planned} == {told}
+
+
+class Grouped(nn.Module):
+    """Attention of 4 heads with one or two of keys and values, repeated in some way, and a causal mask."""
+
+    def __init__(self, repeat):
+        super().__init__()
+        self.queries, self.keys = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.repeat = repeat
+
+    def forward(self, x):
+        mask = ones(LENGTH, LENGTH).tril()
+        q = self.queries(x).unflatten(-1, (4, 4)).transpose(1, 2)
+        k, v = (t.unflatten(-1, (2, 4)).transpose(1, 2) for t in self.keys(x).chunk(2, -1))
+        k, v = self.repeat(k), self.repeat(v)
+        return F.scaled_dot_product_attention(q[:, : k.shape[1]] if k.dim() == 4 else q[:, None], k, v, mask)
+
+
+@pytest.mark.parametrize(
+    ("repeat", "heads"),
+    [
+        (lambda t: t[:, :, None].expand(4, 2, 2, LENGTH, 4).reshape(4, 4, LENGTH, 4), 2),
+        (lambda t: t[:, :, None].expand(2, 4, 2, 1, LENGTH, 4).reshape(4, 4, LENGTH, 4), 4),  # one after the other
+        (lambda t: t[:, :1, None].expand(4, 1, 1, LENGTH, 4).reshape(4, 1, LENGTH, 4), 1),
+        (
+            lambda t: t[:, :, None].expand(4, 2, 2, LENGTH, 4).reshape(4, 1, 4, LENGTH, 4),
+            None,
+        ),  # no such kernel takes it
+    ],
+)
+def test_heads_are_not_repeated_where_that_is_what_kernels_do(repeat, heads):
+    torch.manual_seed(0)
+    case = Case(Grouped(repeat), {"x": torch.randn(4, LENGTH, 16)}, lambda out: out.square().mean())
+    _, expected = given(case)
+    baseline = plan(case.model, case.batch, budget_gb=4, loss_fn=case.loss_fn).baseline_peak_bytes
+    plan(case.model, case.batch, budget_gb=1.5 * baseline / 2**30, loss_fn=case.loss_fn).apply()
+    for _ in range(3):  # in which the loop is learnt
+        results(case)
+    seen, found = given(case)
+    assert {kernel[3] for kernel in seen} == ({heads} if heads else set())
+    for name, theirs in expected.items():  # sums of gradients have another order
+        torch.testing.assert_close(found[name], theirs, rtol=1e-5, atol=1e-7)
 
 
 def test_what_vmap_makes_stays():

@@ -10,7 +10,7 @@ that depends on no input of the graph is computed here, once, to see what it say
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, Literal
 
@@ -19,21 +19,39 @@ from torch import fx
 from torch.nn import functional
 
 from planner.capture.joint_graph import ancestors, tensors
-from planner.compat.ops import OpOverload, schema_of
+from planner.compat.ops import OpOverload
 from planner.compat.tensors import no_dispatch, storage_key
 
 MOST_ELEMENTS = 2**34  # of a mask that is computed: 131,072 by 131,072 tokens
-AT_ONCE = 2**26  # elements that are computed at a time
+AT_ONCE = 2**24  # elements that are computed at a time
 _ALL = slice(None)
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _WIDEST = 256  # of a head, for kernels of grouped queries
 _HALF = (torch.float16, torch.bfloat16)
-_IN_PLACE = {getattr(operator, f"i{n}") for n in ("add", "and", "concat", "floordiv", "lshift", "matmul", "mod", "mul")}
-_IN_PLACE |= {getattr(operator, f"i{n}") for n in ("or", "pow", "rshift", "sub", "truediv", "xor")} | {operator.setitem}
 _OPERATOR = operator.add.__module__
 _CPU = torch.device("cpu")
-_BY_ELEMENT = {"and_", "or_", "eq", "ne", "le", "lt", "ge", "gt", "invert", "logical_and", "logical_or", "logical_not"}
-_BY_ELEMENT |= {"where", "to", "bool", "add", "sub", "mul"}
+# functions of torch and `operator`, and methods of tensors, that write into nothing and are what their arguments say;
+# autocast, which is not known here, does not change what they compute, but for numbers that are not whole
+_BY_ELEMENT = {"add", "and_", "bitwise_and", "bitwise_not", "bitwise_or", "bool", "eq", "ge", "gt", "invert", "le"}
+_BY_ELEMENT |= {
+    "logical_and",
+    "logical_not",
+    "logical_or",
+    "lt",
+    "mul",
+    "ne",
+    "neg",
+    "or_",
+    "sub",
+    "to",
+    "where",
+    "xor",
+}
+_OF_WHOLE_NUMBERS = {"cumsum", "diff"}
+_VIEWS = {"contiguous", "expand", "getitem", "permute", "reshape", "squeeze", "transpose", "unsqueeze", "view"}
+_MADE = {"arange", "full", "full_like", "new_full", "new_ones", "new_zeros", "ones", "ones_like", "tensor", "zeros"}
+_PURE = _BY_ELEMENT | _OF_WHOLE_NUMBERS | _VIEWS | _MADE | {"clone", "float", "int", "long", "masked_fill", "repeat"}
+_PURE |= {"tril", "triu", "zeros_like"}
 Said = Literal["causal", "nothing", "more"]
 _Part = Callable[[int | None, slice], Any]  # of the batch (None for all), rows -> a value, or that part of it
 
@@ -57,7 +75,7 @@ def drop_known_masks(graph: fx.GraphModule) -> None:
             continue
         named |= {"attn_mask": None, "is_causal": known[mask] == "causal"}
         once = [_before_repeating(named[name]) for name in ("key", "value")]
-        if all(n is not None for n in once) and _takes_groups(named["query"], named["value"]):
+        if all(n is not None for n in once) and _takes_groups(*(named[name] for name in _NAMES[:3])):
             named |= {"key": once[0], "value": once[1], "enable_gqa": True}
         node.args, node.kwargs = (), named
         changed = True
@@ -85,27 +103,56 @@ def _said_by(mask: fx.Node) -> Said:
     """What a mask lets through: what is before and at each query, everything, or something else or not known."""
     makers = ancestors([mask])
     try:
-        if not all(_is_known(n) for n in makers) or _is_written(mask.graph, makers):
+        if not all(map(_is_pure, makers)) or not _are_only_read(mask.graph, makers):
             return "more"
     except NotImplementedError:  # what `vmap` computes has no storage
         return "more"
-    if any("empty" in str(n.target) or any(t.numel() > MOST_ELEMENTS for t in tensors(n)) for n in makers):
+    if any(t.numel() > MOST_ELEMENTS for n in makers for t in tensors(n)):
         return "more"
     if (key := _text_of(mask, makers)) not in _KNOWN:
         _KNOWN[key] = _computed(mask, makers)
     return _KNOWN[key]
 
 
-def _is_known(node: fx.Node) -> bool:
-    """Whether a node calls a function of torch or of Python, whose result its arguments tell."""
-    return node.op == "call_method" or (node.op == "call_function" and _module_of(node.target) in ("torch", _OPERATOR))
+def _is_pure(node: fx.Node) -> bool:
+    """Whether a node computes, by arithmetic that is known here, what its arguments alone tell."""
+    name = _name_of(node)
+    if name not in _PURE or "out" in node.kwargs:
+        return False
+    return name not in _OF_WHOLE_NUMBERS or not any(
+        t.is_floating_point() for n in node.all_input_nodes for t in tensors(n)
+    )
 
 
-def _module_of(target: Any) -> str:
-    """The package that a function belongs to; of an op its namespace."""
-    if isinstance(target, OpOverload):
-        return str(target.namespace)
-    return (getattr(target, "__module__", None) or "torch").partition(".")[0]
+def _name_of(node: fx.Node) -> str:
+    """The name of a method of a tensor, or of a function of torch or `operator`; empty for others."""
+    if node.op == "call_method":
+        return str(node.target)
+    target: Any = node.target
+    module = (getattr(target, "__module__", None) or "torch").partition(".")[0]
+    known = node.op == "call_function" and module in ("torch", _OPERATOR) and not isinstance(target, OpOverload)
+    return getattr(target, "__name__", "") if known else ""
+
+
+def _are_only_read(graph: fx.Graph, nodes: set[fx.Node]) -> bool:
+    """Whether no op of a Dynamo graph may write into the memory of what some nodes make: only such as are known to read
+    it are given any of it.
+    """
+    theirs = {storage_key(t) for n in nodes for t in tensors(n)}
+    return all(
+        _is_pure(node) or _reads(node)
+        for node in graph.nodes
+        if node.op not in ("placeholder", "output")
+        and any(storage_key(t) in theirs for given in node.all_input_nodes for t in tensors(given))
+    )
+
+
+def _reads(node: fx.Node) -> bool:
+    """Whether a node is attention, or looks rows up without changing them."""
+    if node.target is functional.embedding:
+        most = node.args[3] if len(node.args) > 3 else node.kwargs.get("max_norm")  # by which it changes rows
+        return most is None
+    return node.target is functional.scaled_dot_product_attention
 
 
 _KNOWN: dict[str, Said] = {}  # graphs are compiled more than once
@@ -131,7 +178,7 @@ def _computed(mask: fx.Node, makers: Collection[fx.Node]) -> Said:
     return "nothing" if "nothing" in may else "causal"
 
 
-def _parts_of(nodes: Iterable[fx.Node], mask: fx.Node) -> Iterator[tuple[torch.Tensor, int]]:
+def _parts_of(nodes: Sequence[fx.Node], mask: fx.Node) -> Iterator[tuple[torch.Tensor, int]]:
     """The value of a mask on the CPU, in parts of so many rows that none is large, each with the number of its first.
 
     Args:
@@ -139,9 +186,17 @@ def _parts_of(nodes: Iterable[fx.Node], mask: fx.Node) -> Iterator[tuple[torch.T
         mask: the last.
     """
     values: dict[fx.Node, _Part] = {}
+    lasting = {mask}  # what is asked for parts
+    last = {given: node for node in nodes for given in node.all_input_nodes}
     for node in nodes:
-        large = any(t.numel() > AT_ONCE for t in tensors(node))
-        values[node] = _in_parts(node, values) if large else _whole(node, values)
+        if any(t.numel() > AT_ONCE for t in tensors(node)):
+            values[node] = _in_parts(node, values)
+            lasting.update(node.all_input_nodes)
+        else:
+            values[node] = _whole(node, values)
+        for given in node.all_input_nodes:
+            if last[given] is node and given not in lasting:
+                values.pop(given, None)
     *outer, length, width = _shape(mask)
     batch = outer[0] if len(outer) == 2 else 1
     rows = max(1, AT_ONCE // (prod(outer) // batch * width))
@@ -166,7 +221,7 @@ def _whole(node: fx.Node, values: Mapping[fx.Node, _Part]) -> _Part:
 
 def _in_parts(node: fx.Node, values: Mapping[fx.Node, _Part]) -> _Part:
     """Of an op that computes each element by itself, or repeats what it is given: of four dimensions at most."""
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    name = _name_of(node)
     repeats = name == "expand" or (name == "getitem" and _adds_dimensions(node.args[1]))
     if not (repeats or name in _BY_ELEMENT) or len(_shape(node)) > 4:
         raise ValueError(name)
@@ -187,7 +242,7 @@ def _adds_dimensions(index: Any) -> bool:
 def _given(node: fx.Node, value: Callable[[fx.Node], Any]) -> tuple[Any, Any]:
     """The arguments of a node, on the CPU."""
     given: Any = fx.map_arg((node.args, node.kwargs), value)
-    args, kwargs = fx.node.map_aggregate(given, lambda x: _CPU if isinstance(x, torch.device) else x)
+    args, kwargs = fx.node.map_aggregate(given, lambda x: _CPU if isinstance(x, (torch.device, str)) else x)
     return args, kwargs
 
 
@@ -212,51 +267,30 @@ def _may_say(part: torch.Tensor, row: int) -> set[str]:
     return found | ({"causal"} if bool((passes == causal).all()) else set())
 
 
-def _is_written(graph: fx.Graph, nodes: set[fx.Node]) -> bool:
-    """Whether an op of a Dynamo graph may write into the memory of what some nodes make."""
-    theirs = {storage_key(t) for n in nodes for t in tensors(n)}
-    writers = (n for n in graph.nodes if n.op not in ("placeholder", "output") and _may_write(n))
-    return any(storage_key(t) in theirs for n in writers for given in n.all_input_nodes for t in tensors(given))
-
-
-def _may_write(node: fx.Node) -> bool:
-    """By the conventions of names in torch; what is none of its functions may do anything."""
-    if node.op == "call_method":
-        return str(node.target).endswith("_") and not str(node.target).endswith("__")
-    if node.op != "call_function" or "out" in node.kwargs:
-        return True
-    target: Any = node.target
-    if isinstance(target, OpOverload):
-        return schema_of(target).is_mutable
-    if _module_of(target) == _OPERATOR:
-        return target in _IN_PLACE
-    # a flag may be `inplace`
-    return (
-        getattr(target, "__name__", "_").endswith("_")
-        or _module_of(target) != "torch"
-        or True in (*node.args, *node.kwargs.values())
-    )
-
-
 def _before_repeating(repeated: Any) -> fx.Node | None:
     """What was repeated for each query of a group: x[:, :, None].expand(...).reshape(...); None for anything else.
 
     That is what transformers' `repeat_kv` does, (batch, heads, length, width) -> more heads.
     """
-    node: Any = repeated
-    for method in ("reshape", "expand"):
-        if node.op != "call_method" or node.target != method or not isinstance(node.args[0], fx.Node):
-            return None
-        node = node.args[0]
-    if node.target is not operator.getitem or node.args[1] != (_ALL, _ALL, None, _ALL, _ALL):
+    if (_name_of(repeated), repeated.target) != ("reshape", "reshape") or not isinstance(repeated.args[0], fx.Node):
         return None
-    once: fx.Node = node.args[0]
-    batch, heads, *rest = _shape(once)
-    batch_now, heads_now, *rest_now = _shape(repeated)
-    return once if (batch, rest) == (batch_now, rest_now) and heads_now % heads == 0 else None
+    expanded = repeated.args[0]
+    if expanded.target != "expand" or not isinstance(expanded.args[0], fx.Node):
+        return None
+    apart = expanded.args[0]
+    index: Any = apart.args[1] if apart.target is operator.getitem else ()
+    if not isinstance(index, tuple) or index[:3] != (_ALL, _ALL, None) or any(x != _ALL for x in index[3:]):
+        return None
+    once: fx.Node = apart.args[0]  # type: ignore[assignment]
+    if len(_shape(once)) != 4 or len(_shape(expanded)) != 5:
+        return None
+    (batch, heads, length, width), times = _shape(once), _shape(expanded)[2]
+    as_such = (batch, heads, times, length, width), (batch, heads * times, length, width)
+    return once if (_shape(expanded), _shape(repeated)) == as_such else None
 
 
-def _takes_groups(query: fx.Node, value: fx.Node) -> bool:
-    """Whether attention without a mask has kernels for keys and values of fewer heads."""
-    t, width = next(tensors(query)), _shape(value)[-1]
-    return t.shape[-1] == width <= _WIDEST and (t.device.type == "cpu" or t.dtype in _HALF)
+def _takes_groups(query: fx.Node, key: fx.Node, value: fx.Node) -> bool:
+    """Whether attention without a mask has kernels for fewer heads of keys and values than these."""
+    t, heads = next(tensors(query)), _shape(key)[1]
+    alike = t.dim() == 4 and t.shape[1] == heads == _shape(value)[1] and t.shape[-1] == _shape(value)[-1] <= _WIDEST
+    return alike and (t.device.type == "cpu" or t.dtype in _HALF)
