@@ -35,6 +35,8 @@ _VIEWS = {"contiguous", "expand", "getitem", "permute", "reshape", "squeeze", "t
 _MADE = {"arange", "full", "full_like", "new_full", "new_ones", "new_zeros", "ones", "ones_like", "tensor", "zeros"}
 _PURE = _BY_ELEMENT | _OF_WHOLE_NUMBERS | _VIEWS | _MADE | {"clone", "float", "int", "long", "masked_fill", "repeat"}
 _PURE |= {"tril", "triu", "zeros_like"}
+_DUNDERS = {f"__{n}__": n for n in ("add", "eq", "ge", "gt", "invert", "le", "lt", "mul", "ne", "neg", "sub", "xor")}
+_DUNDERS |= {"__and__": "and_", "__or__": "or_"}  # as torch 2.11 writes operators
 Said = Literal["causal", "nothing", "more"]
 _Part = Callable[[int | None, slice], Any]  # of the batch (None for all), rows -> a value, or that part of it
 
@@ -67,7 +69,7 @@ def _is_pure(node: fx.Node) -> bool:
 def name_of(node: fx.Node) -> str:
     """The name of a method of a tensor, or of a function of torch or `operator`; empty for others."""
     if node.op == "call_method":
-        return str(node.target)
+        return _DUNDERS.get(str(node.target), str(node.target))
     target: Any = node.target
     module = (getattr(target, "__module__", None) or "torch").partition(".")[0]
     known = node.op == "call_function" and module in ("torch", _OPERATOR) and not isinstance(target, OpOverload)
