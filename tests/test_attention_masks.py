@@ -257,6 +257,25 @@ def test_heads_are_not_repeated_where_that_is_what_kernels_do(repeat, heads):
         torch.testing.assert_close(found[name], theirs, rtol=1e-5, atol=1e-7)
 
 
+def test_heads_may_be_repeated_before_a_checkpoint_and_merged_in_it():
+    """What a checkpoint's graph is given has names that are those of methods."""
+
+    def merged(expanded):
+        k = expanded.reshape(4, 4, LENGTH, 4)
+        return F.scaled_dot_product_attention(k, k, k, ones(LENGTH, LENGTH).tril())
+
+    class Model(nn.Linear):
+        def forward(self, input):
+            once = super().forward(input).unflatten(-1, (2, 4)).transpose(1, 2)
+            return checkpoint(merged, once[:, :, None].expand(4, 2, 2, LENGTH, 4), use_reentrant=False)
+
+    torch.manual_seed(0)
+    case = Case(Model(16, 8), {"input": torch.randn(4, LENGTH, 16)}, lambda out: out.square().mean())
+    _, expected = given(case)
+    plan(case.model, case.batch, budget_gb=4, loss_fn=case.loss_fn, mode="aten").apply()
+    torch.testing.assert_close(results(case), expected)
+
+
 def test_what_vmap_makes_stays():
     """As masks of transformers that are made for each pair of positions."""
 

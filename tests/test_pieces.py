@@ -12,7 +12,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from planner import Plan, plan
-from planner.capture.joint_graph import tensors
+from planner.capture.joint_graph import shape_of, tensors
 from planner.capture.recomputability import is_random
 from planner.capture.regions.region import Region
 from planner.capture.trace.step import capture
@@ -23,7 +23,6 @@ from planner.pieces.groups import Group, groups_of, size_of
 from planner.pieces.known import Known
 from planner.pieces.recognise import recognise, seeds
 from planner.pieces.rewrite import in_pieces
-from planner.pieces.ways import shape_of
 
 from .measure import peak_of
 from .plans import for_budget

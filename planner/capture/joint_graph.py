@@ -93,6 +93,11 @@ def tensors(node: fx.Node, value: Any = None) -> Iterator[torch.Tensor]:
     return (t for each in outer for t in dense_parts(each))
 
 
+def shape_of(node: fx.Node) -> tuple[int, ...]:
+    """The shape of the first tensor that a node returns."""
+    return tuple(next(tensors(node)).shape)
+
+
 def map_nodes(arguments: Any, of: Callable[[fx.Node], Any]) -> Any:
     """Arguments of a node with every node in them replaced by `of(node)`."""
     return fx.node.map_arg(arguments, of)

@@ -140,7 +140,7 @@ def reads_workspace(node: fx.Node) -> bool:
     oneDNN's LSTM takes zeros, where their size is known, and so do kernels of batch normalisation.
     """
     target: Any = node.target
-    if target is torch.ops.aten.batch_norm_backward.default:
+    if target is _ATEN.batch_norm_backward.default:
         return False
     names = [a.name for a in schema_of(target).arguments]
     left = [x for name, x in zip(names, node.args, strict=False) if name in ("workspace", "reserve")]

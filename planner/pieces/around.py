@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
+from planner.capture.joint_graph import shape_of
 from planner.capture.regions.region import Region
 from planner.core.call import storages
 from planner.core.pieces import Split
@@ -15,7 +16,7 @@ from planner.pieces.groups import groups_of
 from planner.pieces.known import Known
 from planner.pieces.recognise import source
 from planner.pieces.rewrite import Together, alone
-from planner.pieces.ways import given, shape_of
+from planner.pieces.ways import given
 
 HOPS = (0, 1, 2, 3, 4, 6, 8, 12)  # how far from the op sets are sought
 LESS = 0.9  # of an op's bytes: what goes in and out of a set around it is less than that, or it is not worth it

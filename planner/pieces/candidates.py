@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from planner.capture.joint_graph import tensors
+from planner.capture.joint_graph import shape_of, tensors
 from planner.capture.regions.region import Region
 from planner.core.pieces import Split
 from planner.pieces.ends import Piecewise, piecewise
@@ -15,7 +15,6 @@ from planner.pieces.groups import SUM, groups_of
 from planner.pieces.known import Known
 from planner.pieces.recognise import floor_of, seeds
 from planner.pieces.rewrite import alone
-from planner.pieces.ways import shape_of
 
 LEAST = 1 / 32  # share of the largest value below which values are too small to be worth it
 

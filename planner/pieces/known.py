@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import fx
 
-from planner.capture.joint_graph import may_write, tensors
+from planner.capture.joint_graph import may_write, shape_of, tensors
 from planner.capture.passes.checkpoints import clone_of
 from planner.capture.recomputability import is_random
 from planner.capture.shapes import SYMBOLIC
 from planner.pieces import rules, rules_nn, rules_products
 from planner.pieces.groups import Group, groups_of
-from planner.pieces.ways import PARTS, SUMS, Parts, Way, given, is_plain, shape_of
+from planner.pieces.ways import PARTS, SUMS, Parts, Way, given, is_plain
 
 TABLES = (rules, rules_nn, rules_products)  # importing them enters their rules
 

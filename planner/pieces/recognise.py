@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from planner.capture.joint_graph import tensors
+from planner.capture.joint_graph import shape_of, tensors
 from planner.capture.regions.region import Region
 from planner.core.call import storages
 from planner.pieces.groups import SUM, Group, can_be_cut, size_of
 from planner.pieces.known import Known
 from planner.pieces.rules import IN_PLACE
-from planner.pieces.ways import Way, given, is_plain, shape_of
+from planner.pieces.ways import Way, given, is_plain
 
 BIG = 0.5  # values of at least this share of the elements of the first one are what a set is grown around
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.capture.joint_graph import map_nodes, tensors
+from planner.capture.joint_graph import map_nodes, shape_of, tensors
 from planner.compat.ops import OpOverload, schema_of
 from planner.pieces.body import Body
 from planner.pieces.groups import NEITHER, SUM, Group, aligned, dim_in_piece, in_piece, size_of, through_view
-from planner.pieces.ways import Way, args_of, given, parts, shape_of, sums
+from planner.pieces.ways import Way, args_of, given, parts, sums
 
 _ATEN = torch.ops.aten
 # elementwise, though torch does not tag them so

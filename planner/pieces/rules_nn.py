@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from planner.capture.joint_graph import shape_of
 from planner.capture.recomputability import is_random
 from planner.pieces.body import Body
 from planner.pieces.groups import SUM, Group, in_piece, size_of
-from planner.pieces.ways import Way, args_of, count, given, parts, shape_of, sums
+from planner.pieces.ways import Way, args_of, count, given, parts, sums
 
 _ATEN = torch.ops.aten
 _NONE, _MEAN, _SUM = range(3)  # the reductions of a loss

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from planner.capture.joint_graph import shape_of
 from planner.pieces.groups import NEITHER, SUM, Group, aligned
-from planner.pieces.ways import Way, args_of, given, parts, shape_of, sums
+from planner.pieces.ways import Way, args_of, given, parts, sums
 
 _ATEN = torch.ops.aten
 

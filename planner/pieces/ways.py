@@ -80,11 +80,6 @@ def count(node: fx.Node) -> int:
     return len(value) if isinstance(value, (tuple, list)) else 1
 
 
-def shape_of(node: fx.Node) -> tuple[int, ...]:
-    """The shape of the first tensor that a node returns."""
-    return tuple(next(tensors(node)).shape)
-
-
 def is_plain(node: fx.Node) -> bool:
     """Whether all that a node returns is tensors of fixed shapes, on one device."""
     found = list(tensors(node))

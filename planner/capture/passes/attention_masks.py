@@ -16,8 +16,8 @@ import torch
 from torch import fx
 from torch.nn import functional
 
-from planner.capture.joint_graph import tensors
-from planner.capture.passes.mask_values import Said, checkpointed_in, name_of, said_by, shape_of
+from planner.capture.joint_graph import shape_of, tensors
+from planner.capture.passes.mask_values import Said, checkpointed_in, name_of, said_by
 
 _ALL = slice(None)
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
@@ -83,12 +83,10 @@ def _before_repeating(repeated: Any) -> fx.Node | None:
 
     That is what transformers' `repeat_kv` does, (batch, heads, length, width) -> more heads.
     """
-    if (name_of(repeated), repeated.target) != ("reshape", "reshape") or not isinstance(repeated.args[0], fx.Node):
+    if name_of(repeated) != "reshape" or not isinstance(expanded := repeated.args[0], fx.Node):
         return None
-    expanded = repeated.args[0]
-    if expanded.target != "expand" or not isinstance(expanded.args[0], fx.Node):
+    if name_of(expanded) != "expand" or not isinstance(apart := expanded.args[0], fx.Node):
         return None
-    apart = expanded.args[0]
     index: Any = apart.args[1] if apart.target is operator.getitem else ()
     if not isinstance(index, tuple) or index[:3] != (_ALL, _ALL, None) or any(x != _ALL for x in index[3:]):
         return None

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 from torch.nn import functional
 
-from planner.capture.joint_graph import ancestors, tensors
+from planner.capture.joint_graph import ancestors, shape_of, tensors
 from planner.compat.ops import OpOverload
 from planner.compat.tensors import no_dispatch, storage_key
 
@@ -127,16 +127,14 @@ def _text_of(mask: fx.Node, makers: Collection[fx.Node]) -> str:
 
 
 def _computed(mask: fx.Node, makers: Collection[fx.Node]) -> Said:
-    state, may = torch.get_rng_state(), {"nothing", "causal"}
+    may = {"nothing", "causal"}
     try:
         with no_dispatch(), torch.no_grad():
             for part, row in _parts_of([n for n in mask.graph.nodes if n in makers], mask):
-                if not (may := may & _may_say(part, row)) or not torch.equal(state, torch.get_rng_state()):
+                if not (may := may & _may_say(part, row)):
                     return "more"
-    except Exception:  # an op that does not run by itself, as those of `vmap`
+    except Exception:  # an op that does not run by itself, or not in parts
         return "more"
-    finally:
-        torch.set_rng_state(state)
     return "nothing" if "nothing" in may else "causal"
 
 
@@ -227,7 +225,3 @@ def _may_say(part: torch.Tensor, row: int) -> set[str]:
     causal = torch.ones(passes.shape[-2:], dtype=torch.bool).tril(row)
     found = {"nothing"} if bool(passes.all()) else set()
     return found | ({"causal"} if bool((passes == causal).all()) else set())
-
-
-def shape_of(node: fx.Node) -> torch.Size:
-    return next(tensors(node)).shape
