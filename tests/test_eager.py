@@ -112,6 +112,27 @@ def test_what_torch_compile_leaves_out(fraction, tmp_path):
     assert_holds(case, p, tmp_path)
 
 
+class WrittenView(nn.Module):
+    """It writes into a view, which autograd then runs again on fake tensors alone, and draws what is kept."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x):
+        heads = self.up(x).view(*x.shape[:-1], 4, 64).transpose(1, 2)
+        heads /= 3.0
+        dropped = nn.functional.dropout(heads.sin(), 0.2)
+        return x + self.down(dropped.tanh().transpose(1, 2).flatten(-2))
+
+
+def test_views_that_autograd_runs_again_are_no_ops_of_the_plan(tmp_path):
+    case = case_of(*(WrittenView() for _ in range(4)))
+    p = eager_plan(case, 0.6)
+    assert any("bernoulli" in op for kept in p.recipe.kept.values() for op in kept.values())
+    assert_holds(case, p, tmp_path)
+
+
 def test_applying_leaves_the_model_as_it_is_between_calls():
     case = case_of(*(Block() for _ in range(3)))
     model, names = case.model, list(case.model.state_dict())

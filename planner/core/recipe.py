@@ -78,7 +78,7 @@ class Recipe:
         return [r for calls in self.calls.values() for r in calls if r is not None and r.realised is not None]
 
 
-Kept = Mapping[int, str]  # op of a module's call, by its number -> its target
+Kept = Mapping[int, str]  # op of a module's call, by its number among those that return no view -> its target
 
 
 @dataclass(frozen=True)

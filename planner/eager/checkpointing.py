@@ -90,6 +90,8 @@ class _Policy:
         self.drawn: set[bool] = set()  # whether results of ops that may draw are kept
 
     def __call__(self, _context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if op.is_view:
+            return CheckpointPolicy.PREFER_RECOMPUTE
         keep = self.kept.get(self.begun) == str(op)
         self.begun += 1
         self.found += keep

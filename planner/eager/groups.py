@@ -73,18 +73,27 @@ def _passes(problem: Problem, total: int, values: int) -> Problem:
 
 def choice_of(candidates: Mapping[str, Candidate], trace: Trace, state: State) -> Choice:
     """What to checkpoint, in terms that the runtime can follow."""
-    begins = {path: candidates[path].begin for path in state}
-    return Choice({path: {i - begins[path]: trace.ops[i].target for i in sorted(kept)} for path, kept in state.items()})
+    return Choice(
+        {
+            path: {at: trace.ops[i].target for at, i in enumerate(_counted(candidates[path], trace)) if i in kept}
+            for path, kept in state.items()
+        }
+    )
 
 
 def state_of(candidates: Mapping[str, Candidate], trace: Trace, choice: Choice) -> State | None:
     """A choice in numbers of this step's ops; None where the step differs from the one it was made for."""
     state = {}
     for path, kept in choice.kept.items():
-        found = candidates.get(path)
-        if found is None or any(
-            found.begin + at >= found.end or trace.ops[found.begin + at].target != target for at, target in kept.items()
+        counted = dict(enumerate(_counted(candidates[path], trace))) if path in candidates else {}
+        if path not in candidates or any(
+            at not in counted or trace.ops[counted[at]].target != target for at, target in kept.items()
         ):
             return None
-        state[path] = frozenset(found.begin + at for at in kept)
+        state[path] = frozenset(counted[at] for at in kept)
     return state
+
+
+def _counted(candidate: Candidate, trace: Trace) -> list[int]:
+    """The ops of a call by which a choice numbers them."""
+    return [i for i in range(candidate.begin, candidate.end) if not trace.ops[i].view]

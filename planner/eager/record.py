@@ -85,8 +85,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         again = self.phase == "backward" and bool(self.path)
         path = self.path[-1] if self.path else ""
         source = line_at(*user_place(inspect.currentframe())) if self.detailed and self.phase == "forward" else ""
-        reading = tuple(reads.values())
-        self.ops.append(TracedOp(distinct, str(func), path, self.phase, again, reading, tuple(writes), mutates, source))
+        made = distinct, str(func), path, self.phase, again, func.is_view
+        self.ops.append(TracedOp(*made, tuple(reads.values()), tuple(writes), mutates, source))
         return result
 
     def marked(self, path: str, module: nn.Module) -> Callable[..., Any]:

@@ -38,6 +38,8 @@ class TracedOp:
         module: path of the innermost module around it.
         phase: of the step.
         again: whether it runs again what has run before.
+        view: whether its schema says that it returns a view. Autograd runs the views of a fake tensor again where
+            something was written into one, and does not on real tensors: how many there are tells nothing.
         reads: storages of its arguments.
         writes: storages that it makes.
         mutates: storages of arguments that it writes into.
@@ -49,6 +51,7 @@ class TracedOp:
     module: str
     phase: Phase
     again: bool
+    view: bool
     reads: tuple[int, ...]
     writes: tuple[int, ...]
     mutates: tuple[int, ...]
