@@ -1005,6 +1005,34 @@ def remembered(put: Put, ended: Ended) -> None:
     reconstruct(put(Remembers()), ended)
 
 
+class Leaky(nn.Module):
+    """A neuron that adds up what it is given, with the graph of that, until it is told to forget."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.state = mlp(depth=2), None
+
+    def forward(self, x):
+        if self.state is None:
+            self.state = torch.zeros_like(x)
+        self.state = 0.9 * self.state + self.body(x)
+        return self.state.tanh()
+
+
+def state_with_its_graph(put: Put, ended: Ended) -> None:
+    """Several calls go on from each other's states, and one backward pass goes through all."""
+    model = put(Leaky())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(STEPS):
+        outputs = [model(torch.randn(256, 64)) for _ in range(4)]
+        loss = sum(outputs).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        model.state = None
+        ended([loss, *(output.sum() for output in outputs)])
+
+
 def larger_later(put: Put, ended: Ended) -> None:
     """What the graph of the step before keeps grows with the batch, as all that the loop makes of the outputs."""
     model = put(mlp())
@@ -2673,6 +2701,7 @@ LOOPS: dict[str, Loop] = {
     "keeps_tables": Loop(keeps_tables),
     "takes_notes": Loop(takes_notes, share=1.01),
     "remembered": Loop(remembered, plans=3),
+    "state_with_its_graph": Loop(state_with_its_graph, plans=6, off=0.13),
     "larger_later": Loop(larger_later, plans=3, share=0.7),
     "autoencoder": Loop(autoencoder),
     "layers_dropped_in_a_loop": Loop(layers_dropped_in_a_loop),

@@ -30,6 +30,7 @@ _PLAIN = {type(None), bool, int, float, str}
 _TABLES = {dict, OrderedDict, set}
 _CONTAINERS = {dict, OrderedDict, defaultdict, list, set, deque}
 _SIMPLE = {*_PLAIN, tuple, *_CONTAINERS}
+_KEPT = (torch.Tensor, int, float, str, tuple)
 _EMPTY: dict[Any, Any] = {}
 
 
@@ -169,17 +170,11 @@ def generators_of(model: nn.Module) -> list[torch.Generator]:
 
 
 def _plain(module: nn.Module) -> dict[str, Any]:
-    """None, numbers, text, containers, and tensors that hold no graph of an earlier call alive."""
-    found = {k: v for k, v in vars(module).items() if type(v) in _SIMPLE or _is_plain(v)}
+    """None, numbers, text, containers, and tensors: a state that the next call goes on from has a graph."""
+    found = {k: v for k, v in vars(module).items() if type(v) in _SIMPLE or isinstance(v, _KEPT)}
     for name in TABLES:
         found.pop(name, None)
     return found
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value.grad_fn is None
-    return isinstance(value, (int, float, str, tuple))
 
 
 def _contents(values: Iterable[Any]) -> list[tuple[Any, Any]]:
