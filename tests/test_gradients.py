@@ -1,5 +1,6 @@
 """Gradients of planned models as autograd gives them: which there are, what hooks see, backward passes again."""
 
+import contextlib
 import copy
 from dataclasses import replace
 from functools import partial
@@ -10,7 +11,7 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, jvp, vmap
 
-from planner import ApplyError, Plan, applied_plan, plan
+from planner import ApplyError, InfeasibleBudgetError, Plan, applied_plan, plan
 from planner.core.loop import Loop
 from planner.planning.pipeline import make_plan
 
@@ -426,3 +427,37 @@ def test_batched_gradients_are_eager_modes():
             m(x).square().mean().backward()
             found.append([each, jacobian(m, torch.ones(2, 8)), *(p.grad for p in m.parameters())])
         assert all(map(torch.equal, *found))
+
+
+class Doubled(nn.Module):
+    """Returns a tensor twice, as where what a distribution was given needs no broadcasting; the loss takes the last."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(32, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh())
+        self.mean, self.width = nn.Linear(256, 40), nn.Linear(256, 40)
+
+    def forward(self, x):
+        h = self.body(x)
+        mean, width = self.mean(h), nn.functional.softplus(self.width(h)) + 1e-3
+        return (*torch.broadcast_tensors(mean, width), width)
+
+
+@pytest.mark.parametrize("used", [1, 2])
+def test_a_tensor_that_is_returned_twice_has_its_gradient_by_either(used):
+    def gradients(model):
+        torch.manual_seed(1)
+        out = model(torch.randn(512, 32))
+        ((torch.randn(512, 40) - out[0]).square() / out[used] + out[used].log()).mean().backward()
+        return [p.grad for p in model.parameters()]
+
+    torch.manual_seed(0)
+    model = Doubled()
+    expected = gradients(model)
+    full = plan(model, torch.randn(512, 32), budget_gb=1).baseline_peak_bytes
+    for share in (0.7, 0.75, 0.8, 0.85, 0.9):
+        planned = copy.deepcopy(model)
+        planned.zero_grad()
+        p = plan(planned, budget_gb=share * full / 2**30).apply()
+        with contextlib.suppress(InfeasibleBudgetError):
+            assert all(map(torch.equal, gradients(p), expected)), share

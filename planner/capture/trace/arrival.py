@@ -91,6 +91,7 @@ class Arrivals:
     feeds: Mapping[int, frozenset[int]] = field(default_factory=dict)
     laid_out: LaidOut | None = ()
     as_they_come: bool = False
+    _places: Collection[int] = ()  # outputs whose gradient the graph adds to without those that are cut
     _other: Collection[fx.Node] = ()  # that read gradients which may be laid out otherwise since some were left out
     _graph: fx.GraphModule | None = None
     _inputs: int = 0
@@ -105,6 +106,7 @@ class Arrivals:
         self.feeds = feeds(joint)
         tangents = entering(joint)
         self._other = leave_out(joint, [tangents[at] for at in self.cut if at in tangents])
+        self._places = whole_gradients(joint).keys()
 
     def lay_out(self, joint: fx.Graph) -> None:
         """Have gradients enter the joint graph, of fixed sizes, in the layouts in which they come, in place.
@@ -197,9 +199,9 @@ class Arrivals:
         missing = [e.place for e in read if arguments[e.place] is None]
         there = (e.output for e in self._entering if not e.read and arguments[e.place] is not None)
         late = frozenset(at for at in there if at in self.cut and at not in whole)
-        if not late <= self.feeds.keys():
+        if not late.issubset(self._places):
             self.unplanned()
-        return _Way(frozenset(missing), late.intersection(self.feeds), whole)
+        return _Way(frozenset(missing), late.intersection(self._places), whole)
 
     def _by(self, way: _Way) -> Boxed:
         if way not in self._written:

@@ -261,9 +261,7 @@ class FakeStep:
 
         Those alone that have a place in the graph nevertheless.
         """
-        fed = {
-            id(t) for call in self.calls for at, t in enumerate(call.results) if at in self._arrivals[call.key].feeds
-        }
+        fed = {id(t) for call in self.calls for t in _fed(call.results, self._arrivals[call.key].feeds)}
         self.fed = {at: sum(storages(t).values()) for at, t in enumerate(ends) if id(t) in fed}
         roots = [t for at, t in enumerate(ends) if differentiable(t) and at not in unreached]
         results = [ends[at] for at in self.fed.keys() & set(unreached)]
@@ -275,6 +273,17 @@ class FakeStep:
     def _runs_outside(self) -> bool:
         """Whether ops outside the regions allocate anything."""
         return any(storages([call.result for call in calls]) for calls in self._between)
+
+
+def _fed(results: Sequence[Any], feeds: Mapping[int, frozenset[int]]) -> list[Any]:
+    """The results of a graph to whose gradients it adds that of another one; no two that are only fed by each other, as
+    where a tensor is returned twice.
+    """
+    found: set[int] = set()
+    for at, others in feeds.items():
+        if any(results[other] is not results[at] for other in others - found):
+            found.add(at)
+    return [results[at] for at in sorted(found)]
 
 
 def _ignored() -> None:
