@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from planner import plan
 from planner.capture.passes import mask_values
 
+from .loop_harness import Loop, differences, judged
 from .measure import results
 from .real_models import Case, gpt2, llama
 
@@ -292,6 +293,88 @@ def test_a_causal_mask_of_fewer_keys_than_queries_stays():
     model = Attention(lambda x: ones(LENGTH, 8).tril(), keys=8)
     case = Case(model, {"x": torch.randn(4, LENGTH, 16)}, lambda out: out.square().mean())
     assert {seen[:2] for seen in compared(case)[1]} == {(True, False)}
+
+
+def with_attention_mask(case):
+    case.batch["attention_mask"] = torch.ones_like(case.batch["input_ids"])
+    return case
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("make", [llama, checkpointed])
+def test_a_batch_without_padding_is_seen_to_need_no_mask(make):
+    plain, planned = compared(with_attention_mask(make()))
+    assert plain[0][:2] == (False, True)
+    assert set(planned) == set(plain)
+
+
+class Padded(Attention):
+    """Its mask is made of another input, too."""
+
+    def __init__(self, mask):
+        super().__init__(self.of_two)
+        self.of = mask
+
+    def of_two(self, x):
+        return self.of(self.padding)
+
+    def forward(self, x, padding):
+        self.padding = padding
+        return super().forward(x)
+
+
+def causal(padding):
+    return (padding[:, None, None, :] != 0) & ones(LENGTH, LENGTH).tril()
+
+
+def after_writing(padding):
+    padding[:, 0] = 0
+    return causal(padding)
+
+
+def after_writing_to_a_view(padding):
+    padding.view(-1)[3:].clamp_(0, 0)
+    return causal(padding)
+
+
+@pytest.mark.parametrize(
+    ("mask", "padding", "told"),
+    [
+        (causal, torch.ones(4, LENGTH, dtype=torch.long), (False, True)),
+        (lambda padding: padding[:, None, None] > 0, torch.ones(4, LENGTH, dtype=torch.long), (False, False)),
+        (causal, ones(4, LENGTH), (False, True)),
+        (causal, torch.ones(4, LENGTH).tril().long(), (True, False)),
+        (causal, torch.ones(4, LENGTH, dtype=torch.long) * 2, (True, False)),  # it might be a number of a document
+        (lambda padding: causal(padding) & (padding[:, :1, None, None] < 1), ones(4, LENGTH).long(), (True, False)),
+        (after_writing, torch.ones(4, LENGTH, dtype=torch.long), (True, False)),
+        (after_writing_to_a_view, torch.ones(4, LENGTH, dtype=torch.long), (True, False)),
+    ],
+)
+def test_an_input_tells_a_mask_where_it_holds_ones_only(mask, padding, told):
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(4, LENGTH, 16), "padding": padding}
+    _, planned = compared(Case(Padded(mask), batch, lambda out: out.square().mean()))
+    assert {seen[:2] for seen in planned} == {told}
+
+
+@pytest.mark.parametrize("padded", [(0, 1, 2, 3, 4, 5), (1, 2, 4), (0,)])
+def test_padded_batches_and_others_have_plans_of_their_own(padded):
+    def loop(put, ended):
+        model = put(Padded(causal))
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+        for step in range(6):
+            x, padding = torch.randn(8, LENGTH, 16), torch.ones(8, LENGTH, dtype=torch.long)
+            padding[1, 20:] = step not in padded
+            loss = model(x, padding).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            ended(loss)
+
+    unplanned, seen = judged(Loop(loop))
+    assert differences(seen, unplanned) == []
+    assert seen.peak <= seen.budget
+    assert seen.plans <= (2 if len(padded) == 6 else 5)
 
 
 @pytest.mark.parametrize("at_once", [64, 200, 2000])

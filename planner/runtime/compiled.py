@@ -66,6 +66,8 @@ class Runtime(Applied):
         ways: for a kind of call whose graphs depend on values, the plans of all that came, the latest first.
         regions: runs the model's graphs.
         uncompiled: the calls that ran as they are.
+        current: the recipe by which the model is called, or was called last, where no family serves the call.
+        present: the kind of that call.
         traced: whether torch.compile has taken the model's call since it was compiled anew.
     """
 
@@ -88,11 +90,13 @@ class Runtime(Applied):
         self.came: Counter[Signature] = Counter()
         self.planned: dict[object, list[object]] = {}
         self.ways: dict[Signature, list[PlanRecord]] = {}
-        self.regions = Regions(model, stores())
+        own = weakref.proxy(self)  # torch holds what it compiled until the model is gone
+        self.regions = Regions(model, stores(), lambda key: own._takes_way(key))
         self.uncompiled = Uncompiled()
         self.settled = self.traced = False
         self.unguarded: object = None
         self.current = Recipe({}, {})
+        self.present: Signature | None = None
         self._apart: dict[Paths, Apart] = {}
         self._compile_anew()
 
@@ -103,7 +107,7 @@ class Runtime(Applied):
 
     def _compile_anew(self) -> None:
         """Forget what was compiled."""
-        own = weakref.proxy(self)  # torch holds what it compiled until the model is gone
+        own = weakref.proxy(self)
         self.regions.forget()
         self.traced = False
         self._apart.clear()
@@ -122,7 +126,17 @@ class Runtime(Applied):
 
         traces = traces_of(self.model)
         compiler = op_by_op(self.checkpoints, step_in_backward=self.step_in_backward, traces=traces)
-        return compile_call(module or self.model, make_backend(self.regions.serving(recipe), compiler), settings)
+        backend = make_backend(self.regions.serving(recipe), compiler, is_first=lambda: own._is_first())
+        return compile_call(module or self.model, backend, settings)
+
+    def _is_first(self) -> bool:
+        """Whether no graph has run in this call, so that the values of its inputs may tell which one does."""
+        if captures(self.model):
+            raise ApplyError(
+                "a mask of attention is asked whether it holds ones only, which a CUDA graph cannot: call the model "
+                "without an attention_mask that lets everything through, or remove() the plan"
+            )
+        return not self.regions.calls
 
     def like(self, model: nn.Module) -> Runtime:
         shapes, steps = self.shapes.without_families(), self.step_in_backward
@@ -331,6 +345,20 @@ class Runtime(Applied):
             )
         return ways
 
+    def _takes_way(self, key: str) -> bool:
+        """Whether such a call came before in a way whose plan has the graph that begins it; that one is taken again."""
+        signature = self.present
+        if signature is None or signature in self.serving:
+            return False
+        latest = self.plans[signature]
+        ways = [way for way in self.ways.get(signature, ()) if way.recipe is not latest.recipe]
+        found = next((way for way in ways if key in recipe_of(way).calls), None)
+        if found is None:
+            return False
+        self.ways[signature] = [latest, *ways]
+        self.plans[signature], self.current = found, recipe_of(found)
+        return True
+
     def _undoes(self, signature: Signature) -> bool:
         """Whether the model's state is put back where a graph turns out to be another after others have run."""
         recipe = recipe_of(self.plans[signature])
@@ -365,9 +393,9 @@ class Runtime(Applied):
                 if family is not None:
                     result = family.run(self.model, signature, args, kwargs)
                 else:
-                    self.current = recipe = recipe_of(self.plans[signature])
+                    self.current, self.present = recipe_of(plan), signature
                     undoes = self._undoes(signature)
-                    undone = undone_on(GraphChanged, self.model, recipe.written) if undoes else nullcontext()
+                    undone = undone_on(GraphChanged, self.model, self.current.written) if undoes else nullcontext()
                     with helpers(), undone:
                         result = self.compiled(*args, **kwargs)
         except BaseException as e:  # an interruption, too

@@ -57,10 +57,14 @@ class Regions:
             has made of them, are in reference cycles, with all that they refer to.
         made: the tensors that the graphs returned in this call of the model.
         store: where values go that leave the device; None where none do.
+        other_way: whether the recipe of this call is now one that has a graph, by its fingerprint, which came first.
     """
 
-    def __init__(self, model: nn.Module, store: Store | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, store: Store | None = None, other_way: Callable[[str], bool] = lambda _: False
+    ) -> None:
         self.model = model
+        self.other_way = other_way
         self.store = store
         self.store_number = 0 if store is None else enter(store)
         self.calls: Counter[str] = Counter()
@@ -186,8 +190,10 @@ class _Graph:
 
     def planned_now(self) -> PlannedRegion | None:
         """The region of the present call of this graph."""
-        calls = self.recipe().calls.get(self.key, ())
         at = self.regions.calls[self.key]
+        if self.key not in self.recipe().calls and not self.regions.calls:
+            self.regions.other_way(self.key)
+        calls = self.recipe().calls.get(self.key, ())
         if at >= len(calls):
             raise GraphChanged
         return calls[at]

@@ -9,14 +9,14 @@ keep more, and the keys and values of grouped queries are repeated, which kernel
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import fx
 from torch.nn import functional
 
-from planner.capture.joint_graph import shape_of, tensors
+from planner.capture.joint_graph import ancestors, shape_of, tensors
 from planner.capture.passes.mask_values import Said, checkpointed_in, name_of, said_by
 
 _ALL = slice(None)
@@ -25,45 +25,85 @@ _WIDEST = 256  # of a head, for kernels of grouped queries
 _HALF = (torch.float16, torch.bfloat16)
 
 
-def drop_known_masks(graph: fx.GraphModule) -> None:
+def drop_known_masks(graph: fx.GraphModule, ones: Collection[int] = ()) -> None:
     """Take masks that are causal, or let everything through, from the attention of a Dynamo graph, in place.
 
     What a mask says is computed on the CPU, a part at a time; O(its elements x ops that make it) time.
-    Masks that depend on an input, or on a symbolic size, are left alone.
+    Masks that depend on other inputs, or on a symbolic size, are left alone.
+
+    Args:
+        graph: what Dynamo has captured.
+        ones: positions of inputs that hold ones only.
     """
     known: dict[fx.Node, Said] = {}
-    for body, given in ((graph, {}), *((body, given) for _, body, given in checkpointed_in(graph))):
-        calls = body.graph.find_nodes(op="call_function", target=functional.scaled_dot_product_attention)
-        dropped = [_dropped(call, given, known) for call in calls]
-        if any(dropped):
+    inputs = graph.graph.find_nodes(op="placeholder")
+    held = {inputs[at] for at in ones}
+    for body, given in _bodies(graph):
+        calls = [(call, _without_mask(call, given, held, known)) for call in _attention_in(body)]
+        for call, named in calls:
+            if named is not None:
+                call.args, call.kwargs = (), named
+        if any(named is not None for _, named in calls):
             body.recompile()
 
 
-def _dropped(call: fx.Node, given: Mapping[fx.Node, Any], known: dict[fx.Node, Said]) -> bool:
-    """Whether attention needs no mask, which is taken away in place.
+def dropped_if_ones(graph: fx.GraphModule) -> tuple[int, ...]:
+    """Positions of the inputs by which a mask is dropped where they hold ones only."""
+    inputs = {n: at for at, n in enumerate(graph.graph.find_nodes(op="placeholder"))}
+    found: set[fx.Node] = set()
+    for body, given in _bodies(graph):
+        known: dict[fx.Node, Said] = {}
+        for call in _attention_in(body):
+            mask: Any = _named(call).get("attn_mask")
+            maker = given.get(mask, mask)
+            held = {n for n in ancestors([maker]) if n in inputs} if isinstance(maker, fx.Node) else set()
+            whole = not any(t.is_floating_point() or t.is_complex() for n in held for t in tensors(n))
+            if held and whole and _without_mask(call, given, held, known) is not None:
+                found |= held
+    return tuple(sorted(inputs[n] for n in found))
+
+
+def _bodies(graph: fx.GraphModule) -> Iterator[tuple[fx.GraphModule, Mapping[fx.Node, Any]]]:
+    """A graph, and those that it checkpoints: with the nodes of the graph that a body's placeholders stand for."""
+    yield graph, {}
+    yield from ((body, given) for _, body, given in checkpointed_in(graph))
+
+
+def _attention_in(body: fx.GraphModule) -> Collection[fx.Node]:
+    return body.graph.find_nodes(op="call_function", target=functional.scaled_dot_product_attention)
+
+
+def _named(call: fx.Node) -> dict[str, Any]:
+    return {**dict(zip(_NAMES, call.args, strict=False)), **call.kwargs}
+
+
+def _without_mask(
+    call: fx.Node, given: Mapping[fx.Node, Any], ones: Collection[fx.Node], known: dict[fx.Node, Said]
+) -> dict[str, Any] | None:
+    """What attention takes where it needs no mask; None where it needs one.
 
     Args:
         call: the attention.
         given: placeholders of its graph -> the nodes of the graph around it that they stand for.
+        ones: inputs that hold ones only.
         known: what masks say, added to.
     """
-    named: dict[str, Any] = {**dict(zip(_NAMES, call.args, strict=False)), **call.kwargs}
+    named = _named(call)
     if named.get("is_causal") or not all(_is_tensor(named.get(name)) for name in _NAMES[:4]):
-        return False
+        return None
     mask = named["attn_mask"]
     maker = given.get(mask, mask)
     if maker not in known:
-        known[maker] = said_by(maker)
+        known[maker] = said_by(maker, ones)
     query, key, value = (named[name] for name in _NAMES[:3])
     said = known[maker]
     if said == "more" or not _fits(mask, query, key, whole=said == "causal"):
-        return False
+        return None
     named |= {"attn_mask": None, "is_causal": said == "causal"}
     once = _before_repeating(key), _before_repeating(value)
     if all(n is not None for n in once) and _takes_groups(query, key, value):
         named |= {"key": once[0], "value": once[1], "enable_gqa": True}
-    call.args, call.kwargs = (), named
-    return True
+    return named
 
 
 def _is_tensor(x: Any) -> bool:

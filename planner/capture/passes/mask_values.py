@@ -1,4 +1,4 @@
-"""What a mask of attention says, where that depends on no input of a Dynamo graph: it is computed here, once.
+"""What a mask of attention says, where that depends on no input of a Dynamo graph but ones: it is computed here, once.
 
 A mask whose memory an op may write into is not known: only ops that are known to read it may be given any of it.
 """
@@ -41,11 +41,16 @@ Said = Literal["causal", "nothing", "more"]
 _Part = Callable[[int | None, slice], Any]  # of the batch (None for all), rows -> a value, or that part of it
 
 
-def said_by(mask: fx.Node) -> Said:
-    """What a mask lets through: what is before and at each query, everything, or something else or not known."""
+def said_by(mask: fx.Node, ones: Collection[fx.Node] = ()) -> Said:
+    """What a mask lets through: what is before and at each query, everything, or something else or not known.
+
+    Args:
+        mask: a node of a Dynamo graph.
+        ones: inputs of the graph that hold ones only.
+    """
     makers = ancestors([mask])
     try:
-        if not all(map(_is_pure, makers)) or not _are_only_read(mask.graph, makers):
+        if not all(n in ones or _is_pure(n) for n in makers) or not _are_only_read(mask.graph, makers):
             return "more"
     except NotImplementedError:  # what `vmap` computes has no storage
         return "more"
@@ -123,7 +128,9 @@ _KNOWN: dict[str, Said] = {}  # graphs are compiled more than once
 def _text_of(mask: fx.Node, makers: Collection[fx.Node]) -> str:
     """What is computed, whatever its nodes are called."""
     at = {n: f"%{i}" for i, n in enumerate(n for n in mask.graph.nodes if n in makers)}
-    return repr([(str(n.target), fx.map_arg((n.args, n.kwargs), lambda m: at[m])) for n in at])
+    inputs = [(shape_of(n), next(tensors(n)).dtype) for n in at if n.op == "placeholder"]
+    named = [("" if n.op == "placeholder" else str(n.target), n.args, n.kwargs) for n in at]
+    return repr((inputs, fx.map_arg(named, lambda m: at[m])))
 
 
 def _computed(mask: fx.Node, makers: Collection[fx.Node]) -> Said:
@@ -209,6 +216,8 @@ def _given(node: fx.Node, value: Callable[[fx.Node], Any]) -> tuple[Any, Any]:
 def _called(node: fx.Node, args: Any, kwargs: Any) -> Any:
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    if node.op == "placeholder":
+        return torch.ones(shape_of(node), dtype=next(tensors(node)).dtype)
     call: Any = node.target
     return call(*args, **kwargs)
 

@@ -17,6 +17,7 @@ import torch
 from torch import fx, nn
 
 from planner.capture.passes.attention_masks import drop_known_masks
+from planner.capture.passes.masks_of_ones import serve_by_ones
 from planner.capture.passes.rewrite import rewrite
 from planner.capture.passes.tangents import mark_whole
 from planner.capture.regions.region import Region, analyse
@@ -41,6 +42,7 @@ from planner.compat.tensors import is_traceable_wrapper_subclass
 from planner.core.objects import with_tensors
 from planner.core.options import Checkpoints
 from planner.errors import CaptureError, PlannerError
+from planner.parallel.group import world_size
 from planner.parallel.meshes import refuse_swapped
 from planner.parallel.sharded import as_defined
 
@@ -143,7 +145,9 @@ def traced_alike() -> Iterator[None]:
         yield
 
 
-def make_backend(serve: Serve, compiler: GraphCompiler = OP_BY_OP) -> Callable[..., Any]:
+def make_backend(
+    serve: Serve, compiler: GraphCompiler = OP_BY_OP, is_first: Callable[[], bool] = lambda: False
+) -> Callable[..., Any]:
     """A `torch.compile` backend that leaves every decision to `serve`.
 
     Args:
@@ -151,41 +155,53 @@ def make_backend(serve: Serve, compiler: GraphCompiler = OP_BY_OP) -> Callable[.
             in its place. The function takes a partition: region -> its forward and backward graphs; inputs;
             what is to become of gradients that arrive, or do not; and a compiler, or None for the one here.
         compiler: a Dynamo graph, example inputs, a partition and gradients that arrive -> its compiled call.
+        is_first: whether no graph has run yet in this call of the model; another one can still come in its place.
     """
 
     def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         # the tensors are the user's: their batch and results of earlier regions
         sizes = [None if isinstance(x, torch.Tensor) else x for x in inputs]
 
-        marked = False
+        def may_tell() -> bool:
+            return world_size() == 1 and is_first()  # several processes run the same graphs
 
-        def compile_region(
-            partition: Partition, given: Sequence[Any], arrivals: Arrivals, by: GraphCompiler | None = None
-        ) -> Callable[..., Any]:
-            nonlocal marked
-            if not marked:
-                mark_whole(graph)
-                marked = True
-
-            examples = [x if kept is None else kept for x, kept in zip(given, sizes, strict=True)]
-            with traced_alike():
-                compiled = (by or compiler)(graph, examples, partition, arrivals)
-
-            def run(*inputs: Any) -> Any:
-                handing = arrivals.handing()
-                results = arrivals.watched(compiled(*(inputs if handing is None else handing.entered(inputs))))
-                like_eager(results, refuse_second_order, as_they_come=arrivals.as_they_come)
-                if handing is not None:
-                    handing.belongs_to(results)
-                return results
-
-            return run
+        def served(graph: fx.GraphModule, given: Sequence[Any]) -> Callable[..., Any]:
+            return serve(graph, _compiling(graph, sizes, compiler), given)
 
         drop_known_masks(graph)
         _without_history(graph)
-        return serve(graph, compile_region, inputs)
+        return serve_by_ones(graph, inputs, served, may_tell)
 
     return backend
+
+
+def _compiling(graph: fx.GraphModule, sizes: Sequence[Any], compiler: GraphCompiler) -> CompileRegion:
+    """The function that compiles a Dynamo graph, as in `make_backend()`; `sizes` are its inputs but for tensors."""
+    marked = False
+
+    def compile_region(
+        partition: Partition, given: Sequence[Any], arrivals: Arrivals, by: GraphCompiler | None = None
+    ) -> Callable[..., Any]:
+        nonlocal marked
+        if not marked:
+            mark_whole(graph)
+            marked = True
+
+        examples = [x if kept is None else kept for x, kept in zip(given, sizes, strict=True)]
+        with traced_alike():
+            compiled = (by or compiler)(graph, examples, partition, arrivals)
+
+        def run(*inputs: Any) -> Any:
+            handing = arrivals.handing()
+            results = arrivals.watched(compiled(*(inputs if handing is None else handing.entered(inputs))))
+            like_eager(results, refuse_second_order, as_they_come=arrivals.as_they_come)
+            if handing is not None:
+                handing.belongs_to(results)
+            return results
+
+        return run
+
+    return compile_region
 
 
 def _without_history(graph: fx.GraphModule) -> None:

@@ -113,7 +113,8 @@ class FakeStep:
         """The output of the compiled model; with `whole`, what breaks the graph is raised."""
 
         def compiled_call(module: nn.Module) -> Callable[..., Any]:
-            return compile_call(module, make_backend(self._serve, self.compiler), self._frame_begins, whole=whole)
+            backend = make_backend(self._serve, self.compiler, is_first=lambda: not self.calls)
+            return compile_call(module, backend, self._frame_begins, whole=whole)
 
         compiled, apart = compiled_call(model), Apart(model, self.paths, compiled_call)
         with self.recording.mode, dynamo_settings(), torch.enable_grad(), marked(args, kwargs, maxima), apart.here():
