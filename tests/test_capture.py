@@ -162,6 +162,16 @@ class DrawnForBackward(Base):
         return F.dropout(torch.tanh(Noise.apply(F.dropout(x, 0.1))), 0.1)
 
 
+class DrawnInVain(Base):
+    """Nothing uses some of what it draws: what comes after that is drawn as without a plan."""
+
+    def middle(self, x):
+        torch.rand_like(x)
+        F.dropout(x, 0.1)
+        torch.empty_like(x).normal_()
+        return F.dropout(torch.tanh(x), 0.1)
+
+
 class BuffersOfOneStorage(Base):
     def __init__(self):
         super().__init__()
@@ -198,7 +208,7 @@ class Scalar(Case):
 
 AWKWARD = [
     InPlace, Dropout, HalfDropout, OwnScale, AttentionDropout, Routing, BatchNorm, SharedNorm, OwnBuffer, Tied, Split,
-    OwnFunction, Sequence, DrawnForBackward, BuffersOfOneStorage, SquaredError,
+    OwnFunction, Sequence, DrawnForBackward, DrawnInVain, BuffersOfOneStorage, SquaredError,
 ]  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import fx
@@ -11,7 +12,7 @@ from torch.fx.graph import _BoxedCodeGen
 
 from planner.compat.bindings import bind
 
-__all__ = ["PlainAOTInput", "PlainAOTOutput", "TangentAOTInput", "boxed", "root_of", "takes_a_list"]
+__all__ = ["PlainAOTInput", "PlainAOTOutput", "TangentAOTInput", "boxed", "draws_kept", "root_of", "takes_a_list"]
 
 
 def boxed(graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
@@ -31,6 +32,17 @@ def boxed(graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
         return graph.forward(arguments)
 
     return takes_a_list(call)
+
+
+def draws_kept() -> AbstractContextManager[None]:
+    """While it is on, draws of random numbers that nothing uses are no dead code: later ones come after them.
+
+    In a tracing context, `eliminate_dead_code` asks for a setting of Inductor, whoever compiles (2.11 to 2.15).
+    """
+    import torch._inductor.config as settings
+
+    patched: AbstractContextManager[None] = settings.patch(fallback_random=True)
+    return patched
 
 
 def takes_a_list(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:

@@ -34,6 +34,7 @@ PARTS = {
     "torch._decomp.decompositions": "_rnn_helper",
     "torch._dynamo.decorators": "_dynamo_weak_dynamic_indices",
     "torch._dynamo.eval_frame": "_initialize _orig_mod _torchdynamo_orig_backend _torchdynamo_orig_callable",
+    "torch._inductor.config": "fallback_random",
     "torch._functorch._aot_autograd.graph_compile": "aot_dispatch_autograd_graph",
     "torch._functorch._aot_autograd.runtime_wrappers": (
         "_double_backward bw_donated_idxs opaque_objects subclass_tangent_meta symints"

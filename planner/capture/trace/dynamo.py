@@ -35,7 +35,7 @@ from planner.compat import pytree
 from planner.compat.autograd import like_eager
 from planner.compat.dynamo import aot_autograd, dynamo_config, functorch_config
 from planner.compat.fake import FakeCopyMode, FakeTensorMode
-from planner.compat.fx import boxed
+from planner.compat.fx import boxed, draws_kept
 from planner.compat.joint_trace import Traces, shared
 from planner.compat.modules import buffers_of, parameters_of, replace_call
 from planner.compat.tensors import is_traceable_wrapper_subclass
@@ -125,7 +125,7 @@ def op_by_op(
             return out_of_sight(arrivals.compile(backward))
 
         aot = aot_autograd(fw_compiler=compiler, bw_compiler=backward_compiler, partition_fn=split)
-        with shared(traces, graph, lstms_traced()):
+        with shared(traces, graph, lstms_traced()), draws_kept():
             compiled: Callable[..., Any] = aot(graph, examples)
         return compiled
 
