@@ -7,6 +7,7 @@ end of each step. Each draws a new batch per step, as a DataLoader does.
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import os
 import sys
@@ -1031,6 +1032,66 @@ def state_with_its_graph(put: Put, ended: Ended) -> None:
         optimizer.step()
         model.state = None
         ended([loss, *(output.sum() for output in outputs)])
+
+
+class Observer(nn.Module):
+    """Its buffer is empty until its first call, as those of `torch.ao.quantization` are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp()
+        self.register_buffer("least", torch.tensor([]))
+
+    def forward(self, x):
+        y = self.body(x)
+        with torch.no_grad():
+            now = y.amin(0)
+            if self.least.numel() == 0:
+                self.least.resize_(now.shape).copy_(now)
+            else:
+                self.least.copy_(torch.minimum(self.least, now))
+        return y - self.least
+
+
+def buffer_that_grows(put: Put, ended: Ended) -> None:
+    """The first call makes room in it."""
+    adamw(put(Observer()), 512, ended)
+
+
+class Noted:
+    """What `Averaging` knows of earlier calls."""
+
+    def __init__(self) -> None:
+        self.mean: torch.Tensor | None = None
+        self.calls = 0
+
+
+class Averaging(nn.Module):
+    """Its state is in an object of another class, and in an iterator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.noted, self.scales = mlp(), Noted(), itertools.cycle([1.0])
+
+    def forward(self, x):
+        y, noted = self.body(x), self.noted
+        now = y.detach().mean(0)
+        noted.mean = now if noted.mean is None else 0.9 * noted.mean + 0.1 * now
+        noted.calls += 1
+        return (y + noted.mean) * next(self.scales)
+
+
+def state_in_an_object(put: Put, ended: Ended) -> None:
+    """It changes in each call, once."""
+    model = put(Averaging())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(STEPS):
+        x = torch.randn(512, 64)
+        loss = F.mse_loss(model(x), x)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ended([loss, torch.tensor(float(model.noted.calls))])
 
 
 def larger_later(put: Put, ended: Ended) -> None:
@@ -2702,6 +2763,8 @@ LOOPS: dict[str, Loop] = {
     "takes_notes": Loop(takes_notes, share=1.01),
     "remembered": Loop(remembered, plans=3),
     "state_with_its_graph": Loop(state_with_its_graph, plans=6, off=0.13),
+    "buffer_that_grows": Loop(buffer_that_grows, plans=4),
+    "state_in_an_object": Loop(state_in_an_object, plans=4, off=0.09),
     "larger_later": Loop(larger_later, plans=3, share=0.7),
     "autoencoder": Loop(autoencoder),
     "layers_dropped_in_a_loop": Loop(layers_dropped_in_a_loop),

@@ -19,7 +19,7 @@ def bytes_of(t: torch.Tensor) -> Any:
 
 def like(found: Any, t: torch.Tensor) -> torch.Tensor:
     """Such bytes as a tensor of the shape and dtype of another one."""
-    return torch.from_numpy(found).view(t.dtype).view(t.shape)
+    return torch.from_numpy(found).view(t.dtype).view(t.shape) if len(found) else torch.empty(t.shape, dtype=t.dtype)
 
 
 def aside(t: torch.Tensor) -> torch.Tensor:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from inspect import isgenerator
 from itertools import chain
+from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -31,21 +34,26 @@ _TABLES = {dict, OrderedDict, set}
 _CONTAINERS = {dict, OrderedDict, defaultdict, list, set, deque}
 _SIMPLE = {*_PLAIN, tuple, *_CONTAINERS}
 _KEPT = (torch.Tensor, int, float, str, tuple)
+_NO_STATE = (*_KEPT, nn.Module, type, ModuleType, FunctionType, torch.dtype, torch.device)
 _EMPTY: dict[Any, Any] = {}
 
 
 class Attributes:
-    """The buffers, tensors, plain values and containers that the modules of a model have by name; hooks.
+    """The buffers, tensors, plain values, containers, iterators and objects that the modules of a model have by name;
+    hooks.
 
-    A call may replace these, and change what is in the containers, in those inside them, too. A module that got
-    parameters or modules of its own since then keeps what came with them.
+    A call may replace these, and change what is in the containers and the objects, in containers inside them, too. A
+    module that got parameters or modules of its own since then keeps what came with them.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = modules_in(model)
         self._buffers = [dict(buffers_of(module)) for module in self._modules]
         self._values = [(_plain(module), tuple(vars(module)), _parts(module)) for module in self._modules]
-        self._contents = _contents(x for values, *_ in self._values for x in values.values())
+        others = list(chain.from_iterable(map(_others, self._modules)))
+        self._iterators = [(own, name, x, copy.deepcopy(x)) for own, name, x in others if _is_iterator(x)]
+        objects = (vars(x) for _, _, x in others if not _is_iterator(x))
+        self._contents = _contents(chain(objects, *(values.values() for values, *_ in self._values)))
         tables = chain.from_iterable(map(hook_tables, self._modules))
         self._hooks = {id(table): dict(table) for table in tables if table}  # most are empty
 
@@ -67,6 +75,9 @@ class Attributes:
                     del own[name]
         for container, before in self._contents:
             _fill(container, before)
+        for own, name, iterator, before in self._iterators:
+            if own.get(name) is iterator:
+                own[name] = before
         for of_kind in chain.from_iterable(map(hook_tables, self._modules)):
             hooks = self._hooks.get(id(of_kind), {})
             if of_kind != hooks:  # a first call may have installed some, and noted that in a value
@@ -87,7 +98,7 @@ class ParameterWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, model: nn.Module, *, keep: Attributes | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.names: set[str] = set()
-        self.before: list[tuple[torch.Tensor, Any]] = []
+        self.before: list[_Saved] = []
         self._keep = keep is not None
         others = [("", t) for t in keep.tensors()] if keep is not None else []
         dense = [(name, p) for name, p in [*others, *model.named_parameters()] if p.layout == torch.strided]
@@ -98,7 +109,7 @@ class ParameterWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if t.layout == torch.strided and (own := self._own.pop(storage_key(t), None)) is not None:
                 self.names.add(own[0])
                 if self._keep:
-                    self.before.append((own[1], bytes_of(own[1])))
+                    self.before.append(_saved(own[1]))
         return func(*args, **(kwargs or {}))
 
 
@@ -132,7 +143,7 @@ class ModelSnapshot:
         own = chain.from_iterable(buffers_of(module).values() for module in modules_in(model))
         changing = [*{id(b): b for b in (*own, *dense_tensors(arguments)) if b is not None}.values(), *written]
         self._containers = _contents(arguments)
-        self._contents = [(b, bytes_of(b)) for each in changing if not each.is_meta for b in inside(each)]
+        self._contents = [_saved(b) for each in changing if not each.is_meta for b in inside(each)]
         devices = dict.fromkeys(t.device for t in (*parameters_in(modules_in(model)), *others))
         here = [(accelerator, d) for d in devices if (accelerator := accelerator_of(d)) is not None]
         self._generators = [(accelerator, d, accelerator.random_state(d)) for accelerator, d in here]
@@ -177,6 +188,23 @@ def _plain(module: nn.Module) -> dict[str, Any]:
     return found
 
 
+def _others(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """The iterators of Python's own classes, and the objects of others that have attributes, by the names that a module
+    has for them.
+    """
+    own = vars(module)
+    for name, x in own.items():
+        kind = type(x)
+        if kind in _SIMPLE or isinstance(x, _NO_STATE) or name in TABLES:
+            continue
+        if _is_iterator(x) or (hasattr(x, "__dict__") and not callable(x)):
+            yield own, name, x
+
+
+def _is_iterator(x: Any) -> bool:
+    return type(x).__module__ in ("builtins", "itertools") and isinstance(x, Iterator) and not isgenerator(x)
+
+
 def _contents(values: Iterable[Any]) -> list[tuple[Any, Any]]:
     """The containers among these values, and inside them, that can be changed, each with a copy. O(their contents).
 
@@ -219,9 +247,18 @@ def _parts(module: nn.Module) -> tuple[str, ...]:
     return tuple([name for table in tables_of([module]) for name, own in table.items() if own is not None])
 
 
-def _put_back(contents: Iterable[tuple[torch.Tensor, Any]]) -> None:
+_Saved = tuple[torch.Tensor, torch.Size, Any]  # its shape, and the bytes of its elements
+
+
+def _saved(t: torch.Tensor) -> _Saved:
+    return t, t.shape, bytes_of(t)
+
+
+def _put_back(contents: Iterable[_Saved]) -> None:
     with torch.no_grad():
-        for t, saved in contents:
+        for t, shape, saved in contents:
+            if t.shape != shape:  # a first call makes room in an empty buffer
+                t.resize_(shape)
             if not np.array_equal(bytes_of(t), saved):
                 t.copy_(like(saved, t))
 
