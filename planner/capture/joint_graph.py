@@ -130,13 +130,3 @@ def may_write(node: fx.Node) -> bool:
     if node.op != "call_function" or node.target is operator.getitem or node.target in (*FUNCTIONAL, run_in_pieces):
         return False
     return not isinstance(node.target, OpOverload) or schema_of(node.target).is_mutable
-
-
-def is_dense(t: torch.Tensor) -> bool:
-    """Whether a tensor fills its storage, each byte once."""
-    dense = 1
-    for stride, size in sorted((stride, size) for size, stride in zip(t.shape, t.stride(), strict=True) if size > 1):
-        if stride != dense:
-            return False
-        dense *= size
-    return bool(t.untyped_storage().nbytes() == t.nbytes)

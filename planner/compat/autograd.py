@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
+from torch import _compile
 from torch._C._functorch import peek_interpreter_stack
+from torch._dynamo import eval_frame
 from torch.autograd import forward_ad
 from torch.autograd.graph import Node, get_gradient_edge
 
 Known = TypeVar("Known")
+_CALLS_ENGINE = torch.autograd.graph._engine_run_backward.__code__
+# between it and a mode: this package, and what torch puts around a mode's `__torch_dispatch__`
+_OWN = (str(Path(__file__).parents[1]), _compile.__file__, eval_frame.__file__)
 _REFUSES = "planner_refuses"  # on the class of a compiled graph's node: what is called for a second derivative
 
 
@@ -320,6 +328,19 @@ def references(t: torch.Tensor) -> tuple[int, int]:
     """How often a tensor and its storage are referenced (`Tensor._use_count`, `_storage_Use_Count`, 2.11 to 2.15)."""
     of_tensor: int = t._use_count()  # type: ignore[attr-defined]
     return of_tensor, torch._C._storage_Use_Count(t.untyped_storage()._cdata)
+
+
+def called_by_engine() -> bool:
+    """Whether an op that a dispatch mode sees was asked for by autograd's engine itself, not by code in Python.
+
+    `_engine_run_backward` calls the engine (2.11 to 2.15); its threads for GPUs have no frame of Python.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != _CALLS_ENGINE.co_filename:
+        if not frame.f_code.co_filename.startswith(_OWN):
+            return False
+        frame = frame.f_back
+    return frame is None or frame.f_code is _CALLS_ENGINE
 
 
 def sequence_number(node: Node) -> int:

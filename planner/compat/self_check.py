@@ -31,6 +31,7 @@ PARTS = {
         "_values _version"
     ),
     "torch:UntypedStorage": "_cdata",
+    "torch.autograd.graph": "_engine_run_backward",
     "torch._decomp.decompositions": "_rnn_helper",
     "torch._dynamo.decorators": "_dynamo_weak_dynamic_indices",
     "torch._dynamo.eval_frame": "_initialize _orig_mod _torchdynamo_orig_backend _torchdynamo_orig_callable",

@@ -30,3 +30,13 @@ def strides_in(order: Sequence[int], shape: Sequence[int]) -> list[int]:
         strides[d] = step
         step *= shape[d]
     return strides
+
+
+def is_dense(t: torch.Tensor) -> bool:
+    """Whether a tensor fills its storage, each byte once."""
+    dense = 1
+    for stride, size in sorted((stride, size) for size, stride in zip(t.shape, t.stride(), strict=True) if size > 1):
+        if stride != dense:
+            return False
+        dense *= size
+    return bool(t.untyped_storage().nbytes() == t.nbytes)

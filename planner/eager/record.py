@@ -5,27 +5,23 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
-from planner.capture.joint_graph import is_dense
 from planner.capture.provenance import line_at, user_place
 from planner.capture.trace.loss_trace import differentiable
 from planner.compat import pytree
-from planner.compat.autograd import references
 from planner.compat.fake import FakeTensorMode
 from planner.compat.ops import schema_of
-from planner.compat.tensors import TorchDispatchMode, is_traceable_wrapper_subclass, storage_key
+from planner.compat.tensors import TorchDispatchMode, storage_key
 from planner.core.call import TensorSpec, storages
+from planner.core.gradient_sums import in_place_of, last_references
 from planner.core.objects import leaves
 from planner.eager.trace import DistinctOp, ModuleCall, Phase, Saved, Trace, TracedOp
 from planner.eager.values import call_op
-
-_ADD, _ADD_IN_PLACE = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -39,6 +35,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, mode: FakeTensorMode, detailed: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        last_references()  # no mode is called yet
         self.mode = mode
         self.detailed = detailed
         self.phase: Phase = "forward"
@@ -53,15 +50,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.born: list[int] = []
         self.died: list[int] = []
         self._begun = 0
-        self._alone = _last_references()
         self._made: dict[int, int] = {}  # storages alive -> their number
         self._given: dict[int, int] = {}
         self._finalizers: list[Any] = []
         self._distinct: dict[Any, DistinctOp] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _ADD and self.phase == "backward" and references(args[0]) == self._alone and _takes(*args[:2]):
-            func = _ADD_IN_PLACE  # as autograd's engine does where there is no mode
+        if self.phase == "backward":
+            func = in_place_of(func, args)  # as autograd's engine does where there is no mode
         kwargs = kwargs or {}
         if func in SAC_IGNORED_OPS:
             return func(*args, **kwargs)
@@ -185,33 +181,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             plain = pytree.tree_map_only(torch.Tensor, spec, (tuple(args), dict(kwargs), result))
             self._distinct[key] = DistinctOp(key, func, *plain)
         return self._distinct[key]
-
-
-def _takes(sum_so_far: torch.Tensor, term: Any) -> bool:
-    """Whether a sum of gradients may go where its first term is."""
-    if not isinstance(term, torch.Tensor) or is_traceable_wrapper_subclass(sum_so_far):
-        return False
-    same = (sum_so_far.shape, sum_so_far.dtype) == (term.shape, term.dtype)
-    return same and is_dense(sum_so_far)
-
-
-@cache
-def _last_references() -> tuple[int, int]:
-    """What `references` says, in a dispatch mode, of a gradient that only autograd's engine holds."""
-    seen: list[tuple[int, int]] = []
-
-    class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func is _ADD:
-                seen.append(references(args[0]))
-            return func(*args, **(kwargs or {}))
-
-    with torch.enable_grad():
-        x = torch.ones(2, requires_grad=True) * 2
-        y = x.exp().sum() + x.tanh().sum()
-        with Watch():  # type: ignore[no-untyped-call]
-            y.backward()  # type: ignore[no-untyped-call]
-    return seen[0]
 
 
 def _attributes(module: nn.Module) -> dict[str, tuple[int, ...]]:

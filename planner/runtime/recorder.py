@@ -25,6 +25,7 @@ from planner.compat.dispatch import LastingMode, finds_ops, written
 from planner.compat.tensors import dense_parts, is_batched, is_traceable_wrapper_subclass, storage_key
 from planner.core.attributes import state_of
 from planner.core.call import Call, bytes_of_elements, gradient_of, inside, storages, tensors_in
+from planner.core.gradient_sums import as_without_modes, last_references
 from planner.core.layout import Order, memory_order
 from planner.core.loop import LaidOut
 from planner.runtime.between import Between
@@ -100,6 +101,7 @@ class Recorder(LastingMode):
         earlier: Recorder | None = None,
     ) -> None:
         super().__init__()
+        last_references()  # no mode is called yet
         self.device, self.process, self.thread = device, os.getpid(), get_ident()
         self.phase: Literal["loss", "backward"] = "loss"
         self.known = {*storages(state := state_of(model))}
@@ -384,7 +386,7 @@ class Recorder(LastingMode):
         return LossEvents(events, let_go, held, made, parts, read, self._called, waits)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs, func = kwargs or {}, as_without_modes(func, args)
         if self.over or self.phase == "backward" or os.getpid() != self.process:
             return func(*args, **kwargs)
         if any(map(is_traceable_wrapper_subclass, tensors_in((args, kwargs)))):

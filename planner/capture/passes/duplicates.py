@@ -14,10 +14,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import fx
 
-from planner.capture.joint_graph import fake_result, is_dense, map_nodes, may_write
+from planner.capture.joint_graph import fake_result, map_nodes, may_write
 from planner.capture.passes.checkpoints import clone_of
 from planner.capture.recomputability import is_random
 from planner.core.call import storages
+from planner.core.layout import is_dense
 
 _CLONE = torch.ops.aten.clone.default
 Storages = Mapping[fx.Node, frozenset[int]]

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.capture.joint_graph import fake_result, is_dense
+from planner.capture.joint_graph import fake_result
 from planner.capture.passes.checkpoints import clone_of
 from planner.capture.passes.order import Order
 from planner.capture.recomputability import is_collective
 from planner.capture.shapes import SYMBOLIC
 from planner.compat.ops import OpOverload
 from planner.core.call import storages
+from planner.core.layout import is_dense
 
 _ATEN = torch.ops.aten
 _ADD = _ATEN.add.Tensor

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.capture.joint_graph import fake_result, is_dense
+from planner.capture.joint_graph import fake_result
 from planner.capture.passes.tangents import entering
 from planner.capture.passes.tiny import first, real_strides
 from planner.compat.fake import FakeTensor, unset_fake_temporarily
 from planner.compat.versions import has_group_norms_of_any_layout
-from planner.core.layout import Order, memory_order, strides_in
+from planner.core.layout import Order, is_dense, memory_order, strides_in
 
 _ATEN = torch.ops.aten
 _VIEWS = {_ATEN.view.default, _ATEN._unsafe_view.default}

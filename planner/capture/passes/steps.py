@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.capture.joint_graph import fake_result, index_of, is_dense, nodes_in, signature_of
+from planner.capture.joint_graph import fake_result, index_of, nodes_in, signature_of
 from planner.capture.passes.in_place_sums import made_in_backward
 from planner.capture.passes.order import Order
 from planner.core.call import storages
+from planner.core.layout import is_dense
 from planner.stepping.step import step_now
 
 _CLONE = torch.ops.aten.clone.default

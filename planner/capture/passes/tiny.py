@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from planner.capture.joint_graph import is_dense, may_write
+from planner.capture.joint_graph import may_write
 from planner.capture.recomputability import is_random
 from planner.compat import pytree
 from planner.compat.dispatch import lasting_modes_off
 from planner.compat.fake import unset_fake_temporarily
 from planner.compat.ops import OpOverload, name_of
-from planner.core.layout import Order, memory_order, strides_in
+from planner.core.layout import Order, is_dense, memory_order, strides_in
 
 _ATEN = torch.ops.aten
 _KINDS = [f"{kind}_pad{dims}d" for kind in ("reflection", "replication") for dims in (1, 2, 3)]
