@@ -231,6 +231,7 @@ class FakeStep:
         elif loss_fn is None and not eager:
             gone = self._not_reached(leaves(output), unreached)
             unused = {(id(call), at) for call, at, _ in results if id(call.results[at]) in gone}
+        unused.update((id(call), at) for call in self.calls for at in _doubles(call))
         cut: dict[str, tuple[int, ...]] = {}
         for call in self.calls:
             here = tuple(at for at in range(len(call.results)) if (id(call), at) in unused)
@@ -274,6 +275,25 @@ class FakeStep:
     def _runs_outside(self) -> bool:
         """Whether ops outside the regions allocate anything."""
         return any(storages([call.result for call in calls]) for calls in self._between)
+
+
+def _doubles(call: RegionCall) -> set[int]:
+    """The results of a graph that are another one, too, by which their gradient comes: autograd's node has a place for
+    either, and a tensor is one of its outputs.
+    """
+    positions: dict[int, list[int]] = {}
+    for at, edge in enumerate(call.edges):
+        if edge is not None:
+            positions.setdefault(id(call.results[at]), []).append(at)
+    nodes = {at: edge.node for at, edge in enumerate(call.edges) if edge is not None}
+    places = {at: edge.output_nr for at, edge in enumerate(call.edges) if edge is not None}
+    found: set[int] = set()
+    for double in (group for group in positions.values() if len(group) > 1):
+        others = (at for (at, *more) in positions.values() if not more and nodes[at] is nodes[double[0]])
+        before = {places[at] - at for at in others}  # the node's outputs before the graph's
+        if len(before) == 1 and (own := places[double[0]] - before.pop()) in double:
+            found.update(at for at in double if at != own)
+    return found
 
 
 def _fed(results: Sequence[Any], feeds: Mapping[int, frozenset[int]]) -> list[Any]:
