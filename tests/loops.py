@@ -1908,6 +1908,33 @@ def weights_from_gradients(put: Put, ended: Ended) -> None:
         ended(loss)
 
 
+class ActorCritic(nn.Module):
+    """Two heads read what one body makes: autograd adds up their gradients. The actor's output is a distribution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(16, 128), nn.Tanh(), nn.Linear(128, 128), nn.Tanh())
+        self.mean, self.value, self.width = nn.Linear(128, 4), nn.Linear(128, 1), nn.Parameter(torch.zeros(4))
+
+    def forward(self, x):
+        h = self.body(x)
+        mean = self.mean(h)
+        return torch.distributions.Normal(mean, self.width.exp().expand_as(mean)), self.value(h)
+
+
+def distribution_and_value(put: Put, ended: Ended) -> None:
+    """A distribution holds its parameters as they were given, where they need no broadcasting: they are outputs twice."""
+    model = put(ActorCritic())
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    for _ in range(STEPS):
+        chosen, value = model(torch.randn(1024, 16))
+        loss = value.square().mean() - chosen.log_prob(torch.randn(1024, 4)).sum(-1).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ended(loss)
+
+
 def own_predictions(put: Put, ended: Ended) -> None:
     """A model of dynamics goes on from its own predictions, and is differentiated through all of them."""
     model = put(mlp(depth=3))
@@ -1982,6 +2009,23 @@ def features_by_a_hook(put: Put, ended: Ended) -> None:
         loss.backward()
         optimizer.step()
         ended(loss)
+
+
+def features_in_a_list(put: Put, ended: Ended) -> None:
+    """Hooks append to it, and each step begins by clearing it."""
+    model, seen = mlp(96, 4, 8), []
+    for at in (1, 3, 5):
+        model[at].register_forward_hook(lambda module, args, output: seen.append(output))
+    put(model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    for _ in range(STEPS):
+        seen.clear()
+        x, y = torch.randn(512, 96), torch.randint(8, (512,))
+        loss = F.cross_entropy(model(x), y) + 0.01 * sum(feature.square().mean() for feature in seen)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ended([loss, torch.tensor(float(len(seen)))])
 
 
 def sharpness_aware(put: Put, ended: Ended) -> None:
@@ -2822,10 +2866,13 @@ LOOPS: dict[str, Loop] = {
     "policy_gradient": Loop(policy_gradient, share=0.98),
     "rollouts": Loop(rollouts),
     "weights_from_gradients": Loop(weights_from_gradients),
+    "distribution_and_value": Loop(distribution_and_value, share=0.9),
+    "two_heads_with_room": Loop(distribution_and_value, share=1.03),
     "own_predictions": Loop(own_predictions, plans=4),
     "bootstrapped": Loop(bootstrapped),
     "given_gradients": Loop(given_gradients),
     "features_by_a_hook": Loop(features_by_a_hook),
+    "features_in_a_list": Loop(features_in_a_list, off=0.2),
     "sharpness_aware": Loop(sharpness_aware),
     "boundary_points": Loop(boundary_points, plans=3),
     "several_tasks": Loop(several_tasks, plans=3),

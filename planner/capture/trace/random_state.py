@@ -5,21 +5,17 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from inspect import unwrap
 from itertools import chain
-from types import FunctionType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import nn
 
+from planner.capture.trace.named import named_by_classes, value_of
 from planner.compat.modules import modules_in
 
 _KINDS = (random.Random, np.random.RandomState, np.random.Generator)
-MOST_FUNCTIONS = 1000  # whose code is looked at, of a class of modules
-_NAMED = WeakKeyDictionary[type[nn.Module], list[tuple[Any, str]]]()
 
 
 @contextmanager
@@ -44,7 +40,7 @@ def random_kept(model: nn.Module | None = None, chance: float | None = None) -> 
             elif hasattr(generator, "set_state"):
                 with suppress(ValueError):  # it was given another bit generator
                     generator.set_state(("MT19937", words, 0))
-        places = [(*place, value) for place in _places(model) if type(value := _value(*place)) is np.random.Generator]
+        places = [(*place, value) for place in _places(model) if type(value := value_of(*place)) is np.random.Generator]
     try:
         for place, name, _ in places:
             _assign(place, name, np.random.Generator(_twister(words)))
@@ -84,32 +80,12 @@ def named_generators(modules: Iterable[nn.Module]) -> list[Any]:
 
     O(modules), and O(code) for the first module of a class.
     """
-    return [_value(*place) for place in _named_places(modules)]
+    return [value_of(*place) for place in _named_places(modules)]
 
 
 def _named_places(modules: Iterable[nn.Module]) -> list[tuple[Any, str]]:
     """The variables that are such generators."""
-    kinds = set(map(type, modules))
-    for kind in kinds.difference(_NAMED):
-        found = (*_KINDS, torch.Generator)
-        _NAMED[kind] = [place for place in _names_in_methods(kind) if isinstance(_value(*place), found)]
-    return [place for kind in kinds for place in _NAMED[kind]]
-
-
-def _names_in_methods(kind: type[nn.Module]) -> Iterator[tuple[Any, str]]:
-    """The variables that such code uses: the globals of a function, or a cell, and the name."""
-    own = [vars(c).values() for c in kind.__mro__]
-    left = [f for f in chain.from_iterable(own) if isinstance(f, FunctionType)]
-    seen = set[int]()
-    while left and len(seen) < MOST_FUNCTIONS:
-        f = unwrap(left.pop())
-        if id(f) in seen or (f.__module__ or "").partition(".")[0] == "torch":  # these have none that a step changes
-            continue
-        seen.add(id(f))
-        names = [(f.__globals__, name) for name in f.__code__.co_names if name in f.__globals__]
-        names += [(cell, "cell_contents") for cell in f.__closure__ or ()]
-        yield from names
-        left += [value for name in names if isinstance(value := _value(*name), FunctionType)]
+    return [place for place in named_by_classes(modules) if isinstance(value_of(*place), (*_KINDS, torch.Generator))]
 
 
 def _places(model: nn.Module | None) -> Iterator[tuple[Any, str]]:
@@ -132,11 +108,6 @@ def _twister(words: tuple[int, ...]) -> np.random.MT19937:
     made = np.random.MT19937()
     made.state = {"bit_generator": "MT19937", "state": {"key": np.array(words, dtype=np.uint32), "pos": 0}}
     return made
-
-
-def _value(place: Any, name: str) -> Any:
-    """That of a variable; None for one that has none yet."""
-    return place.get(name) if isinstance(place, dict) else getattr(place, name, None)
 
 
 def _state_of(generator: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from inspect import isgenerator
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from planner.capture.trace.named import CONTAINERS, named_containers
 from planner.capture.trace.random_state import named_generators, undrawing
 from planner.compat import pytree
 from planner.compat.dispatch import written
@@ -31,8 +32,7 @@ from planner.devices.accelerator import accelerator_of
 _LRU_CACHE = type(functools.cache(lambda: None))
 _PLAIN = {type(None), bool, int, float, str}
 _TABLES = {dict, OrderedDict, set}
-_CONTAINERS = {dict, OrderedDict, defaultdict, list, set, deque}
-_SIMPLE = {*_PLAIN, tuple, *_CONTAINERS}
+_SIMPLE = {*_PLAIN, tuple, *CONTAINERS}
 _KEPT = (torch.Tensor, int, float, str, tuple)
 _NO_STATE = (*_KEPT, nn.Module, type, ModuleType, FunctionType, torch.dtype, torch.device)
 _EMPTY: dict[Any, Any] = {}
@@ -40,7 +40,7 @@ _EMPTY: dict[Any, Any] = {}
 
 class Attributes:
     """The buffers, tensors, plain values, containers, iterators and objects that the modules of a model have by name;
-    hooks.
+    hooks, and the containers that these and the modules' code name.
 
     A call may replace these, and change what is in the containers and the objects, in containers inside them, too. A
     module that got parameters or modules of its own since then keeps what came with them.
@@ -53,7 +53,8 @@ class Attributes:
         others = list(chain.from_iterable(map(_others, self._modules)))
         self._iterators = [(own, name, x, copy.deepcopy(x)) for own, name, x in others if _is_iterator(x)]
         objects = (vars(x) for _, _, x in others if not _is_iterator(x))
-        self._contents = _contents(chain(objects, *(values.values() for values, *_ in self._values)))
+        named = named_containers(self._modules)
+        self._contents = _contents(chain(named, objects, *(values.values() for values, *_ in self._values)))
         tables = chain.from_iterable(map(hook_tables, self._modules))
         self._hooks = {id(table): dict(table) for table in tables if table}  # most are empty
 
@@ -212,7 +213,7 @@ def _contents(values: Iterable[Any]) -> list[tuple[Any, Any]]:
     """
     found: dict[int, tuple[Any, Any]] = {}
     seen: set[int] = set()
-    left = [x for x in values if isinstance(x, tuple) or type(x) in _CONTAINERS]
+    left = [x for x in values if isinstance(x, tuple) or type(x) in CONTAINERS]
     while left:
         container = left.pop()
         if id(container) in seen:
@@ -225,7 +226,7 @@ def _contents(values: Iterable[Any]) -> list[tuple[Any, Any]]:
         inner = list(container.values()) if isinstance(container, dict) else list(container)
         if not isinstance(container, tuple):
             found[id(container)] = container, dict(container) if isinstance(container, dict) else inner
-        left += [x for x in inner if isinstance(x, tuple) or type(x) in _CONTAINERS]
+        left += [x for x in inner if isinstance(x, tuple) or type(x) in CONTAINERS]
     return list(found.values())
 
 
@@ -287,6 +288,17 @@ def undone_on(error: type[Exception], model: nn.Module, parameters: Collection[s
     except error:
         state.restore()
         raise
+
+
+@contextmanager
+def containers_kept(model: nn.Module) -> Iterator[None]:
+    """Puts back what was in the containers outside of a model that its code and hooks name."""
+    before = _contents(named_containers(modules_in(model)))
+    try:
+        yield
+    finally:
+        for container, contents in before:
+            _fill(container, contents)
 
 
 @contextmanager

@@ -32,7 +32,14 @@ from planner.capture.trace.quiet import quietly
 from planner.capture.trace.random_state import random_kept
 from planner.capture.trace.recording import Recording
 from planner.capture.trace.refusals import LIMITS, refusal
-from planner.capture.trace.state_guard import Attributes, ParameterWrites, fakes_forgotten, forget_fakes, untouched
+from planner.capture.trace.state_guard import (
+    Attributes,
+    ParameterWrites,
+    containers_kept,
+    fakes_forgotten,
+    forget_fakes,
+    untouched,
+)
 from planner.compat.fake import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -137,7 +144,7 @@ def capture(
         CaptureError: the step cannot be written as graphs.
     """
     chances = CHANCES if likely else (None,)
-    with _surroundings():
+    with _surroundings(), containers_kept(model):
         for chance in chances:
             answers = Answers(chance)
             try:

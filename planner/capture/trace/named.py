@@ -1,0 +1,67 @@
+"""Variables outside of a model that its code names: random number generators, and containers that it writes into."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Iterator
+from inspect import unwrap
+from itertools import chain
+from types import FunctionType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import nn
+
+from planner.compat.modules import hook_tables
+
+MOST_FUNCTIONS = 1000  # whose code is looked at, of a class of modules
+Place = tuple[Any, str]  # the globals of a function, or a cell, and the name
+CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
+_FOUND = (random.Random, np.random.RandomState, np.random.Generator, torch.Generator, *CONTAINERS)
+_NAMED = WeakKeyDictionary[type[nn.Module], list[Place]]()
+
+
+def named_by_classes(modules: Iterable[nn.Module]) -> list[Place]:
+    """The variables that methods of modules, or functions that they call, name, and that are generators or containers.
+
+    O(modules), and O(code) for the first module of a class.
+    """
+    kinds = set(map(type, modules))
+    for kind in kinds.difference(_NAMED):
+        own = chain.from_iterable(vars(c).values() for c in kind.__mro__)
+        named = _named_in(f for f in own if isinstance(f, FunctionType))
+        _NAMED[kind] = [place for place in named if isinstance(value_of(*place), _FOUND)]
+    return [place for kind in kinds for place in _NAMED[kind]]
+
+
+def named_containers(modules: Iterable[nn.Module]) -> list[Any]:
+    """The containers that methods and hooks of modules, or functions that they call, use by a variable outside of them:
+    a list of features, to which hooks append.
+    """
+    modules = list(modules)
+    hooks = [hook for module in modules for table in hook_tables(module) for hook in table.values()]
+    places = [*named_by_classes(modules), *_named_in(f for f in hooks if isinstance(f, FunctionType))]
+    values = [value_of(*place) for place in places]
+    return [value for value in values if isinstance(value, CONTAINERS)]
+
+
+def value_of(place: Any, name: str) -> Any:
+    """That of a variable; None for one that has none yet."""
+    return place.get(name) if isinstance(place, dict) else getattr(place, name, None)
+
+
+def _named_in(functions: Iterable[FunctionType]) -> Iterator[Place]:
+    left = list(functions)
+    seen = set[int]()
+    while left and len(seen) < MOST_FUNCTIONS:
+        f = unwrap(left.pop())
+        if id(f) in seen or (f.__module__ or "").partition(".")[0] == "torch":  # these have none that a step changes
+            continue
+        seen.add(id(f))
+        names = [(f.__globals__, name) for name in f.__code__.co_names if name in f.__globals__]
+        names += [(cell, "cell_contents") for cell in f.__closure__ or ()]
+        yield from names
+        left += [value for name in names if isinstance(value := value_of(*name), FunctionType)]
