@@ -1923,7 +1923,7 @@ class ActorCritic(nn.Module):
 
 
 def distribution_and_value(put: Put, ended: Ended) -> None:
-    """A distribution holds its parameters as they were given, where they need no broadcasting: they are outputs twice."""
+    """A distribution holds its parameters as given where they need no broadcasting: a graph returns them twice."""
     model = put(ActorCritic())
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     for _ in range(STEPS):

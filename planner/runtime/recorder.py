@@ -152,8 +152,7 @@ class Recorder(LastingMode):
         self._given(batch)
         self.first_input = self.inputs.live
         self.aside = list(map(weak, aside))
-        self._hook(outputs)
-        self._hook(aside, len(outputs))
+        self._hook([*outputs, *aside])
 
     def knows(self, made: Sequence[MadeStorages], used: Sequence[UsedStorages]) -> None:
         """These were made before the first call, and none of them is the model's or its batch; and those were used."""
