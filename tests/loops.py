@@ -2872,7 +2872,7 @@ LOOPS: dict[str, Loop] = {
     "bootstrapped": Loop(bootstrapped),
     "given_gradients": Loop(given_gradients),
     "features_by_a_hook": Loop(features_by_a_hook),
-    "features_in_a_list": Loop(features_in_a_list, off=0.2),
+    "features_in_a_list": Loop(features_in_a_list),
     "sharpness_aware": Loop(sharpness_aware),
     "boundary_points": Loop(boundary_points, plans=3),
     "several_tasks": Loop(several_tasks, plans=3),

@@ -79,7 +79,8 @@ def outside_loss(request: Request, graph: TrainingGraph) -> CountedLoss:
         return CountedLoss(captured.workspace, left, waits, excess, let_go=gone, waiting_backward=waits)
     seen = loop.loss.of(graph.output_bytes)
     results = {result for result in graph.outputs if result is not None}
-    tangents = {(r, v) for r, at in results for v in _values(graph.regions[r], graph.regions[r].tangent_at(at))}
+    given = results | _aside(graph)
+    tangents = {(r, v) for r, at in given for v in _values(graph.regions[r], graph.regions[r].tangent_at(at))}
     late = _late(graph, tangents, seen.tangents)
     arriving = sum(_bytes_of(graph, (r, v)) for r, v in tangents if r >= sum(n for n, _ in graph.calls[:late]))
     seen = seen if graph.calls else _as_one(seen)
@@ -110,6 +111,13 @@ def outside_loss(request: Request, graph: TrainingGraph) -> CountedLoss:
         between=_between(graph, seen, results - gone, late, workspace) if graph.calls else None,
         more=max(0, seen.kept - loop.loss.kept),
     )
+
+
+def _aside(graph: TrainingGraph) -> set[tuple[int, int]]:
+    """The results that no other graph takes, some of which code of the loop's own has: what forward hooks keep."""
+    taken = {link.producer for link in graph.links if not link.held}
+    every = {(r, at) for r, region in enumerate(graph.regions) for at in range(len(region.fwd_outputs))}
+    return every - taken
 
 
 def with_least_loss(graph: TrainingGraph) -> TrainingGraph | None:
