@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from planner.capture.provenance import line_at
 from planner.capture.trace.as_if_real import as_if_real
 from planner.capture.trace.loss_trace import LossFn
-from planner.capture.trace.state_guard import containers_kept
+from planner.capture.trace.module_state import containers_kept
 from planner.compat.fake import FakeTensorMode
 from planner.compat.modules import buffers_of, parameters_of
 from planner.core.attributes import attributes_staying, kept_as_attributes

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import gc
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from inspect import isgenerator
 from itertools import chain
-from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from planner.capture.trace.named import CONTAINERS, named_containers
+from planner.capture.trace.module_state import PLAIN, Attributes, contents_of, refill
 from planner.capture.trace.random_state import named_generators, undrawing
 from planner.compat import pytree
 from planner.compat.dispatch import written
 from planner.compat.fake import FakeTensor
-from planner.compat.modules import TABLES, buffers_of, hook_tables, modules_in, parameters_in, tables_of
+from planner.compat.modules import buffers_of, modules_in, parameters_in, tables_of
 from planner.compat.tensors import TorchDispatchMode, storage_key
 from planner.core.call import inside, tensors_in
 from planner.core.host import bytes_of, like
@@ -30,60 +27,7 @@ from planner.core.objects import dense_tensors, with_tensors
 from planner.devices.accelerator import accelerator_of
 
 _LRU_CACHE = type(functools.cache(lambda: None))
-_PLAIN = {type(None), bool, int, float, str}
 _TABLES = {dict, OrderedDict, set}
-_SIMPLE = {*_PLAIN, tuple, *CONTAINERS}
-_KEPT = (torch.Tensor, int, float, str, tuple)
-_NO_STATE = (*_KEPT, nn.Module, type, ModuleType, FunctionType, torch.dtype, torch.device)
-_EMPTY: dict[Any, Any] = {}
-
-
-class Attributes:
-    """The buffers, tensors, plain values, containers, iterators and objects that the modules of a model have by name;
-    hooks, and the containers that these and the modules' code name.
-
-    A call may replace these, and change what is in the containers and the objects, in containers inside them, too. A
-    module that got parameters or modules of its own since then keeps what came with them.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._modules = modules_in(model)
-        self._buffers = [dict(buffers_of(module)) for module in self._modules]
-        self._values = [(_plain(module), tuple(vars(module)), _parts(module)) for module in self._modules]
-        others = list(chain.from_iterable(map(_others, self._modules)))
-        self._iterators = [(own, name, x, copy.deepcopy(x)) for own, name, x in others if _is_iterator(x)]
-        objects = (vars(x) for _, _, x in others if not _is_iterator(x))
-        named = named_containers(self._modules)
-        self._contents = _contents(chain(named, objects, *(values.values() for values, *_ in self._values)))
-        tables = chain.from_iterable(map(hook_tables, self._modules))
-        self._hooks = {id(table): dict(table) for table in tables if table}  # most are empty
-
-    def tensors(self) -> list[torch.Tensor]:
-        """The tensors among these."""
-        return tensors_in([list(values.values()) for values, *_ in self._values])
-
-    def restore(self) -> None:
-        """Put them back, and take away those that were not there."""
-        for module, buffers in zip(self._modules, self._buffers, strict=True):
-            table = buffers_of(module)
-            table.clear()
-            table.update(buffers)
-        for module, (values, names, parts) in zip(self._modules, self._values, strict=True):
-            own = vars(module)
-            own.update({k: v for k, v in values.items() if own.get(k, own) is not v})
-            if _parts(module) == parts:
-                for name in _plain(module).keys() - set(names):
-                    del own[name]
-        for container, before in self._contents:
-            _fill(container, before)
-        for own, name, iterator, before in self._iterators:
-            if own.get(name) is iterator:
-                own[name] = before
-        for of_kind in chain.from_iterable(map(hook_tables, self._modules)):
-            hooks = self._hooks.get(id(of_kind), {})
-            if of_kind != hooks:  # a first call may have installed some, and noted that in a value
-                of_kind.clear()
-                of_kind.update(hooks)
 
 
 class ParameterWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -143,7 +87,7 @@ class ModelSnapshot:
         written = [p for name, p in model.named_parameters() if name in parameters] if parameters else []
         own = chain.from_iterable(buffers_of(module).values() for module in modules_in(model))
         changing = [*{id(b): b for b in (*own, *dense_tensors(arguments)) if b is not None}.values(), *written]
-        self._containers = _contents(arguments)
+        self._containers = contents_of(arguments)
         self._contents = [_saved(b) for each in changing if not each.is_meta for b in inside(each)]
         devices = dict.fromkeys(t.device for t in (*parameters_in(modules_in(model)), *others))
         here = [(accelerator, d) for d in devices if (accelerator := accelerator_of(d)) is not None]
@@ -155,7 +99,7 @@ class ModelSnapshot:
         """Put the state back; buffers that have not changed are not written into."""
         self.attributes.restore()
         for container, before in self._containers:
-            _fill(container, before)
+            refill(container, before)
         for p, data in self._memory:
             if storage_key(p) != storage_key(data):
                 p.data = data
@@ -173,79 +117,12 @@ def generators_of(model: nn.Module) -> list[torch.Generator]:
     modules = modules_in(model)
     tables = set(map(id, tables_of(modules)))
     values = list(chain.from_iterable(vars(module).values() for module in modules))
-    values = [x for x in values if type(x) not in _PLAIN and (type(x) not in _TABLES or x)]  # most are empty tables
+    values = [x for x in values if type(x) not in PLAIN and (type(x) not in _TABLES or x)]  # most are empty tables
     kinds = dict(zip(map(type, values), values, strict=True))
     leaves = {kind for kind, x in kinds.items() if pytree.tree_is_leaf(x) and not isinstance(x, torch.Generator)}
     values = [x for x in values if type(x) not in leaves and id(x) not in tables]
     found = [*pytree.tree_leaves(values), *named_generators(modules)]
     return list({id(x): x for x in found if isinstance(x, torch.Generator)}.values())
-
-
-def _plain(module: nn.Module) -> dict[str, Any]:
-    """None, numbers, text, containers, and tensors: a state that the next call goes on from has a graph."""
-    found = {k: v for k, v in vars(module).items() if type(v) in _SIMPLE or isinstance(v, _KEPT)}
-    for name in TABLES:
-        found.pop(name, None)
-    return found
-
-
-def _others(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """The iterators of Python's own classes, and the objects of others that have attributes, by the names that a module
-    has for them.
-    """
-    own = vars(module)
-    for name, x in own.items():
-        kind = type(x)
-        if kind in _SIMPLE or isinstance(x, _NO_STATE) or name in TABLES:
-            continue
-        if _is_iterator(x) or (hasattr(x, "__dict__") and not callable(x)):
-            yield own, name, x
-
-
-def _is_iterator(x: Any) -> bool:
-    return type(x).__module__ in ("builtins", "itertools") and isinstance(x, Iterator) and not isgenerator(x)
-
-
-def _contents(values: Iterable[Any]) -> list[tuple[Any, Any]]:
-    """The containers among these values, and inside them, that can be changed, each with a copy. O(their contents).
-
-    Those of Python's own classes: others may refuse to be written into.
-    """
-    found: dict[int, tuple[Any, Any]] = {}
-    seen: set[int] = set()
-    left = [x for x in values if isinstance(x, tuple) or type(x) in CONTAINERS]
-    while left:
-        container = left.pop()
-        if id(container) in seen:
-            continue
-        seen.add(id(container))
-        if not container:  # as most are, which torch has in each module
-            if not isinstance(container, tuple):
-                found[id(container)] = container, _EMPTY
-            continue
-        inner = list(container.values()) if isinstance(container, dict) else list(container)
-        if not isinstance(container, tuple):
-            found[id(container)] = container, dict(container) if isinstance(container, dict) else inner
-        left += [x for x in inner if isinstance(x, tuple) or type(x) in CONTAINERS]
-    return list(found.values())
-
-
-def _fill(container: Any, before: Any) -> None:
-    """Give a container the contents that it had, where it has others."""
-    if not before:
-        same = not container
-    elif isinstance(container, dict):
-        same = container.keys() == before.keys() and all(container[k] is v for k, v in before.items())
-    else:
-        same = len(container) == len(before) and all(a is b for a, b in zip(container, before, strict=True))
-    if same:
-        return
-    container.clear()
-    (container.extend if isinstance(container, (list, deque)) else container.update)(before)
-
-
-def _parts(module: nn.Module) -> tuple[str, ...]:
-    return tuple([name for table in tables_of([module]) for name, own in table.items() if own is not None])
 
 
 _Saved = tuple[torch.Tensor, torch.Size, Any]  # its shape, and the bytes of its elements
@@ -288,17 +165,6 @@ def undone_on(error: type[Exception], model: nn.Module, parameters: Collection[s
     except error:
         state.restore()
         raise
-
-
-@contextmanager
-def containers_kept(model: nn.Module) -> Iterator[None]:
-    """Puts back what was in the containers outside of a model that its code and hooks name."""
-    before = _contents(named_containers(modules_in(model)))
-    try:
-        yield
-    finally:
-        for container, contents in before:
-            _fill(container, contents)
 
 
 @contextmanager

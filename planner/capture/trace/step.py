@@ -28,18 +28,12 @@ from planner.capture.trace.data_dependent import CHANCES, Answers
 from planner.capture.trace.dynamo import OP_BY_OP, GraphCompiler, Partition, lone_loss, to_fake
 from planner.capture.trace.fake_step import FakeStep, NothingCapturedError
 from planner.capture.trace.loss_trace import LossFn, OutsideLoss, checked_loss, differentiable, find_loss, trains_less
+from planner.capture.trace.module_state import Attributes, containers_kept
 from planner.capture.trace.quiet import quietly
 from planner.capture.trace.random_state import random_kept
 from planner.capture.trace.recording import Recording
 from planner.capture.trace.refusals import LIMITS, refusal
-from planner.capture.trace.state_guard import (
-    Attributes,
-    ParameterWrites,
-    containers_kept,
-    fakes_forgotten,
-    forget_fakes,
-    untouched,
-)
+from planner.capture.trace.state_guard import ParameterWrites, fakes_forgotten, forget_fakes, untouched
 from planner.compat.fake import (
     DataDependentOutputException,
     DynamicOutputShapeException,

@@ -1,0 +1,163 @@
+"""What the modules of a model keep by name, and containers outside of it that its code names: put back after a call."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from inspect import isgenerator
+from itertools import chain
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from planner.capture.trace.named import CONTAINERS, named_containers
+from planner.compat.modules import TABLES, buffers_of, hook_tables, modules_in, tables_of
+from planner.core.call import tensors_in
+
+PLAIN = {type(None), bool, int, float, str}
+_SIMPLE = {*PLAIN, tuple, *CONTAINERS}
+_KEPT = (torch.Tensor, int, float, str, tuple)
+_NO_STATE = (*_KEPT, nn.Module, type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, functools.partial)
+_EMPTY: dict[Any, Any] = {}
+
+
+class Attributes:
+    """The buffers, tensors, plain values, containers, iterators and objects that the modules of a model have by name;
+    hooks, and the containers that these and the modules' code name.
+
+    A call may replace these, and change what is in the containers and the objects, in containers inside them, too. A
+    module that got parameters or modules of its own since then keeps what came with them.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = modules_in(model)
+        self._buffers = [dict(buffers_of(module)) for module in self._modules]
+        self._values = [(_plain(module), tuple(vars(module)), _parts(module)) for module in self._modules]
+        others = list(chain.from_iterable(map(_others, self._modules)))
+        self._iterators = [(own, name, x, _copy_of(x)) for own, name, x in others if _is_iterator(x)]
+        objects = (vars(x) for _, _, x in others if not _is_iterator(x))
+        named = named_containers(self._modules)
+        self._contents = contents_of(chain(named, objects, *(values.values() for values, *_ in self._values)))
+        tables = chain.from_iterable(map(hook_tables, self._modules))
+        self._hooks = {id(table): dict(table) for table in tables if table}  # most are empty
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors among these."""
+        return tensors_in([list(values.values()) for values, *_ in self._values])
+
+    def restore(self) -> None:
+        """Put them back, and take away those that were not there."""
+        for module, buffers in zip(self._modules, self._buffers, strict=True):
+            table = buffers_of(module)
+            table.clear()
+            table.update(buffers)
+        for module, (values, names, parts) in zip(self._modules, self._values, strict=True):
+            own = vars(module)
+            own.update({k: v for k, v in values.items() if own.get(k, own) is not v})
+            if _parts(module) == parts:
+                for name in _plain(module).keys() - set(names):
+                    del own[name]
+        for container, before in self._contents:
+            refill(container, before)
+        for own, name, iterator, before in self._iterators:
+            if own.get(name) is iterator:
+                own[name] = before
+        for of_kind in chain.from_iterable(map(hook_tables, self._modules)):
+            hooks = self._hooks.get(id(of_kind), {})
+            if of_kind != hooks:  # a first call may have installed some, and noted that in a value
+                of_kind.clear()
+                of_kind.update(hooks)
+
+
+@contextmanager
+def containers_kept(model: nn.Module) -> Iterator[None]:
+    """Puts back what was in the containers outside of a model that its code and hooks name."""
+    before = contents_of(named_containers(modules_in(model)))
+    try:
+        yield
+    finally:
+        for container, contents in before:
+            refill(container, contents)
+
+
+def _plain(module: nn.Module) -> dict[str, Any]:
+    """None, numbers, text, containers, and tensors: a state that the next call goes on from has a graph."""
+    found = {k: v for k, v in vars(module).items() if type(v) in _SIMPLE or isinstance(v, _KEPT)}
+    for name in TABLES:
+        found.pop(name, None)
+    return found
+
+
+def _others(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """The iterators of Python's own classes, and the objects of others that have attributes, by the names that a module
+    has for them.
+    """
+    own = vars(module)
+    for name, x in own.items():
+        kind = type(x)
+        if kind in _SIMPLE or isinstance(x, _NO_STATE) or name in TABLES or kind.__module__.startswith("torch."):
+            continue
+        if _is_iterator(x) or hasattr(x, "__dict__"):
+            yield own, name, x
+
+
+def _copy_of(iterator: Any) -> Any:
+    """One that goes on from the same place; itself where it cannot be copied."""
+    with warnings.catch_warnings():  # those of itertools are not to be copied from Python 3.14 on
+        warnings.simplefilter("ignore", DeprecationWarning)
+        try:
+            return copy.deepcopy(iterator)
+        except (TypeError, copy.Error):  # as where a generator is in it
+            return iterator
+
+
+def _is_iterator(x: Any) -> bool:
+    return type(x).__module__ in ("builtins", "itertools") and isinstance(x, Iterator) and not isgenerator(x)
+
+
+def contents_of(values: Iterable[Any]) -> list[tuple[Any, Any]]:
+    """The containers among these values, and inside them, that can be changed, each with a copy. O(their contents).
+
+    Those of Python's own classes: others may refuse to be written into.
+    """
+    found: dict[int, tuple[Any, Any]] = {}
+    seen: set[int] = set()
+    left = [x for x in values if isinstance(x, tuple) or type(x) in CONTAINERS]
+    while left:
+        container = left.pop()
+        if id(container) in seen:
+            continue
+        seen.add(id(container))
+        if not container:  # as most are, which torch has in each module
+            if not isinstance(container, tuple):
+                found[id(container)] = container, _EMPTY
+            continue
+        inner = list(container.values()) if isinstance(container, dict) else list(container)
+        if not isinstance(container, tuple):
+            found[id(container)] = container, dict(container) if isinstance(container, dict) else inner
+        left += [x for x in inner if isinstance(x, tuple) or type(x) in CONTAINERS]
+    return list(found.values())
+
+
+def refill(container: Any, before: Any) -> None:
+    """Give a container the contents that it had, where it has others."""
+    if not before:
+        same = not container
+    elif isinstance(container, dict):
+        same = container.keys() == before.keys() and all(container[k] is v for k, v in before.items())
+    else:
+        same = len(container) == len(before) and all(a is b for a, b in zip(container, before, strict=True))
+    if same:
+        return
+    container.clear()
+    (container.extend if isinstance(container, (list, deque)) else container.update)(before)
+
+
+def _parts(module: nn.Module) -> tuple[str, ...]:
+    return tuple([name for table in tables_of([module]) for name, own in table.items() if own is not None])
