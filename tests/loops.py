@@ -10,6 +10,7 @@ import copy
 import itertools
 import logging
 import os
+import random
 import sys
 import tempfile
 import time
@@ -1032,6 +1033,24 @@ def state_with_its_graph(put: Put, ended: Ended) -> None:
         optimizer.step()
         model.state = None
         ended([loss, *(output.sum() for output in outputs)])
+
+
+class Smoothed(nn.Module):
+    """It averages its latest outputs, and scales by numbers of a generator of its own: torch.compile mistakes both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.latest, self.random = mlp(), deque(maxlen=2), random.Random(3)
+
+    def forward(self, x):
+        y = self.body(x)
+        self.latest.append(y.detach().mean(0))
+        return (y + torch.stack(list(self.latest)).mean(0)) * (1 if self.random.random() < 0.5 else 2)
+
+
+def latest_outputs(put: Put, ended: Ended) -> None:
+    """The average takes the output of the call itself."""
+    adamw(put(Smoothed()), 512, ended)
 
 
 class Observer(nn.Module):
@@ -2807,6 +2826,7 @@ LOOPS: dict[str, Loop] = {
     "takes_notes": Loop(takes_notes, share=1.01),
     "remembered": Loop(remembered, plans=3),
     "state_with_its_graph": Loop(state_with_its_graph, plans=6, off=0.13),
+    "latest_outputs": Loop(latest_outputs),
     "buffer_that_grows": Loop(buffer_that_grows, plans=4),
     "state_in_an_object": Loop(state_in_an_object, plans=4, off=0.09),
     "larger_later": Loop(larger_later, plans=3, share=0.7),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import linecache
 import os
+import random
 import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,36 @@ _OPS = {
     "masked_select": "masked_select()",
     "repeat_interleave": "repeat_interleave()",
 }
+
+
+def state_mistaken(model: nn.Module) -> Callable[[], str]:
+    """A function that says which of a model's attributes torch.compile would mistake, in words; empty for none.
+
+    Those that the calls between have changed: it takes a deque for one without its `maxlen`
+    (`VariableBuilder.wrap_listlike`), and repeats the numbers of a `random.Random` that a module has.
+    """
+    held = [
+        (f"{path}.{name}".lstrip("."), x, _state_of(x))
+        for path, module in model.named_modules()
+        for name, x in vars(module).items()
+        if isinstance(x, random.Random) or (type(x) is deque and x.maxlen is not None)
+    ]
+
+    def mistaken() -> str:
+        for name, x, before in held:
+            if _state_of(x) != before:
+                what = "without its maxlen" if type(x) is deque else "with the numbers that it drew first"
+                return (
+                    f"torch.compile would take `{name}`, a {type(x).__name__} that the model changes in its forward(), "
+                    f"{what}, and so compute other values. Plan with mode='eager', or a submodule without it"
+                )
+        return ""
+
+    return mistaken
+
+
+def _state_of(x: Any) -> Any:
+    return x.getstate() if isinstance(x, random.Random) else list(map(id, x))
 
 
 def refusal(model: nn.Module, error: BaseException, *, eagerly: bool) -> str:

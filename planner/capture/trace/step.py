@@ -32,7 +32,7 @@ from planner.capture.trace.module_state import Attributes, containers_kept
 from planner.capture.trace.quiet import quietly
 from planner.capture.trace.random_state import random_kept
 from planner.capture.trace.recording import Recording
-from planner.capture.trace.refusals import LIMITS, refusal
+from planner.capture.trace.refusals import LIMITS, refusal, state_mistaken
 from planner.capture.trace.state_guard import ParameterWrites, fakes_forgotten, forget_fakes, untouched
 from planner.compat.fake import (
     DataDependentOutputException,
@@ -174,7 +174,10 @@ def _captured(
         before, writes = Attributes(fake_model), ParameterWrites(fake_model)
         trial = recording.mode, fake_model, fake_args, fake_kwargs, loss_fn, writes, answers
         with random_drawn(fake_model, answers) as undraw:
+            mistaken = state_mistaken(fake_model)
             errors.append(_try_eagerly(*trial))
+            if why := mistaken():
+                raise CaptureError(f"{type(model).__name__}: {why}")
             paths = COMPILED
             if isinstance(errors[0], (DataDependentOutputException, DynamicOutputShapeException)):
                 undraw()
