@@ -5,6 +5,7 @@ The rule is that of `can_accumulate_inplace` in torch/csrc/autograd/input_buffer
 
 from __future__ import annotations
 
+import sys
 from functools import cache
 from typing import Any
 
@@ -19,13 +20,18 @@ _ADD, _ADD_IN_PLACE = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
 
 def in_place_of(func: Any, args: Any) -> Any:
     """The op that runs in a dispatch mode, in place if it is a sum that goes where its first gradient is."""
-    return _ADD_IN_PLACE if func is _ADD and references(args[0]) == last_references() and _takes(*args[:2]) else func
+    return _ADD_IN_PLACE if func is _ADD and _held(args) == last_references() and _takes(*args[:2]) else func
 
 
 def as_without_modes(func: Any, args: Any) -> Any:
     """The same for real tensors, if it is the engine that asks for the sum, not code in Python."""
     engines = func is _ADD and not torch.is_grad_enabled() and called_by_engine()
     return in_place_of(func, args) if engines else func
+
+
+def _held(args: Any) -> tuple[int, ...]:
+    """How often the first argument of an op is referenced, by Python's variables, too: a hook may have kept it."""
+    return (*references(args[0]), sys.getrefcount(args[0]))
 
 
 def _takes(sum_so_far: torch.Tensor, term: Any) -> bool:
@@ -37,17 +43,17 @@ def _takes(sum_so_far: torch.Tensor, term: Any) -> bool:
 
 
 @cache
-def last_references() -> tuple[int, int]:
-    """What `references` says, in a dispatch mode, of a gradient that only autograd's engine holds.
+def last_references() -> tuple[int, ...]:
+    """How often, in a dispatch mode, a gradient is referenced that only autograd's engine holds.
 
     It is to be asked for first where no mode is called: a backward pass runs.
     """
-    seen: list[tuple[int, int]] = []
+    seen: list[tuple[int, ...]] = []
 
     class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func is _ADD:
-                seen.append(references(args[0]))
+                seen.append(_held(args))
             return func(*args, **(kwargs or {}))
 
     with torch.inference_mode(False), torch.enable_grad():

@@ -7,7 +7,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
 from inspect import unwrap
 from itertools import chain
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -61,7 +61,15 @@ def _named_in(functions: Iterable[FunctionType]) -> Iterator[Place]:
         if id(f) in seen or (f.__module__ or "").partition(".")[0] == "torch":  # these have none that a step changes
             continue
         seen.add(id(f))
-        names = [(f.__globals__, name) for name in f.__code__.co_names if name in f.__globals__]
+        names = [(f.__globals__, name) for name in _names(f.__code__) if name in f.__globals__]
         names += [(cell, "cell_contents") for cell in f.__closure__ or ()]
         yield from names
         left += [value for name in names if isinstance(value := value_of(*name), FunctionType)]
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """The names that code uses, with those of the functions in it, as a hook that it registers."""
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names(inner)
