@@ -20,7 +20,8 @@ _ADD, _ADD_IN_PLACE = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
 
 def in_place_of(func: Any, args: Any) -> Any:
     """The op that runs in a dispatch mode, in place if it is a sum that goes where its first gradient is."""
-    return _ADD_IN_PLACE if func is _ADD and _held(args) == last_references() and _takes(*args[:2]) else func
+    dense = func is _ADD and args[0].layout is torch.strided
+    return _ADD_IN_PLACE if dense and _held(args) == last_references() and _takes(*args[:2]) else func
 
 
 def as_without_modes(func: Any, args: Any) -> Any:

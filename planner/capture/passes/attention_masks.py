@@ -57,8 +57,7 @@ def dropped_if_ones(graph: fx.GraphModule) -> tuple[int, ...]:
             mask: Any = _named(call).get("attn_mask")
             maker = given.get(mask, mask)
             held = {n for n in ancestors([maker]) if n in inputs} if isinstance(maker, fx.Node) else set()
-            whole = not any(t.is_floating_point() or t.is_complex() for n in held for t in tensors(n))
-            if held and whole and _without_mask(call, given, held, known) is not None:
+            if held and all(map(_holds_whole_numbers, held)) and _without_mask(call, given, held, known) is not None:
                 found |= held
     return tuple(sorted(inputs[n] for n in found))
 
@@ -104,6 +103,13 @@ def _without_mask(
     if all(n is not None for n in once) and _takes_groups(query, key, value):
         named |= {"key": once[0], "value": once[1], "enable_gqa": True}
     return named
+
+
+def _holds_whole_numbers(given: fx.Node) -> bool:
+    """Whether an input is a tensor of a fixed size, of whole numbers or booleans."""
+    t = next(tensors(given), None)
+    fixed = t is not None and all(isinstance(size, int) for size in t.shape)
+    return t is not None and fixed and not (t.is_floating_point() or t.is_complex())
 
 
 def _is_tensor(x: Any) -> bool:
