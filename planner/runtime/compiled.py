@@ -69,6 +69,7 @@ class Runtime(Applied):
         current: the recipe by which the model is called, or was called last, where no family serves the call.
         present: the kind of that call.
         traced: whether torch.compile has taken the model's call since it was compiled anew.
+        asks_ones: whether a graph asks whether masks of its inputs hold ones only.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class Runtime(Applied):
         own = weakref.proxy(self)  # torch holds what it compiled until the model is gone
         self.regions = Regions(model, stores(), lambda key: own._takes_way(key))
         self.uncompiled = Uncompiled()
-        self.settled = self.traced = False
+        self.settled = self.traced = self.asks_ones = False
         self.unguarded: object = None
         self.current = Recipe({}, {})
         self.present: Signature | None = None
@@ -136,6 +137,7 @@ class Runtime(Applied):
                 "a mask of attention is asked whether it holds ones only, which a CUDA graph cannot: call the model "
                 "without an attention_mask that lets everything through, or remove() the plan"
             )
+        self.asks_ones = True
         return not self.regions.calls
 
     def like(self, model: nn.Module) -> Runtime:
@@ -280,7 +282,8 @@ class Runtime(Applied):
         try:
             return self._run(signature, args, kwargs)
         except GraphChanged:
-            if not self.regions.calls and not self.settled:
+            padded = self.asks_ones and any(self.came.values())
+            if not (self.regions.calls or self.settled or padded):
                 # some models make parts of themselves in their first call
                 self.settled = True
                 with untouched(self.model, args, kwargs) as (own_args, own_kwargs):
