@@ -1036,16 +1036,18 @@ def state_with_its_graph(put: Put, ended: Ended) -> None:
 
 
 class Smoothed(nn.Module):
-    """It averages its latest outputs, and scales by numbers of a generator of its own: torch.compile mistakes both."""
+    """It averages its latest outputs, and scales by what torch.compile mistakes, too: an iterator, and a generator."""
 
     def __init__(self) -> None:
         super().__init__()
         self.body, self.latest, self.random = mlp(), deque(maxlen=2), random.Random(3)
+        self.scales = zip(itertools.cycle([1.0, 0.5]), itertools.count())
 
     def forward(self, x):
         y = self.body(x)
         self.latest.append(y.detach().mean(0))
-        return (y + torch.stack(list(self.latest)).mean(0)) * (1 if self.random.random() < 0.5 else 2)
+        scale = next(self.scales)[0] * (1 if self.random.random() < 0.5 else 2)
+        return (y + torch.stack(list(self.latest)).mean(0)) * scale
 
 
 def latest_outputs(put: Put, ended: Ended) -> None:

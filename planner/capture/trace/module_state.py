@@ -40,10 +40,13 @@ class Attributes:
         self._buffers = [dict(buffers_of(module)) for module in self._modules]
         self._values = [(_plain(module), tuple(vars(module)), _parts(module)) for module in self._modules]
         others = list(chain.from_iterable(map(_others, self._modules)))
-        self._iterators = [(own, name, x, _copy_of(x)) for own, name, x in others if _is_iterator(x)]
-        objects = (vars(x) for _, _, x in others if not _is_iterator(x))
+        self._iterators = [(own, name, x, copy_of(x)) for own, name, x in others if is_iterator(x)]
+        objects = [x for _, _, x in others if not is_iterator(x)]
+        objects += [y for x in objects for y in vars(x).values() if _has_state(y)]
         named = named_containers(self._modules)
-        self._contents = contents_of(chain(named, objects, *(values.values() for values, *_ in self._values)))
+        self._contents = contents_of(
+            chain(named, map(vars, objects), *(values.values() for values, *_ in self._values))
+        )
         tables = chain.from_iterable(map(hook_tables, self._modules))
         self._hooks = {id(table): dict(table) for table in tables if table}  # most are empty
 
@@ -66,7 +69,7 @@ class Attributes:
         for container, before in self._contents:
             refill(container, before)
         for own, name, iterator, before in self._iterators:
-            if own.get(name) is iterator:
+            if own.get(name) is iterator or is_iterator(own.get(name)):  # torch.compile puts another one there
                 own[name] = before
         for of_kind in chain.from_iterable(map(hook_tables, self._modules)):
             hooks = self._hooks.get(id(of_kind), {})
@@ -100,24 +103,42 @@ def _others(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
     """
     own = vars(module)
     for name, x in own.items():
-        kind = type(x)
-        if kind in _SIMPLE or isinstance(x, _NO_STATE) or name in TABLES or kind.__module__.startswith("torch."):
-            continue
-        if _is_iterator(x) or hasattr(x, "__dict__"):
+        if name not in TABLES and (_has_state(x) or is_iterator(x)):
             yield own, name, x
 
 
-def _copy_of(iterator: Any) -> Any:
-    """One that goes on from the same place; itself where it cannot be copied."""
+def _has_state(x: Any) -> bool:
+    """Whether a value is an object of another class, whose attributes a call may change."""
+    kind = type(x)
+    none = kind in _SIMPLE or isinstance(x, _NO_STATE) or kind.__module__.startswith("torch.")
+    return not none and hasattr(x, "__dict__")
+
+
+def copy_of(iterator: Any) -> Any:
+    """One that goes on from the same place and gives the same; the iterator itself where it cannot be copied."""
     with warnings.catch_warnings():  # those of itertools are not to be copied from Python 3.14 on
         warnings.simplefilter("ignore", DeprecationWarning)
         try:
-            return copy.deepcopy(iterator)
+            same: dict[int, Any] = {}
+            _enter_items(iterator, same)
+            return copy.deepcopy(iterator, same)
         except (TypeError, copy.Error):  # as where a generator is in it
             return iterator
 
 
-def _is_iterator(x: Any) -> bool:
+def _enter_items(x: Any, same: dict[int, Any]) -> None:
+    """Enter what an iterator gives, as modules, into the memo of a copy, in which these are the same."""
+    if isinstance(x, (tuple, list)):
+        for each in x:
+            _enter_items(each, same)
+    elif is_iterator(x):
+        _enter_items(x.__reduce__()[1:], same)
+    else:
+        same[id(x)] = x
+
+
+def is_iterator(x: Any) -> bool:
+    """Whether a value is an iterator of Python's own classes, but for generators."""
     return type(x).__module__ in ("builtins", "itertools") and isinstance(x, Iterator) and not isgenerator(x)
 
 
@@ -150,7 +171,9 @@ def refill(container: Any, before: Any) -> None:
     if not before:
         same = not container
     elif isinstance(container, dict):
-        same = container.keys() == before.keys() and all(container[k] is v for k, v in before.items())
+        same = len(container) == len(before) and all(
+            k is j and v is w for (k, v), (j, w) in zip(container.items(), before.items(), strict=True)
+        )
     else:
         same = len(container) == len(before) and all(a is b for a, b in zip(container, before, strict=True))
     if same:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
 from inspect import unwrap
 from itertools import chain
@@ -19,7 +19,7 @@ from planner.compat.modules import hook_tables
 
 MOST_FUNCTIONS = 1000  # whose code is looked at, of a class of modules
 Place = tuple[Any, str]  # the globals of a function, or a cell, and the name
-CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
+CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, set, deque)
 _FOUND = (random.Random, np.random.RandomState, np.random.Generator, torch.Generator, *CONTAINERS)
 _NAMED = WeakKeyDictionary[type[nn.Module], list[Place]]()
 

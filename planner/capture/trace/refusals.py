@@ -11,12 +11,14 @@ import sysconfig
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import accumulate, dropwhile, filterfalse, groupby, islice, starmap, takewhile
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from planner.capture.trace.module_state import PLAIN, copy_of, is_iterator
 from planner.compat.dynamo import Unsupported
 from planner.compat.fake import (
     DataDependentOutputException,
@@ -31,6 +33,8 @@ _TORCH = str(Path(torch.__file__).parent)
 _OURS = f"{Path(__file__).parents[2]}{os.sep}"
 _OUTSIDE = {str(Path(p).resolve()) for p in sys.path if p.endswith("-packages")}
 _SPARSE = "SparseTensorImpl"  # in what torch says of an op that asks for a sparse tensor's storage
+_LOOKS_AHEAD = 8  # at so many items of an iterator
+_CALLERS = (map, filter, accumulate, dropwhile, filterfalse, groupby, starmap, takewhile)  # which run code for each
 LIMITS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)  # of fake tensors
 _VALUE = (  # what a line that asks for a tensor's value looks like
     (r"\.item\(", "`.item()`"),
@@ -54,21 +58,22 @@ def state_mistaken(model: nn.Module) -> Callable[[], str]:
     """A function that says which of a model's attributes torch.compile would mistake, in words; empty for none.
 
     Those that the calls between have changed: it takes a deque for one without its `maxlen`
-    (`VariableBuilder.wrap_listlike`), and repeats the numbers of a `random.Random` that a module has.
+    (`VariableBuilder.wrap_listlike`), repeats the numbers of a `random.Random` that a module has, and what iterators
+    gave when it looked.
     """
     held = [
-        (f"{path}.{name}".lstrip("."), x, _state_of(x))
+        (f"{path}.{name}".lstrip("."), vars(module), name, _state_of(x))
         for path, module in model.named_modules()
         for name, x in vars(module).items()
-        if isinstance(x, random.Random) or (type(x) is deque and x.maxlen is not None)
+        if isinstance(x, random.Random) or (type(x) is deque and x.maxlen is not None) or is_iterator(x)
     ]
 
     def mistaken() -> str:
-        for name, x, before in held:
-            if _state_of(x) != before:
-                what = "without its maxlen" if type(x) is deque else "with the numbers that it drew first"
+        for path, own, name, before in held:
+            if _state_of(x := own.get(name)) != before:
+                what = "without its maxlen" if type(x) is deque else "with what it gave first"
                 return (
-                    f"torch.compile would take `{name}`, a {type(x).__name__} that the model changes in its forward(), "
+                    f"torch.compile would take `{path}`, a {type(x).__name__} that the model changes in its forward(), "
                     f"{what}, and so compute other values. Plan with mode='eager', or a submodule without it"
                 )
         return ""
@@ -77,7 +82,17 @@ def state_mistaken(model: nn.Module) -> Callable[[], str]:
 
 
 def _state_of(x: Any) -> Any:
-    return x.getstate() if isinstance(x, random.Random) else list(map(id, x))
+    """What tells two states of such an attribute apart: of an iterator, what it gives next."""
+    if isinstance(x, random.Random):
+        return x.getstate()
+    if isinstance(x, _CALLERS):
+        return object()
+    given = islice(copy_of(x), _LOOKS_AHEAD) if is_iterator(x) else x or ()
+    return [each if type(each) in PLAIN or _is_plain_tuple(each) else id(each) for each in given]
+
+
+def _is_plain_tuple(x: Any) -> bool:
+    return isinstance(x, tuple) and all(type(each) in PLAIN for each in x)
 
 
 def refusal(model: nn.Module, error: BaseException, *, eagerly: bool) -> str:
