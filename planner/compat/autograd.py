@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 Known = TypeVar("Known")
 _CALLS_ENGINE = torch.autograd.graph._engine_run_backward.__code__
 # between it and a mode: this package, and what torch puts around a mode's `__torch_dispatch__`
-_OWN = (str(Path(__file__).parents[1]), _compile.__file__, eval_frame.__file__)
+_OWN = (f"{Path(__file__).parents[1]}{os.sep}", _compile.__file__, eval_frame.__file__)
 _REFUSES = "planner_refuses"  # on the class of a compiled graph's node: what is called for a second derivative
 
 

@@ -13,6 +13,7 @@ from itertools import chain
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -40,6 +41,8 @@ class Attributes:
         self._buffers = [dict(buffers_of(module)) for module in self._modules]
         self._values = [(_plain(module), tuple(vars(module)), _parts(module)) for module in self._modules]
         others = list(chain.from_iterable(map(_others, self._modules)))
+        arrays = [x for module in self._modules for x in vars(module).values() if isinstance(x, np.ndarray)]
+        self._arrays = [(x, x.copy()) for x in arrays if x.flags.writeable]
         self._iterators = [(own, name, x, copy_of(x)) for own, name, x in others if is_iterator(x)]
         objects = [x for _, _, x in others if not is_iterator(x)]
         objects += [y for x in objects for y in vars(x).values() if _has_state(y)]
@@ -68,6 +71,8 @@ class Attributes:
                     del own[name]
         for container, before in self._contents:
             refill(container, before)
+        for array, before in self._arrays:
+            np.copyto(array, before)
         for own, name, iterator, before in self._iterators:
             if own.get(name) is iterator or is_iterator(own.get(name)):  # torch.compile puts another one there
                 own[name] = before
