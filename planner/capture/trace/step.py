@@ -174,10 +174,7 @@ def _captured(
         before, writes = Attributes(fake_model), ParameterWrites(fake_model)
         trial = recording.mode, fake_model, fake_args, fake_kwargs, loss_fn, writes, answers
         with random_drawn(fake_model, answers) as undraw:
-            mistaken = state_mistaken(fake_model)
             errors.append(_try_eagerly(*trial))
-            if why := mistaken():
-                raise CaptureError(f"{type(model).__name__}: {why}")
             paths = COMPILED
             if isinstance(errors[0], (DataDependentOutputException, DynamicOutputShapeException)):
                 undraw()
@@ -287,11 +284,14 @@ def _try_eagerly(
 ) -> Exception | None:
     """Call the fake model without a compiler; returns its error, which may be a limit of fake tensors."""
     answers.begin()
+    mistaken = state_mistaken(model)
     try:
         with mode, writes, tracker_kept(off=True), torch.enable_grad():
             output = model(*args, **kwargs)
     except Exception as e:
         return e
+    if why := mistaken():
+        raise CaptureError(f"{type(model).__name__}: {why}")
     if not any(map(differentiable, leaves(output))):
         raise ModelError(f"{type(model).__name__}: no output of the model depends on a parameter that needs a gradient")
     if loss_fn is not None:
