@@ -8,9 +8,8 @@ import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from inspect import isgenerator
 from itertools import chain
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from planner.compat.modules import TABLES, buffers_of, hook_tables, modules_in, 
 from planner.core.call import tensors_in
 
 PLAIN = {type(None), bool, int, float, str}
+_CONTAINERS = frozenset(CONTAINERS)
 _SIMPLE = {*PLAIN, tuple, *CONTAINERS}
 _KEPT = (torch.Tensor, int, float, str, tuple)
 _NO_STATE = (*_KEPT, nn.Module, type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, functools.partial)
@@ -40,12 +40,11 @@ class Attributes:
         self._modules = modules_in(model)
         self._buffers = [dict(buffers_of(module)) for module in self._modules]
         self._values = [(_plain(module), tuple(vars(module)), _parts(module)) for module in self._modules]
-        others = list(chain.from_iterable(map(_others, self._modules)))
-        arrays = [x for module in self._modules for x in vars(module).values() if isinstance(x, np.ndarray)]
-        self._arrays = [(x, x.copy()) for x in arrays if x.flags.writeable]
+        others = _others(self._modules)
+        self._arrays = [(x, x.copy()) for _, _, x in others if isinstance(x, np.ndarray) and x.flags.writeable]
         self._iterators = [(own, name, x, copy_of(x)) for own, name, x in others if is_iterator(x)]
-        objects = [x for _, _, x in others if not is_iterator(x)]
-        objects += [y for x in objects for y in vars(x).values() if _has_state(y)]
+        objects = [x for _, _, x in others if _has_state(type(x))]
+        objects += [y for x in objects for y in vars(x).values() if _has_state(type(y))]
         named = named_containers(self._modules)
         self._contents = contents_of(
             chain(named, map(vars, objects), *(values.values() for values, *_ in self._values))
@@ -102,21 +101,20 @@ def _plain(module: nn.Module) -> dict[str, Any]:
     return found
 
 
-def _others(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """The iterators of Python's own classes, and the objects of others that have attributes, by the names that a module
-    has for them.
+def _others(modules: Iterable[nn.Module]) -> list[tuple[dict[str, Any], str, Any]]:
+    """The iterators of Python's own classes, NumPy's arrays, and the objects of other classes that have attributes, by
+    the names that modules have for them.
     """
-    own = vars(module)
-    for name, x in own.items():
-        if name not in TABLES and (_has_state(x) or is_iterator(x)):
-            yield own, name, x
+    owns = list(map(vars, modules))
+    kinds = {type(x) for own in owns for x in own.values()}  # few: each is asked once
+    found = {kind for kind in kinds if _has_state(kind) or _gives_items(kind) or issubclass(kind, np.ndarray)}
+    return [(own, name, x) for own in owns for name, x in own.items() if type(x) in found] if found else []
 
 
-def _has_state(x: Any) -> bool:
-    """Whether a value is an object of another class, whose attributes a call may change."""
-    kind = type(x)
-    none = kind in _SIMPLE or isinstance(x, _NO_STATE) or kind.__module__.startswith("torch.")
-    return not none and hasattr(x, "__dict__")
+def _has_state(kind: type) -> bool:
+    """Whether objects of a class have attributes that a call may change."""
+    none = kind in _SIMPLE or issubclass(kind, _NO_STATE) or kind.__module__.startswith("torch.")
+    return not none and kind.__dictoffset__ != 0
 
 
 def copy_of(iterator: Any) -> Any:
@@ -144,7 +142,12 @@ def _enter_items(x: Any, same: dict[int, Any]) -> None:
 
 def is_iterator(x: Any) -> bool:
     """Whether a value is an iterator of Python's own classes, but for generators."""
-    return type(x).__module__ in ("builtins", "itertools") and isinstance(x, Iterator) and not isgenerator(x)
+    return _gives_items(type(x))
+
+
+def _gives_items(kind: type) -> bool:
+    own = kind.__module__ in ("builtins", "itertools") and kind is not GeneratorType
+    return own and issubclass(kind, Iterator)
 
 
 def contents_of(values: Iterable[Any]) -> list[tuple[Any, Any]]:
@@ -154,7 +157,7 @@ def contents_of(values: Iterable[Any]) -> list[tuple[Any, Any]]:
     """
     found: dict[int, tuple[Any, Any]] = {}
     seen: set[int] = set()
-    left = [x for x in values if isinstance(x, tuple) or type(x) in CONTAINERS]
+    left = [x for x in values if isinstance(x, tuple) or type(x) in _CONTAINERS]
     while left:
         container = left.pop()
         if id(container) in seen:
@@ -167,7 +170,7 @@ def contents_of(values: Iterable[Any]) -> list[tuple[Any, Any]]:
         inner = list(container.values()) if isinstance(container, dict) else list(container)
         if not isinstance(container, tuple):
             found[id(container)] = container, dict(container) if isinstance(container, dict) else inner
-        left += [x for x in inner if isinstance(x, tuple) or type(x) in CONTAINERS]
+        left += [x for x in inner if isinstance(x, tuple) or type(x) in _CONTAINERS]
     return list(found.values())
 
 

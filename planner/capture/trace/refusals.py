@@ -87,7 +87,7 @@ def _state_of(x: Any) -> Any:
         return x.getstate()
     if isinstance(x, _CALLERS):
         return object()
-    given = islice(copy_of(x), _LOOKS_AHEAD) if is_iterator(x) else x or ()
+    given = islice(copy_of(x), _LOOKS_AHEAD) if is_iterator(x) else x if isinstance(x, deque) else ()
     return [each if type(each) in PLAIN or _is_plain_tuple(each) else id(each) for each in given]
 
 
