@@ -35,17 +35,9 @@ from planner.runtime.modes import unguarded
 from planner.runtime.regions import Regions
 from planner.runtime.signature import Role, Signature, call_signature, has_strings, without_numbers
 from planner.runtime.uncompiled import Uncompiled
+from planner.runtime.ways import Ways, has_ways
 
 SETTLES = 2  # calls of a kind, after which its graphs are expected to stay: the first may make what the second uses
-WARN_PLANS = 3  # for calls that differ in numbers alone, or in what they are compiled to
-STRINGS = "strings in its batch"
-WARN_WAYS, MOST_WAYS = 2, 32  # through a model's code: when to warn, and how many plans to keep
-FEW_WAYS = 3  # how many to keep of those that nothing in a call tells apart
-
-
-def _has_ways(signature: Signature, plan: PlanRecord) -> bool:
-    """Whether calls with this signature may have other graphs than those of a plan for it."""
-    return bool(recipe_of(plan).asks) or has_strings(signature)
 
 
 def _always(recipe: Recipe) -> Callable[[], Recipe]:
@@ -62,8 +54,7 @@ class Runtime(Applied):
         shapes: the plans that serve calls of several shapes.
         serving: which of them serves a kind of call, by signature.
         came: how many calls of a kind were served, up to those in which graphs settle.
-        planned: for a kind of call, the first of those that were planned and differ in numbers, or in their graphs.
-        ways: for a kind of call whose graphs depend on values, the plans of all that came, the latest first.
+        ways: the plans of calls that are of one kind and have different graphs.
         regions: runs the model's graphs.
         uncompiled: the calls that ran as they are.
         current: the recipe by which the model is called, or was called last, where no family serves the call.
@@ -89,8 +80,7 @@ class Runtime(Applied):
         self.shapes = shapes
         self.serving: dict[Signature, Family] = {}
         self.came: Counter[Signature] = Counter()
-        self.planned: dict[object, list[object]] = {}
-        self.ways: dict[Signature, list[PlanRecord]] = {}
+        self.ways = Ways(type(model).__name__)
         own = weakref.proxy(self)  # torch holds what it compiled until the model is gone
         self.regions = Regions(model, stores(), lambda key: own._takes_way(key))
         self.uncompiled = Uncompiled()
@@ -174,7 +164,7 @@ class Runtime(Applied):
     def forget(self, role: Role | None = None) -> None:
         super().forget(role)
         self.serving = {signature: family for signature, family in self.serving.items() if signature in self.plans}
-        self.ways = {signature: ways for signature, ways in self.ways.items() if signature in self.plans}
+        self.ways.keep(self.plans.keys())
         self.shapes = self.shapes.without_families()
         self.shapes.apart.clear()
 
@@ -215,18 +205,7 @@ class Runtime(Applied):
                 self.plans[signature] = family.plan
         if signature not in self.plans and not self._runs_as_it_is(signature, args, kwargs):
             super().find(signature, args, kwargs)
-            self._comes_again(without_numbers(signature), signature, "is called with other numbers than before")
-
-    def _comes_again(self, kind: object, way: object, why: str) -> None:
-        """A call of a kind came in such a way, and was planned: warn where new ones do not end."""
-        ways = self.planned.setdefault(kind, [])
-        if way not in ways and len(ways) < WARN_PLANS:
-            ways.append(way)
-            if len(ways) == WARN_PLANS:
-                warn(
-                    f"this {type(self.model).__name__} {why} for the {WARN_PLANS}rd time: each time it is planned and "
-                    "compiled anew. Give it a tensor, as torch.tensor(0.5), for a number that changes from step to step"
-                )
+            self.ways.comes(without_numbers(signature), signature, "is called with other numbers than before")
 
     def _runs_as_it_is(self, signature: Signature, args: Any, kwargs: Any) -> bool:
         """Whether a smaller batch, as the last of an epoch, runs uncompiled: where nothing has to be recomputed."""
@@ -296,7 +275,14 @@ class Runtime(Applied):
                 self.shapes.differs(self._kind(args, kwargs))
             if self.regions.calls and not undone and (family is None or signature in family.came):
                 raise
-        for way in self._other_ways(signature, tried):
+        return self._run_otherwise(signature, tried, args, kwargs)
+
+    def _run_otherwise(self, signature: Signature, tried: PlanRecord, args: Any, kwargs: Any) -> Any:
+        """Call the model by another plan: its graphs are not those of the one that was tried."""
+        others = self.ways.others(signature, tried)
+        if others is None:
+            self._compile_anew()
+        for way in others or ():
             self.plans[signature] = way
             with suppress(GraphChanged):
                 return self._run(signature, args, kwargs)
@@ -319,48 +305,22 @@ class Runtime(Applied):
 
     def _comes_otherwise(self, signature: Signature, tried: PlanRecord) -> None:
         """Such a call was planned anew, as its graphs were not those of the plan that was tried."""
-        if _has_ways(signature, tried):
+        if has_ways(signature, tried):
             return
         why = "has other graphs than before, as where a number that it keeps changes,"
-        self._comes_again(signature, self.newest and self.newest.record.recipe, why)
+        self.ways.comes(signature, self.newest and self.newest.record.recipe, why)
         if signature not in self.ways:
             self._compile_anew()
-
-    def _other_ways(self, signature: Signature, tried: PlanRecord) -> list[PlanRecord]:
-        """The plans of other ways that such a call has taken; the one that was tried becomes the latest of all.
-
-        A few are remembered where values do not tell: what a model keeps may come back, as a BatchNorm's momentum.
-        """
-        told, recipe = _has_ways(signature, tried), recipe_of(tried)
-        if recipe.maxima is not None or (len(recipe.calls) > 1 and not told):
-            return []
-        ways = [way for way in self.ways.get(signature, ()) if way.recipe is not tried.recipe]
-        if len(ways) == (MOST_WAYS if told else FEW_WAYS):
-            ways.clear()
-            self._compile_anew()
-        self.ways[signature] = [tried, *ways]
-        if told and len(ways) == WARN_WAYS:
-            warn(
-                f"the model took {WARN_WAYS + 1} ways through its code, by values that each step has anew "
-                f"({'; '.join(recipe_of(tried).asks or [STRINGS])}): each is planned and compiled for itself, and a "
-                "step that goes a new one may take more than the budget. Where they do not end, take the question out "
-                "of forward(), or plan a submodule without it"
-            )
-        return ways
 
     def _takes_way(self, key: str) -> bool:
         """Whether such a call came before in a way whose plan has the graph that begins it; that one is taken again."""
         signature = self.present
         if signature is None or signature in self.serving:
             return False
-        latest = self.plans[signature]
-        ways = [way for way in self.ways.get(signature, ()) if way.recipe is not latest.recipe]
-        found = next((way for way in ways if key in recipe_of(way).calls), None)
-        if found is None:
-            return False
-        self.ways[signature] = [latest, *ways]
-        self.plans[signature], self.current = found, recipe_of(found)
-        return True
+        found = self.ways.beginning(signature, self.plans[signature], key)
+        if found is not None:
+            self.plans[signature], self.current = found, recipe_of(found)
+        return found is not None
 
     def _undoes(self, signature: Signature) -> bool:
         """Whether the model's state is put back where a graph turns out to be another after others have run."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn, optim
+from torch import nn
 
 from planner.compat.autograd import adds_to_gradient
 from planner.compat.dispatch import lasting_modes_off
@@ -19,6 +19,7 @@ from planner.core.plan import PlanRecord
 from planner.errors import UNPLANNABLE, ApplyError, BatchError, ModelError
 from planner.parallel.group import together
 from planner.requests.planned import Planned
+from planner.runtime.account import Holder
 from planner.runtime.as_compiled import FUSES, Compiled, call_as_compiled, calls_back, warn_not_fused
 from planner.runtime.attributes import Attributes
 from planner.runtime.bypassed import Handle
@@ -26,7 +27,6 @@ from planner.runtime.compile_refused import COMPILE, CompileRefused
 from planner.runtime.copied import CopiedCall, note_copy, own_call
 from planner.runtime.cuda_graphs import captures, is_graphed, refuse_uncapturable
 from planner.runtime.entries import EntryPoint
-from planner.runtime.evaluations import gradient_bytes, planned_bytes, tensors_of
 from planner.runtime.events import Call, PlanProvider
 from planner.runtime.modes import may_record, redirected, refuse_compiled, refuse_transformed, trains
 from planner.runtime.optimizer_steps import listen
@@ -44,7 +44,7 @@ from planner.stepping.step import Stepping
 CARRIER = "__call__"
 
 
-class Applied:
+class Applied(Holder):
     """Stands in for the model's call while plans are applied.
 
     Args:
@@ -55,7 +55,6 @@ class Applied:
     Attributes:
         plans: for each kind of call, by signature, its plan; that of the latest, where several come in a step.
         unplanned: kinds of calls that run as without a plan, as there is none for them.
-        newest: the plan made last, with the request and the batch that it was made for.
         state: that of the model in its latest training call.
         aside: what `compile()` put in the place of calls of the model and its modules: it comes back after the plan.
         fused: whether its plans are of kernels that torch.compile fuses, or their user knows that they are not.
@@ -64,18 +63,16 @@ class Applied:
     aside: Compiled = ()
 
     def __init__(self, model: nn.Module, provider: PlanProvider, *, alone: bool = False) -> None:
-        self.model = model
+        super().__init__(model)
         self.provider = provider
         self.plans: dict[Signature, PlanRecord] = {}
         self.unplanned: set[Signature] = set()
-        self.newest: Planned | None = None
         self.state: ModelState | None = None
         self.attributes = Attributes()
         self.walked: Walk | None = None
         self.fused = alone  # a step of our own tells its user nothing
         self.agrees = False  # whether the plan of the next call is still to be agreed on with other processes
         self._started, self._passes = alone, BackwardPasses()
-        self.watch: Watch | None = None  # what it sees of the loop, plans are made for
         self._listened = alone  # whether the provider wants to hear of no more steps of several processes
         self.peaks = Peaks()
         self.watched: Handle | None = None  # warns where the model trains and is not called
@@ -215,7 +212,7 @@ class Applied:
                 self.plans[signature] = self.watch.together.plan(signature, self.plans[signature])
             for recorder in others:
                 if isinstance(recorder, Recorder) and not (self.watch and self.watch.recorder is recorder):
-                    recorder.runs_planned(self, (args, kwargs), *self._taken(self.plans[signature]))
+                    recorder.runs_planned(self, (args, kwargs), *self.takes(self.plans[signature]))
             if self.watch is None and not self._listened:
                 self._listened = self.provider.on_step_begin(self.model, self.plans[signature], self.waiting() > 0)
                 if self._listened and attached(self.model) is not self:  # it was planned anew
@@ -271,45 +268,6 @@ class Applied:
             self.watch.backward_begins()
         elif self.watch is None and not self._listened and signature in self.plans:
             self._listened = self.provider.on_backward_begin(self.model, self.plans[signature])
-
-    def tensors(self) -> Any:
-        """The model's parameters, buffers, gradients, and the state of its optimizers."""
-        return tensors_of(self.model, [] if self.watch is None else self.watch.optimizers())
-
-    def trained(self) -> list[nn.Parameter]:
-        """The model's parameters."""
-        return list(self.model.parameters())
-
-    def outputs(self) -> Collection[int]:
-        """The storages of what its calls returned, as far as they are alive and known, by identity."""
-        return () if self.watch is None else self.watch.kept.keys()
-
-    def stays(self, counted: Collection[optim.Optimizer]) -> int:
-        """Bytes of all of these, as the newest plan counts them, without the state of optimizers that others count.
-
-        That plan also counts what others take while activations of its model wait for their backward pass.
-        """
-        optimizers = [] if self.watch is None else self.watch.optimizers()
-        return 0 if self.newest is None else planned_bytes(self.model, self.newest.record, optimizers, counted)
-
-    def was_trained(self) -> bool:
-        """Whether a backward pass has come of some call, as far as that is known."""
-        return self.watch is None or self.watch.was_trained()
-
-    def _taken(self, record: PlanRecord) -> tuple[int, int]:
-        """Bytes that a call takes by a plan, with earlier ones that wait for their backward pass, but for what `stays`
-        counts; and those that its forward pass takes.
-
-        What other planned models take while it waits is none of it: the calls of two may take turns.
-        """
-        earlier = 0 if record.step.loop.in_flight > 1 else self.waiting() * record.kept_bytes
-        graded = gradient_bytes(self.model)
-        return record.taken_bytes(graded) + earlier, record.taken_bytes(graded, ("forward",)) + earlier
-
-    def waiting_bytes(self) -> int:
-        """Bytes of what calls have saved that wait for their backward pass."""
-        record = None if self.newest is None else self.newest.record
-        return 0 if record is None else self.waiting() * record.kept_bytes // record.step.loop.in_flight
 
     def unwatch(self) -> None:
         """The model is called, or goes without its plan: warn no more, nor look for other calls."""
@@ -374,14 +332,6 @@ class Applied:
     def made(self) -> list[torch.Tensor]:
         """The tensors that planned graphs returned in the latest call, as far as they are alive."""
         return []
-
-    def waiting_calls(self) -> frozenset[int]:
-        """The numbers of earlier calls that still wait for their backward pass, as far as that is known."""
-        return frozenset()
-
-    def waiting(self) -> int:
-        """How many these are."""
-        return len(self.waiting_calls())
 
     def call_number(self) -> int | None:
         """The number of the latest call, where it is known which of them wait."""

@@ -1,0 +1,77 @@
+"""What a planned model takes, as the plans of others that train in the same loop count it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from torch import nn, optim
+
+from planner.core.plan import PlanRecord
+from planner.requests.planned import Planned
+from planner.runtime.evaluations import gradient_bytes, planned_bytes, tensors_of
+from planner.runtime.watch import Watch
+
+
+class Holder:
+    """A planned model, as `PlannedModel` has it.
+
+    Args:
+        model: the planned one.
+
+    Attributes:
+        newest: the plan made last, with the request and the batch that it was made for.
+        watch: what it sees of the loop, plans are made for; None once several processes have agreed on one.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.newest: Planned | None = None
+        self.watch: Watch | None = None
+
+    def waiting_calls(self) -> frozenset[int]:
+        """The numbers of earlier calls that still wait for their backward pass, as far as that is known."""
+        return frozenset()
+
+    def tensors(self) -> Any:
+        """The model's parameters, buffers, gradients, and the state of its optimizers."""
+        return tensors_of(self.model, [] if self.watch is None else self.watch.optimizers())
+
+    def trained(self) -> list[nn.Parameter]:
+        """The model's parameters."""
+        return list(self.model.parameters())
+
+    def outputs(self) -> Collection[int]:
+        """The storages of what its calls returned, as far as they are alive and known, by identity."""
+        return () if self.watch is None else self.watch.kept.keys()
+
+    def stays(self, counted: Collection[optim.Optimizer]) -> int:
+        """Bytes of all of these, as the newest plan counts them, without the state of optimizers that others count.
+
+        That plan also counts what others take while activations of its model wait for their backward pass.
+        """
+        optimizers = [] if self.watch is None else self.watch.optimizers()
+        return 0 if self.newest is None else planned_bytes(self.model, self.newest.record, optimizers, counted)
+
+    def was_trained(self) -> bool:
+        """Whether a backward pass has come of some call, as far as that is known."""
+        return self.watch is None or self.watch.was_trained()
+
+    def waiting(self) -> int:
+        """How many of them wait."""
+        return len(self.waiting_calls())
+
+    def waiting_bytes(self) -> int:
+        """Bytes of what calls have saved that wait for their backward pass."""
+        record = None if self.newest is None else self.newest.record
+        return 0 if record is None else self.waiting() * record.kept_bytes // record.step.loop.in_flight
+
+    def takes(self, record: PlanRecord) -> tuple[int, int]:
+        """Bytes that a call takes by a plan, with earlier ones that wait for their backward pass, but for what `stays`
+        counts; and those that its forward pass takes.
+
+        What other planned models take while it waits is none of it: the calls of two may take turns.
+        """
+        earlier = 0 if record.step.loop.in_flight > 1 else self.waiting() * record.kept_bytes
+        graded = gradient_bytes(self.model)
+        return record.taken_bytes(graded) + earlier, record.taken_bytes(graded, ("forward",)) + earlier
