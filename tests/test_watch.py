@@ -19,9 +19,10 @@ from planner.compat.fake import DynamicOutputShapeException
 from planner.compat.tensors import TorchDispatchMode, storage_key
 from planner.core.call import bytes_of_elements, storages
 from planner.runtime.interception import attached
+from planner.runtime.loss_seen import loss_seen
 from planner.runtime.made import LossEvents
 from planner.runtime.rebound import bound_alone, place_of
-from planner.runtime.recorded import loss_seen, stays
+from planner.runtime.recorded import stays
 from planner.runtime.recorder import Recorder
 from planner.runtime.rounds import Rounds
 from planner.runtime.used_gradients import LONG

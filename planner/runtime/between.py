@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
-from planner.runtime.made import UsedStorages
+from planner.runtime.made import MadeStorages, UsedStorages
 
 
 class Between:
@@ -27,8 +27,21 @@ class Between:
         """How many ops have run."""
         return self.began + len(self._levels)
 
-    def note(self, name: str, nbytes: int) -> None:
-        """An op has run, with so many bytes recorded."""
+    def note(self, name: str, entered: Sequence[MadeStorages], older: Sequence[MadeStorages], budget: int) -> None:
+        """An op has run.
+
+        Args:
+            name: of the op.
+            entered: what was recorded.
+            older: the same of earlier steps, as far as it is none of these; it counts where half of the budget is not
+                enough.
+            budget: in bytes.
+        """
+        nbytes = sum(each.live for each in entered)
+        if nbytes + sum(each.live for each in older) > max(self.highest[name], budget // 2):
+            counted = {key for each in entered for key in each.made.copy()}
+            alive = {key: nbytes for each in older for key, (_, nbytes) in each.made.copy().items()}
+            nbytes += sum(nbytes for key, nbytes in alive.items() if key not in counted)
         self._levels.append((name, nbytes))
         self.highest[name] = max(self.highest[name], nbytes)
 

@@ -7,6 +7,7 @@ import os
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from math import inf
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from planner.core.plan import PlanRecord
 from planner.costs.static_memory import storage_bytes
 from planner.errors import gb, warn
 from planner.runtime.cuda_graphs import captures
+from planner.runtime.holders import Path, bound_anew, held_in
 from planner.runtime.made import MadeStorages, call_of, takes_memory
 from planner.runtime.recorded import workspaces
 
@@ -233,6 +235,15 @@ class Evaluations:
             self._first.drop(key)
         self.left = [live.made, *([self._first] if self._made else [])]
         return sum(each.live for each in self.left)
+
+    def renewed(self, bound: Collection[Path]) -> int:
+        """Of what these left, the bytes of what only such variables hold as a step binds anew before its backward pass.
+
+        Args:
+            bound: the paths to them.
+        """
+        alive = {key: nbytes for each in self.left for key, (_, nbytes) in each.made.copy().items()}
+        return sum(alive[key] for key in bound_anew(held_in(get_ident()), bound, alive))
 
     def _judge(self, live: _Live) -> None:
         """Find what all took at once, with the workspaces of ops where these decide."""

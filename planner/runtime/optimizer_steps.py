@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any, Protocol
 
-from torch import optim
+import torch
+from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from planner.compat.modules import each_parameter
+from planner.requests.optimizers import trained_by, wraps_another
 
 
 class Listener(Protocol):
@@ -22,6 +27,53 @@ class Listener(Protocol):
 _listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
 _handles: list[Any] = []
 _stepping: list[weakref.ref[optim.Optimizer]] = []
+
+
+class ModelsOptimizers:
+    """The optimizers that step parameters of a model, as far as they were seen to.
+
+    Args:
+        model: which.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._stepped: list[weakref.ref[optim.Optimizer]] = []
+        self._seen: weakref.WeakSet[optim.Optimizer] = weakref.WeakSet()  # of all models
+
+    def all(self) -> list[optim.Optimizer]:
+        """Those that have stepped, and still exist."""
+        return [optimizer for ref in self._stepped if (optimizer := ref()) is not None]
+
+    @property
+    def any_seen(self) -> bool:
+        """Whether one has stepped."""
+        return bool(self._stepped)
+
+    def knows(self, optimizer: optim.Optimizer) -> bool:
+        """Whether it was seen to step, whatever it trains."""
+        return optimizer in self._seen
+
+    def step_now(self) -> bool:
+        """Whether one is in its step."""
+        return any(map(self.has, stepping()))
+
+    def has(self, optimizer: optim.Optimizer) -> bool:
+        """Whether it is one of these, or will be."""
+        if (model := self._model()) is None:
+            return False
+        return optimizer in self.all() or not trained_by(optimizer).isdisjoint(map(id, model.parameters()))
+
+    def add(self, optimizer: optim.Optimizer) -> Sequence[torch.Tensor]:
+        """It has stepped: the parameters of the model that it trains; none where another one inside it steps them."""
+        if (model := self._model()) is None:
+            return []
+        self._seen.add(optimizer)
+        own = {id(p): p for p in each_parameter(model)}
+        trained = [] if wraps_another(optimizer) else [own[at] for at in trained_by(optimizer) & own.keys()]
+        if trained and optimizer not in self.all():
+            self._stepped.append(weakref.ref(optimizer))
+        return trained
 
 
 def listen() -> None:

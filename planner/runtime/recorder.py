@@ -10,7 +10,6 @@ import inspect
 import logging
 import os
 import weakref
-from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
@@ -24,10 +23,9 @@ from planner.compat.autograd import adds_to_gradient, graph_is_kept, in_backward
 from planner.compat.dispatch import LastingMode, finds_ops, written
 from planner.compat.tensors import dense_parts, is_batched, is_traceable_wrapper_subclass, storage_key
 from planner.core.attributes import state_of
-from planner.core.call import Call, bytes_of_elements, gradient_of, inside, storages, tensors_in
+from planner.core.call import Call, gradient_of, inside, storages, tensors_in
 from planner.core.gradient_sums import as_without_modes, last_references
 from planner.core.layout import Order, memory_order
-from planner.core.loop import LaidOut
 from planner.runtime.between import Between
 from planner.runtime.events import PlannedModel
 from planner.runtime.holders import Held, Path, held_in, paths_to
@@ -35,6 +33,7 @@ from planner.runtime.made import Event, LossEvents, Made, MadeStorages, Used, Us
 from planner.runtime.outputs import Unasking
 from planner.runtime.planned_gradients import PlannedGradients
 from planner.runtime.rebound import place_of
+from planner.runtime.results import Results
 
 _LIFTED = torch.ops.aten.lift_fresh.default  # of what `torch.tensor()` has made of Python's numbers
 MOST_OPS = 200_000  # between two calls of the model: no more are recorded
@@ -56,8 +55,8 @@ class Recorder(LastingMode):
     Attributes:
         model: the planned one, weakly.
         losses: what was recorded before each backward pass of the planned graphs.
-        calls, output_bytes: the distinct ops that ran; of the elements of the outputs.
-        outputs: those of the outputs that are tensors, held weakly, by position.
+        calls: the distinct ops that ran.
+        results: the outputs of the first call.
         made: the tensors that were made and are alive.
         arrived: gradients of outputs, for each backward pass: storage -> as it was made, or 0 and its bytes.
         given: of the same, those that are alive.
@@ -72,7 +71,6 @@ class Recorder(LastingMode):
         inputs_at_once: its bytes when one of them was called, at most.
         first_input: bytes of what the first was given.
         later: bytes of what calls after the first were given and that was there before the first.
-        reached_by: for each backward pass, positions of the outputs that got one.
         others, passing: other planned models that ran before the backward pass, and after it.
         held_then: what the loop's variables held as the first backward pass of these recorders began.
         bound: the paths that led then to outputs, and to what was made since.
@@ -106,34 +104,26 @@ class Recorder(LastingMode):
         self.phase: Literal["loss", "backward"] = "loss"
         self.known = {*storages(state := state_of(model))}
         self._know([[*map(gradient_of, model.parameters())], batch, [*outputs, *aside]])
-        self.output_bytes = bytes_of_elements(list(outputs))
         self.made, self.used, self.used_before = MadeStorages(), UsedStorages(), list[UsedStorages]()
         self.events: list[Event] = []
         self.calls, self.losses = dict[str, Call](), list[LossEvents]()
         self.arrived: list[dict[int, Made]] = []
-        self.reached_by: list[set[int]] = []
-        self._awaiting = set[int]()  # of the outputs that may get a gradient
-        self._orders = defaultdict[int, set[Order | None]](set)  # of gradients of outputs; None: as was expected
         self.passes: list[tuple[bool, dict[int, Made]]] = []
         self.asks_first, self.model = False, weakref.ref(model)
-        self.outputs: dict[int, weakref.ref[torch.Tensor]] = {}
-        self.let_go: dict[int, int] = {}  # position of an output -> how many events came before its end
-        self._sizes, self.at_once = dict[int, int](), list[int]()  # of outputs; those gone before the first event
-        self._storages: dict[int, int] = {}  # of outputs, by position
+        self.results = Results(outputs, self.events)
         self.others: weakref.WeakSet[PlannedModel] = weakref.WeakSet()
         self.passing: weakref.WeakSet[PlannedModel] = weakref.WeakSet()
         self.in_loss: set[int] = set()  # numbers of tensors that a backward pass made before it came to an output
         self.gradients, self.given = PlannedGradients(), MadeStorages()  # by the planned graphs; of outputs
         self.held = self.inputs_at_once = self.later = self._called = 0
         self.budget, self.between, self.before = 0, Between(), dict[int, int]()
-        own = {storage_key(t): t.untyped_storage() for outer in state for t in inside(outer)}
+        own = {storage_key(t): t.untyped_storage() for outer in state for t in inside(outer)}.values()
         # a loop may put others in their place
-        self._own = [weakref.finalize(each, self.between.gone, each.nbytes()) for each in own.values()]
+        self._own = [weakref.finalize(each, self.between.gone, each.nbytes()) for each in own]
         self.returned, self.inputs, self.added = MadeStorages(), MadeStorages(), MadeStorages()
-        self.batches = MadeStorages()  # that the model was called with, and that get gradients
         self.waiting, self.stepping, self.makes_batches, self.of_optimizer = (0, 0), False, False, set[int]()
         self.by_optimizer: MadeStorages = MadeStorages() if earlier is None else earlier.by_optimizer
-        self.passed = MadeStorages()  # what calls took and gave
+        self.batches, self.passed = MadeStorages(), MadeStorages()  # inputs with gradients; what calls took and gave
         self.older: list[MadeStorages] = [] if earlier is None else earlier.left()
         self.undecided: list[MadeStorages] = [] if earlier is None else earlier.unknown()
         self.returned_before = {*(older := MadeStorages() if earlier is None else earlier.returned).made}
@@ -147,8 +137,6 @@ class Recorder(LastingMode):
         self._enter(outputs, self.passed, self.returned)
         self._enter([t for t in tensors_in(batch) if storage_key(t) in seen], self.passed)
         self._returned, self._hooks, self.later_held = [list(map(weak, outputs))], list[Any](), set[int]()
-        for at, t in ((at, t) for at, t in enumerate(outputs) if isinstance(t, torch.Tensor)):
-            self._watch(at, t)
         self._given(batch)
         self.first_input = self.inputs.live
         self.aside = list(map(weak, aside))
@@ -169,11 +157,6 @@ class Recorder(LastingMode):
                 weakref.finalize(t.untyped_storage(), self.known.discard, key).atexit = False
         return found
 
-    def _watch(self, at: int, output: torch.Tensor) -> None:
-        let_go, events = self.let_go, self.events
-        self.outputs[at] = weakref.ref(output, lambda _: let_go.setdefault(at, len(events)))
-        self._sizes[at], self._storages[at] = bytes_of_elements([output]), storage_key(output)
-
     def _seen_made(self) -> set[int]:
         """What was seen to be made: a batch that was not is part of the loop's data."""
         return {key for each in (*self.older, self.made, self.passed) for key in list(each.made)}
@@ -193,19 +176,12 @@ class Recorder(LastingMode):
         self._enter([t for t in tensors_in(batch) if t.requires_grad], self.batches)
         self.inputs_at_once = max(self.inputs_at_once, self.inputs.live)
 
-    def _hook(self, outputs: Sequence[Any], first: int = 0) -> None:
-        for at, t in enumerate(outputs, first):
+    def _hook(self, outputs: Sequence[Any]) -> None:
+        for at, t in enumerate(outputs):
             if isinstance(t, torch.Tensor) and t.requires_grad:
                 arrives = Unasking(partial(self._gradient_arrives, at, memory_order(t)))
                 self._hooks.append(t.register_hook(arrives))  # type: ignore[no-untyped-call]
-                self._awaiting.add(at)
-
-    def leaves_out(self) -> Collection[int]:
-        """Leave out of the outputs those that were gone before any op of the loop's ran: their positions. In a step of
-        several calls they are none of its own, but were held by a variable until the last call had returned.
-        """
-        self.output_bytes -= sum(self._sizes.pop(at, 0) for at in self.at_once)
-        return self.at_once
+                self.results.awaiting.add(at)
 
     def broken_off(self) -> bool:
         """Whether an error has ended the latest backward pass."""
@@ -234,8 +210,7 @@ class Recorder(LastingMode):
         self._given([t for t in tensors_in(batch) if storage_key(t) not in returned])
         self._enter(outputs, self.passed, self.returned)
         self._enter([t for t in tensors_in(batch) if storage_key(t) in seen], self.passed)
-        self._hook(outputs)
-        self._hook(aside, len(outputs))
+        self._hook([*outputs, *aside])
 
     def left(self) -> list[MadeStorages]:
         """What was made, but not by the model's optimizer, and what calls took and gave, as far as it is alive."""
@@ -270,28 +245,6 @@ class Recorder(LastingMode):
         self.gradients.come(results, self.device)
 
     @property
-    def reached(self) -> set[int]:
-        """Positions of the outputs that got a gradient."""
-        return set[int]().union(*self.reached_by)
-
-    @property
-    def unreached(self) -> tuple[int, ...]:
-        """Positions of the outputs that may get a gradient and got none."""
-        return tuple(sorted(self._awaiting - self.reached))
-
-    @property
-    def by_turns(self) -> tuple[int, ...]:
-        """Positions of the outputs of one call that some backward pass gave a gradient, and another one did not."""
-        reached = self.reached
-        return tuple(sorted(reached - reached.intersection(*self.reached_by))) if self.calls_made == 1 else ()
-
-    @property
-    def laid_out(self) -> LaidOut:
-        """Of the outputs whose gradients came in one order that was not expected, their positions and that order."""
-        one = ((at, order) for at, (order, *others) in sorted(self._orders.items()) if not others)
-        return tuple((at, order) for at, order in one if order is not None)
-
-    @property
     def graph_retained(self) -> bool:
         """Whether a backward pass was asked to keep its graph."""
         return any(kept for kept, _ in self.passes)
@@ -324,7 +277,7 @@ class Recorder(LastingMode):
         if not finds_ops():  # nor did it see the loss
             self.over = True
             return
-        self._orders[at].add(None if (order := memory_order(gradient)) == expected else order)
+        self.results.arrives(at, memory_order(gradient), expected)
         found = storages(gradient)
         if self.phase == "loss":
             self.phase = "backward"
@@ -342,12 +295,12 @@ class Recorder(LastingMode):
             alive = {key: n for older in self.older for key, (_, n) in older.made.items() if key not in own}
             self.before = max(self.before, alive, key=lambda each: sum(each.values()))
             self.arrived.append({})
-            self.reached_by.append(set())
+            self.results.reached_by.append(set())
             self._called = 0
             self.events.clear()
             self.in_loss.clear()
             when_backward_ends(self._backward_ended)
-        self.reached_by[-1].add(at)
+        self.results.reached_by[-1].add(at)
         arrived = self.arrived[-1]
         for key, nbytes in found.items():
             if key in arrived and key not in self.given.made:  # that one is gone: another has its identity
@@ -368,10 +321,8 @@ class Recorder(LastingMode):
 
     def _loss_events(self, named: Collection[int]) -> LossEvents:
         """The loss; variables hold outputs, or views of them, of these storages."""
-        held = tuple(at for at, ref in self.outputs.items() if ref() is not None or self._storages[at] in named)
-        let_go = max((n for at, n in self.let_go.items() if at not in held), default=0)
-        if not self.losses:
-            self.at_once = [at for at, n in self.let_go.items() if n == 0]
+        held = self.results.held(named)
+        let_go = max((n for at, n in self.results.let_go.items() if at not in held), default=0)
         waiting = [o for o in self.others if o.waiting_bytes() and not any(map(adds_to_gradient, o.trained()))]
         own = {*self.gradients.made, *(key for other in waiting for key in other.outputs())}  # which these count
         read = {key: used.nbytes for key, used in self.used.items() if not used.stays and key not in own}
@@ -420,18 +371,8 @@ class Recorder(LastingMode):
             self.calls.setdefault(name, call)
         place = None if backward else place_of(inspect.currentframe())
         self.events.append(Event(self._live(), name, backward, place, tuple(made)))
-        self._note_between(name)
+        self.between.note(name, (self.made, self.inputs, self.returned, self.added), self.older, self.budget)
         self.over |= len(self.events) > MOST_OPS
-
-    def _note_between(self, name: str) -> None:
-        entered = self.made, self.inputs, self.returned, self.added
-        there = sum(each.live for each in entered)
-        if there + sum(each.live for each in self.older) > max(self.between.highest[name], self.budget // 2):
-            # some may be in several
-            counted = {key for each in entered for key in each.made.copy()}
-            older = {key: nbytes for each in self.older for key, (_, nbytes) in each.made.copy().items()}
-            there += sum(nbytes for key, nbytes in older.items() if key not in counted)
-        self.between.note(name, there)
 
     def _note_inputs(self, given: Sequence[torch.Tensor], into: set[int]) -> set[int]:
         """Enter the tensors that existed before and that are used, and the storages that are written into.

@@ -187,7 +187,7 @@ class StepRuntime(Applied):
         assert self.watch is not None
         seen, self.seen, self.present = self.seen, CallsSeen(), None
         if self.watch.recorder is not None:
-            seen.leave_out(self.watch.recorder.leaves_out())
+            seen.leave_out(self.watch.recorder.results.leaves_out())
         step = seen.steps()
         self.watch.between = step.stays
         self.watch.budget = next((kind.record.budget_bytes for kind in self.kinds if kind.record is not None), None)

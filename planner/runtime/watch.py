@@ -15,24 +15,23 @@ from torch import nn, optim
 from planner.capture.trace.loss_trace import find_loss, probable_loss
 from planner.compat.dispatch import in_compiled_call, switch_off, switch_on
 from planner.compat.dynamo import call_past_wrappers
-from planner.compat.modules import each_parameter
 from planner.compat.tensors import storage_key
 from planner.core.call import storages
 from planner.core.loop import Gradients, Loop
 from planner.core.objects import dense_tensors, leaves
 from planner.core.plan import PlanRecord
-from planner.requests.optimizers import trained_by, wraps_another
 from planner.runtime.cuda_graphs import captures
 from planner.runtime.evaluations import Evaluations
 from planner.runtime.fates import Fates, warn_between, warn_unseen, warn_waiting
-from planner.runtime.holders import Path, bound_anew, held_in
+from planner.runtime.holders import Path
 from planner.runtime.kept import KeptOutputs
 from planner.runtime.learnt import Learnt
+from planner.runtime.loss_seen import loss_seen
 from planner.runtime.made import MadeStorages, UsedStorages
 from planner.runtime.modes import may_record
-from planner.runtime.optimizer_steps import stepping, tell
+from planner.runtime.optimizer_steps import ModelsOptimizers, tell
 from planner.runtime.peaks import when_begun
-from planner.runtime.recorded import attributes_held, between_steps, loss_seen, stays, trained_outside, workspaces_of
+from planner.runtime.recorded import attributes_held, between_steps, stays, trained_outside, workspaces_of
 from planner.runtime.recorder import Recorder
 from planner.runtime.rounds import Rounds
 from planner.runtime.signature import Role
@@ -48,8 +47,6 @@ class Watch:
     """What the loop around one model was seen to do.
 
     Attributes:
-        stepped: the optimizers that stepped parameters of the model.
-        seen: those that stepped any.
         recorder: of what runs between two calls of the model, while it is on.
         evaluations: looks at calls of the model without gradients.
         first: whether no earlier call waited when the latest one began.
@@ -67,8 +64,7 @@ class Watch:
         self._number: int | None = None  # of the latest call
         self._earlier: Recorder | None = None  # of the calls just before
         self._used: list[UsedStorages] = []  # by the steps that were recorded
-        self.stepped: list[weakref.ref[optim.Optimizer]] = []
-        self.seen: weakref.WeakSet[optim.Optimizer] = weakref.WeakSet()
+        self._optimizers = ModelsOptimizers(model)
         self.recorder: Recorder | None = None
         self._workspaces: dict[str, int] = {}
         # bytes that the latest plan counts for states, what of these was not there yet, and that each loss reads anew
@@ -90,7 +86,7 @@ class Watch:
 
     def optimizers(self) -> list[optim.Optimizer]:
         """Those that stepped parameters of the model, and still exist."""
-        return [optimizer for ref in self.stepped if (optimizer := ref()) is not None]
+        return self._optimizers.all()
 
     @property
     def loop(self) -> Loop:
@@ -143,16 +139,11 @@ class Watch:
             self._came_to_nothing(recorder, [(p, p.grad) for p in parameters])
         elif recorder is None and self.first and not self.settled:
             self._missed()
-        left -= min(self._renewed_in(self.evaluations.left), self._renewed) if left else 0
+        left -= min(self.evaluations.renewed(self._bound), self._renewed) if left else 0
         if left > (targets := self._targets if self.evaluations.made_batch else 0):
             self._learnt.finds(Loop(around=left - targets))
         self._note(parameters, sum(left_over.values()))
         return self.loop
-
-    def _renewed_in(self, made: Sequence[MadeStorages]) -> int:
-        """Of these, the bytes of what the loop's variables hold that each step binds anew before its backward pass."""
-        alive = {key: nbytes for each in made for key, (_, nbytes) in each.made.copy().items()}
-        return sum(alive[key] for key in bound_anew(held_in(get_ident()), self._bound, alive))
 
     def _begin(self, role: Role, others: Sequence[int]) -> None:
         """A call begins while others wait for their backward pass."""
@@ -160,7 +151,7 @@ class Watch:
         self.first = not others
         if self.first:
             self.kept.call_begins()
-            self._rounds.call_begins(optimizer_seen=bool(self.stepped))
+            self._rounds.call_begins(optimizer_seen=self._optimizers.any_seen)
 
     def _ended(self, left_over: Collection[int]) -> bool:
         """Whether no backward pass comes of the calls that the recorder has seen."""
@@ -231,12 +222,12 @@ class Watch:
                 self._missed()
             return
         shown = Loop(
-            outputs_held=None if len(held) == len(recorder.outputs) else tuple(sorted(held)),
+            outputs_held=None if len(held) == len(recorder.results.tensors) else tuple(sorted(held)),
             later_held=tuple(sorted(recorder.later_held)),
-            only_loss=(only_loss := recorder.reached == {self._loss_at}),
-            unreached=() if only_loss else recorder.unreached,
-            by_turns=recorder.by_turns,
-            laid_out=recorder.laid_out,
+            only_loss=(only_loss := recorder.results.reached == {self._loss_at}),
+            unreached=() if only_loss else recorder.results.unreached,
+            by_turns=recorder.results.by_turns if recorder.calls_made == 1 else (),
+            laid_out=recorder.results.laid_out,
             loss=seen,
             beside=found.beside + between + self.gradients.untaken_bytes(p for p, _ in counted),
             around=found.around,
@@ -262,7 +253,7 @@ class Watch:
 
         That is while an optimizer calls the model, in its first step, and each call shows something new.
         """
-        inside = not self.stepped and any(map(self._trains, stepping()))
+        inside = not self._optimizers.any_seen and self._optimizers.step_now()
         before, self._told = self._told, self.loop
         return max(0, self._spare) if inside and before != self.loop else 0
 
@@ -362,7 +353,7 @@ class Watch:
             self.recorder.budget = self.budget or 0
             self.recorder.knows(self.evaluations.left, self._used)
             self.evaluations.left = []
-            self.recorder.stepping = any(map(self._trains, stepping()))
+            self.recorder.stepping = self._optimizers.step_now()
             self._recorded, self._numbers = {self._learnt.role: None}, [self._number]
             weakref.finalize(model, self.recorder.end).atexit = False
             switch_on(self.recorder)
@@ -381,47 +372,27 @@ class Watch:
     def _measure(self) -> None:
         """Measure the workspaces of the ops that were recorded."""
         recorder, model = self.recorder, self._model()
-        if recorder is None or model is None or captures(model):
-            return
-        self._workspaces |= workspaces_of(recorder, self._workspaces)
+        if recorder is not None and model is not None and not captures(model):
+            self._workspaces |= workspaces_of(recorder, self._workspaces)
 
     def optimizer_steps(self, optimizer: optim.Optimizer) -> None:
         """An optimizer is about to step."""
-        if self.recorder is not None and self._trains(optimizer):
+        if self.recorder is not None and self._optimizers.has(optimizer):
             self.recorder.stepping = True
 
     def optimizer_stepped(self, optimizer: optim.Optimizer) -> None:
         """An optimizer has stepped; a round ends if it is one of the model's."""
-        known = self.loop.gradients == "accumulated" and optimizer in self.seen
+        known = self.loop.gradients == "accumulated" and self._optimizers.knows(optimizer)
         known = known or (self.gradients.never_there and optimizer in self.optimizers())
-        if not (self.settled and known):
-            self._sees(optimizer)
+        if not (self.settled and known) and self._model() is not None:
+            self.gradients.any_stepped(optimizer)
+            if trained := self._optimizers.add(optimizer):
+                self.gradients.optimizer_stepped(trained)
+                self._measure()
         if optimizer in self.optimizers():
             self._rounds.end()
             if self.recorder is not None:
                 self.recorder.stepping = False
-
-    def _trains(self, optimizer: optim.Optimizer) -> bool:
-        if (model := self._model()) is None:
-            return False
-        return optimizer in self.optimizers() or not trained_by(optimizer).isdisjoint(map(id, model.parameters()))
-
-    def _sees(self, optimizer: optim.Optimizer) -> None:
-        """Whose parameters an optimizer has stepped, and which gradients it has used."""
-        if (model := self._model()) is None:
-            return
-        self.seen.add(optimizer)
-        self.gradients.any_stepped(optimizer)
-        if wraps_another(optimizer):
-            return
-        own = {id(p): p for p in each_parameter(model)}
-        trained = [own[at] for at in trained_by(optimizer) & own.keys()]
-        if not trained:
-            return
-        if optimizer not in self.optimizers():
-            self.stepped.append(weakref.ref(optimizer))
-        self.gradients.optimizer_stepped(trained)
-        self._measure()
 
 
 def _backward_of(own: weakref.ref[Watch], number: int) -> None:
