@@ -18,7 +18,7 @@ from planner.core.frames import variables_of
 from planner.errors import users_frame
 
 _DEEPEST = 4  # objects in objects
-_MOST = 512  # objects that are looked at for one variable: it may hold a whole data set
+_MOST, _MOST_HELD = 512, 8192  # looked into for one variable, and looked at: it may hold a whole data set
 _PLAIN = {int, float, bool, str, bytes, complex, NoneType, type, ModuleType, torch.dtype, torch.device}
 Path = tuple[Any, ...]  # an owner, a variable's name, and keys or attributes
 
@@ -119,16 +119,25 @@ def _owner(frame: FrameType, name: str) -> int | None:
 
 def _tensors(value: Any) -> Iterator[tuple[Path, torch.Tensor]]:
     """The tensors that a variable's value leads to, nearer ones first, and the keys and attributes on the way."""
-    coming, seen = list[tuple[Path, Any]]([((), value)]), set[int]()
+    if isinstance(value, torch.Tensor):
+        yield from [((), value)] if value.layout is torch.strided else ()
+        return
+    coming, seen, held = list[tuple[Path, Any]]([((), value)]), set[int](), 0
     for at, each in coming:
-        if isinstance(each, torch.Tensor):
-            if each.layout is torch.strided:
-                yield at, each
-        elif id(each) not in seen and len(seen) < _MOST and len(at) < _DEEPEST:
-            seen.add(id(each))
-            coming += [
-                ((*at, key), inner) for key, inner in _inside(each, of_variable=not at) if type(inner) not in _PLAIN
-            ]
+        if id(each) in seen:
+            continue
+        if len(seen) == _MOST or held > _MOST_HELD:
+            break
+        seen.add(id(each))
+        for key, inner in _inside(each, of_variable=not at):
+            held, kind = held + 1, type(inner)
+            if kind in _PLAIN:
+                continue
+            if issubclass(kind, torch.Tensor):
+                if inner.layout is torch.strided:
+                    yield (*at, key), inner
+            elif len(at) < _DEEPEST - 1 and (kind.__dictoffset__ or issubclass(kind, (dict, list, tuple))):
+                coming.append(((*at, key), inner))
 
 
 def _inside(x: Any, *, of_variable: bool) -> Iterable[tuple[Any, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import weakref
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,6 +28,8 @@ from planner.core.objects import dense_tensors, with_tensors
 from planner.devices.accelerator import accelerator_of
 
 _LRU_CACHE = type(functools.cache(lambda: None))
+# how often those had served that kept no fake tensor: a trace that asks for nothing leaves none there
+_LOOKED_AT: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 _TABLES = {dict, OrderedDict, set}
 
 
@@ -179,12 +182,13 @@ def fakes_forgotten() -> Iterator[None]:
 def forget_fakes() -> None:
     """Clear every `functools.lru_cache` that kept a fake tensor, as it is or in containers."""
     # each refers to its type: to ask for those takes half as long as to look at the type of every object
-    caches = [c for c in gc.get_referrers(_LRU_CACHE) if type(c) is _LRU_CACHE]
-    if not _keep_fakes(caches):  # one look at all of them takes a tenth of the time of one at each
-        return
-    for cache in caches:
-        if _keep_fakes([cache]):
-            cache.cache_clear()
+    every = (c for c in gc.get_referrers(_LRU_CACHE) if type(c) is _LRU_CACHE)
+    served = {c: info for c in every if (info := c.cache_info()) != _LOOKED_AT.get(c)}
+    # one look at all of them takes a tenth of the time of one at each
+    keeping = [c for c in served if _keep_fakes([c])] if _keep_fakes([*served]) else ()
+    for cache in keeping:
+        cache.cache_clear()
+    _LOOKED_AT.update({cache: served[cache] for cache in served.keys() - {*keeping}})
 
 
 def _keep_fakes(caches: list[Any]) -> bool:
