@@ -66,10 +66,11 @@ class LossSeen:
     others_wait: int = 0
 
     def of(self, output_bytes: int) -> LossSeen:
-        """The same for a step with other outputs."""
+        """The same for a step with other outputs; what stays of the step before is no less where they are smaller."""
         if output_bytes == self.output_bytes or not self.output_bytes:
             return self
         sizes = {name: -(-size * output_bytes // self.output_bytes) for name, size in asdict(self).items()}
+        sizes |= {name: max(sizes[name], getattr(self, name)) for name in ("stays", "kept", "given")}
         return LossSeen(**{**sizes, "inputs": self.inputs, "first_input": self.first_input})
 
     @property

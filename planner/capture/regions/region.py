@@ -196,7 +196,10 @@ def _read_ops(
     ops: list[GraphOp] = []
     boundary = 0
     states: dict[fx.Node | None, int] = {}  # node that may draw -> the value that is its generator's state
-    tainted = set(mutated)  # nodes that hold a mutated input
+    # those that read or make a value into which another writes must not run twice, nor those that read such an input
+    into = [n for node in order.nodes if may_write(node) for n in node.args[:1] if isinstance(n, fx.Node)]
+    steps = {node.args[0] for node in order.nodes if is_step(node)}
+    tainted = {*mutated, *(n for node in into if node not in steps for n in table.primals_of(node))}  # what holds one
     for node in order.nodes:
         result = waited_for(node)
         # the tensors that a collective sends are held until it has been waited for
@@ -224,8 +227,6 @@ def _read_ops(
     if any(is_step(op.node) for op in ops):
         because = "parameters are stepped in the backward pass, and it may read one"
         ops[boundary:] = [replace(op, keep_because=op.keep_because or because) for op in ops[boundary:]]
-    # those that read or make a value into which another writes must not run twice
-    into = [n for node in order.nodes if may_write(node) for n in node.args[:1] if isinstance(n, fx.Node)]
     written = {v for n in into for v in table.value_of[n]}
     for i, op in enumerate(ops):
         if not op.keep_because and not written.isdisjoint((*op.reads, *op.writes)):
@@ -246,7 +247,8 @@ class _ValueTable:
         self.values: list[GraphValue] = []
         self.value_of: dict[fx.Node, tuple[int, ...]] = dict.fromkeys(graph.nodes, ())
         self.primal_of: dict[fx.Node, tuple[int, ...]] = {n: (at,) for at, n in enumerate(signature.primals)}
-        given = [(at, t) for at, n in enumerate(signature.primals) for t in tensors(n)]
+        self._given = signature.primals
+        given = [(at, t) for at, n in enumerate(self._given) for t in tensors(n)]
         self._primals = {storage_key(t): at for at, t in given}  # storage -> position of the primal
         self._produced: dict[int, int] = {}  # storage -> value
         self._on_gpu = any(t.device.type != "cpu" for _, t in given)
@@ -259,6 +261,11 @@ class _ValueTable:
         """Enter a value; returns its index."""
         self.values.append(GraphValue(owner, nbytes))
         return len(self.values) - 1
+
+    def primals_of(self, node: fx.Node) -> list[fx.Node]:
+        """The primals whose memory a node's tensors are in."""
+        keys = {storage_key(t) for t in tensors(node)} & self._primals.keys()
+        return [n for n in self._given if any(storage_key(t) in keys for t in tensors(n))] if keys else []
 
     def enter(self, node: fx.Node) -> tuple[int, ...]:
         """Enter the tensors that a node returns; returns the values that it produces: none for a view."""
