@@ -541,6 +541,66 @@ def test_plans_for_what_the_loop_showed_are_compared_with_the_first_one_within_t
     assert 0.99 <= seen.peak / max(seen.predicted) <= 1.01
 
 
+class Centred(nn.Module):
+    """Subtracts a running mean, and then writes into it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(64, 64)
+        self.layers = nn.Sequential(*[layer for _ in range(5) for layer in (nn.Linear(64, 64), nn.GELU())])
+        self.register_buffer("mean", torch.zeros(64))
+
+    def forward(self, x):
+        h = self.first(x)
+        centred = h - self.mean
+        self.mean.lerp_(h.detach().mean(0) + 1, 0.5)
+        return self.layers(centred)
+
+
+def test_nothing_is_recomputed_from_a_buffer_that_the_forward_pass_has_overwritten():
+    torch.manual_seed(0)
+    model, x = Centred(), torch.randn(512, 64)
+    alone, loss = copy.deepcopy(model), nn.MSELoss()
+    p = planned(model, x, 1.4 / 1024, loss_fn=lambda y: loss(y, x))
+    p.apply()
+    for _ in range(2):
+        for each in (model, alone):
+            loss(each(x), x).backward()
+    assert applied_plan(model).options.mode == "inductor", applied_plan(model).note
+    assert p.overhead > 0
+    for name, gradient in gradients(alone).items():
+        torch.testing.assert_close(gradients(model)[name], gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_plans_for_another_size_are_compared_within_the_budget():
+    """The leanest plan of mode "aten" takes more: it is what the first plan is compared with, and no other one."""
+
+    class WithLoss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU())])
+            self.head = nn.Linear(64, 512)
+
+        def forward(self, x, y):
+            logits = self.head(self.layers(x))
+            return logits, nn.functional.cross_entropy(logits, y)
+
+    def compiled(put, ended):
+        model = WithLoss()
+        model.compile()
+        put(model)
+        optimizer = torch.optim.SGD(model.parameters(), 0.05)
+        for n in 3 * (512, 480):
+            _, loss = model(torch.randn(n, 64), torch.randint(512, (n,)))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            ended(loss)
+
+    _, seen = judged(Loop(compiled, share=0.78))
+    assert seen.peak <= seen.budget
+
+
 class HiddenStates(nn.Module):
     """Returns what later layers are computed from, too, as models do that cache keys and values."""
 

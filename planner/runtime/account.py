@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
+import torch
 from torch import nn, optim
 
+from planner.core.objects import dense_tensors
 from planner.core.plan import PlanRecord
 from planner.requests.planned import Planned
 from planner.runtime.evaluations import gradient_bytes, planned_bytes, tensors_of
@@ -36,6 +38,11 @@ class Holder:
     def tensors(self) -> Any:
         """The model's parameters, buffers, gradients, and the state of its optimizers."""
         return tensors_of(self.model, [] if self.watch is None else self.watch.optimizers())
+
+    def states(self) -> list[torch.Tensor]:
+        """The state of its optimizers."""
+        optimizers = [] if self.watch is None else self.watch.optimizers()
+        return dense_tensors([list(optimizer.state.values()) for optimizer in optimizers])
 
     def trained(self) -> list[nn.Parameter]:
         """The model's parameters."""

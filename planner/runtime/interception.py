@@ -74,7 +74,7 @@ class Applied(Holder):
         self.agrees = False  # whether the plan of the next call is still to be agreed on with other processes
         self._started, self._passes = alone, BackwardPasses()
         self._listened = alone  # whether the provider wants to hear of no more steps of several processes
-        self.peaks = Peaks()
+        self.peaks = Peaks(reported=alone)
         self.watched: Handle | None = None  # warns where the model trains and is not called
         self.points: list[EntryPoint] = []  # that see where the loop goes into the model without calling it
         self.stepping: Stepping | None = None  # steps the model's parameters in the backward pass

@@ -53,8 +53,8 @@ class Peaks:
         reported: whether the first step was reported.
     """
 
-    def __init__(self) -> None:
-        self.reported = self._warned = False
+    def __init__(self, *, reported: bool = False) -> None:
+        self.reported, self._warned = reported, False
         self._calls = self._earlier = 0
 
     def plan_made(self) -> None:

@@ -38,10 +38,11 @@ def trusted(planned: Planned, earlier: Earlier, given_up: list[str]) -> Planned:
     """A plan whose gradients on its own batch are those of mode "aten", or a plan of that mode with a note of why.
 
     A step that draws random numbers draws others there: it is compared with Inductor's own, with everything kept. That
-    may take more than the budget, and so may the leanest of mode "aten": later plans of the same graphs are compared
-    with the one before, which does not. What agreed once on this machine is not compared again, in another process
-    either. Where gradients were planned that do not come, the plan is one of mode "aten": the backward pass would run
-    op by op, and take what nobody counts.
+    may take more than the budget, and so may the leanest of mode "aten": in the first step they do, and later plans of
+    the same graphs are compared with the one before. What takes more than the budget then, with the states of the
+    optimizers moved aside, is not run: those plans are of a model whose gradients were right. What agreed once on this
+    machine is not compared again, in another process either. Where gradients were planned that do not come, the plan is
+    one of mode "aten": the backward pass would run op by op, and take what nobody counts.
 
     Args:
         planned: the plan.
@@ -66,16 +67,9 @@ def trusted(planned: Planned, earlier: Earlier, given_up: list[str]) -> Planned:
     if gradients_agreed(known_by):
         earlier[graphs] = earlier[_calls(planned)] = planned.record
         return _noted(planned, "Its gradients were compared on this machine before, and are right.")
-    before, alike = earlier.get(graphs), earlier.get(_calls(planned))
-    if not draws and (op_by_op := _op_by_op(planned, needed=before is None)) is not None:
-        others = [(op_by_op, "mode='aten'")]
-    elif before is not None:
-        others = [(replace(planned, record=before), "the plan before")]
-    else:
-        others = [] if alike is None else [(replace(planned, record=alike), "the plan before")]
-        others.append((_own(planned), "Inductor with everything kept"))
-    for other, with_what in others:
-        unlike = other.record is alike and alike is not before
+    error = None
+    for other, with_what in _references(planned, earlier, graphs, draws=draws):
+        unlike = other.record in earlier.values() and other.record is not earlier.get(graphs)
         try:
             error, agree, within = _beside(planned, other, unlike=unlike)
         except torch.OutOfMemoryError:
@@ -89,12 +83,31 @@ def trusted(planned: Planned, earlier: Earlier, given_up: list[str]) -> Planned:
             earlier[graphs] = earlier[_calls(planned)] = planned.record
             keep_agreement(known_by)
             return _noted(planned, f"On the first batch its gradients are those of {with_what} ({within}).")
+    if error is None:
+        return _noted(planned, "Its gradients were not compared, for lack of room; those of an earlier plan were.")
     return _in_aten(
         planned,
         f"the gradients of the graphs that Inductor compiled differ from those of {with_what} (by {error:.1e} of the "
         "largest in a parameter): the model trains with mode='aten'",
         given_up,
     )
+
+
+def _references(
+    planned: Planned, earlier: Earlier, graphs: tuple[str, ...], *, draws: bool
+) -> list[tuple[Planned, str]]:
+    """The plans to compare one with, the best first, and what each is in words."""
+    before, alike = earlier.get(graphs), earlier.get(_calls(planned))
+    if not draws and (op_by_op := _op_by_op(planned, needed=not earlier)) is not None:
+        others = [(op_by_op, "mode='aten'")]
+    elif before is not None:
+        others = [(replace(planned, record=before), "the plan before")]
+    else:
+        others = [] if alike is None else [(replace(planned, record=alike), "the plan before")]
+        others += [(_own(planned), "Inductor with everything kept")] if draws else []
+    if earlier:
+        return [(other, words) for other, words in others if _peak(planned, other) <= planned.record.budget_bytes]
+    return others
 
 
 def _beside(planned: Planned, other: Planned, *, unlike: bool) -> tuple[float, bool, str]:
@@ -118,6 +131,18 @@ def _beside(planned: Planned, other: Planned, *, unlike: bool) -> tuple[float, b
         agree = compare(ours, theirs, dtype, gradients_of(other, request, nudged=True, zeros=there))[1]
         within = "but for rounding errors of terms that cancel"
     return error, agree, within
+
+
+def _peak(planned: Planned, other: Planned) -> int:
+    """The most that a step by another plan takes, where the loop holds what this one counts, but for the states of
+    optimizers. Outputs of the last step are there to the end; a plan from before the loop was known counts neither
+    these nor gradients of zeros.
+    """
+    record, its = planned.record, other.record
+    outputs = planned.captured.output_bytes if planned.captured is not None else 0
+    older = 0 if record.step.loop.loss is None else record.step.loop.loss.output_bytes
+    more = max(0, older - outputs) if its.step.loop.loss is not None else 2 * max(older, outputs) if older else 0
+    return its.peak_bytes - its.resident_bytes + record.resident_bytes - record.step.optimizer_state + more
 
 
 def _left_out(planned: Planned, record: PlanRecord) -> frozenset[int]:
@@ -185,5 +210,6 @@ def _own(planned: Planned) -> Planned:
     recipe = planned.record.recipe
     assert isinstance(recipe, Recipe)
     calls = {key: tuple(r and replace(r, own=True) for r in order) for key, order in recipe.calls.items()}
-    record = replace(planned.record, recipe=replace(recipe, calls=calls))
+    record = planned.record
+    record = replace(record, recipe=replace(recipe, calls=calls), peak_bytes=record.baseline_peak_bytes)
     return replace(planned, record=record)

@@ -182,7 +182,8 @@ def gradients_of(
 ) -> Gradients:
     """The gradients of one real step under a plan, by the names of parameters; on the CPU.
 
-    The model, which may run under another plan, and its gradients are left as they were.
+    The model, which may run under another plan, its gradients and the states of its optimizers are left as they were;
+    these are not on the device meanwhile.
 
     Args:
         planned: the plan.
@@ -192,12 +193,12 @@ def gradients_of(
         kept: whether the model goes on to run by this plan: what is compiled for it then serves.
     """
     model = request.model
-    gradients = (p.grad for p in model.parameters())
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
     with (
         taken_off(model) as own,
         torch.inference_mode(False),
         torch.enable_grad(),
-        moved_aside([g for g in gradients if g is not None]),
+        moved_aside([*gradients, *([] if own is None else own.states())]),
         _untouched(model, request.gradients_copied, (request.args, request.kwargs)),
     ):
         put_on(planned, model, alone=True)
