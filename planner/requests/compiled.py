@@ -13,8 +13,7 @@ from planner.errors import OptionError
 
 # what mode="inductor" sets itself, or cannot know the memory of before it compiles
 _REFUSED = {
-    "triton.cudagraphs": "CUDA graphs hold memory of their own: compile with mode='max-autotune-no-cudagraphs', or "
-    "without a mode",
+    "triton.cudagraphs": "CUDA graphs hold memory of their own: compile without a mode",
     "max_autotune": "it chooses kernels by running them, and a plan knows the memory before: compile without it",
     "max_autotune_gemm": "it chooses kernels by running them, and a plan knows the memory before: compile without it",
     "max_autotune_pointwise": "it chooses kernels by running them, and a plan knows the memory before: leave it out",
