@@ -632,7 +632,7 @@ def test_outputs_that_the_loop_leaves_out_leave_the_backward_pass_compiled_and_e
             optimizer.step()
             ended(loss)
 
-    unplanned, seen = judged(Loop(hidden_states, share=0.6))  # the peak is in the backward pass
+    unplanned, seen = judged(Loop(hidden_states, share=0.6))
     assert seen.peak <= seen.budget
     assert 0.99 <= seen.peak / max(seen.predicted) <= 1.01
     assert seen.losses == pytest.approx(unplanned.losses)

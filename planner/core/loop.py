@@ -91,6 +91,7 @@ class Loop:
     Attributes:
         outputs_held: of the leaves of the model's output, the positions of those that the loop still held when the
             backward pass began; None: all of them.
+        at_once: of the others, the positions of those that were gone before the loop's first op, if it made one call.
         only_loss: whether the model's own loss is the only one of its outputs that got a gradient.
         unreached: the positions of other outputs that may get a gradient and got none.
         by_turns: the positions of those that some of several backward passes gave a gradient, and others did not.
@@ -123,6 +124,7 @@ class Loop:
     """
 
     outputs_held: tuple[int, ...] | None = None
+    at_once: tuple[int, ...] = ()
     only_loss: bool = False
     unreached: tuple[int, ...] = ()
     by_turns: tuple[int, ...] = ()
@@ -175,6 +177,7 @@ def most_of(one: Loop, other: Loop) -> Loop:
         other,
         outputs_held=_either(one.outputs_held, other.outputs_held),
         later_held=_either(one.later_held, other.later_held),
+        at_once=tuple(at for at in one.at_once if at in other.at_once),
         only_loss=one.only_loss and other.only_loss,
         unreached=tuple(at for at in one.unreached if at in other.unreached),
         by_turns=tuple(sorted({*one.by_turns, *other.by_turns})),
@@ -221,6 +224,7 @@ def same_facts(one: Loop, other: Loop, tolerance: int) -> bool:
         return replace(
             loop,
             outputs_held=None,
+            at_once=(),
             later_held=None,
             loss=None,
             beside=0,

@@ -42,6 +42,7 @@ class BuildSettings:
         loss_forward: where the loop lets go of outputs on the way, held at most until it has; the gradients that the
             loss makes are among it.
         let_go: these outputs: regions and numbers of their results.
+        at_once: of these, the ones that are gone before it computes anything.
         loss_bytes: held by that loss until the end of the backward pass.
         tangents_pinned: the gradients that are made outside the regions and held to the end of the backward pass: all,
             or that of the loss, which is an output of the model's.
@@ -59,6 +60,7 @@ class BuildSettings:
     loss_workspace: int = 0
     loss_forward: int = 0
     let_go: frozenset[tuple[int, int]] = frozenset()
+    at_once: frozenset[tuple[int, int]] = frozenset()
     loss_bytes: int = 0
     tangents_pinned: Literal["all", "loss", "none"] = "all"
     tangents_held: bool = False
@@ -83,6 +85,7 @@ class _Parts:
         places: for each region, the module and the user's line of each op.
         outputs: values that the loss reads.
         let_go: of these, the ones that the loop lets go of before the backward pass.
+        at_once: of these, the ones that it lets go of before it computes anything.
         incoming: values that the loss makes: the gradients that come into regions.
     """
 
@@ -96,6 +99,7 @@ class _Parts:
     places: list[list[tuple[str, str]]]
     outputs: list[int]
     let_go: frozenset[int]
+    at_once: frozenset[int]
     incoming: list[int]
 
 
@@ -118,8 +122,11 @@ def build(
     parts = _parts(regions, estimates, links, settings)
     loss_saves, sizes = len(parts.sizes), [*parts.sizes, round_up(settings.loss_bytes, settings.granularity)]
     rows = list(_forward_rows(parts, named))
+    if parts.at_once:
+        rows.append(own_row(LOSS, "all outputs", "loss", parts.outputs, (), 0))
     if parts.let_go:
-        rows.append(own_row(LOSS, "loss, with all outputs", "loss", parts.outputs, (), settings.loss_forward))
+        there = [v for v in parts.outputs if v not in parts.at_once]
+        rows.append(own_row(LOSS, "loss, with all outputs", "loss", there, (), settings.loss_forward))
     boundary = len(rows)
     held = [v for v in parts.outputs if v not in parts.let_go]
     rows.append(own_row(LOSS, "loss", "loss", held, [*parts.incoming, loss_saves], settings.loss_workspace))
@@ -165,10 +172,12 @@ def _parts(
         returned = {start + v for v in region.values_in(region.fwd_outputs)}
         outputs.extend(returned if region.fingerprint else returned - linked.freed)
         incoming.extend(start + v for v in region.values_in(region.tangents))
-    let_go = _let_go(regions, offset, settings.let_go)
+    let_go, at_once = (_let_go(regions, offset, results) for results in (settings.let_go, settings.at_once))
     found = origins(((op.node, region.module) for region in regions for op in region.ops), settings.modules)
     places = [[next(found) for _ in region.ops] for region in regions]
-    return _Parts(regions, estimates, settings, offset, linked, sizes, sharded_away, places, outputs, let_go, incoming)
+    return _Parts(
+        regions, estimates, settings, offset, linked, sizes, sharded_away, places, outputs, let_go, at_once, incoming
+    )
 
 
 def _let_go(regions: Sequence[Region], offset: Sequence[int], results: Collection[tuple[int, int]]) -> frozenset[int]:

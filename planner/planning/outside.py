@@ -37,6 +37,7 @@ class CountedLoss:
         excess: what is left of a microbatch whose backward pass has run.
         forward: at most until the loop has let go of the outputs that it does let go of, gradients among it.
         let_go: these outputs, as (region, result).
+        at_once: of these, the ones that are gone before it computes anything.
         read: other tensors that the loss is computed from.
         stays: outputs of the step before, and gradients of them, which are still there in the forward pass.
         waiting_backward: what it holds in the backward pass of another: where one pass is that of all, the gradients of
@@ -52,6 +53,7 @@ class CountedLoss:
     excess: int = 0
     forward: int = 0
     let_go: frozenset[tuple[int, int]] = frozenset()
+    at_once: frozenset[tuple[int, int]] = frozenset()
     read: int = 0
     stays: int = 0
     waiting_backward: int = 0
@@ -104,6 +106,7 @@ def outside_loss(request: Request, graph: TrainingGraph) -> CountedLoss:
         excess=kept if loop.in_flight > 1 and not graph.calls else 0,  # names hold the outputs after each backward pass
         forward=forward,
         let_go=gone,
+        at_once=gone & _at_once(loop, graph),
         read=seen.read,
         stays=seen.stays + seen.given,
         waiting_backward=each,
@@ -144,6 +147,12 @@ def _held(loop: Loop, graph: TrainingGraph) -> Collection[int]:
     own = range(first) if loop.outputs_held is None else loop.outputs_held
     later = range(len(graph.outputs) - first) if loop.later_held is None else loop.later_held
     return {*own, *(first + at for at in later)}
+
+
+def _at_once(loop: Loop, graph: TrainingGraph) -> set[tuple[int, int] | None]:
+    """The outputs that the loop lets go of before it computes anything, where it makes one call of the model."""
+    alone = not graph.calls and loop.in_flight == 1
+    return {graph.outputs[at] for at in loop.at_once if alone and at < len(graph.outputs)}
 
 
 def _late(graph: TrainingGraph, tangents: Collection[tuple[int, int]], there: int) -> int:
@@ -199,7 +208,7 @@ def more_of_loss(request: Request, seen: Loop, graph: TrainingGraph) -> list[int
     """Bytes by which the parts of the loss as it was seen take more than a plan for the request counts; or less."""
     now, then = outside_loss(request, graph), outside_loss(replace(request, loop=seen), graph)
     sizes = [(now.left, then.left), (now.read, then.read), (now.stays, then.stays), (now.waiting, then.waiting)]
-    others = now.let_go ^ then.let_go
+    others = (now.let_go ^ then.let_go) | (now.at_once ^ then.at_once)
     sizes.append((0, sum(graph.regions[r].values[v].nbytes for r, at in others for v in _values_out(graph, r, at))))
     sizes.append((now.waiting_backward, then.waiting_backward))
     sizes.append((now.inputs or 0, then.inputs or 0))

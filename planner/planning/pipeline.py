@@ -302,6 +302,7 @@ def lower(
         loss_workspace=loss.workspace,
         loss_forward=loss.forward,
         let_go=loss.let_go,
+        at_once=loss.at_once,
         loss_bytes=loss.left,
         tangents_pinned=pinned_tangents(graph.loss.source, request.loop.loss),
         tangents_held=not TANGENTS_FREED,

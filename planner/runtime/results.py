@@ -27,6 +27,7 @@ class Results:
         tensors: those, held weakly, by position.
         storages: theirs, by position.
         let_go: position of an output -> how many events came before its end.
+        at_once: positions of those that were gone before the first of them, as the first backward pass begins.
         reached_by: for each backward pass, positions of the outputs that got a gradient.
         awaiting: of the outputs that may get one.
     """
@@ -35,7 +36,7 @@ class Results:
         self.nbytes = bytes_of_elements(list(outputs))
         self.tensors: dict[int, weakref.ref[torch.Tensor]] = {}
         self.storages, self._sizes = dict[int, int](), dict[int, int]()
-        self.let_go, self._at_once = dict[int, int](), list[int]()  # the latter: before the first event
+        self.let_go, self.at_once = dict[int, int](), tuple[int, ...]()
         self.reached_by, self.awaiting = list[set[int]](), set[int]()
         self._orders = defaultdict[int, set[Order | None]](set)  # of gradients of outputs; None: as was expected
         for at, t in enumerate(outputs):
@@ -50,15 +51,15 @@ class Results:
     def held(self, named: Collection[int]) -> tuple[int, ...]:
         """The positions of those that are alive as a backward pass begins, or whose storage is one of these."""
         if not self.reached_by:
-            self._at_once = [at for at, n in self.let_go.items() if n == 0]
+            self.at_once = tuple(sorted(at for at, n in self.let_go.items() if n == 0))
         return tuple(at for at, ref in self.tensors.items() if ref() is not None or self.storages[at] in named)
 
     def leaves_out(self) -> Collection[int]:
         """Leave out those that were gone before any op of the loop's ran: their positions. In a step of several calls
         they are none of its own, but were held by a variable until the last call had returned.
         """
-        self.nbytes -= sum(self._sizes.pop(at, 0) for at in self._at_once)
-        return self._at_once
+        self.nbytes -= sum(self._sizes.pop(at, 0) for at in self.at_once)
+        return self.at_once
 
     def arrives(self, at: int, order: Order | None, expected: Order) -> None:
         """A gradient of an output comes in this order."""

@@ -223,6 +223,7 @@ class Watch:
             return
         shown = Loop(
             outputs_held=None if len(held) == len(recorder.results.tensors) else tuple(sorted(held)),
+            at_once=recorder.results.at_once if recorder.calls_made == 1 else (),
             later_held=tuple(sorted(recorder.later_held)),
             only_loss=(only_loss := recorder.results.reached == {self._loss_at}),
             unreached=() if only_loss else recorder.results.unreached,
