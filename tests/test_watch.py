@@ -794,3 +794,18 @@ def test_weights_that_others_take_the_place_of_between_steps_are_there_until_the
             mean.data = mean.data * 0.5 + 0.5 * trained.data
     told = [str(w.message) for w in caught if issubclass(w.category, PlanWarning)]
     assert [("held 6.0" in each) for each in told] == [True] * warned
+
+
+def test_states_of_optimizers_that_are_the_models_own_memory_are_not_moved_aside():
+    model = nn.Linear(8, 8)
+    plan(model, budget_gb=1, progress=False).apply()
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(2):
+        model(torch.randn(4, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.state[model.weight]["last"] = model.weight.data
+    averages = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    states = {t.data_ptr() for t in attached(model).states()}
+    assert states.issuperset(t.data_ptr() for t in averages)
+    assert model.weight.data_ptr() not in states

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn, optim
 
+from planner.compat.tensors import storage_key
+from planner.core.call import storages
 from planner.core.objects import dense_tensors
 from planner.core.plan import PlanRecord
 from planner.requests.planned import Planned
@@ -40,9 +42,11 @@ class Holder:
         return tensors_of(self.model, [] if self.watch is None else self.watch.optimizers())
 
     def states(self) -> list[torch.Tensor]:
-        """The state of its optimizers."""
+        """The state of its optimizers, as far as it is in no memory of the model's own."""
         optimizers = [] if self.watch is None else self.watch.optimizers()
-        return dense_tensors([list(optimizer.state.values()) for optimizer in optimizers])
+        states = dense_tensors([list(optimizer.state.values()) for optimizer in optimizers])
+        own = storages([*self.model.parameters(), *self.model.buffers()])
+        return [t for t in states if storage_key(t) not in own]
 
     def trained(self) -> list[nn.Parameter]:
         """The model's parameters."""
