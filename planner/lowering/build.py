@@ -122,10 +122,11 @@ def build(
     parts = _parts(regions, estimates, links, settings)
     loss_saves, sizes = len(parts.sizes), [*parts.sizes, round_up(settings.loss_bytes, settings.granularity)]
     rows = list(_forward_rows(parts, named))
-    if parts.at_once:
-        rows.append(own_row(LOSS, "all outputs", "loss", parts.outputs, (), 0))
+    at_once = parts.at_once if parts.let_go - parts.at_once else ()
+    if at_once:
+        rows.append(own_row(LOSS, "all outputs", "loss", parts.outputs))
     if parts.let_go:
-        there = [v for v in parts.outputs if v not in parts.at_once]
+        there = [v for v in parts.outputs if v not in at_once]
         rows.append(own_row(LOSS, "loss, with all outputs", "loss", there, (), settings.loss_forward))
     boundary = len(rows)
     held = [v for v in parts.outputs if v not in parts.let_go]
