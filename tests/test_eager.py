@@ -1,8 +1,10 @@
 """Plans that run without torch.compile: the same promises, by checkpoints on the model's own modules."""
 
 import copy
+import itertools
 import random
 import re
+from collections import deque
 
 import pytest
 import torch
@@ -300,6 +302,104 @@ def test_modules_that_must_not_run_again_are_left_alone_and_named(kind, reason, 
     assert p.recipe.kept
     assert reason in p.note
     assert_holds(case, p, tmp_path)
+
+
+class Around(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = Block()
+
+
+class Drawing(Around):
+    """Draws from a generator of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.own = random.Random(0)
+
+    def forward(self, x):
+        return self.block((x * self.own.random()).sin().cos())
+
+
+class Queueing(Around):
+    """Computes with what its calls have left in a queue."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = deque([1.0], maxlen=2)
+
+    def forward(self, x):
+        self.last.append(0.9 * self.last[-1])
+        return self.block(x * sum(self.last))
+
+
+class Iterating(Around):
+    def __init__(self):
+        super().__init__()
+        self.numbers = itertools.count(1)
+
+    def forward(self, x):
+        return self.block(x / next(self.numbers))
+
+
+class Centring(Around):
+    """Uses the statistics of a BatchNorm before that updates them."""
+
+    def __init__(self):
+        super().__init__()
+        self.statistics = nn.BatchNorm1d(64, momentum=0.5)
+
+    def forward(self, x):
+        return self.block(self.statistics(x + self.statistics.running_mean[:, None]))
+
+
+TEMPERATURE = [1.0]
+
+
+class Tempered(Stack):
+    """Sets a variable around each call of a block, which reads it."""
+
+    class Reading(Around):
+        def forward(self, x):
+            return self.block(x * TEMPERATURE[0])
+
+    def forward(self, x):
+        for block in self.blocks:
+            TEMPERATURE[0] *= 0.5
+            x = block(x)
+        TEMPERATURE[0] = 1.0
+        return x.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("kind", "stack", "mode", "chosen"),
+    [
+        (Drawing, Stack, None, True),
+        (Queueing, Stack, None, False),
+        (Iterating, Stack, None, False),
+        (Centring, Stack, "eager", False),
+        (Tempered.Reading, Tempered, "eager", False),
+    ],
+)
+def test_a_module_that_would_compute_otherwise_does_not_run_again(kind, stack, mode, chosen):
+    """Of state that is neither a tensor nor an attribute that it sets."""
+    torch.manual_seed(0)
+    alone = stack(*(kind() for _ in range(3)))
+    model = copy.deepcopy(alone)
+    batches = torch.randn(3, 8, 64, 64)
+    with pytest.raises(InfeasibleBudgetError) as e:
+        plan(copy.deepcopy(alone), batches[0], budget_gb=1e-6, mode=mode, progress=False)
+    plan(model, budget_gb=1.01 * e.value.minimum_gb, mode=mode, progress=False).apply()
+    for x in batches:
+        for each in (alone, model):
+            each.zero_grad()
+            torch.manual_seed(1)
+            each(x).backward()
+    p = applied_plan(model)
+    assert p.options.mode == "eager"
+    assert p.recipe.kept.keys() & {"blocks.1", "blocks.1.block"} == {"blocks.1" if chosen else "blocks.1.block"}
+    for (name, ours), (_, theirs) in zip(model.named_parameters(), alone.named_parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad), name
 
 
 class Masked(Stack):

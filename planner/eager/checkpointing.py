@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from planner.capture.recomputability import may_draw
-from planner.capture.trace.random_state import random_kept
+from planner.capture.trace.random_state import undrawing
 from planner.compat.modules import NormBase, buffers_of
 from planner.core.recipe import Choice, Kept
 from planner.errors import ApplyError, warn
@@ -117,24 +115,27 @@ def _contexts(module: nn.Module, policy: _Policy) -> tuple[AbstractContextManage
 
 
 class _Again:
-    """Running a module again: running statistics, which the first run has updated, stay as they are."""
+    """Running a module again: in its mode of the first run, whose running statistics stay as they are."""
 
     def __init__(self, module: nn.Module, inner: AbstractContextManager[Any]) -> None:
         self.module = module
         self.inner = inner
         self.stack = ExitStack()
-        self.drawn = random.getstate(), np.random.get_state()
+        self.modes = [(m, m.training) for m in module.modules()]
+        self.undraw = undrawing(module)  # what torch's own checkpoint does not replay: Python's and NumPy's generators
 
     def __enter__(self) -> None:
         torch.clear_autocast_cache()
         with ExitStack() as stack:
+            for m, training in self.modes:
+                if m.training is not training:
+                    stack.callback(setattr, m, "training", m.training)
+                    m.training = training
             for norm in statistics_of(self.module):
                 stack.enter_context(_frozen(norm))
             stack.enter_context(self.inner)
-            stack.enter_context(random_kept())
-            python, numpy = self.drawn  # what torch's own checkpoint does not replay
-            random.setstate(python)
-            np.random.set_state(numpy)
+            stack.callback(undrawing(self.module))
+            self.undraw()
             self.stack = stack.pop_all()
 
     def __exit__(self, *exception: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,11 +13,13 @@ from torch import nn
 from planner.capture.trace.data_dependent import CHANCES, Answers
 from planner.capture.trace.step import blame, learnt, random_drawn
 from planner.compat.fake import DataDependentOutputException, FakeTensorMode
+from planner.compat.modules import NormBase
 from planner.core.plan import PlanRecord
 from planner.core.recipe import Choice
 from planner.core.step import Replay, Runs, Step, replay
 from planner.costs.account import OTHERS, account_of, attributes_line
-from planner.eager.candidates import find_candidates
+from planner.eager.again import unlike_again
+from planner.eager.candidates import Candidate, find_candidates
 from planner.eager.costs import CostsKnown, OpCost, costs_of
 from planner.eager.describe import kept_by, note, runs_under, with_candidates
 from planner.eager.groups import choice_of, grouped_problem, state_of
@@ -105,6 +107,7 @@ def choose(
     if like is None:
         refuse_unmatched(places(baseline.step), request.options.keep, dict(tracer.model.named_modules()))
     candidates, refused = find_candidates(tracer.model, plain, costs)
+    candidates = _same_again(tracer, plain, candidates, refused)
     by_path = {candidate.path: candidate for candidate in candidates}
     model = memory_model(grouped_problem(plain, baseline.step, candidates))
 
@@ -132,6 +135,36 @@ def choose(
     step = with_candidates(baseline.step, model, best.state, refused)
     words = told + note(best.choice, refused, asked)
     return Checkpoints(step, runs_under(step, model, best.state), best, words)
+
+
+def _same_again(tracer: Tracer, plain: Trace, candidates: list[Candidate], refused: dict[str, str]) -> list[Candidate]:
+    """The candidates that do the same when they run again; enters the others among those that are refused.
+
+    Each round traces the step with the outermost ones checkpointed; modules in the others come next.
+    """
+    norms = {path for path, module in tracer.model.named_modules() if isinstance(module, NormBase)}
+    known = set[str]()
+    while outer := [c for c in _outermost(candidates) if c.path not in known]:
+        by_path = {candidate.path: candidate for candidate in outer}
+        choice = choice_of(by_path, plain, {c.path: c.forced for c in outer})
+        try:
+            unlike = unlike_again(tracer.trace(choice), choice, norms)
+        except StepFailed as e:
+            e.let_go()
+            return candidates  # the search sees which
+        known |= by_path.keys()
+        around = {c.path for c in candidates if any(f"{path}.".startswith(f"{c.path}.") for path in unlike)}
+        refused |= dict.fromkeys(around, "it computes otherwise when it runs again")
+        candidates = [c for c in candidates if c.path not in around]
+    return candidates
+
+
+def _outermost(candidates: Sequence[Candidate]) -> list[Candidate]:
+    found = list[Candidate]()
+    for candidate in candidates:  # outer ones come first
+        if not any(candidate.calls.start in other.calls for other in found):
+            found.append(candidate)
+    return found
 
 
 @dataclass(frozen=True)
