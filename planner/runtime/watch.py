@@ -345,8 +345,7 @@ class Watch:
         self._record(model, dense_tensors(batch), outputs)
 
     def _record(self, model: nn.Module, batch: Any, outputs: Sequence[Any], aside: Sequence[Any] = ()) -> None:
-        earlier, self._earlier = self._earlier, None
-        self._called_compiled = in_compiled_call()
+        earlier, self._earlier, self._called_compiled = self._earlier, None, in_compiled_call()
         if self._called_compiled:
             call_past_wrappers(model)  # from the next call on, if it is the model that is compiled
         elif len(self._threads) <= 1 and may_record():
