@@ -59,11 +59,11 @@ def find_candidates(model: nn.Module, trace: Trace, costs: Sequence[OpCost]) -> 
         for s in op.mutates if op.phase != "backward" else ():
             written[s].append(i)
     # running statistics are frozen while a module runs again, where torch's own code is all that uses them
-    norms = {path for path, module in model.named_modules() if type(module).forward.__module__.startswith("torch.nn.")}
+    own = {path for path, module in model.named_modules() if type(module).forward.__module__.startswith("torch.nn.")}
+    used = {s for op in trace.ops if op.phase != "backward" and op.module not in own for s in op.reads}
     for norm in statistics_of(model):
         for key in storages(list(norm.buffers(recurse=False))):
-            s = trace.given.get(key, -1)
-            if all(op.module in norms for op in trace.ops if s in op.reads and op.phase != "backward"):
+            if (s := trace.given.get(key, -1)) not in used:
                 written.pop(s, None)
     called = defaultdict(list)
     for at, call in enumerate(trace.calls):
