@@ -9,6 +9,7 @@ import torch
 from torch import nn, optim
 
 from planner.compat.tensors import storage_key
+from planner.core.attributes import state_of
 from planner.core.call import storages
 from planner.core.objects import dense_tensors
 from planner.core.plan import PlanRecord
@@ -37,15 +38,17 @@ class Holder:
         """The numbers of earlier calls that still wait for their backward pass, as far as that is known."""
         return frozenset()
 
+    def _optimizers(self) -> list[optim.Optimizer]:
+        return [] if self.watch is None else self.watch.optimizers()
+
     def tensors(self) -> Any:
         """The model's parameters, buffers, gradients, and the state of its optimizers."""
-        return tensors_of(self.model, [] if self.watch is None else self.watch.optimizers())
+        return tensors_of(self.model, self._optimizers())
 
     def states(self) -> list[torch.Tensor]:
         """The state of its optimizers, as far as it is in no memory of the model's own."""
-        optimizers = [] if self.watch is None else self.watch.optimizers()
-        states = dense_tensors([list(optimizer.state.values()) for optimizer in optimizers])
-        own = storages([*self.model.parameters(), *self.model.buffers()])
+        states = dense_tensors([list(optimizer.state.values()) for optimizer in self._optimizers()])
+        own = storages(state_of(self.model))
         return [t for t in states if storage_key(t) not in own]
 
     def trained(self) -> list[nn.Parameter]:
@@ -61,8 +64,9 @@ class Holder:
 
         That plan also counts what others take while activations of its model wait for their backward pass.
         """
-        optimizers = [] if self.watch is None else self.watch.optimizers()
-        return 0 if self.newest is None else planned_bytes(self.model, self.newest.record, optimizers, counted)
+        if self.newest is None:
+            return 0
+        return planned_bytes(self.model, self.newest.record, self._optimizers(), counted)
 
     def was_trained(self) -> bool:
         """Whether a backward pass has come of some call, as far as that is known."""
