@@ -20,6 +20,7 @@ import planner.eager.pipeline
 import planner.planning.solution
 import planner.session.agreement
 import planner.session.messages
+import planner.session.trust
 from planner import ApplyError, InfeasibleBudgetError, OptionError, Plan, applied_plan, plan
 from planner.parallel.buckets import LINE, Buckets
 from planner.planfile.consistency import check
@@ -156,6 +157,42 @@ def test_ranks_train_by_one_plan_with_the_gradients_of_none(ranks, tmp_path):
             assert each["recipe"] == found[0]["recipe"]
         assert sum(each["solves"] for each in found[1:]) == 0
         assert all(each["note"].startswith("Taken from rank 0: the same step") for each in found[1:])
+
+
+def train_fused(folder, wrong):
+    """As `train()`, of a model that was compiled; on rank 0 its gradients may seem to be wrong."""
+    os.environ["CHECKPOINT_PLANNER_CACHE"] = str(folder)
+    usual, model = network(dropout=0.0), network(dropout=0.0)
+    expected = gradients(usual)
+    model.compile()
+    made = plan(model, budget_gb=0.00042, loss_fn=loss_fn, progress=False)
+    if wrong and dist.get_rank() == 0:
+        planner.session.trust._beside = lambda *_, **__: (1.0, False, "")
+    made.apply()
+    found = gradients(model)
+    p = applied_plan(model)
+    check(p)
+    return {
+        "same": all(torch.allclose(*each, rtol=1e-4, atol=1e-8) for each in zip(expected, found, strict=True)),
+        "peak": max(peaks(model, folder)),
+        "predicted": max(size for phase, size in p.phase_peaks.items() if phase != "optimizer"),
+        "budget": p.budget_bytes,
+        "mode": p.options.mode,
+        "overhead": p.overhead,
+        "recipe": str(p.recipe.calls),
+    }
+
+
+@pytest.mark.parametrize(("wrong", "mode"), [(False, "inductor"), (True, "aten")])
+def test_ranks_of_a_compiled_model_train_in_the_same_kernels(wrong, mode, tmp_path):
+    found = on_ranks(2, train_fused, tmp_path, wrong)
+    for each in found:
+        assert each["same"]
+        assert each["overhead"] > 0
+        assert each["mode"] == mode
+        assert each["peak"] <= each["budget"]
+        assert each["predicted"] * 0.9 <= each["peak"] <= each["predicted"] * 1.03
+        assert each["recipe"] == found[0]["recipe"]
 
 
 class Another(nn.Sequential):

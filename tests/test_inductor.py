@@ -118,7 +118,7 @@ def random_schedule(region, rng):
 
 def with_stubs(generated, tensors):
     """A wrapper on real memory, its kernels left out."""
-    allocate = lambda name, size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype)  # noqa: E731
+    allocate = lambda device, size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype)  # noqa: E731
     namespace = inductor.load(generated, lambda name: lambda *args, **kwargs: None, allocate)
     return namespace["runner"].call(tensors) if "runner" in namespace else namespace["call"](tensors)
 
@@ -212,7 +212,7 @@ def test_what_does_not_fit_names_a_budget_that_does():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"dynamic": True}, "dynamic=True"),
+        ({"device": "h100"}, "for h100 with the model on cpu"),
         ({"in_flight": 2}, "in_flight=2"),
         ({"shard": 2}, "shard=2"),
         ({"checkpoints": "keep"}, "checkpoints='keep'"),
@@ -228,9 +228,6 @@ def test_without_a_compiler_it_is_refused_before_capture(monkeypatch):
     monkeypatch.setattr("planner.planning.pipeline.graph_of", lambda *_: pytest.fail("captured"))
     with pytest.raises(OptionError, match=r"C\+\+ compiler.*install"):
         planned(Net(), batch_of())
-    if inductor.missing_compiler("cuda"):
-        with pytest.raises(OptionError, match="pip install triton"):
-            planned(Net(), batch_of(), device="h100")
 
 
 def test_a_torch_without_the_hooks_has_a_plan_of_aten_that_says_so(monkeypatch):
@@ -770,15 +767,12 @@ def test_what_a_model_is_compiled_with_and_cannot_be_kept_is_refused_in_words(ho
         plan(torch.compile(Net(), **how), batch_of(), budget_gb=1, progress=False)
 
 
-@pytest.mark.parametrize("options", [{"dynamic": True}, {"in_flight": 2}, {"device": "h100"}, {"pieces": "auto"}])
+@pytest.mark.parametrize("options", [{"in_flight": 2}, {"device": "h100"}, {"pieces": "auto"}])
 def test_a_compiled_model_is_planned_op_by_op_where_this_mode_does_not_take_the_options(options):
-    what = next(iter(options))
-    with pytest.warns(PlanWarning, match="not planned for .*" + ("cuda" if what == "device" else what)):
+    ((what, value),) = options.items()
+    with pytest.warns(PlanWarning, match="not planned .*" + (value if what == "device" else what)):
         p = plan(torch.compile(Net()), batch_of(), budget_gb=1, progress=False, **options)
     assert p.options.mode == "aten"
-    if what in ("dynamic", "in_flight"):
-        with pytest.raises(OptionError, match=what):
-            planned(Net(), batch_of(), **options)
 
 
 class Perceptron(nn.Module):

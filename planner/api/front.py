@@ -94,12 +94,11 @@ def plan(
         keep: what must not run twice, such as a custom op whose second run gives something else: names of ops
             ("aten.bmm", "mylib::op", "triton_kernel_wrapper_functional" for Triton kernels that torch.compile looks
             into), paths of modules ("blocks.3.attn", with all that is in it) and patterns of either ("blocks.*.attn").
-        mode: "aten" (torch.compile's graphs, rewritten, run op by op), "inductor" (compiled by Inductor, fused; so far
-            for one process on a CPU and fixed shapes), or "eager": whole modules checkpointed, with some of
-            their results kept, for code that cannot or shall not be compiled. That has a search of its own: `solver`
-            and `time_limit` do not count. None: "inductor" for a model that is compiled (`torch.compile(model)`,
-            `model.compile()`), with the options that it is compiled with; "aten" for others, and "eager" for those
-            that torch.compile does not serve.
+        mode: "aten" (torch.compile's graphs, rewritten, run op by op), "inductor" (compiled by Inductor, fused), or
+            "eager": whole modules checkpointed, with some of their results kept, for code that cannot or shall not be
+            compiled. That has a search of its own: `solver` and `time_limit` do not count. None: "inductor" for a model
+            that is compiled (`torch.compile(model)`, `model.compile()`), with the options that it is compiled with;
+            "aten" for others, and "eager" for those that torch.compile does not serve.
         pieces: "auto" lets ops that are independent along rows of tokens, or along the batch, run piece by piece where
             the budget is too small for anything else, or where that takes clearly less time than recomputation: the
             loss of a language model from its hidden states, without whole logits in either pass, or an MLP. What the

@@ -7,7 +7,7 @@ A fixed schedule takes no more bytes at smaller sizes where every storage grows 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -83,7 +83,7 @@ def at_hints(joint: fx.GraphModule) -> bool:
     """Write the sizes for which a joint graph was traced in the place of symbols, in place; False where it has none.
 
     The symbolic values stay in the nodes' meta, under `SYMBOLIC`. Sizes read off a tensor in the graph are computed
-    from the graph's inputs, so that none of them keeps a tensor alive.
+    from the graph's inputs, so that none keeps a tensor alive; of inputs that are one symbol, the first is read.
 
     Raises:
         CaptureError: a size is known only at run time, or a storage may be larger at smaller sizes.
@@ -92,13 +92,30 @@ def at_hints(joint: fx.GraphModule) -> bool:
     if not any(map(_symbolic, graph.nodes)):
         return False
     _read_no_tensor(graph)
+    _read_the_first(graph)
+    values_at_hints(graph)
+    joint.recompile()
+    return True
+
+
+def values_at_hints(graph: fx.Graph) -> None:
+    """As `at_hints`, of the nodes' values alone."""
     sizes = _Hints()
     for node in graph.nodes:
         if "val" in node.meta:
             node.meta[SYMBOLIC] = node.meta["val"]
             node.meta["val"] = pytree.tree_map(sizes.fixed, node.meta["val"])
-    joint.recompile()
-    return True
+
+
+def fakes_at_hints(values: Any) -> tuple[FakeTensorMode, Any]:
+    """Fake tensors and numbers with the sizes for which they were traced in the place of symbols, and their mode."""
+    sizes = _Hints()
+    return sizes.mode, pytree.tree_map(sizes.fixed, values)
+
+
+def has_symbols(values: Sequence[Any]) -> bool:
+    """Whether some of these are symbols, or tensors whose sizes are."""
+    return any(isinstance(n, torch.SymInt) for x in values for n in (x.shape if isinstance(x, torch.Tensor) else [x]))
 
 
 def symbolic_again(graph: fx.GraphModule) -> fx.GraphModule:
@@ -194,6 +211,14 @@ def _read_no_tensor(graph: fx.Graph) -> None:
         for user in list(node.users):
             user.args, user.kwargs = map_nodes((user.args, user.kwargs), partial(_get, number))
         graph.erase_node(node)
+
+
+def _read_the_first(graph: fx.Graph) -> None:
+    """Read each symbol from the first of the inputs that are it: a trace picks any, and not always the same."""
+    first: dict[Any, fx.Node] = {}
+    for node in graph.find_nodes(op="placeholder"):
+        if _symbolic(node) and (known := first.setdefault(expression_of(node.meta["val"]), node)) is not node:
+            node.replace_all_uses_with(known)
 
 
 def _get(table: Mapping[fx.Node, Any], node: fx.Node) -> Any:

@@ -259,7 +259,7 @@ def _strides(out: Any) -> tuple[int, ...] | None:
         return None
 
 
-_ALLOCATION = re.compile(r"^(\s+)(\w+) = (empty_strided\w*)\(", re.M)
+_ALLOCATION = re.compile(r"^(\s+)(\w+) = empty_strided_([a-z]+)\w*\(", re.M)
 
 
 def load(generated: Generated, kernel: Callable[[str], Any], allocate: Callable[..., torch.Tensor]) -> dict[str, Any]:
@@ -268,7 +268,7 @@ def load(generated: Generated, kernel: Callable[[str], Any], allocate: Callable[
     Args:
         generated: the wrapper.
         kernel: the name of a kernel -> what is called in its place.
-        allocate: called as (name of the buffer, sizes, strides, dtype) in the place of `empty_strided_*`.
+        allocate: called as (kind of device, sizes, strides, dtype) in the place of `empty_strided_*`.
     """
     import torch._inductor.async_compile as async_compile
 
@@ -276,7 +276,7 @@ def load(generated: Generated, kernel: Callable[[str], Any], allocate: Callable[
         def __getattr__(self, name: str) -> Any:
             return lambda *args, **kwargs: None
 
-    source = _ALLOCATION.sub(r"\1\2 = _allocate('\2', ", generated.source)
+    source = _ALLOCATION.sub(r"\1\2 = _allocate('\3', ", generated.source)
     namespace: dict[str, Any] = {"__name__": "planner_dry_run", **generated.constants, "_allocate": allocate}
     with mock.patch.object(async_compile, "AsyncCompile", Stubs):
         exec(compile(source, WRAPPER, "exec"), namespace)

@@ -8,17 +8,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import fx
 
 from planner.capture.joint_graph import is_tangent
 from planner.capture.passes.tangents import take_marks_off, whole_gradients
 from planner.capture.regions.region import Region
+from planner.capture.shapes import at_hints, fakes_at_hints, has_symbols, symbolic_again, values_at_hints
 from planner.capture.trace.arrival import Arrivals
 from planner.capture.trace.dynamo import GraphCompiler, Partition, traced_alike
 from planner.capture.trace.layers import lstms_in_steps
 from planner.capture.trace.out_of_sight import out_of_sight
-from planner.compat.fake import FakeTensorMode, detect_fake_mode
 from planner.compat.fx import boxed
 from planner.compat.inductor import Generated, Inner, compile_graph, copied, default_partition, generate
 from planner.compat.joint_trace import Traces, shared
@@ -74,6 +73,8 @@ class _Looking:
         def compile(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[[list[Any]], Any]:
             looked = fx.GraphModule(graph, copy.deepcopy(graph.graph))
             self.generated.append(generate(looked, inputs, **options))
+            if has_symbols(inputs):
+                values_at_hints(looked.graph)
             self.inputs.append(inputs)
             return boxed(graph)
 
@@ -83,10 +84,9 @@ class _Looking:
         """What was seen, once both graphs were."""
         (forward, backward), (given, coming) = self.generated, self.inputs
         held = parts[1].graph.find_nodes(op="placeholder")
+        mode, (given, coming) = fakes_at_hints((list(given), list(coming)))
         tangents = [x for x, n in zip(coming, held, strict=True) if is_tangent(n)]
-        mode = detect_fake_mode((given, coming)) or FakeTensorMode(allow_non_fake_inputs=True)
-        fakes = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in given]
-        return Look(forward, backward, dry_run(mode, forward, backward, fakes, tangents, results))
+        return Look(forward, backward, dry_run(mode, forward, backward, given, tangents, results))
 
 
 def capturing(sources: list[Source], settings: Settings = ()) -> GraphCompiler:
@@ -103,22 +103,36 @@ def capturing(sources: list[Source], settings: Settings = ()) -> GraphCompiler:
         own, found = copied(graph), list[Region]()
 
         def split(joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Graphs:
-            arrivals.read(joint.graph)
-            region = read(joint, num_fwd_outputs)
+            region = _read(joint, num_fwd_outputs, arrivals)
             partition(region)
             found.append(region)
             return _own_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **options)
 
         with lstms_in_steps():
             compiled = compile_graph(graph, examples, split, _op_by_op, first=take_marks_off, settings=dict(settings))
-        sources.extend(Source(own, examples, tuple(arrivals.cut), region) for region in found)
+        # what Dynamo gives a backend has no symbols in it, but for sizes themselves
+        symbolic = [n.meta.get("example_value") for n in graph.graph.find_nodes(op="placeholder")]
+        inputs = symbolic if has_symbols(symbolic) else examples
+        sources.extend(Source(own, inputs, tuple(arrivals.cut), region) for region in found)
         return compiled
 
     return compile
 
 
+def _read(joint: fx.GraphModule, num_fwd_outputs: int, arrivals: Arrivals) -> Region:
+    """The region of a joint graph, with the sizes for which it was traced in the place of symbols."""
+    at_hints(joint)
+    arrivals.read(joint.graph)
+    return read(joint, num_fwd_outputs)
+
+
+def _symbolic(parts: Graphs) -> Graphs:
+    return symbolic_again(parts[0]), symbolic_again(parts[1])
+
+
 def _own_partition(joint: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Graphs:
     """Inductor's; two whole gradients that are computed alike stay two, as more may come to either."""
+    joint = symbolic_again(copied(joint))
     parts = default_partition(joint, inputs, **options)
     if whole_gradients(joint.graph).keys() <= whole_gradients(parts[1].graph).keys():
         return parts
@@ -144,8 +158,7 @@ def look(source: Source, partition: Partition | None, settings: Settings = (), n
     looking, found = _Looking(), list[tuple[Graphs, int]]()
 
     def split(joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Graphs:
-        Arrivals(source.cut, lambda: None).read(joint.graph)
-        region = read(joint, num_fwd_outputs)
+        region = _read(joint, num_fwd_outputs, Arrivals(source.cut, lambda: None))
         if region.fingerprint != source.region.fingerprint:
             raise CaptureError(
                 "the step has another graph each time that it is traced, and mode='inductor' has to trace it again: "
@@ -154,7 +167,7 @@ def look(source: Source, partition: Partition | None, settings: Settings = (), n
         parts = (
             _own_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **options)
             if partition is None
-            else partition(region)
+            else _symbolic(partition(region))
         )
         found.append((parts, num_fwd_outputs))
         return parts
@@ -186,8 +199,7 @@ def compiling(*, own: bool = False, settings: Settings = (), near: int = 0) -> G
         graph: fx.GraphModule, examples: Sequence[Any], partition: Partition, arrivals: Arrivals
     ) -> Callable[..., Any]:
         def split(joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Graphs:
-            arrivals.read(joint.graph)
-            forward, backward = partition(read(joint, num_fwd_outputs))
+            forward, backward = _symbolic(partition(_read(joint, num_fwd_outputs, arrivals)))
             if own:
                 forward, backward = _own_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **options)
             arrivals.write(forward, backward)

@@ -102,7 +102,7 @@ def dry_run(
         given = [recorder.given(x) for x in inputs]
         out = list(recorder.run(forward, list(inputs), backward=False))
         found = [recorder.storage(t) for t in out[:results]]
-        saved = out[results:]
+        saved = sorted(out[results:], key=lambda x: isinstance(x, torch.Tensor))  # AOTAutograd hands on sizes first
         del out
         boundary = recorder.pass_ends()
         coming = [_fresh(t) for t in tangents]
@@ -203,17 +203,16 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._launch(str(func), (args, kwargs, result), describe_call(func, args, kwargs, result))
         return result
 
-    def _allocate(self, name: str, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        t = torch.empty_strided(size, stride, dtype=dtype, device=self._device)
+    def _allocate(self, device: str, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        t = torch.empty_strided(size, stride, dtype=dtype, device=device)
         self._make(t)
         return t
-
-    _device = torch.device("cpu")
 
     def _kernel(self, name: str) -> Callable[..., None]:
         def call(*args: Any, **kwargs: Any) -> None:
             self._launch(name, (args, kwargs), None)
 
+        call.run = call  # type: ignore[attr-defined]  # how kernels of Triton are called
         return call
 
     def _launch(self, name: str, tree: Any, call: Call | None) -> None:

@@ -12,7 +12,7 @@ from planner.core.plan import GraphModules
 from planner.core.recipe import PlannedRegion, Recipe
 from planner.core.step import Step
 from planner.costs.account import planned_step
-from planner.errors import CaptureError, InfeasibleBudgetError, PlannerError, warn
+from planner.errors import CaptureError, InfeasibleBudgetError, PlannerError
 from planner.inductor.backend import Source, capturing
 from planner.inductor.emit import emit_planned
 from planner.inductor.realise import fuse
@@ -49,10 +49,9 @@ def without_inductor() -> str:
 
 
 def not_fused(request: Request, why: CaptureError) -> Request:
-    """The request in mode "aten" for a model that torch.compile was given, and that this mode cannot plan; it warns."""
+    """The request in mode "aten" for a model that torch.compile was given, and that this mode cannot plan."""
     name = type(request.model).__name__
     told = f"{name} was given to torch.compile(), and is planned with mode='aten', without fused kernels: {why}"
-    warn(told)
     return replace(in_aten(request), instead=told)
 
 
@@ -114,7 +113,9 @@ def make_inductor_plan(
 
 def _recipe(graph: FusedGraph, planned: Sequence[PlannedRegion]) -> Recipe:
     calls = {key: tuple(None if r is None else planned[r] for r in order) for key, order in graph.order.items()}
-    return Recipe(calls, graph.detached, {}, None, graph.asked, graph.paths.apart, graph.paths.inner, graph.written)
+    return Recipe(
+        calls, graph.detached, {}, graph.maxima, graph.asked, graph.paths.apart, graph.paths.inner, graph.written
+    )
 
 
 def _graphs(graph: FusedGraph, planned: Sequence[PlannedRegion]) -> Callable[[], tuple[GraphModules, ...]]:

@@ -117,7 +117,7 @@ def _fused(
     must_match: bool,
 ) -> Planned:
     """The plan in Inductor's graphs; with a note, one of mode "aten" where these are not for it."""
-    refuse_inductor(request.options, request.device.type)
+    refuse_inductor(request.options, request.model, request.device)
     instead, why = in_aten(request), without_inductor()
     if not why:
         plan_one = partial(make_inductor_plan, lower=lower, others=others, known=known)
@@ -131,6 +131,8 @@ def _fused(
             instead = not_fused(request, e)
             why = instead.instead
     planned = make_plan(instead, others, known=known, must_match=must_match)
+    if instead.instead != request.instead:
+        warn(why)
     return replace(planned, record=replace(planned.record, note=f"{planned.record.note} {why}".strip()))
 
 

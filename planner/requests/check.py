@@ -60,12 +60,12 @@ def check(
     options = options_of(kind, given)
     check_values(options)
     fused_by_user = any_mode and options.mode == "inductor"
-    instead = _not_fused(options, model, target[1].type) if fused_by_user else ""
+    instead = _not_fused(options, model, target[1]) if fused_by_user else ""
     if instead:
         warn(instead)
         options = replace(options, mode="aten")
     check_together(options, model)
-    refuse_inductor(options, target[1].type)
+    refuse_inductor(options, model, target[1])
     refuse_offload(options, target[1].type)
     check_optimizer(given.get("optimizer"), model)
     refuse_step_in_backward(options, given.get("optimizer"), model)
@@ -111,17 +111,21 @@ def options_of(kind: type[Options], given: Mapping[str, Any]) -> Options:
     return kind(**data)
 
 
-def _not_fused(options: Options, model: nn.Module, device: str) -> str:
+def _not_fused(options: Options, model: nn.Module, device: Device) -> str:
     """Why the plan for a model that torch.compile was given is one of mode "aten"; empty where it need not be."""
-    unable = not_yet(options, device)
+    unable = not_yet(options, model, device)
     if options.pieces:
-        unable.append(f"pieces={options.pieces!r}")
+        unable.append(f"with pieces={options.pieces!r}")
     if on_mesh(model):
-        unable.append("parameters that several devices share")
+        unable.append("with parameters that several devices share")
+    if (
+        device.type == "cuda" and not unable
+    ):  # who asks for the mode itself gets it: no plan of it has run on a card yet
+        unable.append(f"for a {device.type} device")
     if not unable:
         return ""
     return (
-        f"this {type(model).__name__} was given to torch.compile(), whose fused kernels are not planned for "
+        f"this {type(model).__name__} was given to torch.compile(), whose fused kernels are not planned "
         f"{', '.join(unable)} yet: it is planned with mode='aten', which runs op by op"
     )
 

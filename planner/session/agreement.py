@@ -118,7 +118,7 @@ def _taken_over(filed: Filed, request: Request, own: Callable[[Request], Planned
     account = {**request.options.account_gb}
     if FOUND in record.account:
         account[FOUND] = record.account[FOUND] / GB
-    options = replace(request.options, account_gb=account)
+    options = replace(request.options, account_gb=account, mode=record.options.mode)
     request = replace(request, budget_gb=record.budget_bytes / GB, options=options)
     quiet = replace(request, options=replace(options, progress=False))
     try:

@@ -101,7 +101,7 @@ def in_mode(source: Planned | Pending, mode: Mode) -> Planned | Pending:
     check_values(options)
     check_mode(mode, options.in_flight)
     refuse_step_in_backward(options, source.request.optimizer, source.request.model)
-    refuse_inductor(options, source.request.device.type)
+    refuse_inductor(options, source.request.model, source.request.device)
     if mode == source.request.options.mode:
         return source
     request = replace(source.request, options=options)

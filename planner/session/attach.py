@@ -117,7 +117,7 @@ def _runtime(target: nn.Module, request: Request, provider: PlanProvider, alone:
     if options.mode == "eager":
         return EagerRuntime(target, provider, alone=alone)
     shapes: Shapes
-    if options.mode == "inductor" or options.offload is not None:
+    if options.offload is not None:
         shapes = Shapes(False, Maxima({}))
     elif options.dynamic is None:
         shapes = LearntShapes(request.maxima or Maxima({}), tells=options.progress is not False)

@@ -130,6 +130,7 @@ class Provider:
             refuse_verification(model)
         if not call.compiled:
             planned = make_plan(replace(request, options=replace(request.options, mode="eager")))
+            planned = replace(planned, record=replace(planned.record, options=request.options))  # it is not asked for
             return planned if self.judge is None else self.judge(planned)
         if caller.agrees:
             self.ready.update(self.early)
