@@ -1,6 +1,7 @@
 """Ctrl-C while a plan is made, in the Python that torch calls for an op: there, C++ may not pass an exception on."""
 
 import signal
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -61,6 +62,46 @@ def test_an_interruption_waits_for_the_end_of_the_op_that_runs(mode: str, ctrl_c
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     plan(model, x, budget_gb=1, mode=mode).apply()(x).backward()
     assert model.linear.weight.grad is not None
+
+
+IMPORTED = """
+import signal
+signal.raise_signal(signal.SIGINT)
+for _ in range(100_000):
+    pass
+END = True
+"""
+
+
+class Importing(nn.Module):
+    """Imports a module in its first call, as torch.compile does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        import imported_by_a_test  # noqa: F401
+
+        return self.linear(x).square().mean()
+
+
+def test_an_interruption_leaves_no_module_imported_by_half(ctrl_c: None, tmp_path, monkeypatch):
+    (tmp_path / "imported_by_a_test.py").write_text(IMPORTED)
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            plan(Importing(), torch.randn(4, 8), budget_gb=1)
+        assert sys.modules["imported_by_a_test"].END
+    finally:
+        sys.modules.pop("imported_by_a_test", None)
+
+
+def test_an_interruption_that_waits_to_the_end_of_planning_is_raised_there(ctrl_c: None, monkeypatch):
+    monkeypatch.setattr("planner.compat.interrupts._in_op", lambda frame: True)
+    with pytest.raises(KeyboardInterrupt):
+        plan(Interrupted(), torch.randn(4, 8), budget_gb=1)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_handler_of_the_users_own_is_called_at_once(ctrl_c: None):
