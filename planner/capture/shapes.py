@@ -93,14 +93,14 @@ def at_hints(joint: fx.GraphModule) -> bool:
         return False
     _read_no_tensor(graph)
     _read_the_first(graph)
-    values_at_hints(graph)
+    values_at_hints(graph, _Hints(growing=True))
     joint.recompile()
     return True
 
 
-def values_at_hints(graph: fx.Graph) -> None:
+def values_at_hints(graph: fx.Graph, sizes: _Hints | None = None) -> None:
     """As `at_hints`, of the nodes' values alone."""
-    sizes = _Hints()
+    sizes = sizes or _Hints()
     for node in graph.nodes:
         if "val" in node.meta:
             node.meta[SYMBOLIC] = node.meta["val"]
@@ -151,10 +151,14 @@ def grows(expression: Any) -> bool:
 
 
 class _Hints:
-    """Fixes values at their hints; views of one storage stay views of one."""
+    """Fixes values at their hints; views of one storage stay views of one.
 
-    def __init__(self) -> None:
-        self.mode = FakeTensorMode()
+    Args:
+        growing: whether to refuse storages that may be larger at smaller sizes, by CaptureError.
+    """
+
+    def __init__(self, *, growing: bool = False) -> None:
+        self.mode, self.growing = FakeTensorMode(), growing
         self.bases: dict[int, torch.Tensor] = {}
 
     def fixed(self, x: Any) -> Any:
@@ -165,7 +169,7 @@ class _Hints:
         key, nbytes = storage_key(x), x.untyped_storage().nbytes()
         with self.mode:
             if key not in self.bases:
-                if isinstance(nbytes, torch.SymInt) and not grows(expression_of(nbytes)):
+                if self.growing and isinstance(nbytes, torch.SymInt) and not grows(expression_of(nbytes)):
                     raise CaptureError(f"a tensor of {nbytes} bytes may be larger where the batch is smaller")
                 self.bases[key] = torch.empty(_hint(nbytes), dtype=torch.uint8, device=x.device)
             base = self.bases[key].view(x.dtype)

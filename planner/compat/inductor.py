@@ -162,20 +162,26 @@ def copied(graph: fx.GraphModule) -> fx.GraphModule:
 
 
 def default_partition(
-    joint: fx.GraphModule, inputs: Sequence[Any], *, cse: bool | None = None, **options: Any
+    joint: fx.GraphModule,
+    inputs: Sequence[Any],
+    prepared: Callable[[fx.GraphModule], fx.GraphModule],
+    *,
+    cse: bool | None = None,
+    **options: Any,
 ) -> Partitioned:
     """Inductor's own partition of a joint graph, which is not changed (`min_cut_rematerialization_partition`).
 
     Args:
         joint: the graph.
         inputs: its inputs.
+        prepared: makes of a copy of it what is partitioned.
         cse: whether what is computed twice is computed once; None as torch is set.
         options: of the partition.
     """
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     with functorch_config.patch({} if cse is None else {"cse": cse}):
-        found: Partitioned = min_cut_rematerialization_partition(_copy_of(joint), inputs, **options)
+        found: Partitioned = min_cut_rematerialization_partition(prepared(_copy_of(joint)), inputs, **options)
     return found
 
 

@@ -132,11 +132,10 @@ def _symbolic(parts: Graphs) -> Graphs:
 
 def _own_partition(joint: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Graphs:
     """Inductor's; two whole gradients that are computed alike stay two, as more may come to either."""
-    joint = symbolic_again(copied(joint))
-    parts = default_partition(joint, inputs, **options)
+    parts = default_partition(joint, inputs, symbolic_again, **options)
     if whole_gradients(joint.graph).keys() <= whole_gradients(parts[1].graph).keys():
         return parts
-    return default_partition(joint, inputs, cse=False, **options)
+    return default_partition(joint, inputs, symbolic_again, cse=False, **options)
 
 
 def _op_by_op(_own: Inner) -> Inner:
