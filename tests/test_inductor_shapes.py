@@ -23,13 +23,16 @@ def tokens(rows, length):
     return data[:, :-1].contiguous(), data[:, 1:].contiguous()
 
 
-def compiled_lengths(shapes, seen, put, ended):
+SHAPES = [(8, 48), (8, 40), (16, 64), (4, 29), (16, 64), (6, 37)]
+
+
+def compiled_lengths(seen, put, ended):
     """A compiled model that returns (logits, loss), with batches of other numbers of rows and of other lengths."""
     model = NanoGPT(dropout=0.0)
     model.compile()
     put(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for shape in shapes:
+    for shape in SHAPES:
         x, y = tokens(*shape)
         _, loss = model(x, y)
         loss.backward()
@@ -39,21 +42,14 @@ def compiled_lengths(shapes, seen, put, ended):
         seen.append(applied_plan(model))
 
 
-@pytest.mark.parametrize(
-    "shapes",
-    [
-        pytest.param([(16, 48), (16, 40), (16, 64), (16, 29), (16, 56), (16, 64)], id="lengths"),
-        pytest.param([(8, 48), (8, 40), (16, 64), (4, 29), (16, 64), (6, 37)], id="rows and lengths"),
-    ],
-)
-def test_a_compiled_model_has_one_plan_for_all_sizes_from_the_third_on(shapes):
+def test_a_compiled_model_has_one_plan_for_all_sizes_from_the_third_on():
+    """The second batch is smaller, and runs as it is; a gradient still comes to the loss alone."""
     seen = []
-    unplanned, planned = judged(Loop(partial(compiled_lengths, shapes, seen)))
+    unplanned, planned = judged(Loop(partial(compiled_lengths, seen)))
     assert max(planned.measured) <= planned.budget
     assert max(planned.measured) == pytest.approx(planned.predicted[-1], rel=0.01)
-    assert not [
-        d for d in differences(planned, unplanned, 1e-3) if "qkv.bias" not in d
-    ]  # whose sum is 0 but for rounding
+    # but for biases of keys, whose gradients are rounding errors
+    assert not [d for d in differences(planned, unplanned, 1e-3) if "qkv.bias" not in d]
     last = seen[-1]
     assert last.options.mode == "inductor"
     assert last.recipe.maxima is not None
