@@ -184,6 +184,35 @@ def test_where_every_length_is_a_graph_one_warning_says_what_helps():
     assert len(said) == 1
 
 
+class Branching(nn.Module):
+    """Long batches have another graph than short ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+
+    def forward(self, x):
+        x = self.layers(x)
+        if x.shape[1] > 30:
+            x = x * (1 + 1 / x.shape[1])
+        return self.layers(x).square().mean()
+
+
+def test_microbatches_of_other_lengths_with_other_graphs_train_as_without_a_plan():
+    torch.manual_seed(0)
+    usual = Branching()
+    model = copy.deepcopy(usual)
+    plan(model, budget_gb=1).apply()
+    for lengths in ((40, 24), (33, 17), (36, 40), (20, 21), (44, 12)):
+        for n in lengths:
+            x = torch.randn(8, n, 8)
+            usual(x).backward()
+            model(x).backward()
+        for own, its in zip(model.parameters(), usual.parameters(), strict=True):
+            assert torch.equal(own.grad, its.grad)
+            own.grad = its.grad = None
+
+
 def test_without_symbols_each_shape_is_planned_as_it_is_asked_for(captured):
     batches = [{"x": torch.randn(4, n, 8)} for n in (12, 16, 14, 13)]
     loop(Layers(), batches, largest=batches[1], dynamic=False)

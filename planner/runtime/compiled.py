@@ -58,7 +58,7 @@ class Runtime(Applied):
         regions: runs the model's graphs.
         uncompiled: the calls that ran as they are.
         current: the recipe by which the model is called, or was called last, where no family serves the call.
-        present: the kind of that call.
+        present: the kind of the call that runs by it; None where a family serves the call.
         traced: whether torch.compile has taken the model's call since it was compiled anew.
         asks_ones: whether a graph asks whether masks of its inputs hold ones only.
     """
@@ -315,7 +315,7 @@ class Runtime(Applied):
     def _takes_way(self, key: str) -> bool:
         """Whether such a call came before in a way whose plan has the graph that begins it; that one is taken again."""
         signature = self.present
-        if signature is None or signature in self.serving:
+        if signature is None:
             return False
         found = self.ways.beginning(signature, self.plans[signature], key)
         if found is not None:
@@ -350,13 +350,14 @@ class Runtime(Applied):
     def _run(self, signature: Signature, args: Any, kwargs: Any) -> Any:
         self.regions.call_begins()
         frames, family = self.regions.frames, self.serving.get(signature)
+        self.present = signature if family is None else None
         try:
             plan = self.plans[signature]
             with self.regions.running(plan), self._leaving_alone(recipe_of(plan)):
                 if family is not None:
                     result = family.run(self.model, signature, args, kwargs)
                 else:
-                    self.current, self.present = recipe_of(plan), signature
+                    self.current = recipe_of(plan)
                     undoes = self._undoes(signature)
                     undone = undone_on(GraphChanged, self.model, self.current.written) if undoes else nullcontext()
                     with helpers(), undone:
