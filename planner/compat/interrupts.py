@@ -54,10 +54,12 @@ def interrupted_between_ops() -> Iterator[None]:
         yield
         if tries:
             raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        for each in tries:
+            each.cancel()
+        raise
     finally:
         signal.signal(signal.SIGINT, usual)
-        if tries:
-            tries[-1].cancel()
 
 
 def _imports(frame: FrameType | None) -> int:

@@ -23,6 +23,11 @@ def has_group_norms_of_any_layout() -> bool:
     return release(torch.__version__) >= (2, 14)
 
 
+def inductor_takes_symbols() -> bool:
+    """Whether one compiled graph of Inductor may serve many sizes by a plan (2.13 to 2.15): 2.11 ends the process."""
+    return release(torch.__version__) >= (2, 13)
+
+
 def tested_in_words() -> str:
     """The range of releases that were tested, as "2.11 to 2.15"."""
     return " to ".join("{}.{}".format(*release(version)) for version in (TESTED[0], TESTED[-1]))

@@ -118,9 +118,7 @@ def _not_fused(options: Options, model: nn.Module, device: Device) -> str:
         unable.append(f"with pieces={options.pieces!r}")
     if on_mesh(model):
         unable.append("with parameters that several devices share")
-    if (
-        device.type == "cuda" and not unable
-    ):  # who asks for the mode itself gets it: no plan of it has run on a card yet
+    if device.type == "cuda" and not unable:  # no plan of the mode has run on a card yet: who asks for it gets it
         unable.append(f"for a {device.type} device")
     if not unable:
         return ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from planner.compat.inductor import missing_compiler, missing_parts
+from planner.compat.versions import inductor_takes_symbols
 from planner.core.options import Options
 from planner.devices.specs import Device
 from planner.errors import OptionError
@@ -34,6 +35,7 @@ def not_yet(options: Options, model: nn.Module, device: Device) -> list[str]:
     given = {
         f"for a {device.type} device": device.type not in _DEVICES,
         f"for {device.name} with the model on {where}": where != device.type,
+        f"with dynamic={options.dynamic!r}": bool(options.dynamic) and not inductor_takes_symbols(),
         f"with in_flight={options.in_flight}": options.in_flight > 1,
         f"with shard={options.shard}": options.shard > 1,
         f"with checkpoints={options.checkpoints!r}": options.checkpoints != "replace",

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn, optim
 
+from planner.compat.versions import inductor_takes_symbols
 from planner.core.loop import Loop
 from planner.core.maxima import Maxima
 from planner.core.surroundings import under
@@ -117,7 +118,7 @@ def _runtime(target: nn.Module, request: Request, provider: PlanProvider, alone:
     if options.mode == "eager":
         return EagerRuntime(target, provider, alone=alone)
     shapes: Shapes
-    if options.offload is not None:
+    if options.offload is not None or (options.mode == "inductor" and not inductor_takes_symbols()):
         shapes = Shapes(False, Maxima({}))
     elif options.dynamic is None:
         shapes = LearntShapes(request.maxima or Maxima({}), tells=options.progress is not False)
