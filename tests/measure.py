@@ -2,7 +2,7 @@
 
 import gc
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
@@ -71,8 +71,12 @@ def peak_in(profiler: profile, folder: Path) -> int:
 
 def held_before(case: Case) -> int:
     """Bytes of parameters, buffers and batch, counted by storage."""
-    everything = [*case.model.parameters(), *case.model.buffers(), *dense_tensors(case.batch)]
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in everything}.values())
+    return in_storages([*case.model.parameters(), *case.model.buffers(), *dense_tensors(case.batch)])
+
+
+def in_storages(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the storages of tensors, each counted once and whole."""
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 def results(case: Case, seed: int = 1) -> dict[str, torch.Tensor]:

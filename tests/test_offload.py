@@ -17,7 +17,7 @@ from planner.offload import transfers
 from planner.offload.pinned import HostMemory
 from solvers import Answer, Move, Schedule, every_op_once
 
-from .measure import beside_the_loop, peak_of
+from .measure import beside_the_loop, in_storages, peak_of
 from .plans import for_budget
 from .real_models import gpt2
 
@@ -120,7 +120,7 @@ def test_a_budget_below_any_plan_without_offload_is_met(name, short_searches, tm
 
     for _ in range(2):  # the first shows the loop, for which the second may be planned anew
         step()
-    held = sum(t.nbytes for t in (*batch, *model.parameters(), *model.buffers(), *found))
+    held = in_storages((*batch, *model.parameters(), *model.buffers(), *found))
     optimizer.zero_grad()
     peak = held + peak_of(step, tmp_path)
     planned = applied_plan(model)
