@@ -1483,6 +1483,20 @@ def contrastive(put: Put, ended: Ended) -> None:
         ended(loss)
 
 
+def behind_a_trained_stem(put: Put, ended: Ended) -> None:
+    """The input is computed by a trained module that has no plan."""
+    stem, model = nn.Linear(64, 64), put(mlp())
+    optimizer = torch.optim.AdamW([*stem.parameters(), *model.parameters()], lr=1e-3)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        x = torch.randn(256, 64)
+        features = stem(x)
+        loss = F.mse_loss(model(features), x)
+        loss.backward()
+        optimizer.step()
+        ended(loss)
+
+
 def boundary_points(put: Put, ended: Ended) -> None:
     """A network is called twice in a step, with other numbers of rows, before one backward pass."""
     model = put(mlp(64, 4, 1))
@@ -2896,6 +2910,7 @@ LOOPS: dict[str, Loop] = {
     "features_by_a_hook": Loop(features_by_a_hook),
     "features_in_a_list": Loop(features_in_a_list),
     "sharpness_aware": Loop(sharpness_aware),
+    "behind_a_trained_stem": Loop(behind_a_trained_stem),
     "boundary_points": Loop(boundary_points, plans=3),
     "several_tasks": Loop(several_tasks, plans=3),
     "distillation": Loop(distillation),

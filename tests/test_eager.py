@@ -180,6 +180,19 @@ def test_other_shapes_are_planned(tmp_path):
         assert (used.recipe == p.recipe) == (length < 64)
 
 
+def test_an_input_that_another_module_computes_may_be_written_into():
+    stem, body = nn.Linear(64, 64), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 1))
+    x = torch.randn(32, 64)
+
+    def gradients():
+        return torch.autograd.grad(body(stem(x)).sum(), [*stem.parameters(), *body.parameters()])
+
+    expected = gradients()
+    plan(body, budget_gb=1, mode="eager").apply()
+    for _ in range(2):
+        assert all(map(torch.equal, gradients(), expected))
+
+
 def test_a_compiled_plan_applied_eagerly(tmp_path):
     case = case_of(*(Block() for _ in range(3)))
     kept = plan(case.model, case.batch, budget_gb=1)

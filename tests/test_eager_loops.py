@@ -12,7 +12,16 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 @pytest.mark.parametrize(
     "name",
-    ["contrastive", "triplet", "bootstrapped", "backward_twice", "given_gradients", "variational", "closure"],
+    [
+        "contrastive",
+        "triplet",
+        "bootstrapped",
+        "backward_twice",
+        "given_gradients",
+        "variational",
+        "closure",
+        "behind_a_trained_stem",
+    ],
 )
 def test_a_loop_with_room_takes_what_was_predicted(name):
     loop = LOOPS[name]

@@ -21,6 +21,7 @@ from planner.compat.modules import buffers_of, parameters_of
 from planner.core.attributes import attributes_staying, kept_as_attributes
 from planner.core.call import storages
 from planner.core.loop import Loop
+from planner.core.objects import with_tensors
 from planner.core.recipe import Choice
 from planner.devices.accelerator import random_state_kept
 from planner.eager.checkpointing import checkpointed
@@ -100,6 +101,7 @@ def trace_step(
         stack.enter_context(as_if_real())
         stack.enter_context(torch.enable_grad())
         torch.clear_autocast_cache()
+        args, kwargs = _made_before(args, kwargs)
         parameters = [p for p in model.parameters() if p.requires_grad]
         for p in parameters:
             p.grad = torch.zeros_like(p) if accumulate else None
@@ -134,6 +136,32 @@ def trace_step(
             for p in parameters:
                 p.grad = None
     return trace
+
+
+class _Before(torch.autograd.Function):
+    """What made an argument of the model: its gradient goes there, and no further."""
+
+    @staticmethod
+    def forward(ctx: Any, _: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        return t.data  # no view of `t`: the model may write into it
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        return None, None
+
+
+def _made_before(args: Any, kwargs: Any) -> Any:
+    """A call whose tensors that the loop has computed, with a gradient to get, get one: torch's fake ones refuse it."""
+    before, memo = torch.empty(0, requires_grad=True, device="cpu"), dict[int, Any]()
+
+    def made(_: str, t: torch.Tensor) -> Any:
+        if t.is_leaf:
+            return t
+        if id(t) not in memo:
+            memo[id(t)] = _Before.apply(before, t.detach())  # type: ignore[no-untyped-call]
+        return memo[id(t)]
+
+    return with_tensors(args, kwargs, made)
 
 
 @contextmanager
