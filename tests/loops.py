@@ -2309,7 +2309,7 @@ class NanoGPT(nn.Module):
         return logits, F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1), ignore_index=-1)
 
 
-def _tokens(rows, length):
+def tokens(rows, length):
     data = torch.randint(VOCABULARY, (rows, length + 1))
     return data[:, :-1].contiguous(), data[:, 1:].contiguous()
 
@@ -2319,7 +2319,7 @@ def _estimate_loss(model):
     model.eval()
     losses = torch.zeros(2)
     for k in range(2):
-        _, loss = model(*_tokens(16, 32))
+        _, loss = model(*tokens(16, 32))
         losses[k] = loss.item()
     model.train()
     return losses.mean()
@@ -2488,13 +2488,13 @@ def nanogpt(put: Put, ended: Ended) -> None:
     decayed, others = [p for p in model.parameters() if p.dim() > 1], [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95))
-    x, y = _tokens(16, 32)
+    x, y = tokens(16, 32)
     for step in range(STEPS):
         losses = [_estimate_loss(model)] if step % 2 == 0 else []
         for _ in range(2):
             logits, loss = model(x, y)  # noqa: RUF059  # held, as there
             loss = loss / 2
-            x, y = _tokens(16, 32)  # while the backward pass runs, on a GPU
+            x, y = tokens(16, 32)  # while the backward pass runs, on a GPU
             loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -2506,7 +2506,7 @@ def varying_lengths(put: Put, ended: Ended) -> None:
     model = put(NanoGPT(dropout=0.0))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for length in (48, 40, 64, 29, 56, 37):
-        x, y = _tokens(16, length)
+        x, y = tokens(16, length)
         _, loss = model(x, y)
         loss.backward()
         optimizer.step()

@@ -14,14 +14,9 @@ from planner.devices.meter import record_allocations
 from planner.inductor.dry_run import dry_run
 
 from .loop_harness import Loop, differences, judged
-from .loops import NanoGPT, mlp
+from .loops import NanoGPT, mlp, tokens
 
 pytestmark = pytest.mark.usefixtures("short_searches")
-
-
-def tokens(rows, length):
-    data = torch.randint(64, (rows, length + 1))
-    return data[:, :-1].contiguous(), data[:, 1:].contiguous()
 
 
 symbolic = pytest.mark.skipif(not inductor_takes_symbols(), reason="torch 2.11 and 2.12 get a plan for each size")

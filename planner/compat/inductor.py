@@ -265,7 +265,7 @@ def _strides(out: Any) -> tuple[int, ...] | None:
         return None
 
 
-_ALLOCATION = re.compile(r"^(\s+)(\w+) = empty_strided_([a-z]+)\w*\(", re.M)
+_ALLOCATION = re.compile(r"^(\s+\w+) = empty_strided_([a-z]+)\w*\(", re.M)
 
 
 def load(generated: Generated, kernel: Callable[[str], Any], allocate: Callable[..., torch.Tensor]) -> dict[str, Any]:
@@ -282,7 +282,7 @@ def load(generated: Generated, kernel: Callable[[str], Any], allocate: Callable[
         def __getattr__(self, name: str) -> Any:
             return lambda *args, **kwargs: None
 
-    source = _ALLOCATION.sub(r"\1\2 = _allocate('\3', ", generated.source)
+    source = _ALLOCATION.sub(r"\1 = _allocate('\2', ", generated.source)
     namespace: dict[str, Any] = {"__name__": "planner_dry_run", **generated.constants, "_allocate": allocate}
     with mock.patch.object(async_compile, "AsyncCompile", Stubs):
         exec(compile(source, WRAPPER, "exec"), namespace)
