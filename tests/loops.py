@@ -266,6 +266,32 @@ def loss_by_a_method_of_the_output(put: Put, ended: Ended) -> None:
         ended(loss)
 
 
+class Numbered(nn.Module):
+    """Is told which batch of which epoch comes, and goes by neither."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = mlp()
+
+    def forward(self, batch, index, *, epoch):
+        return self.layers(batch["x"])
+
+    def loss(self, x, index, name="train"):
+        return F.mse_loss(self.layers(x), x)
+
+
+def numbered_batches(methods: bool, put: Put, ended: Ended) -> None:
+    model = put(Numbered())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for i in range(STEPS):
+        x = torch.randn(256, 64)
+        loss = model.loss(x, i, name=f"step {i}") if methods else F.mse_loss(model({"x": x}, i, epoch=i / STEPS), x)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ended(loss)
+
+
 class Corrupted(nn.Module):
     """Draws a mask of its own generator."""
 
@@ -2767,28 +2793,60 @@ def trainer(put: Put, ended: Ended) -> list[float]:
 
 
 class Classifier(lightning.pytorch.LightningModule):
-    def __init__(self, put, ended):
+    def __init__(self, put):
         super().__init__()
-        self.net, self.ended = put(mlp(out=8)), ended
+        self.net = put(mlp(out=8))
 
     def training_step(self, batch, index):
         x, y = batch
         return F.cross_entropy(self.net(x), y)
 
-    def on_train_batch_end(self, outputs, batch, index):
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+class Tells(lightning.pytorch.Callback):
+    def __init__(self, ended):
+        self.ended = ended
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, index):
         self.ended(outputs["loss"])
+
+
+def fitted(module: lightning.pytorch.LightningModule, ended: Ended) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        its = lightning.pytorch.Trainer(
+            default_root_dir=folder, max_steps=STEPS, accelerator="cpu", logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, callbacks=[Tells(ended)],
+        )  # fmt: skip
+        its.fit(module, DataLoader(Rows(512 * STEPS, words=False), batch_size=512, shuffle=False))
+
+
+def lightning_automatic(put: Put, ended: Ended) -> None:
+    fitted(Classifier(put), ended)
+
+
+class LitAutoencoder(lightning.pytorch.LightningModule):
+    """Its step calls two parts of it, and logs."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = mlp(out=8), nn.Sequential(nn.Linear(8, 64), *mlp())
+
+    def training_step(self, batch, index):
+        x, _ = batch
+        loss = F.mse_loss(self.decoder(self.encoder(x)), x)
+        self.log("train_loss", loss, batch_size=len(x))
+        return loss
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def lightning_automatic(put: Put, ended: Ended) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        its = lightning.pytorch.Trainer(
-            default_root_dir=folder, max_steps=STEPS, accelerator="cpu", logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False,
-        )  # fmt: skip
-        its.fit(Classifier(put, ended), DataLoader(Rows(512 * STEPS, words=False), batch_size=512, shuffle=False))
+def lightning_autoencoder(put: Put, ended: Ended) -> None:
+    module = LitAutoencoder()
+    put(module)
+    fitted(module, ended)
 
 
 LOOPS: dict[str, Loop] = {
@@ -2877,8 +2935,11 @@ LOOPS: dict[str, Loop] = {
     "averaged_later": Loop(averaged_later),
     "autocast_scaler": Loop(autocast_scaler, tolerance=1e-2),
     "trainer": Loop(trainer),
+    "lightning_autoencoder": Loop(lightning_autoencoder),
     "lightning_automatic": Loop(lightning_automatic),
     "manual_sgd": Loop(manual_sgd),
+    "numbered_batches": Loop(partial(numbered_batches, False)),
+    "numbered_batches_of_a_method": Loop(partial(numbered_batches, True)),
     "own_generators": Loop(own_generators),
     "phases": Loop(partial(phases, 512)),
     "phases_of_unlike_batches": Loop(partial(phases, 768)),

@@ -14,6 +14,7 @@ from torch.optim import optimizer as torch_optimizer
 from planner import ApplyError, PlanWarning, applied_plan, plan
 from planner.runtime.optimizer_steps import listen
 from planner.runtime.signature import call_signature
+from planner.runtime.unread import unread
 
 pytestmark = pytest.mark.usefixtures("short_searches", "always_compiled")
 
@@ -202,3 +203,33 @@ def test_what_refers_to_a_copy_that_is_gone_can_be_copied_and_saved():
     gc.collect()
     for each in (shallow, copy.deepcopy(shallow), pickle.loads(pickle.dumps(shallow))):
         assert each(torch.ones(2, 8)).shape == (2, 8)
+
+
+class Told(nn.Module):
+    """Is told numbers and names, and reads some of them."""
+
+    def forward(self, x, index, scale=1.0, *, epoch=0, name=""):
+        return x * scale if name else x
+
+    def closure(self, x, index):
+        return (lambda: x * index)()
+
+    def everything(self, x, index):
+        return locals()["index"] * x
+
+    def packed(self, x, *numbers):
+        return x
+
+
+def test_plain_arguments_that_code_never_loads_are_known():
+    told, x = Told(), torch.ones(2)
+    batch = {"x": x, "more": [x, x]}
+    assert unread(told, None, (batch, 3), {"epoch": 1, "name": "a", "scale": 2.0}) == {3, 4}
+    assert unread(told, None, (x, torch.ones(1)), {"scale": 1.0}) == set()
+    for method in (Told.closure, Told.everything, Told.packed):
+        assert unread(told, method, (x, 3), {}) == set()
+    hook = told.register_forward_pre_hook(lambda module, args: (args[0] * args[1], args[1]))
+    assert unread(told, None, (x, 3), {}) == set()
+    hook.remove()
+    told.forward = Told.closure.__get__(told)
+    assert unread(told, None, (x, 3), {}) == set()

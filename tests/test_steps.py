@@ -37,6 +37,14 @@ def step(model, x):
 
 
 @pytest.fixture
+def planned_steps(monkeypatch):
+    """The plans that are made."""
+    made, make = [], provider.make_plan
+    monkeypatch.setattr(provider, "make_plan", lambda *a, **k: made.append(a) or make(*a, **k))
+    return made
+
+
+@pytest.fixture
 def autoencoder():
     torch.manual_seed(0)
     return Autoencoder()
@@ -254,7 +262,7 @@ def test_a_model_that_cannot_be_planned_is_warned_of_once_where_that_is_asked_fo
     assert len(said) == 1
 
 
-def test_calls_whose_graphs_change_from_step_to_step_are_planned_once(autoencoder, monkeypatch):
+def test_calls_whose_graphs_change_from_step_to_step_are_planned_once(planned_steps):
     class Counting(Autoencoder):
         calls = 0
 
@@ -262,9 +270,7 @@ def test_calls_whose_graphs_change_from_step_to_step_are_planned_once(autoencode
             self.calls += 1
             return super().encode(x) * self.calls
 
-    model, plans = Counting(), []
-    made = provider.make_plan
-    monkeypatch.setattr(provider, "make_plan", lambda *a, **k: plans.append(a) or made(*a, **k))
+    model = Counting()
     plan(model, budget_gb=1).apply()
     twin, x = Counting(), torch.randn(64, 64)
     twin.load_state_dict(model.state_dict())
@@ -272,7 +278,31 @@ def test_calls_whose_graphs_change_from_step_to_step_are_planned_once(autoencode
         warnings.simplefilter("ignore", PlanWarning)
         for _ in range(5):
             assert same(step(model, x), step(twin, x))
-    assert len(plans) == 1
+    assert len(planned_steps) == 1
+
+
+class Weighted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+
+    def loss(self, x, beta):
+        return self.layers(x).square().mean() * beta
+
+
+def test_numbers_that_change_in_each_step_are_planned_a_few_times_and_then_warned_of(planned_steps):
+    torch.manual_seed(0)
+    model, x = Weighted(), torch.randn(16, 8)
+    twin, betas = copy.deepcopy(model), [i / 10 for i in range(1, 9)]
+    plan(model, budget_gb=1).apply()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for beta in betas:
+            for each in (model, twin):
+                each.loss(x, beta).backward()
+            assert same(grads(model), grads(twin))
+    assert sum("they are given other numbers in each step" in str(w.message) for w in seen) == 1
+    assert len(planned_steps) == 3
 
 
 def test_dropout_of_methods_draws_as_without_a_plan():

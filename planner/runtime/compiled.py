@@ -33,8 +33,9 @@ from planner.runtime.families import Family, GraphChanged, Shapes, recipe_of
 from planner.runtime.interception import Applied
 from planner.runtime.modes import unguarded
 from planner.runtime.regions import Regions
-from planner.runtime.signature import Role, Signature, call_signature, has_strings, without_numbers
+from planner.runtime.signature import Role, Signature, has_strings, without_numbers
 from planner.runtime.uncompiled import Uncompiled
+from planner.runtime.unread import signature_of
 from planner.runtime.ways import Ways, has_ways
 
 SETTLES = 2  # calls of a kind, after which its graphs are expected to stay: the first may make what the second uses
@@ -154,10 +155,10 @@ class Runtime(Applied):
             self.shapes.limit(maxima)
         recipe = planned.record.recipe
         if isinstance(recipe, Recipe) and recipe.maxima is not None:
-            self._add_family(call_signature(self.model, args, kwargs, recipe.maxima), planned.record)
+            self._add_family(signature_of(self.model, args, kwargs, recipe.maxima), planned.record)
             return
         if maxima is not None:
-            self.shapes.apart.add(call_signature(self.model, args, kwargs, maxima))
+            self.shapes.apart.add(signature_of(self.model, args, kwargs, maxima))
             args, kwargs = enlarged(args, kwargs, maxima, FakeTensorMode(allow_non_fake_inputs=True))
         super().add(args, kwargs, planned)
 
@@ -178,11 +179,11 @@ class Runtime(Applied):
         return [t for ref in self.regions.made if (t := ref()) is not None]
 
     def _kind(self, args: Any, kwargs: Any) -> Signature:
-        return call_signature(self.model, args, kwargs, self.shapes.sizes(args, kwargs))
+        return signature_of(self.model, args, kwargs, self.shapes.sizes(args, kwargs))
 
     def _came(self, args: Any, kwargs: Any) -> None:
         sizes = sizes_in(args, kwargs)
-        self.shapes.note(call_signature(self.model, args, kwargs, sizes), sizes, together=self._in_first_step())
+        self.shapes.note(signature_of(self.model, args, kwargs, sizes), sizes, together=self._in_first_step())
 
     def _in_first_step(self) -> bool:
         """Whether a call comes in the first step, after others: shapes that differ there are those of one step."""
@@ -214,7 +215,7 @@ class Runtime(Applied):
             most is None
             or self.agrees
             or self._in_first_step()
-            or not self.shapes.shrunk(call_signature(self.model, args, kwargs, sizes), sizes)
+            or not self.shapes.shrunk(signature_of(self.model, args, kwargs, sizes), sizes)
         ):
             return False
         record = most.record

@@ -14,6 +14,8 @@ from torch import nn
 from planner.compat.modules import call_function, replace_call, replaced_call
 
 LOOPS = {"backward", "manual_backward", "zero_grad"}  # what calls these is a training loop itself
+LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")  # its packages
+STEPS = {"training_step", "validation_step"}  # and so are these of Lightning, which log as they go
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +110,8 @@ def _methods(model: nn.Module) -> list[str]:
     for kind in type(model).__mro__:
         if kind is nn.Module:
             break
+        if kind.__module__.partition(".")[0] in LIGHTNING:  # `log()` is none of its author's
+            continue
         for name, found in vars(kind).items():
             if isinstance(found, FunctionType) and name not in vars(model):
                 functions.setdefault(name, found.__code__)
@@ -124,6 +128,7 @@ def _methods(model: nn.Module) -> list[str]:
         for name, code in functions.items()
         if name in using
         and not name.startswith("_")
+        and name not in STEPS
         and not hasattr(nn.Module, name)
         and not names[name] & LOOPS
         and not code.co_flags & generators

@@ -33,8 +33,9 @@ from planner.runtime.optimizer_steps import listen
 from planner.runtime.own_parameters import OwnParameters
 from planner.runtime.peaks import Peaks, when_begun
 from planner.runtime.recorder import Recorder
-from planner.runtime.signature import ModelState, Role, Signature, Walk, call_signature, role_of, walk
+from planner.runtime.signature import ModelState, Role, Signature, Walk, role_of, walk
 from planner.runtime.together import BackwardPasses
+from planner.runtime.unread import signature_of
 from planner.runtime.used_gradients import There, gradients_there, still_there
 from planner.runtime.watch import Watch
 from planner.stepping.step import Stepping
@@ -124,7 +125,7 @@ class Applied(Holder):
         """Let a plan serve such calls; where it was made for maxima, smaller ones too."""
         self.newest = planned
         self.peaks.plan_made()
-        self.plans[signature := call_signature(self.model, args, kwargs)] = planned.record
+        self.plans[signature := signature_of(self.model, args, kwargs)] = planned.record
         if self.watch is not None:
             self.watch.together.plans[signature] = planned.record, *planned.repeats
 
@@ -177,7 +178,7 @@ class Applied(Holder):
             refuse_compiled(self.model, self, modules)
             refuse_transformed(self.model, parameters, args, kwargs)
             self.state = self.walked.state
-            signature = call_signature(self.model, args, kwargs, state=self.state)
+            signature = signature_of(self.model, args, kwargs, state=self.state)
             if signature in self.unplanned:
                 return self.call_eagerly(*args, **kwargs)
             plan = self.plans.get(signature) if self.has_run(signature) else None
@@ -202,7 +203,7 @@ class Applied(Holder):
                 self._begins_training()
             refuse_transformed(self.model, parameters, args, kwargs)
             self.state = self.walked.state
-            signature = call_signature(self.model, args, kwargs, state=self.state)
+            signature = signature_of(self.model, args, kwargs, state=self.state)
             trained = self.own.beneath(parameters)
             if self.watch is not None and self._learns(self.watch, trained, (args, kwargs), signature):
                 self.forget(role_of(signature))

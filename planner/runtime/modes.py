@@ -15,9 +15,7 @@ from planner.compat.dynamo import compiled_call
 from planner.compat.modules import GLOBAL_HOOKS, each_parameter, modules_in, replaced_call, replaced_calls
 from planner.core.call import tensors_in
 from planner.errors import ApplyError
-from planner.runtime.entries import EntryPoint
-
-LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")  # its packages
+from planner.runtime.entries import LIGHTNING, EntryPoint
 
 
 def trains(model: nn.Module, args: Any, kwargs: Any) -> bool:

@@ -22,6 +22,7 @@ from planner.parallel.sharded import parameters_among
 
 Signature = tuple[Any, ...]
 Role = tuple[object, ...]
+NUMBERS = (int, float)
 DIRECT = 2  # parts of the path of an argument itself
 TENSOR = 7  # parts of what a signature says of a tensor
 _LEAVES = (torch.Tensor, int, float, str, bool, type(None))  # of a batch, which is mostly these alone
@@ -217,7 +218,7 @@ def has_strings(signature: Signature) -> bool:
 def without_numbers(signature: Signature) -> Signature:
     """The same for calls that are given other numbers."""
     described, *others = signature
-    return (tuple(type(each) if type(each) in (int, float) else each for each in described), *others)
+    return (tuple(type(each) if type(each) in NUMBERS else each for each in described), *others)
 
 
 def without_strides(signature: Signature, positions: Collection[int]) -> Signature:

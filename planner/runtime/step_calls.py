@@ -20,7 +20,8 @@ from planner.runtime.compile_refused import COMPILE
 from planner.runtime.entries import Entry
 from planner.runtime.interception import CARRIER
 from planner.runtime.made import MadeStorages
-from planner.runtime.signature import Signature, without_strides
+from planner.runtime.signature import NUMBERS, Signature, without_numbers, without_strides
+from planner.runtime.unread import without
 
 PLAIN = (int, float, bool, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout)
 MOST_CALLS = 256  # before a backward pass: with more, the loop goes its own way
@@ -77,6 +78,14 @@ def _strides_like(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int,
 
 
 @dataclass(frozen=True, slots=True)
+class Unread:
+    """A plain value that the model does not read: any other of its type does as well."""
+
+    kind: type
+    value: Any = field(compare=False)
+
+
+@dataclass(frozen=True, slots=True)
 class EntryCall:
     """One call; two are equal where one plan serves both.
 
@@ -127,6 +136,14 @@ class StepCalls:
     saved: Mapping[int, int] = field(compare=False, default_factory=dict)
     stays: int = field(compare=False, default=0)
 
+    @property
+    def but_for_numbers(self) -> tuple[object, ...]:
+        """Equal for steps that differ in numbers alone that their calls are given."""
+        return tuple(
+            (c.entry, *(type(x) if type(x) in NUMBERS else x for x in c.sources), without_numbers(c.signature))
+            for c in self.calls
+        )
+
 
 def _zeros(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A tensor of zeros, which may have entries in one place, as one that was expanded has."""
@@ -162,12 +179,14 @@ class CallsSeen:
         """The backward pass begins."""
         self.over = True
 
-    def describe(self, entry: Entry, args: Any, kwargs: Any, signature: Signature) -> EntryCall:
-        """A call that comes; `returned()` follows."""
+    def describe(
+        self, entry: Entry, args: Any, kwargs: Any, signature: Signature, unread: Collection[int]
+    ) -> EntryCall:
+        """A call that comes; `returned()` follows. Nothing reads the leaves of its arguments at some positions."""
         found, layout = pytree.tree_flatten((tuple(args), dict(kwargs)))
-        sources = tuple(map(self._source, found))
+        sources = tuple(Unread(type(x), x) if at in unread else self._source(x) for at, x in enumerate(found))
         inner = {at for at, source in enumerate(sources) if isinstance(source, (Returned, Derived))}
-        call = EntryCall(entry, sources, layout, without_strides(signature, inner))
+        call = EntryCall(entry, sources, layout, without(without_strides(signature, inner), unread))
         self.calls.append(call)
         if len(self.calls) > MOST_CALLS:
             self.why = self.why or f"it makes {MOST_CALLS} calls of the model before a backward pass"
@@ -324,7 +343,7 @@ def _value(
         ]
         derived.append(_Between.apply(source, saved, *sources))  # type: ignore[no-untyped-call]
         return derived[-1]
-    return source
+    return source.value if isinstance(source, Unread) else source
 
 
 class _Between(torch.autograd.Function):

@@ -40,7 +40,9 @@ from planner.runtime.peaks import when_begun
 from planner.runtime.regions import Regions
 from planner.runtime.signature import Signature, call_signature, model_state
 from planner.runtime.step_calls import CallsSeen, EntryCall, StepCalls, step_model
+from planner.runtime.unread import unread
 from planner.runtime.watch import Watch
+from planner.runtime.ways import WARN_PLANS
 
 ITSELF = Entry("")
 
@@ -96,6 +98,7 @@ class StepRuntime(Applied):
         self.points = [EntryPoint(model, entry, self.call) for entry in entries_of(model)]
         self.seen = CallsSeen()
         self.kinds: list[_Kind] = []  # the latest last
+        self.numbered = set[object]()  # kinds of steps, but for numbers, that new ones do not end of
         self.present: _Kind | None = None  # by which the present step runs
         self.inside = self.failed = False  # whether what a plan that failed has left is still there
         self.warns: Handle | None = None  # while it is not known whether the loop calls the model
@@ -173,7 +176,10 @@ class StepRuntime(Applied):
             self._started, self.watch = True, Watch(self.model, self.provider.loop)
         if self.seen.over:
             self._step_begins(parameters, (args, kwargs))
-        call = self.seen.describe(entry, args, kwargs, call_signature(self.model, args, kwargs, state=self.state))
+        signature = call_signature(self.model, args, kwargs, state=self.state)
+        module, function = entry.of(self.model)
+        ignored = unread(module, function if entry.method else None, args, kwargs)
+        call = self.seen.describe(entry, args, kwargs, signature, ignored)
         if made is not None:
             self.seen.made_between(made)
         self._follow(call)
@@ -197,6 +203,8 @@ class StepRuntime(Applied):
             return
         kind = next((kind for kind in self.kinds if kind.step == step), None)
         if kind is None:
+            if self._given_other_numbers(step):
+                return
             model = step_model(self.model, step)
             kind = _Kind(step, model, self.provider_of(model, loop))
         else:
@@ -209,6 +217,14 @@ class StepRuntime(Applied):
             self._plan(kind)
             if loop.graph_retained and not learns and kind.record is not None:
                 warn_retained(kind.record)
+
+    def _given_other_numbers(self, step: StepCalls) -> bool:
+        """Whether a step differs in numbers alone from as many that were planned as are enough; warns once."""
+        kind = step.but_for_numbers
+        if kind not in self.numbered and sum(each.step.but_for_numbers == kind for each in self.kinds) == WARN_PLANS:
+            self.numbered.add(kind)
+            self._warn("they are given other numbers in each step. Give them tensors, as torch.tensor(0.5)")
+        return kind in self.numbered
 
     def _plan(self, kind: _Kind) -> None:
         try:

@@ -37,7 +37,7 @@ from planner.requests.step_in_backward import refuse_trial_step
 from planner.runtime.aside import taken_off
 from planner.runtime.compiled import Runtime
 from planner.runtime.interception import attached, detach
-from planner.runtime.signature import call_signature
+from planner.runtime.unread import signature_of
 from planner.session.attach import put_on
 from planner.session.gradients import Gradients, compare, gradients_on_host, nudge, shaken
 from planner.session.twice import unlike_again
@@ -71,7 +71,7 @@ def verify(planned: Planned | Pending, batch: Any = None, kwargs: Mapping[str, A
         try:
             measured = _measure(model, step, again)
             with under(request.surroundings, model):
-                used = runtime.plans[call_signature(model, args, extra)]
+                used = runtime.plans[signature_of(model, args, extra)]
             return _held_to(request.budget_bytes - _with_blocks(used), measured, model, step, again), used
         finally:
             detach(model)
