@@ -584,7 +584,7 @@ def test_two_models_are_named_and_one_is_chosen(capsys):
     assert "--model discriminator is none of what the script trains: generator (" in capsys.readouterr().err
 
 
-def test_parts_that_are_called_by_themselves_are_named(capsys):
+def test_parts_that_are_called_by_themselves_are_planned_together_or_named(capsys):
     class Loop:
         def __init__(self):
             self.model = Pair()
@@ -595,14 +595,48 @@ def test_parts_that_are_called_by_themselves_are_named(capsys):
             return optimizer
 
     loop = Loop()
-    found, search = searched()
+    for name, path in ((None, ""), ("decoder", "decoder")):
+        found, search = searched(name)
+        with search.watching():
+            loop.train()
+        assert [model for model, _ in found] == [loop.model.get_submodule(path)]
+    found, search = searched("coder")
     with search.watching(), pytest.raises(SystemExit):
         loop.train()
     assert "model.encoder (of class Linear, 20 parameters)" in capsys.readouterr().err
-    found, search = searched("decoder")
-    with search.watching():
-        loop.train()
-    assert [model for model, _ in found] == [loop.model.decoder]
+
+
+def test_a_script_whose_model_is_trained_by_its_parts_is_planned_from_the_second_step_on(tmp_path):
+    script(
+        tmp_path,
+        """
+import torch
+from torch import nn
+from planner import applied_plan
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+def wide():
+    return nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU())])
+
+model = nn.ModuleDict({"encoder": wide(), "decoder": wide()})
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for step in range(4):
+    x = torch.randn(512, 64)
+    loss = (model["decoder"](model["encoder"](x)) - x).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print(loss.item(), applied_plan(model) is not None and max(d.action for d in applied_plan(model).decisions))
+""",
+    )
+    ran = python(tmp_path / "train.py", folder=tmp_path)
+    planned = python("-m", "planner", "run", "--budget-gb", "0.0018", "train.py", folder=tmp_path)
+    assert planned.returncode == 0, planned.stderr
+    losses, plans = zip(*(line.split() for line in planned.stdout.splitlines()), strict=True)
+    assert list(losses) == [line.split()[0] for line in ran.stdout.splitlines()]
+    assert plans == ("False", "recompute", "recompute", "recompute")
+    assert "ModuleDict is planned." in planned.stderr
 
 
 def test_one_model_after_another_is_found_and_what_is_watched_is_put_back():

@@ -231,17 +231,27 @@ class Two(Net):
         self.kind, self.head = kind, nn.Linear(64, 2)
 
     def training_step(self, batch, batch_idx):
-        y = self.net.forward(batch[0]) if self.kind == "past" else self.net(batch[0])
-        return (self.head(y) if self.kind == "both" else y).square().mean()
+        if self.kind == "both":
+            return self.head(self.net(batch[0])).square().mean()
+        return (self.net.forward(batch[0]) if self.kind == "past" else self.net(batch[0])).square().mean()
+
+
+def test_modules_that_a_step_calls_one_after_the_other_are_planned_together(tmp_path):
+    usual, module = Two("both"), Two("both")
+    traced, planned = Traced(tmp_path / "trace.json"), callback(0.0016)
+    fit(tmp_path, usual, max_epochs=1)
+    fit(tmp_path, module, [planned, traced], max_epochs=1)
+    assert planned.planned is None
+    assert recomputes(planned.plan)
+    seen = traced.peak + planned.plan.resident_bytes
+    assert seen <= planned.plan.peak_bytes <= planned.plan.budget_bytes
+    assert planned.plan.peak_bytes == pytest.approx(seen, rel=0.01)
+    assert all(map(torch.equal, usual.parameters(), module.parameters()))
+    assert attached(module) is None
 
 
 @pytest.mark.compat
 def test_one_of_several_modules_is_named(tmp_path):
-    with pytest.raises(OptionError) as refused:
-        fit(tmp_path, Two("both"), [callback()])
-    said = str(refused.value)
-    assert "Two trains several modules: net (of class Sequential, 33,280 parameters), head (of class Linear, " in said
-    assert "PlanCallback(module='net')" in said
     module, planned = Two("both"), callback(module="net")
     fit(tmp_path, module, [planned], max_epochs=1)
     assert planned.plan.account[OUTSIDE] == 2 * 4 * (64 * 2 + 2)  # and its gradients

@@ -6,7 +6,7 @@ import gc
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
@@ -105,8 +105,9 @@ class Search:
         if attached(model) is None:
             if self.wanted is not None or trained - own:
                 self.choice = self.choice or _choose(model, trained, self.wanted)
-            if self.choice not in (None, model):
+            if self.choice is not None and model not in self.choice.modules():
                 return
+            model = self.choice or model
             _Module.__call__ = self.call  # what plans calls modules, and makes optimizers
             with self.paused():
                 self.found(self, model, [o for o in optimizers if parameters([o]) & own])
@@ -170,7 +171,10 @@ def parameters(optimizers: Sequence[optim.Optimizer]) -> set[int]:
 
 def _choose(called: nn.Module, trained: set[int], wanted: str | None) -> nn.Module:
     """Which of several trained modules to plan; OptionError where that is not said, or not understood."""
-    candidates = [Trained(m, _variable(m)) for m in _separate(called, trained)]
+    outermost = _outermost(trained)
+    if wanted is None and len(outermost) == 1 and trained <= ids(outermost[0]):
+        return outermost[0]  # a method of it calls its parts
+    candidates = [Trained(m, _variable(m)) for m in _separate(called, outermost, trained)]
     if wanted is None and len(candidates) == 1:
         return called
     fitting = [c.module for c in candidates if wanted in c.names]
@@ -187,14 +191,18 @@ def _choose(called: nn.Module, trained: set[int], wanted: str | None) -> nn.Modu
     )
 
 
-def _separate(called: nn.Module, trained: set[int]) -> list[nn.Module]:
-    """The outermost modules that are trained; of one whose part was called by itself, its parts."""
+def _outermost(trained: set[int]) -> list[nn.Module]:
+    """The outermost modules that are trained."""
     # isinstance() asks objects for their class, and some raise
     modules = [m for m in gc.get_objects() if issubclass(type(m), nn.Module) and ids(m) & trained]
     inner = {id(child) for m in modules for child in m.modules() if child is not m}
-    outermost = {id(m): m for m in map(unwrapped, (m for m in modules if id(m) not in inner))}
+    return list({id(m): m for m in map(unwrapped, (m for m in modules if id(m) not in inner))}.values())
+
+
+def _separate(called: nn.Module, outermost: Iterable[nn.Module], trained: set[int]) -> list[nn.Module]:
+    """The outermost modules that are trained; of one whose part was called by itself, its parts."""
     found = [called]
-    for m in outermost.values():
+    for m in outermost:
         found += [part for part in apart(m, called) if ids(part) & trained]
     return found
 

@@ -19,18 +19,17 @@ from planner.core.options import GB
 from planner.core.plan import PlanRecord
 from planner.costs.static_memory import storage_bytes
 from planner.errors import ApplyError, OptionError
-from planner.integrations.discovery import Trained, apart, ids, parameters, unwrapped, watched
+from planner.integrations.discovery import ids, parameters, unwrapped, watched
 from planner.integrations.trainer import COMPILES, ENGINE, LEAVE, largest_plan, plan_in
 from planner.integrations.watching import counted
 from planner.requests.batch import LATER
+from planner.runtime.entries import LIGHTNING
 from planner.runtime.interception import attached
-from planner.runtime.modes import LIGHTNING
 from planner.session.attach import take_off
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 OUTSIDE = "the rest of the LightningModule"
 PROCESSES = "leave it out; Trainer(devices=...) starts a process for each GPU"
-LISTED = 4  # of the modules that a message names
 
 _Module: Any = nn.Module  # whose call is watched in the first training step
 
@@ -41,13 +40,14 @@ class PlanCallback:
     The plan is made at the first training step, for the module's own optimizers, the Trainer's gradient accumulation
     and precision, and comes off when `fit()` ends. Validation, tests, prediction and checkpoints are as without one.
     What is planned is the module that `training_step` calls, be it `self(x)` or `self.net(x)`; the rest of what the
-    LightningModule holds is counted beside it. With automatic optimization, gradients are cleared before the forward
+    LightningModule holds is counted beside it. Where it calls several that are trained, as an encoder and a decoder, one
+    plan is for all of them, from the second step on. With automatic optimization, gradients are cleared before the forward
     pass rather than after it, unless a hook (`on_before_zero_grad`, `optimizer_zero_grad`) wants to see them.
 
     Args:
         budget_gb: as in `planner.plan()`.
-        module: the path of the module to plan, as "net"; "" for the LightningModule itself; None for the one that
-            `training_step` calls, where that is one.
+        module: the path of the module to plan, as "net"; "" for the LightningModule itself; None for what
+            `training_step` calls.
         plan_file: its name in the Trainer's `default_root_dir`: the plan there is taken where it is for this very
             step, as in a run that is resumed, and written where it is not; None for no file.
         options: as in `plan()`. The loss is computed outside the planned module: `loss_fn` counts what it takes;
@@ -58,8 +58,8 @@ class PlanCallback:
         plan: the plan it trains by, or has trained by; None before the first training step.
 
     Raises:
-        OptionError: Lightning is not there; in `fit()`, the Trainer does what the plan is to do, or it cannot be told
-            what to plan.
+        OptionError: Lightning is not there; in `fit()`, the Trainer does what the plan is to do, or there is no such
+            module.
         PlannerError: of `plan()`, in `fit()`, for other arguments, and where no plan fits.
     """
 
@@ -128,9 +128,10 @@ class PlanCallback:
         own = pl_module.training_step
 
         def see(call: Any, called: nn.Module) -> None:
-            if parameters(trainer.optimizers) & ids(called):
+            if (trained := parameters(trainer.optimizers)) & ids(called):
                 _Module.__call__ = call  # what plans calls modules
-                self._begin(trainer, pl_module, _only(pl_module, unwrapped(called), trainer.optimizers))
+                several = trained & ids(pl_module) - ids(called)
+                self._begin(trainer, pl_module, pl_module if several else unwrapped(called))
 
         @wraps(own)
         def step(*args: Any, **kwargs: Any) -> Any:
@@ -143,7 +144,8 @@ class PlanCallback:
                 result = own(*args, **kwargs)
             finally:
                 _Module.__call__ = call
-            if self.planned is None or applied_plan(self.planned) is None:
+            planned = None if self.planned is None else applied_plan(self.planned)
+            if planned is None and self.planned is not pl_module:  # of several modules, the second step is planned
                 called = "called no module that is trained" if self.module is None else f"did not call {self.module!r}"
                 raise ApplyError(
                     f"training_step {called}, so that nothing was planned. Call it as self(x) or self.net(x), not as "
@@ -236,19 +238,3 @@ def _named(pl_module: Any, path: str) -> nn.Module:
         children = ", ".join(name for name, _ in pl_module.named_children())
         raise OptionError(f"module={path!r} is no module of this {type(pl_module).__name__}, which has {children}")
     return unwrapped(modules[path])
-
-
-def _only(pl_module: Any, called: nn.Module, optimizers: Any) -> nn.Module:
-    """What was called, where it is all that is trained; OptionError where there is more beside it."""
-    trained = parameters(optimizers)
-    names = {module: name for name, module in pl_module.named_modules()}
-    others = [module for module in apart(pl_module, called) if ids(module) & trained]
-    if not others:
-        return called
-    listed = [str(Trained(module, names.get(module, ""))) for module in (called, *others)]
-    more = f", and {len(listed) - LISTED} more" if len(listed) > LISTED else ""
-    raise OptionError(
-        f"{type(pl_module).__name__} trains several modules: {', '.join(listed[:LISTED])}{more}. A plan is for one: "
-        f"call them all in forward(), and self(...) in training_step; or name one, as in "
-        f"PlanCallback(module={names.get(called, '')!r}), and the others train as before, and take room beside it"
-    )

@@ -91,19 +91,20 @@ def put_on(
         runtime.stepping = Stepping(target, optimizer, runtime.regions.others_waiting)
         runtime.watched = watch(target, lambda: False)
     elif request.occupancy is None and request.options.in_flight == 1:
-        _watch_entries(target, runtime, request, judge, check)
+        _watch_entries(target, runtime, request, judge, check, around)
     else:
         runtime.watched = watch(target, lambda: False)
 
 
 def _watch_entries(
-    target: nn.Module, runtime: Applied, request: Request, judge: Judge | None, check: Judge | None
+    target: nn.Module, runtime: Applied, request: Request, judge: Judge | None, check: Judge | None, around: Around
 ) -> None:
     """Plan for the calls of the model's methods, or of modules in it, if those are what the loop makes."""
     asked = replace(request, batch=None, kinds=None, maxima=None, surroundings=None, loss_fn=None)
 
     def provider_of(step: nn.Module, loop: Loop) -> PlanProvider:
-        return Provider(step, replace(asked, model_ref=weakref.ref(step), loop=loop), judge=judge, check=check)
+        own = replace(asked, model_ref=weakref.ref(step), loop=loop)
+        return around(Provider(step, own, judge=judge, check=check))
 
     store = runtime.regions.store if isinstance(runtime, Runtime) else None
     steps = StepRuntime(target, runtime.provider, provider_of, request.options.checkpoints, store)
