@@ -929,8 +929,8 @@ def test_a_compiled_model_evaluates_as_it_was_compiled(in_place, nothing_compare
         assert torch.ops.aten.gelu.default in heard.ops
 
 
-@pytest.mark.parametrize("what", ["wrapper", "wrapper that came later", "block", "forward"])
-def test_a_plan_that_leaves_out_what_torch_compile_made_says_so(what):
+@pytest.mark.parametrize("what", ["wrapper", "wrapper that came later", "block", "forward", "file"])
+def test_a_plan_that_leaves_out_what_torch_compile_made_says_so(what, tmp_path):
     model, batch = Net(layers=2), batch_of(64)
     given = torch.compile(model) if what == "wrapper" else model
     if what == "block":
@@ -938,9 +938,15 @@ def test_a_plan_that_leaves_out_what_torch_compile_made_says_so(what):
     if what == "forward":
         model.forward = torch.compile(model.forward)
     p = plan(model, batch, budget_gb=1, progress=False)
+    if what == "file":
+        p.save(tmp_path / "plan.json")
+        given = torch.compile(model)
 
     def train():
-        p.apply()
+        if what == "file":
+            Plan.load(tmp_path / "plan.json").apply(given)
+        else:
+            p.apply()
         called = torch.compile(model) if what == "wrapper that came later" else given
         for _ in range(2):
             called(*batch).backward()

@@ -52,6 +52,7 @@ def apply(
     if isinstance(source, Unplanned):  # its user was warned
         return _target(source.request, model)
     known: Known | None = source if isinstance(source, Filed) else source.known
+    filed = isinstance(source, Filed)  # whoever applies it may not have chosen its mode
     if isinstance(source, Filed):
         source = bound(source, unwrapped(model))
     if mode is not None:
@@ -67,7 +68,8 @@ def apply(
     call_past_wrappers(target)
     request, runtime = source.request, attached(target)
     if runtime is not None:
-        runtime.fused = request.options.mode == "inductor" or bool(request.instead) or not request.any_mode
+        any_mode = request.any_mode or (filed and mode is None)
+        runtime.fused = request.options.mode == "inductor" or bool(request.instead) or not any_mode
         if parts and not runtime.fused:
             runtime.fused = True
             warn_not_fused(target, parts[0])
