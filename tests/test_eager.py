@@ -4,6 +4,7 @@ import copy
 import itertools
 import random
 import re
+import warnings
 from collections import deque
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from planner import CaptureError, InfeasibleBudgetError, OptionError, PlanWarning, applied_plan, plan
+from planner import ApplyError, CaptureError, InfeasibleBudgetError, OptionError, PlanWarning, applied_plan, plan
 from planner.capture.trace.data_dependent import Answers
 from planner.core.recipe import Choice
 from planner.eager.costs import OpCost
@@ -191,6 +192,76 @@ def test_an_input_that_another_module_computes_may_be_written_into():
     plan(body, budget_gb=1, mode="eager").apply()
     for _ in range(2):
         assert all(map(torch.equal, gradients(), expected))
+
+
+class Shifted(nn.Module):
+    """Computes with a tensor that nothing but its running again needs in the backward pass."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.linear, self.kind, t = nn.Linear(64, 64), kind, torch.rand(64)
+        if kind == "buffer":
+            self.register_buffer("t", t)
+        else:
+            self.t = nn.Parameter(t) if kind == "parameter" else t
+
+    def forward(self, x, shift=None, more=None):
+        t = self.t if shift is None and more is None else shift if more is None else more["t"]
+        return x + nn.functional.gelu(nn.functional.gelu(nn.functional.gelu(self.linear(x) + t)))
+
+
+class Shifts(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.blocks = kind, nn.ModuleList(Shifted(kind) for _ in range(6))
+
+    def forward(self, x, t):
+        for block in self.blocks:
+            x = (
+                block(x, shift=t)
+                if self.kind == "keyword"
+                else block(x, more={"t": t} if self.kind == "dict" else None)
+            )
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("kind", ["keyword", "dict", "buffer", "parameter", "attribute"])
+def test_what_a_module_reads_again_must_not_have_been_written_into(kind):
+    torch.manual_seed(0)
+    model, x, t = Shifts(kind), torch.randn(256, 64), torch.rand(64)
+    expected = torch.autograd.grad(model(x, t), list(model.blocks[0].linear.parameters()))
+    everything = plan(model, (x, t), budget_gb="100%", mode="eager")
+    p = for_budget(everything, 0.6 * everything.baseline_peak_bytes / 2**30)
+    assert p.recipe.kept
+    p.apply()
+    loss = model(x, t)
+    with torch.no_grad():
+        for read in (t, *(block.t for block in model.blocks)):
+            read.mul_(-1)
+    with pytest.raises(ApplyError, match="something that it reads was written into since"):
+        loss.backward()
+    with torch.no_grad():
+        for read in (t, *(block.t for block in model.blocks)):
+            read.mul_(-1)
+    model.zero_grad()
+    model(x, t).backward()
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.blocks[0].linear.parameters(), expected, strict=True))
+
+
+def test_a_graph_of_the_backward_pass_is_warned_of_once():
+    case = case_of(*(Block() for _ in range(3)))
+    plan(case.model, case.batch, budget_gb="100%", mode="eager").apply()
+
+    def penalised():
+        x = case.batch["x"].clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(case.model(x), x, create_graph=True)
+        gradient.square().sum().backward()
+
+    with pytest.warns(PlanWarning, match="create_graph=True"):
+        penalised()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PlanWarning)
+        penalised()
 
 
 def test_a_compiled_plan_applied_eagerly(tmp_path):

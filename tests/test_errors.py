@@ -119,6 +119,27 @@ def test_a_batch_that_the_model_does_not_accept():
     assert model._compiled_call_impl is None
 
 
+def test_a_first_call_that_fails_in_the_model_changes_what_it_changes_without_a_plan():
+    class Fails(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers, self.head = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout()), nn.Linear(8, 4)
+
+        def forward(self, x):
+            return self.head(self.layers(x)[:, :7])
+
+    seen = []
+    for planned in (False, True):
+        torch.manual_seed(0)
+        model = Fails()
+        if planned:
+            planner.plan(model, budget_gb=1).apply()
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            model(torch.randn(4, 8))
+        seen.append([torch.get_rng_state(), *(b.clone() for b in model.buffers())])
+    assert all(map(torch.equal, *seen))
+
+
 def test_a_loop_that_leaves_out_a_batch_that_its_model_refuses_goes_on():
     """The model's own error comes, as without a plan."""
     model, batch = small()

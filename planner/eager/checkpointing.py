@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -14,10 +14,14 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from planner.capture.recomputability import may_draw
 from planner.capture.trace.random_state import undrawing
-from planner.compat.modules import NormBase, buffers_of
+from planner.compat.modules import NormBase, buffers_of, parameters_of
+from planner.compat.tensors import version_of
+from planner.core.call import tensors_in
 from planner.core.recipe import Choice, Kept
 from planner.errors import ApplyError, warn
 
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+Versions = Sequence[tuple[torch.Tensor, int]]  # tensors, and how often they were written into
 _PLAIN = (torch.Tensor, nn.Module, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, type)
 
 
@@ -59,12 +63,14 @@ def _wrap(path: str, module: nn.Module, kept: Kept) -> Callable[..., Any]:
         # what the first run changes in a cache or another object that it is given, the second must not find there
         before, named = _copied(args), _copied(kwargs)
         first: dict[str, Any] | None = kwargs
+        versions: Versions = ()
 
         def run(*given: Any) -> Any:
             nonlocal first
             if first is not None:
                 extra, first = first, None
                 return forward(*given, **extra)
+            _refuse_written(path, versions)
             fresh = _copied(before)
             again = [g if isinstance(g, torch.Tensor) else b for g, b in zip(given, fresh, strict=True)]
             return forward(*again, **_copied(named))
@@ -73,10 +79,29 @@ def _wrap(path: str, module: nn.Module, kept: Kept) -> Callable[..., Any]:
         # weights that autocast has cast before would make the two runs differ
         torch.clear_autocast_cache()
         result = checkpoint(run, *args, use_reentrant=False, context_fn=lambda: _contexts(module, policy))
+        versions = [(t, version_of(t)) for t in (*tensors_in((before, named)), *_read(module)) if not t.is_inference()]
         policy.check(path)
         return result
 
     return call
+
+
+def _read(module: nn.Module) -> Iterator[torch.Tensor]:
+    """The tensors that a module may compute with beside its arguments, but for statistics that count for nothing."""
+    for m in module.modules():
+        left_out = _STATISTICS if isinstance(m, NormBase) and m.training else ()
+        for table in (parameters_of(m), buffers_of(m), vars(m)):
+            yield from (t for k, t in table.items() if isinstance(t, torch.Tensor) and k not in left_out)
+
+
+def _refuse_written(path: str, versions: Versions) -> None:
+    """Raise where what a module computes with is not as it was, so that it would give other values as it runs again."""
+    if any(version_of(t) != version for t, version in versions):
+        raise ApplyError(
+            f"{path} is to run again in the backward pass, and something that it reads was written into since (an "
+            "argument, a parameter, a buffer): gradients would be wrong. Write into it after the backward pass, or "
+            "give the model a copy. This step's gradients are not complete; the next step works"
+        )
 
 
 class _Policy:

@@ -40,9 +40,9 @@ class PlanCallback:
     The plan is made at the first training step, for the module's own optimizers, the Trainer's gradient accumulation
     and precision, and comes off when `fit()` ends. Validation, tests, prediction and checkpoints are as without one.
     What is planned is the module that `training_step` calls, be it `self(x)` or `self.net(x)`; the rest of what the
-    LightningModule holds is counted beside it. Where it calls several that are trained, as an encoder and a decoder, one
-    plan is for all of them, from the second step on. With automatic optimization, gradients are cleared before the forward
-    pass rather than after it, unless a hook (`on_before_zero_grad`, `optimizer_zero_grad`) wants to see them.
+    LightningModule holds is counted beside it. Where it calls several that are trained, as an encoder and a decoder,
+    one plan is for all of them, from the second step on. With automatic optimization, gradients are cleared before the
+    forward pass rather than after it, unless a hook (`on_before_zero_grad`, `optimizer_zero_grad`) wants to see them.
 
     Args:
         budget_gb: as in `planner.plan()`.

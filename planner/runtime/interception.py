@@ -308,7 +308,10 @@ class Applied(Holder):
         except BatchError as e:
             if e.of_model is None:
                 raise
-            raise e.of_model from None  # as without a plan: a loop may leave out one batch
+            self.call_eagerly(
+                *args, **kwargs
+            )  # as without a plan, and with what it changes: a loop may leave a batch out
+            raise e.of_model from None
         except ModelError:
             if not self.trains_at_times:
                 raise

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from planner.compat.autograd import in_backward, when_backward_ends
 from planner.core.objects import leaves
+from planner.errors import warn
 from planner.runtime.outputs import Unasking
 
 _KEY = "call of a planned model"
@@ -17,15 +19,18 @@ _KEY = "call of a planned model"
 class _Call:
     """Lives as long as the autograd nodes of a call's results."""
 
-    __slots__ = ("__weakref__", "begun", "ended")
+    __slots__ = ("__weakref__", "begun", "differentiated", "ended")
 
-    def __init__(self) -> None:
+    def __init__(self, differentiated: Callable[[], None]) -> None:
         self.begun = self.ended = False  # its backward pass
+        self.differentiated = differentiated  # told where that makes a graph of its own
 
     def begins(self, _: object) -> None:
         if not self.begun:
             self.begun = True
             when_backward_ends(self.ends)
+            if torch.is_grad_enabled():
+                self.differentiated()
 
     def ends(self) -> None:
         self.ended = True
@@ -39,11 +44,12 @@ class Uncompiled:
     """The latest calls that ran as they are."""
 
     def __init__(self) -> None:
+        self._warned = False
         self._calls: dict[int, weakref.ref[_Call]] = {}
 
     def add(self, number: int, result: Any) -> None:
         """A call has run: its number, and what it gave."""
-        call = _Call()
+        call = _Call(self._differentiated)
         begins = Unasking(call.begins)
         for t in leaves(result):
             if isinstance(t, torch.Tensor) and (node := t.grad_fn) is not None:
@@ -51,6 +57,16 @@ class Uncompiled:
                 metadata[_KEY] = call
                 t.register_hook(begins)  # type: ignore[no-untyped-call]
         self._calls[number] = weakref.ref(call)
+
+    def _differentiated(self) -> None:
+        """Warn once of a graph of the backward pass: no plan counts what it saves."""
+        if not self._warned:
+            self._warned = True
+            warn(
+                "gradients of a planned model are computed with create_graph=True (a gradient penalty, a Hessian): no "
+                "plan counts what the graph of its backward pass saves, and the step may take more than the budget. "
+                "Leave room, or take the penalty of a smaller batch"
+            )
 
     def waiting(self) -> frozenset[int]:
         """The numbers of those that wait for their backward pass."""
