@@ -40,8 +40,8 @@ from planner.runtime.used_gradients import There, gradients_there, still_there
 from planner.runtime.watch import Watch
 from planner.stepping.step import Stepping
 
-# Where a model keeps its runtime beside `_compiled_call_impl`, which its copies lose. Python calls an object by its
-# class's `__call__`; torch.compile, around a planned model, goes past the plan unless the object has one as well.
+# Where a model keeps its runtime beside `_compiled_call_impl`, which its copies lose. Python calls the class's
+# `__call__`; torch.compile, around a planned model, goes past the plan unless the object has one as well.
 CARRIER = "__call__"
 
 
@@ -74,8 +74,7 @@ class Applied(Holder):
         self.fused = alone  # a step of our own tells its user nothing
         self.agrees = False  # whether the plan of the next call is still to be agreed on with other processes
         self._started, self._passes = alone, BackwardPasses()
-        self._listened = alone  # whether the provider wants to hear of no more steps of several processes
-        self.peaks = Peaks(reported=alone)
+        self._listened, self.peaks = alone, Peaks(reported=alone)  # the first: whether the provider has heard enough
         self.watched: Handle | None = None  # warns where the model trains and is not called
         self.points: list[EntryPoint] = []  # that see where the loop goes into the model without calling it
         self.stepping: Stepping | None = None  # steps the model's parameters in the backward pass
