@@ -276,7 +276,7 @@ class Numbered(nn.Module):
     def forward(self, batch, index, *, epoch):
         return self.layers(batch["x"])
 
-    def loss(self, x, index, name="train"):
+    def loss(self, x, index):
         return F.mse_loss(self.layers(x), x)
 
 
@@ -285,7 +285,7 @@ def numbered_batches(methods: bool, put: Put, ended: Ended) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for i in range(STEPS):
         x = torch.randn(256, 64)
-        loss = model.loss(x, i, name=f"step {i}") if methods else F.mse_loss(model({"x": x}, i, epoch=i / STEPS), x)
+        loss = model.loss(x, i) if methods else F.mse_loss(model({"x": x}, i, epoch=i / STEPS), x)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -206,10 +206,10 @@ def test_what_refers_to_a_copy_that_is_gone_can_be_copied_and_saved():
 
 
 class Told(nn.Module):
-    """Is told numbers and names, and reads some of them."""
+    """Is told numbers, and reads some of them."""
 
-    def forward(self, x, index, scale=1.0, *, epoch=0, name=""):
-        return x * scale if name else x
+    def forward(self, x, index, scale=1.0, *, epoch=0):
+        return x * scale
 
     def closure(self, x, index):
         return (lambda: x * index)()
@@ -221,10 +221,10 @@ class Told(nn.Module):
         return x
 
 
-def test_plain_arguments_that_code_never_loads_are_known():
+def test_numbers_that_code_never_loads_are_known():
     told, x = Told(), torch.ones(2)
     batch = {"x": x, "more": [x, x]}
-    assert unread(told, None, (batch, 3), {"epoch": 1, "name": "a", "scale": 2.0}) == {3, 4}
+    assert unread(told, None, (batch, 3), {"epoch": 1, "scale": 2.0}) == {3, 4}
     assert unread(told, None, (x, torch.ones(1)), {"scale": 1.0}) == set()
     for method in (Told.closure, Told.everything, Told.packed):
         assert unread(told, method, (x, 3), {}) == set()

@@ -307,9 +307,8 @@ class Applied(Holder):
         except BatchError as e:
             if e.of_model is None:
                 raise
-            self.call_eagerly(
-                *args, **kwargs
-            )  # as without a plan, and with what it changes: a loop may leave a batch out
+            # as without a plan, and with all that it changes: a loop may leave a batch out
+            self.call_eagerly(*args, **kwargs)
             raise e.of_model from None
         except ModelError:
             if not self.trains_at_times:

@@ -79,7 +79,7 @@ def _strides_like(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int,
 
 @dataclass(frozen=True, slots=True)
 class Unread:
-    """A plain value that the model does not read: any other of its type does as well."""
+    """A number that the model does not read: any other of its type does as well."""
 
     kind: type
     value: Any = field(compare=False)

@@ -1,4 +1,4 @@
-"""Arguments that a model's code does not read: the number of a batch or of a step, which a loop gives to every call."""
+"""Numbers that a model's code does not read: that of a batch or of a step, which a loop gives to every call."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from torch import nn
 
 from planner.compat import pytree
 from planner.core.maxima import Maxima
-from planner.runtime.signature import ModelState, Signature, call_signature
+from planner.runtime.signature import NUMBERS, ModelState, Signature, call_signature
 
-PLAIN = (int, float, bool, str)
 _READS_ALL = {"locals", "vars", "eval", "exec", "_getframe", "currentframe", "stack"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 def unread(module: nn.Module, function: Callable[..., Any] | None, args: Any, kwargs: Any) -> frozenset[int]:
-    """Of the leaves of a call's arguments, the positions of plain values that nothing reads.
+    """Of the leaves of a call's arguments, the positions of numbers that nothing reads.
 
     Args:
         module: that is called.
@@ -28,7 +27,7 @@ def unread(module: nn.Module, function: Callable[..., Any] | None, args: Any, kw
         args: positional arguments, without the module.
         kwargs: keyword arguments.
     """
-    if not any(type(x) in PLAIN for x in (*args, *kwargs.values())):
+    if not any(type(x) in NUMBERS for x in (*args, *kwargs.values())):
         return frozenset()
     if function is None:
         function = vars(module).get("forward", type(module).forward)
@@ -41,7 +40,7 @@ def unread(module: nn.Module, function: Callable[..., Any] | None, args: Any, kw
     given = [*zip(own, args, strict=False), *((None, x) for x in args[len(own) :]), *kwargs.items()]
     places, at = set(), 0
     for name, x in given:
-        if type(x) in PLAIN:
+        if type(x) in NUMBERS:
             places |= {at} if name in names else set()
             at += 1
         else:
@@ -52,12 +51,12 @@ def unread(module: nn.Module, function: Callable[..., Any] | None, args: Any, kw
 def signature_of(
     model: nn.Module, args: Any, kwargs: Any, maxima: Maxima | None = None, state: ModelState | None = None
 ) -> Signature:
-    """As `call_signature`, but equal for calls that differ in plain values alone that the model's code never reads."""
+    """As `call_signature`, but equal for calls that differ in numbers alone that the model's code never reads."""
     return without(call_signature(model, args, kwargs, maxima, state), unread(model, None, args, kwargs))
 
 
 def without(signature: Signature, positions: Collection[int]) -> Signature:
-    """The same for all calls that differ at most in plain values at these positions."""
+    """The same for all calls that differ at most in numbers at these positions."""
     if not positions:
         return signature
     described, *others = signature
