@@ -194,36 +194,6 @@ def test_an_input_that_another_module_computes_may_be_written_into():
         assert all(map(torch.equal, gradients(), expected))
 
 
-class Experts(nn.Module):
-    """Gives each token to the expert that a router says."""
-
-    def __init__(self):
-        super().__init__()
-        self.router, self.experts = nn.Linear(64, 3), nn.ModuleList(Block() for _ in range(3))
-
-    def forward(self, x):
-        rows, made = x.reshape(-1, 64), []
-        weights, chosen = self.router(rows).softmax(-1).max(-1)
-        out = torch.zeros_like(rows)
-        for i, expert in enumerate(self.experts):
-            (at,) = torch.where(chosen == i)
-            made.append(len(at))
-            out = out.index_add(0, at, expert(rows[at]) * weights[at, None])
-        assert sum(made) == len(rows)
-        return out.view_as(x)
-
-
-def test_what_surrounds_experts_is_checkpointed(tmp_path):
-    case = case_of(*(module for _ in range(3) for module in (Block(), Experts())))
-    expected = results(case)
-    p = eager_plan(case, 0.8)
-    p.apply()
-    assert p.recipe.kept
-    ours = results(case)
-    assert all(torch.equal(ours[key], theirs) for key, theirs in expected.items())
-    assert held_before(case) + step_peak(case, tmp_path) <= p.budget_bytes
-
-
 class Shifted(nn.Module):
     """Computes with a tensor that nothing but its running again needs in the backward pass."""
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from planner.capture.trace.data_dependent import CHANCES, Answers
 from planner.capture.trace.step import blame, learnt, random_drawn
-from planner.compat.fake import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from planner.compat.fake import DataDependentOutputException, FakeTensorMode
 from planner.compat.modules import NormBase
 from planner.core.plan import PlanRecord
 from planner.core.recipe import Choice
@@ -318,7 +318,7 @@ def _without_checkpoints(tracer: Tracer) -> Trace:
         try:
             return tracer.trace(Choice(), detailed=True)
         except StepFailed as e:
-            asks = isinstance(e.__cause__, (DataDependentOutputException, DynamicOutputShapeException))
+            asks = isinstance(e.__cause__, DataDependentOutputException)
             if not asks or not learnt(tracer.answers, request.model, request.args or (), request.kwargs):
                 raise
             e.let_go()
