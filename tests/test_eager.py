@@ -216,12 +216,9 @@ class Shifts(nn.Module):
         self.kind, self.blocks = kind, nn.ModuleList(Shifted(kind) for _ in range(6))
 
     def forward(self, x, t):
+        given = {"keyword": {"shift": t}, "dict": {"more": {"t": t}}}.get(self.kind, {})
         for block in self.blocks:
-            x = (
-                block(x, shift=t)
-                if self.kind == "keyword"
-                else block(x, more={"t": t} if self.kind == "dict" else None)
-            )
+            x = block(x, **given)
         return x.square().mean()
 
 
