@@ -278,7 +278,6 @@ class Recorder(LastingMode):
             self.over = True
             return
         self.results.arrives(at, memory_order(gradient), expected)
-        found = storages(gradient)
         if self.phase == "loss":
             self.phase = "backward"
             self.gradients.enter_whole()
@@ -302,7 +301,7 @@ class Recorder(LastingMode):
             when_backward_ends(self._backward_ended)
         self.results.reached_by[-1].add(at)
         arrived = self.arrived[-1]
-        for key, nbytes in found.items():
+        for key, nbytes in storages(gradient).items():
             if key in arrived and key not in self.given.made:  # that one is gone: another has its identity
                 gone = arrived.pop(key)
                 arrived[-1 - len(arrived)] = gone
@@ -324,7 +323,8 @@ class Recorder(LastingMode):
         held = self.results.held(named)
         let_go = max((n for at, n in self.results.let_go.items() if at not in held), default=0)
         waiting = [o for o in self.others if o.waiting_bytes() and not any(map(adds_to_gradient, o.trained()))]
-        own = {*self.gradients.made, *(key for other in waiting for key in other.outputs())}  # which these count
+        others = [other.tensors() for other in {*self.others, *self.passing}]  # whose backward passes may be eager's
+        own = {*self.gradients.made, *storages(others), *(key for other in waiting for key in other.outputs())}
         read = {key: used.nbytes for key, used in self.used.items() if not used.stays and key not in own}
         made = dict(self.made.made)
         parts = frozenset(key for key, (number, _) in made.items() if number in self.in_loss)
