@@ -2726,9 +2726,9 @@ def channels_last_prediction(put: Put, ended: Ended) -> None:
 
 
 class Recommender(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, rows: int = 1000) -> None:
         super().__init__()
-        self.bags, self.items = nn.EmbeddingBag(1000, 64, sparse=True), nn.Embedding(1000, 64, sparse=True)
+        self.bags, self.items = nn.EmbeddingBag(rows, 64, sparse=True), nn.Embedding(rows, 64, sparse=True)
         self.head = nn.Sequential(nn.Linear(128, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 1))
 
     def forward(self, bags: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
@@ -2750,6 +2750,37 @@ def sparse_tables(put: Put, ended: Ended) -> None:
         dense.step()
         ended(loss)
     sparse.zero_grad()
+
+
+def sparse_adam(put: Put, ended: Ended) -> None:
+    """The optimizers hold more in their step than the passes do; one of them takes no gradients but sparse ones."""
+    model = put(Recommender(5000))
+    optimizers = (
+        torch.optim.SparseAdam(model.bags.parameters()),
+        torch.optim.Adagrad(model.items.parameters()),
+        torch.optim.Adam(model.head.parameters()),
+    )
+    for _ in range(STEPS):
+        bags, items = torch.randperm(5000)[:4096].view(1024, 4), torch.randint(5000, (1024,))
+        F.binary_cross_entropy_with_logits(model(bags, items), torch.rand(1024)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        ended([])
+
+
+def sparse_microbatches(put: Put, ended: Ended) -> None:
+    """Gradients of tables that are added to each other, by one optimizer with those of the layers."""
+    model = put(Recommender())
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        for _ in range(3):
+            bags, items = torch.randint(1000, (512, 5)), torch.randint(1000, (512,))
+            loss = F.binary_cross_entropy_with_logits(model(bags, items), torch.rand(512))
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ended(loss)
 
 
 # Loops of libraries
@@ -2918,6 +2949,8 @@ LOOPS: dict[str, Loop] = {
     "one_image_in_two_graphs": Loop(one_image_in_two_graphs),
     "parts_of_a_tensor": Loop(parts_of_a_tensor),
     "sparse_tables": Loop(sparse_tables, share=0.8),
+    "sparse_adam": Loop(sparse_adam, share=1.02, off=0.02),
+    "sparse_microbatches": Loop(sparse_microbatches, share=0.9, off=0.07),
     "channels_last": Loop(channels_last),
     "channels_last_prediction": Loop(channels_last_prediction),
     "gated_channels_last": Loop(gated_channels_last, share=0.5),

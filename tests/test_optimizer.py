@@ -211,6 +211,24 @@ def test_workspaces_of_an_optimizers_ops_count(tmp_path: Path):
     assert_close(optimizer_memory([], optimizer, cuda=False), measured(optimizer, tmp_path))
 
 
+@pytest.mark.parametrize("kind", [optim.SparseAdam, optim.Adagrad, optim.SGD])
+def test_steps_by_sparse_gradients_take_what_real_ones_do(kind: type[optim.Optimizer], tmp_path: Path):
+    """Of two tables: one whose rows come once each at most, and one all of whose rows come several times."""
+    tables = [nn.Parameter(torch.randn(rows, 16)) for rows in (20_000, 500)]
+    entries = [8000, 4000]
+    for p, n in zip(tables, entries, strict=True):
+        at = torch.arange(n)[None] * 2 % len(p) if len(p) > n else torch.arange(n)[None] % len(p)
+        p.grad = torch.sparse_coo_tensor(at, torch.randn(n, 16), p.shape, check_invariants=True)
+    optimizer = kind(tables, lr=0.1)
+    sparse = {id(p): n for p, n in zip(tables, entries, strict=True)}
+    assert_close(optimizer_memory([], optimizer, cuda=False, sparse=sparse), measured(optimizer, tmp_path))
+
+
+def test_an_optimizer_that_takes_sparse_gradients_alone_has_a_state_before_any_is_there():
+    table = nn.Parameter(torch.randn(1000, 16))
+    assert optimizer_memory([], optim.SparseAdam([table]), cuda=False).state == 2 * table.nbytes
+
+
 def test_what_cannot_be_tried_is_counted_once_it_has_stepped():
     class Another(optim.LBFGS):
         pass

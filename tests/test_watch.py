@@ -180,7 +180,6 @@ def test_a_budget_that_leaves_room_for_little_of_a_loss_is_tried_before_it_is_re
         model.zero_grad()
 
 
-@pytest.mark.filterwarnings("ignore:optimizer SparseAdam could not be tried")
 def test_a_loop_that_runs_no_op_between_its_steps_but_on_sparse_gradients_is_looked_at():
     model = Recommender()
     plan(model, budget_gb=0.0093).apply()

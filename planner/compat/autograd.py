@@ -173,13 +173,30 @@ def running_node() -> Any:
     return torch._C._current_autograd_node()
 
 
-def leaves_of(node: Node, hands_on: str = "") -> list[torch.Tensor]:
-    """The leaves whose gradients a node gives, itself or through nodes that have such an attribute, each once."""
+def before_node(node: Node, run: Callable[[], object]) -> None:
+    """Run something as a node is about to run, once. As the node ends, the engine takes back what that did to the modes
+    (`ThreadLocalStateGuard` of `Engine::thread_main`, 2.11 to 2.15).
+    """
+
+    def begins(*_: Any) -> None:
+        handle.remove()
+        run()
+
+    handle = node.register_prehook(begins)
+
+
+def leaf_nodes(node: Node, hands_on: str = "") -> list[Any]:
+    """The nodes of the leaves whose gradients a node gives, itself or through nodes with such an attribute."""
     following: set[Any] = {n for n, _ in node.next_functions if n is not None}
     for n in list(following):
         if hands_on and hasattr(n, hands_on):
             following.update(after for after, _ in n.next_functions if after is not None)
-    return [n.variable for n in following if "AccumulateGrad" in n.name()]
+    return [n for n in following if "AccumulateGrad" in n.name()]
+
+
+def leaves_of(node: Node, hands_on: str = "") -> list[torch.Tensor]:
+    """The leaves whose gradients a node gives, as `leaf_nodes()`, each once."""
+    return [n.variable for n in leaf_nodes(node, hands_on)]
 
 
 def autocast_off() -> Any:

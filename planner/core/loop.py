@@ -119,6 +119,8 @@ class Loop:
             the outputs of all of these.
         stateless: the parameters, by name, that an optimizer has no state for, though it has stepped others: no
             gradient has come to them.
+        sparse: the parameters, by name, whose gradients are sparse when an optimizer steps them, each with the most
+            entries that were seen.
         attributes: the tensors that modules keep as attributes and that are part of what `loss` says to stay: names and
             bytes.
     """
@@ -143,6 +145,7 @@ class Loop:
     later_held: tuple[int, ...] | None = None
     late: int | None = None
     stateless: tuple[str, ...] = ()
+    sparse: tuple[tuple[str, int], ...] = ()
     attributes: tuple[tuple[str, int], ...] = ()
 
     @property
@@ -217,7 +220,9 @@ def most_beside(one: Loop, other: Loop) -> Loop:
 
 
 def same_facts(one: Loop, other: Loop, tolerance: int) -> bool:
-    """Whether two loops do the same with the model, but for its loss; what is beside may differ by so many bytes."""
+    """Whether two loops do the same with the model, but for its loss and the entries of sparse gradients; what is
+    beside may differ by so many bytes.
+    """
 
     def facts(loop: Loop) -> Loop:
         none = 0 if loop.freed_beside is not None else None
@@ -230,6 +235,7 @@ def same_facts(one: Loop, other: Loop, tolerance: int) -> bool:
             beside=0,
             around=0,
             left_over=0,
+            sparse=(),
             attributes=(),
             kept_beside=0,
             freed_beside=none,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from planner.capture.shapes import enlarged
 from planner.compat.fake import FakeTensorMode
@@ -15,7 +17,7 @@ from planner.core.account import ATTRIBUTES, BATCH
 from planner.core.call import storages
 from planner.core.loop import Loop
 from planner.core.options import GB
-from planner.core.plan import PlannedStep, PlanRecord
+from planner.core.plan import EARLIER, PlannedStep, PlanRecord
 from planner.costs.optimizer import OptimizerMemory, optimizer_memory
 from planner.costs.static_memory import account, batch_tensors, storage_bytes
 from planner.errors import OptionError
@@ -27,6 +29,7 @@ from planner.requests.request import Request
 OPTIMIZER_STATE = "optimizer state"
 OPTIMIZER_STEP = "optimizer step"  # a line that can be set, and is not held all the time
 FROZEN = "gradients of parameters that are trained no longer"
+INDEX = 8  # bytes of an entry's index
 OTHERS = "other tensors of the training loop"
 
 
@@ -44,6 +47,8 @@ def account_of(request: Request) -> tuple[dict[str, int], int | None]:
         accumulate=request.accumulates and not request.gradients_viewed,
         shard=request.options.shard,
     )
+    if EARLIER in lines:
+        lines[EARLIER] += sum(n * (p.nbytes // len(p) + INDEX) - p.nbytes for p, n in _sparse(request))
     if request.occupancy is None and request.in_flight > 1:
         lines[BATCH] = _batches(args, kwargs, request)
     lines |= request.beside
@@ -79,6 +84,17 @@ def counts_optimizers(plan: PlanRecord, request: Request) -> bool:
     return counted == optimizers_take(request) and plan.account.get(FROZEN, 0) == _of_frozen(request)
 
 
+def more_of_optimizers(request: Request, seen: Loop) -> int:
+    """Bytes that the optimizers take in a loop with other sparse gradients than the request's, and not in that."""
+    if seen.sparse == request.loop.sparse:
+        return 0
+    takes = [
+        optimizers_take(each) for each in (replace(request, loop=replace(request.loop, sparse=seen.sparse)), request)
+    ]
+    own, before = (state + (step or 0) for state, step in takes)
+    return own - before
+
+
 def _given(request: Request) -> dict[str, int]:
     return {name: round(size * GB) for name, size in request.options.account_gb.items()}
 
@@ -88,14 +104,21 @@ def _optimizers(request: Request) -> OptimizerMemory:
     cuda = request.device.caches  # foreach is the default there
     takes, idle = [], set(request.loop.stateless)
     without = {id(p) for name, p in request.model.named_parameters() if name in idle} if idle else ()
+    sparse = {id(p): entries for p, entries in _sparse(request)}
     for each in request.optimizers:
         try:
-            takes.append(optimizer_memory(parameters_of(request.model), each, cuda=cuda, without=without))
+            parameters = parameters_of(request.model)
+            takes.append(optimizer_memory(parameters, each, cuda=cuda, without=without, sparse=sparse))
         except OptionError:
             if request.optimizer is not None:
                 raise  # one that was found is counted from the step on in which it has a state
     state = sum(each.state for each in takes) + max((each.closure for each in takes), default=0)
     return OptimizerMemory(state, max((each.step for each in takes), default=0))
+
+
+def _sparse(request: Request) -> list[tuple[nn.Parameter, int]]:
+    """The parameters whose gradients are sparse in their rows, each with the number of entries."""
+    return [(request.model.get_parameter(name), entries) for name, entries in request.loop.sparse]
 
 
 def _of_frozen(request: Request) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from planner.compat.dispatch import lasting_modes_off
 from planner.compat.fake import FakeTensorMode, unset_fake_temporarily
 from planner.core.call import Call, here, storages
 from planner.costs.measured_ops import measure
+from planner.costs.sparse_steps import own_options, sparse_steps
 from planner.errors import OptionError, warn
 from planner.stepping.step import step_of
 
@@ -47,9 +49,10 @@ def optimizer_memory(
     *,
     cuda: bool,
     without: Collection[int] = (),
+    sparse: Mapping[int, int] = MappingProxyType({}),
 ) -> OptimizerMemory:
     """The memory of an optimizer, by two steps of its own code on fake tensors; on a CPU, workspaces of ops that
-    may have one (products, decompositions) are measured, each once.
+    may have one (products, decompositions) are measured, each once. Sparse gradients are tried on small tables.
 
     Args:
         parameters: the tensors that are trained, for an optimizer given by name; real, meta or fake.
@@ -59,6 +62,7 @@ def optimizer_memory(
         cuda: whether the parameters will be on a CUDA device. Torch then takes other implementations by default, and
             what an optimizer has on the CPU (step counters) is not counted.
         without: parameters that get no gradient, by identity: they have no state, and are not stepped.
+        sparse: parameters whose gradients are sparse in their rows, by identity, each with the number of entries.
 
     Raises:
         OptionError: neither a name that is known nor an optimizer, a name that does not suit the parameters, or an
@@ -88,7 +92,9 @@ def optimizer_memory(
         return _lbfgs(optimizer)
     try:
         groups = [{**g, "params": [p for p in g["params"] if id(p) not in without]} for g in optimizer.param_groups]
-        memory = _two_steps(kind, optimizer.defaults, groups, cuda)
+        if kind is optim.SparseAdam:  # which takes no others
+            sparse = {**{id(p): 1 for g in groups for p in g["params"]}, **sparse}
+        memory = _steps(kind, optimizer.defaults, groups, cuda, sparse)
         return replace(memory, state=memory.state + _of_frozen(optimizer, cuda))
     except Exception as e:
         state = list(optimizer.state.values())
@@ -103,6 +109,23 @@ def optimizer_memory(
             "what its step() allocates is not known and counted as nothing"
         )
         return OptimizerMemory(nbytes, 0)
+
+
+def _steps(
+    kind: type[optim.Optimizer],
+    options: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]],
+    cuda: bool,
+    sparse: Mapping[int, int],
+) -> OptimizerMemory:
+    """As `_two_steps()`, where some gradients are sparse: they are stepped one by one."""
+    tables = [{**g, "params": [p for p in g["params"] if p.requires_grad and id(p) in sparse]} for g in groups]
+    if not any(g["params"] for g in tables):
+        return _two_steps(kind, options, groups, cuda)
+    dense = [{**g, "params": [p for p in g["params"] if id(p) not in sparse]} for g in groups]
+    memory = _two_steps(kind, options, dense, cuda) if any(g["params"] for g in dense) else OptimizerMemory(0, 0)
+    state, step = sparse_steps(kind, options, tables, [sparse[id(p)] for g in tables for p in g["params"]])
+    return replace(memory, state=memory.state + state, step=max(memory.step, step))
 
 
 def step_workspace(optimizer: optim.Optimizer, group: Mapping[str, Any], parameter: torch.Tensor, *, cuda: bool) -> int:
@@ -211,15 +234,12 @@ def _fake_group(group: Mapping[str, Any], device: str) -> dict[str, Any]:
         fake = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device=device)
         fake.grad = torch.empty_like(fake) if p.requires_grad else None
         parameters.append(fake)
-    options = {name: value for name, value in group.items() if name not in ("params", "param_names")}
-    return {**_own(options), "params": parameters}
+    return {**_own(group), "params": parameters}
 
 
-def _own(options: dict[str, Any]) -> dict[str, Any]:
-    """Options whose lists, dictionaries and tensors (a count of steps) may be changed, as some optimizers do."""
+def _own(options: Mapping[str, Any]) -> dict[str, Any]:
     with unset_fake_temporarily():
-        copied: dict[str, Any] = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone(), options)
-    return copied
+        return own_options(options)
 
 
 def _foreach_by_default(kind: type[optim.Optimizer], group: Mapping[str, Any]) -> bool:

@@ -127,5 +127,6 @@ def _with(loop: Loop, shown: Loop) -> Loop:
         freed_beside=kept.freed_beside,
         asks_first=kept.asks_first,
         stateless=shown.stateless,
+        sparse=shown.sparse,
         attributes=shown.attributes,
     )

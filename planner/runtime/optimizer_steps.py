@@ -34,12 +34,16 @@ class ModelsOptimizers:
 
     Args:
         model: which.
+
+    Attributes:
+        entries: of the gradients that were sparse when they stepped, by the parameters' names; the most.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
         self._stepped: list[weakref.ref[optim.Optimizer]] = []
         self._seen: weakref.WeakSet[optim.Optimizer] = weakref.WeakSet()  # of all models
+        self.entries: dict[str, int] = {}
 
     def all(self) -> list[optim.Optimizer]:
         """Those that have stepped, and still exist."""
@@ -73,6 +77,9 @@ class ModelsOptimizers:
         trained = [] if wraps_another(optimizer) else [own[at] for at in trained_by(optimizer) & own.keys()]
         if trained and optimizer not in self.all():
             self._stepped.append(weakref.ref(optimizer))
+        if sparse := {id(p): p.grad._nnz() for p in trained if p.grad is not None and p.grad.is_sparse}:
+            found = [(name, sparse[id(p)]) for name, p in model.named_parameters() if id(p) in sparse]
+            self.entries |= {name: max(entries, self.entries.get(name, 0)) for name, entries in found}
         return trained
 
 

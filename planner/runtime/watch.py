@@ -197,10 +197,9 @@ class Watch:
         comes, roles = self._learnt.role, [*self._recorded]
         later = recorder.later if comes in roles else self._later.get(comes, 0)
         self._later |= dict.fromkeys(roles, recorder.later)
-        known = [counted, states]
         turns, self._used = comes not in roles, [*recorder.used_before, recorder.used]
         given = {"awaited": awaited, "later_inputs": later}
-        found = stays(recorder, batch, known, optimizers, batches=makes, turns=turns, **given)
+        found = stays(recorder, batch, [counted, states], optimizers, batches=makes, turns=turns, **given)
         cleared = self.gradients.cleared(trained_outside(recorder))
         seen = loss_seen(recorder, self._workspaces, found, cleared, first=not self._learnt.heard)
         recorder.kept.update(found.kept)
@@ -238,6 +237,7 @@ class Watch:
             asks_first=recorder.asks_first,
             attributes=attributes_held(recorder),
             stateless=without_state(self._model(), optimizers) if again else (),
+            sparse=tuple(self._optimizers.entries.items()),
         )
         before, settled = self.loop, self.settled
         self._learnt.enter(shown, roles, found.batches, settles=came_round, compiled=self.compiled)

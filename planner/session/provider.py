@@ -16,7 +16,7 @@ from planner.core.loop import Loop, same_facts
 from planner.core.plan import PlanRecord
 from planner.core.recipe import Choice
 from planner.core.surroundings import surroundings_of, under
-from planner.costs.account import counts_optimizers
+from planner.costs.account import counts_optimizers, more_of_optimizers
 from planner.errors import ApplyError, InfeasibleBudgetError, PlannerError, gb, warn
 from planner.parallel.buckets import buckets_of
 from planner.parallel.group import refuse_verification
@@ -349,14 +349,14 @@ class Provider:
 
     def _fits(self, seen: Loop, before: Loop, role: Role, free: int) -> bool:
         """Whether plans count what was seen of the loop, where it may take so many bytes more than they count."""
-        if not same_facts(seen, before, free):
+        stepping = replace(self.request, found=self.counted.get(role, self.request.found), loop=before)
+        if more_of_optimizers(stepping, seen) > free or not same_facts(seen, before, free):
             return False
         captured = self._captured(role)
         if seen.loss is None or captured is None:
             return (seen.outputs_held, seen.loss) == (before.outputs_held, before.loss)
         more = more_of_loss(replace(self.request, loop=before), seen, captured)
-        beside = seen.more_than(before)
-        added = sum(max(0, each) for each in (*more, beside))
+        added = sum(max(0, each) for each in (*more, seen.more_than(before)))
         if all(abs(each) <= self._tolerance for each in more):
             return self.heard > 1 or added <= self._room(role)  # a plan that is made now counts all of it
         return free > self._tolerance and added <= free
@@ -374,8 +374,9 @@ class Provider:
         """Warn where tensors that a plan does not count leave too little room: gradients, and an earlier forward pass
         that waits for its backward pass.
         """
-        uncounted = gradients_warned(model, record, False) or unreduced_warned(model, record)
-        return uncounted or waiting_warned(record, waits)
+        return (
+            gradients_warned(model, record, False) or unreduced_warned(model, record) or waiting_warned(record, waits)
+        )
 
     def on_backward_begin(self, model: nn.Module, record: PlanRecord) -> bool:
         """Warn of gradients that are there and not counted."""

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from planner.compat.autograd import in_backward
+import torch
+
+from planner.compat.autograd import before_node, in_backward, leaf_nodes, running_node
 from planner.compat.dispatch import lasting_modes_off
 from planner.compat.fx import takes_a_list
+from planner.core.call import tensors_in
 
 
 def out_of_sight(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
@@ -23,6 +26,21 @@ def out_of_sight(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
             results = run(arguments)
             for mode in recording:
                 mode.planned_results(results)
+            if recording and in_backward():
+                _sparse_out_of_sight(results)
             return results
 
     return takes_a_list(call)
+
+
+def _sparse_out_of_sight(results: Any) -> None:
+    """Have the engine put sparse gradients where they belong without the modes, too: under one, it copies them."""
+    if shapes := {t.shape for t in tensors_in(results) if t.layout == torch.sparse_coo}:
+        for node in leaf_nodes(running_node()):
+            if node.variable.shape in shapes:
+                before_node(node, _modes_off)
+
+
+def _modes_off() -> None:
+    with lasting_modes_off(put_back=False):
+        pass
