@@ -245,6 +245,41 @@ def test_what_a_module_reads_again_must_not_have_been_written_into(kind):
     assert all(torch.equal(p.grad, g) for p, g in zip(model.blocks[0].linear.parameters(), expected, strict=True))
 
 
+class Softened(nn.Module):
+    """Computes with a number, a tensor and the rate of a dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.dropout = nn.Linear(64, 256), nn.Linear(256, 64), nn.Dropout(0.1)
+        self.temperature, self.mask = 0.5, torch.ones(64)
+
+    def forward(self, x):
+        return x + self.b(self.dropout(torch.softmax(self.a(x * self.mask) / self.temperature, 1)))
+
+
+def test_what_a_loop_sets_between_the_passes_changes_nothing_that_runs_again():
+    """As after a context that is around the forward pass alone."""
+
+    def trained(model, x):
+        torch.manual_seed(0)
+        loss = model(x).square().mean()
+        for block in model:
+            block.temperature, block.mask, block.dropout.p = 1.0, torch.full((64,), 3.0), 0.9
+        loss.backward()
+        left = [(block.temperature, block.mask[0].item(), block.dropout.p) for block in model]
+        return [p.grad for p in model.parameters()], left
+
+    model, x = nn.Sequential(*(Softened() for _ in range(6))), torch.randn(256, 64)
+    expected, left = trained(copy.deepcopy(model), x)
+    everything = plan(model, x, budget_gb="100%", mode="eager")
+    p = for_budget(everything, 0.6 * everything.baseline_peak_bytes / 2**30)
+    assert p.recipe.kept
+    p.apply()
+    gradients, left_by_plan = trained(model, x)
+    assert all(map(torch.equal, gradients, expected))
+    assert left_by_plan == left
+
+
 def test_a_graph_of_the_backward_pass_is_warned_of_once():
     case = case_of(*(Block() for _ in range(3)))
     plan(case.model, case.batch, budget_gb="100%", mode="eager").apply()

@@ -18,6 +18,7 @@ from planner.compat.modules import NormBase, buffers_of, parameters_of
 from planner.compat.tensors import version_of
 from planner.core.call import tensors_in
 from planner.core.recipe import Choice, Kept
+from planner.eager.at_first import attributes_of, put_back
 from planner.errors import ApplyError, warn
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
@@ -140,22 +141,19 @@ def _contexts(module: nn.Module, policy: _Policy) -> tuple[AbstractContextManage
 
 
 class _Again:
-    """Running a module again: in its mode of the first run, whose running statistics stay as they are."""
+    """Running a module again: with its attributes of the first run, whose running statistics stay as they are."""
 
     def __init__(self, module: nn.Module, inner: AbstractContextManager[Any]) -> None:
         self.module = module
         self.inner = inner
         self.stack = ExitStack()
-        self.modes = [(m, m.training) for m in module.modules()]
+        self.attributes = attributes_of(module)
         self.undraw = undrawing(module)  # what torch's own checkpoint does not replay: Python's and NumPy's generators
 
     def __enter__(self) -> None:
         torch.clear_autocast_cache()
         with ExitStack() as stack:
-            for m, training in self.modes:
-                if m.training is not training:
-                    stack.callback(setattr, m, "training", m.training)
-                    m.training = training
+            stack.enter_context(put_back(self.attributes))
             for norm in statistics_of(self.module):
                 stack.enter_context(_frozen(norm))
             stack.enter_context(self.inner)
