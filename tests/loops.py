@@ -2221,6 +2221,11 @@ def gan_both(put: Put, ended: Ended) -> None:
     _gan(put(_generator()), put(_discriminator()), ended)
 
 
+def dropout_of_the_input(put: Put, ended: Ended) -> None:
+    """No gradient goes through it; its rate is one that eager mode rounds otherwise than `native_dropout`."""
+    adamw(put(nn.Sequential(nn.Dropout(0.15), mlp())), 512, ended)
+
+
 def critic_alone_at_first(put: Put, ended: Ended) -> None:
     """The generator is planned, and trained later than the steps that are measured."""
     generator, critic = put(mlp(depth=1)), put(mlp(out=1))
@@ -2960,6 +2965,7 @@ LOOPS: dict[str, Loop] = {
     "gan_both": Loop(gan_both, plans=6, share=0.785),
     "each_learns_alone": Loop(each_learns_alone, plans=4),
     "encoder_and_decoder": Loop(encoder_and_decoder, plans=4),
+    "dropout_of_the_input": Loop(dropout_of_the_input),
     "critic_alone_at_first": Loop(critic_alone_at_first, plans=3, off=0.02),
     "wasserstein_gan": Loop(wasserstein_gan, plans=6),
     "cycle_consistency": Loop(cycle_consistency, plans=8, off=0.33),

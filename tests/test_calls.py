@@ -12,6 +12,7 @@ from torch import nn, optim
 from torch.optim import optimizer as torch_optimizer
 
 from planner import ApplyError, PlanWarning, applied_plan, plan
+from planner.compat.modules import GLOBAL_HOOKS
 from planner.runtime.optimizer_steps import listen
 from planner.runtime.signature import call_signature
 from planner.runtime.unread import unread
@@ -221,7 +222,7 @@ class Told(nn.Module):
         return x
 
 
-def test_numbers_that_code_never_loads_are_known():
+def test_numbers_that_code_never_loads_are_known(monkeypatch):
     told, x = Told(), torch.ones(2)
     batch = {"x": x, "more": [x, x]}
     assert unread(told, None, (batch, 3), {"epoch": 1, "scale": 2.0}) == {3, 4}
@@ -231,5 +232,10 @@ def test_numbers_that_code_never_loads_are_known():
     hook = told.register_forward_pre_hook(lambda module, args: (args[0] * args[1], args[1]))
     assert unread(told, None, (x, 3), {}) == set()
     hook.remove()
+    with monkeypatch.context() as patch:
+        patch.setitem(GLOBAL_HOOKS[0], 0, lambda module, args: None)
+        assert unread(told, None, (x, 3), {}) == set()
     told.forward = Told.closure.__get__(told)
     assert unread(told, None, (x, 3), {}) == set()
+    told.forward = lambda x, times, step: x.repeat(times, 1)  # of the instance: it is not given the module
+    assert unread(told, None, (x, 3, 4), {}) == {2}

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dis
 from collections.abc import Callable, Collection
 from functools import lru_cache
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 from torch import nn
 
 from planner.compat import pytree
+from planner.compat.modules import GLOBAL_HOOKS
 from planner.core.maxima import Maxima
 from planner.runtime.signature import NUMBERS, ModelState, Signature, call_signature
 
@@ -29,14 +30,16 @@ def unread(module: nn.Module, function: Callable[..., Any] | None, args: Any, kw
     """
     if not any(type(x) in NUMBERS for x in (*args, *kwargs.values())):
         return frozenset()
+    bound = True
     if function is None:
-        function = vars(module).get("forward", type(module).forward)
-        if any(getattr(module, name) for name in _HOOKS):  # which are given the arguments, too
+        function = module.forward
+        bound = isinstance(function, MethodType)
+        if any(GLOBAL_HOOKS) or any(getattr(module, name) for name in _HOOKS):  # which are given the arguments, too
             return frozenset()
     function = getattr(function, "__func__", function)
     if not isinstance(function, FunctionType) or not (names := _never_loaded(function.__code__)):
         return frozenset()
-    own = function.__code__.co_varnames[1 : function.__code__.co_argcount]
+    own = function.__code__.co_varnames[bound : function.__code__.co_argcount]
     given = [*zip(own, args, strict=False), *((None, x) for x in args[len(own) :]), *kwargs.items()]
     places, at = set(), 0
     for name, x in given:

@@ -41,9 +41,9 @@ def split_dropouts(graph: fx.Graph) -> None:
     for draw in graph.find_nodes(op="call_function", target=_ATEN.native_dropout.default):
         parts = {user.args[1]: user for user in draw.users if user.target is operator.getitem}
         x, rate, train = draw.args
-        if not train or not isinstance(rate, float) or rate >= 1 or 1 not in parts:
+        if not train or not isinstance(rate, float) or rate >= 1 or not (1 in parts or _CPU.get()):
             continue
-        mask, dropped = parts[1], draw.meta["val"][0]
+        mask, dropped = parts.get(1) or _mask_of(draw), draw.meta["val"][0]
         exact = 1 / (1 - rate)
         with unset_fake_temporarily():
             scale = _scale(rate, dropped)
@@ -68,6 +68,14 @@ def split_dropouts(graph: fx.Graph) -> None:
             draw.meta = {**draw.meta, "val": (torch.empty_like(dropped), mask.meta["val"])}
         result.replace_all_uses_with(scaled)
         graph.erase_node(result)
+
+
+def _mask_of(draw: fx.Node) -> fx.Node:
+    """The mask of a dropout that no backward pass goes through: a CPU scales that as it does others."""
+    with draw.graph.inserting_after(draw):
+        mask = draw.graph.call_function(operator.getitem, (draw, 1))
+    mask.meta = {**draw.meta, "val": draw.meta["val"][1]}
+    return mask
 
 
 def _as_eager_on_a_cpu(draw: fx.Node, mask: fx.Node, result: fx.Node, scale: float) -> None:
