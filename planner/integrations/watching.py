@@ -145,9 +145,11 @@ class Watching:
         """See `PlanProvider`."""
         return self.own.loop
 
-    def on_loop_seen(self, seen: Loop, stepped: Sequence[optim.Optimizer], role: Role = (), spare: int = 0) -> bool:
+    def on_loop_seen(
+        self, seen: Loop, stepped: Sequence[optim.Optimizer], role: Role = (), spare: int = 0, ended: bool = False
+    ) -> bool:
         """See `PlanProvider`; the plan that is made anew is told of."""
-        learnt = self.own.on_loop_seen(seen, stepped, role, spare)
+        learnt = self.own.on_loop_seen(seen, stepped, role, spare, ended)
         if learnt:
             self.told, self.anew = False, True
         return learnt

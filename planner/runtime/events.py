@@ -74,11 +74,14 @@ class PlanProvider(Protocol):
     def on_missing_plan(self, caller: Caller, call: Call) -> Planned:
         """A plan for a kind of call that comes for the first time. Raises PlannerError where there is none."""
 
-    def on_loop_seen(self, seen: Loop, stepped: Sequence[optim.Optimizer], role: Role = (), spare: int = 0) -> bool:
+    def on_loop_seen(
+        self, seen: Loop, stepped: Sequence[optim.Optimizer], role: Role = (), spare: int = 0, ended: bool = False
+    ) -> bool:
         """A training call is about to run, and this is what the loop was seen to do with calls in that role.
 
         `stepped` are its optimizers, `spare` the bytes that plans count and that are not there before more of the loop
-        is seen. True where plans for such calls are to be made anew.
+        is seen, `ended` whether an optimizer of any model has stepped. True where plans for such calls are to be made
+        anew.
         """
 
     def on_no_plan(self, model: nn.Module, error: PlannerError) -> bool:

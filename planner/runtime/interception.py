@@ -246,7 +246,8 @@ class Applied(Holder):
         other = watch.together.call_begins(signature, first=watch.first)
         if not (watch.settled or watch.fresh or (self.newest and self.peaks.overdue(self.newest.record))):
             return other
-        return self.provider.on_loop_seen(seen, watch.optimizers(), role, watch.spare()) or other
+        ended = watch.stepped.any_at_all
+        return self.provider.on_loop_seen(seen, watch.optimizers(), role, watch.spare(), ended) or other
 
     @property
     def learns(self) -> bool:

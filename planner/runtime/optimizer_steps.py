@@ -54,6 +54,11 @@ class ModelsOptimizers:
         """Whether one has stepped."""
         return bool(self._stepped)
 
+    @property
+    def any_at_all(self) -> bool:
+        """Whether one has stepped, of whatever model."""
+        return bool(self._seen)
+
     def knows(self, optimizer: optim.Optimizer) -> bool:
         """Whether it was seen to step, whatever it trains."""
         return optimizer in self._seen

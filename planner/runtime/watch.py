@@ -50,7 +50,7 @@ class Watch:
         recorder: of what runs between two calls of the model, while it is on.
         evaluations: looks at calls of the model without gradients.
         first: whether no earlier call waited when the latest one began.
-        together: the kinds of calls of a step.
+        together, stepped: the kinds of calls of a step; the model's optimizers that were seen to step.
     """
 
     def __init__(self, model: nn.Module, loop: Loop) -> None:
@@ -64,7 +64,7 @@ class Watch:
         self._number: int | None = None  # of the latest call
         self._earlier: Recorder | None = None  # of the calls just before
         self._used: list[UsedStorages] = []  # by the steps that were recorded
-        self._optimizers = ModelsOptimizers(model)
+        self.stepped = ModelsOptimizers(model)
         self.recorder: Recorder | None = None
         self._workspaces: dict[str, int] = {}
         # bytes that the latest plan counts for states, what of these was not there yet, and that each loss reads anew
@@ -86,7 +86,7 @@ class Watch:
 
     def optimizers(self) -> list[optim.Optimizer]:
         """Those that stepped parameters of the model, and still exist."""
-        return self._optimizers.all()
+        return self.stepped.all()
 
     @property
     def loop(self) -> Loop:
@@ -151,7 +151,7 @@ class Watch:
         self.first = not others
         if self.first:
             self.kept.call_begins()
-            self._rounds.call_begins(optimizer_seen=self._optimizers.any_seen)
+            self._rounds.call_begins(optimizer_seen=self.stepped.any_seen)
 
     def _ended(self, left_over: Collection[int]) -> bool:
         """Whether no backward pass comes of the calls that the recorder has seen."""
@@ -237,7 +237,7 @@ class Watch:
             asks_first=recorder.asks_first,
             attributes=attributes_held(recorder),
             stateless=without_state(self._model(), optimizers) if again else (),
-            sparse=tuple(self._optimizers.entries.items()),
+            sparse=tuple(self.stepped.entries.items()),
         )
         before, settled = self.loop, self.settled
         self._learnt.enter(shown, roles, found.batches, settles=came_round, compiled=self.compiled)
@@ -254,7 +254,7 @@ class Watch:
 
         That is while an optimizer calls the model, in its first step, and each call shows something new.
         """
-        inside = not self._optimizers.any_seen and self._optimizers.step_now()
+        inside = not self.stepped.any_seen and self.stepped.step_now()
         before, self._told = self._told, self.loop
         return max(0, self._spare) if inside and before != self.loop else 0
 
@@ -353,7 +353,7 @@ class Watch:
             self.recorder.budget = self.budget or 0
             self.recorder.knows(self.evaluations.left, self._used)
             self.evaluations.left = []
-            self.recorder.stepping = self._optimizers.step_now()
+            self.recorder.stepping = self.stepped.step_now()
             self._recorded, self._numbers = {self._learnt.role: None}, [self._number]
             weakref.finalize(model, self.recorder.end).atexit = False
             switch_on(self.recorder)
@@ -377,16 +377,16 @@ class Watch:
 
     def optimizer_steps(self, optimizer: optim.Optimizer) -> None:
         """An optimizer is about to step."""
-        if self.recorder is not None and self._optimizers.has(optimizer):
+        if self.recorder is not None and self.stepped.has(optimizer):
             self.recorder.stepping = True
 
     def optimizer_stepped(self, optimizer: optim.Optimizer) -> None:
         """An optimizer has stepped; a round ends if it is one of the model's."""
-        known = self.loop.gradients == "accumulated" and self._optimizers.knows(optimizer)
+        known = self.loop.gradients == "accumulated" and self.stepped.knows(optimizer)
         known = known or (self.gradients.never_there and optimizer in self.optimizers())
         if not (self.settled and known) and self._model() is not None:
             self.gradients.any_stepped(optimizer)
-            if trained := self._optimizers.add(optimizer):
+            if trained := self.stepped.add(optimizer):
                 self.gradients.optimizer_stepped(trained)
                 self._measure()
         if optimizer in self.optimizers():

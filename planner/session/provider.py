@@ -88,7 +88,6 @@ class Provider:
         self.why = ""  # plans are made anew for the loop
         self.heard = 0  # how often the loop was looked at
         self.uncompiled: set[Role] = set()  # of whose steps it is known whether they run without torch.compile
-        self.apart = False  # what is used between the steps is left out of account
         self.again = False  # the next plan is for a step that was captured, and another loop
         self.brief: set[Role] = set()  # whose plan was searched for briefly, until the loop is known
         self.stepped: list[weakref.ref[optim.Optimizer]] = []  # that were seen to step the model's parameters
@@ -233,11 +232,7 @@ class Provider:
                         "differentiated. One that is not, such as an evaluation, runs under torch.no_grad()"
                     )
                 raise
-        if not hardly:  # what is used between the steps is not the model's
-            self.loop, self.apart = replace(self.loop, around=0), True
-            self.loops = {role: replace(own, around=0) for role, own in self.loops.items()}
-            planned = self._made(replace(request, loop=replace(loop, around=0)), captured)
-        elif request.options.offload and least > request.budget_bytes * (1 + HARDLY) and waits(loop):
+        if request.options.offload and least > request.budget_bytes * (1 + HARDLY) and waits(loop):
             planned, least = leanest_that_moves(make, request)
         else:
             planned = within(make, request, least)
@@ -249,7 +244,9 @@ class Provider:
         warn(text)
         return planned
 
-    def on_loop_seen(self, seen: Loop, stepped: Sequence[optim.Optimizer], role: Role = (), spare: int = 0) -> bool:
+    def on_loop_seen(
+        self, seen: Loop, stepped: Sequence[optim.Optimizer], role: Role = (), spare: int = 0, ended: bool = False
+    ) -> bool:
         """See `PlanProvider`."""
         if self.request.occupancy is not None:  # the schedule of a pipeline says it all
             return False
@@ -259,7 +256,7 @@ class Provider:
         given = seen
         if self.request.options.accumulate:  # they are counted
             seen = replace(seen, gradients=self.loops.get(role, self.loop).gradients)
-        if self.apart or seen.unreached or seen.stateless:
+        if seen.unreached or seen.stateless:
             seen = self._as_planned(seen, self._captured(role))
         found = [] if self.request.optimizer is not None else stepped
         if role and self.loops and role not in self.loops:  # there is no plan yet
@@ -270,7 +267,7 @@ class Provider:
         if others and self._counts(found, role):
             others = []
         inside = spare and not others and self._fits(seen, before, role, self._free(role) + spare)
-        first = counted and not stepped and not self.heard  # the first step, and its optimizer is there
+        first = counted and not (stepped or ended or self.heard)  # the first step, and its optimizer is there
         if inside or (first and adds_up(seen, self.model, self.request.budget_bytes)):
             return False  # more will be seen before the rest is there
         self.heard += 1
@@ -306,7 +303,6 @@ class Provider:
         fused = self.request.options.mode == "inductor"  # one that does not arrive takes all of the fusion
         return replace(
             seen,
-            around=0 if self.apart else seen.around,
             unreached=seen.unreached if fused else worth_leaving_out(graph, seen, self._tolerance),
             stateless=worth_not_counting(graph, seen, self.model, self._tolerance),
         )
