@@ -16,7 +16,7 @@ import tempfile
 import time
 import warnings
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -2221,6 +2221,42 @@ def gan_both(put: Put, ended: Ended) -> None:
     _gan(put(_generator()), put(_discriminator()), ended)
 
 
+def table_in_front(put: Put, ended: Ended) -> None:
+    """A trained table that no plan is for, whose gradient of the step before is there until the backward pass."""
+    table, model = nn.Embedding(4000, 64), put(mlp())
+    optimizer = torch.optim.SGD([*table.parameters(), *model.parameters()], lr=0.1)
+    cleared_late(optimizer, lambda: model(table(torch.randint(4000, (1024,)))), ended)
+
+
+def cleared_late(optimizer: torch.optim.Optimizer, forward: Callable[[], torch.Tensor], ended: Ended) -> None:
+    for _ in range(STEPS):
+        loss = forward().square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ended(loss)
+
+
+def table_in_front_by_parts(put: Put, ended: Ended) -> None:
+    """The same with microbatches, whose gradients are added up."""
+    table, model = nn.Embedding(4000, 64), put(mlp())
+    optimizer = torch.optim.SGD([*table.parameters(), *model.parameters()], lr=0.1)
+    for _ in range(STEPS):
+        for _ in range(2):
+            loss = model(table(torch.randint(4000, (512,)))).square().mean()
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ended(loss)
+
+
+def table_whose_step_holds_most(put: Put, ended: Ended) -> None:
+    """The optimizer's step has the gradient of the table, too."""
+    table, model = nn.Embedding(8000, 64), put(mlp())
+    optimizer = torch.optim.AdamW([*table.parameters(), *model.parameters()])
+    cleared_late(optimizer, lambda: model(table(torch.randint(8000, (512,)))), ended)
+
+
 def dropout_of_the_input(put: Put, ended: Ended) -> None:
     """No gradient goes through it; its rate is one that eager mode rounds otherwise than `native_dropout`."""
     adamw(put(nn.Sequential(nn.Dropout(0.15), mlp())), 512, ended)
@@ -2965,6 +3001,9 @@ LOOPS: dict[str, Loop] = {
     "gan_both": Loop(gan_both, plans=6, share=0.785),
     "each_learns_alone": Loop(each_learns_alone, plans=4),
     "encoder_and_decoder": Loop(encoder_and_decoder, plans=4),
+    "table_in_front": Loop(table_in_front),
+    "table_in_front_by_parts": Loop(table_in_front_by_parts, share=0.9),
+    "table_whose_step_holds_most": Loop(table_whose_step_holds_most, share=1.02, off=0.02),
     "dropout_of_the_input": Loop(dropout_of_the_input),
     "critic_alone_at_first": Loop(critic_alone_at_first, plans=3, off=0.02),
     "wasserstein_gan": Loop(wasserstein_gan, plans=6),

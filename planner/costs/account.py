@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import nn, optim
 
 from planner.capture.shapes import enlarged
 from planner.compat.fake import FakeTensorMode
@@ -107,8 +107,8 @@ def _optimizers(request: Request) -> OptimizerMemory:
     sparse = {id(p): entries for p, entries in _sparse(request)}
     for each in request.optimizers:
         try:
-            parameters = parameters_of(request.model)
-            takes.append(optimizer_memory(parameters, each, cuda=cuda, without=without, sparse=sparse))
+            memory = optimizer_memory(parameters_of(request.model), each, cuda=cuda, without=without, sparse=sparse)
+            takes.append(_with_others(memory, request, each))
         except OptionError:
             if request.optimizer is not None:
                 raise  # one that was found is counted from the step on in which it has a state
@@ -119,6 +119,22 @@ def _optimizers(request: Request) -> OptimizerMemory:
 def _sparse(request: Request) -> list[tuple[nn.Parameter, int]]:
     """The parameters whose gradients are sparse in their rows, each with the number of entries."""
     return [(request.model.get_parameter(name), entries) for name, entries in request.loop.sparse]
+
+
+def _with_others(memory: OptimizerMemory, request: Request, optimizer: optim.Optimizer | str) -> OptimizerMemory:
+    """The memory of an optimizer with the gradients that it steps other models by.
+
+    What else the loop was seen to hold beside the step, but for their parameters, is taken to be what their passes
+    need: it has gone by then. Where microbatches add to the gradients, these are beside the step all the time, and new
+    ones, which a backward pass makes after the planned graphs, have gone by the step.
+    """
+    if isinstance(optimizer, str) or not request.loop.beside:
+        return memory
+    own = {id(p) for p in request.model.parameters()}
+    stepped = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
+    there, adds_up = storage_bytes(p for p in stepped if p.requires_grad), request.loop.gradients == "accumulated"
+    gradients = max(0, there - max(0, request.loop.others - (1 + adds_up) * there))
+    return replace(memory, step=max(memory.step, gradients) if adds_up else memory.step + gradients)
 
 
 def _of_frozen(request: Request) -> int:

@@ -100,10 +100,10 @@ def stays(
     counted: Any,
     optimizers: Collection[optim.Optimizer] = (),
     *,
-    batches: bool = False,
     awaited: int = 0,
     later_inputs: int = 0,
     turns: bool = False,
+    cleared: Collection[int] = (),
 ) -> Stays:
     """What a loop holds, when the next step begins.
 
@@ -112,12 +112,13 @@ def stays(
         batch: of the next step.
         counted: a tree of other tensors that the account has lines for.
         optimizers: whose state is among these.
-        batches: whether the step's own batch counts where it is still there; else as far as it gets gradients.
         awaited: bytes of the optimizers' state that the account has and that is not there yet: some of what they made.
         later_inputs: bytes of what calls after the first of the next step are given, and that is there before it.
         turns: whether the next step is of another kind: gradients that other models have stay in it.
+        cleared: gradients outside the model that the loop clears before the next backward pass, by storage.
     """
     # copies, as what is alive may go while the collector runs; batches of several calls are in flight
+    batches = recorder.makes_batches  # then the step's own counts where it is there; else as far as it gets gradients
     given = (recorder.inputs if batches else recorder.batches).made.copy() if recorder.calls_made == 1 else {}
     others = {*recorder.others, *recorder.passing}
     own, alive = storages([batch, counted, [other.tensors() for other in others]]).keys(), recorder.made.made.copy()
@@ -134,15 +135,13 @@ def stays(
     there = {key for older in recorder.older for key in list(older.made)}
     earlier = _without(recorder.before, {*own, *later, *(key for loss in recorder.losses for key in loss.read)})
     stay |= {key: nbytes for key, nbytes in earlier.items() if key in there}
+    before, added_to = _left_outside(recorder, {*own, *stay, *alive}, cleared)
     gone, losses, outputs = _gone(recorder, there, earlier, remaining)
     fresh = {key: each[1] for key, each in alive.items() if key not in stay and key not in later and each not in made}
     new, renewed = _without_renewed(recorder, _without(fresh, own))  # the next targets and later inputs are in it
     read = max((sum(_without(loss.read, stay).values()) for loss in recorder.losses), default=0)
-    # those of the next loss take the place of what is gone, unless they were there before the recording began, as the
-    # next batch was; what is there still is read again, as by a closure
     came_before = bool(coming) and coming.isdisjoint([*alive, *there, *recorder.inputs.made])
-    gone_reads = [sum(n for key, n in loss.read.items() if key not in recorder.used) for loss in recorder.losses]
-    unread = 0 if came_before else max(gone_reads, default=0)
+    unread = 0 if came_before else _gone_reads(recorder)
     states = min(awaited, sum(nbytes for key, nbytes in new.items() if alive[key][0] in recorder.of_optimizer))
     made_since = max(0, sum(new.values()) - states - unread)
     inputs = min(later_inputs, made_since)
@@ -153,7 +152,8 @@ def stays(
     since = sum(later.values()) + _bytes(gone - Counter([*fresh.values(), *later.values()]))
     more = max(since, _bytes(gone) - made_since - inputs)
     ahead = sum(nbytes for key, nbytes in remaining.items() if key in coming)  # beside the batch of this step
-    beside = sum(_without(stay, own).values()) + ahead + more + sum(other.stays(optimizers) for other in others)
+    beside = sum(_without(stay, own).values()) + ahead + more + added_to
+    beside += sum(other.stays(optimizers) for other in others)
     data = recorder.device.type not in HOSTS
     between = {
         key: each
@@ -175,7 +175,7 @@ def stays(
         *_left_by_passes(recorder, own),
         again=outputs,
         unread=unread,
-        renewed=renewed,
+        renewed=renewed + before,
     )
 
 
@@ -183,6 +183,15 @@ def _without_renewed(recorder: Recorder, new: Mapping[int, int]) -> tuple[dict[i
     """These without what variables hold that each step binds anew before its backward pass; and the bytes of that."""
     renewed = bound_anew(held_in(recorder.thread), recorder.bound, new) if new and recorder.bound else set()
     return _without(new, renewed), sum(new[key] for key in renewed)
+
+
+def _gone_reads(recorder: Recorder) -> int:
+    """Bytes of what losses were computed from and is gone, at most; what is there is read again, as by a closure.
+
+    Those of the next loss take its place, unless they were there before the recording began, as the next batch was.
+    """
+    gone = [sum(n for key, n in loss.read.items() if key not in recorder.used) for loss in recorder.losses]
+    return max(gone, default=0)
 
 
 def _gone(
@@ -224,7 +233,7 @@ def _gradients_held(recorder: Recorder, *, others: bool) -> dict[int, int]:
     """The gradients that outputs retain; those of parameters outside the planned graphs, too, where `others` asks."""
     outputs = [t for ref in recorder.results.tensors.values() if (t := ref()) is not None]
     found = [t.grad for t in outputs if t.retains_grad]
-    return storages([*found, *(p.grad for p in (trained_outside(recorder) if others else ()))])
+    return storages(found) | (_gradients_outside(recorder) if others else {})
 
 
 def _stays_of_others(
@@ -249,6 +258,18 @@ def _copies(recorder: Recorder) -> dict[int, int]:
     copied = storages([t for t in tensors_of_copies(model) if takes_memory(t, recorder.device)])
     names = [name for name, _ in model.named_parameters()]
     return copied | copies_of(held_in(recorder.thread), names, recorder.device)
+
+
+def _gradients_outside(recorder: Recorder) -> dict[int, int]:
+    """The gradients of parameters outside the planned graphs, which may be made after the graphs have run."""
+    return storages([p.grad for p in trained_outside(recorder)])
+
+
+def _left_outside(recorder: Recorder, counted: Collection[int], cleared: Collection[int]) -> tuple[int, int]:
+    """Bytes of these gradients that the next backward pass finds cleared, and of those that it adds to."""
+    left = _without(_gradients_outside(recorder), counted)
+    gone = sum(nbytes for key, nbytes in left.items() if key in cleared)
+    return gone, sum(left.values()) - gone
 
 
 def trained_outside(recorder: Recorder) -> list[nn.Parameter]:

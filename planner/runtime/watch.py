@@ -193,14 +193,14 @@ class Watch:
         awaited = max(0, self._state - sum(there.values()))
         there |= {key: nbytes for key, (_, nbytes) in recorder.by_optimizer.made.copy().items()}
         self._spare = self._state - sum(there.values())
-        makes = recorder.makes_batches = recorder.is_new(batch)
+        recorder.makes_batches = recorder.is_new(batch)
         comes, roles = self._learnt.role, [*self._recorded]
         later = recorder.later if comes in roles else self._later.get(comes, 0)
         self._later |= dict.fromkeys(roles, recorder.later)
         turns, self._used = comes not in roles, [*recorder.used_before, recorder.used]
-        given = {"awaited": awaited, "later_inputs": later}
-        found = stays(recorder, batch, [counted, states], optimizers, batches=makes, turns=turns, **given)
         cleared = self.gradients.cleared(trained_outside(recorder))
+        given = {"awaited": awaited, "later_inputs": later}
+        found = stays(recorder, batch, [counted, states], optimizers, turns=turns, cleared=cleared, **given)
         seen = loss_seen(recorder, self._workspaces, found, cleared, first=not self._learnt.heard)
         recorder.kept.update(found.kept)
         held, self._targets = {at for loss in recorder.losses for at in loss.held}, found.unread
@@ -384,7 +384,7 @@ class Watch:
         """An optimizer has stepped; a round ends if it is one of the model's."""
         known = self.loop.gradients == "accumulated" and self.stepped.knows(optimizer)
         known = known or (self.gradients.never_there and optimizer in self.optimizers())
-        if not (self.settled and known) and self._model() is not None:
+        if not (self.settled and known and self.recorder is None) and self._model() is not None:
             self.gradients.any_stepped(optimizer)
             if trained := self.stepped.add(optimizer):
                 self.gradients.optimizer_stepped(trained)

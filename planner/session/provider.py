@@ -232,6 +232,8 @@ class Provider:
                         "differentiated. One that is not, such as an evaluation, runs under torch.no_grad()"
                     )
                 raise
+        if not hardly:  # what does not fit without what other models take, either, is an error
+            self._made(replace(request, loop=replace(loop, around=0)), captured)
         if request.options.offload and least > request.budget_bytes * (1 + HARDLY) and waits(loop):
             planned, least = leanest_that_moves(make, request)
         else:
