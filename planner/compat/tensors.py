@@ -51,6 +51,11 @@ def dense_parts(t: torch.Tensor) -> list[torch.Tensor]:
     return [t.ccol_indices(), t.row_indices(), t.values()] if t.layout in (torch.sparse_csc, torch.sparse_bsc) else [t]
 
 
+def entries_of(t: torch.Tensor | None) -> int:
+    """The entries of a tensor that is sparse in its rows (`Tensor._nnz`, torch 2.11 to 2.15); 0 for others."""
+    return t._nnz() if t is not None and t.layout == torch.sparse_coo and t.sparse_dim() == 1 else 0
+
+
 def is_batched(t: torch.Tensor) -> bool:
     """Whether a tensor stands for several under `vmap`, as a gradient does by `is_grads_batched` (2.11 to 2.15)."""
     of: Any = torch._C._functorch

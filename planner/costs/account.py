@@ -88,11 +88,9 @@ def more_of_optimizers(request: Request, seen: Loop) -> int:
     """Bytes that the optimizers take in a loop with other sparse gradients than the request's, and not in that."""
     if seen.sparse == request.loop.sparse:
         return 0
-    takes = [
-        optimizers_take(each) for each in (replace(request, loop=replace(request.loop, sparse=seen.sparse)), request)
-    ]
-    own, before = (state + (step or 0) for state, step in takes)
-    return own - before
+    then = replace(request, loop=replace(request.loop, sparse=seen.sparse))
+    more, before = (state + (step or 0) for state, step in map(optimizers_take, (then, request)))
+    return more - before
 
 
 def _given(request: Request) -> dict[str, int]:
@@ -118,7 +116,8 @@ def _optimizers(request: Request) -> OptimizerMemory:
 
 def _sparse(request: Request) -> list[tuple[nn.Parameter, int]]:
     """The parameters whose gradients are sparse in their rows, each with the number of entries."""
-    return [(request.model.get_parameter(name), entries) for name, entries in request.loop.sparse]
+    entries = dict(request.loop.sparse)
+    return [(p, entries[name]) for name, p in request.model.named_parameters() if name in entries] if entries else []
 
 
 def _with_others(memory: OptimizerMemory, request: Request, optimizer: optim.Optimizer | str) -> OptimizerMemory:

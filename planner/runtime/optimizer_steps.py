@@ -11,6 +11,8 @@ from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from planner.compat.modules import each_parameter
+from planner.compat.tensors import entries_of
+from planner.core.call import gradient_of
 from planner.requests.optimizers import trained_by, wraps_another
 
 
@@ -82,9 +84,9 @@ class ModelsOptimizers:
         trained = [] if wraps_another(optimizer) else [own[at] for at in trained_by(optimizer) & own.keys()]
         if trained and optimizer not in self.all():
             self._stepped.append(weakref.ref(optimizer))
-        if sparse := {id(p): p.grad._nnz() for p in trained if p.grad is not None and p.grad.is_sparse}:
+        if sparse := {id(p): n for p in trained if (n := entries_of(gradient_of(p)))}:
             found = [(name, sparse[id(p)]) for name, p in model.named_parameters() if id(p) in sparse]
-            self.entries |= {name: max(entries, self.entries.get(name, 0)) for name, entries in found}
+            self.entries |= {name: max(n, self.entries.get(name, 0)) for name, n in found}
         return trained
 
 

@@ -78,7 +78,8 @@ class Stays:
         again: outputs of the step before that were there until the end of the backward pass, as some are now.
         unread: of what the loss was computed from, what is gone: the next one's takes its place.
         renewed: what was made since the last backward pass, as by an evaluation, and is there until the next begins:
-            the loop has bound by then what holds it to outputs and losses of its step.
+            the loop has bound by then what holds it to outputs and losses of its step. Gradients outside the planned
+            graphs that it clears by then are among it.
     """
 
     beside: int

@@ -41,9 +41,11 @@ def split_dropouts(graph: fx.Graph) -> None:
     for draw in graph.find_nodes(op="call_function", target=_ATEN.native_dropout.default):
         parts = {user.args[1]: user for user in draw.users if user.target is operator.getitem}
         x, rate, train = draw.args
-        if not train or not isinstance(rate, float) or rate >= 1 or not (1 in parts or _CPU.get()):
+        dropped = draw.meta["val"][0]
+        on_cpu = not dropped.is_cuda and _CPU.get()
+        if not train or not isinstance(rate, float) or rate >= 1 or not (1 in parts or on_cpu):
             continue
-        mask, dropped = parts.get(1) or _mask_of(draw), draw.meta["val"][0]
+        mask = parts.get(1) or _mask_of(draw)
         exact = 1 / (1 - rate)
         with unset_fake_temporarily():
             scale = _scale(rate, dropped)
@@ -53,7 +55,7 @@ def split_dropouts(graph: fx.Graph) -> None:
                 user.args = (user.args[0], mask, scale)
         if 0 not in parts:
             continue
-        if not dropped.is_cuda and _CPU.get() and x.meta["val"].is_contiguous():
+        if on_cpu and x.meta["val"].is_contiguous():
             _as_eager_on_a_cpu(draw, mask, parts[0], scale)
             continue
         result = parts[0]
