@@ -27,8 +27,8 @@ PARTS = {
     "torch._C._functorch": "is_batchedtensor is_legacy_batchedtensor",
     "torch._C:_FunctionBase": "_raw_saved_tensors _sequence_nr",
     "torch:Tensor": (
-        "_backward_hooks _base _indices _make_wrapper_subclass _post_accumulate_grad_hooks _typed_storage _use_count "
-        "_values _version"
+        "_backward_hooks _base _indices _make_wrapper_subclass _nnz _post_accumulate_grad_hooks _typed_storage "
+        "_use_count _values _version"
     ),
     "torch:UntypedStorage": "_cdata",
     "torch.autograd.graph": "_engine_run_backward",
