@@ -225,15 +225,14 @@ class Provider:
             loop, least, gb_needed = request.loop, e.minimum_bytes, e.minimum_gb
             late = self.heard > 1 and captured is not None
             hardly = loop != self.request.loop and (late or least <= request.budget_bytes * (1 + HARDLY))
-            if not hardly and not loop.around:
+            # what does not fit without what other models take, either, is an error
+            if not hardly and least - loop.around > request.budget_bytes:
                 if loop.in_flight > 1:
                     e.add_note(
                         f"{loop.in_flight} calls of the model are counted whose results were there at once, to be "
                         "differentiated. One that is not, such as an evaluation, runs under torch.no_grad()"
                     )
                 raise
-        if not hardly:  # what does not fit without what other models take, either, is an error
-            self._made(replace(request, loop=replace(loop, around=0)), captured)
         if request.options.offload and least > request.budget_bytes * (1 + HARDLY) and waits(loop):
             planned, least = leanest_that_moves(make, request)
         else:
