@@ -23,6 +23,7 @@ from planner.stepping.step import step_of
 
 NUMBERS = 64  # bytes: the tensors that a CPU makes of the numbers which ops take, and fake tensors do not; 8 bytes each
 MOST_SEEN = 64
+NONE: Mapping[int, int] = MappingProxyType({})
 _SEEN: dict[Any, OptimizerMemory] = {}  # by what was stepped
 _FILLS = ("zeros", "ones", "full", "empty", "new_", "fill", "lift", "copy", "_to_copy", "clone")
 FORMS = {"foreach": {"foreach": True}, "fused": {"fused": True}, "forloop": {"foreach": False}}
@@ -49,7 +50,7 @@ def optimizer_memory(
     *,
     cuda: bool,
     without: Collection[int] = (),
-    sparse: Mapping[int, int] = MappingProxyType({}),
+    sparse: Mapping[int, int] = NONE,
 ) -> OptimizerMemory:
     """The memory of an optimizer, by two steps of its own code on fake tensors; on a CPU, workspaces of ops that
     may have one (products, decompositions) are measured, each once. Sparse gradients are tried on small tables.
@@ -94,7 +95,7 @@ def optimizer_memory(
         groups = [{**g, "params": [p for p in g["params"] if id(p) not in without]} for g in optimizer.param_groups]
         if kind is optim.SparseAdam:  # which takes no others
             sparse = {**{id(p): 1 for g in groups for p in g["params"]}, **sparse}
-        memory = _steps(kind, optimizer.defaults, groups, cuda, sparse)
+        memory = _two_steps(kind, optimizer.defaults, groups, cuda, sparse)
         return replace(memory, state=memory.state + _of_frozen(optimizer, cuda))
     except Exception as e:
         state = list(optimizer.state.values())
@@ -109,23 +110,6 @@ def optimizer_memory(
             "what its step() allocates is not known and counted as nothing"
         )
         return OptimizerMemory(nbytes, 0)
-
-
-def _steps(
-    kind: type[optim.Optimizer],
-    options: Mapping[str, Any],
-    groups: Sequence[Mapping[str, Any]],
-    cuda: bool,
-    sparse: Mapping[int, int],
-) -> OptimizerMemory:
-    """As `_two_steps()`, where some gradients are sparse: they are stepped one by one."""
-    tables = [{**g, "params": [p for p in g["params"] if p.requires_grad and id(p) in sparse]} for g in groups]
-    if not any(g["params"] for g in tables):
-        return _two_steps(kind, options, groups, cuda)
-    dense = [{**g, "params": [p for p in g["params"] if id(p) not in sparse]} for g in groups]
-    memory = _two_steps(kind, options, dense, cuda) if any(g["params"] for g in dense) else OptimizerMemory(0, 0)
-    state, step = sparse_steps(kind, options, tables, [sparse[id(p)] for g in tables for p in g["params"]])
-    return replace(memory, state=memory.state + state, step=max(memory.step, step))
 
 
 def step_workspace(optimizer: optim.Optimizer, group: Mapping[str, Any], parameter: torch.Tensor, *, cuda: bool) -> int:
@@ -163,7 +147,11 @@ def _named(name: str) -> tuple[type[optim.Optimizer], dict[str, Any]]:
 
 
 def _two_steps(
-    kind: type[optim.Optimizer], options: Mapping[str, Any], groups: Iterable[Mapping[str, Any]], cuda: bool
+    kind: type[optim.Optimizer],
+    options: Mapping[str, Any],
+    groups: Iterable[Mapping[str, Any]],
+    cuda: bool,
+    sparse: Mapping[int, int] = NONE,
 ) -> OptimizerMemory:
     """Two steps of a fake optimizer: the first makes the state, and either may hold the most beside it.
 
@@ -174,14 +162,16 @@ def _two_steps(
         options: what to give its constructor, which may take only some of them.
         groups: its parameter groups, which hold all its options.
         cuda: where the fake parameters are.
+        sparse: as for `optimizer_memory()`.
     """
     groups = list(groups)
     like = _described([dict(options), *groups])
     if like is None:
-        return _two_steps_anew(kind, options, groups, cuda)
-    key = (kind, step_of(kind), like, cuda, torch.get_default_dtype())
+        return _steps_anew(kind, options, groups, cuda, sparse)
+    entries = tuple(sparse.get(id(p), 0) for group in groups for p in group["params"])
+    key = (kind, step_of(kind), like, cuda, torch.get_default_dtype(), entries)
     if key not in _SEEN:
-        _SEEN[key] = _two_steps_anew(kind, options, groups, cuda)
+        _SEEN[key] = _steps_anew(kind, options, groups, cuda, sparse)
         if len(_SEEN) > MOST_SEEN:
             del _SEEN[next(iter(_SEEN))]
     return _SEEN[key]
@@ -203,7 +193,24 @@ def _described(value: Any) -> Any:
     return None
 
 
-def _two_steps_anew(
+def _steps_anew(
+    kind: type[optim.Optimizer],
+    options: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]],
+    cuda: bool,
+    sparse: Mapping[int, int],
+) -> OptimizerMemory:
+    """As `_two_steps()`. Sparse gradients are stepped one by one."""
+    tables = [{**g, "params": [p for p in g["params"] if p.requires_grad and id(p) in sparse]} for g in groups]
+    if not any(g["params"] for g in tables):
+        return _dense_steps(kind, options, groups, cuda)
+    dense = [{**g, "params": [p for p in g["params"] if id(p) not in sparse]} for g in groups]
+    memory = _dense_steps(kind, options, dense, cuda) if any(g["params"] for g in dense) else OptimizerMemory(0, 0)
+    state, step = sparse_steps(kind, options, tables, [sparse[id(p)] for g in tables for p in g["params"]])
+    return replace(memory, state=memory.state + state, step=max(memory.step, step))
+
+
+def _dense_steps(
     kind: type[optim.Optimizer], options: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], cuda: bool
 ) -> OptimizerMemory:
     """As `_two_steps()`."""
