@@ -558,6 +558,37 @@ def two_heads_in_turn(put: Put, ended: Ended) -> None:
         ended(loss)
 
 
+class DeepHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.left, self.right = mlp(depth=4), mlp(depth=3), mlp(depth=3)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        shared = self.trunk(x)
+        return self.left(shared), self.right(shared)
+
+
+def trains_heads(put: Put, ended: Ended, of_step: Sequence[int]) -> None:
+    model = put(DeepHeads())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for at in of_step:
+        outputs = model(torch.randn(512, 64))
+        loss = outputs[at].square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ended(loss)
+
+
+def head_left_out(put: Put, ended: Ended) -> None:
+    """What the head without a loss has saved is there until the next outputs come."""
+    trains_heads(put, ended, [0] * STEPS)
+
+
+def deep_heads_in_turn(put: Put, ended: Ended) -> None:
+    trains_heads(put, ended, [step % 2 for step in range(STEPS)])
+
+
 class Branches(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -3042,6 +3073,8 @@ LOOPS: dict[str, Loop] = {
     "rollouts": Loop(rollouts),
     "weights_from_gradients": Loop(weights_from_gradients),
     "distribution_and_value": Loop(distribution_and_value, share=0.9),
+    "head_left_out": Loop(head_left_out, share=1.02),
+    "deep_heads_in_turn": Loop(deep_heads_in_turn, plans=3),
     "two_heads_with_room": Loop(distribution_and_value, share=1.03),
     "own_predictions": Loop(own_predictions, plans=4),
     "bootstrapped": Loop(bootstrapped),

@@ -29,3 +29,15 @@ def test_a_loop_with_room_takes_what_was_predicted(name):
     seen = run(loop, lambda model: plan(model, budget_gb=1.5 * unplanned.peak / GB, mode="eager").apply())
     assert differences(seen, unplanned) == []
     assert 0.99 * seen.predicted[-1] <= seen.peak <= 1.001 * seen.predicted[-1]
+
+
+@pytest.mark.parametrize("name", ["head_left_out", "deep_heads_in_turn"])
+def test_graphs_of_outputs_without_a_gradient_are_within_the_budget(name):
+    loop = LOOPS[name]
+    unplanned = run(loop)
+    budget = 0.8 * unplanned.peak
+    seen = run(loop, lambda model: plan(model, budget_gb=budget / GB, mode="eager").apply())
+    assert differences(seen, unplanned) == []
+    assert seen.plans <= 3
+    assert max(seen.measured) <= budget
+    assert 0.99 * max(seen.predicted) <= seen.peak <= 1.001 * max(seen.predicted)

@@ -121,6 +121,8 @@ class Loop:
             gradient has come to them.
         sparse: the parameters, by name, whose gradients are sparse when an optimizer steps them, each with the most
             entries that were seen.
+        without: of each step that was seen, where they differ, the positions of all outputs that got no gradient: in
+            eager mode, what their graphs have saved is there as long as they are.
         attributes: the tensors that modules keep as attributes and that are part of what `loss` says to stay: names and
             bytes.
     """
@@ -146,6 +148,7 @@ class Loop:
     late: int | None = None
     stateless: tuple[str, ...] = ()
     sparse: tuple[tuple[str, int], ...] = ()
+    without: tuple[tuple[int, ...], ...] = ()
     attributes: tuple[tuple[str, int], ...] = ()
 
     @property
@@ -191,6 +194,7 @@ def most_of(one: Loop, other: Loop) -> Loop:
         kept_beside=max(one.kept_beside, other.kept_beside),
         freed_beside=None if None in freed else max(n for n in freed if n is not None),
         stateless=tuple(name for name in one.stateless if name in other.stateless),
+        without=tuple(sorted({*one.without, *other.without})),
         attributes=both,
     )
 
@@ -220,8 +224,8 @@ def most_beside(one: Loop, other: Loop) -> Loop:
 
 
 def same_facts(one: Loop, other: Loop, tolerance: int) -> bool:
-    """Whether two loops do the same with the model, but for its loss and the entries of sparse gradients; what is
-    beside may differ by so many bytes.
+    """Whether two loops do the same with the model, but for its loss, the entries of sparse gradients, and outputs
+    without a gradient; what is beside may differ by so many bytes.
     """
 
     def facts(loop: Loop) -> Loop:
@@ -236,6 +240,7 @@ def same_facts(one: Loop, other: Loop, tolerance: int) -> bool:
             around=0,
             left_over=0,
             sparse=(),
+            without=(),
             attributes=(),
             kept_beside=0,
             freed_beside=none,

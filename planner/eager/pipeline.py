@@ -14,6 +14,7 @@ from planner.capture.trace.data_dependent import CHANCES, Answers
 from planner.capture.trace.step import blame, learnt, random_drawn
 from planner.compat.fake import DataDependentOutputException, FakeTensorMode
 from planner.compat.modules import NormBase
+from planner.core.loop import Loop
 from planner.core.plan import PlanRecord
 from planner.core.recipe import Choice
 from planner.core.step import Replay, Runs, Step, replay
@@ -198,7 +199,17 @@ class Tracer:
         return 512 if self.request.device.caches else 1
 
     def trace(self, choice: Choice, detailed: bool = False) -> Trace:
-        """The step with a choice of checkpoints; raises StepFailed."""
+        """The step with a choice of checkpoints, which makes the most of those that the loop was seen to take; raises
+        StepFailed.
+        """
+        loop = self.request.loop
+        loops = [replace(loop, unreached=without) for without in loop.without] or [loop]
+        steps = [self._step(choice, each, detailed) for each in loops]
+        if left := max(step.left for step in steps):  # in the graphs of the step before
+            steps = [self._step(choice, each, detailed, left) for each in loops]
+        return max(steps, key=Trace.most)
+
+    def _step(self, choice: Choice, loop: Loop, detailed: bool, left: int = 0) -> Trace:
         self.traced()
         self.answers.begin()
         with random_drawn(self.model, self.answers):
@@ -212,8 +223,9 @@ class Tracer:
                 accumulate=self.request.gradients_copied,
                 shard=self.request.options.shard,
                 detailed=detailed,
-                loop=self.request.loop,
+                loop=loop,
                 calls=1 if self.request.occupancy is not None else self.request.in_flight,
+                left=left,
             )
 
     def trial(self, choice: Choice, state: State, trace: Trace) -> tuple[Trial, list[OpCost]]:

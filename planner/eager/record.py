@@ -119,6 +119,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.saved[packed[0]].unpacked.append(self._begun)
         return packed[1]
 
+    def alive(self) -> dict[int, int]:
+        """The storages that the step has made and that are still there, by key, with their bytes."""
+        return {key: self.sizes[number] for key, number in self._made.items()}
+
     def finished(self) -> Trace:
         for f in self._finalizers:
             f.detach()

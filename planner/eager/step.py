@@ -65,6 +65,7 @@ def trace_step(
     detailed: bool = False,
     loop: Loop = Loop(),  # noqa: B008 (it is frozen)
     calls: int = 1,
+    left: int = 0,
 ) -> Trace:
     """Run one step as a training loop does: the output is held until the backward pass has ended.
 
@@ -80,6 +81,7 @@ def trace_step(
         detailed: record what autograd saves, and source lines.
         loop: what the training loop was seen to do with the output, and to make for the loss.
         calls: of the model, all of which wait for one backward pass.
+        left: bytes that the last step's outputs, which the loop holds, keep in their graphs.
 
     Raises:
         StepFailed: the step raised.
@@ -87,6 +89,7 @@ def trace_step(
     """
     recorder, attributes, kept = Recorder(mode, detailed), dict[str, int](), kept_as_attributes(model)
     shards: list[torch.Tensor] = []
+    still = 0
 
     def keep_share(p: torch.Tensor) -> None:
         if p.grad is not None:
@@ -115,7 +118,8 @@ def trace_step(
             with checkpointed(model, choice or Choice()), recorder, hooks:
                 there = sum(storages(parameters).values()) if loop.late is None else loop.late
                 earlier = held(there) if loop.gradients == "cleared late" else []
-                named, given = ([], []) if loop.loss is None else map(held, (loop.loss.stays, loop.loss.given))
+                stays, given = (0, 0) if loop.loss is None else (loop.loss.stays, loop.loss.given)
+                named, gradients = held(stays + left), held(given)
                 outputs: list[Any] = []
                 losses: list[torch.Tensor] = []
                 made: list[torch.Tensor] = []
@@ -126,16 +130,25 @@ def trace_step(
                 attributes = attributes_staying(model, kept)
                 named.clear()  # the names of the last step's outputs are taken over
                 recorder.phase = "loss"
-                differentiate(outputs, losses, loss_fn, recorder, loop, earlier, given)
+                differentiate(outputs, losses, loss_fn, recorder, loop, earlier, gradients)
+                still = _let_go(outputs, recorder) if stays and loop.without else 0
         except Exception as e:
             if recorder.phase == "loss":
                 raise
             raise StepFailed(recorder.failed or "", _place(e)) from e
         finally:
-            trace = replace(recorder.finished(), attributes=attributes)
+            trace = replace(recorder.finished(), attributes=attributes, left=still)
             for p in parameters:
                 p.grad = None
     return trace
+
+
+def _let_go(outputs: list[Any], recorder: Recorder) -> int:
+    """Let go of the outputs; the bytes that this frees beside their own: a part of the graph without a gradient."""
+    before = recorder.alive()
+    own = storages(outputs).keys()
+    outputs.clear()
+    return sum(before[key] for key in before.keys() - recorder.alive().keys() - own)
 
 
 class _Before(torch.autograd.Function):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Literal
 
 from planner.compat.ops import OpOverload
@@ -113,6 +114,7 @@ class Trace:
         given: number of each storage that was there before, by its identity.
         output_bytes: of the elements of the model's outputs.
         attributes: the bytes of tensors that modules keep as plain attributes, by name, beside what the step makes.
+        left: bytes that the graphs of the outputs still hold after the backward pass, which has not run through them.
     """
 
     ops: tuple[TracedOp, ...]
@@ -124,3 +126,12 @@ class Trace:
     given: Mapping[int, int]
     output_bytes: int
     attributes: Mapping[str, int] = field(default_factory=dict)
+    left: int = 0
+
+    def most(self) -> int:
+        """Bytes of the storages that are there at once, at most. O(ops + storages)."""
+        change = [0] * (len(self.ops) + 2)
+        for size, born, died in zip(self.sizes, self.born, self.died, strict=True):
+            change[max(0, born)] += size
+            change[died] -= size
+        return max(accumulate(change))

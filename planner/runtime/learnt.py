@@ -128,5 +128,6 @@ def _with(loop: Loop, shown: Loop) -> Loop:
         asks_first=kept.asks_first,
         stateless=shown.stateless,
         sparse=shown.sparse,
+        without=shown.without,
         attributes=shown.attributes,
     )

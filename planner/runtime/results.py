@@ -76,6 +76,11 @@ class Results:
         return tuple(sorted(self.awaiting - self.reached))
 
     @property
+    def left_out(self) -> tuple[int, ...]:
+        """Positions of the outputs that got no gradient, where others got one."""
+        return self.unreached if self.reached else ()
+
+    @property
     def by_turns(self) -> tuple[int, ...]:
         """Positions of the outputs that some backward pass gave a gradient, and another one did not."""
         reached = self.reached

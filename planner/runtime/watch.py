@@ -205,8 +205,7 @@ class Watch:
         recorder.kept.update(found.kept)
         held, self._targets = {at for loss in recorder.losses for at in loss.held}, found.unread
         self._bound, self._renewed = recorder.bound, found.renewed
-        own = [states, [p for p, _ in counted] if recorder.passing else counted]
-        self._warn_between(recorder, own)
+        self._warn_between(recorder, [states, [p for p, _ in counted] if recorder.passing else counted])
         came_round = comes in roles or recorder.came_round
         if recorder.asks_first and len(recorder.passes) == 1:
             self._asks.update(roles)
@@ -238,6 +237,7 @@ class Watch:
             attributes=attributes_held(recorder),
             stateless=without_state(self._model(), optimizers) if again else (),
             sparse=tuple(self.stepped.entries.items()),
+            without=(recorder.results.left_out,),
         )
         before, settled = self.loop, self.settled
         self._learnt.enter(shown, roles, found.batches, settles=came_round, compiled=self.compiled)

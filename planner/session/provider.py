@@ -349,6 +349,9 @@ class Provider:
         stepping = replace(self.request, found=self.counted.get(role, self.request.found), loop=before)
         if more_of_optimizers(stepping, seen) > free or not same_facts(seen, before, free):
             return False
+        record = self.records.get(role)
+        if record is not None and isinstance(record.recipe, Choice) and not {*seen.without} <= {(), *before.without}:
+            return False
         captured = self._captured(role)
         if seen.loss is None or captured is None:
             return (seen.outputs_held, seen.loss) == (before.outputs_held, before.loss)
