@@ -28,7 +28,7 @@ from torch import nn
 from torch._subclasses import FakeTensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from planner import InfeasibleBudgetError, applied_plan, plan
+from planner import InfeasibleBudgetError, applied_plans, plan
 from planner.planning import pipeline
 
 STEPS = 6
@@ -67,7 +67,8 @@ class Seen:
 
     Attributes:
         measured: the peak of each step from the second, in bytes.
-        predicted: the peak of the plan that was there when each of these steps ended; the largest of several models'.
+        predicted: the largest peak of the plans, one for each kind of call, that were there when each of these steps
+            ended.
         losses: everything that the loop reported.
         state: what the loop left: parameters, buffers, gradients, random state.
         plans: how many plans were made.
@@ -109,7 +110,8 @@ class Meter:
             self.profiler.start()
             self.live = _relocate({s.data_ptr() for s in self.older})
         elif self.step <= STEPS:
-            self.predicted.append(max((p.peak_bytes for p in map(applied_plan, self.models) if p), default=0))
+            plans = [each for model in self.models for each in applied_plans(model)]
+            self.predicted.append(max((p.peak_bytes for p in plans), default=0))
         if self.step <= STEPS:
             with record_function(MARK):
                 pass

@@ -558,6 +558,52 @@ def two_heads_in_turn(put: Put, ended: Ended) -> None:
         ended(loss)
 
 
+class TrainsItself(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp()
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)
+
+    def fit(self, ended: Ended) -> None:
+        self.minimize(self.encode, ended)
+
+    def minimize(self, function: Callable[[torch.Tensor], torch.Tensor], ended: Ended) -> None:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
+        for _ in range(STEPS):
+            loss = function(torch.randn(512, 64)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            ended(loss)
+
+
+def trains_itself(put: Put, ended: Ended) -> None:
+    """The loop is in a method of the model, which only another one of its methods runs."""
+    put(TrainsItself()).fit(ended)
+
+
+def evaluated_by_the_same_names(put: Put, ended: Ended) -> None:
+    """What an evaluation returns takes the place of the last step's outputs, and the next step's takes its place."""
+    model = put(mlp(out=512))
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(2):
+        model.train()
+        for _ in range(STEPS // 2 + 1):
+            x = torch.randn(512, 64)
+            y = model(x)
+            loss = y.square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            ended(loss)
+        model.eval()
+        with torch.no_grad():
+            x = torch.randn(512, 64)
+            y = model(x)
+
+
 class DeepHeads(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -2252,6 +2298,11 @@ def gan_both(put: Put, ended: Ended) -> None:
     _gan(put(_generator()), put(_discriminator()), ended)
 
 
+def gan_discriminator(put: Put, ended: Ended) -> None:
+    """Both backward passes of the discriminator's step find the generator's gradients of the step before."""
+    _gan(_generator(), put(_discriminator()), ended)
+
+
 def table_in_front(put: Put, ended: Ended) -> None:
     """A trained table that no plan is for, whose gradient of the step before is there until the backward pass."""
     table, model = nn.Embedding(4000, 64), put(mlp())
@@ -3029,6 +3080,7 @@ LOOPS: dict[str, Loop] = {
     "modules_by_themselves": Loop(modules_by_themselves),
     "block_by_block": Loop(block_by_block),
     "gan_generator": Loop(gan_generator, share=0.77),
+    "gan_discriminator": Loop(gan_discriminator, plans=5, share=1.02),
     "gan_both": Loop(gan_both, plans=6, share=0.785),
     "each_learns_alone": Loop(each_learns_alone, plans=4),
     "encoder_and_decoder": Loop(encoder_and_decoder, plans=4),
@@ -3059,7 +3111,7 @@ LOOPS: dict[str, Loop] = {
     "contrastive": Loop(contrastive),
     "triplet": Loop(triplet),
     "target_network": Loop(target_network),
-    "adversarial": Loop(adversarial, plans=3),
+    "adversarial": Loop(adversarial, plans=3, off=0.02),
     "without_the_pooled": Loop(without_the_pooled, off=0.03),
     "attacked_before_clearing": Loop(attacked_before_clearing, plans=4),
     "projected_gradients": Loop(projected_gradients, plans=5),
@@ -3073,6 +3125,8 @@ LOOPS: dict[str, Loop] = {
     "rollouts": Loop(rollouts),
     "weights_from_gradients": Loop(weights_from_gradients),
     "distribution_and_value": Loop(distribution_and_value, share=0.9),
+    "evaluated_by_the_same_names": Loop(evaluated_by_the_same_names, share=1.02),
+    "trains_itself": Loop(trains_itself),
     "head_left_out": Loop(head_left_out, share=1.02),
     "deep_heads_in_turn": Loop(deep_heads_in_turn, plans=3),
     "two_heads_with_room": Loop(distribution_and_value, share=1.03),

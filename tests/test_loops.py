@@ -77,3 +77,28 @@ def test_a_loop_that_trains_past_the_plan_is_told_so():
     model.forward(torch.randn(8, 64)).sum().backward()
     with pytest.warns(PlanWarning, match="trains without its plan"):
         optimizer.step()
+
+
+class ForwardForward(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(2))
+        self.optimizer = torch.optim.SGD(self.parameters(), 0.1)
+
+    def learn(self, x):
+        for layer in self.layers:
+            descend(self.optimizer, layer.forward(x).square().mean())
+            x = layer.forward(x).detach()
+
+
+def descend(optimizer, loss):
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_loop_inside_a_method_is_told_that_it_trains_past_the_plan():
+    model = plan(ForwardForward(), budget_gb=1).apply()
+    with pytest.warns(PlanWarning, match="trains without its plan"):
+        model.learn(torch.randn(8, 64))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import CodeType, FunctionType, MethodType
 from typing import Any
@@ -116,12 +116,8 @@ def _methods(model: nn.Module) -> list[str]:
             if isinstance(found, FunctionType) and name not in vars(model):
                 functions.setdefault(name, found.__code__)
                 names.setdefault(name, set()).update(_names(found.__code__))  # it may call that of a base class
-    using = {*dict(model.named_children()), *(name for name, _ in model.named_parameters(recurse=False))}
-    grown = True
-    while grown:  # O(methods²)
-        more = {name for name, used in names.items() if name not in using and used & using and name != "forward"}
-        grown = bool(more)
-        using |= more
+    own = {*dict(model.named_children()), *(name for name, _ in model.named_parameters(recurse=False))}
+    using, loops = _reaching(names, own), _reaching(names, LOOPS)
     generators = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
     return [
         name
@@ -130,9 +126,19 @@ def _methods(model: nn.Module) -> list[str]:
         and not name.startswith("_")
         and name not in STEPS
         and not hasattr(nn.Module, name)
-        and not names[name] & LOOPS
+        and name not in loops
         and not code.co_flags & generators
     ]
+
+
+def _reaching(names: Mapping[str, set[str]], goals: set[str]) -> set[str]:
+    """The goals, and the methods whose code names one, or another method that does. O(methods²)."""
+    found, grown = set(goals), True
+    while grown:
+        more = {name for name, used in names.items() if name not in found and used & found and name != "forward"}
+        grown = bool(more)
+        found |= more
+    return found
 
 
 def _names(code: CodeType) -> set[str]:

@@ -125,6 +125,8 @@ def stays(
     own, alive = storages([batch, counted, [other.tensors() for other in others]]).keys(), recorder.made.made.copy()
     coming = storages(batch).keys()
     used = {key: used for key, used in recorder.used.copy().items() if key not in own}
+    for key in recorder.used.keys() - used:  # their gradients are counted with them
+        recorder.used[key].trained = None
     stay = _stays_of_others(recorder, used, own, optimizers)
     later = {key: nbytes for each in (recorder.gradients.made.copy(), given) for key, (_, nbytes) in each.items()}
     left, remaining = _left_by_losses(recorder, alive)
@@ -170,13 +172,13 @@ def stays(
         beside + around - apart,
         apart,
         read,
-        left + losses,
+        left + losses + recorder.spent,
         _without(remaining, own),
         sum(nbytes for key, (_, nbytes) in given.items() if key not in own),
         *_left_by_passes(recorder, own),
         again=outputs,
         unread=unread,
-        renewed=renewed + before,
+        renewed=renewed + max(before, recorder.spent),
     )
 
 
@@ -263,7 +265,7 @@ def _copies(recorder: Recorder) -> dict[int, int]:
 
 def _gradients_outside(recorder: Recorder) -> dict[int, int]:
     """The gradients of parameters outside the planned graphs, which may be made after the graphs have run."""
-    return storages([p.grad for p in trained_outside(recorder)])
+    return storages([p.grad for p in trained_outside(recorder.used)])
 
 
 def _left_outside(recorder: Recorder, counted: Collection[int], cleared: Collection[int]) -> tuple[int, int]:
@@ -273,9 +275,9 @@ def _left_outside(recorder: Recorder, counted: Collection[int], cleared: Collect
     return gone, sum(left.values()) - gone
 
 
-def trained_outside(recorder: Recorder) -> list[nn.Parameter]:
+def trained_outside(*used: UsedStorages) -> list[nn.Parameter]:
     """The parameters outside the planned graphs of which a loss may have asked for the gradient."""
-    trained = [used.trained for used in recorder.used.copy().values() if used.trained is not None]
+    trained = [each.trained for those in used for each in those.copy().values() if each.trained is not None]
     return [p for ref in trained if (p := ref()) is not None]
 
 

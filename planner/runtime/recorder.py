@@ -85,6 +85,7 @@ class Recorder(LastingMode):
         used_before: what earlier recorders have seen to be used: heads of a model may take turns.
         undecided: what their calls were given, where the loop had not been seen to make a batch.
         before: of `older`, by storage, what was alive when a backward pass began.
+        spent: bytes of the gradients of an earlier step, outside the model, that a backward pass finds, at most.
         kept: the storages of what was made before a backward pass and is alive as the next step begins.
         kept_before, returned_before: of the recorder before, the same, and those of outputs.
     """
@@ -107,15 +108,14 @@ class Recorder(LastingMode):
         self.made, self.used, self.used_before = MadeStorages(), UsedStorages(), list[UsedStorages]()
         self.events: list[Event] = []
         self.calls, self.losses = dict[str, Call](), list[LossEvents]()
-        self.arrived: list[dict[int, Made]] = []
-        self.passes: list[tuple[bool, dict[int, Made]]] = []
+        self.arrived, self.passes = list[dict[int, Made]](), list[tuple[bool, dict[int, Made]]]()
         self.asks_first, self.model = False, weakref.ref(model)
         self.results = Results(outputs, self.events)
         self.others: weakref.WeakSet[PlannedModel] = weakref.WeakSet()
         self.passing: weakref.WeakSet[PlannedModel] = weakref.WeakSet()
         self.in_loss: set[int] = set()  # numbers of tensors that a backward pass made before it came to an output
         self.gradients, self.given = PlannedGradients(), MadeStorages()  # by the planned graphs; of outputs
-        self.held = self.inputs_at_once = self.later = self._called = 0
+        self.held = self.inputs_at_once = self.later = self._called = self.spent = 0
         self.budget, self.between, self.before = 0, Between(), dict[int, int]()
         own = {storage_key(t): t.untyped_storage() for outer in state for t in inside(outer)}.values()
         # a loop may put others in their place
@@ -129,7 +129,7 @@ class Recorder(LastingMode):
         self.returned_before = {*(older := MadeStorages() if earlier is None else earlier.returned).made}
         self._older_outputs = older
         self.held_then: Held | None = None if earlier is None else earlier.held_then
-        self.bound = set[Path]()
+        self.bound, self._spent = set[Path](), list[weakref.ref[Any]]()
         self.kept, self.kept_before = set[int](), set[int]() if earlier is None else earlier.kept
         seen = self._seen_made()
         for key in self.known.copy():
@@ -142,9 +142,10 @@ class Recorder(LastingMode):
         self.aside = list(map(weak, aside))
         self._hook([*outputs, *aside])
 
-    def knows(self, made: Sequence[MadeStorages], used: Sequence[UsedStorages]) -> None:
-        """These were made before the first call, and none of them is the model's or its batch; and those were used."""
+    def knows(self, made: Sequence[MadeStorages], used: Sequence[UsedStorages], spent: list[weakref.ref[Any]]) -> None:
+        """Before the first call these were made, and are not its own; those used; and these gradients by optimizers."""
         self.older += [each for each in made if each.made]
+        self._spent = spent
         self.used_before += [each for each in used if each]
 
     def _know(self, tree: Any) -> set[int]:
@@ -236,7 +237,8 @@ class Recorder(LastingMode):
         taken += sum(each.waiting_bytes() for each in self.others if each is not other)
         (self.passing if self.losses else self.others).add(other)
         self._note_inputs(tensors_in(batch), set())
-        self.events.append(Event(self._live() + taken, "", False, others=taken, later=later, model=id(other)))
+        live = self.made.live + self._older_outputs.live + taken
+        self.events.append(Event(live, "", False, others=taken, later=later, model=id(other)))
 
     def planned_results(self, results: Any) -> None:
         """The planned graphs have made these gradients."""
@@ -293,6 +295,7 @@ class Recorder(LastingMode):
             own = storages([other.tensors() for other in {*self.others, *self.passing}] if self.older else [])
             alive = {key: n for older in self.older for key, (_, n) in older.made.items() if key not in own}
             self.before = max(self.before, alive, key=lambda each: sum(each.values()))
+            self.spent = max(self.spent, sum(storages([ref() for ref in self._spent]).values()))
             self.arrived.append({})
             self.results.reached_by.append(set())
             self._called = 0
@@ -314,9 +317,6 @@ class Recorder(LastingMode):
         if (model := self.model()) is not None:
             gradients = [p.grad for p in model.parameters() if p.grad is not None]
             self._enter([part for outer in tensors_in(gradients) for part in dense_parts(outer)], self.added)
-
-    def _live(self) -> int:
-        return self.made.live + self._older_outputs.live
 
     def _loss_events(self, named: Collection[int]) -> LossEvents:
         """The loss; variables hold outputs, or views of them, of these storages."""
@@ -370,7 +370,7 @@ class Recorder(LastingMode):
             name = call.key
             self.calls.setdefault(name, call)
         place = None if backward else place_of(inspect.currentframe())
-        self.events.append(Event(self._live(), name, backward, place, tuple(made)))
+        self.events.append(Event(self.made.live + self._older_outputs.live, name, backward, place, tuple(made)))
         self.between.note(name, (self.made, self.inputs, self.returned, self.added), self.older, self.budget)
         self.over |= len(self.events) > MOST_OPS
 

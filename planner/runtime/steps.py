@@ -107,8 +107,8 @@ class StepRuntime(Applied):
         self.unguarded: object = None
 
     def saw_calls(self) -> bool:
-        """Whether there were calls in the present step."""
-        return bool(self.seen.calls)
+        """Whether the loop has made calls in the present step; one that has not returned may hold a loop itself."""
+        return bool(self.seen.calls) and not self.inside
 
     def remove(self) -> None:
         """The loop calls the model itself: see no more calls."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import nn, optim
 
-from planner.compat.tensors import storage_key, version_of
+from planner.compat.tensors import version_of
 from planner.core.loop import Gradients
 from planner.costs.static_memory import storage_bytes
 from planner.requests.optimizers import trained_by
@@ -64,14 +64,10 @@ class UsedGradients:
         alive = {at: known for at, known in self._of_any.items() if known[0]() is not None}
         self._of_any = alive | {id(p): (weakref.ref(p.grad), version_of(p.grad)) for p in stepped}
 
-    def cleared(self, parameters: Iterable[torch.Tensor]) -> set[int]:
-        """The storages of these parameters' gradients that an optimizer has used, and nothing has changed since."""
+    def spent(self, parameters: Iterable[torch.Tensor]) -> list[weakref.ref[torch.Tensor]]:
+        """These parameters' gradients that an optimizer has used, and nothing has changed since."""
         used = ((p.grad, *self._of_any.get(id(p), (None, None))) for p in parameters)
-        return {
-            storage_key(g)
-            for g, ref, version in used
-            if g is not None and ref and ref() is g and version == version_of(g)
-        }
+        return [ref for g, ref, version in used if g is not None and ref and ref() is g and version == version_of(g)]
 
     @property
     def never_there(self) -> bool:

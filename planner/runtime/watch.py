@@ -198,13 +198,13 @@ class Watch:
         later = recorder.later if comes in roles else self._later.get(comes, 0)
         self._later |= dict.fromkeys(roles, recorder.later)
         turns, self._used = comes not in roles, [*recorder.used_before, recorder.used]
-        cleared = self.gradients.cleared(trained_outside(recorder))
+        cleared = storages([ref() for ref in self.gradients.spent(trained_outside(recorder.used))])
         given = {"awaited": awaited, "later_inputs": later}
         found = stays(recorder, batch, [counted, states], optimizers, turns=turns, cleared=cleared, **given)
         seen = loss_seen(recorder, self._workspaces, found, cleared, first=not self._learnt.heard)
         recorder.kept.update(found.kept)
         held, self._targets = {at for loss in recorder.losses for at in loss.held}, found.unread
-        self._bound, self._renewed = recorder.bound, found.renewed
+        self._bound, self._renewed = recorder.bound, 0 if seen is None else seen.stays
         self._warn_between(recorder, [states, [p for p, _ in counted] if recorder.passing else counted])
         came_round = comes in roles or recorder.came_round
         if recorder.asks_first and len(recorder.passes) == 1:
@@ -351,7 +351,7 @@ class Watch:
         elif len(self._threads) <= 1 and may_record():
             self.recorder = Recorder(model, next(model.parameters()).device, batch, outputs, aside, earlier)
             self.recorder.budget = self.budget or 0
-            self.recorder.knows(self.evaluations.left, self._used)
+            self.recorder.knows(self.evaluations.left, self._used, self.gradients.spent(trained_outside(*self._used)))
             self.evaluations.left = []
             self.recorder.stepping = self.stepped.step_now()
             self._recorded, self._numbers = {self._learnt.role: None}, [self._number]
