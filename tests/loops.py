@@ -604,6 +604,19 @@ def evaluated_by_the_same_names(put: Put, ended: Ended) -> None:
             y = model(x)
 
 
+def layers_by_forward(put: Put, ended: Ended) -> None:
+    """`model.forward(x)` calls the layers one by one; the results of some are in no graph, and go as the next come."""
+    layers = [layer for _ in range(3) for layer in (nn.Linear(128, 128), nn.ReLU())]
+    model = put(nn.Sequential(*layers, nn.Linear(128, 10)))
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(STEPS):
+        loss = F.cross_entropy(model.forward(torch.randn(1024, 128)), torch.randint(10, (1024,)))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ended(loss)
+
+
 class DeepHeads(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -3126,6 +3139,7 @@ LOOPS: dict[str, Loop] = {
     "weights_from_gradients": Loop(weights_from_gradients),
     "distribution_and_value": Loop(distribution_and_value, share=0.9),
     "evaluated_by_the_same_names": Loop(evaluated_by_the_same_names, share=1.02),
+    "layers_by_forward": Loop(layers_by_forward, share=1.0),
     "trains_itself": Loop(trains_itself),
     "head_left_out": Loop(head_left_out, share=1.02),
     "deep_heads_in_turn": Loop(deep_heads_in_turn, plans=3),

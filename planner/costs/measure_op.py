@@ -48,10 +48,12 @@ def run_on_cpu(calls: Sequence[Call], timed: bool) -> dict[str, Allocated]:
     fail.
     """
     sizes: list[int | None] = []
+    gradients = torch.is_grad_enabled()
 
     def run_all() -> None:
-        for call in calls:
-            sizes.append(_marked_run(call, str(len(sizes))))
+        with torch.set_grad_enabled(gradients):  # a thread of its own begins with them
+            for call in calls:
+                sizes.append(_marked_run(call, str(len(sizes))))
 
     recorded = record_allocations(run_all, anywhere=True)
     peaks = {int(name): recorded.peak(events) for name, events in recorded.marks}

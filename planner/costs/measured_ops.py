@@ -21,7 +21,12 @@ _STABLE = ("aten", "prims")  # other ops may change without a new torch: they ar
 
 
 def measure(
-    calls: Iterable[Call], device: torch.device, *, timed: bool = False, progress: bool | None = None
+    calls: Iterable[Call],
+    device: torch.device,
+    *,
+    timed: bool = False,
+    progress: bool | None = None,
+    gradients: bool = True,
 ) -> dict[str, Allocated]:
     """Run each distinct op (target, shapes, strides, dtypes, other arguments) once, unless the disk cache knows it.
 
@@ -34,13 +39,15 @@ def measure(
         device: to run them on.
         timed: run each a few times more, for its seconds.
         progress: show a progress bar; None for only where a terminal is watching.
+        gradients: whether gradients are enabled: without, recurrent layers leave nothing for their backward pass.
 
     Returns:
         The costs of each by `Call.key`, without seconds unless `timed`.
     """
     distinct = {call.key: call for call in calls if not is_collective(call.target)}
     around = cache.surroundings(device)
-    digests = {key: cache.digest(around, key) for key, call in distinct.items() if call.target.namespace in _STABLE}
+    stable = [key for key, call in distinct.items() if call.target.namespace in _STABLE]
+    digests = {key: cache.digest(around, key if gradients else f"{key} without gradients") for key in stable}
     kept = cache.read(digests.values())
     costs = {key: kept[digest] for key, digest in digests.items() if digest in kept}
     todo = [c for key, c in distinct.items() if key not in costs or (timed and costs[key].seconds is None)]
@@ -57,7 +64,7 @@ def measure(
             random_state_kept(device),
             bar("measuring ops", progress, total=len(todo), unit=" ops") as shown,
             torch.inference_mode(False),
-            torch.enable_grad(),  # without, recurrent layers leave nothing for their backward pass
+            torch.set_grad_enabled(gradients),
             torch.autocast(device.type, enabled=False),  # the graph has its casts; others would be of other ops
         ):
             for at in range(0, len(todo), _BATCH):

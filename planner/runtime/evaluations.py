@@ -250,7 +250,7 @@ class Evaluations:
         self._took = live.most
         if not self.warned and self._others + live.most <= self._budget < inf:
             new = {key: call for key, (_, call) in live.calls.items() if key not in self._workspaces}
-            self._workspaces |= workspaces(new, live.device)
+            self._workspaces |= workspaces(new, live.device, gradients=False)
             self._took = max([live.most, *(held + self._workspaces[key] for key, (held, _) in live.calls.items())])
         self._tell()
 

@@ -50,10 +50,10 @@ def workspaces_of(recorder: Recorder, known: Collection[str]) -> dict[str, int]:
     return workspaces({key: recorder.calls[key] for key in ran.difference(known)}, recorder.device)
 
 
-def workspaces(calls: Mapping[str, Call], device: torch.device) -> dict[str, int]:
+def workspaces(calls: Mapping[str, Call], device: torch.device, *, gradients: bool = True) -> dict[str, int]:
     """The bytes that ops hold while they run, beside what they make: they are measured; 0 for those that fail."""
     with lasting_modes_off():
-        found = measure(calls.values(), device, progress=False)
+        found = measure(calls.values(), device, progress=False, gradients=gradients)
     return {key: found[key].workspace if key in found else 0 for key in calls}
 
 

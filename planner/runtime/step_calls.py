@@ -128,6 +128,7 @@ class StepCalls:
         outputs: of the leaves of all results, those that the loop still had when the last call had returned.
         saved: for some calls, the bytes of what the loop computed for them that autograd's graph keeps.
         stays: bytes of what the loop has made between the calls, and what stays until the next step.
+        gone: of results that the loop let go of, which leaf of which call, and how many calls had begun by then.
     """
 
     calls: tuple[EntryCall, ...]
@@ -135,6 +136,7 @@ class StepCalls:
     outputs: frozenset[int] = field(compare=False)
     saved: Mapping[int, int] = field(compare=False, default_factory=dict)
     stays: int = field(compare=False, default=0)
+    gone: Mapping[tuple[int, int], int] = field(compare=False, default_factory=dict)
 
     @property
     def but_for_numbers(self) -> tuple[object, ...]:
@@ -174,6 +176,7 @@ class CallsSeen:
         self._stays = 0  # bytes of what was made for calls that are given nothing derived
         self._returned: list[list[tuple[weakref.ref[torch.Tensor] | None, int]]] = []  # and its storage
         self._alive = frozenset[int]()
+        self._gone = dict[tuple[int, int], int]()
 
     def end(self) -> None:
         """The backward pass begins."""
@@ -208,27 +211,28 @@ class CallsSeen:
         self._saved.clear()
         self._stays = 0
         self._returned.clear()
+        self._gone.clear()
 
     def returned(self, result: Any) -> None:
         """What the latest call returned."""
         for at, t in enumerate(leaves(result)):
             if isinstance(t, torch.Tensor) and t.grad_fn is not None:
                 self._note(t, (len(self._returned), at))
-        self._returned.append(
-            [
-                (weakref.ref(t), storage_key(t))
-                if isinstance(t, torch.Tensor) and not is_traceable_wrapper_subclass(t)
-                else (None, 0)
-                for t in leaves(result)
-            ]
-        )
+        self._returned.append([self._watched(t, (len(self._returned), at)) for at, t in enumerate(leaves(result))])
+
+    def _watched(self, t: Any, leaf: tuple[int, int]) -> tuple[weakref.ref[torch.Tensor] | None, int]:
+        if not isinstance(t, torch.Tensor) or is_traceable_wrapper_subclass(t):
+            return None, 0
+        calls, gone = self.calls, self._gone
+        return weakref.ref(t, lambda _: gone.setdefault(leaf, len(calls))), storage_key(t)
 
     def steps(self) -> StepCalls:
         """The calls of the step."""
         now = {call: made.live for call, (made, _) in self._saved.items()}
         saved = {call: then - now[call] for call, (_, then) in self._saved.items()}
         given = tuple(given for _, given in self._given)
-        return StepCalls(tuple(self.calls), given, self._alive, saved, self._stays + sum(now.values()))
+        stays = self._stays + sum(now.values())
+        return StepCalls(tuple(self.calls), given, self._alive, saved, stays, dict(self._gone))
 
     def batch(self) -> list[torch.Tensor]:
         """What the step was given, as far as it is alive."""
@@ -298,12 +302,14 @@ def step_model(model: nn.Module, step: StepCalls) -> nn.Module:
 
     @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
     def call(self: nn.Module, *given: torch.Tensor) -> Any:
-        results: list[Any] = []
+        results: list[list[Any]] = []
         derived: list[torch.Tensor] = []
         for number, (each, function) in enumerate(zip(step.calls, functions, strict=True)):
             run = own_frame(self.get_submodule(each.entry.path), function)
             args, kwargs = _arguments(each, step.saved.get(number, 0), given, results, derived)
-            results.append(run(*args, **kwargs))
+            _let_go(results, [leaf for leaf, begun in step.gone.items() if begun == number])
+            _enter(run(*args, **kwargs), results)
+            del args, kwargs
         return _outputs(step, results)
 
     made = with_call(model, call)
@@ -313,14 +319,29 @@ def step_model(model: nn.Module, step: StepCalls) -> nn.Module:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _outputs(step: StepCalls, results: Sequence[Any]) -> Any:
-    found = [leaf for result in results for leaf in leaves(result)]
+def _enter(result: Any, results: list[list[Any]]) -> None:
+    results.append(leaves(result))
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _let_go(results: list[list[Any]], gone: Sequence[tuple[int, int]]) -> None:
+    for call, at in gone:
+        results[call][at] = None
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _outputs(step: StepCalls, results: Sequence[Sequence[Any]]) -> Any:
+    found = [leaf for result in results for leaf in result]
     return tuple(leaf if at in step.outputs else None for at, leaf in enumerate(found))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _arguments(
-    call: EntryCall, saved: int, given: Sequence[torch.Tensor], results: Sequence[Any], derived: list[torch.Tensor]
+    call: EntryCall,
+    saved: int,
+    given: Sequence[torch.Tensor],
+    results: Sequence[Sequence[Any]],
+    derived: list[torch.Tensor],
 ) -> Any:
     """The positional and the keyword arguments of a call; for the first derived one, so many bytes are saved."""
     first = next((source for source in call.sources if isinstance(source, Derived)), None)
@@ -329,18 +350,20 @@ def _arguments(
 
 
 def _value(
-    source: Any, saved: int, given: Sequence[torch.Tensor], results: Sequence[Any], derived: list[torch.Tensor]
+    source: Any,
+    saved: int,
+    given: Sequence[torch.Tensor],
+    results: Sequence[Sequence[Any]],
+    derived: list[torch.Tensor],
 ) -> Any:
     """An argument of a call, from its source; tensors that are derived are noted."""
     if isinstance(source, Given):
         return given[source.number]
     if isinstance(source, Returned):
-        found = leaves(results[source.call])[source.at]
+        found = results[source.call][source.at]
         return found.detach() if source.detached else found
     if isinstance(source, Derived):
-        sources = [
-            derived[each] if isinstance(each, int) else leaves(results[each[0]])[each[1]] for each in source.sources
-        ]
+        sources = [derived[each] if isinstance(each, int) else results[each[0]][each[1]] for each in source.sources]
         derived.append(_Between.apply(source, saved, *sources))  # type: ignore[no-untyped-call]
         return derived[-1]
     return source.value if isinstance(source, Unread) else source
