@@ -92,7 +92,7 @@ class InfeasibleBudgetError(BudgetError):
         """
         self.budget_gb = budget_gb
         self.minimum_bytes = minimum_bytes
-        self.minimum_gb = _rounded_up((minimum_bytes + late) / 2**30)
+        self.minimum_gb = rounded_up((minimum_bytes + late) / 2**30)
         takes = dict(sorted({**takes, **({LATE: late} if late else {})}.items(), key=lambda line: -line[1]))
         self.takes, self.lower, self.leanest, self.late = takes, lower, leanest, late
         room = ", ".join(f"{name} {gb(size)}" for name, size in takes.items() if size)
@@ -112,7 +112,7 @@ class InfeasibleBudgetError(BudgetError):
             self.add_note(note)
 
 
-def _rounded_up(x: float) -> float:
+def rounded_up(x: float) -> float:
     """The least number of four digits that is not below a positive number."""
     digits = 3 - math.floor(math.log10(x))
     rounded = float(f"{x:.3e}")

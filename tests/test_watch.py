@@ -4,6 +4,7 @@ import copy
 import gc
 import inspect
 import logging
+import re
 import warnings
 import weakref
 
@@ -171,6 +172,12 @@ def test_a_budget_that_leaves_room_for_little_of_a_loss_is_tried_before_it_is_re
     with pytest.raises(InfeasibleBudgetError) as refused:
         p.apply()(x)
     p.remove()
+    from_there = float(re.search(r"budget_gb=([\d.e-]+) on are tried", "".join(refused.value.__notes__))[1])
+    assert from_there < 0.9 * refused.value.minimum_gb
+    tried = plan(model, budget_gb=from_there)
+    tried.apply()(x)
+    assert applied_plan(model).peak_bytes <= from_there * 2**30
+    tried.remove()
     plan(model, budget_gb=0.9 * refused.value.minimum_gb).apply()
     for taken in (True, False):  # the first step shows what the loss holds
         model(x).sum().backward()

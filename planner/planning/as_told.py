@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from planner.capture.trace.step import TrainingGraph
-from planner.errors import InfeasibleBudgetError
+from planner.errors import InfeasibleBudgetError, rounded_up
 from planner.planning.outside import TAKEN_LEAST, with_least_loss
 from planner.planning.unreached import guesses
 from planner.requests.planned import Known, Planned
@@ -47,8 +47,14 @@ def as_told(
     of = step_of(guess)
     try:
         return attempt(guess, words, of)
-    except InfeasibleBudgetError:
-        if not shown and (lighter := with_least_loss(of)) is not None:
-            with suppress(InfeasibleBudgetError):
-                return attempt(guess, TAKEN_LEAST, lighter)
+    except InfeasibleBudgetError as e:
+        if shown or (lighter := with_least_loss(of)) is None:
+            raise
+        try:
+            return attempt(guess, TAKEN_LEAST, lighter)
+        except InfeasibleBudgetError as least:
+            e.add_note(
+                f"Budgets from budget_gb={rounded_up(least.minimum_bytes / 2**30)!r} on are tried: a loss may take "
+                "less than is left for it here, which the first steps show."
+            )
         raise
