@@ -617,6 +617,20 @@ def layers_by_forward(put: Put, ended: Ended) -> None:
         ended(loss)
 
 
+def distances(put: Put, ended: Ended) -> None:
+    """A variable has a view of what an op has made until the next step's takes its place."""
+    model = put(mlp())
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(STEPS):
+        z = model(torch.randn(512, 64))
+        distance = torch.cdist(z, z)
+        loss = distance.mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ended(loss)
+
+
 class DeepHeads(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -3140,6 +3154,7 @@ LOOPS: dict[str, Loop] = {
     "distribution_and_value": Loop(distribution_and_value, share=0.9),
     "evaluated_by_the_same_names": Loop(evaluated_by_the_same_names, share=1.02),
     "layers_by_forward": Loop(layers_by_forward, share=1.0),
+    "distances": Loop(distances, share=1.0),
     "trains_itself": Loop(trains_itself),
     "head_left_out": Loop(head_left_out, share=1.02),
     "deep_heads_in_turn": Loop(deep_heads_in_turn, plans=3),

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from planner.compat.autograd import references
-from planner.compat.tensors import storage_key
+from planner.compat.tensors import storage_key, viewed
 from planner.core.frames import variables_of
 from planner.errors import users_frame
 from planner.runtime.made import Event, LossEvents, Made, Place
@@ -107,7 +107,14 @@ def _holds_alone(variables: Mapping[str, Any], name: str, key: int) -> bool:
     t = variables.get(name)
     if not isinstance(t, torch.Tensor) or t.layout is not torch.strided or storage_key(t) != key:
         return False
-    return sys.getrefcount(t) <= _OWN and references(t) == references(torch.empty(1))
+    alone = torch.empty(1) if viewed(t) is None else torch.empty(1).view(1)
+    return sys.getrefcount(t) <= _OWN and _references(t) == _references(alone)
+
+
+def _references(t: torch.Tensor) -> tuple[int, ...]:
+    """To a tensor, and to what it is a view of: an op may return a view of what it has made, as `torch.cdist` does."""
+    base = viewed(t)
+    return references(t) if base is None else (*references(t), *references(base), sys.getrefcount(base))
 
 
 @dataclass(frozen=True, slots=True)
