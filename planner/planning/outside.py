@@ -99,17 +99,20 @@ def outside_loss(request: Request, graph: TrainingGraph) -> CountedLoss:
     kept = sum(_bytes_out(graph, r, at) for r, at in results - gone)
     waits = max(0, seen.waiting - kept)
     each = -(-others // (loop.in_flight - 1)) if others else waits  # else each call has a backward pass of its own
+    # a plan may recompute from inputs that nothing held; calls of which each has what another one gave add gradients up
+    dropped = max(0, loop.in_flight * seen.first_input - seen.inputs) if loop.in_flight > 1 and not graph.calls else 0
+    inputs = -(-dropped // max(1, loop.in_flight - 1))
     return CountedLoss(
         workspace,
-        seen.left,
-        waits + seen.made,
+        seen.left + (seen.output_bytes if dropped else 0),
+        waits + seen.made + inputs,
         excess=kept if loop.in_flight > 1 and not graph.calls else 0,  # names hold the outputs after each backward pass
         forward=forward,
         let_go=gone,
         at_once=gone & _at_once(loop, graph),
         read=seen.read,
         stays=seen.stays + seen.given,
-        waiting_backward=each,
+        waiting_backward=each + inputs,
         inputs=_inputs(request, seen) if request.occupancy is None and (loop.in_flight > 1 or graph.calls) else None,
         between=_between(graph, seen, results - gone, late, workspace) if graph.calls else None,
         more=max(0, seen.kept - loop.loss.kept),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -98,7 +99,13 @@ class PlanProvider(Protocol):
 
 
 class PlannedModel(Protocol):
-    """Another model that is trained by a plan."""
+    """Another model that is trained by a plan.
+
+    Attributes:
+        model: which.
+    """
+
+    model: nn.Module
 
     def tensors(self) -> Any:
         """Its parameters, buffers, gradients, and the state of its optimizers."""
@@ -120,3 +127,6 @@ class PlannedModel(Protocol):
 
     def was_trained(self) -> bool:
         """Whether a backward pass has come of some call."""
+
+
+PLANNED: weakref.WeakSet[PlannedModel] = weakref.WeakSet()  # of this process, whether their calls run or not

@@ -52,7 +52,7 @@ def loss_seen(
     ]
     computed, later = (max(_most(events, workspaces) for events in each) for each in zip(*cut, strict=True))
     tangents = max(map(_tangents, recorder.losses, recorder.arrived))
-    waiting, made = recorder.waiting
+    waiting, made = (-(-most // max(1, recorder.calls_made - 1)) for most in recorder.waiting)
     waits = max(sum(loss.waits.values()) for loss in losses)
     return LossSeen(
         output_bytes=recorder.results.nbytes,

@@ -80,7 +80,7 @@ class Recorder(LastingMode):
         later_held: of the leaves of the outputs of later calls, those that were there when a backward pass began.
         stepping: whether an optimizer of the model steps.
         of_optimizer, by_optimizer: the numbers of what it has made; the same of this recorder and of those before.
-        waiting: bytes of the outputs of an earlier call, and of what was made of them, while the next one ran.
+        waiting: bytes of the outputs of earlier calls, and of what was made of them, while another one ran, at most.
         older: what earlier recorders have seen to be made, and what their calls took and gave.
         used_before: what earlier recorders have seen to be used: heads of a model may take turns.
         undecided: what their calls were given, where the loop had not been seen to make a batch.
@@ -205,8 +205,7 @@ class Recorder(LastingMode):
             self.used.pop(key, None)
             self.made.drop(key)
             self._drop_older(key)
-        calls, (most_alive, most_made) = len(self._returned), self.waiting
-        self.waiting = max(most_alive, -(-alive // calls)), max(most_made, -(-self.made.live // calls))
+        self.waiting = max(self.waiting[0], alive), max(self.waiting[1], self.made.live)
         self._returned.append(list(map(weak, outputs)))
         self._given([t for t in tensors_in(batch) if storage_key(t) not in returned])
         self._enter(outputs, self.passed, self.returned)
