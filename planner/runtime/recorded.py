@@ -126,9 +126,7 @@ def stays(
     others = {*recorder.others, *recorder.passing}
     own, alive = storages([batch, counted, [other.tensors() for other in others]]).keys(), recorder.made.made.copy()
     coming = storages(batch).keys()
-    used = {key: used for key, used in recorder.used.copy().items() if key not in own}
-    for key in recorder.used.keys() - used:  # their gradients are counted with them
-        recorder.used[key].trained = None
+    used = _used_outside(recorder, own)
     stay = _stays_of_others(recorder, used, own, optimizers)
     later = {key: nbytes for each in (recorder.gradients.made.copy(), given) for key, (_, nbytes) in each.items()}
     left, remaining = _left_by_losses(recorder, alive)
@@ -159,12 +157,8 @@ def stays(
     ahead = sum(nbytes for key, nbytes in remaining.items() if key in coming)  # beside the batch of this step
     beside = sum(_without(stay, own).values()) + ahead + more + added_to
     beside += sum(other.stays(optimizers) for other in others)
-    data = recorder.device.type not in HOSTS
-    between = {
-        key: each
-        for key, each in used.items()
-        if key not in stay and key not in later and (each.stays or (data and not each.in_step))
-    }
+    data, elsewhere = recorder.device.type not in HOSTS, {*stay, *later}
+    between = {k: u for k, u in used.items() if k not in elsewhere and (u.stays or (data and not u.in_step))}
     older_states = sum(between[key].nbytes for key in between.keys() & recorder.by_optimizer.made.copy())
     idle = sum(_without(_copies(recorder), {*own, *stay, *alive, *later, *between}).values())
     used_apart = sum(each.nbytes for each in between.values())
@@ -182,6 +176,14 @@ def stays(
         unread=unread,
         renewed=renewed + max(before, recorder.spent),
     )
+
+
+def _used_outside(recorder: Recorder, own: Collection[int]) -> UsedStorages:
+    """What the loop has used but for these storages, whose gradients are counted with them."""
+    used = recorder.used.copy()
+    for key in used.keys() & own:
+        used.pop(key).trained = None
+    return used
 
 
 def _without_renewed(recorder: Recorder, new: Mapping[int, int]) -> tuple[dict[int, int], int]:

@@ -169,7 +169,7 @@ def gradients_kept(model: nn.Module) -> Iterator[None]:
     Raises:
         CaptureError: they did not: code of the copy calls the original, by what `rebind_functions()` does not follow.
     """
-    before = {name: (p, p.grad) for name, p in model.named_parameters()}
+    before = {name: (p, p.grad) for name, p in model.named_parameters() if p.is_leaf}  # a computed one has none
     changed = []
     try:
         yield
