@@ -10,6 +10,7 @@ import torch
 
 from planner.capture.regions.region import Region
 from planner.capture.trace.step import TrainingGraph
+from planner.core.call import bytes_of_elements
 from planner.core.loop import Loop, LossSeen
 from planner.costs.account import batch_of
 from planner.costs.measured_ops import measure
@@ -100,7 +101,7 @@ def outside_loss(request: Request, graph: TrainingGraph) -> CountedLoss:
     waits = max(0, seen.waiting - kept)
     each = -(-others // (loop.in_flight - 1)) if others else waits  # else each call has a backward pass of its own
     # a plan may recompute from inputs that nothing held; calls of which each has what another one gave add gradients up
-    dropped = max(0, loop.in_flight * seen.first_input - seen.inputs) if loop.in_flight > 1 and not graph.calls else 0
+    dropped = 0 if graph.calls else _dropped(request, seen)
     inputs = -(-dropped // max(1, loop.in_flight - 1))
     return CountedLoss(
         workspace,
@@ -189,6 +190,14 @@ def _between(
         max(seen.between, seen.between_later),
         workspace,
     )
+
+
+def _dropped(request: Request, seen: LossSeen) -> int:
+    """Bytes of inputs of calls that wait together which were gone before the last of them came."""
+    if request.occupancy is not None or request.loop.in_flight == 1:
+        return 0
+    one = bytes_of_elements(batch_tensors(*batch_of(request), request.model_device))
+    return max(0, request.loop.in_flight * one - seen.inputs)
 
 
 def _inputs(request: Request, seen: LossSeen) -> int | None:
