@@ -631,19 +631,6 @@ def distances(put: Put, ended: Ended) -> None:
         ended(loss)
 
 
-def one_after_the_other(put: Put, ended: Ended) -> None:
-    """Models of an ensemble, of which each waits while another one is trained."""
-    models = [put(mlp(width=128)) for _ in range(2)]
-    for model in models:
-        optimizer = torch.optim.Adam(model.parameters())
-        for _ in range(STEPS // 2):
-            loss = model(torch.randn(512, 128)).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            ended(loss)
-
-
 class DeepHeads(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -3168,7 +3155,6 @@ LOOPS: dict[str, Loop] = {
     "evaluated_by_the_same_names": Loop(evaluated_by_the_same_names, share=1.02),
     "layers_by_forward": Loop(layers_by_forward, share=1.0),
     "distances": Loop(distances, share=1.0),
-    "one_after_the_other": Loop(one_after_the_other, plans=4, share=0.9),
     "trains_itself": Loop(trains_itself),
     "head_left_out": Loop(head_left_out, share=1.02),
     "deep_heads_in_turn": Loop(deep_heads_in_turn, plans=3),

@@ -15,7 +15,6 @@ from planner.core.objects import dense_tensors
 from planner.core.plan import PlanRecord
 from planner.requests.planned import Planned
 from planner.runtime.evaluations import gradient_bytes, planned_bytes, tensors_of
-from planner.runtime.events import PLANNED
 from planner.runtime.watch import Watch
 
 
@@ -24,17 +23,14 @@ class Holder:
 
     Args:
         model: the planned one.
-        alone: whether it is a copy for a step of our own.
 
     Attributes:
         newest: the plan made last, with the request and the batch that it was made for.
         watch: what it sees of the loop, plans are made for; None once several processes have agreed on one.
     """
 
-    def __init__(self, model: nn.Module, *, alone: bool = False) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.model = model
-        if not alone:
-            PLANNED.add(self)
         self.newest: Planned | None = None
         self.watch: Watch | None = None
 

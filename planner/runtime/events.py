@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -99,13 +98,7 @@ class PlanProvider(Protocol):
 
 
 class PlannedModel(Protocol):
-    """Another model that is trained by a plan.
-
-    Attributes:
-        model: which.
-    """
-
-    model: nn.Module
+    """Another model that is trained by a plan."""
 
     def tensors(self) -> Any:
         """Its parameters, buffers, gradients, and the state of its optimizers."""
@@ -127,6 +120,3 @@ class PlannedModel(Protocol):
 
     def was_trained(self) -> bool:
         """Whether a backward pass has come of some call."""
-
-
-PLANNED: weakref.WeakSet[PlannedModel] = weakref.WeakSet()  # of this process, whether their calls run or not

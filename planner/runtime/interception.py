@@ -64,7 +64,7 @@ class Applied(Holder):
     aside: Compiled = ()
 
     def __init__(self, model: nn.Module, provider: PlanProvider, *, alone: bool = False) -> None:
-        super().__init__(model, alone=alone)
+        super().__init__(model)
         self.provider = provider
         self.plans: dict[Signature, PlanRecord] = {}
         self.unplanned: set[Signature] = set()

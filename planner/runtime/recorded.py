@@ -13,10 +13,8 @@ from torch import nn, optim
 from planner.compat.dispatch import lasting_modes_off
 from planner.core.attributes import kept_as_attributes
 from planner.core.call import Call, storages
-from planner.core.objects import dense_tensors
 from planner.costs.measured_ops import measure
 from planner.runtime.copied import tensors_of_copies
-from planner.runtime.events import PLANNED, PlannedModel
 from planner.runtime.holders import bound_anew, copies_of, held_in
 from planner.runtime.made import Made, UsedStorages, takes_memory
 from planner.runtime.recorder import Recorder
@@ -131,7 +129,7 @@ def stays(
     later = {key: nbytes for each in (recorder.gradients.made.copy(), given) for key, (_, nbytes) in each.items()}
     left, remaining = _left_by_losses(recorder, alive)
     made = {each for loss in recorder.losses for each in loss.left.values()}
-    stay |= remaining | _gradients_held(recorder, others=turns) | _without(_idle(recorder, others), own)
+    stay |= remaining | _gradients_held(recorder, others=turns)
     if batches:  # an older one that is there is no part of the loop's data, either
         older = {key: nbytes for each in recorder.undecided for key, (_, nbytes) in each.made.copy().items()}
         stay |= _without(older, later)
@@ -254,13 +252,6 @@ def _stays_of_others(
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     trained = [p for group in groups for p in group["params"] if p.device == recorder.device]
     return _without(stay | storages(trained), own)
-
-
-def _idle(recorder: Recorder, others: Collection[PlannedModel]) -> dict[int, int]:
-    """What planned models hold of which none of these runs, as models that are trained one after the other."""
-    known = {id(other.model) for other in others} | {id(recorder.model())}
-    tensors = dense_tensors([other.tensors() for other in list(PLANNED) if id(other.model) not in known])
-    return storages([t for t in tensors if takes_memory(t, recorder.device)])
 
 
 def _copies(recorder: Recorder) -> dict[int, int]:
