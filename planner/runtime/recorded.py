@@ -177,7 +177,7 @@ def stays(
 
 
 def _used_outside(recorder: Recorder, own: Collection[int]) -> UsedStorages:
-    """What the loop has used but for these storages, whose gradients are counted with them."""
+    """What the loop has used but for these storages: their gradients are counted with them, and forgotten here."""
     used = recorder.used.copy()
     for key in used.keys() & own:
         used.pop(key).trained = None

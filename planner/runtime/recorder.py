@@ -143,7 +143,7 @@ class Recorder(LastingMode):
         self._hook([*outputs, *aside])
 
     def knows(self, made: Sequence[MadeStorages], used: Sequence[UsedStorages], spent: list[weakref.ref[Any]]) -> None:
-        """Before the first call these were made, and are not its own; those used; and these gradients by optimizers."""
+        """What was made and used before the first call, and is not its own; and gradients that optimizers have used."""
         self.older += [each for each in made if each.made]
         self._spent = spent
         self.used_before += [each for each in used if each]
