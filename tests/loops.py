@@ -662,6 +662,45 @@ def deep_heads_in_turn(put: Put, ended: Ended) -> None:
     trains_heads(put, ended, [step % 2 for step in range(STEPS)])
 
 
+class Gated(torch.autograd.Function):
+    """Keeps what it needs on its own context, where the end of a backward pass does not free it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.x = x.detach()
+        return x * x.sigmoid()
+
+    @staticmethod
+    def backward(ctx, g):
+        s = ctx.x.sigmoid()
+        return g * s * (1 + ctx.x * (1 - s))
+
+
+class KeptByItsGraph(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.body, self.head = nn.Linear(64, 256), mlp(256, 2, 256), nn.Linear(256, 64)
+
+    def forward(self, x):
+        scale = torch.tanh(self.first(x))
+        hidden = self.body(Gated.apply(scale))
+        if hidden.requires_grad:
+            hidden.register_hook(lambda g: g * scale.detach())
+        return self.head(Gated.apply(hidden))
+
+
+def kept_by_its_graph(put: Put, ended: Ended) -> None:
+    """What hooks and functions of the graph name by themselves is there as long as the loop names the loss."""
+    model = put(KeptByItsGraph())
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(STEPS):
+        loss = model(torch.randn(512, 64)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ended(loss)
+
+
 class Branches(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -3157,6 +3196,7 @@ LOOPS: dict[str, Loop] = {
     "distances": Loop(distances, share=1.0),
     "trains_itself": Loop(trains_itself),
     "head_left_out": Loop(head_left_out, share=1.02),
+    "kept_by_its_graph": Loop(kept_by_its_graph),
     "deep_heads_in_turn": Loop(deep_heads_in_turn, plans=3),
     "two_heads_with_room": Loop(distribution_and_value, share=1.03),
     "own_predictions": Loop(own_predictions, plans=4),

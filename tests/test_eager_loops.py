@@ -21,6 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
         "variational",
         "closure",
         "behind_a_trained_stem",
+        "kept_by_its_graph",
     ],
 )
 def test_a_loop_with_room_takes_what_was_predicted(name):

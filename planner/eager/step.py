@@ -20,7 +20,7 @@ from planner.compat.fake import FakeTensorMode
 from planner.compat.modules import buffers_of, parameters_of
 from planner.core.attributes import attributes_staying, kept_as_attributes
 from planner.core.call import storages
-from planner.core.loop import Loop
+from planner.core.loop import Loop, LossSeen
 from planner.core.objects import with_tensors
 from planner.core.recipe import Choice
 from planner.devices.accelerator import random_state_kept
@@ -118,8 +118,8 @@ def trace_step(
             with checkpointed(model, choice or Choice()), recorder, hooks:
                 there = sum(storages(parameters).values()) if loop.late is None else loop.late
                 earlier = held(there) if loop.gradients == "cleared late" else []
-                stays, given = (0, 0) if loop.loss is None else (loop.loss.stays, loop.loss.given)
-                named, gradients = held(stays + left), held(given)
+                seen = loop.loss or LossSeen(0, 0, 0, 0, 0)
+                named, gradients = held(seen.stays + left), held(seen.given)
                 outputs: list[Any] = []
                 losses: list[torch.Tensor] = []
                 made: list[torch.Tensor] = []
@@ -131,7 +131,7 @@ def trace_step(
                 named.clear()  # the names of the last step's outputs are taken over
                 recorder.phase = "loss"
                 differentiate(outputs, losses, loss_fn, recorder, loop, earlier, gradients)
-                still = _let_go(outputs, recorder) if stays and loop.without else 0
+                still = _let_go((outputs, losses), recorder) if seen.stays or seen.kept else 0
         except Exception as e:
             if recorder.phase == "loss":
                 raise
@@ -143,11 +143,13 @@ def trace_step(
     return trace
 
 
-def _let_go(outputs: list[Any], recorder: Recorder) -> int:
-    """Let go of the outputs; the bytes that this frees beside their own: a part of the graph without a gradient."""
-    before = recorder.alive()
-    own = storages(outputs).keys()
-    outputs.clear()
+def _let_go(results: Sequence[list[Any]], recorder: Recorder) -> int:
+    """Let go of outputs and losses; the bytes that this frees beside their own: parts of the graph without a gradient,
+    and what hooks and functions of the graph keep by themselves.
+    """
+    before, own = recorder.alive(), storages(results).keys()
+    for each in results:
+        each.clear()
     return sum(before[key] for key in before.keys() - recorder.alive().keys() - own)
 
 
