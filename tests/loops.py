@@ -1345,20 +1345,38 @@ def averaged_by_methods(put: Put, ended: Ended) -> None:
 class DropsLayers(nn.Module):
     """Layers of torch.nn in a loop that a number of NumPy's stops torch.compile in."""
 
-    def __init__(self):
+    def __init__(self, draw=np.random.uniform):
         super().__init__()
         kept = [nn.Sequential(nn.Linear(64, 64), nn.ELU(), nn.Dropout(0.1)) for _ in range(6)]
-        self.layers, self.head = nn.ModuleList(kept), nn.Linear(64, 8)
+        self.layers, self.head, self.draw = nn.ModuleList(kept), nn.Linear(64, 8), draw
 
     def forward(self, x):
         for layer in self.layers:
-            if np.random.uniform() >= 0.15 or not self.training:
+            if self.draw() >= 0.15 or not self.training:
                 x = x + layer(x)
         return self.head(x)
 
 
+class Draws:
+    """A helper with a generator of its own."""
+
+    def __init__(self) -> None:
+        self.rngs = {"layers": np.random.default_rng(0)}
+
+    def __call__(self) -> float:
+        return self.rngs["layers"].uniform()
+
+
 def layers_dropped_in_a_loop(put: Put, ended: Ended) -> None:
-    model = put(DropsLayers())
+    drops_layers(DropsLayers(), put, ended)
+
+
+def layers_dropped_by_a_helper(put: Put, ended: Ended) -> None:
+    drops_layers(DropsLayers(Draws()), put, ended)
+
+
+def drops_layers(model: nn.Module, put: Put, ended: Ended) -> None:
+    model = put(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for _ in range(STEPS):
         loss = F.cross_entropy(model(torch.randn(512, 64)), torch.randint(0, 8, (512,)))
@@ -3126,6 +3144,7 @@ LOOPS: dict[str, Loop] = {
     "larger_later": Loop(larger_later, plans=3, share=0.7),
     "autoencoder": Loop(autoencoder),
     "layers_dropped_in_a_loop": Loop(layers_dropped_in_a_loop),
+    "layers_dropped_by_a_helper": Loop(layers_dropped_by_a_helper, plans=3, off=0.07),
     "averaged_by_methods": Loop(averaged_by_methods),
     "variational": Loop(variational),
     "halves_by_methods": Loop(halves_by_methods),

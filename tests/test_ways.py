@@ -1,6 +1,7 @@
 """Models whose Python code decides by values of tensors: planned for one way, and for others when these come."""
 
 import copy
+import functools
 import inspect
 import random
 import warnings
@@ -523,6 +524,17 @@ def test_verify_leaves_parameters_as_they_are_that_the_forward_pass_writes_into(
 
 
 CHANCE, NUMPYS, TORCHS = random.Random(0), np.random.default_rng(0), torch.Generator()
+IN_A_LIST = [{"rng": CHANCE}]
+
+
+class Settings:
+    rng = CHANCE
+
+    def __init__(self):
+        self.numpys = NUMPYS
+
+
+SETTINGS = Settings()
 
 
 @pytest.mark.parametrize(
@@ -531,8 +543,13 @@ CHANCE, NUMPYS, TORCHS = random.Random(0), np.random.default_rng(0), torch.Gener
         lambda: CHANCE.random(),
         lambda: NUMPYS.random(),
         lambda: torch.rand((), generator=TORCHS).item(),
+        lambda: IN_A_LIST[0]["rng"].random(),
+        lambda: Settings.rng.random(),
+        lambda: SETTINGS.numpys.random(),
+        CHANCE.random,
+        functools.partial(CHANCE.uniform, 0, 1),
     ],
-    ids=["random", "numpy", "torch"],
+    ids=["random", "numpy", "torch", "list", "class", "object", "method", "partial"],
 )
 def test_planning_draws_nothing_of_generators_that_the_models_code_names(draw):
     class Named(nn.Module):

@@ -26,11 +26,11 @@ from planner.capture.trace.arrival import Arrivals, refuse_second_order
 from planner.capture.trace.closures import rebind_functions
 from planner.capture.trace.constant_propagation import ConstantPropagation
 from planner.capture.trace.data_dependent import Answers
+from planner.capture.trace.generators import torch_generators
 from planner.capture.trace.layers import capturable_layers, lstms_traced
 from planner.capture.trace.out_of_sight import out_of_sight
 from planner.capture.trace.quiet import collector_paused, quietly
 from planner.capture.trace.recording import Recording
-from planner.capture.trace.state_guard import generators_of
 from planner.compat import pytree
 from planner.compat.autograd import like_eager
 from planner.compat.dynamo import aot_autograd, dynamo_config, functorch_config
@@ -243,7 +243,7 @@ def to_fake(
     try:
         with as_defined(model, whole) as memo:
             # a generator is no tensor, and cannot be unpickled in a fake mode
-            memo |= {id(g): g.clone_state() for g in generators_of(model)}
+            memo |= {id(g): g.clone_state() for g in torch_generators(model)}
             with FakeCopyMode(mode):
                 fake_model = copy.deepcopy(model, memo)
         rebind_functions(model, fake_model, memo)

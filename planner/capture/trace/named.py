@@ -1,8 +1,7 @@
-"""Variables outside of a model that its code names: random number generators, and containers that it writes into."""
+"""Variables outside of a model that its code names, and the containers among them that it writes into."""
 
 from __future__ import annotations
 
-import random
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
 from inspect import unwrap
@@ -11,29 +10,26 @@ from types import CodeType, FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import numpy as np
-import torch
 from torch import nn
 
 from planner.compat.modules import hook_tables
 
 MOST_FUNCTIONS = 1000  # whose code is looked at, of a class of modules
-Place = tuple[Any, str]  # the globals of a function, or a cell, and the name
+Place = tuple[Any, Any]  # what has the variable (the globals of a function, a cell, an object, a list), and its name
 CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, set, deque)
-_FOUND = (random.Random, np.random.RandomState, np.random.Generator, torch.Generator, *CONTAINERS)
 _NAMED = WeakKeyDictionary[type[nn.Module], list[Place]]()
 
 
-def named_by_classes(modules: Iterable[nn.Module]) -> list[Place]:
-    """The variables that methods of modules, or functions that they call, name, and that are generators or containers.
+def _named_by_classes(modules: Iterable[nn.Module]) -> list[Place]:
+    """The variables that methods of modules, or functions that they call, name, and that are containers.
 
     O(modules), and O(code) for the first module of a class.
     """
     kinds = set(map(type, modules))
     for kind in kinds.difference(_NAMED):
         own = chain.from_iterable(vars(c).values() for c in kind.__mro__)
-        named = _named_in(f for f in own if isinstance(f, FunctionType))
-        _NAMED[kind] = [place for place in named if isinstance(value_of(*place), _FOUND)]
+        named = named_in(f for f in own if isinstance(f, FunctionType))
+        _NAMED[kind] = [place for place in named if isinstance(value_of(*place), CONTAINERS)]
     return [place for kind in kinds for place in _NAMED[kind]]
 
 
@@ -43,17 +39,28 @@ def named_containers(modules: Iterable[nn.Module]) -> list[Any]:
     """
     modules = list(modules)
     hooks = [hook for module in modules for table in hook_tables(module) for hook in table.values()]
-    places = [*named_by_classes(modules), *_named_in(f for f in hooks if isinstance(f, FunctionType))]
+    places = [*_named_by_classes(modules), *named_in(f for f in hooks if isinstance(f, FunctionType))]
     values = [value_of(*place) for place in places]
     return [value for value in values if isinstance(value, CONTAINERS)]
 
 
-def value_of(place: Any, name: str) -> Any:
+def value_of(place: Any, name: Any) -> Any:
     """That of a variable; None for one that has none yet."""
+    if isinstance(place, list):
+        return place[name] if name < len(place) else None
     return place.get(name) if isinstance(place, dict) else getattr(place, name, None)
 
 
-def _named_in(functions: Iterable[FunctionType]) -> Iterator[Place]:
+def assign(place: Any, name: Any, value: Any) -> None:
+    """Give a variable a value."""
+    if isinstance(place, (dict, list)):
+        place[name] = value
+    else:
+        setattr(place, name, value)
+
+
+def named_in(functions: Iterable[FunctionType]) -> Iterator[Place]:
+    """The variables outside of functions that these name, or functions that they call."""
     left = list(functions)
     seen = set[int]()
     while left and len(seen) < MOST_FUNCTIONS:

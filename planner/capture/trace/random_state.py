@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from planner.capture.trace.named import named_by_classes, value_of
+from planner.capture.trace.generators import generators_of
+from planner.capture.trace.named import Place, assign
 from planner.compat.modules import modules_in
-
-_KINDS = (random.Random, np.random.RandomState, np.random.Generator)
 
 
 @contextmanager
@@ -31,7 +29,7 @@ def random_kept(model: nn.Module | None = None, chance: float | None = None) -> 
         A function that puts the state back before the end, and says whether anything was drawn.
     """
     undraw = undrawing(model)
-    places: list[tuple[Any, str, Any]] = []
+    replaced: list[tuple[Place, Any]] = []
     if chance is not None:
         words = (_twister_word(chance),) * 624  # a Mersenne Twister's state is its next outputs, tempered
         for generator in _generators(model):
@@ -40,15 +38,16 @@ def random_kept(model: nn.Module | None = None, chance: float | None = None) -> 
             elif hasattr(generator, "set_state"):
                 with suppress(ValueError):  # it was given another bit generator
                     generator.set_state(("MT19937", words, 0))
-        places = [(*place, value) for place in _places(model) if type(value := value_of(*place)) is np.random.Generator]
+        named = generators_of(modules_in(model)) if model is not None else ()
+        replaced = [(place, g) for place, g in named if place is not None and type(g) is np.random.Generator]
     try:
-        for place, name, _ in places:
-            _assign(place, name, np.random.Generator(_twister(words)))
+        for place, _ in replaced:
+            assign(*place, np.random.Generator(_twister(words)))
         drawn = undrawing(model)
         yield drawn
     finally:
-        for place, name, value in places:
-            _assign(place, name, value)
+        for place, generator in replaced:
+            assign(*place, generator)
         undraw()
 
 
@@ -66,41 +65,9 @@ def undrawing(model: nn.Module | None = None) -> Callable[[], bool]:
 
 
 def _generators(model: nn.Module | None) -> list[Any]:
-    """Python's and NumPy's own generators, those that modules of a model hold, and those that their code names."""
-    modules = modules_in(model) if model is not None else ()
-    held = list(chain.from_iterable(vars(module).values() for module in modules))
-    held += named_generators(modules)
-    if not any(issubclass(kind, _KINDS) for kind in set(map(type, held))):
-        return [random, np.random]
-    return [random, np.random, *(x for x in held if isinstance(x, _KINDS) and not isinstance(x, random.SystemRandom))]
-
-
-def named_generators(modules: Iterable[nn.Module]) -> list[Any]:
-    """The generators that methods of modules, or functions that they call, use by a variable outside of them.
-
-    O(modules), and O(code) for the first module of a class.
-    """
-    return [value_of(*place) for place in _named_places(modules)]
-
-
-def _named_places(modules: Iterable[nn.Module]) -> list[tuple[Any, str]]:
-    """The variables that are such generators."""
-    return [place for place in named_by_classes(modules) if isinstance(value_of(*place), (*_KINDS, torch.Generator))]
-
-
-def _places(model: nn.Module | None) -> Iterator[tuple[Any, str]]:
-    """The attributes of modules, and the variables of other code, that are or name generators."""
-    modules = modules_in(model) if model is not None else ()
-    for own in map(vars, modules):
-        yield from ((own, name) for name, value in own.items() if isinstance(value, _KINDS))
-    yield from _named_places(modules)
-
-
-def _assign(place: Any, name: str, value: Any) -> None:
-    if isinstance(place, dict):
-        place[name] = value
-    else:
-        setattr(place, name, value)
+    """Python's and NumPy's own generators, and those that a model may draw from."""
+    found = generators_of(modules_in(model)) if model is not None else ()
+    return [random, np.random, *(g for _, g in found if not isinstance(g, torch.Generator))]
 
 
 def _twister(words: tuple[int, ...]) -> np.random.MT19937:

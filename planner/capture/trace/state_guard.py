@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
-from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -15,12 +14,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from planner.capture.trace.module_state import PLAIN, Attributes, contents_of, refill
-from planner.capture.trace.random_state import named_generators, undrawing
-from planner.compat import pytree
+from planner.capture.trace.generators import torch_generators
+from planner.capture.trace.module_state import Attributes, contents_of, refill
+from planner.capture.trace.random_state import undrawing
 from planner.compat.dispatch import written
 from planner.compat.fake import FakeTensor
-from planner.compat.modules import buffers_of, modules_in, parameters_in, tables_of
+from planner.compat.modules import buffers_of, modules_in, parameters_in
 from planner.compat.tensors import TorchDispatchMode, storage_key
 from planner.core.call import inside, tensors_in
 from planner.core.host import bytes_of, like
@@ -30,7 +29,6 @@ from planner.devices.accelerator import accelerator_of
 _LRU_CACHE = type(functools.cache(lambda: None))
 # how often those had served that kept no fake tensor: a trace that asks for nothing leaves none there
 _LOOKED_AT: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-_TABLES = {dict, OrderedDict, set}
 
 
 class ParameterWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -95,7 +93,7 @@ class ModelSnapshot:
         devices = dict.fromkeys(t.device for t in (*parameters_in(modules_in(model)), *others))
         here = [(accelerator, d) for d in devices if (accelerator := accelerator_of(d)) is not None]
         self._generators = [(accelerator, d, accelerator.random_state(d)) for accelerator, d in here]
-        self._own = [(g, g.get_state()) for g in generators_of(model)]
+        self._own = [(g, g.get_state()) for g in torch_generators(model)]
         self._random, self._undraw = bytes_of(torch.get_rng_state()), undrawing(model)
 
     def restore(self) -> None:
@@ -113,19 +111,6 @@ class ModelSnapshot:
         self._undraw()
         for accelerator, device, state in self._generators:
             accelerator.set_random_state(device, state)
-
-
-def generators_of(model: nn.Module) -> list[torch.Generator]:
-    """The random number generators that a model has as attributes, in containers too, or that its code names."""
-    modules = modules_in(model)
-    tables = set(map(id, tables_of(modules)))
-    values = list(chain.from_iterable(vars(module).values() for module in modules))
-    values = [x for x in values if type(x) not in PLAIN and (type(x) not in _TABLES or x)]  # most are empty tables
-    kinds = dict(zip(map(type, values), values, strict=True))
-    leaves = {kind for kind, x in kinds.items() if pytree.tree_is_leaf(x) and not isinstance(x, torch.Generator)}
-    values = [x for x in values if type(x) not in leaves and id(x) not in tables]
-    found = [*pytree.tree_leaves(values), *named_generators(modules)]
-    return list({id(x): x for x in found if isinstance(x, torch.Generator)}.values())
 
 
 _Saved = tuple[torch.Tensor, torch.Size, Any]  # its shape, and the bytes of its elements

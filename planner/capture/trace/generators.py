@@ -1,0 +1,100 @@
+"""Random number generators that a model may draw from: where its modules and its code have them."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import nn
+
+from planner.capture.trace.named import CONTAINERS, Place, named_in, value_of
+from planner.compat.modules import modules_in, tables_of
+from planner.core.call import PLAIN
+
+KINDS = (random.Random, np.random.RandomState, np.random.Generator, torch.Generator)
+_DEEPEST = 3  # containers in objects in containers
+_MOST = 1000  # objects that are looked into
+_TABLES = {dict, OrderedDict, set}
+_LEAVES = (ModuleType, nn.Module, torch.Tensor, np.ndarray, random.SystemRandom)
+_NAMED = WeakKeyDictionary[type[nn.Module], list[Place]]()
+Found = tuple[Place | None, Any]  # what has the generator by which name or index, None for what cannot be assigned; it
+
+
+def generators_of(modules: Iterable[nn.Module]) -> list[Found]:
+    """The generators that modules have as attributes, in containers, functions and objects too, or as attributes of
+    their classes; and those that methods of modules, or functions that they call, use by a variable outside of them.
+
+    O(attributes), and O(code) for the first module of a class.
+    """
+    modules = list(modules)
+    tables, seen = set(map(id, tables_of(modules))), set[int]()
+    found = list[Found]()
+    for own in map(vars, modules):
+        for name, x in own.items():
+            kind = type(x)
+            if kind not in PLAIN and (kind not in _TABLES or (x and id(x) not in tables)):  # most are empty tables
+                found += _reached((own, name), x, _DEEPEST, seen)
+    for kind in set(map(type, modules)):
+        for place in _named(kind):
+            found += _reached(place, value_of(*place), _DEEPEST, seen)
+    return found
+
+
+def torch_generators(model: nn.Module) -> list[torch.Generator]:
+    """Those of torch."""
+    return [g for _, g in generators_of(modules_in(model)) if isinstance(g, torch.Generator)]
+
+
+def _named(kind: type[nn.Module]) -> list[Place]:
+    """The attributes of a class, and the variables that its code names, that led to generators at its first use."""
+    if kind not in _NAMED:
+        own = [(c, name, x) for c in kind.__mro__ if not _of_torch(c) for name, x in vars(c).items()]
+        places = chain(named_in(x for _, _, x in own if isinstance(x, FunctionType)), ((c, name) for c, name, _ in own))
+        _NAMED[kind] = [place for place in places if any(_reached(place, value_of(*place), _DEEPEST, set()))]
+    return _NAMED[kind]
+
+
+def _of_torch(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in ("torch", "builtins")
+
+
+def _reached(place: Place | None, x: Any, deepest: int, seen: set[int]) -> Iterator[Found]:
+    """What is a generator, or what containers, functions and objects hold of those; each is looked into once."""
+    left = [(place, x, deepest)]
+    while left and len(seen) <= _MOST:
+        place, x, deeper = left.pop()
+        if id(x) in seen or isinstance(x, _LEAVES):
+            continue
+        seen.add(id(x))
+        if isinstance(x, KINDS):
+            yield place, x
+        elif deeper:
+            left += [(inner, value, deeper - 1) for inner, value in _inside(x) if type(value) not in PLAIN]
+
+
+def _inside(x: Any) -> Iterator[tuple[Place | None, Any]]:
+    if isinstance(x, dict):
+        yield from (((x, name), value) for name, value in list(x.items()))
+    elif isinstance(x, list):
+        yield from (((x, at), value) for at, value in enumerate(x))
+    elif isinstance(x, tuple) or type(x) in CONTAINERS:
+        yield from ((None, value) for value in list(x))
+    elif isinstance(x, FunctionType):
+        yield from (((cell, "cell_contents"), value_of(cell, "cell_contents")) for cell in x.__closure__ or ())
+    elif isinstance(x, (MethodType, BuiltinFunctionType)):
+        yield None, x.__self__
+    elif isinstance(x, functools.partial):
+        yield from ((None, value) for value in (x.func, *x.args, *x.keywords.values()))
+    elif not _of_torch(kind := x if isinstance(x, type) else type(x)):
+        held = None if kind is x else getattr(x, "__dict__", None)
+        if isinstance(held, dict):
+            yield from (((held, name), value) for name, value in list(held.items()))
+        yield from (((kind, name), value) for name, value in list(vars(kind).items()) if isinstance(value, KINDS))
