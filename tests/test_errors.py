@@ -179,8 +179,18 @@ def test_apply_twice():
     p.apply()
     with pytest.raises(planner.ApplyError, match="already"):
         p.apply()
-    p.remove()
+    planner.applied_plan(model).remove()
     p.apply()
+
+
+def test_the_budget_that_a_refusal_names_can_be_given_to_the_same_model():
+    model, x = small()
+    plan(model, budget_gb="40 kB").apply()
+    with pytest.raises(planner.InfeasibleBudgetError) as e:
+        model(x.expand(256, 8, 16)).square().mean().backward()
+    plan(model, budget_gb=e.value.minimum_gb).apply()
+    model(x.expand(256, 8, 16)).square().mean().backward()
+    assert planner.applied_plan(model).record.peak_bytes <= e.value.minimum_gb * 2**30
 
 
 def test_a_plan_applied_to_another_model():

@@ -348,11 +348,16 @@ class Applied(Holder):
 def attach(model: nn.Module, runtime: Applied) -> None:
     """Put a runtime on a model, in place: the object, its parameters' names and its `state_dict` stay.
 
+    It takes the place of one that has no plan yet, such as one whose budget was too small.
+
     Raises:
         ApplyError: the model, or a module in it, already runs under a plan, or is compiled.
     """
-    if attached(model) is not None:
-        raise ApplyError(f"a plan is already applied to this {type(model).__name__}; remove() it first")
+    if (before := attached(model)) is not None:
+        if before.newest is not None:
+            taken = f"a plan is already applied to this {type(model).__name__}"
+            raise ApplyError(f"{taken}: applied_plan(model).remove() takes it off")
+        detach(model)
     refuse_compiled(model, None)
     put(model, runtime)
 
