@@ -1,5 +1,7 @@
 """A plan holds in training loops as people write them, the planner told nothing: `tests/loops.py` has them."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -102,3 +104,44 @@ def test_a_loop_inside_a_method_is_told_that_it_trains_past_the_plan():
     model = plan(ForwardForward(), budget_gb=1).apply()
     with pytest.warns(PlanWarning, match="trains without its plan"):
         model.learn(torch.randn(8, 64))
+
+
+class Halves(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = torch.nn.Linear(64, 64), torch.nn.Linear(64, 8)
+
+    def features(self, x):
+        return self.body(x).tanh()
+
+    def forward(self, x):
+        return self.head(self.features(x))
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("later", [Halves.features, Halves.forward, lambda m, x: m.head(m.body(x))])
+def test_a_loop_that_goes_past_the_plan_from_some_step_on_is_told_so_once(later):
+    model = Halves()
+    optimizer = torch.optim.AdamW(plan(model, budget_gb=1).apply().parameters())
+
+    def train(call, steps):
+        for _ in range(steps):
+            optimizer.zero_grad()
+            call(torch.randn(8, 64)).square().mean().backward()
+            optimizer.step()
+
+    train(model, 2)
+    with pytest.warns(PlanWarning, match="trains without its plan") as told:
+        train(partial(later, model), 4)
+    assert len(told) == 1
+
+
+@pytest.mark.filterwarnings("error::planner.PlanWarning")
+def test_two_optimizers_for_one_backward_pass_go_past_no_plan():
+    model = plan(Halves(), budget_gb=1).apply()
+    optimizers = [torch.optim.AdamW(part.parameters()) for part in (model.body, model.head)]
+    for _ in range(4):
+        model(torch.randn(8, 64)).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()

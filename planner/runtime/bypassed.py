@@ -1,4 +1,4 @@
-"""Warns where a loop trains a planned model without calling it: by other methods, or by modules inside it."""
+"""Warns where a loop trains a planned model without calling it, or any more: by other methods, or modules inside it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
+import torch
 from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -49,19 +50,77 @@ def watch(model: nn.Module, planned: Callable[[], bool]) -> Handle:
                     "without the plan. From now on it runs by it: compile a model before apply(), or not at all"
                 )
             else:
-                _warn(trains, trained)
+                _warn(trains, trained, "since apply()")
 
     handle: Handle = register_optimizer_step_pre_hook(stepping)
     return handle
 
 
-def _warn(model: nn.Module, trained: Collection[str]) -> None:
+class Bypassed:
+    """Warns, once, where a loop that has called a planned model goes on to train it without calling it.
+
+    That is at the second step in turn of an optimizer for which gradients were made, with no call before: the first one
+    may be of a second optimizer, for the same backward pass.
+
+    Args:
+        model: the planned one; it is held weakly.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._called = False  # since an optimizer has stepped the model
+        self._before: dict[int, weakref.ref[torch.Tensor]] | None = None  # the gradients at a step without a call
+        self._steps: weakref.WeakKeyDictionary[optim.Optimizer, bool] = weakref.WeakKeyDictionary()
+        self._handle: Handle | None = None
+
+    def called(self) -> None:
+        """The model is called, to be trained or in a transform. O(1)."""
+        self._called = True
+        if self._handle is None:
+            see = weakref.WeakMethod(self._stepping)
+
+            def stepping(optimizer: optim.Optimizer, *_: Any) -> None:
+                if (own := see()) is not None:
+                    own(optimizer)
+
+            self._handle = register_optimizer_step_pre_hook(stepping)
+            weakref.finalize(self, self._handle.remove)
+
+    def end(self) -> None:
+        """The plan is taken off."""
+        if self._handle is not None:
+            self._handle.remove()
+        self._model, self._handle = weakref.ref(nn.Module()), None
+
+    def _stepping(self, optimizer: optim.Optimizer) -> None:
+        model = self._model()
+        if model is None:
+            return
+        if optimizer not in self._steps:
+            own = set(map(id, model.parameters()))
+            self._steps[optimizer] = any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+        if not self._steps[optimizer]:
+            return
+        if self._called:
+            self._called, self._before = False, None
+            return
+        before = self._before or {}
+        there = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
+        graded = {name: p for name, p in model.named_parameters() if id(p) in there and p.grad is not None}
+        made = [name for name, p in graded.items() if id(p) in before and before[id(p)]() is not p.grad]
+        self._before = before | {id(p): weakref.ref(p.grad) for p in graded.values() if p.grad is not None}
+        if made:
+            self._model = weakref.ref(nn.Module())  # the hooks are being called: none can be removed now
+            _warn(model, made, "in its latest steps")
+
+
+def _warn(model: nn.Module, trained: Collection[str], when: str) -> None:
     paths = [entry.path for entry in outermost(callable_modules(model))]
     own = [path for path in paths if any(parameter.startswith(f"{path}.") for parameter in trained)]
     calls = ", ".join(f"plan(model.{path}, ...)" for path in own[:3])
     parts = f", or plan the modules that it calls, such as {calls}, each within a share of the budget" if calls else ""
     warn(
-        f"{type(model).__name__} trains without its plan: an optimizer steps it, and it was not called since apply(). "
+        f"{type(model).__name__} trains without its plan: an optimizer steps it, and it was not called {when}. "
         "A plan runs where the model is called, as model(batch): not in its other methods, in model.forward(batch), "
         f"or where a loop calls the modules in it. Let forward() do what the loop does{parts}"
     )

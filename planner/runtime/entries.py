@@ -80,6 +80,18 @@ class EntryPoint:
             replace_call(self.module, None)
 
 
+def put_all(points: Iterable[EntryPoint]) -> None:
+    """See where a loop goes into a model."""
+    for point in points:
+        point.put()
+
+
+def leave(points: Iterable[EntryPoint]) -> None:
+    """Have the loop go into the model as it is."""
+    for point in points:
+        point.leave()
+
+
 def entries_of(model: nn.Module) -> list[Entry]:
     """The entries of a model: public methods that use its modules or parameters, and every module that can be called.
 

@@ -22,11 +22,11 @@ from planner.requests.planned import Planned
 from planner.runtime.account import Holder
 from planner.runtime.as_compiled import FUSES, Compiled, call_as_compiled, calls_back, warn_not_fused
 from planner.runtime.attributes import Attributes
-from planner.runtime.bypassed import Handle
+from planner.runtime.bypassed import Bypassed, Handle
 from planner.runtime.compile_refused import COMPILE, CompileRefused
 from planner.runtime.copied import CopiedCall, note_copy, own_call
 from planner.runtime.cuda_graphs import captures, is_graphed, refuse_uncapturable
-from planner.runtime.entries import EntryPoint
+from planner.runtime.entries import EntryPoint, leave, put_all
 from planner.runtime.events import Call, PlanProvider
 from planner.runtime.modes import may_record, redirected, refuse_compiled, refuse_transformed, trains
 from planner.runtime.optimizer_steps import listen
@@ -76,6 +76,7 @@ class Applied(Holder):
         self._started, self._passes = alone, BackwardPasses()
         self._listened, self.peaks = alone, Peaks(reported=alone)  # the first: whether the provider has heard enough
         self.watched: Handle | None = None  # warns where the model trains and is not called
+        self.bypassed = Bypassed(model)  # and where it is not called any more
         self.points: list[EntryPoint] = []  # that see where the loop goes into the model without calling it
         self.stepping: Stepping | None = None  # steps the model's parameters in the backward pass
         self.lock = threading.RLock()  # threads take turns in the forward pass
@@ -138,6 +139,7 @@ class Applied(Holder):
         reason="the model runs by its plan, which torch.compile(fullgraph=True) does not take: plan what it returns"
     )
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.bypassed.called()
         if redirected(self.model) or is_graphed(self.model):
             return self.call_eagerly(*args, **kwargs)
         if not trains(self.model, args, kwargs):
@@ -275,18 +277,8 @@ class Applied(Holder):
         if self.watched is not None:
             self.watched.remove()
             self.watched = None
-            self.points_leave()
+            leave(self.points)
             self.points = []
-
-    def points_leave(self) -> None:
-        """Have the loop go into the model as it is."""
-        for point in self.points:
-            point.leave()
-
-    def points_back(self) -> None:
-        """See where it goes again."""
-        for point in self.points:
-            point.put()
 
     def awaits_gradients(self, signature: Signature) -> bool:
         """Whether the plan counts gradients of earlier microbatches, and there are none yet."""
@@ -353,10 +345,9 @@ def attach(model: nn.Module, runtime: Applied) -> None:
     Raises:
         ApplyError: the model, or a module in it, already runs under a plan, or is compiled.
     """
-    if (before := attached(model)) is not None:
-        if before.newest is not None:
-            taken = f"a plan is already applied to this {type(model).__name__}"
-            raise ApplyError(f"{taken}: applied_plan(model).remove() takes it off")
+    if (before := attached(model)) is not None and before.newest is not None:
+        raise ApplyError(f"a plan is already applied to this {type(model).__name__}: applied_plan(model).remove() it")
+    if before is not None:
         detach(model)
     refuse_compiled(model, None)
     put(model, runtime)
@@ -376,6 +367,7 @@ def detach(model: nn.Module) -> None:
     if not isinstance(runtime, Applied):
         raise ApplyError(f"no plan is applied to this {type(model).__name__}")
     runtime.unwatch()
+    runtime.bypassed.end()
     if runtime.stepping is not None:
         runtime.stepping.end()
     put(model, None)
@@ -386,13 +378,13 @@ def put(model: nn.Module, runtime: Applied | None) -> None:
     """Have a model be called through a runtime, or as it is."""
     before = attached(model)
     if before is not None and before is not runtime:
-        before.points_leave()
+        leave(before.points)
         if before.watch is not None:
             before.watch.stop()
             before.watch.evaluations.end()
     own = vars(model)
     if runtime is not None:
-        runtime.points_back()
+        put_all(runtime.points)
         replace_call(model, runtime)
         own[CARRIER] = runtime
         if type(model).compile is nn.Module.compile:

@@ -29,7 +29,7 @@ from planner.parallel.group import together
 from planner.parallel.sharded import parameters_among
 from planner.runtime.bypassed import Handle
 from planner.runtime.cuda_graphs import captures, refuse_captured_parts
-from planner.runtime.entries import Entry, EntryPoint, entries_of, outermost
+from planner.runtime.entries import Entry, EntryPoint, entries_of, leave, outermost, put_all
 from planner.runtime.events import Call, PlanProvider
 from planner.runtime.families import GraphChanged, recipe_of
 from planner.runtime.fates import warn_retained
@@ -117,7 +117,7 @@ class StepRuntime(Applied):
             self.warns = None
         if self.watch is not None:
             self.watch.stop()
-        self.points_leave()
+        leave(self.points)
         self.points = []  # else a method that called the model would be seen again when it has returned
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -160,12 +160,12 @@ class StepRuntime(Applied):
     def _points_off(self) -> Iterator[None]:
         """A call, in which the model is as its author wrote it."""
         self.inside = True
-        self.points_leave()
+        leave(self.points)
         try:
             yield
         finally:
             self.inside = False
-            self.points_back()
+            put_all(self.points)
 
     def _called(self, entry: Entry, args: Any, kwargs: Any, made: MadeStorages | None) -> Any:
         modules = modules_in(self.model)
@@ -253,7 +253,7 @@ class StepRuntime(Applied):
             kept = set(outermost(point.entry for point in self.points)) | called
             self.points = [point for point in self.points if point.entry in kept]
             put(self.model, self)
-            self.points_leave()  # until the call has returned
+            leave(self.points)  # until the call has returned
 
     def _warn(self, why: str) -> None:
         self.failed = True

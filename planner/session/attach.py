@@ -26,6 +26,7 @@ from planner.requests.step_in_backward import refuse_step_in_backward
 from planner.runtime.bypassed import watch
 from planner.runtime.compiled import Runtime
 from planner.runtime.eager import EagerRuntime
+from planner.runtime.entries import put_all
 from planner.runtime.events import PlanProvider
 from planner.runtime.families import Shapes
 from planner.runtime.interception import Applied, attach, attached, detach
@@ -111,7 +112,7 @@ def _watch_entries(
     seeing = weakref.ref(steps)  # torch holds the hook of the watch
     steps.warns = watch(target, lambda: (found := seeing()) is not None and found.saw_calls())
     runtime.watched, runtime.points = steps, steps.points
-    runtime.points_back()
+    put_all(runtime.points)
 
 
 def _runtime(target: nn.Module, request: Request, provider: PlanProvider, alone: bool) -> Applied:
