@@ -28,7 +28,8 @@ def auto(
         time_limit: seconds on two cores; None for about 2, and more for thousands of ops. It becomes a count of
             simulated steps; the clock itself only matters where the machine is slower than expected.
         progress: show a bar; None for only where a terminal is watching.
-        brief: end at the cheapest schedule that fits before anything is annealed, where there is one and no link.
+        brief: end at the cheapest schedule that fits before anything is annealed, or after little of it; not with a
+            link.
 
     Raises:
         InfeasibleError: no schedule that the search reached fits; its `minimum` is a budget that succeeds under any

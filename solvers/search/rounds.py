@@ -45,6 +45,7 @@ ENOUGH = 5e-4  # a candidate within this share of the cost above the bound ends 
 EXACTLY = 2e-5  # the same where a time limit says how much a search may take
 SETTLED = 2e-3  # without a time limit, the same once a round of walks has found nothing better
 BRIEFLY = 0.25  # share of the usual work of relaxations for a search that is to be brief
+SHORTLY = 0.1  # share of the effort for such a search, where no start fits
 TIGHT = 0.6  # share of the effort for a first schedule that fits, where no start fits
 
 
@@ -53,7 +54,7 @@ def search(
 ) -> Answer:
     """The search of `auto`, for problems whose budget is below the peak of every op once.
 
-    `brief` ends it at the cheapest start, where one fits; nothing is annealed.
+    `brief` ends it at the cheapest start that fits, or where none does, after a tenth of the usual walks.
     """
     if time_limit is not None and not brief:
         ready()
@@ -68,13 +69,13 @@ def _solve(search: Search, effort: Effort, *, brief: bool) -> Answer:
     whole = effort_of(problem, None)  # for the least budget, so that what is named is reached under any time limit
     if (least := minimum_peak_bound(problem)) > problem.budget:
         raise infeasible(search, leanest_of(search, whole), least)
-    if brief and (answer := _briefly(search, effort)) is not None:
-        return answer
-    aim = aim_of(search, effort)
-    starts = relaxed_starts(search, aim)
+    aim = aim_of(search, effort, BRIEFLY) if brief else aim_of(search, effort)
+    starts = relaxed_starts(search, replace(aim, enough=aim.settled) if brief else aim)
     best = cheapest(problem, starts)
     tight = best is None
-    best = improved(search, aim, starts, effort)
+    if brief:
+        effort = effort.part(SHORTLY)
+    best = best if brief and best is not None else improved(search, aim, starts, effort)
     if best is None:
         best = leanest_of(search, whole, enough=problem.budget)
         if best.peak > problem.budget:
@@ -83,16 +84,8 @@ def _solve(search: Search, effort: Effort, *, brief: bool) -> Answer:
         goal = aim.goal._replace(penalty=STRICTER * aim.goal.penalty)
         best = anneal(search, replace(aim, goal=goal), [best], effort) or best
     note = "time ran out before the end of the search" if search.late else ""
-    return Answer(search.schedule(best), problem.total_cost + aim.relaxed.bound, note)
-
-
-def _briefly(search: Search, effort: Effort) -> Answer | None:
-    """The cheapest of the first starts, with nothing annealed; None where none fits."""
-    problem, aim = search.problem, aim_of(search, effort, BRIEFLY)
-    best = cheapest(problem, relaxed_starts(search, replace(aim, enough=aim.settled)))
-    if best is None:
-        return None
-    return Answer(search.schedule(best), problem.total_cost + aim.relaxed.bound, brief=best.extra > aim.enough)
+    bound = problem.total_cost + aim.relaxed.bound
+    return Answer(search.schedule(best), bound, note, brief=brief and best.extra > aim.enough)
 
 
 @dataclass(frozen=True, slots=True)
