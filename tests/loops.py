@@ -701,6 +701,20 @@ def kept_by_its_graph(put: Put, ended: Ended) -> None:
         ended(loss)
 
 
+def elastic_weights(put: Put, ended: Ended) -> None:
+    """A penalty on how far parameters are from what they were: copies that the loss reads."""
+    model = put(mlp(128))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    for _ in range(STEPS):
+        penalty = sum(((p - before[name]) ** 2).sum() for name, p in model.named_parameters())
+        loss = model(torch.randn(128, 128)).square().mean() + 0.1 * penalty
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ended(loss)
+
+
 class Branches(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -3215,6 +3229,7 @@ LOOPS: dict[str, Loop] = {
     "distances": Loop(distances, share=1.0),
     "trains_itself": Loop(trains_itself),
     "head_left_out": Loop(head_left_out, share=1.02),
+    "elastic_weights": Loop(elastic_weights, share=0.78),
     "kept_by_its_graph": Loop(kept_by_its_graph),
     "deep_heads_in_turn": Loop(deep_heads_in_turn, plans=3),
     "two_heads_with_room": Loop(distribution_and_value, share=1.03),

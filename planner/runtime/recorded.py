@@ -140,7 +140,8 @@ def stays(
     gone, losses, outputs = _gone(recorder, there, earlier, remaining)
     fresh = {key: each[1] for key, each in alive.items() if key not in stay and key not in later and each not in made}
     new, renewed = _without_renewed(recorder, _without(fresh, own))  # the next targets and later inputs are in it
-    read = max((sum(_without(loss.read, stay).values()) for loss in recorder.losses), default=0)
+    copies = _copies(recorder)  # a penalty may read what the parameters were
+    read = max((sum(_without(loss.read, {*stay, *copies}).values()) for loss in recorder.losses), default=0)
     came_before = bool(coming) and coming.isdisjoint([*alive, *there, *recorder.inputs.made])
     unread = 0 if came_before else _gone_reads(recorder)
     states = min(awaited, sum(nbytes for key, nbytes in new.items() if alive[key][0] in recorder.of_optimizer))
@@ -158,7 +159,7 @@ def stays(
     data, elsewhere = recorder.device.type not in HOSTS, {*stay, *later}
     between = {k: u for k, u in used.items() if k not in elsewhere and (u.stays or (data and not u.in_step))}
     older_states = sum(between[key].nbytes for key in between.keys() & recorder.by_optimizer.made.copy())
-    idle = sum(_without(_copies(recorder), {*own, *stay, *alive, *later, *between}).values())
+    idle = sum(_without(copies, {*own, *stay, *alive, *later, *between}).values())
     used_apart = sum(each.nbytes for each in between.values())
     around = idle + used_apart + made_since - min(awaited - states, older_states)
     apart = around if any(each.trained is not None for each in between.values()) else 0
