@@ -2401,6 +2401,25 @@ def gan_discriminator(put: Put, ended: Ended) -> None:
     _gan(_generator(), put(_discriminator()), ended)
 
 
+def gan_generator_first(put: Put, ended: Ended) -> None:
+    """The generator's gradients are cleared before its step, and the discriminator is called in between."""
+    generator, discriminator = put(mlp(128, out=196)), put(nn.Sequential(nn.Linear(196, 256), nn.ReLU(), mlp(256, 1, 1)))
+    criterion = nn.BCEWithLogitsLoss()
+    optimizer_g, optimizer_d = (torch.optim.Adam(m.parameters(), lr=2e-4) for m in (generator, discriminator))
+    for _ in range(STEPS):
+        real, valid, fake = torch.rand(64, 196), torch.ones(64, 1), torch.zeros(64, 1)
+        optimizer_g.zero_grad()
+        made = generator(torch.randn(64, 128))
+        loss_g = criterion(discriminator(made), valid)
+        loss_g.backward()
+        optimizer_g.step()
+        optimizer_d.zero_grad()
+        loss_d = (criterion(discriminator(real), valid) + criterion(discriminator(made.detach()), fake)) / 2
+        loss_d.backward()
+        optimizer_d.step()
+        ended([loss_g, loss_d])
+
+
 def table_in_front(put: Put, ended: Ended) -> None:
     """A trained table that no plan is for, whose gradient of the step before is there until the backward pass."""
     table, model = nn.Embedding(4000, 64), put(mlp())
@@ -3180,6 +3199,7 @@ LOOPS: dict[str, Loop] = {
     "block_by_block": Loop(block_by_block),
     "gan_generator": Loop(gan_generator, share=0.77),
     "gan_discriminator": Loop(gan_discriminator, plans=5, share=1.02),
+    "gan_generator_first": Loop(gan_generator_first, plans=7, share=1.02, off=0.025),
     "gan_both": Loop(gan_both, plans=6, share=0.785),
     "each_learns_alone": Loop(each_learns_alone, plans=4),
     "encoder_and_decoder": Loop(encoder_and_decoder, plans=4),

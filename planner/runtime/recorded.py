@@ -12,9 +12,10 @@ from torch import nn, optim
 
 from planner.compat.dispatch import lasting_modes_off
 from planner.core.attributes import kept_as_attributes
-from planner.core.call import Call, storages
+from planner.core.call import Call, gradient_of, storages
 from planner.costs.measured_ops import measure
 from planner.runtime.copied import tensors_of_copies
+from planner.runtime.events import PlannedModel
 from planner.runtime.holders import bound_anew, copies_of, held_in
 from planner.runtime.made import Made, UsedStorages, takes_memory
 from planner.runtime.recorder import Recorder
@@ -138,6 +139,7 @@ def stays(
     stay |= {key: nbytes for key, nbytes in earlier.items() if key in there}
     before, added_to = _left_outside(recorder, {*own, *stay, *alive}, cleared)
     gone, losses, outputs = _gone(recorder, there, earlier, remaining)
+    gone -= _gradients_counted(others, there)
     fresh = {key: each[1] for key, each in alive.items() if key not in stay and key not in later and each not in made}
     new, renewed = _without_renewed(recorder, _without(fresh, own))  # the next targets and later inputs are in it
     copies = _copies(recorder)  # a penalty may read what the parameters were
@@ -214,6 +216,14 @@ def _gone(
     losses = again(recorder.kept_before, remaining)
     outputs = again(recorder.returned_before, outputs_of_all(recorder))
     return Counter(gone.values()) - losses - outputs, _bytes(losses), _bytes(outputs)
+
+
+def _gradients_counted(others: Iterable[PlannedModel], there: Collection[int]) -> Counter[int]:
+    """The sizes of gradients that other planned models count, but for those that were there as a pass began: the ones
+    before them are gone.
+    """
+    trained = [p for other in others for p in other.trained() if p.requires_grad]
+    return Counter(p.nbytes for p in trained if storages([gradient_of(p)]).keys().isdisjoint(there))
 
 
 def _bytes(sizes: Counter[int]) -> int:
