@@ -2403,7 +2403,10 @@ def gan_discriminator(put: Put, ended: Ended) -> None:
 
 def gan_generator_first(put: Put, ended: Ended) -> None:
     """The generator's gradients are cleared before its step, and the discriminator is called in between."""
-    generator, discriminator = put(mlp(128, out=196)), put(nn.Sequential(nn.Linear(196, 256), nn.ReLU(), mlp(256, 1, 1)))
+    generator, discriminator = (
+        put(mlp(128, out=196)),
+        put(nn.Sequential(nn.Linear(196, 256), nn.ReLU(), mlp(256, 1, 1))),
+    )
     criterion = nn.BCEWithLogitsLoss()
     optimizer_g, optimizer_d = (torch.optim.Adam(m.parameters(), lr=2e-4) for m in (generator, discriminator))
     for _ in range(STEPS):
