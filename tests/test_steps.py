@@ -11,7 +11,7 @@ from torch import nn
 from torch._subclasses import FakeTensor
 from torch.nn import functional as F
 
-from planner import InfeasibleBudgetError, PlanWarning, applied_plan, plan
+from planner import ApplyError, InfeasibleBudgetError, PlanWarning, applied_plan, plan
 from planner.session import provider
 
 from .loops import Autoencoder, VariationalAutoencoder
@@ -288,6 +288,15 @@ class Weighted(nn.Module):
 
     def loss(self, x, beta):
         return self.layers(x).square().mean() * beta
+
+
+def test_verify_says_that_it_checks_the_models_own_call(autoencoder):
+    model = plan(autoencoder, budget_gb=1).apply()
+    x = torch.randn(64, 64)
+    for _ in range(2):
+        model.decode(model.encode(x)).square().mean().backward()
+    with pytest.raises(ApplyError, match="a loop that calls encode, decode"):
+        applied_plan(model).verify(x)
 
 
 def test_numbers_that_change_in_each_step_are_planned_a_few_times_and_then_warned_of(planned_steps):

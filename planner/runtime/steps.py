@@ -72,6 +72,10 @@ class _Kind:
     together: tuple[Signature, ...] = ()
 
 
+def _named(kind: _Kind) -> str:
+    return ", ".join(dict.fromkeys(str(call.entry) for call in kind.step.calls))
+
+
 class StepRuntime(Applied):
     """Sees which methods of a model, and which modules in it, a loop calls in its first step, and plans for them.
 
@@ -105,6 +109,12 @@ class StepRuntime(Applied):
         self.regions = Regions(model, store)
         self.compiled: dict[Entry, Callable[..., Any]] = {}
         self.unguarded: object = None
+
+    def planned_calls(self) -> str:
+        """The calls that the newest plan is for, in words; none for the model's own."""
+        planned = [kind for kind in self.kinds if kind.record is not None]
+        others = bool(planned) and any(call.entry != ITSELF for call in planned[-1].step.calls)
+        return _named(planned[-1]) if others else ""
 
     def saw_calls(self) -> bool:
         """Whether the loop has made calls in the present step; one that has not returned may hold a loop itself."""
@@ -233,10 +243,9 @@ class StepRuntime(Applied):
             kind.hopeless = self.provider.on_no_plan(self.model, e)
             if kind.hopeless:
                 return
-            names = ", ".join(dict.fromkeys(str(call.entry) for call in kind.step.calls))
             e.add_note(
-                f"The loop calls {names}, and not the {type(self.model).__name__} itself: values are recomputed from "
-                "what each of these is given. A loop that calls the model, as model(batch), leaves more room"
+                f"The loop calls {_named(kind)}, and not the {type(self.model).__name__} itself: values are recomputed "
+                "from what each of these is given. A loop that calls the model, as model(batch), leaves more room"
             )
             raise
         except UNPLANNABLE as e:

@@ -26,7 +26,7 @@ from planner.core.surroundings import under
 from planner.core.verification import FOUND, Verification
 from planner.devices.accelerator import Accelerator, accelerator_of
 from planner.devices.meter import record_allocations
-from planner.errors import BatchError, PlannerError
+from planner.errors import ApplyError, BatchError, PlannerError
 from planner.lowering.margin import MARGIN
 from planner.planning.pipeline import make_plan
 from planner.planning.recipe import in_parts
@@ -37,6 +37,7 @@ from planner.requests.step_in_backward import refuse_trial_step
 from planner.runtime.aside import taken_off
 from planner.runtime.compiled import Runtime
 from planner.runtime.interception import attached, detach
+from planner.runtime.steps import StepRuntime
 from planner.runtime.unread import signature_of
 from planner.session.attach import put_on
 from planner.session.gradients import Gradients, compare, gradients_on_host, nudge, shaken
@@ -47,12 +48,18 @@ def verify(planned: Planned | Pending, batch: Any = None, kwargs: Mapping[str, A
     """Run the model for real, under the plan and without it; see `Plan.verify`.
 
     Raises:
+        ApplyError: the plan is for calls of the model's methods, or of modules in it.
         BatchError: no batch is known, its output holds nothing to differentiate, or a step without the plan fails.
         torch.OutOfMemoryError: the planned step does not fit the device.
     """
     request = planned.request
     model = request.model
     refuse_trial_step(request.options)
+    if isinstance(runtime := attached(model), StepRuntime) and (calls := runtime.planned_calls()):
+        raise ApplyError(
+            f"verify() runs model(batch), and this {type(model).__name__} is planned for a loop that calls {calls}: "
+            "let forward() do what the loop does, and call the model, for a plan that verify() can check"
+        )
     args, extra = (
         (request.args, request.kwargs) if batch is None and kwargs is None else arguments(model, batch, kwargs)
     )
