@@ -87,7 +87,10 @@ def optimizer_memory(
         except Exception as e:
             raise OptionError(f"optimizer={optimizer!r} could not be tried on these parameters: {e}") from e
     if not isinstance(optimizer, optim.Optimizer):
-        raise OptionError(f"optimizer={optimizer!r} is neither a name nor a torch.optim.Optimizer")
+        raise OptionError(
+            f"optimizer={optimizer!r} is neither a name nor a torch.optim.Optimizer: give the object that steps the "
+            "model, as torch.optim.AdamW(model.parameters()), a name ('adamw'), or nothing: it is found"
+        )
     kind = type(optimizer)
     if type(optimizer) is optim.LBFGS:
         return _lbfgs(optimizer)

@@ -111,7 +111,9 @@ def checked_loss(loss_fn: LossFn, output: Any) -> torch.Tensor:
     try:
         loss = loss_fn(output)
     except Exception as e:
-        raise BatchError(f"loss_fn {name} does not accept the model's output ({type(output).__name__}): {e}") from e
+        kind = "Tensor" if isinstance(output, torch.Tensor) else type(output).__name__
+        why = str(e).replace("FakeTensor", "Tensor")  # the user's is none
+        raise BatchError(f"loss_fn {name} does not accept the model's output ({kind}): {why}") from e
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
         shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise BatchError(f"loss_fn {name} must return a scalar tensor that needs a gradient; it returned {shape}")
