@@ -63,7 +63,7 @@ def _named(kind: type[nn.Module]) -> list[Place]:
 
 
 def _of_torch(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] in ("torch", "builtins")
+    return str(kind.__module__).partition(".")[0] in ("torch", "builtins")
 
 
 def _reached(place: Place | None, x: Any, deepest: int, seen: set[int]) -> Iterator[Found]:
@@ -71,30 +71,31 @@ def _reached(place: Place | None, x: Any, deepest: int, seen: set[int]) -> Itera
     left = [(place, x, deepest)]
     while left and len(seen) <= _MOST:
         place, x, deeper = left.pop()
-        if id(x) in seen or isinstance(x, _LEAVES):
+        kind = type(x)  # isinstance() asks objects for their class, and some raise
+        if id(x) in seen or issubclass(kind, _LEAVES):
             continue
         seen.add(id(x))
-        if isinstance(x, KINDS):
+        if issubclass(kind, KINDS):
             yield place, x
         elif deeper:
-            left += [(inner, value, deeper - 1) for inner, value in _inside(x) if type(value) not in PLAIN]
+            left += [(inner, value, deeper - 1) for inner, value in _inside(x, kind) if type(value) not in PLAIN]
 
 
-def _inside(x: Any) -> Iterator[tuple[Place | None, Any]]:
-    if isinstance(x, dict):
+def _inside(x: Any, kind: type) -> Iterator[tuple[Place | None, Any]]:
+    if issubclass(kind, dict):
         yield from (((x, name), value) for name, value in list(x.items()))
-    elif isinstance(x, list):
+    elif issubclass(kind, list):
         yield from (((x, at), value) for at, value in enumerate(x))
-    elif isinstance(x, tuple) or type(x) in CONTAINERS:
+    elif issubclass(kind, tuple) or kind in CONTAINERS:
         yield from ((None, value) for value in list(x))
-    elif isinstance(x, FunctionType):
+    elif kind is FunctionType:
         yield from (((cell, "cell_contents"), value_of(cell, "cell_contents")) for cell in x.__closure__ or ())
-    elif isinstance(x, (MethodType, BuiltinFunctionType)):
+    elif kind in (MethodType, BuiltinFunctionType):
         yield None, x.__self__
-    elif isinstance(x, functools.partial):
+    elif issubclass(kind, functools.partial):
         yield from ((None, value) for value in (x.func, *x.args, *x.keywords.values()))
-    elif not _of_torch(kind := x if isinstance(x, type) else type(x)):
-        held = None if kind is x else getattr(x, "__dict__", None)
+    elif not _of_torch(own := x if issubclass(kind, type) else kind):
+        held = getattr(x, "__dict__", None) if own is kind and kind.__dictoffset__ else None
         if isinstance(held, dict):
             yield from (((held, name), value) for name, value in list(held.items()))
-        yield from (((kind, name), value) for name, value in list(vars(kind).items()) if isinstance(value, KINDS))
+        yield from (((own, name), value) for name, value in list(vars(own).items()) if issubclass(type(value), KINDS))
