@@ -715,6 +715,39 @@ def elastic_weights(put: Put, ended: Ended) -> None:
         ended(loss)
 
 
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.out = nn.Embedding(100, 64), nn.Linear(64, 100)
+        self.keys, self.score, self.step = nn.Linear(64, 64), nn.Linear(64, 1), nn.Linear(3 * 64, 64)
+
+    def forward(self, token, state, memory):
+        scores = self.score(torch.tanh(self.keys(memory) + state[:, None]))
+        read = (scores.softmax(1).transpose(1, 2) @ memory)[:, 0]
+        state = torch.tanh(self.step(torch.cat([self.embedding(token), read, state], 1)))
+        return self.out(state), state
+
+
+def decoder_of_an_encoder(put: Put, ended: Ended) -> None:
+    """The calls of one step are all given what the encoder made, and each the state of the one before."""
+    encoder, decoder = nn.Embedding(100, 64), put(Decoder())
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (encoder, decoder)]
+    for _ in range(STEPS):
+        source, target = torch.randint(100, (64, 12)), torch.randint(100, (64, 8))
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        memory = encoder(source)
+        state, token, loss = memory.mean(1), torch.zeros(64, dtype=torch.long), 0
+        for at in range(8):
+            output, state = decoder(token, state, memory)
+            loss = loss + F.cross_entropy(output, target[:, at])
+            token = target[:, at]
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        ended(loss)
+
+
 class Branches(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -3252,6 +3285,7 @@ LOOPS: dict[str, Loop] = {
     "distances": Loop(distances, share=1.0),
     "trains_itself": Loop(trains_itself),
     "head_left_out": Loop(head_left_out, share=1.02),
+    "decoder_of_an_encoder": Loop(decoder_of_an_encoder, plans=4, off=0.045),
     "elastic_weights": Loop(elastic_weights, share=0.78),
     "kept_by_its_graph": Loop(kept_by_its_graph),
     "deep_heads_in_turn": Loop(deep_heads_in_turn, plans=3),

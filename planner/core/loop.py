@@ -37,6 +37,7 @@ class LossSeen:
         held: of the gradients of the model's outputs that were there still when the planned graphs had used them.
         inputs: of what the calls of a step were given and was there at once, at most.
         first_input: of what the first of them was given.
+        given_again: of what later ones were given, and earlier ones had been given, too.
         kept: of those that were alive when the planned backward pass began, what the loop still holds while the next
             forward pass runs, as what the graph of the loss keeps; it is in the loop's `beside`, too.
         others: of the most of these, what is there only while other planned models run, or waits for their backward
@@ -58,6 +59,7 @@ class LossSeen:
     held: int = 0
     inputs: int = 0
     first_input: int = 0
+    given_again: int = 0
     computed_later: int = 0
     between: int = 0
     between_later: int = 0
@@ -71,7 +73,8 @@ class LossSeen:
             return self
         sizes = {name: -(-size * output_bytes // self.output_bytes) for name, size in asdict(self).items()}
         sizes |= {name: max(sizes[name], getattr(self, name)) for name in ("stays", "kept", "given")}
-        return LossSeen(**{**sizes, "inputs": self.inputs, "first_input": self.first_input})
+        inputs = {name: getattr(self, name) for name in ("inputs", "first_input", "given_again")}
+        return LossSeen(**{**sizes, **inputs})
 
     @property
     def holds_tangents(self) -> bool:

@@ -72,6 +72,7 @@ def loss_seen(
         held=recorder.held,
         inputs=recorder.inputs_at_once,
         first_input=recorder.first_input,
+        given_again=recorder.given_again,
         kept=sum(found.kept.values()),
         others=max(_most(loss.events, workspaces) for loss in losses) - alone,
         others_wait=waits,

@@ -69,7 +69,7 @@ class Recorder(LastingMode):
         aside: what the planned graphs of the first call have returned beside them, as attributes of the model, weakly.
         inputs: what the calls were given that is alive.
         inputs_at_once: its bytes when one of them was called, at most.
-        first_input: bytes of what the first was given.
+        first_input, given_again: bytes of what the first was given, and of what others were that earlier ones had been.
         later: bytes of what calls after the first were given and that was there before the first.
         others, passing: other planned models that ran before the backward pass, and after it.
         held_then: what the loop's variables held as the first backward pass of these recorders began.
@@ -115,7 +115,7 @@ class Recorder(LastingMode):
         self.passing: weakref.WeakSet[PlannedModel] = weakref.WeakSet()
         self.in_loss: set[int] = set()  # numbers of tensors that a backward pass made before it came to an output
         self.gradients, self.given = PlannedGradients(), MadeStorages()  # by the planned graphs; of outputs
-        self.held = self.inputs_at_once = self.later = self._called = self.spent = 0
+        self.held = self.inputs_at_once = self.later = self._called = self.spent = self.given_again = 0
         self.budget, self.between, self.before = 0, Between(), dict[int, int]()
         own = {storage_key(t): t.untyped_storage() for outer in state for t in inside(outer)}.values()
         # a loop may put others in their place
@@ -173,6 +173,7 @@ class Recorder(LastingMode):
                     each.add(t.untyped_storage(), storage_key(t))
 
     def _given(self, batch: Any) -> None:
+        self.given_again += sum(nbytes for key, nbytes in storages(batch).items() if key in self.inputs.made)
         self._enter(batch, self.inputs)
         self._enter([t for t in tensors_in(batch) if t.requires_grad], self.batches)
         self.inputs_at_once = max(self.inputs_at_once, self.inputs.live)
