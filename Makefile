@@ -1,4 +1,5 @@
 # make demo: the main job on a real model.  make test: every check.  make docs: the site.  All make the environment first.
+# make thorough: more variants of what `make test` checks.
 # make compat: the tests marked so, on the oldest and the newest torch; make compat TORCH="2.12.1 2.14.1": on these.
 PYTHON ?= python3
 VENV ?= .venv
@@ -9,7 +10,7 @@ TORCH ?= $(firstword $(TESTED)) $(lastword $(TESTED))
 # without bytecode on disk, each of the many processes that tests start would compile all sources again
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: env demo test lint pytest compat docs bench clean wheels
+.PHONY: env demo test lint pytest thorough compat docs bench clean wheels
 .PRECIOUS: .venv-compat-%/.made
 
 env: $(VENV)/.made
@@ -37,6 +38,10 @@ lint: env
 
 pytest: env
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal
+
+# the tests that `make test` leaves out
+thorough: env
+	$(BIN)/python -m pytest -m thorough --numprocesses auto --dist worksteal
 
 # what `python -m benchmarks.cuda --hour` installs on a machine with a GPU, Python 3.12, torch, and no network
 wheels: env

@@ -51,6 +51,7 @@ class Loop:
         refused: what the error says, where training by a plan is refused.
         off: how far the highest step may be below the prediction, as a part of it; above it, by a hundredth at most.
         share: of the peak without a plan, for the budget.
+        thorough: says nearly the same as others: `make test` leaves it out.
     """
 
     run: Callable[[Put, Ended], Any]
@@ -59,6 +60,7 @@ class Loop:
     refused: str | None = None
     off: float = 0.01
     share: float = 0.75
+    thorough: bool = False
 
 
 @dataclass

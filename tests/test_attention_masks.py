@@ -16,6 +16,7 @@ from planner.capture.passes import mask_values
 from .loop_harness import Loop, differences, judged
 from .measure import results
 from .real_models import Case, gpt2, llama
+from .variants import more
 
 pytestmark = pytest.mark.usefixtures("short_searches", "always_compiled")
 LENGTH = 32
@@ -63,7 +64,7 @@ def checkpointed():
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("make", [gpt2, llama, mistral, checkpointed])
+@pytest.mark.parametrize("make", [*more(gpt2, llama), mistral, *more(checkpointed)])
 def test_decoders_of_transformers_give_attention_what_they_give_it_in_eager_mode(make):
     """No mask, and keys and values of fewer heads, though torch.compile cannot ask what the mask says."""
     plain, planned = compared(make())
@@ -188,19 +189,21 @@ def of_someone(length):
     ("mask", "told"),
     [
         (of_indices, (False, True)),
-        (infinite, (False, True)),
+        *more((infinite, (False, True))),
         (lambda x: ones(1, 1, LENGTH, LENGTH), (False, False)),
-        (lambda x: ones(LENGTH, LENGTH).tril(1), (True, False)),
-        (lambda x: ones(1, LENGTH).tril(), (True, False)),  # the same for each query
+        *more((lambda x: ones(LENGTH, LENGTH).tril(1), (True, False))),
+        *more((lambda x: ones(1, LENGTH).tril(), (True, False))),  # the same for each query
         (window, (True, False)),
         (written, (True, False)),
-        (written_through_a_view, (True, False)),
-        (written_later, (True, False)),
-        (written_by_a_method, (True, False)),
-        (written_by_a_checkpoint, (True, False)),
-        (written_by_a_function, (True, False)),
-        (written_by_a_flag, (True, False)),
-        (written_by_a_norm, (True, False)),
+        *more(
+            (written_through_a_view, (True, False)),
+            (written_later, (True, False)),
+            (written_by_a_method, (True, False)),
+            (written_by_a_checkpoint, (True, False)),
+            (written_by_a_function, (True, False)),
+            (written_by_a_flag, (True, False)),
+            (written_by_a_norm, (True, False)),
+        ),
         (cast, (True, False)),
         (finite, (True, False)),
         (of_the_batch, (True, False)),
@@ -236,7 +239,8 @@ class Grouped(nn.Module):
     ("repeat", "heads"),
     [
         (lambda t: t[:, :, None].expand(4, 2, 2, LENGTH, 4).reshape(4, 4, LENGTH, 4), 2),
-        (lambda t: t[:, :, None].expand(2, 4, 2, 1, LENGTH, 4).reshape(4, 4, LENGTH, 4), 4),  # one after the other
+        # one after the other
+        *more((lambda t: t[:, :, None].expand(2, 4, 2, 1, LENGTH, 4).reshape(4, 4, LENGTH, 4), 4)),
         (lambda t: t[:, :1, None].expand(4, 1, 1, LENGTH, 4).reshape(4, 1, LENGTH, 4), 1),
         (
             lambda t: t[:, :, None].expand(4, 2, 2, LENGTH, 4).reshape(4, 1, 4, LENGTH, 4),
@@ -338,12 +342,12 @@ def after_writing_to_a_view(padding):
     [
         (causal, torch.ones(4, LENGTH, dtype=torch.long), (False, True)),
         (lambda padding: padding[:, None, None] > 0, torch.ones(4, LENGTH, dtype=torch.long), (False, False)),
-        (causal, ones(4, LENGTH), (False, True)),
-        (causal, torch.ones(4, LENGTH).tril().long(), (True, False)),
+        *more((causal, ones(4, LENGTH), (False, True))),
+        *more((causal, torch.ones(4, LENGTH).tril().long(), (True, False))),
         (causal, torch.ones(4, LENGTH, dtype=torch.long) * 2, (True, False)),  # it might be a number of a document
         (lambda padding: causal(padding) & (padding[:, :1, None, None] < 1), ones(4, LENGTH).long(), (True, False)),
         (after_writing, torch.ones(4, LENGTH, dtype=torch.long), (True, False)),
-        (after_writing_to_a_view, torch.ones(4, LENGTH, dtype=torch.long), (True, False)),
+        *more((after_writing_to_a_view, torch.ones(4, LENGTH, dtype=torch.long), (True, False))),
     ],
 )
 def test_an_input_tells_a_mask_where_it_holds_ones_only(mask, padding, told):
@@ -373,7 +377,7 @@ def test_padded_batches_and_others_have_plans_of_their_own(padded):
     assert seen.plans <= (2 if len(padded) == 6 else 3)
 
 
-@pytest.mark.parametrize("at_once", [64, 200, 2000])
+@pytest.mark.parametrize("at_once", [64, *more(200, 2000)])
 @pytest.mark.parametrize(
     ("mask", "told"),
     [

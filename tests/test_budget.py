@@ -25,6 +25,7 @@ from solvers import simulate
 from .measure import held_before, peak_of, results, step_peak
 from .plans import for_budget
 from .real_models import Case, gpt2, tokens, unet
+from .variants import more
 
 pytestmark = pytest.mark.usefixtures("short_searches")
 
@@ -155,7 +156,7 @@ def test_a_budget_named_as_feasible_on_a_card_is(monkeypatch):
         assert p.peak_bytes <= p.budget_bytes
 
 
-@pytest.mark.parametrize("share", [1.0, 1.02])
+@pytest.mark.parametrize("share", [*more(1.0), 1.02])
 def test_a_known_plan_for_a_card_is_taken_with_its_margin(share, tmp_path):
     model, images = convolutions()
     options = {"device": "rtx3090", "loss_fn": torch.Tensor.mean}
@@ -168,7 +169,7 @@ def test_a_known_plan_for_a_card_is_taken_with_its_margin(share, tmp_path):
     assert (q.account, q.timeline) == (p.account, p.timeline)
 
 
-@pytest.mark.parametrize("share", [1.0, 1.02, 1.1, 1.3])
+@pytest.mark.parametrize("share", [1.0, *more(1.02), 1.1, *more(1.3)])
 def test_a_plan_for_a_card_fits_its_caching_allocator(share):
     """What the allocator reserves by simulation, at the least budget that is named and above it."""
     model, images = convolutions()
@@ -252,6 +253,7 @@ def tight(case: Case) -> planner.Plan:
     return for_budget(everything, 0.6 * everything.baseline_peak_bytes / 2**30)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("no_workspaces")
 def test_a_misprediction_is_found_and_repaired(tmp_path):
     case = unet(channels=(32,), middle=False)
@@ -321,6 +323,7 @@ def test_gradients_that_the_plan_does_not_count_are_planned_for():
 # What changes from step to step
 
 
+@pytest.mark.thorough
 def test_a_larger_second_batch_is_planned_within_the_budget(tmp_path):
     case = gpt2(layers=1)
     larger = gpt2(layers=1, batch=6)
@@ -333,6 +336,7 @@ def test_a_larger_second_batch_is_planned_within_the_budget(tmp_path):
     assert applied_plan(case.model).overhead > 0
 
 
+@pytest.mark.thorough
 def test_half_precision_with_a_scaler(tmp_path):
     case = gpt2(layers=1)
 

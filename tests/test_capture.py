@@ -20,6 +20,7 @@ from planner.compat.fake import FakeTensor, FakeTensorMode
 from .measure import held_before, peak_of, results, step_peak
 from .plans import for_budget, leanest
 from .real_models import Case
+from .variants import more
 
 pytestmark = pytest.mark.usefixtures("short_searches", "always_compiled")
 
@@ -207,7 +208,8 @@ class Scalar(Case):
 
 
 AWKWARD = [
-    InPlace, Dropout, HalfDropout, OwnScale, AttentionDropout, Routing, BatchNorm, SharedNorm, OwnBuffer, Tied, Split,
+    InPlace, Dropout, *more(HalfDropout, OwnScale, AttentionDropout), Routing, BatchNorm, *more(SharedNorm),
+    OwnBuffer, Tied, Split,
     OwnFunction, Sequence, DrawnForBackward, DrawnInVain, BuffersOfOneStorage, SquaredError,
 ]  # fmt: skip
 

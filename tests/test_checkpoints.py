@@ -14,6 +14,7 @@ from planner import OptionError, plan
 from .measure import held_before, results, step_peak
 from .plans import leanest
 from .real_models import Case, gpt2
+from .variants import keeping, more
 
 pytestmark = pytest.mark.usefixtures("short_searches", "always_compiled")
 
@@ -60,7 +61,7 @@ def case_of(**options):
     return Case(Checkpointed(**options), {"x": torch.randn(512, 64)}, lambda loss: loss)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", keeping(*(way for way in WAYS if way != "reentrant"), of=WAYS))
 def test_left_as_they_are_they_hold_what_they_do_in_eager_mode(way, tmp_path):
     case = case_of(**WAYS[way])
     eager, own = results(case), held_before(case) + step_peak(case, tmp_path)
@@ -102,7 +103,7 @@ def test_a_plan_around_them_goes_below_what_they_reach(tmp_path):
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("checkpoints", ["replace", "keep"])
+@pytest.mark.parametrize("checkpoints", [*more("replace"), "keep"])
 def test_running_statistics_are_updated_once(checkpoints):
     """Eager checkpointing updates them twice."""
     case, plain = case_of(norm=True, **WAYS["non-reentrant"]), case_of(norm=True)
@@ -131,6 +132,7 @@ def test_the_switch_of_transformers(tmp_path):
         torch.testing.assert_close(ours[key], value, msg=lambda m, key=key: f"{key}: {m}")
 
 
+@pytest.mark.thorough
 def test_the_switch_of_diffusers():
     import diffusers
 

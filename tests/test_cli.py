@@ -282,6 +282,7 @@ def test_nothing_is_left_in_the_path(capsys):
     assert sys.path == before
 
 
+@pytest.mark.thorough
 def test_a_terminal_without_bars():
     # the current folder is importable
     result = python("-m", "planner", "plan", "train:make", *TIGHT, PYTHONIOENCODING="ascii")

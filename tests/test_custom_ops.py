@@ -20,6 +20,7 @@ from planner.compat.ops import FUNCTIONAL, name_of
 from .measure import held_before, results, step_peak
 from .plans import leanest
 from .real_models import Case
+from .variants import more
 
 pytestmark = pytest.mark.usefixtures("short_searches", "always_compiled")
 BLOCKS = 3
@@ -170,7 +171,7 @@ def test_an_op_that_writes_runs_once():
     [
         (["planner_tests::scaled"], range(BLOCKS)),
         (["blocks.1"], [1]),
-        (["block?.2", "planner_*::*"], range(BLOCKS)),
+        *more((["block?.2", "planner_*::*"], range(BLOCKS))),
     ],
 )
 def test_what_is_named_runs_once(keep, once, mode):

@@ -29,6 +29,7 @@ from planner.session.counted import counted, with_buckets
 from planner.session.messages import connected, gather
 
 from .processes import ends_of, on_ranks
+from .variants import more
 
 pytestmark = pytest.mark.usefixtures("short_searches")
 
@@ -144,7 +145,7 @@ def train_all(folder, cases):
     return [train(folder, 0.00055 if mode == "aten" else 0.00065, mode, *case) for mode, *case in cases]
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.compat), 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.compat), *more(4)])
 def test_ranks_train_by_one_plan_with_the_gradients_of_none(ranks, tmp_path):
     for found in zip(*on_ranks(ranks, train_all, tmp_path, CASES[ranks]), strict=True):
         for each in found:
@@ -183,7 +184,7 @@ def train_fused(folder, wrong):
     }
 
 
-@pytest.mark.parametrize(("wrong", "mode"), [(False, "inductor"), (True, "aten")])
+@pytest.mark.parametrize(("wrong", "mode"), [*more((False, "inductor")), (True, "aten")])
 def test_ranks_of_a_compiled_model_train_in_the_same_kernels(wrong, mode, tmp_path):
     found = on_ranks(2, train_fused, tmp_path, wrong)
     for each in found:

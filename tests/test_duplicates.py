@@ -12,6 +12,7 @@ from planner.capture.passes.duplicates import merge_duplicates
 
 from .measure import held_before, results, step_peak
 from .real_models import SMALL, Case
+from .variants import more
 
 pytestmark = pytest.mark.usefixtures("short_searches", "always_compiled")
 
@@ -34,7 +35,7 @@ def mixed_precision():
     return Case(MixedPrecision(), {"x": torch.randn(8, 64, 64)}, lambda loss: loss)
 
 
-@pytest.mark.parametrize("make", [mixed_precision, SMALL["unet"]], ids=["mixed precision", "unet"])
+@pytest.mark.parametrize("make", [mixed_precision, *more(SMALL["unet"])], ids=["mixed precision", "unet"])
 def test_a_step_with_equal_values_holds_less(make, tmp_path):
     case = make()
     eager = step_peak(case, tmp_path)

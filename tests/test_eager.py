@@ -25,6 +25,7 @@ from solvers import every_op_once, simulate
 from .measure import held_before, results, step_peak
 from .plans import for_budget
 from .real_models import SMALL, Case
+from .variants import more
 
 
 class Block(nn.Module):
@@ -80,7 +81,7 @@ def assert_holds(case: Case, p, folder):
 
 
 @pytest.mark.parametrize(
-    ("name", "fraction"), [("gpt2_dropout", 0.6), ("llama", 0.5), ("resnet50", 0.92), ("unet", 0.62)]
+    ("name", "fraction"), [("gpt2_dropout", 0.6), *more(("llama", 0.5)), ("resnet50", 0.92), *more(("unet", 0.62))]
 )
 def test_the_promises_hold_on_real_models(name, fraction, tmp_path):
     case = SMALL[name]()
@@ -107,7 +108,7 @@ class LeftOut(Stack):
         return self.blocks[3](self.middle(self.blocks[1](self.blocks[0](x)))).square().mean()
 
 
-@pytest.mark.parametrize("fraction", [0.7, 0.01])
+@pytest.mark.parametrize("fraction", [0.7, *more(0.01)])
 def test_what_torch_compile_leaves_out(fraction, tmp_path):
     case = Case(LeftOut().train(), {"x": torch.randn(8, 64, 64)}, lambda loss: loss)
     p = eager_plan(case, fraction)
@@ -365,7 +366,7 @@ def rectified(momentum: float | None) -> nn.Module:
     return nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), norm, nn.ReLU(inplace=True))
 
 
-@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("momentum", [0.1, *more(None)])
 def test_statistics_are_updated_once_and_in_place_ops_run_again_rightly(momentum, tmp_path):
     case = case_of(*(rectified(momentum) for _ in range(3)), shape=(4, 16, 32, 32))
     p = eager_plan(case, 0.01)
@@ -407,7 +408,7 @@ class Checkpointing(Block):
     [
         (Counting, "sets its attribute 'calls'"),
         (Averaging, "writes into a buffer"),
-        (Overwriting, "writes into a tensor that it is given"),
+        *more((Overwriting, "writes into a tensor that it is given")),
         (Checkpointing, "is checkpointed already"),
     ],
 )
@@ -492,9 +493,9 @@ class Tempered(Stack):
     [
         (Drawing, Stack, None, True),
         (Queueing, Stack, None, False),
-        (Iterating, Stack, None, False),
+        *more((Iterating, Stack, None, False)),
         (Centring, Stack, "eager", False),
-        (Tempered.Reading, Tempered, "eager", False),
+        *more((Tempered.Reading, Tempered, "eager", False)),
     ],
 )
 def test_a_module_that_would_compute_otherwise_does_not_run_again(kind, stack, mode, chosen):

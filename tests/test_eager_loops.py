@@ -6,6 +6,7 @@ from planner import plan
 
 from .loop_harness import GB, differences, run
 from .loops import LOOPS
+from .variants import more
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -14,11 +15,10 @@ pytestmark = pytest.mark.filterwarnings("ignore")
     "name",
     [
         "contrastive",
-        "triplet",
-        "bootstrapped",
+        *more("triplet", "bootstrapped"),
         "backward_twice",
         "given_gradients",
-        "variational",
+        *more("variational"),
         "closure",
         "behind_a_trained_stem",
         "kept_by_its_graph",

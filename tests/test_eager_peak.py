@@ -13,6 +13,7 @@ from planner.planning.pipeline import graph_of
 from .measure import held_before, results, step_peak
 from .plans import changed
 from .real_models import Case, gpt2, resnet50, tokens
+from .variants import keeping, more
 
 pytestmark = pytest.mark.usefixtures("short_searches", "always_compiled")
 
@@ -118,7 +119,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", keeping("GPT-2", "ResNet", "perceptron", "dropouts", "LSTM", of=CASES))
 def test_a_plan_with_room_to_spare_peaks_no_higher_than_eager_mode(name, tmp_path):
     case = CASES[name]()
     before = held_before(case)
@@ -132,7 +133,7 @@ def test_a_plan_with_room_to_spare_peaks_no_higher_than_eager_mode(name, tmp_pat
     assert p.overhead < 0.06
 
 
-@pytest.mark.parametrize("name", ["bicubic", "steps"])
+@pytest.mark.parametrize("name", ["bicubic", *more("steps")])
 def test_what_eager_mode_computes_is_computed(name):
     case = CASES[name]()
     eager = results(case)

@@ -35,6 +35,7 @@ from planner.planfile.schema import LARGEST
 from .forked import python
 from .measure import held_before, results, step_peak
 from .real_models import Case, gpt2
+from .variants import keeping, more
 
 pytestmark = pytest.mark.usefixtures("short_searches")
 
@@ -162,6 +163,7 @@ FRESH = """
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.compat
 def test_a_fresh_process_trains_by_the_file_alone(saved):
     """Gradients are those of the plan applied where it was made; the peak is within the budget; nothing is solved."""
@@ -260,7 +262,7 @@ def changed_code(case):
 
 @pytest.mark.parametrize(
     ("kind", "change"),
-    [("compiled", changed_dropout), ("dynamic", changed_code), ("eager", changed_code)],
+    [("compiled", changed_dropout), *more(("dynamic", changed_code)), ("eager", changed_code)],
 )
 def test_other_code_is_planned_anew_and_said_so(kind, change, saved, tmp_path):
     case, made, path = saved[kind]
@@ -316,7 +318,7 @@ def test_an_applied_plan_of_a_file_is_verified_and_made_eager(saved):
 # Known plans
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", keeping("compiled", "eager", of=KINDS))
 def test_a_known_plan_of_the_same_step_is_not_solved_again(kind, saved):
     case, made, path = saved[kind]
     with unsolved():

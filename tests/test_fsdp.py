@@ -17,6 +17,7 @@ from planner.runtime.interception import attached
 
 from .measure import peak_of
 from .processes import on_ranks
+from .variants import more
 
 pytestmark = pytest.mark.usefixtures("short_searches")
 
@@ -158,8 +159,8 @@ def compare(names):
     ("ranks", "names"),
     [
         pytest.param(2, ["by block", "bf16"], marks=pytest.mark.compat),
-        (2, ["gathered all the time"]),
-        (3, ["in parts"]),
+        *more((2, ["gathered all the time"])),
+        *more((3, ["in parts"])),
     ],
 )
 def test_gradients_and_peaks(ranks, names):
@@ -238,6 +239,7 @@ def reduced_later(batch, known):
     return peak, p.peak_bytes, p.budget_bytes, [str(w.message) for w in said if w.category is PlanWarning]
 
 
+@pytest.mark.thorough
 def test_training():
     for found in on_ranks(2, train_on):
         peak, predicted, budget = found["accumulating"]

@@ -17,6 +17,7 @@ from planner.planning.pipeline import make_plan
 
 from .measure import peak_of
 from .plans import for_budget
+from .variants import keeping
 
 pytestmark = pytest.mark.usefixtures("short_searches", "always_compiled")
 
@@ -296,7 +297,7 @@ class OfItsOwn(nn.Module):
 
 
 @pytest.mark.parametrize("share", [1.01, 0.75])
-@pytest.mark.parametrize("kind", ["mlp", "transformer"])
+@pytest.mark.parametrize("kind", keeping("mlp", of=["mlp", "transformer"]))
 def test_what_a_kept_graph_holds_is_counted(kind, share, tmp_path):
     layer = nn.TransformerEncoderLayer(64, 4, 256, dropout=0, batch_first=True, norm_first=True)
     if kind == "mlp":
@@ -443,7 +444,7 @@ class Doubled(nn.Module):
         return (*torch.broadcast_tensors(mean, width), width)
 
 
-@pytest.mark.parametrize("used", [1, 2])
+@pytest.mark.parametrize("used", keeping(1, of=[1, 2]))
 def test_a_tensor_that_is_returned_twice_has_its_gradient_by_either(used):
     def gradients(model):
         torch.manual_seed(1)

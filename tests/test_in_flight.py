@@ -16,6 +16,7 @@ from planner.report.snapshot import snapshot
 
 from .measure import peak_of
 from .plans import for_budget, leanest
+from .variants import more
 
 pytestmark = pytest.mark.usefixtures("short_searches")
 
@@ -66,7 +67,7 @@ def held(model, batches):
     return sum(t.nbytes for t in [*model.parameters(), *batches])
 
 
-@pytest.mark.parametrize(("accumulate", "share"), [(False, 0.4), (True, 0.6)])
+@pytest.mark.parametrize(("accumulate", "share"), [(False, 0.4), *more((True, 0.6))])
 def test_as_many_microbatches_as_planned_fit_and_the_prediction_is_right(tmp_path, share, accumulate):
     model, number = blocks(3), 3
     batches = [torch.randn(ROWS, WIDTH) for _ in range(5 if accumulate else number)]

@@ -28,6 +28,7 @@ from .listening import Listening
 from .loop_harness import Loop, judged
 from .loops import adamw_after
 from .plans import for_budget
+from .variants import more
 
 pytestmark = pytest.mark.usefixtures("short_searches")
 
@@ -78,6 +79,7 @@ def gradients(model):
     return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
+@pytest.mark.thorough
 def test_a_planned_model_trains_at_the_peak_of_its_plan(tight):
     model, batch, p = tight
     model(*batch).backward()
@@ -141,7 +143,7 @@ class RandomNet(nn.Module):
         return nn.functional.cross_entropy(made[-1] + sum(made), y)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [*more(0, 1, 2), 3])
 def test_a_random_schedule_of_a_random_graph_peaks_on_fakes_as_the_profiler_measures_its_code(seed):
     rng = random.Random(seed)
     torch.manual_seed(seed)
@@ -168,6 +170,7 @@ def test_a_random_schedule_of_a_random_graph_peaks_on_fakes_as_the_profiler_meas
     assert measured == pytest.approx(predicted, abs=64)
 
 
+@pytest.mark.thorough
 def test_buffers_wait_for_their_next_use_in_the_code_only_where_that_is_near():
     captured = planned(Net(layers=6), batch_of()).source.captured.sources[0]
     fused = fused_as(captured.region, look(captured, None))
@@ -190,6 +193,7 @@ def test_draws_are_kept_and_never_drawn_again():
     assert all("draws" in op.keep_because for op in drawn)
 
 
+@pytest.mark.thorough
 def test_gradients_of_other_draws_than_eager_mode_s_are_compared_with_inductor_s():
     torch.manual_seed(0)
     model, batch = Net(p=0.5, layers=2), batch_of(256)
@@ -425,7 +429,7 @@ class Latent(Net):
         return self.head(self.layers[1](z).sin()), z
 
 
-@pytest.mark.parametrize("later", [True, False], ids=["more", "fewer"])
+@pytest.mark.parametrize("later", [*more(True), False], ids=["more", "fewer"])
 def test_outputs_that_one_of_two_plans_gives_no_gradient_get_zeros_by_the_other(later, nothing_compared, monkeypatch):
     """Else the backward pass of that plan runs op by op, and takes as much as without a plan."""
     torch.manual_seed(0)
@@ -490,6 +494,7 @@ class Residual(nn.Module):
         return torch.relu(x + self.b(torch.relu(self.a(x))))
 
 
+@pytest.mark.thorough
 def test_the_first_step_gives_right_gradients_to_what_the_batch_was_computed_from_and_before_a_batch_norm():
     """The bias before a BatchNorm gets rounding errors alone; those of Inductor are 200 times those of eager mode."""
     torch.manual_seed(0)
@@ -520,7 +525,7 @@ class Elementwise(nn.Module):
 @pytest.mark.parametrize(
     ("blocks", "layers", "share", "plans"),
     [
-        pytest.param(6, lambda: (nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1)), 0.75, 2, id="it draws"),
+        *more(pytest.param(6, lambda: (nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1)), 0.75, 2, id="it draws")),
         pytest.param(4, lambda: (nn.Linear(64, 64), Elementwise()), 0.62, 3, id="op by op, it needs more"),
     ],
 )
@@ -569,6 +574,7 @@ def test_nothing_is_recomputed_from_a_buffer_that_the_forward_pass_has_overwritt
         torch.testing.assert_close(gradients(model)[name], gradient, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_plans_for_another_size_are_compared_within_the_budget():
     """The leanest plan of mode "aten" takes more: it is what the first plan is compared with, and no other one."""
 
@@ -612,7 +618,7 @@ class HiddenStates(nn.Module):
         return nn.functional.log_softmax(x, -1), hidden
 
 
-@pytest.mark.parametrize("compiled", [None, "in place", "wrapped"])
+@pytest.mark.parametrize("compiled", [None, *more("in place", "wrapped")])
 def test_outputs_that_the_loop_leaves_out_leave_the_backward_pass_compiled_and_exact(compiled, nothing_compared):
     def hidden_states(put, ended):
         model = HiddenStates()
@@ -645,7 +651,7 @@ class Pooled(HiddenStates):
         return y, self.pool(hidden[-1]).tanh()
 
 
-@pytest.mark.parametrize("pooled", ["never", "by a backward pass of its own"])
+@pytest.mark.parametrize("pooled", [*more("never"), "by a backward pass of its own"])
 def test_an_output_that_a_backward_pass_gives_no_gradient_leaves_the_model_with_aten_and_within_its_budget(pooled):
     notes = []
 
@@ -689,7 +695,9 @@ class Alike(nn.Module):
         return torch.sin(hidden[0] * 2 + hidden[1] * 2), hidden
 
 
-@pytest.mark.parametrize(("kind", "late"), [(partial(HiddenStates, 3), 1), (partial(HiddenStates, 3), 3), (Alike, 3)])
+@pytest.mark.parametrize(
+    ("kind", "late"), [*more((partial(HiddenStates, 3), 1)), (partial(HiddenStates, 3), 3), (Alike, 3)]
+)
 def test_a_gradient_of_an_output_that_was_left_out_so_far_is_not_lost(kind, late):
     torch.manual_seed(0)
     model, batches = kind(), torch.randn(4, 64, 64)
@@ -728,7 +736,7 @@ def test_layers_that_plans_trace_in_their_own_way_are_traced_alike_each_time(kin
     assert roomy.peak_bytes <= roomy.baseline_peak_bytes
 
 
-@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("in_place", [*more(False), True])
 def test_a_compiled_model_is_planned_in_this_mode_and_with_its_options(in_place, monkeypatch, tmp_path):
     monkeypatch.setattr("planner.session.apply.trusting", lambda: lambda planned: planned)
     model, batch = Net(layers=1), batch_of(64)
@@ -846,7 +854,7 @@ def trained_in_graphs(kind):
     return loop
 
 
-@pytest.mark.parametrize("kind", [Broken, CalledOften, Outside])
+@pytest.mark.parametrize("kind", [*more(Broken, CalledOften), Outside])
 def test_steps_of_several_graphs_are_exact_from_the_second_on(kind, nothing_compared):
     unplanned, seen = judged(Loop(trained_in_graphs(kind), share=0.7))
     assert seen.peak <= seen.budget
@@ -855,6 +863,7 @@ def test_steps_of_several_graphs_are_exact_from_the_second_on(kind, nothing_comp
     torch.testing.assert_close(seen.state["0 seen"], unplanned.state["0 seen"])
 
 
+@pytest.mark.thorough
 def test_dropout_in_several_graphs_draws_what_inductor_draws_with_everything_kept(nothing_compared):
     model, batch = Broken(p=0.3), torch.randn(512, 64)
     roomy = planned(model, batch, loss_fn=torch.Tensor.mean)
@@ -875,6 +884,7 @@ class Scored(CalledOften):
         return super().forward(x).square().mean()
 
 
+@pytest.mark.thorough
 def test_a_plan_file_of_several_graphs_is_taken_as_it_is(tmp_path, nothing_compared, monkeypatch):
     model, batch = Scored(), torch.randn(512, 64)
     roomy = planned(model, batch)
@@ -910,7 +920,7 @@ def test_a_compiled_model_that_inductor_cannot_compile_is_planned_op_by_op_and_s
         planned(Net(), batch)
 
 
-@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("in_place", [False, *more(True)])
 def test_a_compiled_model_evaluates_as_it_was_compiled(in_place, nothing_compared):
     model, batch = Net(layers=1), batch_of(64)
     if in_place:
@@ -1052,6 +1062,7 @@ class Mixture(nn.Module):
         return self.last(self.routed(self.first(x))).square().mean()
 
 
+@pytest.mark.thorough
 def test_a_compiled_model_that_routes_by_values_keeps_its_kernels_beside_the_experts(nothing_compared):
     model, batch = Mixture(), torch.randn(512, 64)
     model.compile()

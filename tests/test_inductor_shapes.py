@@ -39,6 +39,7 @@ def compiled_lengths(seen, put, ended):
         seen.append(applied_plan(model))
 
 
+@pytest.mark.thorough
 @symbolic
 def test_a_compiled_model_has_one_plan_for_all_sizes_from_the_third_on():
     """The second batch is smaller, and runs as it is; a gradient still comes to the loss alone."""

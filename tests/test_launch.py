@@ -20,6 +20,7 @@ from planner.runtime.peaks import report
 
 from .forked import python, torchrun
 from .problems import in_python_path
+from .variants import more
 
 pytestmark = pytest.mark.usefixtures("short_searches")
 ROOT = Path(__file__).parent.parent
@@ -346,7 +347,9 @@ def test_what_cannot_be_used_is_said_before_the_script_runs(given, words, tmp_pa
     assert words in said.err
 
 
-@pytest.mark.parametrize(("how", "words"), [("", "Inductor generates"), ("mode='reduce-overhead'", "CUDA graphs hold")])
+@pytest.mark.parametrize(
+    ("how", "words"), [*more(("", "Inductor generates")), ("mode='reduce-overhead'", "CUDA graphs hold")]
+)
 def test_what_torch_compile_made_of_the_model_is_planned_where_it_can_be(how, words, tmp_path, here, capsys):
     script(
         tmp_path,
@@ -445,6 +448,7 @@ def test_rank_0_of_torchrun_plans_for_all(tmp_path):
     assert list(map(float, found)) == pytest.approx([loss.item() for loss in losses], rel=1e-5)
 
 
+@pytest.mark.thorough
 def test_every_rank_of_accelerate_plans(tmp_path):
     script(tmp_path, ACCELERATE)
     settings = ("--num_machines", 1, "--mixed_precision", "no", "--dynamo_backend", "no", "--multi_gpu")

@@ -20,6 +20,7 @@ from planner.runtime.learnt_shapes import LearntShapes
 from .measure import beside_the_loop, held_before, results, step_peak
 from .real_models import Case
 from .test_shapes import Loop, Net
+from .variants import more
 
 pytestmark = pytest.mark.usefixtures("short_searches")
 
@@ -70,7 +71,7 @@ def test_random_lengths_take_few_plans_and_few_graphs(captured, tmp_path, caplog
     assert any("one plan and one compiled graph" in m and "of batch['x']" in m for m in caplog.messages)
 
 
-@pytest.mark.parametrize("share", [1.0, 0.8], ids=["nothing recomputed", "recomputed"])
+@pytest.mark.parametrize("share", [1.0, *more(0.8)], ids=["nothing recomputed", "recomputed"])
 def test_a_smaller_last_batch_in_each_epoch_is_one_shape(share, captured, tmp_path, caplog):
     full, last = torch.randn(8, 16, 8), torch.randn(5, 16, 8)
     counters.clear()

@@ -22,6 +22,7 @@ from planner.runtime.interception import attached
 
 from .forked import python
 from .test_launch import of_processes, script, traced_peak
+from .variants import more
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*(num_workers|logging interval|not empty|treespec|does not have many)"),
@@ -183,7 +184,7 @@ class Traced(lightning.pytorch.Callback):
             self.peak = traced_peak(self.file)
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("microbatches", [*more(1), 2])
 def test_the_peak_of_a_step_is_lower_and_as_predicted(tmp_path, microbatches):
     usual, traced, planned = Traced(tmp_path / "trace.json"), Traced(tmp_path / "trace.json"), callback(0.0014)
     for callbacks in ([usual], [planned, traced]):

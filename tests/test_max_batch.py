@@ -13,6 +13,7 @@ from planner.api.max_batch import Trial, _faster, _fastest, _larger, max_batch
 
 from .measure import held_before, step_peak
 from .real_models import Case, gpt2, tokens
+from .variants import more
 
 pytestmark = pytest.mark.usefixtures("short_searches")
 
@@ -65,7 +66,7 @@ def test_as_planning_for_every_n_says():
     assert f"Largest n {found.largest}, fastest n {found.fastest}" in str(found)
 
 
-@pytest.mark.parametrize("kind", ["perceptron", "gpt2", "convolutions"])
+@pytest.mark.parametrize("kind", ["perceptron", *more("gpt2", "convolutions")])
 def test_the_largest_fits_as_measured(kind, tmp_path):
     if kind == "perceptron":
         case = Case(deep(), {}, torch.sum)
@@ -86,6 +87,7 @@ def test_the_largest_fits_as_measured(kind, tmp_path):
     assert next(t for t in found.trials if not t.feasible).n == found.largest + 1
 
 
+@pytest.mark.thorough
 def test_n_may_be_a_sequence_length_with_a_limit():
     model = gpt2(layers=1).model
     asked = []

@@ -23,6 +23,7 @@ from planner.runtime.interception import attached
 from .measure import peak_of
 from .plans import for_budget
 from .real_models import llama
+from .variants import more
 
 pytestmark = pytest.mark.usefixtures("short_searches", "always_compiled")
 
@@ -489,7 +490,7 @@ TENSORS_CHANGED = {
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook")
-@pytest.mark.parametrize("changes", [CHANGES, TENSORS_CHANGED], ids=["modules", "tensors"])
+@pytest.mark.parametrize("changes", [*more(CHANGES), TENSORS_CHANGED], ids=["modules", "tensors"])
 def test_a_model_changed_after_its_first_step(x, changes):
     model = Layers(depth=2, norm=changes is TENSORS_CHANGED)
     twin = copy.deepcopy(model)
@@ -580,7 +581,7 @@ def test_an_input_that_needs_a_gradient_and_nothing_else(x):
 # LoRA
 
 
-@pytest.mark.parametrize("planned_first", [False, True])
+@pytest.mark.parametrize("planned_first", [False, *more(True)])
 def test_lora(planned_first):
     case = llama(batch=2, layers=1)
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)

@@ -22,6 +22,7 @@ from solvers import Move, ProblemError, Schedule, every_op_once, simulate, valid
 
 from .measure import peak_of
 from .simulated_device import Device
+from .variants import keeping
 
 pytestmark = pytest.mark.usefixtures("short_searches")
 
@@ -64,7 +65,7 @@ MODELS = {
 SCHEDULES = 40
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=keeping(*(name for name in MODELS if name != "attention"), of=MODELS))
 def step_and_region(request):
     model, batch = MODELS[request.param]()
     request = check(model, batch, None, budget_gb=1, loss_fn=torch.sum, offload="disk", progress=False)

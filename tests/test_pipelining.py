@@ -15,6 +15,7 @@ from planner.integrations.pipelining import plan_schedule
 
 from .measure import peak_of
 from .processes import on_ranks
+from .variants import more
 
 pytestmark = pytest.mark.usefixtures("short_searches")
 
@@ -92,7 +93,7 @@ def compared_all(kinds, microbatches):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "kinds"), [pytest.param(2, ("gpipe", "interleaved"), marks=pytest.mark.compat), (4, ("1f1b",))]
+    ("ranks", "kinds"), [*more(pytest.param(2, ("gpipe", "interleaved"), marks=pytest.mark.compat)), (4, ("1f1b",))]
 )
 def test_each_rank_trains_within_its_budget_as_predicted_to_the_same_gradients(ranks, kinds):
     for rank, found in enumerate(on_ranks(ranks, compared_all, kinds, 4)):

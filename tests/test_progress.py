@@ -22,6 +22,8 @@ from planner import Plan, applied_plan, max_batch, pareto, plan
 from planner.runtime import regions as run
 from planner.runtime.interception import attached
 
+from .variants import more
+
 pytestmark = pytest.mark.usefixtures("short_searches")
 
 
@@ -90,7 +92,7 @@ def test_every_stage_says_what_it_does_and_how_far_it_is(step, at_once, capfd):
             assert word in shown[name], (name, word, shown[name][-500:])
 
 
-@pytest.mark.parametrize("progress", [False, None])
+@pytest.mark.parametrize("progress", [*more(False), None])
 def test_nothing_is_shown_where_nobody_watches_or_it_is_not_wanted(progress, step, at_once, capfd):
     for _ in stages(*step, progress):
         pass

@@ -13,13 +13,14 @@ from planner import InfeasibleBudgetError, Plan, plan
 from .measure import held_before, results, step_peak
 from .plans import for_budget
 from .real_models import SMALL, gpt2, llama
+from .variants import keeping, more
 
 pytestmark = pytest.mark.usefixtures("short_searches", "always_compiled")
 ROOM_TO_SPARE, LEAST = float("inf"), 0.01  # as fractions of the peak
 # tests of one model follow one another and share its plans
 CASES = {**SMALL, "gpt2": partial(gpt2, layers=1), "llama": partial(llama, layers=1)}  # with dropout: of two layers
-every_model = pytest.mark.parametrize("name", CASES, scope="module")
-two_models = pytest.mark.parametrize("name", ["gpt2_dropout", "unet"], scope="module")
+every_model = pytest.mark.parametrize("name", keeping("gpt2", "resnet50", of=CASES), scope="module")
+two_models = pytest.mark.parametrize("name", ["gpt2_dropout", *more("unet")], scope="module")
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from planner.planning import pipeline
 from .measure import held_before, peak_of, results, step_peak
 from .plans import leanest
 from .real_models import Case
+from .variants import keeping, more
 
 pytestmark = pytest.mark.usefixtures("short_searches", "always_compiled")
 
@@ -70,7 +71,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", keeping("LSTM", "GRUCell", of=MODELS))
 def test_recurrent_layers_train_as_before_within_the_budget(name, tmp_path):
     case = case_of(MODELS[name]())
     eager = results(case)
@@ -85,7 +86,9 @@ def test_recurrent_layers_train_as_before_within_the_budget(name, tmp_path):
     assert measured == pytest.approx(p.peak_bytes, rel=0.02)
 
 
-@pytest.mark.parametrize("options", [{"num_layers": 2, "dropout": 0.2}, {"bidirectional": True}, {"bias": False}])
+@pytest.mark.parametrize(
+    "options", [{"num_layers": 2, "dropout": 0.2}, {"bidirectional": True}, *more({"bias": False})]
+)
 def test_an_lstm_runs_by_the_kernel_of_eager_mode(options, tmp_path, monkeypatch):
     case = case_of(Recurrent(nn.LSTM, **options))
     eager, peak = results(case), held_before(case) + step_peak(case, tmp_path)
@@ -105,7 +108,7 @@ def test_an_lstm_runs_by_the_kernel_of_eager_mode(options, tmp_path, monkeypatch
         assert measured == pytest.approx(p.peak_bytes, rel=0.001)
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+@pytest.mark.parametrize("kind", [nn.LSTM, *more(nn.GRU)])
 def test_dropout_between_layers_is_drawn_once_and_as_without_a_plan(kind, monkeypatch):
     case = case_of(Recurrent(kind, num_layers=3, dropout=0.2))
     eager = results(case)
@@ -172,7 +175,7 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: next(iter(o)))
+@pytest.mark.parametrize("options", keeping(OPTIONS[-1], of=OPTIONS), ids=lambda o: next(iter(o)))
 def test_lstms_run_in_parts_of_their_sequences_where_whole_ones_do_not_fit(options, tmp_path):
     kind = Tagger if "breaks" in options else Recurrent
     case = long_case(Tagger(**options) if kind is Tagger else Recurrent(nn.LSTM, **options))
@@ -210,7 +213,7 @@ class InGraphsOfTheirOwn(nn.Module):
         return x[:, -1]
 
 
-@pytest.mark.parametrize("share", [0.55, 0.75])
+@pytest.mark.parametrize("share", [*more(0.55), 0.75])
 def test_what_an_lstm_returns_to_another_graph_is_not_kept_where_the_lstm_runs_again(share):
     model, x = InGraphsOfTheirOwn(), torch.randn(32, 24, 32)
     whole = plan(model, x, budget_gb=1, loss_fn=torch.sum)
@@ -221,7 +224,7 @@ def test_what_an_lstm_returns_to_another_graph_is_not_kept_where_the_lstm_runs_a
     assert seen.measured_bytes == pytest.approx(seen.predicted_bytes, rel=0.001)
 
 
-@pytest.mark.parametrize("breaks", [False, True])
+@pytest.mark.parametrize("breaks", [*more(False), True])
 def test_a_plan_file_made_in_parts_runs_in_parts(breaks, tmp_path):
     case = long_case(Tagger(breaks))
     eager = results(case)

@@ -11,6 +11,7 @@ from torch import nn
 from planner import CaptureError, InfeasibleBudgetError, plan
 
 from .measure import peak_of
+from .variants import more
 
 pytestmark = pytest.mark.usefixtures("short_searches")
 
@@ -136,7 +137,7 @@ class Asks(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("padded", [*more(False), True])
 def test_values_of_the_batch_are_known_at_planning(padded):
     model, x, mask = Asks(), torch.randn(16, 8), torch.ones(16, dtype=torch.bool)
     mask[3] = not padded
@@ -196,6 +197,7 @@ def bart(rate):
     return transformers.BartForConditionalGeneration(config).train()
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.usefixtures("no_real_call")
 def test_layers_that_are_dropped_seldom_are_planned_as_kept():

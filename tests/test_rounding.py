@@ -10,6 +10,7 @@ from torch import nn
 from planner import applied_plan, plan
 
 from .plans import for_budget
+from .variants import more
 
 pytestmark = pytest.mark.usefixtures("short_searches")
 
@@ -50,9 +51,9 @@ def step(model, x, autocast):
     ("between", "dtype", "autocast"),
     [
         (lambda x: F.dropout(x, 0.1).sin(), torch.bfloat16, False),
-        (lambda x: F.dropout(x, 0.3).sin(), torch.float16, False),
+        *more((lambda x: F.dropout(x, 0.3).sin(), torch.float16, False)),
         (lambda x: F.dropout(x, 0.04).sin(), torch.float32, False),  # 1 / 0.96 is another float than in doubles
-        (lambda x: F.dropout(x, 0.1).sin(), torch.float32, True),
+        *more((lambda x: F.dropout(x, 0.1).sin(), torch.float32, True)),
         (attention, torch.float32, True),
         (distances, torch.float32, True),
     ],

@@ -52,6 +52,7 @@ from .problems import (
     transformer,
     with_side_outputs,
 )
+from .variants import more
 
 quick = settings(max_examples=250, deadline=None, derandomize=True, suppress_health_check=tuple(HealthCheck))
 randoms = st.randoms(use_true_random=False)
@@ -306,7 +307,7 @@ def test_out_of_time_there_is_an_answer_still(monkeypatch):
     assert problem.resident < caught.value.bound <= caught.value.minimum <= segments
 
 
-@pytest.mark.parametrize("by_signal", [False, True])
+@pytest.mark.parametrize("by_signal", [*more(False), True])
 def test_interrupting_stops_every_walk(by_signal, monkeypatch):
     """Raised in a walk; or in the main thread, as Ctrl-C is, while walks run that would take minutes."""
     problem = between(random_training_graph(7, 40), 0.2)

@@ -18,6 +18,7 @@ from planner.capture.shapes import grows
 
 from .measure import held_before, results, step_peak
 from .real_models import Case, gpt2
+from .variants import more
 
 pytestmark = pytest.mark.usefixtures("short_searches", "unwatched")
 
@@ -130,7 +131,7 @@ def test_a_conv_net_with_fewer_and_smaller_images(tmp_path):
     assert applied_plan(case.model) is p
 
 
-@pytest.mark.parametrize("breaks", [False, True], ids=["one graph", "graph break"])
+@pytest.mark.parametrize("breaks", [False, *more(True)], ids=["one graph", "graph break"])
 def test_a_shape_with_another_graph_is_planned_and_nothing_happens_twice(breaks, tmp_path):
     case = case_of(Net(limit=12, breaks=breaks), torch.randn(8, 32, 8))
     p, plain = planned(case, 0.8, dynamic=True)
@@ -142,6 +143,7 @@ def test_a_shape_with_another_graph_is_planned_and_nothing_happens_twice(breaks,
         assert (applied_plan(case.model) is p) == (length != 10)
 
 
+@pytest.mark.thorough
 def test_where_every_length_is_a_graph_all_of_them_are_planned_beyond_torchs_recompile_limit():
     case = case_of(Loop(), torch.randn(8, 8, 16))
     p, plain = planned(case, 0.9, dynamic=True)

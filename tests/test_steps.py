@@ -15,6 +15,7 @@ from planner import ApplyError, InfeasibleBudgetError, PlanWarning, applied_plan
 from planner.session import provider
 
 from .loops import Autoencoder, VariationalAutoencoder
+from .variants import more
 
 pytestmark = pytest.mark.usefixtures("short_searches")
 
@@ -88,7 +89,7 @@ def test_a_loop_that_calls_methods_first_and_the_model_later_has_a_plan_for_both
 
 
 @pytest.mark.filterwarnings("error::planner.PlanWarning")
-@pytest.mark.parametrize("laid_out", [lambda t: t.t().contiguous().t(), lambda t: t[:1].expand(64, -1)])
+@pytest.mark.parametrize("laid_out", [*more(lambda t: t.t().contiguous().t()), lambda t: t[:1].expand(64, -1)])
 def test_what_the_loop_gives_from_one_call_to_the_next_may_be_laid_out_in_any_way(autoencoder, laid_out):
     twin, x = copy.deepcopy(autoencoder), torch.randn(64, 64)
     plan(autoencoder, budget_gb=1).apply()

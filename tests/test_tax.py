@@ -16,6 +16,7 @@ from planner.runtime.signature import walk
 
 from .measure import held_before, results, step_peak
 from .real_models import Case
+from .variants import more
 
 pytestmark = pytest.mark.usefixtures("short_searches", "always_compiled")
 
@@ -49,7 +50,7 @@ def encoder(dropout):
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize(("dropout", "most"), [(0.0, 24), (0.1, 34)])
+@pytest.mark.parametrize(("dropout", "most"), [*more((0.0, 24)), (0.1, 34)])
 def test_a_transformer_calls_few_views_and_no_identities(dropout, most, tmp_path):
     p = trains_as_eager(encoder(dropout), tmp_path)
     forward, backward = called(p)
@@ -212,7 +213,7 @@ class Dense(nn.Module):
         return x.transpose(0, 1) @ self.weight + torch.relu(x @ self.weight.t()).transpose(0, 1)
 
 
-@pytest.mark.parametrize("shape", [(4, 64, 32), (1, 256, 32), (2, 3, 40, 32)])
+@pytest.mark.parametrize("shape", [(4, 64, 32), (1, 256, 32), *more(((2, 3, 40, 32),))])
 def test_linear_layers_multiply_what_is_not_merged(shape, tmp_path):
     case = Case(Dense().train(), {"x": torch.randn(shape)}, lambda y: y.square().mean())
     p = trains_as_eager(case, tmp_path)
@@ -239,7 +240,7 @@ class Attention(nn.Module):
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("turned", [False, True])
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("batch", [*more(1), 3])
 def test_attention_multiplies_batches_that_are_not_merged(batch, turned, bias, tmp_path):
     case = Case(Attention(bias, turned).train(), {"x": torch.randn(batch, 40, 32)}, lambda y: y.square().mean())
     forward, backward = called(trains_as_eager(case, tmp_path))
@@ -269,7 +270,7 @@ def test_a_gradient_that_a_hook_on_saved_tensors_lays_out_anew_is_the_same():
         torch.testing.assert_close(w.grad, gradient)
 
 
-@pytest.mark.parametrize(("dropout", "most"), [(0.0, 1.5), (0.1, 1.7)])
+@pytest.mark.parametrize(("dropout", "most"), [*more((0.0, 1.5)), (0.1, 1.7)])
 def test_a_transformers_backward_pass_calls_torch_at_most_so_often_for_each_kernel(dropout, most):
     case = encoder(dropout)
     p = plan(case.model, case.batch, budget_gb=1, loss_fn=case.loss_fn, progress=False)

@@ -16,6 +16,7 @@ from planner.integrations.trainer import plan_trainer
 from planner.runtime.interception import attached
 
 from .measure import peak_of
+from .variants import more
 
 pytestmark = pytest.mark.usefixtures("short_searches")
 
@@ -100,6 +101,7 @@ def test_losses_checkpoints_and_evaluation_are_those_without_a_plan(tmp_path):
     assert "plan.json" in watched.plans[0].note  # whose schedule was taken
 
 
+@pytest.mark.thorough
 def test_all_plans_are_known_after_training_the_largest_first(tmp_path):
     # batches of 8 and of 4; the last of an epoch is still there as the next one begins, which has both planned anew
     t = trainer(tmp_path, model(), max_steps=6)
@@ -152,9 +154,9 @@ class Weighted(Trainer):
 @pytest.mark.parametrize(
     ("kind", "arguments", "more"),
     [
-        (Trainer, {"label_smoothing_factor": 0.1}, {}),
+        *more((Trainer, {"label_smoothing_factor": 0.1}, {})),
         (Trainer, {}, {"compute_loss_func": mean_of_losses}),
-        (Weighted, {}, {}),
+        *more((Weighted, {}, {})),
     ],
     ids=["label smoothing", "compute_loss_func", "compute_loss"],
 )
@@ -222,7 +224,7 @@ def test_what_fsdp_does_is_refused(tmp_path, monkeypatch):
             planned(own)
 
 
-@pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
+@pytest.mark.parametrize("mixed_precision", ["no", *more("bf16")])
 def test_accelerate_prepares_a_planned_model_and_a_prepared_one_is_planned(tmp_path, mixed_precision):
     def losses(when):
         AcceleratorState._reset_state(True)

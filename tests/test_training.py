@@ -12,6 +12,7 @@ from planner import ApplyError, plan
 
 from .plans import for_budget
 from .real_models import gpt2, resnet50
+from .variants import more
 
 pytestmark = pytest.mark.usefixtures("short_searches")
 
@@ -41,7 +42,7 @@ def train(model, batches, evaluation):
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("make", [lambda: gpt2(dropout=0.1, layers=1), resnet], ids=["gpt2_dropout", "resnet"])
+@pytest.mark.parametrize("make", [lambda: gpt2(dropout=0.1, layers=1), *more(resnet)], ids=["gpt2_dropout", "resnet"])
 def test_five_adamw_steps_with_a_smaller_last_batch_and_an_evaluation(make):
     case = make()
     plain = copy.deepcopy(case.model)
@@ -69,7 +70,7 @@ def test_without_a_batch_the_plan_is_made_at_the_first_step():
     p.remove()
 
 
-@pytest.mark.parametrize("make", [lambda: gpt2(layers=1), resnet], ids=["gpt2", "resnet"])
+@pytest.mark.parametrize("make", [lambda: gpt2(layers=1), *more(resnet)], ids=["gpt2", "resnet"])
 def test_real_models_need_no_batch(make):
     """GPT-2's own dummy inputs serve; a ResNet's are token ids, and do not."""
     case = make()
@@ -321,7 +322,7 @@ class LaidOut(torch.nn.Module):
 @pytest.mark.compat
 @pytest.mark.parametrize("dynamic", [False, True], ids=["fixed", "dynamic"])
 @pytest.mark.parametrize("image", [False, True], ids=["sequence", "image"])
-@pytest.mark.parametrize("layer", [partial(torch.nn.GroupNorm, 2, 8), partial(torch.nn.BatchNorm2d, 8)])
+@pytest.mark.parametrize("layer", [*more(partial(torch.nn.GroupNorm, 2, 8)), partial(torch.nn.BatchNorm2d, 8)])
 def test_kernels_find_what_they_read_in_the_layouts_of_eager_mode(layer, image, dynamic):
     """Autograd copies the gradient for a group norm's kernel, where it does not lie in memory as the input does."""
     kind = torch.nn.BatchNorm1d if layer.func is torch.nn.BatchNorm2d and not image else layer.func

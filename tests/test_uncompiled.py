@@ -16,6 +16,7 @@ from planner.runtime.uncompiled import Uncompiled
 
 from .loop_harness import GB, Loop, differences, run, run_within
 from .loops import LOOPS, adamw_after, mlp
+from .variants import more
 
 pytestmark = [pytest.mark.usefixtures("short_searches"), pytest.mark.filterwarnings("ignore")]
 ROOM = 1.2  # of the peak without a plan
@@ -25,20 +26,16 @@ ROOM = 1.2  # of the peak without a plan
     "name",
     [
         "mlp_adamw_after",
-        "nanogpt",
-        "segmentation",
+        *more("nanogpt", "segmentation"),
         "ema",
-        "auxiliary_loss",
-        "projected_gradients",
-        "closure",
+        *more("auxiliary_loss", "projected_gradients", "closure"),
         "given_gradients",
         "backward_twice",
         "larger_later",
         "remembered",
         "quantized",
         "features_by_a_hook",
-        "variational",
-        "logits_of_a_tuple",
+        *more("variational", "logits_of_a_tuple"),
     ],
 )
 def test_a_loop_with_room_to_spare_runs_as_it_is_and_as_predicted(name):
@@ -228,7 +225,8 @@ class Marked(Prints):
         return x
 
 
-@pytest.mark.parametrize(("kind", "plans"), [(Prints, 2), (Mostly, 2), (Marked, 4)])  # two of which do not come about
+# two of the four plans do not come about
+@pytest.mark.parametrize(("kind", "plans"), [(Prints, 2), *more((Mostly, 2)), (Marked, 4)])
 def test_a_model_that_torch_compile_does_not_serve_trains_by_checkpointed_modules_within_its_budget(kind, plans):
     trained = []
 

@@ -18,6 +18,7 @@ from planner.planning.decisions import REPLAYED
 from .measure import held_before, results, step_peak
 from .plans import leanest
 from .real_models import Case
+from .variants import more
 
 pytestmark = pytest.mark.usefixtures("short_searches")
 
@@ -275,7 +276,7 @@ class Norms(nn.Module):
         return self.layers(x).square().mean()
 
 
-@pytest.mark.parametrize("kind", [Counting, Norms])
+@pytest.mark.parametrize("kind", [Counting, *more(Norms)])
 def test_buffers_are_written_once(kind, tmp_path):
     case = Case(kind(), {"x": torch.randn(512, 64)}, lambda loss: loss)
     p = checked(case)  # buffers are among what is compared

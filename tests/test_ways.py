@@ -21,6 +21,7 @@ from planner.compat.tensors import storage_key
 
 from .measure import beside_the_loop, peak_of
 from .plans import for_budget
+from .variants import keeping, more
 
 pytestmark = pytest.mark.usefixtures("short_searches", "always_compiled")
 
@@ -120,7 +121,7 @@ def compare(model, batches, tmp_path, mode="aten"):
 
 @pytest.mark.parametrize(
     "ask",
-    [lambda x: x.sum().item() > 0, lambda x: (x.mean() > 0).all(), lambda x: bool(x.max() > -x.min())],
+    [*more(lambda x: x.sum().item() > 0), lambda x: (x.mean() > 0).all(), *more(lambda x: bool(x.max() > -x.min()))],
     ids=["item", "all", "bool"],
 )
 def test_a_step_that_goes_another_way_is_taken_back_and_planned(ask, tmp_path):
@@ -197,7 +198,7 @@ DRAWS = {"random": lambda: random.random(), "numpy": lambda: np.random.uniform()
 
 
 @pytest.mark.parametrize("early", [True, False], ids=["planned before", "at the first step"])
-@pytest.mark.parametrize("draws", DRAWS)
+@pytest.mark.parametrize("draws", keeping("random", of=DRAWS))
 def test_every_way_trains_the_first_one_without_any_layer(draws, early):
     model, x = Dropping(DRAWS[draws]), torch.randn(32, 32)
     empty = next(seed for seed in range(10_000) if not ran(model, x, seed))
@@ -353,7 +354,7 @@ def wide():
     return nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16), nn.Tanh())
 
 
-@pytest.mark.parametrize("kind", [AroundRouting, AroundRoutingByName, MaskedHere, Looking])
+@pytest.mark.parametrize("kind", [AroundRouting, *more(AroundRoutingByName), MaskedHere, Looking])
 def test_what_depends_on_values_is_kept_and_the_rest_is_planned(kind, tmp_path):
     model, x = kind(), torch.randn(64, 16)
     plain = copy.deepcopy(model)
