@@ -67,7 +67,7 @@ class Bypassed:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = weakref.ref(model)
+        self._model: weakref.ref[nn.Module] | None = weakref.ref(model)
         self._called = False  # since an optimizer has stepped the model
         self._before: dict[int, weakref.ref[torch.Tensor]] | None = None  # the gradients at a step without a call
         self._steps: weakref.WeakKeyDictionary[optim.Optimizer, bool] = weakref.WeakKeyDictionary()
@@ -90,10 +90,10 @@ class Bypassed:
         """The plan is taken off."""
         if self._handle is not None:
             self._handle.remove()
-        self._model, self._handle = weakref.ref(nn.Module()), None
+        self._model = None
 
     def _stepping(self, optimizer: optim.Optimizer) -> None:
-        model = self._model()
+        model = None if self._model is None else self._model()
         if model is None:
             return
         if optimizer not in self._steps:
@@ -110,7 +110,7 @@ class Bypassed:
         made = [name for name, p in graded.items() if id(p) in before and before[id(p)]() is not p.grad]
         self._before = before | {id(p): weakref.ref(p.grad) for p in graded.values() if p.grad is not None}
         if made:
-            self._model = weakref.ref(nn.Module())  # the hooks are being called: none can be removed now
+            self._model = None  # the hooks are being called: none can be removed now
             _warn(model, made, "in its latest steps")
 
 

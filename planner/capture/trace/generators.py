@@ -21,7 +21,7 @@ from planner.core.call import PLAIN
 
 KINDS = (random.Random, np.random.RandomState, np.random.Generator, torch.Generator)
 _DEEPEST = 3  # containers in objects in containers
-_MOST = 1000  # objects that are looked into
+_MOST = 1000  # objects that are looked into, of each attribute
 _TABLES = {dict, OrderedDict, set}
 _LEAVES = (ModuleType, nn.Module, torch.Tensor, np.ndarray, random.SystemRandom)
 _NAMED = WeakKeyDictionary[type[nn.Module], list[Place]]()
@@ -50,7 +50,8 @@ def generators_of(modules: Iterable[nn.Module]) -> list[Found]:
 
 def torch_generators(model: nn.Module) -> list[torch.Generator]:
     """Those of torch."""
-    return [g for _, g in generators_of(modules_in(model)) if isinstance(g, torch.Generator)]
+    found = generators_of(modules_in(model))
+    return list({id(g): g for _, g in found if isinstance(g, torch.Generator)}.values())
 
 
 def _named(kind: type[nn.Module]) -> list[Place]:
@@ -67,17 +68,19 @@ def _of_torch(kind: type) -> bool:
 
 
 def _reached(place: Place | None, x: Any, deepest: int, seen: set[int]) -> Iterator[Found]:
-    """What is a generator, or what containers, functions and objects hold of those; each is looked into once."""
-    left = [(place, x, deepest)]
-    while left and len(seen) <= _MOST:
+    """What is a generator, by each of its places, or what containers, functions and objects hold of those; each one is
+    looked into once.
+    """
+    left, most = [(place, x, deepest)], len(seen) + _MOST
+    while left and len(seen) < most:
         place, x, deeper = left.pop()
         kind = type(x)  # isinstance() asks objects for their class, and some raise
-        if id(x) in seen or issubclass(kind, _LEAVES):
+        if issubclass(kind, _LEAVES):
             continue
-        seen.add(id(x))
         if issubclass(kind, KINDS):
             yield place, x
-        elif deeper:
+        elif deeper and id(x) not in seen:
+            seen.add(id(x))
             left += [(inner, value, deeper - 1) for inner, value in _inside(x, kind) if type(value) not in PLAIN]
 
 

@@ -67,7 +67,8 @@ def undrawing(model: nn.Module | None = None) -> Callable[[], bool]:
 def _generators(model: nn.Module | None) -> list[Any]:
     """Python's and NumPy's own generators, and those that a model may draw from."""
     found = generators_of(modules_in(model)) if model is not None else ()
-    return [random, np.random, *(g for _, g in found if not isinstance(g, torch.Generator))]
+    own = {id(g): g for _, g in found if not isinstance(g, torch.Generator)}
+    return [random, np.random, *own.values()]
 
 
 def _twister(words: tuple[int, ...]) -> np.random.MT19937:
