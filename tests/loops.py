@@ -1422,6 +1422,21 @@ def layers_dropped_by_a_helper(put: Put, ended: Ended) -> None:
     drops_layers(DropsLayers(Draws()), put, ended)
 
 
+class DropsItself(nn.Module):
+    def __init__(self, rng: np.random.Generator) -> None:
+        super().__init__()
+        self.body, self.rng = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64)), rng
+
+    def forward(self, x):
+        return x if self.training and self.rng.random() < 0.15 else x + self.body(x)
+
+
+def blocks_that_drop_themselves(put: Put, ended: Ended) -> None:
+    """They share a generator, whose use torch.compile leaves with all around it."""
+    rng = np.random.default_rng(3)
+    drops_layers(nn.Sequential(*(DropsItself(rng) for _ in range(4)), nn.Linear(64, 8)), put, ended)
+
+
 def drops_layers(model: nn.Module, put: Put, ended: Ended) -> None:
     model = put(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -3213,6 +3228,7 @@ LOOPS: dict[str, Loop] = {
     "larger_later": Loop(larger_later, plans=3, share=0.7),
     "autoencoder": Loop(autoencoder),
     "layers_dropped_in_a_loop": Loop(layers_dropped_in_a_loop, thorough=True),
+    "blocks_that_drop_themselves": Loop(blocks_that_drop_themselves, plans=4, off=0.03),
     "layers_dropped_by_a_helper": Loop(layers_dropped_by_a_helper, plans=3, off=0.07),
     "averaged_by_methods": Loop(averaged_by_methods, thorough=True),
     "variational": Loop(variational),

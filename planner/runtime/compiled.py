@@ -256,6 +256,13 @@ class Runtime(Applied):
                 result = self.call_eagerly(*args, **kwargs)
             self.uncompiled.add(self.regions.call, result)
             return result
+        if plan.recipe.asks and self.came[signature] and not self.regions.ran:  # once, all layers may have been dropped
+            nothing = (
+                f"{type(self.model).__name__}: torch.compile captures nothing of it, as its code decides by "
+                f"{' and '.join(plan.recipe.asks)}. Plan with mode='eager', or a submodule without it"
+            )
+            self.add(args, kwargs, self.provide(args, kwargs, refused=nothing))
+            return self.run(signature, args, kwargs)
         if (found := unguarded(self.state.classes)) != self.unguarded:
             self.unguarded = found
             self._compile_anew()

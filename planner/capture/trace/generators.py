@@ -92,7 +92,7 @@ def _inside(x: Any, kind: type) -> Iterator[tuple[Place | None, Any]]:
     elif issubclass(kind, tuple) or kind in CONTAINERS:
         yield from ((None, value) for value in list(x))
     elif kind is FunctionType:
-        yield from (((cell, "cell_contents"), value_of(cell, "cell_contents")) for cell in x.__closure__ or ())
+        yield from ((place, value_of(*place)) for place in named_in([x]))
     elif kind in (MethodType, BuiltinFunctionType):
         yield None, x.__self__
     elif issubclass(kind, functools.partial):
