@@ -76,18 +76,20 @@ def test_a_loop_that_goes_past_the_plan_is_told_so_once(loop, early):
     assert len(torch_optimizer._global_optimizer_pre_hooks) == hooks
 
 
-def test_a_loop_that_calls_the_model_hears_nothing_and_pays_nothing():
+def test_a_loop_that_calls_the_model_hears_nothing():
     model, other, x = AutoEncoder(), AutoEncoder(), torch.randn(4, 8)
     LOOPS["forward"](model, x).backward()  # these gradients were there before the plan
     hooks = len(torch_optimizer._global_optimizer_pre_hooks)
-    plan(model, x, budget_gb=1).apply()
+    p = plan(model, x, budget_gb=1)
+    p.apply()
     with warnings.catch_warnings():
         warnings.simplefilter("error", PlanWarning)
         optim.SGD(model.parameters()).step()
         model.zero_grad()
         train(other, LOOPS["forward"])
         train(model, lambda m, x: m(x))
-        train(model, LOOPS["forward"])
+    assert len(torch_optimizer._global_optimizer_pre_hooks) == hooks + 1  # asks whether the model is still called
+    p.remove()
     assert len(torch_optimizer._global_optimizer_pre_hooks) == hooks
 
 

@@ -74,7 +74,9 @@ class Bypassed:
         self._handle: Handle | None = None
 
     def called(self) -> None:
-        """The model is called, to be trained or in a transform. O(1)."""
+        """The model is called; where gradients are off, that trains nothing. O(1)."""
+        if not torch.is_grad_enabled():
+            return
         self._called = True
         if self._handle is None:
             see = weakref.WeakMethod(self._stepping)
