@@ -692,13 +692,7 @@ class KeptByItsGraph(nn.Module):
 def kept_by_its_graph(put: Put, ended: Ended) -> None:
     """What hooks and functions of the graph name by themselves is there as long as the loop names the loss."""
     model = put(KeptByItsGraph())
-    optimizer = torch.optim.Adam(model.parameters())
-    for _ in range(STEPS):
-        loss = model(torch.randn(512, 64)).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        ended(loss)
+    cleared_late(torch.optim.Adam(model.parameters()), lambda: model(torch.randn(512, 64)), ended)
 
 
 def elastic_weights(put: Put, ended: Ended) -> None:
@@ -2451,10 +2445,8 @@ def gan_discriminator(put: Put, ended: Ended) -> None:
 
 def gan_generator_first(put: Put, ended: Ended) -> None:
     """The generator's gradients are cleared before its step, and the discriminator is called in between."""
-    generator, discriminator = (
-        put(mlp(128, out=196)),
-        put(nn.Sequential(nn.Linear(196, 256), nn.ReLU(), mlp(256, 1, 1))),
-    )
+    generator = put(mlp(128, out=196))
+    discriminator = put(nn.Sequential(nn.Linear(196, 256), nn.ReLU(), mlp(256, 1, 1)))
     criterion = nn.BCEWithLogitsLoss()
     optimizer_g, optimizer_d = (torch.optim.Adam(m.parameters(), lr=2e-4) for m in (generator, discriminator))
     for _ in range(STEPS):

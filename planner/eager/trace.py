@@ -114,7 +114,8 @@ class Trace:
         given: number of each storage that was there before, by its identity.
         output_bytes: of the elements of the model's outputs.
         attributes: the bytes of tensors that modules keep as plain attributes, by name, beside what the step makes.
-        left: bytes that the graphs of the outputs still hold after the backward pass, which has not run through them.
+        left: bytes that the graphs of outputs and losses still hold after the backward pass, which has not run through
+            them, or does not free what their hooks and functions keep by themselves.
     """
 
     ops: tuple[TracedOp, ...]

@@ -101,10 +101,11 @@ def outside_loss(request: Request, graph: TrainingGraph) -> CountedLoss:
     waits = max(0, seen.waiting - kept)
     each = -(-others // (loop.in_flight - 1)) if others else waits  # else each call has a backward pass of its own
     # a plan may recompute from inputs that nothing held; calls of which each has what another one gave add gradients up
-    dropped = 0 if graph.calls else _dropped(request, seen)
+    several = request.occupancy is None and loop.in_flight > 1 and not graph.calls
+    dropped = _dropped(request, seen) if several else 0
     inputs = -(-dropped // max(1, loop.in_flight - 1))
     # one that has run waits no more, but for what it adds to the gradients of the next
-    summed = 0 if graph.calls else max(0, _summed(request, seen) - waits - seen.made - inputs)
+    summed = max(0, _summed(request, seen) - waits - seen.made - inputs) if several else 0
     return CountedLoss(
         workspace,
         seen.left + summed + (seen.output_bytes if dropped else 0),
@@ -196,16 +197,12 @@ def _between(
 
 def _summed(request: Request, seen: LossSeen) -> int:
     """Bytes of the gradients of inputs that calls have in common, which their backward passes add up one by one."""
-    if request.occupancy is not None or request.loop.in_flight == 1:
-        return 0
     graded = (t for t in batch_tensors(*batch_of(request), request.model_device) if t.requires_grad)
     return min(storage_bytes(graded), seen.given_again // (request.loop.in_flight - 1))
 
 
 def _dropped(request: Request, seen: LossSeen) -> int:
     """Bytes of inputs of calls that wait together which were gone before the last of them came."""
-    if request.occupancy is not None or request.loop.in_flight == 1:
-        return 0
     one = bytes_of_elements(batch_tensors(*batch_of(request), request.model_device))
     return max(0, request.loop.in_flight * one - seen.given_again - seen.inputs)
 

@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from planner.compat.dynamo import call_past_wrappers
 from planner.compat.tensors import version_of
 from planner.errors import warn
+from planner.requests.optimizers import trained_by
 from planner.runtime.entries import callable_modules, outermost
 
 
@@ -36,7 +37,7 @@ def watch(model: nn.Module, planned: Callable[[], bool]) -> Handle:
         trains = watched[0]() if watched else None
         if trains is None or planned():
             return
-        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        stepped = trained_by(optimizer)
         trained = {
             name
             for name, p in trains.named_parameters()
@@ -69,7 +70,7 @@ class Bypassed:
     def __init__(self, model: nn.Module) -> None:
         self._model: weakref.ref[nn.Module] | None = weakref.ref(model)
         self._called = False  # since an optimizer has stepped the model
-        self._before: dict[int, weakref.ref[torch.Tensor]] | None = None  # the gradients at a step without a call
+        self._before: dict[int, weakref.ref[torch.Tensor]] = {}  # the gradients at steps without a call
         self._steps: weakref.WeakKeyDictionary[optim.Optimizer, bool] = weakref.WeakKeyDictionary()
         self._handle: Handle | None = None
 
@@ -99,18 +100,16 @@ class Bypassed:
         if model is None:
             return
         if optimizer not in self._steps:
-            own = set(map(id, model.parameters()))
-            self._steps[optimizer] = any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+            self._steps[optimizer] = not trained_by(optimizer).isdisjoint(map(id, model.parameters()))
         if not self._steps[optimizer]:
             return
         if self._called:
-            self._called, self._before = False, None
+            self._called, self._before = False, {}
             return
-        before = self._before or {}
-        there = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
-        graded = {name: p for name, p in model.named_parameters() if id(p) in there and p.grad is not None}
-        made = [name for name, p in graded.items() if id(p) in before and before[id(p)]() is not p.grad]
-        self._before = before | {id(p): weakref.ref(p.grad) for p in graded.values() if p.grad is not None}
+        stepped, before = trained_by(optimizer), self._before
+        graded = [(name, id(p), p.grad) for name, p in model.named_parameters() if id(p) in stepped]
+        made = [name for name, at, g in graded if g is not None and at in before and before[at]() is not g]
+        self._before = before | {at: weakref.ref(g) for _, at, g in graded if g is not None}
         if made:
             self._model = None  # the hooks are being called: none can be removed now
             _warn(model, made, "in its latest steps")

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from planner.capture.trace.named import CONTAINERS, Place, named_in, value_of
+from planner.capture.trace.named import CONTAINERS, Place, named_by, named_in, value_of
 from planner.compat.modules import modules_in, tables_of
 from planner.core.call import PLAIN
 
@@ -57,8 +57,8 @@ def torch_generators(model: nn.Module) -> list[torch.Generator]:
 def _named(kind: type[nn.Module]) -> list[Place]:
     """The attributes of a class, and the variables that its code names, that led to generators at its first use."""
     if kind not in _NAMED:
-        own = [(c, name, x) for c in kind.__mro__ if not _of_torch(c) for name, x in vars(c).items()]
-        places = chain(named_in(x for _, _, x in own if isinstance(x, FunctionType)), ((c, name) for c, name, _ in own))
+        own = ((c, name) for c in kind.__mro__ if not _of_torch(c) for name in vars(c))
+        places = chain(named_by(kind), own)
         _NAMED[kind] = [place for place in places if any(_reached(place, value_of(*place), _DEEPEST, set()))]
     return _NAMED[kind]
 

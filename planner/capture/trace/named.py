@@ -27,9 +27,7 @@ def _named_by_classes(modules: Iterable[nn.Module]) -> list[Place]:
     """
     kinds = set(map(type, modules))
     for kind in kinds.difference(_NAMED):
-        own = chain.from_iterable(vars(c).values() for c in kind.__mro__)
-        named = named_in(f for f in own if isinstance(f, FunctionType))
-        _NAMED[kind] = [place for place in named if isinstance(value_of(*place), CONTAINERS)]
+        _NAMED[kind] = [place for place in named_by(kind) if isinstance(value_of(*place), CONTAINERS)]
     return [place for kind in kinds for place in _NAMED[kind]]
 
 
@@ -44,10 +42,8 @@ def named_containers(modules: Iterable[nn.Module]) -> list[Any]:
     return [value for value in values if isinstance(value, CONTAINERS)]
 
 
-def value_of(place: Any, name: Any) -> Any:
-    """That of a variable; None for one that has none yet."""
-    if isinstance(place, list):
-        return place[name] if name < len(place) else None
+def value_of(place: Any, name: str) -> Any:
+    """That of a variable of a function's; None for one that has none yet."""
     return place.get(name) if isinstance(place, dict) else getattr(place, name, None)
 
 
@@ -57,6 +53,12 @@ def assign(place: Any, name: Any, value: Any) -> None:
         place[name] = value
     else:
         setattr(place, name, value)
+
+
+def named_by(kind: type[nn.Module]) -> Iterator[Place]:
+    """The variables outside of a class that its methods name, or functions that they call."""
+    own = chain.from_iterable(vars(c).values() for c in kind.__mro__)
+    return named_in(f for f in own if isinstance(f, FunctionType))
 
 
 def named_in(functions: Iterable[FunctionType]) -> Iterator[Place]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from planner.capture.trace.generators import generators_of
+from planner.capture.trace.generators import Found, generators_of
 from planner.capture.trace.named import Place, assign
 from planner.compat.modules import modules_in
 
@@ -32,14 +32,14 @@ def random_kept(model: nn.Module | None = None, chance: float | None = None) -> 
     replaced: list[tuple[Place, Any]] = []
     if chance is not None:
         words = (_twister_word(chance),) * 624  # a Mersenne Twister's state is its next outputs, tempered
-        for generator in _generators(model):
+        found = _found(model)
+        for generator in _generators(found):
             if hasattr(generator, "setstate"):
                 generator.setstate((3, (*words, 0), None))
             elif hasattr(generator, "set_state"):
                 with suppress(ValueError):  # it was given another bit generator
                     generator.set_state(("MT19937", words, 0))
-        named = generators_of(modules_in(model)) if model is not None else ()
-        replaced = [(place, g) for place, g in named if place is not None and type(g) is np.random.Generator]
+        replaced = [(place, g) for place, g in found if place is not None and type(g) is np.random.Generator]
     try:
         for place, _ in replaced:
             assign(*place, np.random.Generator(_twister(words)))
@@ -53,7 +53,7 @@ def random_kept(model: nn.Module | None = None, chance: float | None = None) -> 
 
 def undrawing(model: nn.Module | None = None) -> Callable[[], bool]:
     """A function that puts the state of these generators back to the present one; it says whether any had changed."""
-    before = [(generator, _state_of(generator)) for generator in _generators(model)]
+    before = [(generator, _state_of(generator)) for generator in _generators(_found(model))]
 
     def restore() -> bool:
         drawn = [(g, state) for g, state in before if _comparable(_state_of(g)) != _comparable(state)]
@@ -64,9 +64,12 @@ def undrawing(model: nn.Module | None = None) -> Callable[[], bool]:
     return restore
 
 
-def _generators(model: nn.Module | None) -> list[Any]:
-    """Python's and NumPy's own generators, and those that a model may draw from."""
-    found = generators_of(modules_in(model)) if model is not None else ()
+def _found(model: nn.Module | None) -> list[Found]:
+    return [] if model is None else generators_of(modules_in(model))
+
+
+def _generators(found: Iterable[Found]) -> list[Any]:
+    """Python's and NumPy's own generators, and these, each once."""
     own = {id(g): g for _, g in found if not isinstance(g, torch.Generator)}
     return [random, np.random, *own.values()]
 
