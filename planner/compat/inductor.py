@@ -12,8 +12,8 @@ import importlib.util
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -30,8 +30,9 @@ Inner = Callable[..., Callable[[list[Any]], Any]]
 
 # by module: what this one reads of it
 PARTS = {
-    "torch._inductor.async_compile": "AsyncCompile",
+    "torch._inductor.async_compile": "AsyncCompile get_compile_threads",
     "torch._inductor.choices": "InductorChoices",
+    "torch._inductor.codecache": "CppPythonBindingsCodeCache",
     "torch._inductor.compile_fx": "compile_fx compile_fx_inner",
     "torch._inductor.config": (
         "cpp custom_partitioner_fn get_hash inductor_choices_class reorder_for_peak_memory cpp_wrapper fx_graph_cache "
@@ -45,6 +46,7 @@ PARTS = {
     "torch._inductor.codegen.cpp": "CppScheduling TilingSelect",
     "torch._inductor.codegen.wrapper": "AllocateLine",
     "torch._inductor.pattern_matcher": "FailedMatch Match PatternExpr",
+    "torch._inductor.utils": "clear_on_fresh_cache",
     "torch._inductor.virtualized": "V",
     "torch._functorch.config": "enable_autograd_cache force_non_lazy_backward_lowering",
 }
@@ -114,6 +116,7 @@ def compile_graph(
     from torch._inductor import config
 
     from planner.compat.inductor_hooks import First, Near, Partitioner, chosen
+    from planner.compat.inductor_kernels import compiled_together
 
     own = copied(graph)
     patches = {**(settings or {}), "custom_partitioner_fn": Partitioner(partition, near), "cpp_wrapper": False}
@@ -122,27 +125,12 @@ def compile_graph(
         patches |= {"inductor_choices_class": Near, "reorder_for_peak_memory": False}
     together = nullcontext() if near is None else chosen(near)
     cached = functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True)
-    with _kernels_at_its_end(), cached, together:
+    with compiled_together(), cached, together:
         compile_fx: Any = module.compile_fx
         compiled: Callable[..., Any] = compile_fx(
             own, inputs, inner_compile=inner(module.compile_fx_inner), config_patches=patches
         )
     return compiled
-
-
-@contextmanager
-def _kernels_at_its_end() -> Iterator[None]:
-    """A context whose wrappers are loaded before their kernels, which are compiled at its end (`AsyncCompile.wait`).
-
-    The compiler of C++ is then at work on those of the forward graph while Inductor writes those of the backward graph.
-    """
-    from torch._inductor.async_compile import AsyncCompile
-
-    waiting: list[tuple[AsyncCompile, dict[str, Any]]] = []
-    with mock.patch.object(AsyncCompile, "wait", lambda kernels, scope: waiting.append((kernels, scope))):
-        yield
-    for kernels, scope in waiting:
-        kernels.wait(scope)
 
 
 def copied(graph: fx.GraphModule) -> fx.GraphModule:
