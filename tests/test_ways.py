@@ -326,6 +326,19 @@ class AroundRoutingByName(AroundRouting):
         self.routed = RoutedByName()
 
 
+class RoutedInALoop(nn.Module):
+    """Calls layers and routing in a loop of its own, of which torch.compile leaves the whole function alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.routed = nn.ModuleList(wide() for _ in range(3)), nn.ModuleList(Routed() for _ in range(3))
+
+    def forward(self, x):
+        for layer, routed in zip(self.layers, self.routed, strict=True):
+            x = x + routed(layer(x))
+        return x.square().mean()
+
+
 class MaskedHere(nn.Module):
     """Its own forward() takes some rows of its batch, after a part that takes all."""
 
@@ -354,7 +367,7 @@ def wide():
     return nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16), nn.Tanh())
 
 
-@pytest.mark.parametrize("kind", [AroundRouting, *more(AroundRoutingByName), MaskedHere, Looking])
+@pytest.mark.parametrize("kind", [AroundRouting, *more(AroundRoutingByName), RoutedInALoop, MaskedHere, Looking])
 def test_what_depends_on_values_is_kept_and_the_rest_is_planned(kind, tmp_path):
     model, x = kind(), torch.randn(64, 16)
     plain = copy.deepcopy(model)

@@ -148,6 +148,13 @@ def with_callers(sized: Collection[str], returned: Shapes, others: Shapes) -> tu
     return tuple(sorted(found))
 
 
+def with_all_callers(sized: Collection[str], called: Collection[str]) -> tuple[str, ...]:
+    """Paths of modules with those of all modules around them that are called, the model among these."""
+    steps = [path.split(".") for path in sized]
+    around = {".".join(path[:n]) for path in steps for n in range(len(path))}
+    return tuple(sorted({*sized, *around.intersection(called)}))
+
+
 def inner_parts(model: nn.Module, sized: Collection[str], shapes: Shapes, others: Shapes) -> tuple[str, ...]:
     """Paths of the parts of modules whose sizes depend on values, for which these do not matter.
 

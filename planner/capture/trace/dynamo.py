@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import copyreg
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import fx, nn
@@ -50,6 +54,11 @@ Partition = Callable[[Region], tuple[fx.GraphModule, fx.GraphModule]]
 GraphCompiler = Callable[[fx.GraphModule, Sequence[Any], Partition, Arrivals], Callable[..., Any]]
 CompileRegion = Callable[[Partition, Sequence[Any], Arrivals, GraphCompiler | None], Callable[..., Any]]
 Serve = Callable[[fx.GraphModule, CompileRegion, Sequence[Any]], Callable[..., Any]]
+
+# what a model may hold and `copy` cannot copy, for `copyreg`: an object that reduces to a string stays the same one
+_SHARED: dict[type, Callable[[Any], str]] = dict.fromkeys(
+    (ModuleType, type(threading.Lock()), type(threading.RLock()), torch.library.Library), lambda _: "itself"
+)
 
 
 @contextlib.contextmanager
@@ -244,7 +253,7 @@ def to_fake(
         with as_defined(model, whole) as memo:
             # a generator is no tensor, and cannot be unpickled in a fake mode
             memo |= {id(g): g.clone_state() for g in torch_generators(model)}
-            with FakeCopyMode(mode):
+            with FakeCopyMode(mode), mock.patch.dict(copyreg.dispatch_table, _SHARED):
                 fake_model = copy.deepcopy(model, memo)
         rebind_functions(model, fake_model, memo)
         for module in fake_model.modules():

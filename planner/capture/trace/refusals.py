@@ -208,7 +208,8 @@ def _module(model: nn.Module, frames: Sequence[Frame], traced: Sequence[Frame]) 
 
 
 def _submodule(model: nn.Module, path: str | None) -> str | None:
-    """The submodule with the most trainable parameters that does not overlap with the one that fails."""
+    """The submodule with most trainable parameters that does not overlap with the one that fails, nor has its like."""
+    alike = type(model.get_submodule(path)) if path else type(model)
     sizes = {
         name: sum(p.numel() for p in module.parameters() if p.requires_grad)
         for name, module in model.named_modules()
@@ -216,6 +217,7 @@ def _submodule(model: nn.Module, path: str | None) -> str | None:
         and not f"{path}.".startswith(f"{name}.")
         and not (path and f"{name}.".startswith(f"{path}."))
         and getattr(type(module), "forward", nn.Module.forward) is not nn.Module.forward
+        and alike not in map(type, module.modules())
     }
     best = max(sizes, key=lambda name: sizes[name], default=None)
     return best if best is not None and sizes[best] else None

@@ -22,7 +22,15 @@ from planner.capture.regions.calls import (
 )
 from planner.capture.regions.region import Region
 from planner.capture.shapes import enlarged, is_size
-from planner.capture.trace.apart import COMPILED, Paths, Shapes, inner_parts, shapes_of_calls, with_callers
+from planner.capture.trace.apart import (
+    COMPILED,
+    Paths,
+    Shapes,
+    inner_parts,
+    shapes_of_calls,
+    with_all_callers,
+    with_callers,
+)
 from planner.capture.trace.as_if_real import as_if_real
 from planner.capture.trace.data_dependent import CHANCES, Answers
 from planner.capture.trace.dynamo import OP_BY_OP, GraphCompiler, Partition, lone_loss, to_fake
@@ -48,6 +56,8 @@ from planner.core.maxima import Maxima
 from planner.core.objects import leaves
 from planner.errors import BatchError, CaptureError, ModelError
 from planner.parallel.meshes import on_mesh, tracker_kept
+
+Ways = tuple[Paths, Paths]  # which modules run apart, and which where torch.compile captures nothing so
 
 
 @dataclass(frozen=True)
@@ -173,16 +183,10 @@ def _captured(
         # a call may make what the next one uses (a table that is kept): the step is that of the model as it is
         before, writes = Attributes(fake_model), ParameterWrites(fake_model)
         trial = recording.mode, fake_model, fake_args, fake_kwargs, loss_fn, writes, answers
-        with random_drawn(fake_model, answers) as undraw:
-            errors.append(_try_eagerly(*trial))
-            paths = COMPILED
-            if isinstance(errors[0], (DataDependentOutputException, DynamicOutputShapeException)):
-                undraw()
-                knows = learnt(answers, model, args, kwargs)
-                paths = _try_again(errors, knows, before, *trial)
+        paths, wider = _tried(errors, (model, args, kwargs), before, *trial)
         cut: dict[str, tuple[int, ...]] | None = None
         orders: dict[str, LaidOut] = {}
-        for _ in range(3):  # what a wrong guess of the first cut off shows in the second
+        for _ in range(4 if wider.inner else 3):  # what a wrong guess of the first cut off shows in the second
             before.restore()
             detach = lone_loss if cut is None and loss_fn is None else (cut or {})
             step = FakeStep(recording, split, detach, compiler, paths, orders)
@@ -191,7 +195,10 @@ def _captured(
                 with random_drawn(fake_model, answers):
                     output = step.run(fake_model, fake_args, fake_kwargs, maxima if symbolic else None)
             except CaptureError as e:
-                _refuse(e, errors, paths, fake_model, (model, args, kwargs))
+                if not (wider.inner and isinstance(e, NothingCapturedError)):
+                    _refuse(e, errors, paths, fake_model, (model, args, kwargs))
+                paths, wider = wider, COMPILED
+                continue
             answers.drew &= step.frames > 1  # a single graph takes the numbers for inputs
             asked = answers.lines()
             cut, loss = step.gradients(output, loss_fn, unreached, certain=not answers.shared_loss)
@@ -302,10 +309,29 @@ def _try_eagerly(
     return None
 
 
-def _try_again(errors: list[Exception | None], knows: bool, before: Attributes, *trial: Any) -> Paths:
+def _tried(errors: list[Exception | None], call: tuple[Any, Any, Any], before: Attributes, *trial: Any) -> Ways:
+    """`_try_eagerly(*trial)`, and `_try_again()` where its error is that values of tensors are not known.
+
+    Args:
+        errors: takes those of the attempts, by their order.
+        call: the model, its arguments and keyword arguments.
+        before: the attributes that the fake model had.
+        trial: arguments of `_try_eagerly()`.
+    """
+    model, answers = trial[1], trial[-1]
+    with random_drawn(model, answers) as undraw:
+        errors.append(_try_eagerly(*trial))
+        if not isinstance(errors[0], (DataDependentOutputException, DynamicOutputShapeException)):
+            return COMPILED, COMPILED
+        undraw()
+        return _try_again(errors, learnt(answers, *call), before, *trial)
+
+
+def _try_again(errors: list[Exception | None], knows: bool, before: Attributes, *trial: Any) -> Ways:
     """As `_try_eagerly(*trial)`, with what a real call told, if one did; without its sizes where these do not help.
 
-    Enters the error as the last one. Returns the modules that run apart: those whose sizes depend on values.
+    Enters the error as the last one. Returns the modules that run apart: those whose sizes depend on values; and these
+    with all that call them, where torch.compile captures nothing so, as of a loop over them.
     """
     model, answers, first = trial[1], trial[-1], len(errors)
     shapes: list[tuple[Shapes, Shapes]] = []
@@ -314,21 +340,24 @@ def _try_again(errors: list[Exception | None], knows: bool, before: Attributes, 
         shapes.append(shapes_of_calls(model, lambda: errors.append(_try_eagerly(*trial))))
         if not answers.sized:
             del errors[first + 1 :]
-            return COMPILED
+            return COMPILED, COMPILED
     answers.more = 0
     sized = tuple(sorted(answers.sized))
     inner: tuple[str, ...] = ()
+    wider = COMPILED
     if sized and not any(errors[first:]):
         given, returned = zip(*shapes, strict=True)
         sized = with_callers(sized, *returned)
         inner = inner_parts(model, sized, *given)
+        around = with_all_callers(sized, given[0])
+        wider = Paths(around, inner_parts(model, around, *given))
     if sized and errors[first] is None and ("" not in sized or inner):
         errors.append(None)
-        return Paths(sized, inner)
+        return Paths(sized, inner), wider
     answers.forget_sizes()
     before.restore()
     errors.append(_try_eagerly(*trial))
-    return COMPILED
+    return COMPILED, COMPILED
 
 
 def learnt(answers: Answers, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
