@@ -13,6 +13,7 @@ from torch import nn
 
 import planner.inductor.backend
 import planner.inductor.trials
+import planner.planning.inductor
 import planner.session.trust
 from planner import ApplyError, Plan, PlanWarning, applied_plan, plan
 from planner.capture.trace.arrival import Arrivals
@@ -639,6 +640,40 @@ def test_outputs_that_the_loop_leaves_out_leave_the_backward_pass_compiled_and_e
     assert seen.peak <= seen.budget
     assert 0.99 <= seen.peak / max(seen.predicted) <= 1.01
     assert seen.losses == pytest.approx(unplanned.losses)
+
+
+def test_what_inductor_makes_of_a_step_is_not_asked_again_for_the_next_plan(nothing_compared, monkeypatch):
+    """The first plan does not know that the loop leaves out the scores: the graph is captured again, and the same."""
+    looked, planned_steps = [], []
+    trials_of = planner.planning.inductor.trials_of
+
+    def noting(source, partition, *given):
+        looked.append(partition is None)
+        return look(source, partition, *given)
+
+    class Scoring(HiddenStates):
+        def forward(self, x):
+            scores, _ = super().forward(x)
+            return scores.square().mean(), scores
+
+    def loss_and_scores(put, ended):
+        model = Scoring()
+        model.compile()
+        model = put(model)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(6):
+            optimizer.zero_grad()
+            loss = model(torch.randn(512, 64))[0]
+            loss.backward()
+            optimizer.step()
+            ended(loss)
+
+    monkeypatch.setattr(planner.inductor.trials, "look", noting)
+    monkeypatch.setattr(planner.planning.inductor, "trials_of", lambda *a: planned_steps.append(a) or trials_of(*a))
+    _, seen = judged(Loop(loss_and_scores, share=0.75))
+    assert seen.peak <= seen.budget
+    assert len(planned_steps) == 2
+    assert looked.count(True) == 1
 
 
 class Pooled(HiddenStates):

@@ -6,12 +6,15 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
+import torch
 from torch import fx
 
 from planner.capture.joint_graph import is_tangent
 from planner.capture.passes.tangents import take_marks_off, whole_gradients
+from planner.capture.regions.fingerprint import fingerprint
 from planner.capture.regions.region import Region
 from planner.capture.shapes import at_hints, fakes_at_hints, has_symbols, symbolic_again, values_at_hints
 from planner.capture.trace.arrival import Arrivals
@@ -53,6 +56,7 @@ class Source:
         cut: the outputs that get no gradient.
         region: its joint graph, after Inductor's passes.
         traces: AOTAutograd's trace of it, which is not made again for each look.
+        looks: what was seen of it, by partition and settings; plans that are made later find it there.
     """
 
     graph: fx.GraphModule
@@ -60,6 +64,21 @@ class Source:
     cut: Sequence[int]
     region: Region
     traces: Traces = field(default_factory=OrderedDict)
+    looks: dict[Any, Look] = field(default_factory=dict)
+
+    def is_like(self, other: Source) -> bool:
+        """Whether Inductor sees no difference to another one: the same step of the same model, captured again."""
+        return self._content == other._content and not has_symbols(self.inputs)
+
+    @cached_property
+    def _content(self) -> Any:
+        graphs = self.graph.graph, self.region.joint.graph
+        names = [[node.name for node in graph.nodes] for graph in graphs]
+        given = [
+            (t.shape, t.stride(), t.dtype, t.device, t.requires_grad) if isinstance(t, torch.Tensor) else t
+            for t in self.inputs
+        ]
+        return tuple(self.cut), self.region.fingerprint, fingerprint(graphs[0]), names, given
 
 
 @dataclass

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import NoReturn
 
 from planner.capture.regions.region import Region
 from planner.capture.trace.step import TrainingGraph
-from planner.core.recipe import PlannedRegion
+from planner.core.recipe import PlannedRegion, Settings
 from planner.core.step import Replay, Runs, Step, replay
 from planner.costs.measure_op import Allocated
 from planner.costs.ops import OpEstimate, estimate
@@ -89,7 +89,6 @@ class Trials:
     step: Step
     lower: Lower
     tried: Callable[[], None]
-    _looks: dict[tuple[Source, PlannedRegion], Look] = field(default_factory=dict)
 
     def trial(self, schedule: Schedule, near: int) -> Trial:
         """What Inductor makes of a schedule. Raises CaptureError where it cannot compile the graphs.
@@ -123,13 +122,13 @@ class Trials:
 
     def _look(self, part: Part, planned: PlannedRegion) -> Look:
         """A look at a region; one graph that is called several times alike is looked at once."""
-        known = part.source, planned
-        if known not in self._looks:
+        looks = part.source.looks
+        if planned not in looks:
             emitted = partial(emit_planned, planned=planned)
-            self._looks[known] = look(
+            looks[planned] = look(
                 part.source, lambda region: emitted(region) or _unplanned(), planned.settings, planned.near
             )
-        return self._looks[known]
+        return looks[planned]
 
     def _seen(self, schedule: Schedule, planned: tuple[PlannedRegion, ...], seen: Sequence[Look | None]) -> Trial:
         """The trial of a schedule whose regions were looked at."""
@@ -178,7 +177,7 @@ def trials_of(
         lower: a graph with other regions, and estimates -> the step.
         tried: called after each trial.
     """
-    looks = {source: look(source, None, request.settings) for source in dict.fromkeys(sources) if source is not None}
+    looks = {source: _default(source, request.settings) for source in dict.fromkeys(sources) if source is not None}
     parts = tuple(
         None if source is None else Part(source, fused_as(region, looks[source]), looks[source])
         for region, source in zip(graph.regions, sources, strict=True)
@@ -187,6 +186,13 @@ def trials_of(
     of_nodes = [{} if part is None else _bytes_of(part.default, taken) for part in parts]
     step = modelled(request, graph, [None if part is None else part.fused for part in parts], lower, of_nodes)
     return Trials(request, graph, parts, step, lower, tried)
+
+
+def _default(source: Source, settings: Settings) -> Look:
+    """What Inductor makes of a graph by its own partition."""
+    if settings not in source.looks:
+        source.looks[settings] = look(source, None, settings)
+    return source.looks[settings]
 
 
 def modelled(

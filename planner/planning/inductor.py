@@ -66,6 +66,7 @@ def make_inductor_plan(
     lower: Callable[..., Step],
     others: Sequence[Planned] = (),
     known: Known | None = None,
+    earlier: TrainingGraph | None = None,
 ) -> Planned:
     """Plan a checked request that has a batch, to be compiled by Inductor; raises as `plan()` does.
 
@@ -75,8 +76,10 @@ def make_inductor_plan(
         lower: as `pipeline.lower`.
         others: plans of the same model, whose schedules are tried first.
         known: as for `make_plan()`.
+        earlier: the same.
     """
     assert isinstance(graph, FusedGraph)
+    graph = _as_seen_before(graph, earlier)
 
     def lowered(of: TrainingGraph, estimates: Estimates) -> Step:
         return lower(request, of, planned_before=True, estimates=estimates)
@@ -208,6 +211,15 @@ def fused_graph(
     if not any(found) or any(s is None and r.fingerprint for s, r in zip(found, graph.regions, strict=True)):
         raise CaptureError("mode='inductor' plans steps of compiled graphs: plan with mode='aten'")
     return FusedGraph(**{name: getattr(graph, name) for name in TrainingGraph.__dataclass_fields__}, sources=found)
+
+
+def _as_seen_before(graph: FusedGraph, earlier: TrainingGraph | None) -> FusedGraph:
+    """The step with the graphs of an earlier one that are like its own, and what was seen of them."""
+    if not isinstance(earlier, FusedGraph):
+        return graph
+    known = [source for source in earlier.sources if source is not None]
+    found = (None if own is None else next(filter(own.is_like, known), own) for own in graph.sources)
+    return replace(graph, sources=tuple(found))
 
 
 def _schedules(trials: Trials, plans: Sequence[Known]) -> Iterator[Tried]:

@@ -84,6 +84,7 @@ def make_plan(
     known: Known | None = None,
     must_match: bool = False,
     captured: TrainingGraph | None = None,
+    earlier: TrainingGraph | None = None,
 ) -> Planned:
     """Plan a checked request that has a batch: capture, estimate, solve, rewrite. Raises as `plan()` does.
 
@@ -93,13 +94,14 @@ def make_plan(
         known: a plan whose schedule is taken where the step turns out to be the one that it was made for.
         must_match: whether to raise RankError, and solve nothing, where the known plan is not for this step.
         captured: the step, where it has been captured before.
+        earlier: the step of another plan: what Inductor made of it is not asked again where this one is like it.
     """
     refuse_tensors(request)
     if request.options.mode == "eager":
         with _out_of_sight(request), eager_attention_as_on(request.device if request.foreign else None):
             return make_eager_plan(request, others[-1] if others else None, known=known, must_match=must_match)
     if request.options.mode == "inductor":
-        return _fused(request, others, known, captured, must_match=must_match)
+        return _fused(request, others, known, captured, earlier, must_match=must_match)
     try:
         return _compiled(request, others, known, captured, must_match=must_match)
     except CaptureError as e:
@@ -113,6 +115,7 @@ def _fused(
     others: Sequence[Planned],
     known: Known | None,
     captured: TrainingGraph | None,
+    earlier: TrainingGraph | None,
     *,
     must_match: bool,
 ) -> Planned:
@@ -120,7 +123,7 @@ def _fused(
     refuse_inductor(request.options, request.model, request.device)
     instead, why = in_aten(request), without_inductor()
     if not why:
-        plan_one = partial(make_inductor_plan, lower=lower, others=others, known=known)
+        plan_one = partial(make_inductor_plan, lower=lower, others=others, known=known, earlier=earlier)
         try:
             with _out_of_sight(request):
                 graph = fused_graph(request, graph_of, captured)

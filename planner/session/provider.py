@@ -187,9 +187,9 @@ class Provider:
         if planned is None:
             before = self.captured.get(role_of(kind)) if self.again and own else None
             captured = before[1] if before is not None and before[0] == kind else None
-            self.again = False
-            start = time.perf_counter()
-            planned = self.several.plan(kind, request, self.together, self._made) or self._made(request, captured)
+            self.again, start = False, time.perf_counter()
+            planned = self.several.plan(kind, request, self.together, self._made)
+            planned = planned or self._made(request, captured, before and before[1])
             if planned.request.instead not in ("", self.request.instead):  # torch.compile does not serve the model
                 options, instead = planned.request.options, planned.request.instead
                 self.request = replace(self.request, options=options, instead=instead)
@@ -212,13 +212,13 @@ class Provider:
             self.request = replace(self.request, options=planned.request.options)
         return planned
 
-    def _made(self, request: Request, captured: TrainingGraph | None) -> Planned:
+    def _made(self, request: Request, captured: TrainingGraph | None, earlier: TrainingGraph | None = None) -> Planned:
         """A new plan.
 
         What the first steps show ends a training that cannot fit as it would have ended before; what shows later does
         not, nor does what only just does not fit.
         """
-        make = partial(make_plan, others=self.own, captured=captured)
+        make = partial(make_plan, others=self.own, captured=captured, earlier=earlier)
         try:
             return leanest(make, request) if request.loop.unused else make(request, known=self.known)
         except InfeasibleBudgetError as e:
