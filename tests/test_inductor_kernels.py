@@ -1,5 +1,7 @@
 """Kernels of C++ that are compiled together: what they compute, how often the compiler starts, what stays alone."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 import torch._inductor.config as inductor_config
@@ -39,15 +41,19 @@ def libraries(folder):
     return len(list(folder.rglob("*.main.so")))
 
 
-def loaded(**sources):
+def asked(**sources):
     """Kernels by name, as a wrapper that Inductor generates asks for them."""
     from torch._inductor.async_compile import AsyncCompile
 
-    with compiled_together():
-        asking = AsyncCompile()
-        scope = {name: asking.cpp_pybinding(*given) for name, given in sources.items()}
-        asking.wait(scope)
+    asking = AsyncCompile()
+    scope = {name: asking.cpp_pybinding(*given) for name, given in sources.items()}
+    asking.wait(scope)
     return scope
+
+
+def loaded(**sources):
+    with compiled_together():
+        return asked(**sources)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -77,6 +83,14 @@ def test_a_kernel_that_asks_more_of_the_preprocessor_stays_alone(cache):
         kernels[name](a, out, 5)
         assert torch.equal(out, factor * a)
     assert libraries(cache) == 2
+
+
+def test_what_another_thread_compiles_meanwhile_is_there_when_it_asks_for_it(cache):
+    with compiled_together(), ThreadPoolExecutor(1) as other:
+        scope = other.submit(asked, twice=(SCALED_TYPES, SCALED.replace("FACTOR", "2"))).result()
+        a, out = torch.randn(5), torch.zeros(5)
+        scope["twice"](a, out, 5)
+    assert torch.equal(out, 2 * a)
 
 
 def test_a_planned_step_has_one_library_for_each_of_its_graphs(cache):

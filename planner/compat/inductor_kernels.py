@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from threading import get_ident
 from typing import Any
 from unittest import mock
 
@@ -80,15 +81,18 @@ def compiled_together() -> Iterator[None]:
 
     All kernels of a wrapper are compiled together, or in as many parts as Inductor has workers, where there is enough
     for each. The compiler is at work on those of the forward graph while Inductor writes those of the backward graph.
+    What other threads compile meanwhile is compiled as ever.
     """
-    own, own_wait = AsyncCompile.cpp_pybinding, AsyncCompile.wait
+    own, own_wait, here = AsyncCompile.cpp_pybinding, AsyncCompile.wait, get_ident()
     waiting: list[tuple[AsyncCompile, dict[str, Any], list[tuple[list[str], Callable[[], Any]]]]] = []
 
     def ask(kernels: AsyncCompile, types: list[str], source: str) -> Any:
         kernel = _Kernel(types, source)
-        return kernel if kernel.is_plain() else own(kernels, types, source)
+        return kernel if get_ident() == here and kernel.is_plain() else own(kernels, types, source)
 
     def start(kernels: AsyncCompile, scope: dict[str, Any]) -> None:
+        if get_ident() != here:
+            return own_wait(kernels, scope)
         asked = {name: value for name, value in scope.items() if isinstance(value, _Kernel)}
         submit = AsyncCompile.submit if get_compile_threads() > 1 else None
         libraries = [
