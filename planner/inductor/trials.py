@@ -99,7 +99,8 @@ class Trials:
         """
         planned = tuple(replace(each, near=near) for each in self.planned(schedule))
         seen = [
-            None if part is None else self._look(part, each) for part, each in zip(self.parts, planned, strict=True)
+            None if part is None else _look(part.source, each.settings, each)
+            for part, each in zip(self.parts, planned, strict=True)
         ]
         return self._seen(schedule, planned, seen)
 
@@ -119,16 +120,6 @@ class Trials:
             else replace(planned_region(part.fused, *each), settings=self.request.settings)
             for part, each in zip(self.parts, passes, strict=True)
         )
-
-    def _look(self, part: Part, planned: PlannedRegion) -> Look:
-        """A look at a region; one graph that is called several times alike is looked at once."""
-        looks = part.source.looks
-        if planned not in looks:
-            emitted = partial(emit_planned, planned=planned)
-            looks[planned] = look(
-                part.source, lambda region: emitted(region) or _unplanned(), planned.settings, planned.near
-            )
-        return looks[planned]
 
     def _seen(self, schedule: Schedule, planned: tuple[PlannedRegion, ...], seen: Sequence[Look | None]) -> Trial:
         """The trial of a schedule whose regions were looked at."""
@@ -177,7 +168,7 @@ def trials_of(
         lower: a graph with other regions, and estimates -> the step.
         tried: called after each trial.
     """
-    looks = {source: _default(source, request.settings) for source in dict.fromkeys(sources) if source is not None}
+    looks = {source: _look(source, request.settings) for source in dict.fromkeys(sources) if source is not None}
     parts = tuple(
         None if source is None else Part(source, fused_as(region, looks[source]), looks[source])
         for region, source in zip(graph.regions, sources, strict=True)
@@ -188,11 +179,16 @@ def trials_of(
     return Trials(request, graph, parts, step, lower, tried)
 
 
-def _default(source: Source, settings: Settings) -> Look:
-    """What Inductor makes of a graph by its own partition."""
-    if settings not in source.looks:
-        source.looks[settings] = look(source, None, settings)
-    return source.looks[settings]
+def _look(source: Source, settings: Settings, planned: PlannedRegion | None = None) -> Look:
+    """What Inductor makes of a graph by a schedule, or by its own partition for None; each is asked for once."""
+    known = settings if planned is None else planned
+    if known not in source.looks:
+        if planned is None:
+            source.looks[known] = look(source, None, settings)
+        else:
+            emitted = partial(emit_planned, planned=planned)
+            source.looks[known] = look(source, lambda region: emitted(region) or _unplanned(), settings, planned.near)
+    return source.looks[known]
 
 
 def modelled(
