@@ -605,9 +605,10 @@ def test_what_depends_on_values_is_named():
 
 def test_a_lowered_step_holds_what_its_trace_does_op_by_op():
     case = case_of(*(Block() for _ in range(3)))
-    mode, model, args, batch = to_fake_with_integers(case.model, (), case.batch, Answers())
+    answers = Answers()
+    mode, model, args, batch = to_fake_with_integers(case.model, (), case.batch, answers)
     choice = Choice({"blocks.0": {}, "blocks.2": {}})
-    trace = trace_step(model, args, batch, mode=mode, loss_fn=case.loss_fn, choice=choice)
+    trace = trace_step(model, args, batch, mode=mode, answers=answers, loss_fn=case.loss_fn, choice=choice)
     step = lower(trace, [OpCost()] * len(trace.ops), {"parameters": 1000}, optimizer_step=7, unseen=5)
     *held, stepping = simulate(step.problem, every_op_once(step.problem)).held
     lives = [life for life in zip(trace.sizes, trace.born, trace.died, strict=True) if life[1] >= 0]

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("short_searches")
 
 
 class DataDependent(nn.Module):
-    """No plan knows how many rows there are."""
+    """No captured graph knows how many rows there are."""
 
     def __init__(self):
         super().__init__()
@@ -40,7 +40,7 @@ def layers():
 
 TOO_LITTLE = {"budget_gb": 0.0006, "loss_fn": torch.Tensor.mean}  # parameters and gradients are 0.0002 GB
 CASES = {
-    "capture": (DataDependent, torch.randn(4, 8), {"budget_gb": 1}, CaptureError, "nonzero"),
+    "capture": (DataDependent, torch.randn(4, 8), {"budget_gb": 1, "mode": "aten"}, CaptureError, "nonzero"),
     "budget": (layers, torch.randn(512, 64), TOO_LITTLE, InfeasibleBudgetError, "too small"),
 }
 

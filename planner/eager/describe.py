@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from planner.capture.trace.data_dependent import told
+from planner.capture.trace.data_dependent import counted_as_here, told
 from planner.core.plan import PlanRecord
 from planner.core.recipe import Choice
 from planner.core.step import Runs, Step, needed_in_backward
@@ -77,8 +77,15 @@ def kept_by(step: Step, plan: PlanRecord) -> frozenset[int]:
     return frozenset(kept)
 
 
-def note(choice: Choice, refused: Mapping[str, str], asked: Sequence[str]) -> str:
-    """What an eager plan does, and what it leaves out; `asked` are lines that ask for values of tensors."""
+def note(choice: Choice, refused: Mapping[str, str], asked: Sequence[str], sized: Collection[str]) -> str:
+    """What an eager plan does, and what it leaves out.
+
+    Args:
+        choice: what is checkpointed.
+        refused: path of each module that cannot be checkpointed -> why.
+        asked: the lines that ask for values of tensors.
+        sized: paths of the modules in which sizes depend on values.
+    """
     kept = sum(len(ops) for ops in choice.kept.values())
     done = (
         f"{len(choice.kept)} modules are checkpointed, {kept} results in them kept. Each runs again at once, up to the "
@@ -88,6 +95,8 @@ def note(choice: Choice, refused: Mapping[str, str], asked: Sequence[str]) -> st
     )
     if asked:
         done += f" {told(asked, 'may take more')}"
+    if sized:
+        done += f" {counted_as_here(sorted(sized))}"
     reasons: dict[str, list[str]] = {}
     for path, reason in refused.items():
         reasons.setdefault(reason, []).append(path)

@@ -12,7 +12,7 @@ from torch import nn
 
 from planner.capture.trace.data_dependent import CHANCES, Answers
 from planner.capture.trace.step import blame, learnt, random_drawn
-from planner.compat.fake import DataDependentOutputException, FakeTensorMode
+from planner.compat.fake import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from planner.compat.modules import NormBase
 from planner.core.loop import Loop
 from planner.core.plan import PlanRecord
@@ -134,7 +134,7 @@ def choose(
         found, leanest = search(model, check, baseline, request.budget_bytes, first)
         best = found or leanest
     step = with_candidates(baseline.step, model, best.state, refused)
-    words = told + note(best.choice, refused, asked)
+    words = told + note(best.choice, refused, asked, tracer.answers.sized)
     return Checkpoints(step, runs_under(step, model, best.state), best, words)
 
 
@@ -218,6 +218,7 @@ class Tracer:
                 self.args,
                 self.kwargs,
                 mode=self.mode,
+                answers=self.answers,
                 loss_fn=self.request.loss_fn,
                 choice=choice,
                 accumulate=self.request.gradients_copied,
@@ -330,7 +331,7 @@ def _without_checkpoints(tracer: Tracer) -> Trace:
         try:
             return tracer.trace(Choice(), detailed=True)
         except StepFailed as e:
-            asks = isinstance(e.__cause__, DataDependentOutputException)
+            asks = isinstance(e.__cause__, (DataDependentOutputException, DynamicOutputShapeException))
             if not asks or not learnt(tracer.answers, request.model, request.args or (), request.kwargs):
                 raise
             e.let_go()

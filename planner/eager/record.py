@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from planner.capture.provenance import line_at, user_place
+from planner.capture.trace.data_dependent import Answers, Position
 from planner.capture.trace.loss_trace import differentiable
 from planner.compat import pytree
 from planner.compat.fake import FakeTensorMode
@@ -33,10 +35,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         failed: path of the innermost module that raised.
     """
 
-    def __init__(self, mode: FakeTensorMode, detailed: bool) -> None:
+    def __init__(self, mode: FakeTensorMode, answers: Answers, detailed: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         last_references()  # no mode is called yet
-        self.mode = mode
+        self.mode, self.answers = mode, answers
         self.detailed = detailed
         self.phase: Phase = "forward"
         self.output_bytes = 0
@@ -54,6 +56,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._given: dict[int, int] = {}
         self._finalizers: list[Any] = []
         self._distinct: dict[Any, DistinctOp] = {}
+        self._positions: dict[tuple[str, frozenset[int]], Position] = {}  # at the begin of calls of modules
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.phase == "backward":
@@ -95,9 +98,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.within.append(len(self.calls))
             self.calls.append(made)
             before = _attributes(module)
+            told = self._told(path, inputs)
             self.path.append(path)
             try:
-                result = forward(*args, **kwargs)
+                with told:
+                    result = forward(*args, **kwargs)
             except Exception:
                 self.failed = self.failed or path
                 raise
@@ -110,6 +115,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return result
 
         return call
+
+    def _told(self, path: str, inputs: frozenset[int]) -> AbstractContextManager[None]:
+        """For a module that runs again: it is told of values what its first call with the same inputs was told."""
+        if self.phase != "backward":
+            self._positions[path, inputs] = self.answers.position()
+        elif not self.path and (begun := self._positions.get((path, inputs))) is not None:
+            return self.answers.again_from(begun)
+        return nullcontext()
 
     def pack(self, t: torch.Tensor) -> tuple[int, torch.Tensor]:
         self.saved.append(Saved(self._number(storage_key(t)), self.within[-1], self._begun))

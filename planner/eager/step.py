@@ -14,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from planner.capture.provenance import line_at
 from planner.capture.trace.as_if_real import as_if_real
+from planner.capture.trace.data_dependent import Answers
 from planner.capture.trace.loss_trace import LossFn
 from planner.capture.trace.module_state import containers_kept
 from planner.compat.fake import FakeTensorMode
@@ -58,6 +59,7 @@ def trace_step(
     kwargs: Mapping[str, Any],
     *,
     mode: FakeTensorMode,
+    answers: Answers,
     loss_fn: LossFn | None,
     choice: Choice | None = None,
     accumulate: bool = False,
@@ -74,6 +76,7 @@ def trace_step(
         args: positional arguments, fake.
         kwargs: keyword arguments, fake.
         mode: the fake tensors' mode.
+        answers: what the step is told of values.
         loss_fn: as in `plan()`.
         choice: what is checkpointed.
         accumulate: whether gradients are there already.
@@ -87,7 +90,7 @@ def trace_step(
         StepFailed: the step raised.
         BatchError: the loss function does not suit the output.
     """
-    recorder, attributes, kept = Recorder(mode, detailed), dict[str, int](), kept_as_attributes(model)
+    recorder, attributes, kept = Recorder(mode, answers, detailed), dict[str, int](), kept_as_attributes(model)
     shards: list[torch.Tensor] = []
     still = 0
 

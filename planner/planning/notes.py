@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from planner.capture.trace.data_dependent import told
+from planner.capture.trace.data_dependent import counted_as_here, told
 from planner.capture.trace.step import TrainingGraph
 from planner.requests.request import Request
 from solvers import BRIEF, Solution
@@ -33,11 +33,7 @@ def notes(request: Request, graph: TrainingGraph) -> Iterator[str]:
     if graph.loss.name:
         yield f"The loss was taken to be {graph.loss.name}."
     if graph.paths.apart:
-        names = (path or "the model's own forward()" for path in graph.paths.apart)
-        yield (
-            f"Sizes in {', '.join(names)} depend on values, and are counted as they are for this batch: what is "
-            "computed there is kept, and a step in which more is may take more."
-        )
+        yield f"{counted_as_here(graph.paths.apart)} What is computed there is kept."
     if graph.asked:
         yield told(graph.asked, "is planned when it comes")
     if any(region.lstms_in_parts for region in graph.regions):

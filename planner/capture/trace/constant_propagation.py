@@ -100,7 +100,7 @@ class ConstantPropagation:
                 result = pytree.tree_map_only(TensorSpec, made, specs)
             masks = [x for x in args[1] if _is_mask(x)] if func is INDEX else []
             if len(masks) == 1:
-                masks[0].planner_rows = result.shape[first_index(args[1])]
+                _rows_of(masks[0])[_place(masks[0])] = result.shape[first_index(args[1])]
             return result
 
     def _indexed_again(self, func: Any, types: Sequence[type], args: Sequence[Any]) -> Any:
@@ -109,9 +109,9 @@ class ConstantPropagation:
         """
         indices: list[Any] = []
         for x in args[1] if func is INDEX else ():
-            if _is_mask(x) and hasattr(x, "planner_rows"):
+            if _is_mask(x) and (known := _rows_of(x).get(_place(x))) is not None:
                 with self.mode:
-                    rows = torch.empty(x.planner_rows, dtype=torch.long, device=x.device)
+                    rows = torch.empty(known, dtype=torch.long, device=x.device)
                 indices += [rows] * x.dim()
             elif _is_mask(x):
                 return None
@@ -203,6 +203,16 @@ def _repeatable(func: Any) -> bool:
 
 def _is_mask(index: Any) -> bool:
     return isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
+
+
+def _rows_of(mask: torch.Tensor) -> dict[Any, int]:
+    """How many rows masks take, by their place in this one's storage: what autograd saves is another tensor there."""
+    found: dict[Any, int] = vars(mask.untyped_storage()).setdefault("planner_rows", {})
+    return found
+
+
+def _place(t: torch.Tensor) -> tuple[Any, ...]:
+    return t.storage_offset(), t.shape, t.stride()
 
 
 def _uninitialised(func: Any) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -21,6 +22,7 @@ from planner.core.call import TensorSpec, tensors_in
 from planner.errors import users_frame
 
 Place = tuple[str, int]  # file and line
+Position = tuple[Counter[Place], Counter[tuple[Place, str]]]  # how often each line has asked, and each op has run
 INDEX = torch.ops.aten.index.Tensor
 DRAWN = "random numbers of Python's random, or of NumPy"
 # what a random number between 0 and 1 is taken for: its median says what a model does most often (a layer that is
@@ -77,6 +79,20 @@ class Answers:
         self.told.clear()
         self._ran.clear()
         self.drew = False
+
+    def position(self) -> Position:
+        """How far the call has come."""
+        return self.asked.copy(), self._ran.copy()
+
+    @contextmanager
+    def again_from(self, position: Position) -> Iterator[None]:
+        """What runs here is told what it was told in its first run, which began at a position."""
+        now = self.asked, self._ran
+        self.asked, self._ran = position[0].copy(), position[1].copy()
+        try:
+            yield
+        finally:
+            self.asked, self._ran = now
 
     def answer(self) -> Any:
         """The real call's next value at the line that asks now, then the last one again; None where it had none."""
@@ -154,6 +170,15 @@ def _spec(t: torch.Tensor) -> TensorSpec | None:
 def first_index(indices: Sequence[Any]) -> int:
     """The first dimension that `aten.index` indexes."""
     return next((i for i, x in enumerate(indices) if x is not None), 0)
+
+
+def counted_as_here(paths: Iterable[str]) -> str:
+    """A note about modules in which sizes depend on values."""
+    names = ", ".join(path or "the model's own forward()" for path in paths)
+    return (
+        f"Sizes in {names} depend on values, and are counted as they are for this batch: a step in which they are "
+        "larger may take more."
+    )
 
 
 def told(asked: Sequence[str], otherwise: str) -> str:
