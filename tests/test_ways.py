@@ -389,6 +389,35 @@ def test_what_depends_on_values_is_kept_and_the_rest_is_planned(kind, tmp_path):
     assert state + peak_of(lambda: model(x).backward(), tmp_path) <= least.budget_bytes
 
 
+class Masked(nn.Module):
+    """Layers with residual connections for the rows of a mask, which a mask that is made anew puts back."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.layers = nn.ModuleList(wide() for _ in range(4))
+
+    def forward(self, x):
+        h = self.first(x)
+        rows = h[x[:, 0] > 0]
+        for layer in self.layers:
+            rows = rows + layer(rows)
+        h = h.clone()
+        h[~(x[:, 0] <= 0)] = rows
+        return self.last(h).square().mean()
+
+
+@pytest.mark.parametrize("mode", ["aten", "eager"])
+def test_what_is_computed_for_the_rows_of_a_mask_is_counted_as_it_is_held(mode, tmp_path):
+    model, x = Masked(), torch.randn(256, 16)
+    p = plan(model, x, budget_gb=1, mode=mode)
+    p.apply()
+    model(x).backward()
+    model.zero_grad()
+    state = sum(t.nbytes for t in (*model.parameters(), x))
+    assert state + peak_of(lambda: model(x).backward(), tmp_path) == pytest.approx(p.peak_bytes, rel=0.005)
+
+
 class Naming(nn.Module):
     """A variable names a mask to the end of the call, long after the last op that reads it."""
 

@@ -21,7 +21,7 @@ _ADD, _ADD_IN_PLACE = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
 def in_place_of(func: Any, args: Any) -> Any:
     """The op that runs in a dispatch mode, in place if it is a sum that goes where its first gradient is."""
     dense = func is _ADD and args[0].layout is torch.strided
-    return _ADD_IN_PLACE if dense and _held(args) == last_references() and _takes(*args[:2]) else func
+    return _ADD_IN_PLACE if dense and _held(args) == last_references() and takes(*args[:2]) else func
 
 
 def as_without_modes(func: Any, args: Any) -> Any:
@@ -35,8 +35,8 @@ def _held(args: Any) -> tuple[int, ...]:
     return (*references(args[0]), sys.getrefcount(args[0]))
 
 
-def _takes(sum_so_far: torch.Tensor, term: Any) -> bool:
-    """Whether a sum of gradients may go where its first term is."""
+def takes(sum_so_far: torch.Tensor, term: Any) -> bool:
+    """Whether a sum of gradients may go where its first term is, which nothing else names."""
     if not isinstance(term, torch.Tensor) or is_traceable_wrapper_subclass(sum_so_far):
         return False
     same = (sum_so_far.shape, sum_so_far.dtype) == (term.shape, term.dtype)

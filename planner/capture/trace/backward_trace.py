@@ -27,7 +27,7 @@ class EagerPart:
 
     Attributes:
         forward: those of the forward pass.
-        backward: those of its backward pass, without autograd's sums of gradients.
+        backward: those of its backward pass, with autograd's sums of gradients.
         gradients: the gradients of its inputs, by the edge of autograd's graph.
         saved: the tensors that autograd nodes saved, by the numbers of the nodes.
     """
@@ -51,6 +51,11 @@ class Backward:
     reached: tuple[torch.Tensor | None, ...]
     parts: tuple[EagerPart, ...]
     arrived: Mapping[int, torch.Tensor]
+
+
+def sums(call: EagerCall) -> bool:
+    """Whether an op of the backward pass is a sum of gradients, which autograd's engine makes between its nodes."""
+    return not call.node and call.target in _SUMS
 
 
 def edge_of(t: torch.Tensor) -> Edge:
@@ -163,9 +168,8 @@ class _Watch:
         return handles
 
     def collect(self) -> None:
-        """Give the ops since the last call to the part that runs now; sums of gradients are autograd's own."""
-        calls = self.recording.taken()
-        self.backward[self.at].extend(call for call in calls if call.node or call.target not in _SUMS)
+        """Give the ops since the last call to the part that runs now."""
+        self.backward[self.at].extend(self.recording.taken())
 
     def _arrives(self, key: int, gradient: torch.Tensor | None) -> None:
         if gradient is None:  # a node that asks for what did not arrive computes none for it

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from planner.capture.provenance import running_forward
-from planner.capture.trace.data_dependent import INDEX, Answers, asks, first_index
+from planner.capture.trace.data_dependent import INDEX, Answers, asks, first_index, is_mask, mask_of
 from planner.compat import pytree
 from planner.compat.dispatch import written
 from planner.compat.dynamo import is_tracing
@@ -79,6 +79,10 @@ class ConstantPropagation:
     ) -> Any:
         """Run an op on fake tensors; where only values tell the size of its result, that is as in the real call."""
         specs = None if is_tracing() else self.answers.specs(func)
+        if (mask := mask_of(func, args)) is not None:
+            rows = specs + self.answers.more if isinstance(specs, int) else _rows_written(args, mask)
+            if rows is not None:
+                _rows_of(mask)[_place(mask)] = rows
         try:
             return self._propagate(func, types, args, kwargs or {})
         except DynamicOutputShapeException:
@@ -98,22 +102,22 @@ class ConstantPropagation:
 
             with self.mode:
                 result = pytree.tree_map_only(TensorSpec, made, specs)
-            masks = [x for x in args[1] if _is_mask(x)] if func is INDEX else []
+            masks = [x for x in args[1] if is_mask(x)] if func is INDEX else []
             if len(masks) == 1:
                 _rows_of(masks[0])[_place(masks[0])] = result.shape[first_index(args[1])]
             return result
 
     def _indexed_again(self, func: Any, types: Sequence[type], args: Sequence[Any]) -> Any:
-        """What an index makes by masks by which the forward pass has indexed, as the backward pass of writing by them
-        does; None for others.
+        """What an index makes by masks by which the forward pass has indexed or written, as the backward pass of
+        writing by them does; None for others.
         """
         indices: list[Any] = []
         for x in args[1] if func is INDEX else ():
-            if _is_mask(x) and (known := _rows_of(x).get(_place(x))) is not None:
+            if is_mask(x) and (known := _rows_of(x).get(_place(x))) is not None:
                 with self.mode:
                     rows = torch.empty(known, dtype=torch.long, device=x.device)
                 indices += [rows] * x.dim()
-            elif _is_mask(x):
+            elif is_mask(x):
                 return None
             else:
                 indices.append(x)
@@ -201,14 +205,16 @@ def _repeatable(func: Any) -> bool:
     )
 
 
-def _is_mask(index: Any) -> bool:
-    return isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
-
-
 def _rows_of(mask: torch.Tensor) -> dict[Any, int]:
     """How many rows masks take, by their place in this one's storage: what autograd saves is another tensor there."""
     found: dict[Any, int] = vars(mask.untyped_storage()).setdefault("planner_rows", {})
     return found
+
+
+def _rows_written(args: Sequence[Any], mask: torch.Tensor) -> int | None:
+    """How many rows are written by a mask, where as many are given."""
+    rows = args[2].shape[first_index(args[1])] if args[2].dim() == args[0].dim() - mask.dim() + 1 else 1
+    return int(rows) if isinstance(rows, int) and rows > 1 else None  # one row may be written to many
 
 
 def _place(t: torch.Tensor) -> tuple[Any, ...]:

@@ -24,6 +24,7 @@ from planner.errors import users_frame
 Place = tuple[str, int]  # file and line
 Position = tuple[Counter[Place], Counter[tuple[Place, str]]]  # how often each line has asked, and each op has run
 INDEX = torch.ops.aten.index.Tensor
+PUTS = (torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default)
 DRAWN = "random numbers of Python's random, or of NumPy"
 # what a random number between 0 and 1 is taken for: its median says what a model does most often (a layer that is
 # dropped now and then is not); one that drops most of its layers keeps them by a high number, or by a low one
@@ -115,6 +116,8 @@ class Answers:
     def specs(self, func: Any) -> Any:
         """What the real call's next such op at the line that runs now made, as specs; None where there was none.
 
+        For one that writes by a mask: how many rows it wrote.
+
         It is called for every op outside the graphs, as it counts them.
         """
         if not self._made:
@@ -159,12 +162,25 @@ class _Listener(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if asks(func):
             self.given[place].append(result)
         else:
-            self.made[place, str(func)].append(pytree.tree_map_only(torch.Tensor, _spec, result))
+            mask = mask_of(func, args)
+            made = pytree.tree_map_only(torch.Tensor, _spec, result) if mask is None else int(mask.count_nonzero())
+            self.made[place, str(func)].append(made)
         return result
 
 
 def _spec(t: torch.Tensor) -> TensorSpec | None:
     return TensorSpec(tuple(t.shape), tuple(t.stride()), t.dtype) if t.layout == torch.strided else None
+
+
+def is_mask(index: Any) -> bool:
+    """Whether an index is one of booleans."""
+    return isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
+
+
+def mask_of(func: Any, args: Any) -> torch.Tensor | None:
+    """The mask by which an op writes, if it does so by one."""
+    masks = [x for x in args[1] if is_mask(x)] if func in PUTS else []
+    return masks[0] if len(masks) == 1 else None
 
 
 def first_index(indices: Sequence[Any]) -> int:

@@ -18,13 +18,14 @@ from torch import fx
 from planner.capture.passes.order import traced_order
 from planner.capture.regions.calls import RegionCall
 from planner.capture.regions.region import Region, analyse
-from planner.capture.trace.backward_trace import EagerPart, edge_of, reads
+from planner.capture.trace.backward_trace import EagerPart, edge_of, reads, sums
 from planner.capture.trace.recording import EagerCall
 from planner.compat import pytree
 from planner.compat.fx import PlainAOTInput, PlainAOTOutput, TangentAOTInput
 from planner.compat.ops import schema_of
 from planner.compat.tensors import dense_parts, storage_key, version_of
 from planner.core.call import storages, tensors_in
+from planner.core.gradient_sums import takes
 
 REASON = "it runs outside every compiled graph"
 
@@ -92,6 +93,7 @@ class _Recorder:
         self.node_of: dict[int, fx.Node] = {}  # tensor -> its node
         self.holder: dict[int, fx.Node] = {}  # storage -> a node that holds it
         self.inputs = 0
+        self.sums: dict[int, torch.Tensor] = {}  # storage of a sum of gradients -> the gradient that it goes to
 
     def region(
         self,
@@ -111,8 +113,12 @@ class _Recorder:
         for at, t in enumerate(results):
             if id(t) in arrived:
                 self._placeholder(f"tangents_{at}", arrived[id(t)], TangentAOTInput(PlainAOTOutput(at)))
-        for call in part.backward:
-            self._record(call)
+        last = {key: i for i, call in enumerate(part.backward) for key in storages((call.args, call.kwargs))}
+        for i, call in enumerate(part.backward):
+            if sums(call):
+                self._sum(i, call, last)
+            else:
+                self._record(call)
         for t in inputs:
             gradient = part.gradients.get(edge_of(t)) if t.requires_grad else None
             outputs.append(None if gradient is None else self.holder.get(storage_key(dense_parts(gradient)[-1])))
@@ -137,7 +143,7 @@ class _Recorder:
     def _node(self, t: torch.Tensor) -> fx.Node:
         """The node of a tensor: known, a view of one that holds its storage, or a gradient from elsewhere."""
         known = self.node_of.get(id(t))
-        if known is not None and known.meta["val"] is t:
+        if known is not None:
             return known
         holder = self.holder.get(storage_key(t))
         if holder is None:
@@ -146,22 +152,42 @@ class _Recorder:
             return self.node_of[id(t)]
         view = (holder, tuple(t.shape), t.stride(), t.storage_offset())
         node = self.graph.call_function(torch.ops.aten.as_strided.default, view)
-        node.meta["val"] = t
+        node.meta["val"] = self._placed(t)
         self._know(t, node)
         return node
+
+    def _sum(self, i: int, call: EagerCall, last: Mapping[int, int]) -> None:
+        """A sum of gradients goes where the first one is, if no op reads that later; `last` reads of storages."""
+        first, term = call.args[:2]
+        key = storage_key(dense_parts(first)[-1])
+        if (holder := self.holder.get(key)) is None:  # it comes from elsewhere
+            return
+        if first.layout is torch.strided and takes(first, term) and last[key] == i:
+            self.sums[storage_key(call.result)] = self._placed(first)
+            self.holder.setdefault(storage_key(call.result), holder)
+        else:
+            self._record(replace(call, node=-i))
+
+    def _placed(self, t: torch.Tensor) -> torch.Tensor:
+        """A tensor; where it is a sum of gradients, or a view of one, the same in the memory of the first of these."""
+        first = self.sums.get(storage_key(t)) if t.layout is torch.strided else None
+        if first is None:
+            return t
+        return first.as_strided(t.shape, t.stride(), first.storage_offset() + t.storage_offset())
 
     def _record(self, call: EagerCall) -> None:
         args, kwargs = pytree.tree_map_only(torch.Tensor, self._node, (tuple(call.args), dict(call.kwargs)))
         node = self.graph.call_function(call.target, args, kwargs)
         words = {"stack_trace": call.stack_trace, "nn_module_stack": {"": (call.module, "")}}
-        node.meta.update(val=call.result, autograd_node=call.node, held=call.held, **words)
+        result = pytree.tree_map_only(torch.Tensor, self._placed, call.result)
+        node.meta.update(val=result, autograd_node=call.node, held=call.held, **words)
         if isinstance(call.result, torch.Tensor):
             self._know(call.result, node)
         elif isinstance(call.result, (tuple, list)):
             for at, t in enumerate(call.result):
                 if isinstance(t, torch.Tensor):
                     item = self.graph.call_function(operator.getitem, (node, at))
-                    item.meta.update(val=t, **words)
+                    item.meta.update(val=self._placed(t), **words)
                     self._know(t, item)
 
     def _held_by_variables(self, region: Region) -> Region:
