@@ -83,9 +83,9 @@ def capture(model: nn.Module, ids: torch.Tensor, length: int) -> Captured:
     return Captured(model, ids, length, graph, chunked)
 
 
-def ways_of(captured: Captured, card: str, shard: int = 1, optimizer: str = "adamw-fused") -> list[Way]:
+def ways_of(captured: Captured, card: str) -> list[Way]:
     """The ways by hand, each with what those before it do."""
-    request = _request(captured.model, captured.ids, card, shard, optimizer)
+    request = _request(captured.model, captured.ids, card)
     device = request.device
     link = Link(device.link, device.link, latency=device.launch)
     whole, chunked = (add_link(lower(request, g), g.regions, link) for g in (captured.whole, captured.chunked))
@@ -101,8 +101,8 @@ def ways_of(captured: Captured, card: str, shard: int = 1, optimizer: str = "ada
     return found
 
 
-def _request(model: nn.Module, ids: torch.Tensor, card: str, shard: int = 1, optimizer: str = "adamw-fused") -> Request:
-    return check(model, ids, None, device=card, optimizer=optimizer, progress=False, shard=shard)
+def _request(model: nn.Module, ids: torch.Tensor, card: str) -> Request:
+    return check(model, ids, None, device=card, optimizer="adamw-fused", progress=False)
 
 
 def blocks_in(step: Step) -> list[list[int]]:

@@ -38,7 +38,6 @@ FRACTIONS = (0.80, 0.60, 0.45)  # of eager's peak
 COMPILED: Mapping[str, Sequence[float | None]] = {"gpt2": (None, 0.5, 0.2), "llama": (None, 0.5)}
 EXPANDABLE = ("gpt2", "resnet")
 NAMES = ("gpt2", "llama", "resnet", "vit", "unet")
-OF_AN_HOUR = (*NAMES, "bert", "t5", "convnext")
 FAST = ("gpt2", "resnet")
 # Seconds that each stage of an entry may take; waiting for the lock is limited by the whole run's end alone.
 LIMITS = {"starting": 120.0, "preparing": 200.0, "reference": 120.0, "compiling": 200.0, "measuring": 60.0}
@@ -276,7 +275,9 @@ def main() -> None:
         "--hour", action="store_true", help="the first hour on a card, most valuable first; begun again, it goes on"
     )
     parser.add_argument("--output", help="where the JSON goes; else benchmarks/results/cuda_<device>.json")
-    parser.add_argument("--only", nargs="+", choices=OF_AN_HOUR, metavar="NAME", help=f"of {', '.join(OF_AN_HOUR)}")
+    parser.add_argument(
+        "--only", nargs="+", choices=cuda_hour.NAMES, metavar="NAME", help=f"of {', '.join(cuda_hour.NAMES)}"
+    )
     parser.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tiny models, to try this program"
     )

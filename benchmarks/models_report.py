@@ -33,7 +33,8 @@ again where a change is thought to touch them, so they stem from several version
   everything.
 - *more time*: estimated / measured, as the median of {pairs} alternating pairs of steps in processor time. Steps of
   small models take milliseconds: the second has noise of several points, with what Python spends on a graph in it.
-- *regions*: graphs that torch.compile made of the step, planned together; *planned in*: seconds on a busy core.
+- *regions*: graphs that torch.compile made of the step, planned together; *planned in*: seconds on a busy core, with †
+  where the search was cut short to get through more models.
 """
 AWKWARD = """
 Graph breaks, branches on values, buffers that are written over, hooks, custom autograd functions and the like. Here a
@@ -57,7 +58,7 @@ def libraries_page(report: Mapping[str, Any]) -> str:
     versions: Mapping[str, str] = report["versions"]
     ran = "Versions: " + ", ".join(f"{name} {version}" for name, version in versions.items()) + "."
     for name, why in report["skipped"].items():
-        ran += f" {name} was skipped: {_plain(why)}."
+        ran += f" {name} was skipped ({_plain(why)}): its rows are of an earlier run."
     titles = {family: f"`{family}`" for family in dict.fromkeys(r["family"] for r in rows)}
     if missing := report.get("unmeasured"):
         left = Counter(name.partition("/")[0] for name in missing)

@@ -156,7 +156,7 @@ class RankError(PlannerError, RuntimeError):
 
 
 class VerificationError(PlannerError, RuntimeError):
-    """A real step takes more than the budget, and planning again with what it showed did not help."""
+    """A real step takes more than the budget and planning again did not help, or its peak could not be measured."""
 
 
 class OffloadError(PlannerError, RuntimeError):
@@ -164,7 +164,7 @@ class OffloadError(PlannerError, RuntimeError):
 
 
 class OptionError(PlannerError, ValueError):
-    """An option (solver, device, optimizer, time limit) that is not known; the message lists the known ones."""
+    """An option that is not known, has a value that is none of its own, or does not go with another one."""
 
 
 class DeviceError(OptionError, RuntimeError):

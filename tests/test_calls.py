@@ -95,6 +95,15 @@ def test_a_loop_that_calls_the_model_hears_nothing():
     assert len(torch_optimizer._global_optimizer_pre_hooks) == hooks
 
 
+def test_a_planned_model_that_is_dropped_before_its_first_call_takes_its_hook_with_it():
+    listen()
+    gc.collect()
+    hooks = len(torch_optimizer._global_optimizer_pre_hooks)
+    plan(AutoEncoder(), torch.randn(4, 8), budget_gb=1).apply()
+    gc.collect()
+    assert len(torch_optimizer._global_optimizer_pre_hooks) == hooks
+
+
 def test_a_model_that_only_its_plan_has_yet():
     model = plan(AutoEncoder(), budget_gb=1).apply()
     train(model, lambda m, x: m(x))

@@ -644,3 +644,8 @@ def test_modes_are_checked():
         plan(case.model, case.batch, budget_gb=1, mode="fast")
     with pytest.raises(OptionError, match="mode='fast'"):
         plan(case.model, case.batch, budget_gb=1, mode="eager").apply(mode="fast")
+    with pytest.raises(OptionError, match=r"mode=\['aten'\]"):
+        plan(case.model, case.batch, budget_gb=1).apply(mode=["aten"])
+    p = plan(case.model, case.batch, budget_gb=1, mode="aten")
+    p.apply(mode="compiled")  # as "aten" was called before
+    assert applied_plan(case.model).note == p.note

@@ -594,6 +594,7 @@ def test_an_interrupted_or_failed_write_leaves_the_old_file(saved, tmp_path, mon
     made = saved["compiled"][1]
     target = tmp_path / "plan.json"
     target.write_text("old")
+    target.chmod(0o600)
 
     def raising(error):
         def write(*_):
@@ -613,6 +614,7 @@ def test_an_interrupted_or_failed_write_leaves_the_old_file(saved, tmp_path, mon
     made.save(tmp_path / "link.json")
     assert (tmp_path / "link.json").is_symlink()
     assert Plan.load(target).peak_bytes == made.peak_bytes
+    assert target.stat().st_mode & 0o777 == 0o600
     for wrong in (tmp_path, tmp_path / "none" / "plan.json", tmp_path / "a\0b"):
         with pytest.raises(PlanFileError, match="cannot be written"):
             made.save(wrong)

@@ -141,6 +141,10 @@ def test_bad_input_is_refused_in_words():
         search(model, budget_gb=-1)
     with pytest.raises(OptionError, match="solver='none'"):
         search(model, solver="none")
+    with pytest.raises(OptionError, match=r"solver=\['auto'\] is not known"):
+        search(model, solver=["auto"])
+    with pytest.raises(OptionError, match="on_failure='warn' is for one plan"):
+        search(model, on_failure="warn")
     with pytest.raises(BatchError, match=r"make_batch\(1\) raised TypeError"):
         search(model, lambda: rows(1))
     with pytest.raises(BatchError, match=r"make_batch\(1\) returned None"):

@@ -117,6 +117,8 @@ def test_a_problem_gives_its_solutions():
     problem = random_training_graph(1, 8)
     ours, theirs = pareto(problem, points=3, progress=False), solve_all(problem, 3, progress=False)
     assert [s.schedule for s in ours] == [s.schedule for s in theirs]
+    with pytest.raises(OptionError, match=r"shard, batch: of a model, and a solvers\.Problem was given"):
+        pareto(problem, torch.zeros(2, 4), shard=2)
 
 
 def test_the_plans_of_a_real_model_hold(tmp_path):

@@ -101,6 +101,23 @@ def test_losses_checkpoints_and_evaluation_are_those_without_a_plan(tmp_path):
     assert "plan.json" in watched.plans[0].note  # whose schedule was taken
 
 
+class Stops(transformers.TrainerCallback):
+    def on_step_end(self, args, state, control, **_):
+        raise KeyboardInterrupt
+
+
+def test_an_interruption_takes_the_plan_off_and_the_trainer_trains_again(tmp_path):
+    t, stops = planned(trainer(tmp_path, max_steps=1)), Stops()
+    t.add_callback(stops)
+    with pytest.raises(KeyboardInterrupt):
+        t.train()
+    assert attached(t.model) is None
+    t.remove_callback(stops)
+    _, watched = trained(t)
+    assert len(watched.plans) == 1
+    assert attached(t.model) is None
+
+
 @pytest.mark.thorough
 def test_all_plans_are_known_after_training_the_largest_first(tmp_path):
     # batches of 8 and of 4; the last of an epoch is still there as the next one begins, which has both planned anew

@@ -50,7 +50,7 @@ def plan(
     in_flight: int = 1,
     offload: Offload | None = None,
     host_gb: float | None = None,
-    offload_dir: str | None = None,
+    offload_dir: str | os.PathLike[str] | None = None,
     step_in_backward: bool = False,
     on_failure: OnFailure = "raise",
     known: Plan | str | os.PathLike[str] | None = None,
@@ -71,7 +71,8 @@ def plan(
             together, in GB of `2**30` bytes; or an amount with its unit as "12 GB" or "500 MiB" (MB and MiB are alike,
             `2**20` bytes), or a share of the device's memory as "80%"; None for what the GPU has free.
         solver: "auto" (the default), "chen" (sqrt(L) segments) or "ilp" (exact on small graphs).
-        optimizer: an optimizer or its name, to count its state and the temporaries of its step; None counts none.
+        optimizer: an optimizer or its name, to count its state and the temporaries of its step; None: those that
+            step the model's parameters, found as the plan is made or when they do so in the loop.
         loss_fn: model output -> scalar loss, where the loss is not among the model's outputs.
         device: a device to plan for, here or not ("h100", "rtx4090", ...); None for where the model is. The model may
             be on `meta` or on fake tensors.
@@ -133,7 +134,9 @@ def plan(
         InfeasibleBudgetError: nothing fits; it carries the smallest budget that does. Without a batch, raised here
             where parameters, gradients and optimizer state exceed the budget already, else at the first training step.
         CaptureError: the model cannot be captured.
+        OffloadError: values cannot be moved where `offload=` and `offload_dir=` say.
         PlanFileError: the file of a known plan cannot be read.
+        TorchError: this torch lacks a private part that is needed.
         RankError: at the first training step, on every rank, where one of them cannot train by the plan; it says why.
 
     Examples:

@@ -132,6 +132,8 @@ def max_batch(
         raise OptionError(f"make_batch of type {type(make_batch).__name__} must be callable: n -> a batch for plan()")
     if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
         raise OptionError(f"most={most!r} must be the largest n to look at: 1, 2, ..., or None for no limit")
+    if options.get("on_failure", "raise") != "raise":
+        raise OptionError("on_failure='warn' is for one plan: leave it out, or call plan() for each batch")
     request = check(model, (), None, budget_gb=budget_gb, solver=solver, **options)
     trials: dict[int, Trial] = {}
     plans: dict[int, Plan] = {}

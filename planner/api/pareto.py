@@ -20,6 +20,8 @@ from solvers import pareto as solve
 from solvers.progress import bar
 from solvers.search.curve import check_points, curve
 
+_OF_ONE_PLAN = ("mode", "solver", "on_failure")
+
 
 @overload
 def pareto(
@@ -77,6 +79,10 @@ def pareto(
     """
     time_limit, progress = options.get("time_limit"), options.get("progress")
     if isinstance(model_or_problem, Problem):
+        given = [name for name in options if name not in ("time_limit", "progress")]
+        given += [name for name, x in (("batch", batch), ("kwargs", kwargs)) if x is not None]
+        if given:
+            raise OptionError(f"{', '.join(given)}: of a model, and a solvers.Problem was given: leave it out")
         return solve(model_or_problem, points, time_limit=time_limit, progress=progress)
     model = model_or_problem
     request = check(model, batch, kwargs, budget_gb="100%", mode="aten", **_of_curves(options))
@@ -111,7 +117,7 @@ def _of_curves(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options that a curve takes; OptionError for others of `plan()`, unless they are as by default."""
     if "budget_gb" in options:
         raise OptionError("pareto() finds the budgets itself: leave budget_gb= out, or call plan()")
-    others = [of for of in fields(Options) if of.name not in OptionArguments.__annotations__]
+    others = [of for of in fields(Options) if of.name in _OF_ONE_PLAN]
     for of in others:
         if options.get(of.name) not in (None, of.default):
             raise OptionError(

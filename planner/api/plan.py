@@ -279,7 +279,7 @@ class Plan:
             attempts: how often to plan again, at most.
 
         Returns:
-            This plan, where it holds, or one that does.
+            A plan that holds: the same one where it does, or another.
 
         Raises:
             VerificationError: the step takes more than the budget after as many attempts.

@@ -84,7 +84,7 @@ examples:
   python -m planner plan train.py:make --budget-gb 12 --save plan.json --html plan.html""",
     )
     _target(p)
-    _budget_options(p)
+    _flags(p, "budget")
     p.add_argument("--known", type=Path, metavar="PLAN.json", help="a plan that is taken if it is for this very step")
     p.add_argument("--save", type=Path, metavar="PLAN.json", help="write the plan as a file")
     _views(p)
@@ -95,10 +95,10 @@ def _run(command: Command) -> None:
         "run",
         "run a training script with a plan on the model that it trains",
         """The model is the one that an optimizer has and that is called in training mode. It is
-planned at its first step, and the script is not changed; every process of torchrun or
-accelerate launch plans for itself. Where a step begins with gradients that a plan did not
-count, as in scripts that accumulate them, it is planned anew with them (--accumulate: at
-once). Options for planner come before SCRIPT.
+planned at its first step, and the script is not changed; processes of torchrun or accelerate
+launch that train one model together agree on a plan. Where a step begins with gradients that
+a plan did not count, as in scripts that accumulate them, it is planned anew with them
+(--accumulate: at once). Options for planner come before SCRIPT.
 
 examples:
   python -m planner run --budget-gb 12 train.py --epochs 3
@@ -114,7 +114,7 @@ The exit status is the script's, unless its model cannot be planned:""",
     p.add_argument(
         "--plan-file", type=Path, metavar="PLAN.json", help="taken if it is for this very step; written if not there"
     )
-    _budget_options(p)
+    _flags(p, "budget")
     _options(p)
 
 
@@ -208,10 +208,6 @@ def _flags(p: argparse.ArgumentParser, group: Literal["budget", "step"]) -> None
                 choices=flag.choices and flag.choices(),
                 help=flag.help,
             )
-
-
-def _budget_options(p: argparse.ArgumentParser) -> None:
-    _flags(p, "budget")
 
 
 def _target(p: argparse.ArgumentParser) -> None:

@@ -17,7 +17,7 @@ from planner.api.front import plan
 from planner.api.plan import Plan
 from planner.compat.dispatch import lasting_modes_off
 from planner.core.options import GB
-from planner.errors import CaptureError, OptionError, gb
+from planner.errors import OptionError, VerificationError, gb
 from planner.planning.pipeline import make_plan
 from planner.requests.planned import Planned
 from solvers.progress import bar
@@ -81,7 +81,7 @@ def run(fraction: float, steps: int, solver: str, progress: bool | None) -> int:
     overhead = median(map(truediv, with_plan.seconds, without.seconds)) - 1
     print(f"overhead         {overhead:+.1%} measured over {steps} steps, {p.overhead:+.1%} estimated")
     if not (checked.gradients_agree and checked.within_budget):
-        raise CaptureError("the demo's plan did not hold; this is a bug: please report the lines above")
+        raise VerificationError("the demo's plan did not hold; this is a bug: please report the lines above")
     return 0
 
 

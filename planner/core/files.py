@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 from pathlib import Path
 
 from planner.errors import OptionError, PlanFileError
@@ -28,6 +29,8 @@ def write_atomically(path: Path, content: bytes) -> None:
                 f.write(content)
                 f.flush()
                 os.fsync(f.fileno())
+            if target.exists():
+                shutil.copymode(target, part)
             os.replace(part, target)
         finally:
             part.unlink(missing_ok=True)

@@ -179,7 +179,7 @@ class Options:
     solver: str = option(
         "auto",
         About(
-            lambda name: None if name in SOLVERS else f"is not known; give one of {', '.join(SOLVERS)}",
+            lambda name: None if name in tuple(SOLVERS) else f"is not known; give one of {', '.join(SOLVERS)}",
             Flag("default: auto", choices=lambda: tuple(SOLVERS), group="budget"),
         ),
     )
@@ -368,6 +368,7 @@ class OptionArguments(TypedDict, total=False):
     progress: bool | None
     dynamic: Dynamic
     keep: Sequence[str]
+    mode: Mode | None
     pieces: Pieces
     in_flight: int
     offload: Offload | None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial, wraps
 from pathlib import Path
@@ -79,6 +80,7 @@ class PlanCallback:
         self.budget_gb, self.module, self.plan_file, self.options = budget_gb, module, plan_file, options
         self.planned: nn.Module | None = None
         self.plan: Plan | None = None
+        self.unwrap: Callable[[], None] | None = None  # takes `training_step` back
 
     def __reduce__(self) -> Any:
         """For strategies that start processes: the arguments."""
@@ -154,7 +156,9 @@ class PlanCallback:
             self.ran = True
             return result
 
+        before = vars(pl_module).get("training_step")  # its user may have set one on the module
         pl_module.training_step = step
+        self.unwrap = partial(_put_back, pl_module, before)
 
     def _begin(self, trainer: Any, pl_module: Any, model: nn.Module) -> None:
         """Have a module planned at its first call in training."""
@@ -179,7 +183,9 @@ class PlanCallback:
 
     def _end(self, pl_module: Any) -> None:
         """Leave the LightningModule as it was."""
-        vars(pl_module).pop("training_step", None)
+        if self.unwrap is not None:
+            self.unwrap()
+            self.unwrap = None
         if self.planned is not None and attached(self.planned) is not None:
             take_off(self.planned)
         self.planned = None
@@ -191,13 +197,20 @@ class PlanCallback:
         return Path(root) / self.plan_file
 
 
+def _put_back(pl_module: Any, before: Any) -> None:
+    if before is None:
+        vars(pl_module).pop("training_step", None)
+    else:
+        pl_module.training_step = before
+
+
 def _callbacks() -> list[Any]:
     """Lightning's `Callback`: of each package that is imported already, or of the one that is there."""
     for packages in ([name for name in PACKAGES if name in sys.modules], *([name] for name in PACKAGES)):
         with suppress(ModuleNotFoundError):
             if found := [importlib.import_module(name).Callback for name in packages]:
                 return found
-    raise OptionError("PlanCallback needs Lightning: pip install 'checkpoint-planner[lightning]'")
+    raise OptionError("PlanCallback needs Lightning: pip install lightning")
 
 
 def _conflicts(trainer: Any, pl_module: Any) -> list[tuple[str, str]]:

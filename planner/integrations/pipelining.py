@@ -27,9 +27,9 @@ from planner.compat.pipelining import (
     step_of,
 )
 from planner.core.occupancy import Occupancy
-from planner.core.options import GB
+from planner.core.options import GB, OLD_MODES
 from planner.costs.static_memory import storage_bytes
-from planner.errors import BudgetError, OptionError, PlannerError, gb
+from planner.errors import BudgetError, OptionError, gb
 from planner.requests.batch import LATER
 from planner.requests.planned import Pending
 from planner.runtime.aside import taken_off
@@ -80,7 +80,7 @@ def plan_schedule(schedule: Any, *, budget_gb: float | str | None = None, **opti
     for at, each in enumerate(made):
         try:
             each.apply()
-        except PlannerError:
+        except BaseException:  # an interruption, too
             for before in made[:at]:
                 before.remove()
             raise
@@ -110,7 +110,7 @@ def _check(schedule: Any, name: str, stages: list[Any], order: Any, options: Map
     for given in ("loss_fn", "in_flight"):
         if given in options:
             raise OptionError(f"{given} is the schedule's own; leave it out")
-    if options.get("mode", "aten") != "aten":
+    if options.get("mode") not in (None, "aten", *OLD_MODES):
         raise OptionError(f"mode={options['mode']!r} does not count microbatches in flight; leave it out")
     for stage in stages:
         if stage.dw_builder is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def plan_trainer(
     try:
         import transformers
     except ImportError as e:
-        raise OptionError("plan_trainer() needs transformers: pip install 'checkpoint-planner[trainer]'") from e
+        raise OptionError("plan_trainer() needs transformers: pip install transformers accelerate") from e
     if not issubclass(type(trainer), transformers.Trainer):
         raise OptionError(f"plan_trainer() needs a transformers.Trainer; it was given a {type(trainer).__name__}")
     for what, instead in _conflicts(trainer):
@@ -64,7 +65,7 @@ def plan_trainer(
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             model = trainer.model
-            if attached(model) is not None:  # a run that was interrupted
+            if attached(model) is not None:  # a run with another batch size, as of auto_find_batch_size
                 detach(model)
             asked: dict[str, Any] = {
                 "optimizer": getattr(trainer.optimizer, "optimizer", trainer.optimizer),
@@ -83,10 +84,17 @@ def plan_trainer(
                 file.parent.mkdir(parents=True, exist_ok=True)
                 made.save(file)
 
-        def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    own_train = trainer.train
+
+    @wraps(own_train)
+    def train(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return own_train(*args, **kwargs)
+        finally:  # no callback is told of an exception
             if attached(trainer.model) is not None:
                 take_off(trainer.model)
 
+    trainer.train = train
     loss: _Loss | None = None
     own = type(trainer).compute_loss is not transformers.Trainer.compute_loss
     if own or trainer.label_smoother is not None or trainer.compute_loss_func is not None:

@@ -136,9 +136,9 @@ def _expand(node: fx.Node, group: Group) -> Way | None:
     return Way((found,), (group,), write) if off >= 0 else None
 
 
-def _along(node: fx.Node, group: Group, at: int = 1, default: int = 0) -> int | None:
+def _along(node: fx.Node, group: Group, at: int = 1) -> int | None:
     """The dimension that is argument number `at`, in a piece; None where it is cut."""
-    dim = args_of(node)[at] if len(args_of(node)) > at else default
+    dim = args_of(node)[at] if len(args_of(node)) > at else 0
     x = given(node)[0]
     return dim_in_piece(dim, len(shape_of(x)), group) if isinstance(dim, int) else None
 

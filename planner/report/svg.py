@@ -49,14 +49,12 @@ def escape(text: object) -> str:
     return html.escape(shown(str(text)))
 
 
-def width_of(text: str, size: float = 12) -> float:
-    """About how wide a text is drawn, rather too much, in the units of its size."""
-    return (
-        sum(
-            1.05 if ord(c) > 0x2E7F else 0.34 if c in "iljtf.,:;|' ()" else 0.86 if c in "mwMW%" else 0.59 for c in text
-        )
-        * size
+def width_of(text: str) -> float:
+    """About how wide a text is drawn, rather too much."""
+    widths = (
+        1.05 if ord(c) > 0x2E7F else 0.34 if c in "iljtf.,:;|' ()" else 0.86 if c in "mwMW%" else 0.59 for c in text
     )
+    return 12 * sum(widths)
 
 
 def number(x: float) -> str:
@@ -119,10 +117,10 @@ def byte_ticks(top: float, count: int = 5, bottom: float = 0) -> list[tuple[floa
     return [(n * size, f"{n:g} {unit}" if n else "0") for n in (round(i * step, 9) for i in range(first, last + 1))]
 
 
-def time_ticks(top: float, count: int = 6) -> list[tuple[float, str]]:
+def time_ticks(top: float) -> list[tuple[float, str]]:
     """Places and words for an axis of seconds."""
     unit, size = time_unit(top, MICRO)
-    return [(n * size, f"{n:g} {unit}" if n else "0") for n in (round(x, 9) for x in steps(top / size, count))]
+    return [(n * size, f"{n:g} {unit}" if n else "0") for n in (round(x, 9) for x in steps(top / size, 6))]
 
 
 def legend(entries: Sequence[tuple[str, str]], x: float, y: float, width: float = WIDTH) -> tuple[list[str], float]:

@@ -18,18 +18,14 @@ def warn_on_gpu(model: nn.Module, where: torch.device, options: Options) -> None
     if where.type != "cuda":
         return
     if options.mode != "eager" and any(isinstance(m, nn.RNNBase) for m in model.modules()):
-        _warn(
+        warn(
             f"{type(model).__name__} has recurrent layers: torch.compile takes them apart into steps of plain ops, "
             "many times slower than cuDNN's kernels on a GPU. mode='eager' plans with cuDNN's; or plan the parts of "
             "the model around them"
         )
     if torch.backends.cudnn.benchmark and any(isinstance(m, _CONVOLUTIONS) for m in model.modules()):
-        _warn(
+        warn(
             "torch.backends.cudnn.benchmark is on: in its first steps, cuDNN tries convolutions with workspaces as "
             "large as what is free, which no budget holds. Set it to False, or cap the process with "
             "torch.cuda.set_per_process_memory_fraction()"
         )
-
-
-def _warn(message: str) -> None:
-    warn(message)

@@ -54,6 +54,7 @@ def watch(model: nn.Module, planned: Callable[[], bool]) -> Handle:
                 _warn(trains, trained, "since apply()")
 
     handle: Handle = register_optimizer_step_pre_hook(stepping)
+    weakref.finalize(model, handle.remove).atexit = False
     return handle
 
 

@@ -99,7 +99,8 @@ def _target(request: Request, model: Any) -> nn.Module:
 
 def in_mode(source: Planned | Pending, mode: Mode) -> Planned | Pending:
     """A plan for the same request in another mode; its note says what each of the two predicts."""
-    options = replace(source.request.options, mode=OLD_MODES.get(mode, mode))
+    mode = OLD_MODES.get(mode, mode) if isinstance(mode, str) else mode
+    options = replace(source.request.options, mode=mode)
     check_values(options)
     check_mode(mode, options.in_flight)
     refuse_step_in_backward(options, source.request.optimizer, source.request.model)

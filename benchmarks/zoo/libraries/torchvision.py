@@ -9,11 +9,9 @@ import torch
 from torch import nn
 from torchvision import models
 from torchvision.models import detection, optical_flow, segmentation, video
-from torchvision.models.detection import anchor_utils
 
 from ..case import Case, images, noise, uneven
 
-RANDOM = {"weights": None}
 BARE = {"weights": None, "weights_backbone": None}
 
 
@@ -55,7 +53,6 @@ class _Pyramid(nn.Module):
         super().__init__()
         self.body = detection.backbone_utils.resnet_fpn_backbone(backbone_name="resnet18", weights=None)
         self.head = detection.retinanet.RetinaNetHead(self.body.out_channels, 3, num_classes=3)
-        self.anchors = anchor_utils.AnchorGenerator()
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.head(list(self.body(x).values()))
