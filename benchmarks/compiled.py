@@ -7,8 +7,8 @@ that is compared; two or three of them take turns. Peaks are what a step takes b
 torch's profiler; times are medians, over the rounds, of processor time over that of another model in the same round.
 Plans are made for the peaks that torch's own ways reach with right gradients, and for shares of torch.compile's.
 Gradients are compared, from one seed, with torch.compile's, which keeps everything: Inductor draws other dropout
-masks than eager mode. Where a way draws others again, finite differences of the loss along its gradient judge. How
-long a model takes to compile is measured apart, each way with caches of its own that are empty.
+masks than eager mode. Where they are neither those nor eager mode's, finite differences of the loss along them judge.
+How long a model takes to compile is measured apart, each way with caches of its own that are empty.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tests.real_models import CASES, Case, gpt2, resnet50
 
 from . import measure
 from .blocks import NotApplicableError, checkpoint_blocks
-from .compiled_report import WRONG, draw, page, wrong
+from .compiled_report import WRONG, draw, off_by, page, wrong
 from .peers import t5, vit
 from .zoo.plain import mlp
 
@@ -187,9 +187,13 @@ def add(name: str, way: str, label: str, budget: int, step: Step, models: dict[s
         step(case.model)
         case.model.zero_grad(set_to_none=True)
     row["gradients"] = measure.gradient_error(step, case.model, models.get("compile", case.model))
-    if row["gradients"] > WRONG:
-        row["slope"] = measure.slope(step, case.model, lambda: float(case.loss(case.model(**case.batch))))
     row["of eager's"] = measure.gradient_error(step, case.model, models["eager"])
+    if off_by(row) > WRONG:
+        slopes = [
+            measure.slope(step, model, lambda model=model: float(case.loss(model(**case.batch))))
+            for model in (case.model, models["eager"])
+        ]
+        row["slope"] = slopes[0] / slopes[1]
     held_now = f", predicted {row['predicted'] / 2**20:.3f}" if p is not None else ""
     seconds = time.perf_counter() - start
     print(f"  {label}: {row['peak'] / 2**20:.3f} MiB{held_now}; {seconds:.0f} s", flush=True)
@@ -254,8 +258,9 @@ def right(row: Row) -> bool:
 
 def line(label: str, row: Row) -> str:
     """What is printed of a way."""
-    time, apart = row["time"], f"{row['gradients']:.1e}"
-    return f"  {label}: time {time['eager']:.3f} of eager, {time['compile']:.3f} of compile; gradients off by {apart}"
+    time = row["time"]
+    times = f"time {time['eager']:.3f} of eager, {time['compile']:.3f} of compile"
+    return f"  {label}: {times}; gradients off by {off_by(row):.1e}"
 
 
 def main() -> None:

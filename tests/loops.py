@@ -1217,6 +1217,24 @@ def remembered(put: Put, ended: Ended) -> None:
     reconstruct(put(Remembers()), ended)
 
 
+class Replaces(nn.Module):
+    """Computes with what its last call left as an attribute, and leaves another tensor there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.state = mlp(depth=4, out=64), torch.zeros(512, 64)
+
+    def forward(self, x):
+        y = self.body(x + self.state)
+        self.state = y.detach().tanh() / 2
+        return y
+
+
+def state_replaced(put: Put, ended: Ended) -> None:
+    """A plan computes again from the old state, which the model has let go of."""
+    reconstruct(put(Replaces()), ended)
+
+
 class Leaky(nn.Module):
     """A neuron that adds up what it is given, with the graph of that, until it is told to forget."""
 
@@ -3213,6 +3231,7 @@ LOOPS: dict[str, Loop] = {
     "keeps_tables": Loop(keeps_tables, thorough=True),
     "takes_notes": Loop(takes_notes, share=1.01),
     "remembered": Loop(remembered, plans=3),
+    "state_replaced": Loop(state_replaced),
     "state_with_its_graph": Loop(state_with_its_graph, plans=6, off=0.13, thorough=True),
     "latest_outputs": Loop(latest_outputs),
     "buffer_that_grows": Loop(buffer_that_grows, plans=4, thorough=True),

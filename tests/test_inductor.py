@@ -401,6 +401,33 @@ def test_wrong_gradients_leave_the_model_with_aten_and_a_note(everything, nothin
     assert "differ from those of mode='aten'" in found.record.note
 
 
+class Writes(Net):
+    """Writes into its input, and into its table, whose rows are kept short."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(8, 32, max_norm=1.0)
+
+    def forward(self, x, y):
+        x += self.table(y)
+        return super().forward(x, y)
+
+
+def test_a_model_that_writes_into_what_gets_a_gradient_trains_with_aten(nothing_compared):
+    model, before = Writes(), nn.Linear(32, 32)
+    plain, plain_before = copy.deepcopy(model), copy.deepcopy(before)
+    plan(model, mode="inductor", budget_gb=1, progress=False).apply()
+    x, y = batch_of()
+    with pytest.warns(PlanWarning, match="writes into a tensor that gets a gradient"):
+        model(before(x), y).backward()
+    plain(plain_before(x), y).backward()
+    assert applied_plan(model).options.mode == "aten"
+    for own, other in zip(
+        [*before.parameters(), *model.parameters()], [*plain_before.parameters(), *plain.parameters()], strict=True
+    ):
+        assert torch.allclose(own.grad, other.grad, rtol=1e-5, atol=1e-7)
+
+
 def test_a_plan_for_fewer_gradients_is_compared_with_the_one_before_that_draws_the_same(
     tight, nothing_compared, monkeypatch
 ):

@@ -42,7 +42,7 @@ class Signature:
     def returned(self) -> tuple[Any, ...]:
         """The forward outputs that the caller goes on holding: the new contents of buffers are not among them."""
         pairs = zip(self.fwd_outputs, self.output_descs, strict=False)
-        return tuple(n for n, d in pairs if not _is_mutation(d))
+        return tuple(n for n, d in pairs if not is_mutation(d))
 
 
 def signature_of(graph: fx.Graph, num_fwd_outputs: int) -> Signature:
@@ -53,7 +53,7 @@ def signature_of(graph: fx.Graph, num_fwd_outputs: int) -> Signature:
     primals = tuple(n for n in placeholders if not is_tangent(n))
     flat: list[Any] = list(output.args[0])  # type: ignore[arg-type]
     descs = output.meta.get("desc") or [None] * len(flat)
-    mutated = _mutated(primals, [d for d in descs[:num_fwd_outputs] if _is_mutation(d)])
+    mutated = _mutated(primals, [d for d in descs[:num_fwd_outputs] if is_mutation(d)])
     return Signature(
         primals, tangents, tuple(flat[:num_fwd_outputs]), tuple(flat[num_fwd_outputs:]), tuple(descs), mutated
     )
@@ -76,7 +76,8 @@ def _mutated(primals: tuple[fx.Node, ...], descs: list[Any]) -> frozenset[fx.Nod
     return mutated if len(mutated) == len(named) else frozenset(primals)
 
 
-def _is_mutation(desc: Any) -> bool:
+def is_mutation(desc: Any) -> bool:
+    """Whether AOTAutograd's description is that of an input as the graph leaves it, which has written into it."""
     return type(desc).__name__ == "InputMutationAOTOutput"
 
 

@@ -62,10 +62,13 @@ def account_of(request: Request) -> tuple[dict[str, int], int | None]:
     return {**lines, **given}, step
 
 
-def attributes_line(attributes: Mapping[str, int], loop: Loop) -> dict[str, int]:
-    """The line of tensors that modules keep as attributes, by name, without those that the loop's part has."""
+def attributes_line(attributes: Mapping[str, int], replaced: Mapping[str, int], loop: Loop) -> dict[str, int]:
+    """The line of tensors that modules keep as attributes, by name, without those that the loop's part has.
+
+    Those that are replaced are in it: a plan may hold them longer than the loop was seen to.
+    """
     of_loop = dict(loop.attributes)
-    nbytes = sum(size for name, size in attributes.items() if name not in of_loop)
+    nbytes = sum(size for name, size in attributes.items() if name not in of_loop) + sum(replaced.values())
     return {ATTRIBUTES: nbytes} if nbytes else {}
 
 

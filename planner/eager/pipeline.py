@@ -242,7 +242,7 @@ class Tracer:
             costs,
             self.account
             | ({OTHERS: self.account.get(OTHERS, 0) + more} if more else {})
-            | attributes_line(trace.attributes, request.loop),
+            | attributes_line(trace.attributes, {}, request.loop),
             optimizer_step=self.optimizer_step,
             granularity=self.granularity,
             unseen=unseen_bytes(len(choice.kept), trace) if request.device.type == "cpu" else 0,

@@ -21,6 +21,7 @@ from planner.compat.fake import FakeTensorMode
 from planner.compat.modules import buffers_of, parameters_of
 from planner.core.attributes import attributes_staying, kept_as_attributes
 from planner.core.call import storages
+from planner.core.computed import as_computed
 from planner.core.loop import Loop, LossSeen
 from planner.core.objects import with_tensors
 from planner.core.recipe import Choice
@@ -156,27 +157,15 @@ def _let_go(results: Sequence[list[Any]], recorder: Recorder) -> int:
     return sum(before[key] for key in before.keys() - recorder.alive().keys() - own)
 
 
-class _Before(torch.autograd.Function):
-    """What made an argument of the model: its gradient goes there, and no further."""
-
-    @staticmethod
-    def forward(ctx: Any, _: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-        return t.data  # no view of `t`: the model may write into it
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        return None, None
-
-
 def _made_before(args: Any, kwargs: Any) -> Any:
     """A call whose tensors that the loop has computed, with a gradient to get, get one: torch's fake ones refuse it."""
-    before, memo = torch.empty(0, requires_grad=True, device="cpu"), dict[int, Any]()
+    memo = dict[int, Any]()
 
     def made(_: str, t: torch.Tensor) -> Any:
         if t.is_leaf:
             return t
         if id(t) not in memo:
-            memo[id(t)] = _Before.apply(before, t.detach())  # type: ignore[no-untyped-call]
+            memo[id(t)] = as_computed(t)
         return memo[id(t)]
 
     return with_tensors(args, kwargs, made)

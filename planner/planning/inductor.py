@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from planner.capture.joint_graph import is_mutation
 from planner.capture.trace.dynamo import GraphCompiler
 from planner.capture.trace.step import TrainingGraph
 from planner.compat.inductor import missing_parts
@@ -140,6 +141,14 @@ def planned_in_vain(request: Request, graph: TrainingGraph) -> bool:
     missing = (*request.loop.unreached, *request.loop.by_turns)
     found = (graph.outputs[at] for at in missing if at < len(graph.outputs))
     return any(output is not None and output not in cut for output in found)
+
+
+def gradients_of_written(graph: TrainingGraph) -> bool:
+    """Whether graphs have places for gradients of inputs that they write into: these come where something else is
+    computed from such an input afterwards.
+    """
+    tangents = (n for region in graph.regions if region.fingerprint for n in region.tangents if n.users)
+    return any(is_mutation(getattr(n.meta.get("desc"), "output", None)) for n in tangents)
 
 
 def cut_in(graph: TrainingGraph, detached: Mapping[str, Sequence[int]]) -> set[tuple[int, int]]:

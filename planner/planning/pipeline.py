@@ -295,7 +295,7 @@ def lower(
         account |= {TARGETS: loss.read}
     if loss.more:
         account |= {OTHERS: account.get(OTHERS, 0) + loss.more}
-    account |= attributes_line(graph.attributes, request.loop)
+    account |= attributes_line(graph.attributes, graph.replaced, request.loop)
     if loss.inputs is not None and BATCH not in options.account_gb:
         account |= {BATCH: loss.inputs}
     if statistics := sum(region.statistics_bytes() for region in graph.regions):
@@ -334,7 +334,7 @@ def lower(
             request=request,
             waits=(loss.waiting, loss.waiting_backward),
             loss_left=loss.excess,
-            stays=loss.stays,
+            stays=max(0, loss.stays - sum(n for name, n in request.loop.attributes if name in graph.replaced)),
         ),
     ]
     if request.loop.graph_retained:

@@ -137,11 +137,11 @@ class Regions:
 
         They refer to the result, which would seem to be held by the loop until the collector comes to them.
         """
-        frames, recipe = self.frames, recipe_of(plan)
+        frames, recipe, promoted = self.frames, recipe_of(plan), _promotions()
         with nullcontext() if any(r is recipe for r in self.begun) else self._progress(plan, recipe):
             yield
         if self.frames != frames and gc.isenabled():
-            gc.collect(1)
+            gc.collect(1 if _promotions() == promoted else 2)  # those that the collector has passed on are old
 
     @contextmanager
     def _progress(self, plan: PlanRecord, recipe: Recipe) -> Iterator[None]:
@@ -154,6 +154,11 @@ class Regions:
                     yield
             finally:
                 self.shown = None
+
+
+def _promotions() -> int:
+    """How often the collector has passed on what it found in use to the oldest generation."""
+    return int(gc.get_stats()[1]["collections"])
 
 
 def _serve(

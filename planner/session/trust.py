@@ -15,7 +15,7 @@ from planner.core.plan import PlanRecord
 from planner.core.recipe import Recipe
 from planner.costs.cache import digest, gradients_agreed, keep_agreement, surroundings
 from planner.errors import InfeasibleBudgetError, PlannerError, warn
-from planner.planning.inductor import cut_in, in_aten, planned_in_vain
+from planner.planning.inductor import cut_in, gradients_of_written, in_aten, planned_in_vain
 from planner.planning.pipeline import capture_step, make_plan
 from planner.requests.planned import Planned
 from planner.session.gradients import compare
@@ -26,6 +26,11 @@ Earlier = dict[tuple[str, ...], PlanRecord]
 _NOT_ALL = (
     "a backward pass of the loop gives no gradient to some outputs of the model that nothing else is computed from, "
     "and mode='inductor' compiles one for all (loss_fn= says which outputs get one): the model trains with mode='aten'"
+)
+
+_WRITTEN = (
+    "the model writes into a tensor that gets a gradient (its input, a table with max_norm=), for whose gradient "
+    "mode='inductor' compiles a place in the backward pass, whether one comes or not: the model trains with mode='aten'"
 )
 
 
@@ -59,6 +64,8 @@ def trusted(planned: Planned, earlier: Earlier, given_up: list[str]) -> Planned:
         return _noted(planned, " ".join(given_up)) if given_up else planned
     if planned.captured is not None and planned_in_vain(request, planned.captured):
         return _in_aten(planned, _NOT_ALL, given_up)
+    if planned.captured is not None and gradients_of_written(planned.captured):
+        return _in_aten(planned, _WRITTEN, given_up)
     draws, graphs = any(r.draws for r in regions), tuple(r.fingerprint for r in regions)
     if draws and all(r.own for r in regions):
         earlier[graphs] = earlier[_calls(planned)] = planned.record

@@ -18,6 +18,7 @@ from planner.capture.trace.state_guard import ModelSnapshot
 from planner.capture.trace.step import TrainingGraph, given
 from planner.compat.autograd import post_accumulate_hooks
 from planner.core.call import tensors_in
+from planner.core.computed import as_computed
 from planner.core.host import moved_aside
 from planner.core.objects import leaves, with_tensors
 from planner.core.options import GB
@@ -178,10 +179,9 @@ def _step(
 
 def _apart(t: torch.Tensor) -> torch.Tensor:
     """The same tensor, without what it was computed from and without its `.grad`."""
-    alone = t.detach()
-    return (
-        nn.Parameter(alone, t.requires_grad) if isinstance(t, nn.Parameter) else alone.requires_grad_(t.requires_grad)
-    )
+    if t.requires_grad and not t.is_leaf:  # the model may write into it
+        return as_computed(t)
+    return (nn.Parameter if isinstance(t, nn.Parameter) else torch.Tensor.requires_grad_)(t.detach(), t.requires_grad)
 
 
 def gradients_of(

@@ -63,7 +63,7 @@ class FakeStep:
         reached: whether, by `gradients()`, a gradient reaches any of the compiled graphs.
         fed: of the leaves of the model's output, by position, those whose gradient a graph adds to: bytes of each. The
             graph has a place for them, whether it is planned that the loop gives them one or not.
-        attributes: as in `TrainingGraph`.
+        attributes, replaced: as in `TrainingGraph`.
         left: the storages of tensors that modules hold after the call, by `storage_key`.
         frames: how many frames torch.compile took; with more than one, Python runs between the graphs.
     """
@@ -89,6 +89,7 @@ class FakeStep:
         self.reached = False
         self.left: frozenset[int] = frozenset()
         self.attributes: dict[str, int] = {}
+        self.replaced: dict[str, int] = {}
         self.fed: dict[int, int] = {}
         self._arrivals: dict[str, Arrivals] = {}
         self._came: dict[int, Order] = {}  # gradients of results, where the loss is known
@@ -105,6 +106,9 @@ class FakeStep:
             raise CaptureError(refusal(model, e, eagerly=False)) from e
         self._between.append(self.recording.taken())
         self.left, self.attributes = held_by(model.modules()), attributes_staying(model, kept)
+        read = storages([call.inputs for call in self.calls if call.region is not None]).keys()
+        gone = {name: storages([t]) for name, t in kept.items() if name not in self.attributes}
+        self.replaced = {name: sum(own.values()) for name, own in gone.items() if own.keys() & read}
         if all(call.region is None for call in self.calls):
             raise self.nothing_captured(model, args, kwargs, maxima)
         return output

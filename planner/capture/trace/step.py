@@ -85,6 +85,8 @@ class TrainingGraph:
         parameters: the arguments of regions that are parameters: (region, argument) -> name.
         chance: what a single random number was taken for by which Python code decides; None for the real one.
         attributes: the bytes of tensors that modules keep as plain attributes, by name, beside what the step makes.
+        replaced: the same of those that the call puts others in the place of, and that graphs read: a plan may compute
+            from them again in the backward pass.
         calls: where it is a step of several calls of the model, how many regions and how many leaves of the outputs
             each has; empty for a single call.
     """
@@ -109,6 +111,7 @@ class TrainingGraph:
     held: tuple[Held, ...] = ()
     chance: float | None = None
     attributes: Mapping[str, int] = field(default_factory=dict)
+    replaced: Mapping[str, int] = field(default_factory=dict)
 
 
 def capture(
@@ -222,6 +225,7 @@ def _captured(
                     asked=asked,
                     chance=answers.chance,
                     attributes=step.attributes,
+                    replaced=step.replaced,
                     written=tuple(sorted(writes.names)),
                     paths=paths,
                     parameters=parameters_of_calls(step.calls, {id(p): n for n, p in fake_model.named_parameters()}),
