@@ -85,10 +85,8 @@ class TrainingGraph:
         parameters: the arguments of regions that are parameters: (region, argument) -> name.
         chance: what a single random number was taken for by which Python code decides; None for the real one.
         attributes: the bytes of tensors that modules keep as plain attributes, by name, beside what the step makes.
-        replaced: the same of those that the call puts others in the place of, and that graphs read: a plan may compute
-            from them again in the backward pass.
-        calls: where it is a step of several calls of the model, how many regions and how many leaves of the outputs
-            each has; empty for a single call.
+        replaced: the same of those that the call replaces, and that graphs read: a plan may compute from them again.
+        calls: where a step has several calls of the model, the number of each one's regions and leaves of its output.
     """
 
     regions: tuple[Region, ...]
@@ -143,8 +141,7 @@ def capture(
         laid_out: positions of those whose gradient comes in another layout than their own, and which; None: as the
             captured loss gives them.
         symbolic: whether they are symbols in the graphs.
-        likely: where the model's Python code decides by a random number, whether to go the way that it goes most often,
-            or the way that this call will go.
+        likely: whether Python code that decides by a random number goes as it mostly does, or as in this call.
 
     Raises:
         BatchError: the model does not accept the arguments, or the loss is not a differentiable scalar.
