@@ -389,6 +389,15 @@ def test_what_depends_on_values_is_kept_and_the_rest_is_planned(kind, tmp_path):
     assert state + peak_of(lambda: model(x).backward(), tmp_path) <= least.budget_bytes
 
 
+def taken_by(p, model, x, tmp_path):
+    """What the second step by a plan takes, with parameters and batch."""
+    p.apply()
+    model(x).backward()
+    model.zero_grad()
+    state = sum(t.nbytes for t in (*model.parameters(), x))
+    return state + peak_of(lambda: model(x).backward(), tmp_path)
+
+
 class Masked(nn.Module):
     """Layers with residual connections for the rows of a mask, which a mask that is made anew puts back."""
 
@@ -411,11 +420,7 @@ class Masked(nn.Module):
 def test_what_is_computed_for_the_rows_of_a_mask_is_counted_as_it_is_held(mode, tmp_path):
     model, x = Masked(), torch.randn(256, 16)
     p = plan(model, x, budget_gb=1, mode=mode)
-    p.apply()
-    model(x).backward()
-    model.zero_grad()
-    state = sum(t.nbytes for t in (*model.parameters(), x))
-    assert state + peak_of(lambda: model(x).backward(), tmp_path) == pytest.approx(p.peak_bytes, rel=0.005)
+    assert taken_by(p, model, x, tmp_path) == pytest.approx(p.peak_bytes, rel=0.005)
 
 
 class Naming(nn.Module):
@@ -442,11 +447,7 @@ class Messages(NamedTuple):
 def test_what_a_variable_names_counts_until_its_function_returns(named, tmp_path):
     model, x = Naming(named), torch.randn(64, 16)
     p = plan(model, x, budget_gb=1, progress=False)
-    p.apply()
-    model(x).backward()
-    model.zero_grad()
-    state = sum(t.nbytes for t in (*model.parameters(), x))
-    assert state + peak_of(lambda: model(x).backward(), tmp_path) == pytest.approx(p.peak_bytes, rel=0.005)
+    assert taken_by(p, model, x, tmp_path) == pytest.approx(p.peak_bytes, rel=0.005)
 
 
 class Overwriting(nn.Module):

@@ -62,10 +62,10 @@ def trusted(planned: Planned, earlier: Earlier, given_up: list[str]) -> Planned:
     regions = recipe.fused
     if not regions or request.args is None:
         return _noted(planned, " ".join(given_up)) if given_up else planned
-    if planned.captured is not None and planned_in_vain(request, planned.captured):
-        return _in_aten(planned, _NOT_ALL, given_up)
-    if planned.captured is not None and gradients_of_written(planned.captured):
-        return _in_aten(planned, _WRITTEN, given_up)
+    if (graph := planned.captured) is not None:
+        why = _NOT_ALL if planned_in_vain(request, graph) else _WRITTEN if gradients_of_written(graph) else ""
+        if why:
+            return _in_aten(planned, why, given_up)
     draws, graphs = any(r.draws for r in regions), tuple(r.fingerprint for r in regions)
     if draws and all(r.own for r in regions):
         earlier[graphs] = earlier[_calls(planned)] = planned.record
