@@ -32,7 +32,7 @@ from planner.planning.what_if import costs_of, what_if
 from planner.report import explain, graph, html, snapshot, text
 from planner.report.explanation import Explanation
 from planner.report.terminal import style_of
-from planner.requests.compiled import unwrapped
+from planner.requests.compiled import without_compile
 from planner.requests.planned import Filed, Known, Pending, Planned, Unplanned
 from planner.requests.request import Request
 from planner.session.apply import apply, remove
@@ -249,7 +249,7 @@ class Plan:
     def _as_given(self, model: nn.Module | None, target: nn.Module) -> nn.Module:
         """A model in the wrapper of torch.compile in which it was given to `plan()`, or now."""
         given = self._given() if model is None and self._given is not None else model
-        return given if given is not None and unwrapped(given) is target else target
+        return given if given is not None and without_compile(given) is target else target
 
     def verify(self, batch: Any = None, kwargs: Mapping[str, Any] | None = None) -> Verification:
         """One real step with the plan and one without: peaks measured by torch's allocator, gradients compared.

@@ -10,6 +10,7 @@ import torch
 from planner.compat import pytree
 from planner.compat.ops import OpOverload
 from planner.compat.tensors import dense_parts, is_traceable_wrapper_subclass, storage_key
+from planner.core.layout import elements_spanned
 
 _ATEN = torch.ops.aten
 # their kernels copy the whole storage behind the tensor that they write into (`at::clone_preserve_strides`), where fake
@@ -35,9 +36,7 @@ class TensorSpec:
     @property
     def span(self) -> int:
         """Elements from its first to its last."""
-        return (
-            1 + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True)) if all(self.shape) else 0
-        )
+        return elements_spanned(self.shape, self.stride)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +108,8 @@ def describe_call(target: OpOverload, args: Any, kwargs: Any, result: Any) -> Ca
 
 def _bytes_to_last(t: torch.Tensor) -> int:
     """Bytes of a storage up to the last element of a tensor: it may have more, as that of what `mse_loss` returns."""
-    last = t.storage_offset() + sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
-    return int(last + 1) * t.element_size() if t.numel() else 0
+    spanned = elements_spanned(t.shape, t.stride())
+    return int(t.storage_offset() + spanned) * t.element_size() if spanned else 0
 
 
 def storages(tree: Any) -> dict[int, int]:

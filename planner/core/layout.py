@@ -32,6 +32,15 @@ def strides_in(order: Sequence[int], shape: Sequence[int]) -> list[int]:
     return strides
 
 
+def elements_spanned(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Elements of memory from a tensor's first to its last, those between them included. O(dimensions).
+
+    >>> elements_spanned((2, 3), (3, 1)), elements_spanned((2, 3), (10, 1)), elements_spanned((0, 3), (3, 1))
+    (6, 13, 0)
+    """
+    return 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) if all(shape) else 0
+
+
 def is_dense(t: torch.Tensor) -> bool:
     """Whether a tensor fills its storage, each byte once."""
     dense = 1

@@ -8,7 +8,7 @@ from planner.core.recipe import Choice, Kept
 from planner.eager.trace import ModuleCall, Trace, TracedOp
 
 
-def unlike_again(trace: Trace, choice: Choice, norms: Collection[str]) -> set[str]:
+def modules_unlike_again(trace: Trace, choice: Choice, norms: Collection[str]) -> set[str]:
     """The paths of modules in which a checkpointed call runs another op, has other numbers for it, or reads other
     tensors from outside, when it runs again: an iterator, a variable or a mode around it differs by then.
 

@@ -19,7 +19,7 @@ from planner.core.plan import PlanRecord
 from planner.core.recipe import Choice
 from planner.core.step import Replay, Runs, Step, replay
 from planner.costs.account import OTHERS, account_of, attributes_line
-from planner.eager.again import unlike_again
+from planner.eager.again import modules_unlike_again
 from planner.eager.candidates import Candidate, find_candidates
 from planner.eager.costs import CostsKnown, OpCost, costs_of
 from planner.eager.describe import kept_by, note, runs_under, with_candidates
@@ -149,7 +149,7 @@ def _same_again(tracer: Tracer, plain: Trace, candidates: list[Candidate], refus
         by_path = {candidate.path: candidate for candidate in outer}
         choice = choice_of(by_path, plain, {c.path: c.forced for c in outer})
         try:
-            unlike = unlike_again(tracer.trace(choice), choice, norms)
+            unlike = modules_unlike_again(tracer.trace(choice), choice, norms)
         except StepFailed as e:
             e.let_go()
             return candidates  # the search sees which

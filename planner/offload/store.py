@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from planner.core.layout import elements_spanned
 from planner.errors import OffloadError, gb
 
 Wait = Callable[[], None]  # until a copy has ended; raises what became of it
@@ -67,7 +68,7 @@ class Frame:
 
     def send(self, value: int, x: torch.Tensor, offset: int, room: int) -> None:
         """Begin to copy a tensor to so many bytes from `offset` on. Raises OffloadError where they are too few."""
-        elements = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+        elements = elements_spanned(x.shape, x.stride())
         if elements * x.element_size() > room:
             raise OffloadError(
                 f"a value of shape {tuple(x.shape)} and strides {x.stride()} takes {gb(elements * x.element_size())}, "

@@ -26,7 +26,7 @@ from planner.parallel.meshes import on_mesh
 from planner.requests.batch import Batch, arguments, maxima_of
 from planner.requests.budget import budget_of
 from planner.requests.cautions import warn_on_gpu
-from planner.requests.compiled import options_as_compiled, unwrapped
+from planner.requests.compiled import options_as_compiled, without_compile
 from planner.requests.inductor import not_yet, refuse_inductor
 from planner.requests.offload import refuse_offload
 from planner.requests.optimizers import check_optimizer, optimizers_of, weakly
@@ -52,7 +52,7 @@ def check(
         TorchError: the torch that is installed lacks private parts that are needed.
     """
     check_torch()
-    given_model, model = model, unwrapped(model)
+    given_model, model = model, without_compile(model)
     _check_model(model)
     any_mode = given.get("mode") is None
     given, settings = options_as_compiled(given_model, given)

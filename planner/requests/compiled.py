@@ -23,7 +23,7 @@ _REFUSED = {
 }
 
 
-def unwrapped(model: Any) -> Any:
+def without_compile(model: Any) -> Any:
     """The module that `torch.compile(module)` wrapped; any other model as it is."""
     return (inner_module(model) or model) if isinstance(model, nn.Module) else model
 

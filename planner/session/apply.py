@@ -14,7 +14,7 @@ from planner.core.options import OLD_MODES, Mode, check_values
 from planner.errors import ApplyError, gb
 from planner.planning.pipeline import make_plan
 from planner.requests.check import check_mode, refuse_wrapped
-from planner.requests.compiled import unwrapped
+from planner.requests.compiled import without_compile
 from planner.requests.inductor import refuse_inductor
 from planner.requests.planned import Filed, Known, Pending, Planned, Unplanned
 from planner.requests.request import Request
@@ -48,13 +48,13 @@ def apply(
         alone: whether plans are for this process alone, whatever others train the model with it.
     """
     check_torch()
-    refuse_wrapped(unwrapped(model))
+    refuse_wrapped(without_compile(model))
     if isinstance(source, Unplanned):  # its user was warned
         return _target(source.request, model)
     known: Known | None = source if isinstance(source, Filed) else source.known
     filed = isinstance(source, Filed)  # whoever applies it may not have chosen its mode
     if isinstance(source, Filed):
-        source = bound(source, unwrapped(model))
+        source = bound(source, without_compile(model))
     if mode is not None:
         source = in_mode(source, mode)
     target = _target(source.request, model)
@@ -78,7 +78,7 @@ def apply(
 
 def remove(model: nn.Module) -> nn.Module:
     """Take the plan off a model, which is then compiled as it was before; ApplyError where no plan is on."""
-    if not isinstance(model := unwrapped(model), nn.Module):
+    if not isinstance(model := without_compile(model), nn.Module):
         raise ApplyError(f"remove() needs a torch.nn.Module; it was given {model!r} of type {type(model).__name__}")
     detach(model)
     compile_wrapped(model)
@@ -87,7 +87,7 @@ def remove(model: nn.Module) -> nn.Module:
 
 def _target(request: Request, model: Any) -> nn.Module:
     """The model that a plan goes on; ApplyError where it is not the one that the plan was made for."""
-    target = request.model if model is None else unwrapped(model)
+    target = request.model if model is None else without_compile(model)
     if not isinstance(target, nn.Module):
         raise ApplyError(f"apply() needs a torch.nn.Module; it was given {target!r} of type {type(target).__name__}")
     if target is not request.model:

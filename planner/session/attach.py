@@ -19,7 +19,7 @@ from planner.errors import ModelError
 from planner.offload.links import store_of
 from planner.requests.batch import named_maxima
 from planner.requests.check import with_batch
-from planner.requests.compiled import unwrapped
+from planner.requests.compiled import without_compile
 from planner.requests.planned import Filed, Known, Pending, Planned
 from planner.requests.request import Request
 from planner.requests.step_in_backward import refuse_step_in_backward
@@ -132,7 +132,7 @@ def _runtime(target: nn.Module, request: Request, provider: PlanProvider, alone:
 
 
 def _module(model: object) -> nn.Module:
-    if not isinstance(model := unwrapped(model), nn.Module):
+    if not isinstance(model := without_compile(model), nn.Module):
         raise ModelError(f"a torch.nn.Module has plans; this is {model!r:.100} of type {type(model).__name__}")
     return model
 

@@ -14,7 +14,7 @@ from planner.compat.tensors import TorchDispatchMode
 from planner.devices.accelerator import accelerator_of
 
 
-def unlike_again(forward: Callable[[], object], device: torch.device) -> tuple[str, ...]:
+def ops_unlike_again(forward: Callable[[], object], device: torch.device) -> tuple[str, ...]:
     """The names of custom ops whose second run, under the random state of the first, gave other results than the first.
 
     Args:

@@ -42,7 +42,7 @@ from planner.runtime.steps import StepRuntime
 from planner.runtime.unread import signature_of
 from planner.session.attach import put_on
 from planner.session.gradients import Gradients, compare, gradients_on_host, nudge, shaken
-from planner.session.twice import unlike_again
+from planner.session.twice import ops_unlike_again
 
 
 def verify(planned: Planned | Pending, batch: Any = None, kwargs: Mapping[str, Any] | None = None) -> Verification:
@@ -232,7 +232,7 @@ def _unlike(request: Request, args: Any, extra: Mapping[str, Any], again: Callab
             model(*args, **extra)
 
     try:
-        return unlike_again(forward, next(model.parameters()).device)
+        return ops_unlike_again(forward, next(model.parameters()).device)
     except torch.OutOfMemoryError:
         return ()
     finally:

@@ -14,6 +14,7 @@ from planner.capture.recomputability import is_collective
 from planner.capture.regions.region import Region
 from planner.compat.dispatch import written
 from planner.compat.ops import OpOverload
+from planner.core.layout import elements_spanned
 
 
 def movable(region: Region) -> frozenset[int]:
@@ -48,7 +49,9 @@ def _is_whole(region: Region, value: int, holders: list[fx.Node]) -> bool:
     found = list(tensors(owner))
     if owner not in holders or not isinstance(owner.meta.get("val"), torch.Tensor) or not nbytes:
         return False
-    if found[0].layout != torch.strided or found[0].storage_offset() or _spans(found[0]) != nbytes:
+    if found[0].layout != torch.strided or found[0].storage_offset():
+        return False
+    if elements_spanned(found[0].shape, found[0].stride()) * found[0].element_size() != nbytes:
         return False
     parent = owner.args[0] if owner.target is operator.getitem else None
     derived: set[fx.Node] = set()
@@ -59,8 +62,3 @@ def _is_whole(region: Region, value: int, holders: list[fx.Node]) -> bool:
             return False
         derived.add(node)
     return True
-
-
-def _spans(t: torch.Tensor) -> int:
-    """Bytes from the first to the last element."""
-    return t.element_size() * int(1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)))
