@@ -1,6 +1,7 @@
 """Steps that fit the budget in eager mode run as they are, without torch.compile, once the loop is known."""
 
 import gc
+import warnings
 import weakref
 from dataclasses import replace
 from functools import partial
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from planner import CaptureError, InfeasibleBudgetError, Plan, applied_plan, plan
+from planner import CaptureError, InfeasibleBudgetError, Plan, PlanWarning, applied_plan, plan
 from planner.capture.trace.data_dependent import Answers
 from planner.core.recipe import Choice
 from planner.eager.step import trace_step
@@ -301,6 +302,36 @@ def test_a_model_that_torch_compile_does_not_serve_trains_by_checkpointed_module
     assert 0.99 <= seen.peak / max(seen.predicted) <= 1.01
     assert seen.plans <= plans
     assert "as by mode='eager'" in applied_plan(trained[-1]).note
+
+
+class Unpads(nn.Module):
+    """Computes with the rows that are no padding alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(6))
+        )
+
+    def forward(self, x):
+        return self.layers(x[x[:, 0] > 0])
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_step_whose_values_make_it_larger_than_planned_is_warned_of_once():
+    rows = torch.arange(-256, 256)[:, None].expand(512, 64) / 256
+    budget = 0.85 * plan(Unpads(), rows, mode="eager", budget_gb=1, progress=False).peak_bytes / GB
+    model = plan(Unpads(), rows, mode="eager", budget_gb=budget, progress=False).apply()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    told = []
+    for more_rows in (0, 0, 0, 0, 0.25, 0.5):
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            optimizer.zero_grad()
+            model(rows + more_rows).square().mean().backward()
+            optimizer.step()
+        told.append(" ".join(str(w.message) for w in seen if issubclass(w.category, PlanWarning)))
+    assert ["25% more than in the call that was planned for" in each for each in told] == [False] * 4 + [True, False]
 
 
 class Counts(nn.Module):

@@ -87,8 +87,11 @@ class Choice:
 
     Attributes:
         kept: path of each module that is checkpointed -> the ops whose results are kept.
+        elements: of the tensors that the calls of these modules are given in one call of the model, where sizes depend
+            on values; 0 where they do not.
         fused: as of a `Recipe`: none.
     """
 
     kept: Mapping[str, Kept] = field(default_factory=dict)
+    elements: int = 0
     fused: ClassVar[Sequence[PlannedRegion]] = ()

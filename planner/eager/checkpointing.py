@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,14 +27,22 @@ Versions = Sequence[tuple[torch.Tensor, int]]  # tensors, and how often they wer
 _PLAIN = (torch.Tensor, nn.Module, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, type)
 
 
+@dataclass(slots=True)
+class Given:
+    """The elements of the tensors that calls of checkpointed modules were given."""
+
+    elements: int = 0
+
+
 @contextmanager
-def checkpointed(model: nn.Module, choice: Choice) -> Iterator[None]:
+def checkpointed(model: nn.Module, choice: Choice) -> Iterator[Given]:
     """While it is on, calls of the chosen modules are checkpointed; the modules are as before afterwards."""
+    given = Given()
     with ExitStack() as stack:
         for path, kept in choice.kept.items():
             module = model.get_submodule(path)
-            stack.enter_context(replaced_forward(module, _wrap(path, module, kept)))
-        yield
+            stack.enter_context(replaced_forward(module, _wrap(path, module, kept, given)))
+        yield given
 
 
 @contextmanager
@@ -55,7 +64,7 @@ def statistics_of(module: nn.Module) -> list[NormBase]:
     return [m for m in module.modules() if isinstance(m, NormBase) and m.training and m.track_running_stats]
 
 
-def _wrap(path: str, module: nn.Module, kept: Kept) -> Callable[..., Any]:
+def _wrap(path: str, module: nn.Module, kept: Kept, given: Given) -> Callable[..., Any]:
     forward = module.forward
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -65,15 +74,16 @@ def _wrap(path: str, module: nn.Module, kept: Kept) -> Callable[..., Any]:
         before, named = _copied(args), _copied(kwargs)
         first: dict[str, Any] | None = kwargs
         versions: Versions = ()
+        given.elements += sum(t.numel() for t in tensors_in((before, named)))
 
-        def run(*given: Any) -> Any:
+        def run(*passed: Any) -> Any:
             nonlocal first
             if first is not None:
                 extra, first = first, None
-                return forward(*given, **extra)
+                return forward(*passed, **extra)
             _refuse_written(path, versions)
             fresh = _copied(before)
-            again = [g if isinstance(g, torch.Tensor) else b for g, b in zip(given, fresh, strict=True)]
+            again = [g if isinstance(g, torch.Tensor) else b for g, b in zip(passed, fresh, strict=True)]
             return forward(*again, **_copied(named))
 
         policy = _Policy(kept)

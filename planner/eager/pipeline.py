@@ -117,7 +117,9 @@ def choose(
             return baseline
         choice = choice_of(by_path, plain, state)
         try:
-            return tracer.trial(choice, state, tracer.trace(choice))[0]
+            trace = tracer.trace(choice)
+            told = replace(choice, elements=trace.elements if tracer.answers.sized else 0)
+            return tracer.trial(told, state, trace)[0]
         except StepFailed as e:  # a module that does something else when it runs again
             e.let_go()
             return None

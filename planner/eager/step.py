@@ -93,7 +93,7 @@ def trace_step(
     """
     recorder, attributes, kept = Recorder(mode, answers, detailed), dict[str, int](), kept_as_attributes(model)
     shards: list[torch.Tensor] = []
-    still = 0
+    still, elements = 0, 0
 
     def keep_share(p: torch.Tensor) -> None:
         if p.grad is not None:
@@ -119,7 +119,7 @@ def trace_step(
             vars(module)["forward"] = recorder.marked(path, module)
         hooks = saved_tensors_hooks(recorder.pack, recorder.unpack) if detailed else nullcontext()
         try:
-            with checkpointed(model, choice or Choice()), recorder, hooks:
+            with checkpointed(model, choice or Choice()) as given, recorder, hooks:
                 there = sum(storages(parameters).values()) if loop.late is None else loop.late
                 earlier = held(there) if loop.gradients == "cleared late" else []
                 seen = loop.loss or LossSeen(0, 0, 0, 0, 0)
@@ -131,7 +131,7 @@ def trace_step(
                     outputs.append(model(*args, **kwargs))
                     wait(outputs, losses, made, loss_fn, loop)
                 outputs.append(model(*args, **kwargs))
-                attributes = attributes_staying(model, kept)
+                attributes, elements = attributes_staying(model, kept), given.elements // calls
                 named.clear()  # the names of the last step's outputs are taken over
                 recorder.phase = "loss"
                 differentiate(outputs, losses, loss_fn, recorder, loop, earlier, gradients)
@@ -141,7 +141,7 @@ def trace_step(
                 raise
             raise StepFailed(recorder.failed or "", _place(e)) from e
         finally:
-            trace = replace(recorder.finished(), attributes=attributes, left=still)
+            trace = replace(recorder.finished(), attributes=attributes, left=still, elements=elements)
             for p in parameters:
                 p.grad = None
     return trace

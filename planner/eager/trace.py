@@ -116,6 +116,7 @@ class Trace:
         attributes: the bytes of tensors that modules keep as plain attributes, by name, beside what the step makes.
         left: bytes that the graphs of outputs and losses still hold after the backward pass, which has not run through
             them, or does not free what their hooks and functions keep by themselves.
+        elements: of the tensors that checkpointed modules were given in one call of the model.
     """
 
     ops: tuple[TracedOp, ...]
@@ -128,6 +129,7 @@ class Trace:
     output_bytes: int
     attributes: Mapping[str, int] = field(default_factory=dict)
     left: int = 0
+    elements: int = 0
 
     def most(self) -> int:
         """Bytes of the storages that are there at once, at most. O(ops + storages)."""

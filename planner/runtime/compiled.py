@@ -23,7 +23,6 @@ from planner.core.maxima import Maxima, sizes_in
 from planner.core.options import Checkpoints
 from planner.core.plan import PlanRecord
 from planner.core.recipe import Choice, Recipe
-from planner.eager.checkpointing import checkpointed
 from planner.errors import ApplyError, BatchError, CaptureError, InfeasibleBudgetError, PlannerError, warn
 from planner.offload.store import Store
 from planner.requests.planned import Planned
@@ -252,10 +251,9 @@ class Runtime(Applied):
             self.watch.compiled = isinstance(plan.recipe, Recipe) or plan.options.mode == "eager"
         if isinstance(plan.recipe, Choice):
             self.regions.call_begins()
-            with checkpointed(self.model, plan.recipe):
-                result = self.call_eagerly(*args, **kwargs)
-            self.uncompiled.add(self.regions.call, result)
-            return result
+            return self.uncompiled.run(
+                self.model, plan.recipe, self.regions.call, lambda: self.call_eagerly(*args, **kwargs)
+            )
         if plan.recipe.asks and self.came[signature] and not self.regions.ran:  # once, all layers may have been dropped
             nothing = (
                 f"{type(self.model).__name__}: torch.compile captures nothing of it, as its code decides by "

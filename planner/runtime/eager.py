@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from planner.core.recipe import Choice
-from planner.eager.checkpointing import checkpointed
 from planner.runtime.interception import Applied
 from planner.runtime.signature import Signature
 from planner.runtime.uncompiled import Uncompiled
@@ -28,7 +27,4 @@ class EagerRuntime(Applied):
         choice = self.plans[signature].recipe
         assert isinstance(choice, Choice)
         self._call += 1
-        with checkpointed(self.model, choice):
-            result = self.call_eagerly(*args, **kwargs)
-        self._calls.add(self._call, result)
-        return result
+        return self._calls.run(self.model, choice, self._call, lambda: self.call_eagerly(*args, **kwargs))

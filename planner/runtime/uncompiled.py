@@ -7,12 +7,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from planner.compat.autograd import in_backward, when_backward_ends
 from planner.core.objects import leaves
+from planner.core.recipe import Choice
+from planner.eager.checkpointing import checkpointed
 from planner.errors import warn
 from planner.runtime.outputs import Unasking
 
+GROWN = 1.01  # from where on calls are larger than planned
 _KEY = "call of a planned model"
 
 
@@ -44,7 +48,7 @@ class Uncompiled:
     """The latest calls that ran as they are."""
 
     def __init__(self) -> None:
-        self._warned = False
+        self._warned = self._grew = False
         self._calls: dict[int, weakref.ref[_Call]] = {}
 
     def add(self, number: int, result: Any) -> None:
@@ -57,6 +61,21 @@ class Uncompiled:
                 metadata[_KEY] = call
                 t.register_hook(begins)  # type: ignore[no-untyped-call]
         self._calls[number] = weakref.ref(call)
+
+    def run(self, model: nn.Module, choice: Choice, number: int, call: Callable[[], Any]) -> Any:
+        """Run a call of the model, which has a number, with the chosen modules checkpointed; what it gives."""
+        with checkpointed(model, choice) as given:
+            result = call()
+        self.add(number, result)
+        if choice.elements and given.elements > GROWN * choice.elements and not self._grew:
+            self._grew = True
+            more = given.elements / choice.elements - 1
+            warn(
+                f"the modules of this {type(model).__name__} that run again are given {more:.0%} more than in the call "
+                "that was planned for, as sizes depend on values there: such a step may take more than the budget. "
+                "Plan for the batch for which they are the largest, or leave room"
+            )
+        return result
 
     def _differentiated(self) -> None:
         """Warn once of a graph of the backward pass: no plan counts what it saves."""
