@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch._inductor.config as inductor_config
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import planner.inductor.backend
 import planner.inductor.trials
@@ -323,6 +324,27 @@ def test_with_room_to_spare_the_model_runs_as_torch_compile_runs_it(everything):
     expected = gradients(own)
     assert all(torch.equal(grad, expected[name]) for name, grad in gradients(model).items())
     model.zero_grad()
+
+
+class Checkpointed(nn.Module):
+    """Checkpoints a block of attention itself: torch counts the kernel among those that may draw."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def block(self, x):
+        q = self.layer(x)
+        return nn.functional.scaled_dot_product_attention(q, q, q)
+
+    def forward(self, x):
+        return checkpoint(self.block, x, use_reentrant=False).square().mean()
+
+
+def test_what_the_model_checkpoints_itself_runs_again_under_its_random_state_within_the_budget():
+    seen = planned(Checkpointed(), (torch.randn(8, 2, 32, 16),)).verify()
+    assert seen.measured_bytes == pytest.approx(seen.predicted_bytes, rel=0.005)
+    assert seen.gradients_agree
 
 
 class Convolved(nn.Module):

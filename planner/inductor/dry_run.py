@@ -18,7 +18,7 @@ import torch
 from planner.compat import pytree
 from planner.compat.fake import FakeTensorMode
 from planner.compat.inductor import WRAPPER, Generated, load
-from planner.compat.ops import schema_of
+from planner.compat.ops import OpOverload, schema_of
 from planner.compat.tensors import TorchDispatchMode, storage_key
 from planner.core.call import Call, describe_call
 
@@ -127,6 +127,9 @@ def _fresh(t: Any) -> Any:
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every op and kernel of the wrappers, and when storages come and go."""
 
+    # an op under a random state, where Inductor's own partition runs one again that draws (`torch._prims.rng_prims`)
+    supports_higher_order_operators = True
+
     def __init__(self, mode: FakeTensorMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.mode = mode
@@ -197,6 +200,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return result
         made = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
         fresh = [t for t in made if storage_key(t) not in self._number]
+        if not isinstance(func, OpOverload):
+            at = next(i for i, x in enumerate(args) if isinstance(x, OpOverload))
+            func, args, result = args[at], args[at + 1 :], result if at else result[1]  # the first one gives the state
         if fresh or schema_of(func).is_mutable:
             for t in fresh:
                 self.storage(t)
