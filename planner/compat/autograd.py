@@ -100,9 +100,9 @@ def like_eager(results: Iterable[Any], differentiated_twice: Callable[[], None],
     """Give the backward pass of a compiled graph what autograd's own nodes have.
 
     It gets None where no gradient arrives, which AOTAutograd hands on as what is no tensor; it runs again on a kept
-    graph, which AOTAutograd refuses where a compiler may write into saved tensors (`bw_donated_idxs`: not for one that
-    does); and a function of ours, which is to raise, is called where its gradients are differentiated
-    (`_double_backward`). All in 2.11 to 2.15.
+    graph, which AOTAutograd refuses where a compiler may write into saved tensors (`bw_donated_idxs`: code that does
+    is given copies, see `planner.compat.inductor.saving_donated`); and a function of ours, which is to raise, is called
+    where its gradients are differentiated (`_double_backward`). All in 2.11 to 2.15.
 
     Args:
         results: of the compiled graph.

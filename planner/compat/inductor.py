@@ -22,11 +22,16 @@ import torch
 from torch import fx
 from torch._guards import TracingContext
 
+from planner.compat.autograd import graph_is_kept
 from planner.compat.dynamo import functorch_config
+from planner.compat.fx import takes_a_list
 
 Partitioned = tuple[fx.GraphModule, fx.GraphModule]
 Partition = Callable[..., Partitioned]
 Inner = Callable[..., Callable[[list[Any]], Any]]
+
+# a setting of `torch._functorch.config`: the code of backward graphs writes into no saved tensor
+NOT_DONATED = ("donated_buffer", False)
 
 # by module: what this one reads of it
 PARTS = {
@@ -46,9 +51,9 @@ PARTS = {
     "torch._inductor.codegen.cpp": "CppScheduling TilingSelect",
     "torch._inductor.codegen.wrapper": "AllocateLine",
     "torch._inductor.pattern_matcher": "FailedMatch Match PatternExpr",
-    "torch._inductor.utils": "clear_on_fresh_cache",
+    "torch._inductor.utils": "clear_on_fresh_cache get_donated_idxs",
     "torch._inductor.virtualized": "V",
-    "torch._functorch.config": "enable_autograd_cache force_non_lazy_backward_lowering",
+    "torch._functorch.config": "donated_buffer enable_autograd_cache force_non_lazy_backward_lowering",
 }
 
 
@@ -110,7 +115,7 @@ def compile_graph(
         inner: Inductor's own compiler of one graph -> what compiles each graph in its place.
         first: called with the joint graph before Inductor's passes over it.
         near: how many steps (`meta[STEP]`) nodes lie apart, at most, that come together in the code; None for any.
-        settings: of `torch._inductor.config`, by name, as `torch.compile(options=)` takes them.
+        settings: of `torch._inductor.config`, by name, as `torch.compile(options=)` takes them; and `NOT_DONATED`.
     """
     from torch._inductor import compile_fx as module
     from torch._inductor import config
@@ -119,18 +124,49 @@ def compile_graph(
     from planner.compat.inductor_kernels import compiled_together
 
     own = copied(graph)
-    patches = {**(settings or {}), "custom_partitioner_fn": Partitioner(partition, near), "cpp_wrapper": False}
+    patches = dict(settings or {})
+    donated = patches.pop(NOT_DONATED[0], functorch_config.donated_buffer)
+    # no key of Inductor's caches tells code that writes into saved tensors from code that does not: ours does
+    patches |= {"custom_partitioner_fn": Partitioner(partition, (near, donated)), "cpp_wrapper": False}
     patches["joint_custom_pre_pass"] = First(first, config.joint_custom_pre_pass)
     if near is not None:
         patches |= {"inductor_choices_class": Near, "reorder_for_peak_memory": False}
     together = nullcontext() if near is None else chosen(near)
-    cached = functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True)
-    with compiled_together(), cached, together:
+    traced = functorch_config.patch(
+        {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True, NOT_DONATED[0]: donated}
+    )
+    with compiled_together(), traced, together:
         compile_fx: Any = module.compile_fx
         compiled: Callable[..., Any] = compile_fx(
             own, inputs, inner_compile=inner(module.compile_fx_inner), config_patches=patches
         )
     return compiled
+
+
+def saving_donated(compiled: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """A backward graph that Inductor has just compiled, which leaves saved tensors as they are where the graph is kept.
+
+    Inductor's code writes into saved tensors that nothing else holds (`DonatedBuffer`; 2.11 to 2.15), so that a second
+    backward pass would find other values: it is given copies in a pass with `retain_graph=True`, which no plan counts.
+    Once a loop is seen to keep its graph, its code is made with `NOT_DONATED`.
+    """
+    from torch._inductor.utils import get_donated_idxs
+
+    donated = tuple(get_donated_idxs() or ())
+    if not donated:
+        return compiled
+
+    def call(arguments: list[Any]) -> Any:
+        if graph_is_kept():
+            for at in donated:
+                saved = arguments[at]
+                arguments[at] = torch.empty_strided(
+                    saved.shape, saved.stride(), dtype=saved.dtype, device=saved.device
+                ).copy_(saved)
+            del saved
+        return compiled(arguments)
+
+    return takes_a_list(call)
 
 
 def copied(graph: fx.GraphModule) -> fx.GraphModule:

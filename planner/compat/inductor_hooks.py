@@ -43,13 +43,13 @@ class Partitioner(_Hook, CustomPartitionerFn):
 
     Args:
         partition: as `CustomPartitionerFn`.
-        near: as for `chosen()`; None where Inductor decides.
+        settings: what else the code depends on that no key tells.
     """
 
     def __init__(
-        self, partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]], near: int | None = None
+        self, partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]], settings: object = None
     ) -> None:
-        self.partition, self.near = partition, near
+        self.partition, self.settings = partition, settings
         self.key = ""
 
     def __call__(
@@ -57,7 +57,7 @@ class Partitioner(_Hook, CustomPartitionerFn):
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         graphs = self.partition(gm, joint_inputs, **kwargs)
         steps = [(n.name, n.meta.get(STEP)) for graph in graphs for n in graph.graph.nodes]
-        self.key = hashlib.sha256(repr((steps, self.near, RULES)).encode()).hexdigest()
+        self.key = hashlib.sha256(repr((steps, self.settings, RULES)).encode()).hexdigest()
         return graphs
 
     def uuid(self) -> str:

@@ -22,7 +22,7 @@ from planner.capture.trace.dynamo import GraphCompiler, Partition, traced_alike
 from planner.capture.trace.layers import lstms_in_steps
 from planner.capture.trace.out_of_sight import out_of_sight
 from planner.compat.fx import boxed
-from planner.compat.inductor import Generated, Inner, compile_graph, copied, default_partition, generate
+from planner.compat.inductor import Generated, Inner, compile_graph, copied, default_partition, generate, saving_donated
 from planner.compat.joint_trace import Traces, shared
 from planner.core.recipe import Settings
 from planner.errors import CaptureError
@@ -226,7 +226,9 @@ def compiling(*, own: bool = False, settings: Settings = (), near: int = 0) -> G
         def compiler(own: Inner) -> Inner:
             def compile_one(one: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
                 compiled = own(one, inputs, **options)
-                return out_of_sight(arrivals.compile(one, compiled)) if options.get("is_backward") else compiled
+                if not options.get("is_backward"):
+                    return compiled
+                return out_of_sight(arrivals.compile(one, saving_donated(compiled)))
 
             return compile_one
 

@@ -25,6 +25,7 @@ from planner.capture.trace.step import TrainingGraph, capture
 from planner.codegen.emit import emit, keep_everything
 from planner.compat.dispatch import lasting_modes_off
 from planner.compat.frames import with_room
+from planner.compat.inductor import NOT_DONATED
 from planner.compat.interrupts import interrupted_between_ops
 from planner.compat.joint_trace import traces_of
 from planner.core.account import BATCH
@@ -121,6 +122,8 @@ def _fused(
 ) -> Planned:
     """The plan in Inductor's graphs; with a note, one of mode "aten" where these are not for it."""
     refuse_inductor(request.options, request.model, request.device)
+    if request.loop.graph_retained:
+        request = replace(request, settings=tuple(sorted({*request.settings, NOT_DONATED})))
     instead, why = in_aten(request), without_inductor()
     if not why:
         plan_one = partial(make_inductor_plan, lower=lower, others=others, known=known, earlier=earlier)
