@@ -76,6 +76,32 @@ def test_the_least_budget_that_is_named_holds_gradients_that_are_cleared_after_t
     assert len(seen.infeasible) == 2  # 5 %, and what is known before the first batch
 
 
+def test_a_compiled_step_of_an_optimizer_is_all_that_is_compiled_of_it_and_counted():
+    """The hooks by which a plan sees optimizers step are left out."""
+    graphs = []
+
+    def noting(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    def loop(put, ended):
+        graphs.clear()
+        model = put(torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64)))
+        optimizer = torch.optim.AdamW(model.parameters())
+        step = torch.compile(optimizer.step, backend=noting)
+        for _ in range(6):
+            optimizer.zero_grad()
+            loss = model(torch.randn(256, 64)).square().mean()
+            loss.backward()
+            step()
+            ended(loss)
+
+    unplanned, seen = judged(Loop(loop))
+    assert differences(seen, unplanned) == []
+    assert seen.peak <= seen.budget
+    assert len(graphs) == 1
+
+
 @pytest.mark.filterwarnings("default")
 def test_a_loop_that_trains_past_the_plan_is_told_so():
     model = torch.nn.Linear(64, 64)

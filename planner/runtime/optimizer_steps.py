@@ -107,6 +107,7 @@ def stepping() -> list[optim.Optimizer]:
     return [optimizer for ref in _stepping if (optimizer := ref()) is not None]
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # `torch.compile(optimizer.step)` would compile it, too
 def _steps(optimizer: optim.Optimizer, *_: Any) -> None:
     _steps_no_more(optimizer)  # a step that has raised left it there
     _stepping.append(weakref.ref(optimizer))
@@ -118,6 +119,7 @@ def _steps_no_more(optimizer: optim.Optimizer) -> None:
     _stepping[:] = [ref for ref in _stepping if ref() not in (None, optimizer)]
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # likewise
 def _stepped(optimizer: optim.Optimizer, *_: Any) -> None:
     _steps_no_more(optimizer)
     for listener in list(_listeners):
