@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from planner.compat.tensors import storage_key
+from planner.compat.tensors import storage_key, viewed
 from planner.core.call import bytes_of_elements
 from planner.core.layout import Order
 from planner.core.loop import LaidOut
@@ -24,7 +24,7 @@ class Results:
 
     Attributes:
         nbytes: of the elements of those that are tensors.
-        tensors: those, held weakly, by position.
+        tensors: those, or what they are views of, held weakly, by position.
         storages: theirs, by position.
         let_go: position of an output -> how many events came before its end.
         at_once: positions of those that were gone before the first of them, as the first backward pass begins.
@@ -44,8 +44,9 @@ class Results:
                 self._watch(at, t, events)
 
     def _watch(self, at: int, output: torch.Tensor, events: Sized) -> None:
-        let_go = self.let_go
-        self.tensors[at] = weakref.ref(output, lambda _: let_go.setdefault(at, len(events)))
+        let_go, of = self.let_go, viewed(output)
+        memory = output if of is None else of  # which other views hold as well, as `model(x).flatten(0, 1)`
+        self.tensors[at] = weakref.ref(memory, lambda _: let_go.setdefault(at, len(events)))
         self._sizes[at], self.storages[at] = bytes_of_elements([output]), storage_key(output)
 
     def held(self, named: Collection[int]) -> tuple[int, ...]:
