@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from planner import ApplyError, InfeasibleBudgetError, PlanWarning, applied_plan, plan
 from planner.session import provider
 
-from .loops import Autoencoder, VariationalAutoencoder
+from .loop_harness import STEPS, Loop, differences, judged
+from .loops import Autoencoder, VariationalAutoencoder, mlp
 from .variants import more
 
 pytestmark = pytest.mark.usefixtures("short_searches")
@@ -344,3 +345,37 @@ def test_no_copy_of_the_batch_stays_where_a_graph_breaks():
     gc.collect()
     fakes = [t for t in gc.get_objects() if issubclass(type(t), FakeTensor)]
     assert all(t.constant is None or t.constant.numel() < 512 for t in fakes)
+
+
+class Gan(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.generator, self.critic = mlp(), mlp(out=1)
+
+
+def test_parts_that_are_frozen_in_turn_are_planned_each_while_it_is_trained():
+    def loop(put, ended):
+        model = put(Gan())
+        parts = [model.generator, model.critic]
+        optimizers = [torch.optim.Adam(part.parameters(), lr=1e-4) for part in parts]
+        for _ in range(STEPS):
+            real, noise, losses = torch.randn(512, 64), torch.randn(512, 64), []
+            for trained in (1, 0):
+                for at, part in enumerate(parts):
+                    part.requires_grad_(at == trained)
+                if trained:
+                    made = model.generator(noise).detach()
+                    loss = F.softplus(model.critic(made)).mean() + F.softplus(-model.critic(real)).mean()
+                    del made
+                else:
+                    loss = F.softplus(-model.critic(model.generator(noise))).mean()
+                optimizers[trained].zero_grad()
+                loss.backward()
+                optimizers[trained].step()
+                losses.append(loss.detach())
+            ended(losses)
+
+    unplanned, seen = judged(Loop(loop, share=0.85))
+    assert differences(seen, unplanned) == []
+    assert seen.plans <= 4
+    assert max(seen.measured[1:]) <= min(seen.budget, 1.01 * max(seen.predicted[1:]))  # both are planned by then

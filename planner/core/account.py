@@ -9,9 +9,10 @@ from planner.core.plan import EARLIER, Held
 
 BATCH = "batch"
 UNREDUCED = "gradients not reduced yet"
+FROZEN = "gradients of frozen parameters"
 ATTRIBUTES = "attributes of modules"
 _PARAMETERS = ("parameters", "parameters gathered for use", "buffers", ATTRIBUTES)
-_GRADIENTS = (EARLIER, UNREDUCED)
+_GRADIENTS = (EARLIER, UNREDUCED, FROZEN)
 
 # the position of each kind of memory in `Held`
 _PLACES = {kind: at for at, kind in enumerate(Held._fields)}

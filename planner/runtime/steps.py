@@ -38,7 +38,7 @@ from planner.runtime.made import MadeStorages
 from planner.runtime.modes import redirected, refuse_transformed, trains, unguarded
 from planner.runtime.peaks import when_begun
 from planner.runtime.regions import Regions
-from planner.runtime.signature import Signature, call_signature, model_state
+from planner.runtime.signature import ModelState, Signature, call_signature, model_state
 from planner.runtime.step_calls import CallsSeen, EntryCall, StepCalls, step_model
 from planner.runtime.unread import unread
 from planner.runtime.watch import Watch
@@ -55,6 +55,8 @@ class _Kind:
         step: its calls.
         model: makes them in one call.
         provider: gives its plan.
+        state: of the model in the last of them, in which it is planned.
+        retains: whether the last of them may have left a graph that the step of a new plan finds.
         record: its plan; None while there is none.
         hopeless: whether there can be none.
         learns: no, as there is a plan once the loop is known.
@@ -64,6 +66,8 @@ class _Kind:
     step: StepCalls
     model: nn.Module
     provider: PlanProvider
+    state: ModelState | None
+    retains: bool = False
     record: PlanRecord | None = None
     hopeless: bool = False
     agrees: bool = False
@@ -181,11 +185,14 @@ class StepRuntime(Applied):
         modules = modules_in(self.model)
         parameters = parameters_among(modules)
         refuse_transformed(self.model, parameters, args, kwargs)
-        self.state = model_state(modules, parameters, self.state)
+        before = self.state
+        self.state = model_state(modules, parameters, before)
         if not self._started:
             self._started, self.watch = True, Watch(self.model, self.provider.loop)
         if self.seen.over:
-            self._step_begins(parameters, (args, kwargs))
+            self._step_begins(parameters, (args, kwargs), before)
+        if not self.seen.calls:
+            self._plan_kinds()
         signature = call_signature(self.model, args, kwargs, state=self.state)
         module, function = entry.of(self.model)
         ignored = unread(module, function if entry.method else None, args, kwargs)
@@ -198,8 +205,8 @@ class StepRuntime(Applied):
         when_begun(result, self.seen.end)
         return result
 
-    def _step_begins(self, parameters: Sequence[nn.Parameter], batch: Any) -> None:
-        """Plan for the step that has ended, as the next one will be like it."""
+    def _step_begins(self, parameters: Sequence[nn.Parameter], batch: Any, before: ModelState | None) -> None:
+        """See what kind of step has ended, as one to come will be like it; the model was in that state."""
         assert self.watch is not None
         seen, self.seen, self.present = self.seen, CallsSeen(), None
         if self.watch.recorder is not None:
@@ -216,17 +223,25 @@ class StepRuntime(Applied):
             if self._given_other_numbers(step):
                 return
             model = step_model(self.model, step)
-            kind = _Kind(step, model, self.provider_of(model, loop))
+            kind = _Kind(step, model, self.provider_of(model, loop), before)
         else:
             self.kinds.remove(kind)
         self.kinds.append(kind)
         learns = kind.record is not None and self.watch.settled
         if learns and kind.provider.on_loop_seen(loop, self.watch.optimizers()):
             kind.record = None
-        if kind.record is None and not kind.hopeless:
-            self._plan(kind)
-            if loop.graph_retained and not learns and kind.record is not None:
-                warn_retained(kind.record)
+        kind.state, kind.retains = before, loop.graph_retained and not learns
+
+    def _plan_kinds(self) -> None:
+        """Plan the kinds of steps that have no plan, and in whose state the model is.
+
+        Where its parts are frozen in turn, as those of a GAN, a step of another kind comes after one of a kind.
+        """
+        for kind in [*self.kinds]:
+            if kind.record is None and not kind.hopeless and kind.state == self.state:
+                self._plan(kind)
+                if kind.retains and kind.record is not None:
+                    warn_retained(kind.record)
 
     def _given_other_numbers(self, step: StepCalls) -> bool:
         """Whether a step differs in numbers alone from as many that were planned as are enough; warns once."""
@@ -283,7 +298,7 @@ class StepRuntime(Applied):
             self.seen.only_latest()
             self.present = first
             self.regions.call_begins()
-        elif self.present is not None or (at == 0 and self.kinds and not fits):
+        elif self.present is not None or (at == 0 and not fits and any(kind.record is not None for kind in self.kinds)):
             self.present = None
             warn(
                 f"the calls that this step makes of {type(self.model).__name__} are not those that were planned "
