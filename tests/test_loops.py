@@ -110,6 +110,43 @@ def test_an_output_without_a_name_is_there_as_long_as_a_view_of_it():
     assert seen.peak <= seen.budget
 
 
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.GELU(), torch.nn.Linear(128, 64))
+
+    def forward(self, x):
+        return x + self.layers(x)
+
+
+def test_hooks_that_log_norms_of_gradients_see_those_of_the_loop_without_a_plan():
+    """A plan is made from shapes, in which a norm has no value; one of the hooks comes while the loop runs."""
+
+    def loop(put, ended):
+        model = put(torch.nn.Sequential(*(Block() for _ in range(4))))
+        optimizer = torch.optim.AdamW(model.parameters())
+        norms = []
+
+        def log(module, given, came):
+            norms.append(came[0].norm().item())
+
+        model[2].register_full_backward_hook(log)
+        for at in range(6):
+            if at == 2:
+                model[1].register_full_backward_hook(log)
+            optimizer.zero_grad()
+            loss = model(torch.randn(512, 64)).square().mean()
+            loss.backward()
+            optimizer.step()
+            ended([loss, *norms])
+            norms.clear()
+
+    unplanned, seen = judged(Loop(loop, share=0.8))
+    assert len(seen.losses) == 16
+    assert differences(seen, unplanned) == []
+    assert seen.peak <= seen.budget
+
+
 def test_a_compiled_step_of_an_optimizer_is_all_that_is_compiled_of_it_and_counted():
     """The hooks by which a plan sees optimizers step are left out."""
     graphs = []
