@@ -19,7 +19,7 @@ from torch import fx
 from planner.capture.passes.tangents import is_mark
 from planner.capture.shapes import SYMBOLIC
 from planner.codegen.contiguous import contiguous_results
-from planner.compat.fake import unset_fake_temporarily
+from planner.compat.fake import strides_of_kernels
 from planner.compat.tensors import storage_key
 
 _ATEN = torch.ops.aten
@@ -68,7 +68,7 @@ def compose_views(graph: fx.Graph) -> Layouts:
     if any(SYMBOLIC in node.meta for node in graph.nodes):
         return {}
     found = _Composed(graph)
-    with unset_fake_temporarily():
+    with strides_of_kernels():
         for node in list(graph.nodes):
             if _is_view(node):
                 found.compose(node)
@@ -258,9 +258,9 @@ def stride_views(graph: fx.Graph, layouts: Layouts) -> None:
         if not views or len(views) < len(source.users):
             continue
         for node in views:
-            value = node.meta["val"]
+            view = layouts[node]
             node.target, node.kwargs = _ATEN.as_strided.default, {}
-            node.args = (layout.base, list(value.shape), list(value.stride()), int(value.storage_offset()))
+            node.args = (layout.base, list(view.shape), list(view.strides), view.offset)
         graph.erase_node(source)
 
 

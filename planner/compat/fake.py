@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._dispatch.python import no_python_dispatcher
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -37,8 +39,18 @@ __all__ = [
     "replace_dispatch",
     "replace_format",
     "set_constant",
+    "strides_of_kernels",
     "unset_fake_temporarily",
 ]
+
+
+@contextmanager
+def strides_of_kernels() -> Iterator[None]:
+    """Has tensors on meta be laid out as by torch's kernels, which Python's implementations of ops do not do where
+    dimensions have one element (`reshape`; `torch._dispatch.python.no_python_dispatcher`, 2.11 to 2.15).
+    """
+    with unset_fake_temporarily(), no_python_dispatcher():
+        yield
 
 
 def replace_dispatch(mode: FakeTensorMode, dispatch: Callable[..., Any]) -> Callable[..., Any]:
