@@ -304,6 +304,36 @@ def test_what_cannot_be_viewed_is_copied():
     assert all(map(torch.equal, gradients(), eager))
 
 
+@torch.library.custom_op("planner_tests::noting_strides", mutates_args=())
+def noting_strides(x: torch.Tensor) -> torch.Tensor:
+    STRIDES.append(x.stride())
+    return x.clone()
+
+
+STRIDES: list[tuple[int, ...]] = []
+noting_strides.register_fake(lambda x: x.clone())
+noting_strides.register_autograd(lambda ctx, gradient: gradient)
+
+
+def test_dimensions_of_one_element_have_the_strides_of_eager_mode():
+    """By these kernels of `bmm` choose how to add up; a reshape tells them from its source, and a fake one does not."""
+
+    class Attends(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.score = torch.nn.Linear(8, 1)
+
+        def forward(self, x):
+            scores = self.score(x).softmax(1).transpose(1, 2)
+            return noting_strides(scores.expand(4, 1, 3).reshape(4, 1, 3)) @ x
+
+    model, x = Attends(), torch.randn(4, 3, 8)
+    model(x)
+    plan(model, x, budget_gb=1, mode="aten").apply()
+    model(x)
+    assert STRIDES[0] == STRIDES[-1] == (3, 3, 1)
+
+
 class LaidOut(torch.nn.Module):
     """Gives a layer tokens with their channels first, as they lie in memory, and drops what it makes."""
 
