@@ -299,6 +299,7 @@ def test_a_causal_mask_of_fewer_keys_than_queries_stays():
     assert {seen[:2] for seen in compared(case)[1]} == {(True, False)}
 
 
+@pytest.mark.thorough
 @pytest.mark.compat
 def test_a_batch_without_padding_is_seen_to_need_no_mask():
     case = checkpointed()
@@ -357,7 +358,7 @@ def test_an_input_tells_a_mask_where_it_holds_ones_only(mask, padding, told):
     assert {seen[:2] for seen in planned} == {told}
 
 
-@pytest.mark.parametrize("padded", [(0, 1, 2, 3, 4, 5), (1, 2, 4), (0,)])
+@pytest.mark.parametrize("padded", [*more(((0, 1, 2, 3, 4, 5),), ((0,),)), (1, 2, 4)])
 def test_padded_batches_and_others_have_plans_of_their_own(padded):
     def loop(put, ended):
         model = put(Padded(causal))

@@ -33,6 +33,7 @@ def test_what_inductor_compiles_with_is_named_where_it_is_missing(monkeypatch):
     assert "C++ compiler" in inductor.missing_compiler("cpu")
 
 
+@pytest.mark.thorough
 def test_a_lasting_mode_sees_what_code_allocates_that_was_generated_before_it_and_under_it():
     from torch._inductor.codecache import PyCodeCache
 

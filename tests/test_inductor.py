@@ -691,6 +691,7 @@ def test_outputs_that_the_loop_leaves_out_leave_the_backward_pass_compiled_and_e
     assert seen.losses == pytest.approx(unplanned.losses)
 
 
+@pytest.mark.thorough
 def test_what_inductor_makes_of_a_step_is_not_asked_again_for_the_next_plan(nothing_compared, monkeypatch):
     """The first plan does not know that the loop leaves out the scores: the graph is captured again, and the same."""
     looked, planned_steps = [], []
@@ -735,7 +736,7 @@ class Pooled(HiddenStates):
         return y, self.pool(hidden[-1]).tanh()
 
 
-@pytest.mark.parametrize("pooled", [*more("never"), "by a backward pass of its own"])
+@pytest.mark.parametrize("pooled", more("never", "by a backward pass of its own"))
 def test_an_output_that_a_backward_pass_gives_no_gradient_leaves_the_model_with_aten_and_within_its_budget(pooled):
     notes = []
 

@@ -55,6 +55,7 @@ def test_a_compiled_model_has_one_plan_for_all_sizes_from_the_third_on():
     assert all(each is last for each in seen[-4:])
 
 
+@pytest.mark.thorough
 @symbolic
 def test_largest_sizes_that_are_given_have_one_plan_that_recomputes_at_all_of_them():
     torch.manual_seed(0)

@@ -472,6 +472,7 @@ def test_every_rank_of_accelerate_plans(tmp_path):
         assert loss == pytest.approx(losses[-1][rank].item(), rel=1e-5)
 
 
+@pytest.mark.thorough
 def test_a_script_that_accumulates_gradients_is_planned_anew_with_them(tmp_path, here, capsys):
     path = script(tmp_path, ACCUMULATES)
     sys.argv = ["train.py", "usual.json"]

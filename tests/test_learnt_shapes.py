@@ -57,6 +57,7 @@ def loop(model, batches, tmp_path=None, *, share=1.0, largest=None, **options):
     return twin
 
 
+@pytest.mark.thorough
 def test_random_lengths_take_few_plans_and_few_graphs(captured, tmp_path, caplog):
     draw = random.Random(0)
     lengths = [draw.randint(9, 33) for _ in range(12)]

@@ -102,6 +102,7 @@ def test_n_may_be_a_sequence_length_with_a_limit():
     assert found.plan.request.kwargs["input_ids"].shape == (2, 128)
 
 
+@pytest.mark.thorough
 def test_a_model_on_meta():
     here = deep()
     with torch.device("meta"):

@@ -224,7 +224,7 @@ def test_what_an_lstm_returns_to_another_graph_is_not_kept_where_the_lstm_runs_a
     assert seen.measured_bytes == pytest.approx(seen.predicted_bytes, rel=0.001)
 
 
-@pytest.mark.parametrize("breaks", [*more(False), True])
+@pytest.mark.parametrize("breaks", more(False, True))
 def test_a_plan_file_made_in_parts_runs_in_parts(breaks, tmp_path):
     case = long_case(Tagger(breaks))
     eager = results(case)

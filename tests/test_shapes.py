@@ -104,6 +104,7 @@ def check(case, plain, batch):
         assert torch.equal(ours[key], expected), key
 
 
+@pytest.mark.thorough
 @pytest.mark.compat
 def test_one_compiled_graph_serves_every_length_of_gpt2_within_the_budget(tmp_path):
     case = gpt2(dropout=0.1, layers=1)

@@ -140,6 +140,7 @@ def test_values_are_recomputed_from_weights_as_they_were():
     assert applied_plan(trained).overhead > 0
 
 
+@pytest.mark.thorough
 def test_every_optimizer_that_is_taken_trains_the_same():
     batches = [torch.randn(4, 6, generator=torch.Generator().manual_seed(i)) for i in range(2)]
     assert optim.LBFGS not in ONE_BY_ONE

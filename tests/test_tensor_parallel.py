@@ -330,6 +330,7 @@ def test_parameters_that_ddp_swaps_are_refused_in_words(mesh: DeviceMesh) -> Non
         plan(model, x, budget_gb=1, loss_fn=loss_of)
 
 
+@pytest.mark.thorough
 def test_verify_and_a_file(mesh: DeviceMesh, tmp_path: Path) -> None:
     model, x = parallel(mesh, Shard(1)), torch.randn(ROWS)
     p = plan(model, x, budget_gb=0.0015, loss_fn=loss_of)

@@ -367,7 +367,7 @@ def wide():
     return nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16), nn.Tanh())
 
 
-@pytest.mark.parametrize("kind", [AroundRouting, *more(AroundRoutingByName), RoutedInALoop, MaskedHere, Looking])
+@pytest.mark.parametrize("kind", [AroundRouting, *more(AroundRoutingByName, RoutedInALoop), MaskedHere, Looking])
 def test_what_depends_on_values_is_kept_and_the_rest_is_planned(kind, tmp_path):
     model, x = kind(), torch.randn(64, 16)
     plain = copy.deepcopy(model)
