@@ -3217,7 +3217,7 @@ LOOPS: dict[str, Loop] = {
     "varying_lengths": Loop(varying_lengths, plans=3),
     "auxiliary_loss": Loop(auxiliary_loss),
     "views_that_are_named": Loop(views_that_are_named, thorough=True),
-    "critic_by_turns": Loop(critic_by_turns, off=0.11, thorough=True),
+    "critic_by_turns": Loop(critic_by_turns, off=0.12, thorough=True),
     "bound_together": Loop(bound_together, thorough=True),
     "noise_from_some_step_on": Loop(noise_from_some_step_on, plans=4, share=0.9, thorough=True),
     "detached_embedding": Loop(detached_embedding, thorough=True),
