@@ -9,10 +9,10 @@ from planner.core.plan import EARLIER, Held
 
 BATCH = "batch"
 UNREDUCED = "gradients not reduced yet"
-FROZEN = "gradients of frozen parameters"
+FROZEN_NOW = "gradients of frozen parameters"  # which an optimizer clears
 ATTRIBUTES = "attributes of modules"
 _PARAMETERS = ("parameters", "parameters gathered for use", "buffers", ATTRIBUTES)
-_GRADIENTS = (EARLIER, UNREDUCED, FROZEN)
+_GRADIENTS = (EARLIER, UNREDUCED, FROZEN_NOW)
 
 # the position of each kind of memory in `Held`
 _PLACES = {kind: at for at, kind in enumerate(Held._fields)}

@@ -13,7 +13,7 @@ from torch import nn, optim
 from planner.capture.shapes import enlarged
 from planner.compat.fake import FakeTensorMode
 from planner.compat.tensors import storage_key
-from planner.core.account import ATTRIBUTES, BATCH
+from planner.core.account import ATTRIBUTES, BATCH, FROZEN_NOW
 from planner.core.call import storages
 from planner.core.loop import Loop
 from planner.core.options import GB
@@ -54,6 +54,8 @@ def account_of(request: Request) -> tuple[dict[str, int], int | None]:
     lines |= request.beside
     if frozen := _of_frozen(request):
         lines[FROZEN] = frozen
+    if frozen := _of_frozen(request, cleared=True):
+        lines[FROZEN_NOW] = frozen
     if buffers := communication_buffers(request.model_device):
         lines["NCCL buffers"] = buffers
     if others := request.loop.others:
@@ -139,10 +141,11 @@ def _with_others(memory: OptimizerMemory, request: Request, optimizer: optim.Opt
     return replace(memory, step=max(memory.step, gradients) if adds_up else memory.step + gradients)
 
 
-def _of_frozen(request: Request) -> int:
-    """Bytes of the gradients that frozen parameters have, where no optimizer is there that would clear them."""
-    cleared = {at for optimizer in request.optimizers if not isinstance(optimizer, str) for at in trained_by(optimizer)}
-    frozen = [p for p in parameters_of(request.model) if not p.requires_grad and id(p) not in cleared]
+def _of_frozen(request: Request, *, cleared: bool = False) -> int:
+    """Bytes of the gradients that frozen parameters have which no optimizer is there to clear, or which one is."""
+    optimizers = [each for each in request.optimizers if not isinstance(each, str)]
+    stepped = {at for optimizer in optimizers for at in trained_by(optimizer)}
+    frozen = [p for p in parameters_of(request.model) if not p.requires_grad and (id(p) in stepped) is cleared]
     return storage_bytes(p.grad for p in frozen if p.grad is not None)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from planner.core.account import BATCH, FROZEN, UNREDUCED
+from planner.core.account import BATCH, UNREDUCED
 from planner.core.call import storages, tensors_in
 from planner.core.objects import leaves
 from planner.core.plan import EARLIER
@@ -59,9 +59,6 @@ def account(
     }
     if accumulate:
         lines[EARLIER] = trained_bytes(model, shard)
-    frozen = (p.grad for p in parameters_of(model) if not p.requires_grad and p.grad is not None)
-    if left := storage_bytes(frozen):  # of a part that the loop trains in other steps
-        lines[FROZEN] = left
     if waiting := unreduced_bytes(model):
         lines[UNREDUCED] = waiting
     return lines
