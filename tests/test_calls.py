@@ -128,7 +128,7 @@ def test_compile_after_apply_is_refused_and_the_plan_stays():
         with pytest.raises(ApplyError, match="runs under a plan"):
             planned.compile()
         planned(x).backward()
-        assert planned._compiled_call_impl.regions_run == 1
+        assert planned._compiled_call_impl.regions.ran == 1
     loaded = pickle.loads(pickle.dumps(model))
     loaded.compile(backend="eager")
     loaded(x).backward()

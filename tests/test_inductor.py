@@ -836,7 +836,7 @@ def test_a_compiled_model_is_planned_in_this_mode_and_with_its_options(in_place,
     assert [r.settings for r in regions] == [(("epilogue_fusion", False),)]
     assert p.apply() is given
     given(*batch).backward()
-    assert model._compiled_call_impl.regions_run == 1
+    assert model._compiled_call_impl.regions.ran == 1
     assert p.remove() is given
     p.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json").apply(given) is given

@@ -79,12 +79,12 @@ def gradients(model, run):
 
 def assert_same(model, twin, run, tolerance=0.0):
     """Gradients and buffers are those of the twin, and the model ran by a plan."""
-    before = attached(model).regions_run
+    before = attached(model).regions.ran
     ours, theirs = gradients(model, run), gradients(twin, run)
     assert ours.keys() == theirs.keys()
     for name in ours:
         torch.testing.assert_close(ours[name], theirs[name], rtol=tolerance, atol=tolerance * 1e-2, msg=name)
-    assert attached(model).regions_run > before
+    assert attached(model).regions.ran > before
     return theirs
 
 
@@ -423,12 +423,12 @@ def test_a_planned_part_of_a_model_that_is_not_and_of_one_that_is_compiled(x):
     model = Layers()
     twin = copy.deepcopy(model)
     applied(model.body, x)
-    before = attached(model.body).regions_run
+    before = attached(model.body).regions.ran
     for call in (model, torch.compile(model, backend="aot_eager")):
         ours = gradients(model, lambda m, call=call: step(call, x))
         for name, expected in gradients(twin, lambda m: step(m, x)).items():
             assert torch.equal(ours[name], expected), name
-    assert attached(model.body).regions_run == before + 2
+    assert attached(model.body).regions.ran == before + 2
 
 
 def test_a_planned_part_of_a_planned_model_is_refused(x):
@@ -575,7 +575,7 @@ def test_an_input_that_needs_a_gradient_and_nothing_else(x):
         step(m, needs)
         found.append(needs.grad)
     assert torch.equal(*found)
-    assert attached(model).regions_run == 1
+    assert attached(model).regions.ran == 1
 
 
 # LoRA
@@ -603,12 +603,12 @@ def test_lora(planned_first):
         m(**case.batch).loss.backward()
 
     def same():
-        before = attached(planned).regions_run
+        before = attached(planned).regions.ran
         ours, theirs = gradients(model, train), gradients(twin, train)
         assert ours.keys() == theirs.keys()
         for name in ours:
             torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-6, msg=name)
-        assert attached(planned).regions_run > before
+        assert attached(planned).regions.ran > before
 
     same()
     change(model, twin, lambda m: m.merge_adapter())

@@ -196,4 +196,4 @@ def test_a_first_step_that_is_interrupted_runs_by_the_plan_the_next_time(from_fi
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad)
     assert applied_plan(model).peak_bytes == p.peak_bytes
-    assert model._compiled_call_impl.regions_run == 1
+    assert model._compiled_call_impl.regions.ran == 1

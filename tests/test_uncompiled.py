@@ -58,12 +58,12 @@ def steps(model, n=4, x=None, calls=1):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     ran = []
     for _ in range(n):
-        before = attached(model).regions_run
+        before = attached(model).regions.ran
         losses = [model(torch.randn(256, 64) if x is None else x).square().mean() for _ in range(calls)]
         sum(losses).backward()
         optimizer.step()
         optimizer.zero_grad()
-        ran.append(attached(model).regions_run - before)
+        ran.append(attached(model).regions.ran - before)
     return ran
 
 

@@ -589,22 +589,42 @@ def test_two_optimizers_that_step_the_same_parameters_are_both_counted():
     assert applied_plan(model).account["optimizer state"] == 2 * sum(p.nbytes for p in model.parameters())
 
 
-def test_a_step_that_is_left_out_and_still_holds_its_activations_is_said():
-    model = perceptron()
+def _train(budget, steps, left_out=(), both=(), mode="aten"):
+    """A loop that leaves steps out before their backward pass, or calls the model twice in them; the peaks of its plans
+    in bytes, by step.
+    """
+    model = plan(perceptron(), budget_gb=budget, mode=mode).apply()
+    batch, peaks = torch.randn(64, 32), []
+    for at in range(steps):
+        loss = model(batch).square().mean()
+        if at in both:
+            loss = loss + model(batch).mean()
+        if at not in left_out:
+            loss.backward()
+            model.zero_grad()
+        peaks.append(applied_plan(model).peak_bytes)
+    return peaks
 
-    def train(budget, steps):
-        plan(model, budget_gb=budget).apply()
-        for i in range(steps):
-            loss = model(torch.randn(64, 32)).square().mean()
-            if i != 3:
-                loss.backward()
-                model.zero_grad()
-        return applied_plan(model)
 
-    p = train(1, 2)
-    p.remove()
+@pytest.mark.parametrize("at", [0, 3])
+def test_a_step_that_is_left_out_and_still_holds_its_activations_is_said(at):
+    budget = _train(1, 2)[-1] / 2**30
     with pytest.warns(PlanWarning, match="earlier call of the model still held.*loss = None"):
-        train(p.peak_bytes / 2**30, 6)
+        _train(budget, 6, left_out=[at])
+
+
+@pytest.mark.parametrize("mode", ["aten", "eager"])
+@pytest.mark.parametrize("at", [0, 4])
+def test_the_plan_is_for_one_call_again_a_while_after_a_step_was_left_out(at, mode, caplog):
+    caplog.set_level("INFO", logger="planner")
+    peaks = _train(1, 12, left_out=[at], mode=mode)
+    assert "got no backward pass" in caplog.text
+    assert peaks[-1] < 0.8 * max(peaks)
+
+
+def test_calls_that_wait_for_their_backward_pass_now_and_then_stay_in_the_plan():
+    peaks = _train(1, 14, both=[4, 10])
+    assert peaks[4:] == [max(peaks)] * 10
 
 
 class Places(TorchDispatchMode):
@@ -667,7 +687,7 @@ def test_a_copy_of_a_planned_model_goes_when_the_loop_lets_go_of_it():
         gc.enable()
     trained, asked = copy.deepcopy(model), copy.deepcopy(model)
     trained(batch).mean().backward()
-    assert attached(trained).regions_run == 1
+    assert attached(trained).regions.ran == 1
     assert applied_plan(asked) is not None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -37,6 +37,9 @@ class Holder:
     def waiting_calls(self) -> frozenset[int]:
         """The numbers of earlier calls that still wait for their backward pass, as far as that is known."""
         return frozenset()
+
+    def when_used(self, number: int, then: Callable[[], object]) -> None:
+        """Call a function when the backward pass of a call that waits for it begins, as far as that is known."""
 
     def _optimizers(self) -> list[optim.Optimizer]:
         return [] if self.watch is None else self.watch.optimizers()

@@ -91,11 +91,6 @@ class Runtime(Applied):
         self._apart: dict[Paths, Apart] = {}
         self._compile_anew()
 
-    @property
-    def regions_run(self) -> int:
-        """How often a region ran, in all calls of the model."""
-        return self.regions.ran
-
     def _compile_anew(self) -> None:
         """Forget what was compiled."""
         own = weakref.proxy(self)
@@ -170,6 +165,10 @@ class Runtime(Applied):
 
     def waiting_calls(self) -> frozenset[int]:
         return self.regions.waiting() | self.uncompiled.waiting()
+
+    def when_used(self, number: int, then: Callable[[], object]) -> None:
+        self.regions.when_used(number, then)
+        self.uncompiled.when_used(number, then)
 
     def call_number(self) -> int | None:
         return self.regions.call

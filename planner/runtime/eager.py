@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from planner.core.recipe import Choice
@@ -19,6 +20,9 @@ class EagerRuntime(Applied):
 
     def waiting_calls(self) -> frozenset[int]:
         return self._calls.waiting()
+
+    def when_used(self, number: int, then: Callable[[], object]) -> None:
+        self._calls.when_used(number, then)
 
     def call_number(self) -> int:
         return self._call

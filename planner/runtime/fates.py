@@ -47,6 +47,15 @@ class Fates:
         """Bytes that calls which are not over have saved beside `kept` for each."""
         return sum(max(0, made.kept - kept) for made in self._calls.values())
 
+    def doubt(self, numbers: Collection[int]) -> None:
+        """More calls wait than ever before: a backward pass is not to be taken for granted, `use` tells of each."""
+        for number in self._calls.keys() & set(numbers):
+            self._calls[number].used = False
+
+    def in_vain(self, numbers: Collection[int]) -> bool | None:
+        """Whether these calls, which are among the latest, are over without a backward pass; None: not all are over."""
+        return None if not self._calls.keys().isdisjoint(numbers) else self.without(numbers, ())
+
     def use(self, number: int) -> None:
         """A backward pass has come to the results of a call."""
         if number in self._calls:

@@ -245,6 +245,8 @@ class Applied(Holder):
         watch.budget = None if self.newest is None else self.newest.record.budget_bytes
         role, again = role_of(signature), signature in self.plans
         seen = watch.call_begins(parameters, batch, self.waiting_calls(), role, again=again)
+        for number in watch.doubted:
+            self.when_used(number, watch.used(number))
         other = watch.together.call_begins(signature, first=watch.first)
         if not (watch.settled or watch.fresh or (self.newest and self.peaks.overdue(self.newest.record))):
             return other

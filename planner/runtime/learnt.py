@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import cast
 
 from planner.core.loop import Gradients, Loop, most_beside, most_of
 from planner.runtime.signature import Role
+
+AWHILE = 3  # calls in a row that begin alone, after others waited in vain, before no others are expected any more
+RARE = 100  # calls between two such changes of plans
+
+
+@dataclass(slots=True)
+class _Waited:
+    """The calls that waited when more of them did than before, by number.
+
+    Attributes:
+        before: for each role, the loop until then.
+        alone: how many calls have begun since then while none waited.
+        warn: what warns of what they held, if no backward pass comes of them.
+    """
+
+    numbers: frozenset[int]
+    before: dict[Role, Loop]
+    alone: int = 0
+    warn: Callable[[], None] | None = None
 
 
 class Learnt:
@@ -29,6 +48,8 @@ class Learnt:
         self.role = cast(Role, ())
         self.fresh = self.heard = False
         self.settled: set[Role] = set()
+        self._waited: _Waited | None = None
+        self._begun, self._lowered = 0, -RARE  # calls; how many there were when fewer were last expected to wait
 
     @property
     def loop(self) -> Loop:
@@ -39,17 +60,55 @@ class Learnt:
     def loop(self, loop: Loop) -> None:
         self._loops[self.role] = loop
 
-    def begin(self, role: Role, waiting: Sequence[Role | None]) -> None:
-        """A call begins while others, in these roles, wait for their backward pass."""
+    def begin(self, role: Role, waiting: Mapping[int, Role | None]) -> bool:
+        """A call begins while others, by number and in these roles, wait for their backward pass; whether more do than
+        ever before.
+        """
+        self._begun += 1
         known, before = role in self._loops, self.loop
         self.fresh = bool(self._loops) and not known
         self.role = role
         if not known:
             self._loops[role] = replace(before, in_flight=1, unused=False) if self.fresh else before
-        for each in self._loops.keys() & {role, *waiting}:
-            loop = self._loops[each]
-            if loop.in_flight <= len(waiting):
-                self._loops[each] = replace(loop, in_flight=len(waiting) + 1)
+        ours = {each: self._loops[each] for each in self._loops.keys() & {role, *waiting.values()}}
+        fewer = {each: loop for each, loop in ours.items() if loop.in_flight <= len(waiting)}
+        self._loops |= {each: replace(loop, in_flight=len(waiting) + 1) for each, loop in fewer.items()}
+        if fewer:
+            if (waited := self._waited) is not None and waited.numbers <= waiting.keys():
+                fewer |= waited.before
+            self._waited = _Waited(frozenset(waiting), fewer)
+        return bool(fewer)
+
+    def waiting_takes_more(self, warn: Callable[[], None]) -> None:
+        """Warn that calls which wait take more than a plan counts: in the first step, where that is no fault of a plan,
+        once they are over without a backward pass, as those of a step that was left out.
+        """
+        if self.role in self.settled:
+            warn()
+        elif self._waited is not None:
+            self._waited.warn = warn
+
+    def begins_alone(self, unused: Callable[[Collection[int]], bool | None]) -> None:
+        """A call has begun while none waits: where those that did were of steps that the loop has left out (a loss that
+        is not finite), calls are not expected to wait for such any more after a while.
+
+        Args:
+            unused: whether calls, by number, are over without a backward pass; None where they are not over.
+        """
+        if (waited := self._waited) is None or (in_vain := unused(waited.numbers)) is None:
+            return
+        waited.alone += 1
+        if in_vain and waited.warn is not None:
+            waited.warn()
+            waited.warn = None
+        if in_vain and (waited.alone < AWHILE or self._begun - self._lowered < RARE):
+            return
+        if in_vain:
+            self._lowered = self._begun
+            for each, loop in waited.before.items():  # with several losses, one's backward pass was seen to take more
+                loss = self._loops[each].loss if loop.loss is None else loop.loss
+                self._loops[each] = replace(self._loops[each], in_flight=loop.in_flight, loss=loss)
+        self._waited = None
 
     def gradients_there(self, gradients: Gradients, nbytes: int | None) -> None:
         """Gradients are there when a call begins: so many bytes, or those of all parameters.

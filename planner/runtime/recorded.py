@@ -13,6 +13,7 @@ from torch import nn, optim
 from planner.compat.dispatch import lasting_modes_off
 from planner.core.attributes import kept_as_attributes
 from planner.core.call import Call, gradient_of, storages
+from planner.core.loop import Loop
 from planner.costs.measured_ops import measure
 from planner.runtime.copied import tensors_of_copies
 from planner.runtime.events import PlannedModel
@@ -36,6 +37,30 @@ def attributes_held(recorder: Recorder) -> tuple[tuple[str, int], ...]:
     kept = {} if model is None or not outputs else kept_as_attributes(model)
     sizes = {name: storages([t]) for name, t in kept.items()}
     return tuple((name, sum(own.values())) for name, own in sizes.items() if own.keys() <= outputs)
+
+
+def shown_by(recorder: Recorder, held: Collection[int], *, only_loss: bool) -> Loop:
+    """The loop, as far as a recording that has ended shows it by itself.
+
+    Args:
+        recorder: of a step.
+        held: the positions of outputs that the loop held at its end.
+        only_loss: whether the model's own loss is the only output that got a gradient.
+    """
+    results, one = recorder.results, recorder.calls_made == 1
+    return Loop(
+        outputs_held=None if len(held) == len(results.tensors) else tuple(sorted(held)),
+        at_once=results.at_once if one else (),
+        later_held=tuple(sorted(recorder.later_held)),
+        only_loss=only_loss,
+        unreached=() if only_loss else results.unreached,
+        by_turns=results.by_turns if one else (),
+        laid_out=results.laid_out,
+        graph_retained=recorder.graph_retained,
+        asks_first=recorder.asks_first,
+        attributes=attributes_held(recorder),
+        without=(results.left_out,),
+    )
 
 
 def outputs_of_all(recorder: Recorder) -> dict[int, int]:

@@ -94,6 +94,11 @@ class Regions:
         self.nodes = [(call, node) for call, node in self.nodes if waits(node)]
         return frozenset(call for call, _ in self.nodes)
 
+    def when_used(self, number: int, then: Callable[[], object]) -> None:
+        """Call a function when the backward pass of a call that waits for it begins, for each of its regions."""
+        for node in [node for call, held in self.nodes if call == number and (node := held()) is not None]:
+            node.register_prehook(lambda _: then() and None)
+
     def others_waiting(self, node: Any) -> int:
         """How many calls of the model wait for their backward pass, beside the one that a node is of."""
         own = {call for call, held in self.nodes if held() is node}

@@ -23,15 +23,17 @@ _KEY = "call of a planned model"
 class _Call:
     """Lives as long as the autograd nodes of a call's results."""
 
-    __slots__ = ("__weakref__", "begun", "differentiated", "ended")
+    __slots__ = ("__weakref__", "begun", "differentiated", "ended", "used")
 
     def __init__(self, differentiated: Callable[[], None]) -> None:
         self.begun = self.ended = False  # its backward pass
         self.differentiated = differentiated  # told where that makes a graph of its own
+        self.used: Callable[[], object] = bool  # told where it begins
 
     def begins(self, _: object) -> None:
         if not self.begun:
             self.begun = True
+            self.used()
             when_backward_ends(self.ends)
             if torch.is_grad_enabled():
                 self.differentiated()
@@ -86,6 +88,11 @@ class Uncompiled:
                 "plan counts what the graph of its backward pass saves, and the step may take more than the budget. "
                 "Leave room, or take the penalty of a smaller batch"
             )
+
+    def when_used(self, number: int, then: Callable[[], object]) -> None:
+        """Call a function when the backward pass of a call that waits for it begins."""
+        if (call := self._calls[number]() if number in self._calls else None) is not None:
+            call.used = then
 
     def waiting(self) -> frozenset[int]:
         """The numbers of those that wait for their backward pass."""

@@ -31,7 +31,7 @@ from planner.runtime.made import MadeStorages, UsedStorages
 from planner.runtime.modes import may_record
 from planner.runtime.optimizer_steps import ModelsOptimizers, tell
 from planner.runtime.peaks import when_begun
-from planner.runtime.recorded import attributes_held, between_steps, stays, trained_outside, workspaces_of
+from planner.runtime.recorded import between_steps, shown_by, stays, trained_outside, workspaces_of
 from planner.runtime.recorder import Recorder
 from planner.runtime.rounds import Rounds
 from planner.runtime.signature import Role
@@ -50,6 +50,7 @@ class Watch:
         recorder: of what runs between two calls of the model, while it is on.
         evaluations: looks at calls of the model without gradients.
         first: whether no earlier call waited when the latest one began.
+        doubted: the numbers of those that did, where more waited than ever before: `used` is to be called for them.
         together, stepped: the kinds of calls of a step; the model's optimizers that were seen to step.
     """
 
@@ -74,6 +75,7 @@ class Watch:
         self.budget: int | None = None  # of the newest plan, in bytes
         self._said = False  # that the loop takes more than that between its steps
         self._called_compiled = False  # by a function that torch.compile made, in which ops are not seen
+        self.doubted: Sequence[int] = ()
         self.first, self.between = True, 0  # bytes that the loop made between the calls of a step, and that stayed
         self._loss_at = -1  # of what may be the loss, or not, its position among the leaves of the output
         self._tries = self._in_vain = 0
@@ -147,9 +149,11 @@ class Watch:
 
     def _begin(self, role: Role, others: Sequence[int]) -> None:
         """A call begins while others wait for their backward pass."""
-        self._learnt.begin(role, [self._fates.role(number) for number in others])
-        self.first = not others
+        raised = self._learnt.begin(role, {number: self._fates.role(number) for number in others})
+        self.first, self.doubted = not others, others if raised else ()
+        self._fates.doubt(self.doubted)
         if self.first:
+            self._learnt.begins_alone(self._fates.in_vain)
             self.kept.call_begins()
             self._rounds.call_begins(optimizer_seen=self.stepped.any_seen)
 
@@ -219,25 +223,16 @@ class Watch:
             if not self.settled:
                 self._missed()
             return
-        shown = Loop(
-            outputs_held=None if len(held) == len(recorder.results.tensors) else tuple(sorted(held)),
-            at_once=recorder.results.at_once if recorder.calls_made == 1 else (),
-            later_held=tuple(sorted(recorder.later_held)),
-            only_loss=(only_loss := recorder.results.reached == {self._loss_at}),
-            unreached=() if only_loss else recorder.results.unreached,
-            by_turns=recorder.results.by_turns if recorder.calls_made == 1 else (),
-            laid_out=recorder.results.laid_out,
+        beside = found.beside + between + self.gradients.untaken_bytes(p for p, _ in counted)
+        shown = replace(
+            shown_by(recorder, held, only_loss=recorder.results.reached == {self._loss_at}),
             loss=seen,
-            beside=found.beside + between + self.gradients.untaken_bytes(p for p, _ in counted),
+            beside=beside,
             around=found.around,
-            graph_retained=recorder.graph_retained,
             kept_beside=found.kept_passes,
             freed_beside=found.freed_passes,
-            asks_first=recorder.asks_first,
-            attributes=attributes_held(recorder),
             stateless=without_state(self._model(), optimizers) if again else (),
             sparse=tuple(self.stepped.entries.items()),
-            without=(recorder.results.left_out,),
         )
         before, settled = self.loop, self.settled
         self._learnt.enter(shown, roles, found.batches, settles=came_round, compiled=self.compiled)
@@ -277,19 +272,24 @@ class Watch:
         """
         asks = not self.settled or not self._fates.certain(self._learnt.role)
         saved = plan.saved_bytes  # from the whole timeline
-        if self.settled and (beyond := self._fates.beyond(saved) - self.loop.left_over) > 0:
-            warn_waiting(plan, beyond)
+        counts_others = max(plan.options.in_flight, plan.step.loop.in_flight) > 1 or plan.step.occupancy is not None
+        if (beyond := self._fates.beyond(saved if counts_others else 0) - self.loop.left_over) > 0:
+            self._learnt.waiting_takes_more(partial(warn_waiting, plan, beyond))
         self._fates.add(number, self._learnt.role, saved)
         if self.settled and self.first and (model := self._model()) is not None:
             self.kept.look(plan, model, result, round_begins=self._rounds.calls == 1)
         self._number = number
         self._state = plan.account.get("optimizer state", 0)
         if asks:
-            when_begun((result, made()), partial(_backward_of, weakref.ref(self), number))
+            when_begun((result, made()), self.used(number))
 
     def was_trained(self) -> bool:
         """Whether a backward pass has come of some call."""
         return bool(self._fates.used) or self._learnt.heard
+
+    def used(self, number: int) -> Callable[[], None]:
+        """What is to be called when a backward pass comes to the results of a call."""
+        return partial(_backward_of, weakref.ref(self), number)
 
     def backward_of(self, number: int) -> None:
         """A backward pass has come to the results of a call."""

@@ -47,6 +47,8 @@ def why_anew(before: Loop, seen: Loop, optimizers: Sequence[optim.Optimizer]) ->
         return f"{', '.join(type(o).__name__ for o in optimizers)} steps the model's parameters"
     if seen.in_flight > before.in_flight:
         return f"{seen.in_flight} calls of the model wait for their backward pass at once"
+    if seen.in_flight < before.in_flight:
+        return "the calls that waited when others came got no backward pass, and none has waited since then"
     if seen.unused > before.unused:
         return "the results of such calls are let go of without a backward pass"
     if seen.left_over > before.left_over:

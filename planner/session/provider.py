@@ -40,7 +40,6 @@ from planner.session.uncounted import adds_up, gradients_warned, unreduced_warne
 from solvers import BRIEF
 
 TOLERANCE = 1000  # plans are made anew for what is more than this part of the budget
-
 HARDLY = 0.01  # of the budget: how much more a plan may take that is made anew
 Judge = Callable[[Planned], Planned]
 
@@ -98,14 +97,14 @@ class Provider:
         self.peaks: dict[Role, int] = {}  # the highest of the plans for it
         self.warned = False  # that there is no plan
         self.own: list[Planned] = []  # whose schedules may serve other sizes
+        self.before: list[Planned] = []  # the same, until plans were last made anew
         self.several, self.together = Several(), tuple[Signature, ...]()  # calls of a step that are planned together
         self.early: dict[Signature, Planned] = {}  # for the ranks to agree on
         if ready is not None:
             self.own.append(ready.without_batch())
-            asked = ready.request
-            self.early[_kind(asked)] = ready
-            self.loops[role_of(_kind(asked))] = self.loop
-            self.records[role_of(_kind(asked))] = self.records[()] = ready.record
+            kind = _kind(ready.request)
+            self.early[kind], self.loops[role_of(kind)] = ready, self.loop
+            self.records[role_of(kind)] = self.records[()] = ready.record
             self._keep(ready)
         if awaited is not None:
             self.own.append(awaited.planned)
@@ -237,12 +236,11 @@ class Provider:
             planned, least = leanest_that_moves(make, request)
         else:
             planned = within(make, request, least)
-        text = (
+        warn(
             f"the step takes {gb(least)}, with what the training loop holds beside the model: "
             f"{gb(least - request.budget_bytes)} more than its budget of {gb(request.budget_bytes)}. "
             f"Give budget_gb={gb_needed!r}, or free what is held"
         )
-        warn(text)
         return planned
 
     def on_loop_seen(
@@ -294,7 +292,9 @@ class Provider:
             self.loop, self.loops = seen, {}
             self.peaks.clear()
         # a schedule that recomputes nothing stays the best where it fits; another one may recompute too much now
-        self.own = [planned for planned in self.own if not planned.record.overhead]
+        own, again = [planned for planned in self.own if not planned.record.overhead], seen.in_flight < before.in_flight
+        own += [planned for planned in self.before if again and planned.request.loop == seen]
+        self.before, self.own = self.own, own
         self.awaited, self.early = None, {}
         self.several.forget()
         return True
