@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import starmap
+from math import inf
 
 from planner.capture.joint_graph import tensors
 from planner.capture.regions.region import Region
 from planner.core.recipe import Settings
+from planner.costs.measured_ops import measure
 from planner.costs.ops import CONVOLUTIONS
 from planner.errors import PlannerError
 from planner.inductor.trials import Trial, Trials, trials_of
@@ -23,23 +25,80 @@ WIDE, NARROW = 6, 1
 PLAIN = ("layout_optimization", False)
 
 Tried = tuple[Schedule, int]  # and how near each other steps come together
+Found = tuple[Trials, Trial, Trial, Solution]  # the best trial, that of Inductor's own partition, what the solver said
 
 
-def leaner(trials: Trials) -> Trials:
-    """The trials of a step as it is, or in `PLAIN` layouts, where it takes more than its budget and less in these.
+def find_in_layouts(trials: Trials, first: Callable[[Trials], Iterable[Tried]]) -> Found:
+    """As `find`, in the layouts in which the plan is the fastest, and with the trials that it is of.
+
+    A step that takes more than its budget may take less in `PLAIN` layouts. Convolutions may take more time in these,
+    or less: the machine's own kernels tell, which are timed. Where nothing can be timed, the schedule alone counts.
+
+    Args:
+        trials: the step as it is.
+        first: of such trials, schedules to try before the solver is asked.
+
+    Raises:
+        TooSmall: the leanest schedule is above the budget.
+    """
+    if (plain := _plain(trials)) is None:
+        return trials, *find(trials, first(trials))
+    expected = {each.request.settings: _expected(each) for each in (plain, trials)}
+    found, error = None, TooSmall(trials.own)
+    for each in sorted((plain, trials), key=lambda each: (expected[each.request.settings], each.own.peak)):
+        otherwise = expected[each.request.settings]
+        if otherwise == inf and error.leanest is not trials.own:
+            break
+        if found is not None and _takes(found) <= otherwise * (1 + ROOM):
+            break
+        try:
+            new = each, *find(each, first(each))
+        except TooSmall as e:
+            error = min(error, e, key=lambda error: error.leanest.peak)
+        else:
+            found = new if found is None else min(found, new, key=_takes)
+    if found is None:
+        raise error
+    return found
+
+
+def _plain(trials: Trials) -> Trials | None:
+    """The trials of a step in `PLAIN` layouts, where it takes more than its budget as it is, and less in these.
 
     Where convolutions take and make too few bytes to matter, that is not tried.
     """
     request, own = trials.request, trials.own.peak
     if own <= request.budget_bytes or PLAIN[0] in dict(request.settings):
-        return trials
+        return None
     if sum(_convolved_bytes(part.fused.fine) for part in trials.parts if part is not None) <= ROOM * own:
-        return trials
+        return None
     sources = [None if part is None else part.source for part in trials.parts]
-    plain = replace(request, settings=plainly(request))
-    return min(
-        trials, trials_of(plain, trials.graph, sources, trials.lower, trials.tried), key=lambda each: each.own.peak
-    )
+    request = replace(request, settings=plainly(request))
+    plain = trials_of(request, trials.graph, sources, trials.lower, trials.tried)
+    return plain if plain.own.peak < own else None
+
+
+def _expected(trials: Trials) -> float:
+    """Estimated seconds of the plan, by the model of memory; infinite where that knows none."""
+    if trials.own.peak <= trials.request.budget_bytes:
+        return trials.own.seconds + _convolving(trials)
+    solved = _solved(trials, trials.request.budget_bytes)
+    return inf if solved is None else solved.timeline.cost + _convolving(trials)
+
+
+def _takes(found: Found) -> float:
+    return found[1].seconds + _convolving(found[0])
+
+
+def _convolving(trials: Trials) -> float:
+    """Seconds that the convolutions of a step take, each run once, as they are measured; 0 where they cannot be."""
+    looks = [part.default for part in trials.parts if part is not None]
+    launched = [launch.call for look in looks for launch in look.run.launches if launch.call is not None]
+    calls = [call for call in launched if call.target in CONVOLUTIONS]
+    if (here := trials.request.measure_on) is None:
+        return 0.0
+    measured = measure(calls, here, timed=True, progress=trials.request.options.progress)
+    return sum(measured[call.key].seconds or 0.0 for call in calls if call.key in measured)
 
 
 def _convolved_bytes(region: Region) -> int:
@@ -124,13 +183,16 @@ class TooSmall(PlannerError):
 
 
 def _solved(trials: Trials, target: int) -> Solution | None:
-    """The solver's answer for so many bytes of its model; None where it knows none."""
-    options = trials.request.options
-    problem = trials.step.problem.with_budget(max(0, target))
-    try:
-        return solve(problem, options.solver, time_limit=options.time_limit, progress=options.progress)
-    except InfeasibleError:
-        return None
+    """The solver's answer for so many bytes of its model, asked once; None where it knows none."""
+    if target not in trials.solved:
+        options = trials.request.options
+        problem = trials.step.problem.with_budget(max(0, target))
+        try:
+            found = solve(problem, options.solver, time_limit=options.time_limit, progress=options.progress)
+        except InfeasibleError:
+            found = None
+        trials.solved[target] = found
+    return trials.solved[target]
 
 
 def _modelled(trials: Trials, trial: Trial) -> int:

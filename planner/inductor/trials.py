@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import NoReturn
 
@@ -20,7 +20,7 @@ from planner.inductor.observe import Observed, observe, told, workspaces
 from planner.inductor.realise import DRAWS, Fused, costs_of, fuse, realised_ops
 from planner.lowering.build import split_by_region
 from planner.requests.request import Request
-from solvers import Schedule, every_op_once
+from solvers import Schedule, Solution, every_op_once
 
 Estimates = Sequence[Sequence[OpEstimate]]
 Lower = Callable[[TrainingGraph, Estimates], Step]
@@ -81,6 +81,7 @@ class Trials:
         step: the step as it is modelled: fused ops, and the values that they realise.
         lower: a graph with such regions, and estimates -> the step.
         tried: after each trial, called.
+        solved: what the solver has found, for so many bytes of its model.
     """
 
     request: Request
@@ -89,6 +90,7 @@ class Trials:
     step: Step
     lower: Lower
     tried: Callable[[], None]
+    solved: dict[int, Solution | None] = field(default_factory=dict, compare=False)
 
     def trial(self, schedule: Schedule, near: int) -> Trial:
         """What Inductor makes of a schedule. Raises CaptureError where it cannot compile the graphs.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from planner.capture.joint_graph import is_mutation
 from planner.capture.trace.dynamo import GraphCompiler
@@ -17,7 +18,7 @@ from planner.errors import CaptureError, InfeasibleBudgetError, PlannerError
 from planner.inductor.backend import Source, capturing
 from planner.inductor.emit import emit_planned
 from planner.inductor.realise import fuse
-from planner.inductor.search import TooSmall, Tried, find, leaner, plainly
+from planner.inductor.search import TooSmall, Tried, find_in_layouts, plainly
 from planner.inductor.trials import Estimates, Lower, Part, Trials, modelled, runs_under, trials_of
 from planner.planning.decisions import peak_account
 from planner.planning.notes import notes
@@ -91,9 +92,9 @@ def make_inductor_plan(
     shown_as = "{desc}: {n} schedules looked at, {elapsed}"
     with bar("planning", request.options.progress, bar_format=shown_as) as shown, clock(shown):
         try:
-            trials = leaner(trials_of(request, graph, graph.sources, lowered, lambda: shown.update()))
-            first = list(_schedules(trials, [*([known] if known is not None else []), *others]))
-            best, everything, solution = find(trials, first)
+            trials = trials_of(request, graph, graph.sources, lowered, lambda: shown.update())
+            plans = [*([known] if known is not None else []), *others]
+            trials, best, everything, solution = find_in_layouts(trials, partial(_schedules, plans=plans))
         except TooSmall as e:
             lean = e.leanest
             takes = {**lean.step.account, **peak_account(lean.step, lean.replay)}
@@ -106,7 +107,7 @@ def make_inductor_plan(
                 "mode='aten'"
             ) from e
     planned = best.planned
-    if known is not None and (best.schedule, planned[0].near) in first:
+    if known is not None and (best.schedule, planned[0].near) in _schedules(trials, plans):
         solution = replace(solution, note=f"Taken from {source_of(known)}: the same step and budget.")
     note = " ".join(filter(None, [solution.note, graph.note, LATER, *notes(request, graph)]))
     recipe = _recipe(graph, planned)
