@@ -2187,6 +2187,29 @@ def losses_one_by_one(put: Put, ended: Ended) -> None:
         ended([*losses, alike])
 
 
+def gradients_of_each(put: Put, ended: Ended, *, at_once: bool = True) -> None:
+    """The gradients of three losses are put together (as PCGrad does): those of the last step are there, under a name,
+    until there is a new list of them.
+    """
+    model = put(Heads())
+    optimizer, shared = torch.optim.Adam(model.parameters()), [*model.body.parameters()]
+    for _ in range(STEPS):
+        outputs = model(torch.randn(64, 64))
+        losses = [F.mse_loss(output, torch.randn(64, 16)) for output in outputs]
+        if at_once:
+            each = [torch.autograd.grad(loss, shared, retain_graph=True) for loss in losses]
+        else:
+            one = torch.autograd.grad(losses[0], shared, retain_graph=True)
+            other = torch.autograd.grad(losses[1], shared, retain_graph=True)
+            each = [one, other]
+        optimizer.zero_grad()
+        sum(losses).backward()
+        for p, *own in zip(shared, *each, strict=True):
+            p.grad = sum(own)
+        optimizer.step()
+        ended(losses)
+
+
 def weights_from_gradients(put: Put, ended: Ended) -> None:
     """The weight of a loss is computed from the gradients of both, before those of the last step are cleared."""
     model = put(mlp(out=8))
@@ -3302,6 +3325,8 @@ LOOPS: dict[str, Loop] = {
     "gradients_put_aside": Loop(gradients_put_aside, plans=3, thorough=True),
     "two_sources_of_loss": Loop(two_sources_of_loss, thorough=True),
     "losses_one_by_one": Loop(losses_one_by_one),
+    "gradients_of_each": Loop(gradients_of_each, off=0.03, share=0.95),
+    "gradients_of_two": Loop(partial(gradients_of_each, at_once=False), off=0.03, share=0.95, thorough=True),
     "actor_critic": Loop(actor_critic, plans=6, share=0.77, thorough=True),
     "policy_gradient": Loop(policy_gradient, share=0.98),
     "rollouts": Loop(rollouts, thorough=True),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from planner import plan
+from planner import PlanWarning, plan
 
 from .loop_harness import GB, differences, run
 from .loops import LOOPS
@@ -30,6 +30,14 @@ def test_a_loop_with_room_takes_what_was_predicted(name):
     seen = run(loop, lambda model: plan(model, budget_gb=1.5 * unplanned.peak / GB, mode="eager").apply())
     assert differences(seen, unplanned) == []
     assert 0.99 * seen.predicted[-1] <= seen.peak <= 1.001 * seen.predicted[-1]
+
+
+def test_gradients_that_no_pass_adds_up_are_said_not_to_be_seen():
+    def put(model):
+        return plan(model, budget_gb=1, mode="eager").apply()
+
+    with pytest.warns(PlanWarning, match="autograd.grad.*not seen"):
+        run(LOOPS["gradients_of_each"], put)
 
 
 @pytest.mark.parametrize("name", ["head_left_out", "deep_heads_in_turn"])

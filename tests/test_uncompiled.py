@@ -173,8 +173,8 @@ def test_a_call_whose_backward_pass_fails_waits_until_its_results_are_gone():
     calls, x = Uncompiled(), torch.ones(2, requires_grad=True)
     y, z = x * 2, x * 3
     y.register_hook(fail)
-    calls.add(1, y)
-    calls.add(2, z)
+    calls.add(nn.Identity(), 1, y)
+    calls.add(nn.Identity(), 2, z)
     with pytest.raises(RuntimeError, match="memory"):
         y.sum().backward()
     z.sum().backward()

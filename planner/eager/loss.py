@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -44,8 +44,9 @@ def differentiate(
     loop: Loop,
     earlier: list[torch.Tensor],
     given: list[torch.Tensor],
+    parameters: Sequence[torch.Tensor] = (),
 ) -> None:
-    """The loss and the backward pass.
+    """The loss and the backward pass; where the loop keeps graphs, the one of its passes that holds most, and the last.
 
     Args:
         outputs: of the last call, and of earlier ones that have no loss of their own; they go as the loop lets go of
@@ -54,8 +55,9 @@ def differentiate(
         loss_fn: as in `plan()`.
         recorder: of the step.
         loop: what was seen of it.
-        earlier: gradients of earlier steps, which go when the loss is there.
+        earlier: gradients of earlier steps, which go when the loss is there, or a backward pass adds to `.grad`.
         given: those that the loop gave in the step before, which go when it has others.
+        parameters: those that are trained, whose `.grad` goes where the loop was seen to leave none to the last pass.
     """
     recorder.output_bytes = bytes_of_elements(leaves(outputs[-1]))
     seen, loss = loop.loss, _own_loss(outputs[-1], loss_fn, loop)
@@ -66,7 +68,8 @@ def differentiate(
         raise ModelError("no output of the model depends on a parameter that needs a gradient")
     if seen is not None and earlier:
         allocate(max(seen.computed, seen.computed_later))
-    earlier.clear()
+    if not loop.asks_first:
+        earlier.clear()
     if seen is not None:
         allocate(seen.forward)
     if loop.outputs_held is not None:
@@ -93,8 +96,16 @@ def differentiate(
         results.clear()
     losses.append(loss)
     with torch.autograd.set_detect_anomaly(False):  # gradients without values have any
-        for keeps in (True, False) if loop.graph_retained else (False,):
-            torch.autograd.backward(losses, list(map(torch.ones_like, losses)), retain_graph=keeps)
+        if loop.graph_retained:
+            beside = held(loop.kept_beside)
+            torch.autograd.backward(losses, list(map(torch.ones_like, losses)), retain_graph=True)
+            beside.clear()
+            for p in parameters if loop.freed_beside is not None else ():
+                p.grad = None
+        earlier.clear()
+        beside = held(loop.freed_beside or 0) if loop.graph_retained else []
+        torch.autograd.backward(losses, list(map(torch.ones_like, losses)))
+        beside.clear()
 
 
 class _Outside(torch.autograd.Function):

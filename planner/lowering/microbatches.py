@@ -102,7 +102,7 @@ def add_second_backward(step: Step, request: Request, loss_bytes: int) -> Step:
     loop = request.loop
     kept = loop.kept_beside
     if loop.asks_first and loop.gradients == "cleared late":
-        kept = max(kept, _gradients(request))
+        kept += _gradients(request)
     results = sum(problem.sizes[v] for v in step.final) if loop.freed_beside is None else loop.freed_beside
     saved = len(problem.sizes)
     reader = max(i for i in range(until) if step.origins[i].phase == "backward")

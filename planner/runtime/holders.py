@@ -16,6 +16,7 @@ from planner.compat.frames import frame_of
 from planner.compat.tensors import storage_key
 from planner.core.frames import variables_of
 from planner.errors import users_frame
+from planner.runtime.made import Made
 
 _DEEPEST = 4  # objects in objects
 _MOST, _MOST_HELD = 512, 8192  # looked into for one variable, and looked at: it may hold a whole data set
@@ -46,6 +47,42 @@ class Held:
         """
         by = {path[0] for key in storages for path in self.paths.get(key, ())}
         return None if self.inner is None or not by or by & {None, self.inner[0]} else self.inner[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """A backward pass, as it begins.
+
+    Attributes:
+        keeps: whether it keeps its graph.
+        adds: whether it adds to the gradient of a parameter; not so where `torch.autograd.grad` returns them.
+        left: the gradients that earlier passes of the step have left, by storage.
+        paths: those that lead to each of them.
+    """
+
+    keeps: bool
+    adds: bool
+    left: Mapping[int, Made]
+    paths: Mapping[int, set[Path]]
+
+    def beside(self, now: Held, own: Collection[int], alive: Mapping[int, Made]) -> int:
+        """Bytes of these gradients beside what the next step begins with.
+
+        Those that are still there are among that, but for those to which other variables lead by now, too: a list
+        (`gradients = [torch.autograd.grad(loss, parameters) for loss in losses]`) is bound when all of it is there, and
+        the one of the step before is there until then.
+
+        Args:
+            now: what variables hold as the next step begins.
+            own: storages of which the account has lines of their own, and which count here.
+            alive: the gradients that are still there.
+        """
+
+        def stays(key: int) -> bool:
+            there = key not in own and alive.get(key) == self.left[key]
+            return there and now.paths.get(key, set()) <= self.paths[key]
+
+        return sum(nbytes for key, (_, nbytes) in self.left.items() if not stays(key))
 
 
 def held_in(thread: int) -> Held:

@@ -17,7 +17,7 @@ from planner.core.loop import Loop
 from planner.costs.measured_ops import measure
 from planner.runtime.copied import tensors_of_copies
 from planner.runtime.events import PlannedModel
-from planner.runtime.holders import bound_anew, copies_of, held_in
+from planner.runtime.holders import Held, bound_anew, copies_of, held_in
 from planner.runtime.made import Made, UsedStorages, takes_memory
 from planner.runtime.recorder import Recorder
 
@@ -57,7 +57,7 @@ def shown_by(recorder: Recorder, held: Collection[int], *, only_loss: bool) -> L
         by_turns=results.by_turns if one else (),
         laid_out=results.laid_out,
         graph_retained=recorder.graph_retained,
-        asks_first=recorder.asks_first,
+        asks_first=bool(recorder.passes) and not recorder.passes[0].adds,
         attributes=attributes_held(recorder),
         without=(results.left_out,),
     )
@@ -324,10 +324,9 @@ def _left_by_passes(recorder: Recorder, own: Collection[int]) -> tuple[int, int]
 
     Those that still are there, and are not among the tensors with these keys, are `beside` the step.
     """
-    passes = [
-        (kept, sum(each[1] for key, each in left_by.items() if key in own or recorder.gradients.made.get(key) != each))
-        for kept, left_by in recorder.passes
-    ]
+    now = held_in(recorder.thread) if len(recorder.passes) > 1 else Held()
+    alive = recorder.gradients.made.copy()
+    passes = [(each.keeps, each.beside(now, own, alive)) for each in recorder.passes]
     kept, freed = (max((nbytes for keeps, nbytes in passes if keeps is which), default=0) for which in (True, False))
     return kept, freed
 

@@ -28,7 +28,7 @@ from planner.core.gradient_sums import as_without_modes, last_references
 from planner.core.layout import Order, memory_order
 from planner.runtime.between import Between
 from planner.runtime.events import PlannedModel
-from planner.runtime.holders import Held, Path, held_in, paths_to
+from planner.runtime.holders import Held, Pass, Path, held_in, paths_to
 from planner.runtime.made import Event, LossEvents, Made, MadeStorages, Used, UsedStorages, call_of, takes_memory, weak
 from planner.runtime.outputs import Unasking
 from planner.runtime.planned_gradients import PlannedGradients
@@ -74,9 +74,7 @@ class Recorder(LastingMode):
         others, passing: other planned models that ran before the backward pass, and after it.
         held_then: what the loop's variables held as the first backward pass of these recorders began.
         bound: the paths that led then to outputs, and to what was made since.
-        passes: for each backward pass of the planned graphs, whether it keeps its graph, and the gradients that earlier
-            ones of the step have left when it begins.
-        asks_first: whether the first of them adds to no parameter's gradient.
+        passes: the backward passes of the planned graphs.
         later_held: of the leaves of the outputs of later calls, those that were there when a backward pass began.
         stepping: whether an optimizer of the model steps.
         of_optimizer, by_optimizer: the numbers of what it has made; the same of this recorder and of those before.
@@ -108,8 +106,8 @@ class Recorder(LastingMode):
         self.made, self.used, self.used_before = MadeStorages(), UsedStorages(), list[UsedStorages]()
         self.events: list[Event] = []
         self.calls, self.losses = dict[str, Call](), list[LossEvents]()
-        self.arrived, self.passes = list[dict[int, Made]](), list[tuple[bool, dict[int, Made]]]()
-        self.asks_first, self.model = False, weakref.ref(model)
+        self.arrived, self.passes = list[dict[int, Made]](), list[Pass]()
+        self.model = weakref.ref(model)
         self.results = Results(outputs, self.events)
         self.others: weakref.WeakSet[PlannedModel] = weakref.WeakSet()
         self.passing: weakref.WeakSet[PlannedModel] = weakref.WeakSet()
@@ -249,7 +247,7 @@ class Recorder(LastingMode):
     @property
     def graph_retained(self) -> bool:
         """Whether a backward pass was asked to keep its graph."""
-        return any(kept for kept, _ in self.passes)
+        return any(each.keeps for each in self.passes)
 
     @property
     def came_round(self) -> bool:
@@ -288,9 +286,9 @@ class Recorder(LastingMode):
             if not self.losses:
                 self.bound = paths_to(now, {*self.returned.made.copy(), *self.made.made.copy()})
             self.losses.append(self._loss_events(now.paths.keys() & {*self.returned.made.copy()}))
-            if not self.passes and (model := self.model()) is not None:
-                self.asks_first = not any(map(adds_to_gradient, model.parameters()))
-            self.passes.append((graph_is_kept(), dict(self.gradients.made)))
+            adds = (model := self.model()) is not None and any(map(adds_to_gradient, model.parameters()))
+            left = dict(self.gradients.made)
+            self.passes.append(Pass(graph_is_kept(), adds, left, {key: now.paths.get(key, set()) for key in left}))
             self.between.begin()
             own = storages([other.tensors() for other in {*self.others, *self.passing}] if self.older else [])
             alive = {key: n for older in self.older for key, (_, n) in older.made.items() if key not in own}

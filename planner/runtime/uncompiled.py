@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from planner.compat.autograd import in_backward, when_backward_ends
+from planner.compat.autograd import adds_to_gradient, graph_is_kept, in_backward, when_backward_ends
 from planner.core.objects import leaves
 from planner.core.recipe import Choice
 from planner.eager.checkpointing import checkpointed
@@ -18,16 +18,26 @@ from planner.runtime.outputs import Unasking
 
 GROWN = 1.01  # from where on calls are larger than planned
 _KEY = "call of a planned model"
+_GRAPH = (
+    "gradients of a planned model are computed with create_graph=True (a gradient penalty, a Hessian): no plan counts "
+    "what the graph of its backward pass saves, and the step may take more than the budget. Leave room, or take the "
+    "penalty of a smaller batch"
+)
+_RETURNED = (
+    "gradients that torch.autograd.grad(..., retain_graph=True) returns are not seen where a planned model runs "
+    "without compiled graphs, as with mode='eager': no plan counts what the loop keeps of them, and the step may take "
+    "that much more. Leave room, or plan with mode='aten', which counts them"
+)
 
 
 class _Call:
     """Lives as long as the autograd nodes of a call's results."""
 
-    __slots__ = ("__weakref__", "begun", "differentiated", "ended", "used")
+    __slots__ = ("__weakref__", "begun", "ended", "model", "unseen", "used")
 
-    def __init__(self, differentiated: Callable[[], None]) -> None:
+    def __init__(self, model: nn.Module, unseen: Callable[[str], None]) -> None:
         self.begun = self.ended = False  # its backward pass
-        self.differentiated = differentiated  # told where that makes a graph of its own
+        self.model, self.unseen = weakref.ref(model), unseen  # told of what that makes and no plan counts
         self.used: Callable[[], object] = bool  # told where it begins
 
     def begins(self, _: object) -> None:
@@ -36,7 +46,9 @@ class _Call:
             self.used()
             when_backward_ends(self.ends)
             if torch.is_grad_enabled():
-                self.differentiated()
+                self.unseen(_GRAPH)
+            elif graph_is_kept() and not any(map(adds_to_gradient, getattr(self.model(), "parameters", list)())):
+                self.unseen(_RETURNED)
 
     def ends(self) -> None:
         self.ended = True
@@ -50,12 +62,12 @@ class Uncompiled:
     """The latest calls that ran as they are."""
 
     def __init__(self) -> None:
-        self._warned = self._grew = False
+        self._grew, self._said = False, set[str]()
         self._calls: dict[int, weakref.ref[_Call]] = {}
 
-    def add(self, number: int, result: Any) -> None:
-        """A call has run: its number, and what it gave."""
-        call = _Call(self._differentiated)
+    def add(self, model: nn.Module, number: int, result: Any) -> None:
+        """A call of a model has run: its number, and what it gave."""
+        call = _Call(model, self._unseen)
         begins = Unasking(call.begins)
         for t in leaves(result):
             if isinstance(t, torch.Tensor) and (node := t.grad_fn) is not None:
@@ -68,7 +80,7 @@ class Uncompiled:
         """Run a call of the model, which has a number, with the chosen modules checkpointed; what it gives."""
         with checkpointed(model, choice) as given:
             result = call()
-        self.add(number, result)
+        self.add(model, number, result)
         if choice.elements and given.elements > GROWN * choice.elements and not self._grew:
             self._grew = True
             more = given.elements / choice.elements - 1
@@ -79,15 +91,11 @@ class Uncompiled:
             )
         return result
 
-    def _differentiated(self) -> None:
-        """Warn once of a graph of the backward pass: no plan counts what it saves."""
-        if not self._warned:
-            self._warned = True
-            warn(
-                "gradients of a planned model are computed with create_graph=True (a gradient penalty, a Hessian): no "
-                "plan counts what the graph of its backward pass saves, and the step may take more than the budget. "
-                "Leave room, or take the penalty of a smaller batch"
-            )
+    def _unseen(self, what: str) -> None:
+        """Warn once of what a backward pass makes and no plan counts."""
+        if what not in self._said:
+            self._said.add(what)
+            warn(what)
 
     def when_used(self, number: int, then: Callable[[], object]) -> None:
         """Call a function when the backward pass of a call that waits for it begins."""

@@ -211,7 +211,7 @@ class Watch:
         self._bound, self._renewed = recorder.bound, 0 if seen is None else seen.stays
         self._warn_between(recorder, [states, [p for p, _ in counted] if recorder.passing else counted])
         came_round = comes in roles or recorder.came_round
-        if recorder.asks_first and len(recorder.passes) == 1:
+        if recorder.passes and not any(each.adds for each in recorder.passes):
             self._asks.update(roles)
         if self.first:
             self.together.recorded(passes=len(recorder.losses), roles=len(roles))
@@ -273,7 +273,7 @@ class Watch:
         asks = not self.settled or not self._fates.certain(self._learnt.role)
         saved = plan.saved_bytes  # from the whole timeline
         counts_others = max(plan.options.in_flight, plan.step.loop.in_flight) > 1 or plan.step.occupancy is not None
-        if (beyond := self._fates.beyond(saved if counts_others else 0) - self.loop.left_over) > 0:
+        if (beyond := self._fates.beyond(saved if self.settled or counts_others else 0) - self.loop.left_over) > 0:
             self._learnt.waiting_takes_more(partial(warn_waiting, plan, beyond))
         self._fates.add(number, self._learnt.role, saved)
         if self.settled and self.first and (model := self._model()) is not None:
