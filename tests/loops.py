@@ -2187,6 +2187,35 @@ def losses_one_by_one(put: Put, ended: Ended) -> None:
         ended([*losses, alike])
 
 
+class Features(nn.Module):
+    """What it makes of an image in three steps, in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Conv2d(i, 16, 3, padding=1), nn.ReLU()) for i in (3, 16, 16))
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        found = []
+        for block in self.blocks:
+            found.append(x := block(x))
+        return found
+
+
+def perceptual(put: Put, ended: Ended) -> None:
+    """A frozen network's lists of features are compared: those of the last step go as their names have new ones."""
+    model = put(nn.Sequential(nn.Conv2d(3, 8, 5, padding=2), nn.GELU(), nn.Conv2d(8, 3, 5, padding=2)))
+    judge = Features().eval().requires_grad_(False)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    for _ in range(STEPS):
+        x = torch.rand(4, 3, 48, 48)
+        made, wanted = judge(model(x)), judge(x)
+        loss = sum(F.mse_loss(a, b) for a, b in zip(made, wanted, strict=True))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ended(loss)
+
+
 def gradients_of_each(put: Put, ended: Ended, *, at_once: bool = True) -> None:
     """The gradients of three losses are put together (as PCGrad does): those of the last step are there, under a name,
     until there is a new list of them.
@@ -3325,6 +3354,7 @@ LOOPS: dict[str, Loop] = {
     "gradients_put_aside": Loop(gradients_put_aside, plans=3, thorough=True),
     "two_sources_of_loss": Loop(two_sources_of_loss, thorough=True),
     "losses_one_by_one": Loop(losses_one_by_one),
+    "perceptual": Loop(perceptual, share=0.97),
     "gradients_of_each": Loop(gradients_of_each, off=0.03, share=0.95),
     "gradients_of_two": Loop(partial(gradients_of_each, at_once=False), off=0.03, share=0.95, thorough=True),
     "actor_critic": Loop(actor_critic, plans=6, share=0.77, thorough=True),

@@ -22,7 +22,7 @@ from planner.core.call import bytes_of_elements, storages
 from planner.runtime.interception import attached
 from planner.runtime.loss_seen import loss_seen
 from planner.runtime.made import LossEvents
-from planner.runtime.rebound import bound_alone, place_of
+from planner.runtime.rebound import bound_alone, places_of
 from planner.runtime.recorded import stays
 from planner.runtime.recorder import Recorder
 from planner.runtime.rounds import Rounds
@@ -628,36 +628,49 @@ def test_calls_that_wait_for_their_backward_pass_now_and_then_stay_in_the_plan()
 
 
 class Places(TorchDispatchMode):
-    """Knows in which instruction of its caller's code the latest op ran."""
+    """Knows in which instructions of its callers' code the first op ran."""
+
+    of = ()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.place = place_of(inspect.currentframe().f_back)
+        self.of = self.of or places_of(inspect.currentframe().f_back)
         return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("held", ["by its variable", "by two", "in a list", "by a view", "by an attribute"])
-def test_only_what_a_variable_alone_holds_is_let_go_of_where_that_is_bound_anew(held):
+@pytest.mark.parametrize("returned", ["alone", "with others", "by a function"])
+def test_only_what_a_variable_alone_holds_is_let_go_of_where_that_is_bound_anew(held, returned):
     class Holder:
         pass
+
+    def features(x):
+        y = x @ x
+        return [y, y + 1]
 
     holder, others = Holder(), []
     x = torch.randn(4, 4)
     with Places() as places:
-        product = x @ x
+        if returned == "alone":
+            product = x @ x
+        elif returned == "with others":
+            product = (x, x @ x)
+        else:
+            product = features(x)
+    t = product if returned == "alone" else next(each for each in product if each is not x)
     if held == "by two":
-        before = product  # noqa: F841
+        before = product if returned == "with others" else t  # noqa: F841
     if held == "in a list":
-        others.append(product)
+        others.append(t)
     if held == "by a view":
-        others.append(product[0])
+        others.append(t[0])
     if held == "by an attribute":
         holder.product = product
-    here = inspect.currentframe()
-    assert bound_alone(places.place, storage_key(product), here) is (held == "by its variable")
-    del product
-    with places:
+    key, here = storage_key(t), inspect.currentframe()
+    del t
+    assert any(bound_alone(place, key, here) for place in places.of) is (held == "by its variable")
+    with Places() as places:
         others.append(x @ x)  # of no variable
-    assert not bound_alone(places.place, storage_key(others[-1]), here)
+    assert not any(bound_alone(place, storage_key(others[-1]), here) for place in places.of)
 
 
 def test_outputs_have_as_many_bytes_on_fakes_as_in_a_step():

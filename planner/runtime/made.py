@@ -87,7 +87,8 @@ class Event:
         live: bytes of the recorded tensors once it has run, and of outputs of the step before that are still there.
         call: its key among the recorder's calls; "" for a call of another planned model, or of an op on storages.
         backward: whether it ran in a backward pass.
-        place: the instruction of the loop's code in which it ran; None in a backward pass, and for no op.
+        places: the instruction of the loop's code in which it ran, and those that have called it; none in a backward
+            pass, and for no op.
         made: the numbers of the storages that it made.
         others: of `live`, the bytes that other planned models take beside what is recorded.
         later: of these, what the backward pass of the model that is called takes.
@@ -97,7 +98,7 @@ class Event:
     live: int
     call: str
     backward: bool
-    place: Place | None = None
+    places: tuple[Place, ...] = ()
     made: tuple[int, ...] = ()
     others: int = 0
     later: int = 0

@@ -27,12 +27,16 @@ _TWO = "STORE_FAST_STORE_FAST"  # of Python 3.13; STORE_FAST_LOAD_FAST binds the
 _MOVES = ("SWAP", "CACHE", "NOP", "EXTENDED_ARG", "BUILD_TUPLE", "UNPACK_SEQUENCE")
 _ENDS = ("POP_", "RETURN_", "YIELD_", "JUMP_", "FOR_ITER", "STORE_ATTR", "STORE_SUBSCR", "RAISE_")
 _OWN = 4  # references to the object of a variable: its own, two of variables here, and the argument that asks
+_CALLERS = 6  # functions that are called by each other, of which the instructions are known
 
 
-def place_of(frame: FrameType | None) -> Place | None:
-    """The instruction of the user's code that runs."""
-    own = users_frame(frame)
-    return None if own is None else (own.f_code, own.f_lasti)
+def places_of(frame: FrameType | None) -> tuple[Place, ...]:
+    """The instruction of the user's code that runs, and those that have called it, inner ones first."""
+    places: list[Place] = []
+    while len(places) < _CALLERS and (frame := users_frame(frame)) is not None:
+        places.append((frame.f_code, frame.f_lasti))
+        frame = frame.f_back
+    return tuple(places)
 
 
 def rebound(losses: Sequence[LossEvents], kept: Collection[int], frame: FrameType | None) -> list[dict[int, int]]:
@@ -70,7 +74,7 @@ def with_older(loss: LossEvents, nbytes: int, inside: int, code: CodeType | None
     """A loss with so many bytes of the step before, and so many where ops run in a function's code."""
 
     def of(event: Event) -> int:
-        return inside if code is not None and event.place is not None and event.place[0] is code else nbytes
+        return inside if code is not None and event.places and event.places[0][0] is code else nbytes
 
     return replace(loss, events=tuple(replace(e, live=e.live + of(e)) for e in loss.events))
 
@@ -78,37 +82,45 @@ def with_older(loss: LossEvents, nbytes: int, inside: int, code: CodeType | None
 def _gone_from(events: Sequence[Event], made: Made, key: int, frame: FrameType | None) -> int | None:
     """The first event after the statement that made a tensor and bound its variable; None where that is not known."""
     start = next((at for at, e in enumerate(events) if made[0] in e.made), None)
-    if start is None or not bound_alone(place := events[start].place, key, frame):
+    places = () if start is None else events[start].places
+    place = next((place for place in places if bound_alone(place, key, frame)), None)
+    if start is None or place is None:
         return None
-    assert place is not None
     code, first = place
     stores = _stores(code, first)
-    computed = first >= stores.last_computed
+    latest = first
     for at in range(start + 1, len(events)):
-        now = events[at].place
-        if now is not None and now[0] is code and first <= now[1] <= stores.end:
-            computed |= now[1] >= stores.last_computed
-        else:  # a function may compute the next of several
-            return at if computed or (now is not None and now[0] is code) else None
+        now = next((where for of, where in events[at].places if of is code), None)
+        if now is None or not first <= now <= stores.end:
+            return at if now is not None or latest >= stores.last_computed else None
+        latest = max(latest, now)
     return None
 
 
-def bound_alone(place: Place | None, key: int, frame: FrameType | None) -> bool:
+def bound_alone(place: Place, key: int, frame: FrameType | None) -> bool:
     """Whether what an instruction computes goes into a variable that holds a storage which nothing else holds."""
-    while frame is not None and (place is None or frame.f_code is not place[0]):
+    while frame is not None and frame.f_code is not place[0]:
         frame = frame.f_back
-    if place is None or frame is None:
+    if frame is None:
         return False
     variables = variables_of(frame)
     return any(_holds_alone(variables, name, key) for name in _stores(*place).names)
 
 
 def _holds_alone(variables: Mapping[str, Any], name: str, key: int) -> bool:
-    t = variables.get(name)
+    value = variables.get(name)
+    if not isinstance(value, (list, tuple)):
+        return _is_alone(value, key) and sys.getrefcount(value) <= _OWN
+    found = [at for at, t in enumerate(value) if _is_alone(t, key)]
+    inner = sys.getrefcount(value[found[0]]) if len(found) == 1 else _OWN  # that of a list, and the argument
+    return inner < _OWN - 1 and sys.getrefcount(value) <= _OWN
+
+
+def _is_alone(t: Any, key: int) -> bool:
     if not isinstance(t, torch.Tensor) or t.layout is not torch.strided or storage_key(t) != key:
         return False
     alone = torch.empty(1) if viewed(t) is None else torch.empty(1).view(1)
-    return sys.getrefcount(t) <= _OWN and _references(t) == _references(alone)
+    return _references(t) == _references(alone)
 
 
 def _references(t: torch.Tensor) -> tuple[int, ...]:

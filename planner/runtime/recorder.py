@@ -32,7 +32,7 @@ from planner.runtime.holders import Held, Pass, Path, held_in, paths_to
 from planner.runtime.made import Event, LossEvents, Made, MadeStorages, Used, UsedStorages, call_of, takes_memory, weak
 from planner.runtime.outputs import Unasking
 from planner.runtime.planned_gradients import PlannedGradients
-from planner.runtime.rebound import place_of
+from planner.runtime.rebound import places_of
 from planner.runtime.results import Results
 
 _LIFTED = torch.ops.aten.lift_fresh.default  # of what `torch.tensor()` has made of Python's numbers
@@ -367,8 +367,8 @@ class Recorder(LastingMode):
         if (call := call_of(func, args, kwargs, result)) is not None:
             name = call.key
             self.calls.setdefault(name, call)
-        place = None if backward else place_of(inspect.currentframe())
-        self.events.append(Event(self.made.live + self._older_outputs.live, name, backward, place, tuple(made)))
+        places = () if backward else places_of(inspect.currentframe())
+        self.events.append(Event(self.made.live + self._older_outputs.live, name, backward, places, tuple(made)))
         self.between.note(name, (self.made, self.inputs, self.returned, self.added), self.older, self.budget)
         self.over |= len(self.events) > MOST_OPS
 
