@@ -57,7 +57,7 @@ def differentiate(
         loop: what was seen of it.
         earlier: gradients of earlier steps, which go when the loss is there, or a backward pass adds to `.grad`.
         given: those that the loop gave in the step before, which go when it has others.
-        parameters: those that are trained, whose `.grad` goes where the loop was seen to leave none to the last pass.
+        parameters: those that are trained, whose gradients are no `.grad` where `torch.autograd.grad` returns them.
     """
     recorder.output_bytes = bytes_of_elements(leaves(outputs[-1]))
     seen, loss = loop.loss, _own_loss(outputs[-1], loss_fn, loop)
@@ -96,16 +96,15 @@ def differentiate(
         results.clear()
     losses.append(loss)
     with torch.autograd.set_detect_anomaly(False):  # gradients without values have any
-        if loop.graph_retained:
-            beside = held(loop.kept_beside)
-            torch.autograd.backward(losses, list(map(torch.ones_like, losses)), retain_graph=True)
+        asked = loop.graph_retained and loop.asks_first  # other gradients than those in `.grad`, which passes add to
+        for keeps in (True, False) if loop.graph_retained else (False,):
+            if not keeps:
+                earlier.clear()
+            beside = held((loop.kept_beside if keeps else loop.freed_beside or 0) if asked else 0)
+            torch.autograd.backward(losses, list(map(torch.ones_like, losses)), retain_graph=keeps)
             beside.clear()
-            for p in parameters if loop.freed_beside is not None else ():
+            for p in parameters if asked and keeps else ():
                 p.grad = None
-        earlier.clear()
-        beside = held(loop.freed_beside or 0) if loop.graph_retained else []
-        torch.autograd.backward(losses, list(map(torch.ones_like, losses)))
-        beside.clear()
 
 
 class _Outside(torch.autograd.Function):
