@@ -2187,6 +2187,21 @@ def losses_one_by_one(put: Put, ended: Ended) -> None:
         ended([*losses, alike])
 
 
+def stepped_by_hand(put: Put, ended: Ended) -> None:
+    """The parameters are stepped by gradients of two batches, which `torch.autograd.grad` has returned."""
+    model = put(mlp(out=8))
+    parameters = [*model.parameters()]
+    for _ in range(STEPS):
+        one = F.cross_entropy(model(torch.randn(64, 64)), torch.randint(8, (64,)))
+        first = torch.autograd.grad(one, parameters)
+        other = F.cross_entropy(model(torch.randn(64, 64)), torch.randint(8, (64,)))
+        second = torch.autograd.grad(other, parameters)
+        with torch.no_grad():
+            for p, a, b in zip(parameters, first, second, strict=True):
+                p -= 0.05 * (a + b)
+        ended([one.detach(), other.detach()])
+
+
 class Features(nn.Module):
     """What it makes of an image in three steps, in a list."""
 
@@ -3354,6 +3369,7 @@ LOOPS: dict[str, Loop] = {
     "gradients_put_aside": Loop(gradients_put_aside, plans=3, thorough=True),
     "two_sources_of_loss": Loop(two_sources_of_loss, thorough=True),
     "losses_one_by_one": Loop(losses_one_by_one),
+    "stepped_by_hand": Loop(stepped_by_hand, plans=3, share=0.9),
     "perceptual": Loop(perceptual, share=0.97),
     "gradients_of_each": Loop(gradients_of_each, off=0.03, share=0.95),
     "gradients_of_two": Loop(partial(gradients_of_each, at_once=False), off=0.03, share=0.95, thorough=True),

@@ -627,6 +627,28 @@ def test_calls_that_wait_for_their_backward_pass_now_and_then_stay_in_the_plan()
     assert peaks[4:] == [max(peaks)] * 10
 
 
+@pytest.mark.parametrize("kept", [copy.deepcopy, dict, None])
+def test_weights_that_are_kept_in_each_step_are_there_until_others_are(kept):
+    """`copy.deepcopy` makes them without an op; a dictionary of the weights themselves takes nothing."""
+    model = perceptron()
+    size = sum(p.nbytes for p in model.parameters())
+
+    def train(budget):
+        plan(model, budget_gb=budget / 2**30).apply()
+        best = None
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always", PlanWarning)
+            for _ in range(6):
+                model.zero_grad()
+                model(torch.randn(4, 32)).square().mean().backward()
+                best = kept and kept(model.state_dict())
+        applied_plan(model).remove()
+        return best is not None, [str(each.message) for each in found if "the loop held" in str(each.message)]
+
+    assert train(100 * size) == (kept is not None, [])
+    assert bool(train(3.5 * size)[1]) is (kept is copy.deepcopy)  # weights, gradients, and two copies
+
+
 class Places(TorchDispatchMode):
     """Knows in which instructions of its callers' code the first op ran."""
 

@@ -101,10 +101,12 @@ def differentiate(
             if not keeps:
                 earlier.clear()
             beside = held((loop.kept_beside if keeps else loop.freed_beside or 0) if asked else 0)
+            before = [p.grad for p in parameters]
             torch.autograd.backward(losses, list(map(torch.ones_like, losses)), retain_graph=keeps)
             beside.clear()
-            for p in parameters if asked and keeps else ():
-                p.grad = None
+            for p, gradient in zip(parameters, before, strict=True) if asked and keeps else ():
+                p.grad = gradient
+            before.clear()
 
 
 class _Outside(torch.autograd.Function):

@@ -134,9 +134,7 @@ def trace_step(
                 attributes, elements = attributes_staying(model, kept), given.elements // calls
                 named.clear()  # the names of the last step's outputs are taken over
                 recorder.phase = "loss"
-                differentiate(
-                    outputs, losses, loss_fn, recorder, loop, earlier, gradients, () if accumulate else parameters
-                )
+                differentiate(outputs, losses, loss_fn, recorder, loop, earlier, gradients, parameters)
                 still = _let_go((outputs, losses), recorder) if seen.stays or seen.kept else 0
         except Exception as e:
             if recorder.phase == "loss":

@@ -19,11 +19,12 @@ def eager_step(request: Request, chance: float | None) -> EagerStep | None:
     """The peak and the time of the step as it runs without a plan, with nothing checkpointed but by the model itself.
 
     Python code decides by a random number as if that were `chance`. None where such a trace is not the step of the
-    request: it asks for values of tensors, is spread over processes, has several microbatches in flight, a graph that
-    is kept for other than two backward passes that add to `.grad`, or sizes that may be smaller than the batch's.
+    request: it asks for values of tensors, is spread over processes, has several microbatches in flight, gradients that
+    `torch.autograd.grad` returns, which are seen where graphs are compiled, a graph that is kept for other than two
+    backward passes that add to `.grad`, or sizes that may be smaller than the batch's.
     """
     several = request.occupancy is not None or request.in_flight > 1
-    if several or _keeps_others(request) or request.maxima is not None or groups_of(request.model):
+    if several or _has_others(request) or request.maxima is not None or groups_of(request.model):
         return None
     try:
         with quietly():
@@ -41,8 +42,7 @@ def look_at_other_ways(request: Request, chance: float | None) -> None:
         warn_of_others(tracer_of(request, lambda: None), chance)
 
 
-def _keeps_others(request: Request) -> bool:
-    """Whether the loop keeps graphs, and beside them other gradients than one backward pass leaves."""
-    loop = request.loop
-    left = trained_bytes(request.model)
-    return loop.graph_retained and (loop.asks_first or loop.kept_beside > 0 or loop.freed_beside not in (None, left))
+def _has_others(request: Request) -> bool:
+    """Whether the loop has other gradients than in `.grad`, or keeps graphs, and more than one pass leaves beside."""
+    loop, left = request.loop, trained_bytes(request.model)
+    return loop.asks_first or (loop.graph_retained and (loop.kept_beside > 0 or loop.freed_beside not in (None, left)))

@@ -83,7 +83,7 @@ class Runtime(Applied):
         self.ways = Ways(type(model).__name__)
         own = weakref.proxy(self)  # torch holds what it compiled until the model is gone
         self.regions = Regions(model, stores(), lambda key: own._takes_way(key))
-        self.uncompiled = Uncompiled()
+        self.uncompiled = Uncompiled(compiles=True)
         self.settled = self.traced = self.asks_ones = False
         self.unguarded: object = None
         self.current = Recipe({}, {})

@@ -184,7 +184,7 @@ def _with(loop: Loop, shown: Loop) -> Loop:
         graph_retained=loop.graph_retained or shown.graph_retained,
         kept_beside=kept.kept_beside,
         freed_beside=kept.freed_beside,
-        asks_first=kept.asks_first,
+        asks_first=loop.asks_first or shown.asks_first,
         stateless=shown.stateless,
         sparse=shown.sparse,
         without=shown.without,

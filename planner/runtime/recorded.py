@@ -340,9 +340,10 @@ def between_steps(recorder: Recorder, own: Any, budget: int) -> int:
         budget: the workspaces of ops are measured where less than half of it would be left.
     """
     there = {key: used.nbytes for key, used in recorder.used.copy().items() if used.stays} | storages(own)
-    entered = recorder.made, recorder.inputs, recorder.returned, recorder.added, *recorder.older
-    known = {key for each in entered for key in each.made.copy()}
-    beside = sum(_without(there, known).values())
+    recorded = recorder.made, recorder.inputs, recorder.returned, recorder.added, recorder.gradients
+    known = {key for each in (*recorded, *recorder.older) for key in each.made.copy()}
+    copies = _without(_copies(recorder), known)
+    beside = sum(_without(there | copies, known).values()) + recorder.between.renews(copies)
     between = recorder.between.most()
     most = beside + max(between.values(), default=0)
     if most <= budget // 2:

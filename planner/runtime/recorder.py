@@ -61,9 +61,9 @@ class Recorder(LastingMode):
         arrived: gradients of outputs, for each backward pass: storage -> as it was made, or 0 and its bytes.
         given: of the same, those that are alive.
         held: the most bytes of these that were still there when the planned graphs had used them.
-        added: of the gradients that the model's parameters had as a backward pass ended, those that are alive.
+        added: what the parameters' gradients were as a backward pass ended, but for `gradients`, as far as it is alive.
         budget: of the plan, in bytes.
-        between: the bytes of what was made, and of `inputs`, `returned` and `added`, at once, for each op since the
+        between: the bytes of what was made, and of `inputs`, `returned` and gradients, at once, for each op since the
             latest backward pass began, if one has; with those of `older` where half of the budget is not enough.
         returned: outputs of calls that are alive.
         aside: what the planned graphs of the first call have returned beside them, as attributes of the model, weakly.
@@ -107,14 +107,14 @@ class Recorder(LastingMode):
         self.events: list[Event] = []
         self.calls, self.losses = dict[str, Call](), list[LossEvents]()
         self.arrived, self.passes = list[dict[int, Made]](), list[Pass]()
-        self.model = weakref.ref(model)
-        self.results = Results(outputs, self.events)
+        self.model, self.results = weakref.ref(model), Results(outputs, self.events)
         self.others: weakref.WeakSet[PlannedModel] = weakref.WeakSet()
         self.passing: weakref.WeakSet[PlannedModel] = weakref.WeakSet()
         self.in_loss: set[int] = set()  # numbers of tensors that a backward pass made before it came to an output
         self.gradients, self.given = PlannedGradients(), MadeStorages()  # by the planned graphs; of outputs
         self.held = self.inputs_at_once = self.later = self._called = self.spent = self.given_again = 0
-        self.budget, self.between, self.before = 0, Between(), dict[int, int]()
+        self.budget, self.before = 0, dict[int, int]()
+        self.between: Between = Between(None if earlier is None else earlier.between)
         own = {storage_key(t): t.untyped_storage() for outer in state for t in inside(outer)}.values()
         # a loop may put others in their place
         self._own = [weakref.finalize(each, self.between.gone, each.nbytes()) for each in own]
@@ -313,8 +313,9 @@ class Recorder(LastingMode):
     def _backward_ended(self) -> None:
         self.phase = "loss"
         if (model := self.model()) is not None:
-            gradients = [p.grad for p in model.parameters() if p.grad is not None]
-            self._enter([part for outer in tensors_in(gradients) for part in dense_parts(outer)], self.added)
+            self.gradients.enter_whole()
+            parts = [t for outer in tensors_in([*map(gradient_of, model.parameters())]) for t in dense_parts(outer)]
+            self._enter([t for t in parts if storage_key(t) not in self.gradients.made], self.added)
 
     def _loss_events(self, named: Collection[int]) -> LossEvents:
         """The loss; variables hold outputs, or views of them, of these storages."""
@@ -369,7 +370,8 @@ class Recorder(LastingMode):
             self.calls.setdefault(name, call)
         places = () if backward else places_of(inspect.currentframe())
         self.events.append(Event(self.made.live + self._older_outputs.live, name, backward, places, tuple(made)))
-        self.between.note(name, (self.made, self.inputs, self.returned, self.added), self.older, self.budget)
+        entered = self.made, self.inputs, self.returned, self.added, self.gradients
+        self.between.note(name, entered, self.older, self.budget)
         self.over |= len(self.events) > MOST_OPS
 
     def _note_inputs(self, given: Sequence[torch.Tensor], into: set[int]) -> set[int]:
@@ -387,8 +389,8 @@ class Recorder(LastingMode):
                 continue
             used = self.used.get(key)
             if used is None:
-                storage = t.untyped_storage()
-                counted = any(key in each.made for each in (self.inputs, self.returned, self.added, *self.older))
+                storage, entered = t.untyped_storage(), (self.inputs, self.returned, self.added, self.gradients)
+                counted = any(key in each.made for each in (*entered, *self.older))
                 used = self.used[key] = Used(storage.nbytes(), since=None if counted else self.between.ops)
                 weakref.finalize(storage, self.between.ends, self.used, key).atexit = False
             used.in_step |= not self.losses

@@ -59,9 +59,14 @@ class _Call:
 
 
 class Uncompiled:
-    """The latest calls that ran as they are."""
+    """The latest calls that ran as they are.
 
-    def __init__(self) -> None:
+    Args:
+        compiles: whether others of the model run by compiled graphs, as those do in which returned gradients are seen.
+    """
+
+    def __init__(self, *, compiles: bool = False) -> None:
+        self._compiles = compiles
         self._grew, self._said = False, set[str]()
         self._calls: dict[int, weakref.ref[_Call]] = {}
 
@@ -93,7 +98,7 @@ class Uncompiled:
 
     def _unseen(self, what: str) -> None:
         """Warn once of what a backward pass makes and no plan counts."""
-        if what not in self._said:
+        if what not in self._said and not (self._compiles and what is _RETURNED):
             self._said.add(what)
             warn(what)
 
