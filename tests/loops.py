@@ -3307,7 +3307,7 @@ LOOPS: dict[str, Loop] = {
     "autoencoder": Loop(autoencoder),
     "layers_dropped_in_a_loop": Loop(layers_dropped_in_a_loop, thorough=True),
     "blocks_that_drop_themselves": Loop(blocks_that_drop_themselves, plans=4, off=0.03),
-    "layers_dropped_by_a_helper": Loop(layers_dropped_by_a_helper, plans=3, off=0.07),
+    "layers_dropped_by_a_helper": Loop(layers_dropped_by_a_helper, plans=3, off=0.07, thorough=True),
     "averaged_by_methods": Loop(averaged_by_methods, thorough=True),
     "variational": Loop(variational),
     "halves_by_methods": Loop(halves_by_methods, thorough=True),

@@ -184,7 +184,7 @@ def train_fused(folder, wrong):
     }
 
 
-@pytest.mark.parametrize(("wrong", "mode"), [*more((False, "inductor")), (True, "aten")])
+@pytest.mark.parametrize(("wrong", "mode"), more((False, "inductor"), (True, "aten")))
 def test_ranks_of_a_compiled_model_train_in_the_same_kernels(wrong, mode, tmp_path):
     found = on_ranks(2, train_fused, tmp_path, wrong)
     for each in found:

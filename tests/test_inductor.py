@@ -584,10 +584,10 @@ class Elementwise(nn.Module):
 
 @pytest.mark.parametrize(
     ("blocks", "layers", "share", "plans"),
-    [
-        *more(pytest.param(6, lambda: (nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1)), 0.75, 2, id="it draws")),
+    more(
+        pytest.param(6, lambda: (nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1)), 0.75, 2, id="it draws"),
         pytest.param(4, lambda: (nn.Linear(64, 64), Elementwise()), 0.62, 3, id="op by op, it needs more"),
-    ],
+    ),
 )
 def test_plans_for_what_the_loop_showed_are_compared_with_the_first_one_within_the_budget(blocks, layers, share, plans):
     """What the first plan is compared with, which may take more, runs for that plan alone."""

@@ -37,6 +37,7 @@ def search(model, make_batch=rows, budget_gb=BUDGET, **options):
     return max_batch(model, make_batch, budget_gb=budget_gb, loss_fn=torch.sum, progress=False, **options)
 
 
+@pytest.mark.thorough
 def test_as_planning_for_every_n_says():
     model = deep()
     found = search(model)

@@ -350,6 +350,7 @@ def test_where_the_loss_leaves_no_room_the_lowest_peak_is_the_proven_one():
     assert least.peak == least.bound
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("short")
 def test_a_start_within_what_is_asked_for_ends_the_search_for_the_leanest(monkeypatch):
     plain = random_training_graph(3, 30)
