@@ -91,6 +91,8 @@ def _gone_from(events: Sequence[Event], made: Made, key: int, frame: FrameType |
     latest = first
     for at in range(start + 1, len(events)):
         now = next((where for of, where in events[at].places if of is code), None)
+        if now is None and place != places[0]:  # the call of a planned model may come of the same statement
+            continue
         if now is None or not first <= now <= stores.end:
             return at if now is not None or latest >= stores.last_computed else None
         latest = max(latest, now)
