@@ -197,6 +197,18 @@ class Prints(nn.Module):
         return x
 
 
+def test_returned_gradients_are_said_not_to_be_seen_where_nothing_is_compiled():
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always", PlanWarning)
+        for model in (Prints(), mlp()):
+            plan(model, budget_gb=1).apply()
+            for _ in range(4):
+                loss = model(torch.randn(32, 64)).square().mean()
+                torch.autograd.grad(loss, [*model.parameters()], retain_graph=True)
+                loss.backward()
+    assert sum("are not seen" in str(each.message) for each in found) == 1
+
+
 class Disabled(Prints):
     @torch.compiler.disable
     def forward(self, x):

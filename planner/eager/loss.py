@@ -44,7 +44,7 @@ def differentiate(
     loop: Loop,
     earlier: list[torch.Tensor],
     given: list[torch.Tensor],
-    parameters: Sequence[torch.Tensor] = (),
+    parameters: Sequence[torch.Tensor],
 ) -> None:
     """The loss and the backward pass; where the loop keeps graphs, the one of its passes that holds most, and the last.
 
@@ -101,10 +101,11 @@ def differentiate(
             if not keeps:
                 earlier.clear()
             beside = held((loop.kept_beside if keeps else loop.freed_beside or 0) if asked else 0)
-            before = [p.grad for p in parameters]
+            others = parameters if asked and keeps else ()
+            before = [p.grad for p in others]
             torch.autograd.backward(losses, list(map(torch.ones_like, losses)), retain_graph=keeps)
             beside.clear()
-            for p, gradient in zip(parameters, before, strict=True) if asked and keeps else ():
+            for p, gradient in zip(others, before, strict=True):
                 p.grad = gradient
             before.clear()
 

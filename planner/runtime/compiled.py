@@ -83,7 +83,8 @@ class Runtime(Applied):
         self.ways = Ways(type(model).__name__)
         own = weakref.proxy(self)  # torch holds what it compiled until the model is gone
         self.regions = Regions(model, stores(), lambda key: own._takes_way(key))
-        self.uncompiled = Uncompiled(compiles=True)
+        regions = weakref.ref(self.regions)  # a call's results must not hold the model
+        self.uncompiled = Uncompiled(lambda: (there := regions()) is not None and there.ran > 0)
         self.settled = self.traced = self.asks_ones = False
         self.unguarded: object = None
         self.current = Recipe({}, {})

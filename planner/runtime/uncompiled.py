@@ -62,11 +62,11 @@ class Uncompiled:
     """The latest calls that ran as they are.
 
     Args:
-        compiles: whether others of the model run by compiled graphs, as those do in which returned gradients are seen.
+        seen: whether others of the model have run by compiled graphs, in which returned gradients are seen.
     """
 
-    def __init__(self, *, compiles: bool = False) -> None:
-        self._compiles = compiles
+    def __init__(self, seen: Callable[[], bool] = lambda: False) -> None:
+        self._seen = seen
         self._grew, self._said = False, set[str]()
         self._calls: dict[int, weakref.ref[_Call]] = {}
 
@@ -98,7 +98,7 @@ class Uncompiled:
 
     def _unseen(self, what: str) -> None:
         """Warn once of what a backward pass makes and no plan counts."""
-        if what not in self._said and not (self._compiles and what is _RETURNED):
+        if what not in self._said and not (what is _RETURNED and self._seen()):
             self._said.add(what)
             warn(what)
 
