@@ -2271,6 +2271,22 @@ def weights_from_gradients(put: Put, ended: Ended) -> None:
         ended(loss)
 
 
+def critics_of_one_optimizer(put: Put, ended: Ended) -> None:
+    """An actor beside two critics, which have their optimizer in common: each is planned."""
+    actor, *critics = put(mlp(256)), put(mlp(256)), put(mlp(256))
+    optimizers = [torch.optim.Adam([p for c in critics for p in c.parameters()]), torch.optim.Adam(actor.parameters())]
+    for _ in range(STEPS):
+        x, y = torch.randn(256, 256), torch.randn(256, 64)
+        losses = []
+        for optimizer, models in zip(optimizers, (critics, [actor]), strict=True):
+            optimizer.zero_grad()
+            for model in models:
+                losses.append((model(x) - y).square().mean())
+                losses[-1].backward()
+            optimizer.step()
+        ended(losses)
+
+
 class ActorCritic(nn.Module):
     """Two heads read what one body makes: autograd adds up their gradients. The actor's output is a distribution."""
 
@@ -3373,6 +3389,7 @@ LOOPS: dict[str, Loop] = {
     "perceptual": Loop(perceptual, share=0.97),
     "gradients_of_each": Loop(gradients_of_each, off=0.03, share=0.95),
     "gradients_of_two": Loop(partial(gradients_of_each, at_once=False), off=0.03, share=0.95, thorough=True),
+    "critics_of_one_optimizer": Loop(critics_of_one_optimizer, plans=6, thorough=True),
     "actor_critic": Loop(actor_critic, plans=6, share=0.77, thorough=True),
     "policy_gradient": Loop(policy_gradient, share=0.98),
     "rollouts": Loop(rollouts, thorough=True),

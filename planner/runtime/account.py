@@ -41,16 +41,17 @@ class Holder:
     def when_used(self, number: int, then: Callable[[], object]) -> None:
         """Call a function when the backward pass of a call that waits for it begins, as far as that is known."""
 
-    def _optimizers(self) -> list[optim.Optimizer]:
+    def optimizers(self) -> list[optim.Optimizer]:
+        """Those that stepped the model's parameters, and still exist, as far as they are known."""
         return [] if self.watch is None else self.watch.optimizers()
 
     def tensors(self) -> Any:
         """The model's parameters, buffers, gradients, and the state of its optimizers."""
-        return tensors_of(self.model, self._optimizers())
+        return tensors_of(self.model, self.optimizers())
 
     def states(self) -> list[torch.Tensor]:
         """The state of its optimizers, as far as it is in no memory of the model's own."""
-        states = dense_tensors([list(optimizer.state.values()) for optimizer in self._optimizers()])
+        states = dense_tensors([list(optimizer.state.values()) for optimizer in self.optimizers()])
         own = storages(state_of(self.model))
         return [t for t in states if storage_key(t) not in own]
 
@@ -69,7 +70,7 @@ class Holder:
         """
         if self.newest is None:
             return 0
-        return planned_bytes(self.model, self.newest.record, self._optimizers(), counted)
+        return planned_bytes(self.model, self.newest.record, self.optimizers(), counted)
 
     def was_trained(self) -> bool:
         """Whether a backward pass has come of some call, as far as that is known."""

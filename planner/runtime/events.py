@@ -115,6 +115,9 @@ class PlannedModel(Protocol):
     def waiting_bytes(self) -> int:
         """Bytes of what these have saved for it."""
 
+    def optimizers(self) -> list[optim.Optimizer]:
+        """Those that stepped its parameters."""
+
     def stays(self, counted: Collection[optim.Optimizer]) -> int:
         """Bytes of all of these, as its plan counts them, without the state of optimizers that are counted already."""
 

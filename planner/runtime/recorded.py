@@ -182,7 +182,7 @@ def stays(
     more = max(since, _bytes(gone) - made_since - inputs)
     ahead = sum(nbytes for key, nbytes in remaining.items() if key in coming)  # beside the batch of this step
     beside = sum(_without(stay, own).values()) + ahead + more + added_to
-    beside += sum(other.stays(optimizers) for other in others)
+    beside += _planned_stays(others, optimizers)
     data, elsewhere = recorder.device.type not in HOSTS, {*stay, *later}
     between = {k: u for k, u in used.items() if k not in elsewhere and (u.stays or (data and not u.in_step))}
     older_states = sum(between[key].nbytes for key in between.keys() & recorder.by_optimizer.made.copy())
@@ -202,6 +202,15 @@ def stays(
         unread=unread,
         renewed=renewed + max(before, recorder.spent),
     )
+
+
+def _planned_stays(others: Iterable[PlannedModel], optimizers: Iterable[optim.Optimizer]) -> int:
+    """Bytes of other planned models: the state of an optimizer that steps several counts once."""
+    nbytes, counted = 0, [*optimizers]
+    for other in others:
+        nbytes += other.stays(counted)
+        counted += other.optimizers()
+    return nbytes
 
 
 def _used_outside(recorder: Recorder, own: Collection[int]) -> UsedStorages:

@@ -34,6 +34,8 @@ from planner.session.agreement import agreed
 from planner.session.announce import announce, warn_unplanned, why_anew
 from planner.session.binding import Awaited
 from planner.session.counted import counted, with_buckets
+from planner.session.forgotten import free_others
+from planner.session.growth import Growth
 from planner.session.lean import leanest, leanest_that_moves, waits, within
 from planner.session.several import Several
 from planner.session.uncounted import adds_up, gradients_warned, unreduced_warned, waiting_warned
@@ -41,11 +43,8 @@ from solvers import BRIEF
 
 TOLERANCE = 1000  # plans are made anew for what is more than this part of the budget
 HARDLY = 0.01  # of the budget: how much more a plan may take that is made anew
+NEW_KIND = "this kind of step (its shapes, dtypes and modes) comes for the first time"
 Judge = Callable[[Planned], Planned]
-
-_MODELS: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # with plans
-
-_NEW_KIND = "this kind of step (its shapes, dtypes and modes) comes for the first time"
 
 
 class Provider:
@@ -98,6 +97,7 @@ class Provider:
         self.warned = False  # that there is no plan
         self.own: list[Planned] = []  # whose schedules may serve other sizes
         self.before: list[Planned] = []  # the same, until plans were last made anew
+        self.growth = Growth()
         self.several, self.together = Several(), tuple[Signature, ...]()  # calls of a step that are planned together
         self.early: dict[Signature, Planned] = {}  # for the ranks to agree on
         if ready is not None:
@@ -116,7 +116,7 @@ class Provider:
         self.answered.clear()  # as other plans may leave less
         if call.refused:
             self._do_without_compile(model, call.refused)
-        _free_others(model)
+        free_others(model)
         request = with_batch(replace(self.request, runs=True), model, call.args, call.kwargs, call.maxima)
         median, now = call.assume_median_branch, surroundings_of(model)
         request = replace(request, assume_median_branch=median, surroundings=now, brief=self._may_be_brief(caller))
@@ -196,7 +196,7 @@ class Provider:
             given, guessed = request.loop, planned.request.loop
             if (guessed.unreached, guessed.stateless) != (given.unreached, given.stateless):
                 self.loops[role_of(kind)] = guessed
-            announce(planned, time.perf_counter() - start, self.why or (_NEW_KIND if self.own else ""))
+            announce(planned, time.perf_counter() - start, self.why or (NEW_KIND if self.own else ""))
             self.why = ""
             if request.uncompiled:
                 self.uncompiled.add(role_of(kind))
@@ -222,6 +222,9 @@ class Provider:
             return leanest(make, request) if request.loop.unused else make(request, known=self.known)
         except InfeasibleBudgetError as e:
             loop, least, gb_needed = request.loop, e.minimum_bytes, e.minimum_gb
+            if (now := self.growth.without(role_of(_kind(request)), loop, least - request.budget_bytes)) is not None:
+                self._make_for(now, role_of(_kind(request)))
+                return self._made(replace(request, loop=now), captured, earlier)
             late = self.heard > 1 and captured is not None
             hardly = loop != self.request.loop and (late or least <= request.budget_bytes * (1 + HARDLY))
             # what does not fit without what other models take, either, is an error
@@ -262,6 +265,7 @@ class Provider:
             self.loops[role], self.stepped = seen, [weakref.ref(o) for o in found]
             return False
         before, counted = self.loops.get(role, self.loop), self.counted.get(role, self.request.found)
+        seen = self.growth.counted(role, seen, before)
         others = [optimizer for optimizer in found if weakref.ref(optimizer) not in counted]
         if others and self._counts(found, role):
             others = []
@@ -282,15 +286,12 @@ class Provider:
                 self.why = "its step fits the budget in eager mode"
         else:
             self.why = why_anew(before, seen, others)
+            if self.heard > 2 and not others:
+                seen = self.growth.foreseen(role, seen, before, self.request.budget_bytes)
         self.again = True
         self.brief.discard(role)
         self.stepped = [weakref.ref(o) for o in stepped]
-        if role:
-            self.loops[role] = seen
-            self.peaks.pop(role, None)
-        else:
-            self.loop, self.loops = seen, {}
-            self.peaks.clear()
+        self._make_for(seen, role)
         # a schedule that recomputes nothing stays the best where it fits; another one may recompute too much now
         own, again = [planned for planned in self.own if not planned.record.overhead], seen.in_flight < before.in_flight
         own += [planned for planned in self.before if again and planned.request.loop == seen]
@@ -298,6 +299,15 @@ class Provider:
         self.awaited, self.early = None, {}
         self.several.forget()
         return True
+
+    def _make_for(self, loop: Loop, role: Role) -> None:
+        """Make plans anew, for that loop."""
+        if role:
+            self.loops[role] = loop
+            self.peaks.pop(role, None)
+        else:
+            self.loop, self.loops = loop, {}
+            self.peaks.clear()
 
     def _as_planned(self, seen: Loop, graph: TrainingGraph | None) -> Loop:
         """The loop as plans are made for it, which may leave out what no gradient came to."""
@@ -381,15 +391,6 @@ class Provider:
     def on_backward_begin(self, model: nn.Module, record: PlanRecord) -> bool:
         """Warn of gradients that are there and not counted."""
         return gradients_warned(model, record, True)
-
-
-def _free_others(model: nn.Module) -> None:
-    """Free planned models that nobody has any more, such as an earlier copy: a model and what was compiled for it form
-    reference cycles, and would hold its parameters until Python looks for these.
-    """
-    if any(other is not model for other in _MODELS):
-        gc.collect()
-    _MODELS.add(model)
 
 
 def _kind(request: Request) -> Signature:
