@@ -15,7 +15,7 @@ from planner.capture.shapes import enlarged
 from planner.capture.trace.apart import Apart, Paths
 from planner.capture.trace.dynamo import make_backend, op_by_op
 from planner.capture.trace.layers import helpers
-from planner.capture.trace.state_guard import undone_on, untouched
+from planner.capture.trace.state_guard import Undoing, untouched
 from planner.compat.dynamo import compile_call
 from planner.compat.fake import FakeTensorMode
 from planner.compat.joint_trace import traces_of
@@ -80,6 +80,7 @@ class Runtime(Applied):
         self.shapes = shapes
         self.serving: dict[Signature, Family] = {}
         self.came: Counter[Signature] = Counter()
+        self.undoing = Undoing()
         self.ways = Ways(type(model).__name__)
         own = weakref.proxy(self)  # torch holds what it compiled until the model is gone
         self.regions = Regions(model, stores(), lambda key: own._takes_way(key))
@@ -365,7 +366,8 @@ class Runtime(Applied):
                 else:
                     self.current = recipe_of(plan)
                     undoes = self._undoes(signature)
-                    undone = undone_on(GraphChanged, self.model, self.current.written) if undoes else nullcontext()
+                    written = self.current.written
+                    undone = self.undoing.on(GraphChanged, self.model, written) if undoes else nullcontext()
                     with helpers(), undone:
                         result = self.compiled(*args, **kwargs)
         except BaseException as e:  # an interruption, too

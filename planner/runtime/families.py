@@ -12,7 +12,7 @@ from torch import nn
 
 from planner.capture.shapes import densely, marked
 from planner.capture.trace.layers import helpers
-from planner.capture.trace.state_guard import undone_on
+from planner.capture.trace.state_guard import Undoing
 from planner.compat.tensors import version_of
 from planner.core.maxima import Maxima, sizes_in
 from planner.core.plan import PlanRecord
@@ -54,6 +54,7 @@ class Family:
     compiled: Callable[..., Any]
     graphs: int
     came: set[tuple[object, ...]] = field(default_factory=set)
+    undoing: Undoing = field(default_factory=Undoing)
 
     def run(self, model: nn.Module, signature: tuple[object, ...], args: Any, kwargs: Any) -> Any:
         """The model's output. Raises GraphChanged, with the model's state as it was, where its graph is another."""
@@ -61,7 +62,7 @@ class Family:
         versions = [version_of(copy) for _, copy in copies]
         # a graph that differs may come after others have run
         careful = self.graphs > 1 and (signature not in self.came or recipe_of(self.plan).asks)
-        undone = undone_on(GraphChanged, model, recipe_of(self.plan).written) if careful else nullcontext()
+        undone = self.undoing.on(GraphChanged, model, recipe_of(self.plan).written) if careful else nullcontext()
         with marked(args, kwargs, self.maxima), undone, helpers():
             result = self.compiled(*args, **kwargs)
         self.came.add(signature)

@@ -40,7 +40,9 @@ def generators_of(modules: Iterable[nn.Module]) -> list[Found]:
     for own in map(vars, modules):
         for name, x in own.items():
             kind = type(x)
-            if kind not in PLAIN and (kind not in _TABLES or (x and id(x) not in tables)):  # most are empty tables
+            if kind in PLAIN or (kind in _TABLES and (not x or id(x) in tables)):
+                continue  # most are empty tables
+            if kind is not tuple or not PLAIN.issuperset(map(type, x)):  # as a stride is
                 found += _reached((own, name), x, _DEEPEST, seen)
     for kind in set(map(type, modules)):
         for place in _named(kind):
@@ -49,22 +51,27 @@ def generators_of(modules: Iterable[nn.Module]) -> list[Found]:
 
 
 def torch_generators(model: nn.Module) -> list[torch.Generator]:
-    """Those of torch."""
-    found = generators_of(modules_in(model))
+    """Those of torch that a model's modules have."""
+    return of_torch(generators_of(modules_in(model)))
+
+
+def of_torch(found: Iterable[Found]) -> list[torch.Generator]:
+    """Those of torch, each once."""
     return list({id(g): g for _, g in found if isinstance(g, torch.Generator)}.values())
 
 
 def _named(kind: type[nn.Module]) -> list[Place]:
     """The attributes of a class, and the variables that its code names, that led to generators at its first use."""
     if kind not in _NAMED:
-        own = ((c, name) for c in kind.__mro__ if not _of_torch(c) for name in vars(c))
+        own = ((c, name) for c in kind.__mro__ if not _has_none(c) for name in vars(c))
         places = chain(named_by(kind), own)
         _NAMED[kind] = [place for place in places if any(_reached(place, value_of(*place), _DEEPEST, set()))]
     return _NAMED[kind]
 
 
-def _of_torch(kind: type) -> bool:
-    return str(kind.__module__).partition(".")[0] in ("torch", "builtins")
+def _has_none(kind: type) -> bool:
+    """Whether a class is torch's, Python's, or one of what runs planned models: no generator of a model is in those."""
+    return str(kind.__module__).partition(".")[0] in ("torch", "builtins", "planner")
 
 
 def _reached(place: Place | None, x: Any, deepest: int, seen: set[int]) -> Iterator[Found]:
@@ -97,7 +104,7 @@ def _inside(x: Any, kind: type) -> Iterator[tuple[Place | None, Any]]:
         yield None, x.__self__
     elif issubclass(kind, functools.partial):
         yield from ((None, value) for value in (x.func, *x.args, *x.keywords.values()))
-    elif not _of_torch(own := x if issubclass(kind, type) else kind):
+    elif not _has_none(own := x if issubclass(kind, type) else kind):
         held = getattr(x, "__dict__", None) if own is kind and kind.__dictoffset__ else None
         if isinstance(held, dict):
             yield from (((held, name), value) for name, value in list(held.items()))

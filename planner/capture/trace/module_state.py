@@ -8,7 +8,8 @@ import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from itertools import chain
+from itertools import chain, starmap
+from operator import is_
 from types import BuiltinFunctionType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any
 
@@ -34,23 +35,54 @@ class Attributes:
 
     A call may replace these, and change what is in the containers and the objects, in containers inside them, too. A
     module that got parameters or modules of its own since then keeps what came with them.
+
+    Attributes:
+        modules: of the model, each once.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._modules = modules_in(model)
-        self._buffers = [dict(buffers_of(module)) for module in self._modules]
-        self._values = [(_plain(module), tuple(vars(module)), _parts(module)) for module in self._modules]
-        others = _others(self._modules)
+        self.modules = modules_in(model)
+        self._members = self._ids()
+        self._buffers = self._own_buffers()
+        self._values = [(_plain(module), tuple(vars(module)), _parts(module)) for module in self.modules]
+        others = _others(self.modules)
         self._arrays = [(x, x.copy()) for _, _, x in others if isinstance(x, np.ndarray) and x.flags.writeable]
         self._iterators = [(own, name, x, copy_of(x)) for own, name, x in others if is_iterator(x)]
-        objects = [x for _, _, x in others if _has_state(type(x))]
-        objects += [y for x in objects for y in vars(x).values() if _has_state(type(y))]
-        named = named_containers(self._modules)
+        self._objects = [x for _, _, x in others if _has_state(type(x))]
+        self._objects += [y for x in self._objects for y in vars(x).values() if _has_state(type(y))]
+        named = named_containers(self.modules)
         self._contents = contents_of(
-            chain(named, map(vars, objects), *(values.values() for values, *_ in self._values))
+            chain(named, map(vars, self._objects), *(values.values() for values, *_ in self._values))
         )
-        tables = chain.from_iterable(map(hook_tables, self._modules))
+        tables = chain.from_iterable(map(hook_tables, self.modules))
         self._hooks = {id(table): dict(table) for table in tables if table}  # most are empty
+        self._lasting: bool | None = None  # whether no tensor, array or iterator is among them
+
+    def _own_buffers(self) -> list[dict[str, Any]]:
+        return [dict(buffers_of(module)) for module in self.modules]
+
+    def _ids(self) -> list[int]:
+        """The identities of all that the modules have by name."""
+        return [*map(id, chain.from_iterable(map(dict.values, map(vars, self.modules))))]
+
+    def again(self, model: nn.Module) -> bool:
+        """Whether these are what the model has by now, too, which takes a fraction of the time of collecting them: no
+        tensor, array or iterator is among them, and nothing else has changed. Buffers are looked at anew.
+        """
+        if self._lasting is None:
+            held = [self.tensors(), tensors_in([before for _, before in self._contents])]
+            self._lasting = not (self._arrays or self._iterators or any(held))
+            self._empty = [container for container, before in self._contents if not before]  # most are
+            self._filled = [each for each in self._contents if each[1]]
+        if not self._lasting or modules_in(model) != self.modules or self._ids() != self._members:
+            return False
+        if any(self._empty) or not all(starmap(_unchanged, self._filled)):
+            return False
+        tables = chain.from_iterable(map(hook_tables, self.modules))
+        if [table for table in tables if table != self._hooks.get(id(table), _EMPTY)]:
+            return False
+        self._buffers = self._own_buffers()
+        return True
 
     def tensors(self) -> list[torch.Tensor]:
         """The tensors among these."""
@@ -58,11 +90,11 @@ class Attributes:
 
     def restore(self) -> None:
         """Put them back, and take away those that were not there."""
-        for module, buffers in zip(self._modules, self._buffers, strict=True):
+        for module, buffers in zip(self.modules, self._buffers, strict=True):
             table = buffers_of(module)
             table.clear()
             table.update(buffers)
-        for module, (values, names, parts) in zip(self._modules, self._values, strict=True):
+        for module, (values, names, parts) in zip(self.modules, self._values, strict=True):
             own = vars(module)
             own.update({k: v for k, v in values.items() if own.get(k, own) is not v})
             if _parts(module) == parts:
@@ -75,7 +107,7 @@ class Attributes:
         for own, name, iterator, before in self._iterators:
             if own.get(name) is iterator or is_iterator(own.get(name)):  # torch.compile puts another one there
                 own[name] = before
-        for of_kind in chain.from_iterable(map(hook_tables, self._modules)):
+        for of_kind in chain.from_iterable(map(hook_tables, self.modules)):
             hooks = self._hooks.get(id(of_kind), {})
             if of_kind != hooks:  # a first call may have installed some, and noted that in a value
                 of_kind.clear()
@@ -96,7 +128,7 @@ def containers_kept(model: nn.Module) -> Iterator[None]:
 def _plain(module: nn.Module) -> dict[str, Any]:
     """None, numbers, text, containers, and tensors: a state that the next call goes on from has a graph."""
     found = {k: v for k, v in vars(module).items() if type(v) in _SIMPLE or isinstance(v, _KEPT)}
-    for name in TABLES:
+    for name in ("_buffers", *TABLES):
         found.pop(name, None)
     return found
 
@@ -112,8 +144,8 @@ def _others(modules: Iterable[nn.Module]) -> list[tuple[dict[str, Any], str, Any
 
 
 def _has_state(kind: type) -> bool:
-    """Whether objects of a class have attributes that a call may change."""
-    none = kind in _SIMPLE or issubclass(kind, _NO_STATE) or kind.__module__.startswith("torch.")
+    """Whether objects of a class have attributes that a model's call may change."""
+    none = kind in _SIMPLE or issubclass(kind, _NO_STATE) or kind.__module__.startswith(("torch.", "planner."))
     return not none and kind.__dictoffset__ != 0
 
 
@@ -157,7 +189,7 @@ def contents_of(values: Iterable[Any]) -> list[tuple[Any, Any]]:
     """
     found: dict[int, tuple[Any, Any]] = {}
     seen: set[int] = set()
-    left = [x for x in values if isinstance(x, tuple) or type(x) in _CONTAINERS]
+    left = _containers_in(values)
     while left:
         container = left.pop()
         if id(container) in seen:
@@ -170,21 +202,32 @@ def contents_of(values: Iterable[Any]) -> list[tuple[Any, Any]]:
         inner = list(container.values()) if isinstance(container, dict) else list(container)
         if not isinstance(container, tuple):
             found[id(container)] = container, dict(container) if isinstance(container, dict) else inner
-        left += [x for x in inner if isinstance(x, tuple) or type(x) in _CONTAINERS]
+        left += _containers_in(inner)
     return list(found.values())
+
+
+def _containers_in(values: Iterable[Any]) -> list[Any]:
+    """Those that can be changed, and tuples with anything but plain values, as a stride has none."""
+    return [
+        x
+        for x in values
+        if (kind := type(x)) in _CONTAINERS
+        or (kind is not str and issubclass(kind, tuple) and not PLAIN.issuperset(map(type, x)))
+    ]
+
+
+def _unchanged(container: Any, before: Any) -> bool:
+    """Whether a container has the contents that it had."""
+    if len(container) != len(before):
+        return False
+    if isinstance(container, dict):
+        return all(map(is_, container, before)) and all(map(is_, container.values(), before.values()))
+    return all(map(is_, container, before))
 
 
 def refill(container: Any, before: Any) -> None:
     """Give a container the contents that it had, where it has others."""
-    if not before:
-        same = not container
-    elif isinstance(container, dict):
-        same = len(container) == len(before) and all(
-            k is j and v is w for (k, v), (j, w) in zip(container.items(), before.items(), strict=True)
-        )
-    else:
-        same = len(container) == len(before) and all(a is b for a, b in zip(container, before, strict=True))
-    if same:
+    if _unchanged(container, before):
         return
     container.clear()
     (container.extend if isinstance(container, (list, deque)) else container.update)(before)

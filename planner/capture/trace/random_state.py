@@ -51,9 +51,15 @@ def random_kept(model: nn.Module | None = None, chance: float | None = None) -> 
         undraw()
 
 
-def undrawing(model: nn.Module | None = None) -> Callable[[], bool]:
-    """A function that puts the state of these generators back to the present one; it says whether any had changed."""
-    before = [(generator, _state_of(generator)) for generator in _generators(_found(model))]
+def undrawing(model: nn.Module | None = None, found: Iterable[Found] | None = None) -> Callable[[], bool]:
+    """A function that puts the state of these generators back to the present one; it says whether any had changed.
+
+    Args:
+        model: as in `random_kept`.
+        found: its own generators, where they are known.
+    """
+    own = _found(model) if found is None else found
+    before = [(generator, _state_of(generator)) for generator in _generators(own)]
 
     def restore() -> bool:
         drawn = [(g, state) for g, state in before if _comparable(_state_of(g)) != _comparable(state)]

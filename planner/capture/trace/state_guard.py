@@ -14,12 +14,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from planner.capture.trace.generators import torch_generators
+from planner.capture.trace.generators import generators_of, of_torch
 from planner.capture.trace.module_state import Attributes, contents_of, refill
+from planner.capture.trace.named import value_of
 from planner.capture.trace.random_state import undrawing
 from planner.compat.dispatch import written
 from planner.compat.fake import FakeTensor
-from planner.compat.modules import buffers_of, modules_in, parameters_in
+from planner.compat.modules import buffers_of, parameters_in
 from planner.compat.tensors import TorchDispatchMode, storage_key
 from planner.core.call import inside, tensors_in
 from planner.core.host import bytes_of, like
@@ -59,6 +60,19 @@ class ParameterWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
+class Own:
+    """The attributes of a model's modules, and its own generators of random numbers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.attributes = Attributes(model)
+        self.generators = generators_of(self.attributes.modules)
+
+    def again(self, model: nn.Module) -> bool:
+        """Whether they are what the model has by now, too; see `Attributes.again`."""
+        there = (place is None or value_of(*place) is generator for place, generator in self.generators)
+        return self.attributes.again(model) and all(there)
+
+
 class ModelSnapshot:
     """The state of a model that a call may change: buffers, attributes of modules, memory of parameters, random state.
 
@@ -69,6 +83,7 @@ class ModelSnapshot:
         others: tensors whose devices count beside those of its parameters.
         parameters: the names of those that its forward pass writes into.
         arguments: of a call, whose tensors and containers it may write into.
+        own: what the model has, where that is known.
 
     Attributes:
         attributes: of the modules, as they were.
@@ -80,21 +95,24 @@ class ModelSnapshot:
         others: Iterable[torch.Tensor] = (),
         parameters: Collection[str] = (),
         arguments: tuple[Any, ...] = (),
+        own: Own | None = None,
     ) -> None:
-        self.attributes = Attributes(model)
+        own = Own(model) if own is None else own
+        self.attributes, modules = own.attributes, own.attributes.modules
+        trained = parameters_in(modules)
         # a call may give a parameter other memory: `p.data = p.data * m + q.data * (1 - m)`, as MoCo does
-        plain = (p for p in parameters_in(modules_in(model)) if type(p.data) is torch.Tensor)
-        self._memory = [(p, p.data) for p in plain if p.layout == torch.strided]
+        plain = ((p, p.data) for p in trained if p.layout == torch.strided)
+        self._memory = [(p, data) for p, data in plain if type(data) is torch.Tensor]
         written = [p for name, p in model.named_parameters() if name in parameters] if parameters else []
-        own = chain.from_iterable(buffers_of(module).values() for module in modules_in(model))
-        changing = [*{id(b): b for b in (*own, *dense_tensors(arguments)) if b is not None}.values(), *written]
+        buffers = chain.from_iterable(buffers_of(module).values() for module in modules)
+        changing = [*{id(b): b for b in (*buffers, *dense_tensors(arguments)) if b is not None}.values(), *written]
         self._containers = contents_of(arguments)
         self._contents = [_saved(b) for each in changing if not each.is_meta for b in inside(each)]
-        devices = dict.fromkeys(t.device for t in (*parameters_in(modules_in(model)), *others))
+        devices = dict.fromkeys(t.device for t in (*trained, *others))
         here = [(accelerator, d) for d in devices if (accelerator := accelerator_of(d)) is not None]
         self._generators = [(accelerator, d, accelerator.random_state(d)) for accelerator, d in here]
-        self._own = [(g, g.get_state()) for g in torch_generators(model)]
-        self._random, self._undraw = bytes_of(torch.get_rng_state()), undrawing(model)
+        self._own = [(g, g.get_state()) for g in of_torch(own.generators)]
+        self._random, self._undraw = bytes_of(torch.get_rng_state()), undrawing(found=own.generators)
 
     def restore(self) -> None:
         """Put the state back; buffers that have not changed are not written into."""
@@ -144,15 +162,26 @@ def untouched(
         _put_back(writes.before)
 
 
-@contextmanager
-def undone_on(error: type[Exception], model: nn.Module, parameters: Collection[str]) -> Iterator[None]:
-    """Put the model's state back where an error of that kind is raised; the parameters are as in `ModelSnapshot`."""
-    state = ModelSnapshot(model, parameters=parameters)
-    try:
-        yield
-    except error:
-        state.restore()
-        raise
+class Undoing:
+    """Puts a model's state back where its call fails, time and again."""
+
+    def __init__(self) -> None:
+        self._own: Own | None = None
+
+    @contextmanager
+    def on(self, error: type[Exception], model: nn.Module, parameters: Collection[str]) -> Iterator[None]:
+        """Where an error of that kind is raised; the parameters are as in `ModelSnapshot`."""
+        own, self._own = self._own, None
+        if own is None or not own.again(model):
+            own = Own(model)
+        state = ModelSnapshot(model, parameters=parameters, own=own)
+        try:
+            yield
+        except error:
+            state.restore()
+            raise
+        if own.again(model):  # else it would hold what the call has replaced
+            self._own = own
 
 
 @contextmanager

@@ -1,0 +1,113 @@
+"""A call that fails leaves the model as it was, however often calls before it have changed nothing."""
+
+import copy
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from planner.capture.trace.state_guard import Own, Undoing
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        self.calls, self.scale, self.kept = 0, 1.5, []
+        self.settings = SimpleNamespace(rate=0.1, seen={}, inner=SimpleNamespace(names=["a"]))
+        self.rng, self.noise = random.Random(0), SimpleNamespace(rng=np.random.default_rng(0))
+
+
+def state_of(model):
+    """What a call may change, as values that can be compared."""
+    settings = model.settings
+    return copy.deepcopy(
+        (
+            model.calls,
+            model.scale,
+            model.kept,
+            (settings.rate, settings.seen, settings.inner.names),
+            model.rng.getstate(),
+            str(model.noise.rng.bit_generator.state),
+            [b.tolist() for b in model.buffers()],
+            len(model.layer._forward_hooks),
+            sorted(vars(model)),
+            torch.get_rng_state().tolist(),
+        )
+    )
+
+
+CHANGES = {
+    "number": lambda m: setattr(m, "calls", m.calls + 1),
+    "fraction": lambda m: setattr(m, "scale", m.scale * 1.5),
+    "list": lambda m: m.kept.append(1),
+    "object": lambda m: setattr(m.settings, "rate", 0.2),
+    "dict of an object": lambda m: m.settings.seen.update(a=1),
+    "list of an object in it": lambda m: m.settings.inner.names.append("b"),
+    "buffer": lambda m: m.layer[1].running_mean.add_(1),
+    "another buffer": lambda m: setattr(m.layer[1], "running_mean", torch.ones(4)),
+    "hook": lambda m: m.layer.register_forward_hook(lambda *_: None),
+    "new attribute": lambda m: setattr(m, "made", 3),
+    "Python's generator": lambda m: m.rng.random(),
+    "NumPy's generator in an object": lambda m: m.noise.rng.random(),
+    "torch's generator": lambda m: torch.rand(1),
+}
+
+
+def fail(undoing, model, *changes):
+    before = state_of(model)
+    with undoing.on(KeyError, model, ()):
+        for change in changes:
+            change(model)
+        assert state_of(model) != before
+        raise KeyError
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_what_a_call_has_changed_is_put_back_if_it_fails(change):
+    model, undoing = Model(), Undoing()
+    for _ in range(2):  # the second finds what the first has seen
+        with undoing.on(KeyError, model, ()):
+            pass
+    before = state_of(model)
+    with pytest.raises(KeyError):
+        fail(undoing, model, change)
+    assert state_of(model) == before
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_what_changed_before_the_call_stays(change):
+    model, undoing = Model(), Undoing()
+    for at in range(3):
+        with undoing.on(KeyError, model, ()):
+            if at:
+                change(model)  # in a call that does not fail
+        change(model)
+    before = state_of(model)
+    with pytest.raises(KeyError):
+        fail(undoing, model, *CHANGES.values())
+    assert state_of(model) == before
+
+
+def test_a_generator_in_the_place_of_another_one_is_put_back_too():
+    model, undoing = Model(), Undoing()
+    with undoing.on(KeyError, model, ()):
+        pass
+    model.noise.rng = np.random.default_rng(1)
+    before = state_of(model)
+    with pytest.raises(KeyError):
+        fail(undoing, model, lambda m: m.noise.rng.random())
+    assert state_of(model) == before
+
+
+def test_no_tensor_that_a_model_keeps_is_held_from_call_to_call():
+    model = Model()
+    assert Own(model).again(model)
+    for has in (model, model.settings):
+        has.latest = torch.ones(1)
+        assert not Own(model).again(model)
+        del has.latest
+    assert Own(model).again(model)
