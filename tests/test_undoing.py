@@ -9,7 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from planner.capture.trace.generators import generators_of
 from planner.capture.trace.state_guard import Own, Undoing
+
+HAS = SimpleNamespace(others=[SimpleNamespace(rng=random.Random(0))])
 
 
 class Model(nn.Module):
@@ -111,3 +114,21 @@ def test_no_tensor_that_a_model_keeps_is_held_from_call_to_call():
         assert not Own(model).again(model)
         del has.latest
     assert Own(model).again(model)
+
+
+def test_what_several_classes_name_has_a_generator_by_each():
+    class Plain(nn.Module):
+        def forward(self, x):
+            return x * len(CHANGES)
+
+    class First(nn.Module):
+        def forward(self, x):
+            return x * HAS.others[0].rng.random()
+
+    class Second(First):
+        def forward(self, x):
+            return x + HAS.others[0].rng.random() + len(CHANGES)
+
+    both = [Plain(), First(), Second()]
+    assert {id(g) for _, g in generators_of(both)} == {id(HAS.others[0].rng)}
+    assert [[g for _, g in generators_of([each])] for each in both] == [[], *[[HAS.others[0].rng]] * 2]

@@ -6,7 +6,6 @@ import functools
 import random
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from itertools import chain
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -35,7 +34,7 @@ def generators_of(modules: Iterable[nn.Module]) -> list[Found]:
     O(attributes), and O(code) for the first module of a class.
     """
     modules = list(modules)
-    tables, seen = set(map(id, tables_of(modules))), set[int]()
+    tables, seen, barren = set(map(id, tables_of(modules))), dict[int, int](), dict[int, int]()
     found = list[Found]()
     for own in map(vars, modules):
         for name, x in own.items():
@@ -45,7 +44,7 @@ def generators_of(modules: Iterable[nn.Module]) -> list[Found]:
             if kind is not tuple or not PLAIN.issuperset(map(type, x)):  # as a stride is
                 found += _reached((own, name), x, _DEEPEST, seen)
     for kind in set(map(type, modules)):
-        for place in _named(kind):
+        for place in _named(kind, barren):
             found += _reached(place, value_of(*place), _DEEPEST, seen)
     return found
 
@@ -60,12 +59,20 @@ def of_torch(found: Iterable[Found]) -> list[torch.Generator]:
     return list({id(g): g for _, g in found if isinstance(g, torch.Generator)}.values())
 
 
-def _named(kind: type[nn.Module]) -> list[Place]:
-    """The attributes of a class, and the variables that its code names, that led to generators at its first use."""
+def _named(kind: type[nn.Module], barren: dict[int, int]) -> list[Place]:
+    """The attributes of a class, and the variables that its code names, that led to generators at its first use.
+
+    `barren` is what other classes have led to, without a generator: the globals of a library's modules, mostly.
+    """
     if kind not in _NAMED:
         own = ((c, name) for c in kind.__mro__ if not _has_none(c) for name in vars(c))
-        places = chain(named_by(kind), own)
-        _NAMED[kind] = [place for place in places if any(_reached(place, value_of(*place), _DEEPEST, set()))]
+        places = [*named_by(kind), *own]
+        if any(True for place in places for _ in _reached(place, value_of(*place), _DEEPEST, barren)):
+            barren.clear()
+            places = [place for place in places if any(_reached(place, value_of(*place), _DEEPEST, {}))]
+        else:
+            places = []
+        _NAMED[kind] = places
     return _NAMED[kind]
 
 
@@ -74,9 +81,10 @@ def _has_none(kind: type) -> bool:
     return str(kind.__module__).partition(".")[0] in ("torch", "builtins", "planner")
 
 
-def _reached(place: Place | None, x: Any, deepest: int, seen: set[int]) -> Iterator[Found]:
-    """What is a generator, by each of its places, or what containers, functions and objects hold of those; each one is
-    looked into once.
+def _reached(place: Place | None, x: Any, deepest: int, seen: dict[int, int]) -> Iterator[Found]:
+    """What is a generator, by each of its places, or what containers, functions and objects hold of those.
+
+    Each of these is looked into once, or again where that goes deeper: `seen` says how deep that was, by identity.
     """
     left, most = [(place, x, deepest)], len(seen) + _MOST
     while left and len(seen) < most:
@@ -86,8 +94,8 @@ def _reached(place: Place | None, x: Any, deepest: int, seen: set[int]) -> Itera
             continue
         if issubclass(kind, KINDS):
             yield place, x
-        elif deeper and id(x) not in seen:
-            seen.add(id(x))
+        elif deeper > seen.get(id(x), 0):
+            seen[id(x)] = deeper
             left += [(inner, value, deeper - 1) for inner, value in _inside(x, kind) if type(value) not in PLAIN]
 
 
