@@ -2202,6 +2202,23 @@ def stepped_by_hand(put: Put, ended: Ended) -> None:
         ended([one.detach(), other.detach()])
 
 
+def masks_and_anchors(put: Put, ended: Ended) -> None:
+    """A loop reads, between its steps alone, what it keeps for each parameter, and for all in a vector."""
+    model = put(mlp(256, 2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    masks = [(torch.rand_like(p) > 0.5).float() for p in model.parameters()]
+    anchors = torch.cat([p.detach().flatten() for p in model.parameters()])
+    sizes = [p.numel() for p in model.parameters()]
+    for _ in range(STEPS):
+        loss = model(torch.randn(512, 256)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        for p, mask, anchor in zip(model.parameters(), masks, anchors.split(sizes), strict=True):
+            p.grad.mul_(mask).add_(anchor.view_as(p), alpha=0.01)
+        optimizer.step()
+        ended(loss)
+
+
 class Features(nn.Module):
     """What it makes of an image in three steps, in a list."""
 
@@ -3386,6 +3403,7 @@ LOOPS: dict[str, Loop] = {
     "two_sources_of_loss": Loop(two_sources_of_loss, thorough=True),
     "losses_one_by_one": Loop(losses_one_by_one),
     "stepped_by_hand": Loop(stepped_by_hand, plans=3, share=0.9),
+    "masks_and_anchors": Loop(masks_and_anchors),
     "perceptual": Loop(perceptual, share=0.97),
     "gradients_of_each": Loop(gradients_of_each, off=0.03, share=0.95),
     "gradients_of_two": Loop(partial(gradients_of_each, at_once=False), off=0.03, share=0.95, thorough=True),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -39,6 +39,17 @@ def kept_as_attributes(model: nn.Module) -> dict[str, torch.Tensor]:
 def state_of(model: nn.Module) -> list[torch.Tensor]:
     """A model's parameters, buffers, and the tensors that its modules keep as attributes."""
     return [*model.parameters(), *model.buffers(), *kept_as_attributes(model).values()]
+
+
+def shaped_as(parameters: Iterable[torch.Tensor]) -> Callable[[torch.Tensor], bool]:
+    """Whether a tensor may be what a loop keeps for these, as a mask: it has the shape of one, or is a vector for all.
+
+    It is no part of what has another size, as a batch of a data set is.
+    """
+    shapes = [p.shape for p in parameters]
+    shapes.append(torch.Size([sum(shape.numel() for shape in shapes)]))
+    known, sizes = set(shapes), {shape.numel() for shape in shapes}
+    return lambda t: t.shape in known and t.untyped_storage().nbytes() in {n * t.itemsize for n in sizes}
 
 
 def attributes_staying(model: nn.Module, before: Mapping[str, torch.Tensor]) -> dict[str, int]:

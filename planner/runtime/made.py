@@ -71,7 +71,7 @@ class Used:
 
     nbytes: int
     trained: weakref.ref[nn.Parameter] | None = None  # used where its gradient may be asked for
-    stays: bool = False  # it is a parameter, or it was written into
+    stays: bool = False  # it is a parameter, was written into, or is used between steps and has a parameter's shape
     in_step: bool = False  # used before the first backward pass ended
     since: int | None = None  # how many ops ran before; None where something else counts it
 

@@ -22,7 +22,7 @@ from torch import nn
 from planner.compat.autograd import adds_to_gradient, graph_is_kept, in_backward, when_backward_ends
 from planner.compat.dispatch import LastingMode, finds_ops, written
 from planner.compat.tensors import dense_parts, is_batched, is_traceable_wrapper_subclass, storage_key
-from planner.core.attributes import state_of
+from planner.core.attributes import shaped_as, state_of
 from planner.core.call import Call, gradient_of, inside, storages, tensors_in
 from planner.core.gradient_sums import as_without_modes, last_references
 from planner.core.layout import Order, memory_order
@@ -105,7 +105,7 @@ class Recorder(LastingMode):
         self._know([[*map(gradient_of, model.parameters())], batch, [*outputs, *aside]])
         self.made, self.used, self.used_before = MadeStorages(), UsedStorages(), list[UsedStorages]()
         self.events: list[Event] = []
-        self.calls, self.losses = dict[str, Call](), list[LossEvents]()
+        self.calls, self.losses, self._kept_for = dict[str, Call](), list[LossEvents](), shaped_as(model.parameters())
         self.arrived, self.passes = list[dict[int, Made]](), list[Pass]()
         self.model, self.results = weakref.ref(model), Results(outputs, self.events)
         self.others: weakref.WeakSet[PlannedModel] = weakref.WeakSet()
@@ -387,14 +387,14 @@ class Recorder(LastingMode):
             inputs.add(key)
             if key in self.known or key in self.made.made:
                 continue
-            used = self.used.get(key)
-            if used is None:
+            if (used := self.used.get(key)) is None:
                 storage, entered = t.untyped_storage(), (self.inputs, self.returned, self.added, self.gradients)
                 counted = any(key in each.made for each in (*entered, *self.older))
                 used = self.used[key] = Used(storage.nbytes(), since=None if counted else self.between.ops)
                 weakref.finalize(storage, self.between.ends, self.used, key).atexit = False
             used.in_step |= not self.losses
-            used.stays |= isinstance(t, nn.Parameter) or key in into
+            kept = isinstance(t, nn.Parameter) or key in into
+            used.stays |= kept or (bool(self.losses) and self._kept_for(t))
             if isinstance(t, nn.Parameter) and t.requires_grad and torch.is_grad_enabled():
                 used.trained = weakref.ref(t)
         return inputs
