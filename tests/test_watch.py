@@ -857,6 +857,25 @@ def test_weights_that_others_take_the_place_of_between_steps_are_there_until_the
     assert [("held 6.0" in each) for each in told] == [True] * warned
 
 
+@pytest.mark.parametrize(("megabytes", "warned"), [(4.7, True), (5.3, False)])
+def test_a_copy_of_the_state_that_others_take_the_place_of_is_there_until_then(megabytes, warned):
+    """Reptile: each takes 1 MB: the weights, their copy, a gradient, the next weights, and one part of these."""
+    model = plan(nn.Sequential(nn.Linear(512, 512, bias=False)), budget_gb=f"{megabytes} MiB").apply()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(6):
+            before = copy.deepcopy(model.state_dict())
+            for _ in range(2):
+                optimizer.zero_grad()
+                model(torch.randn(4, 512)).square().mean().backward()
+                optimizer.step()
+            after = model.state_dict()
+            model.load_state_dict({name: t + 0.5 * (after[name] - t) for name, t in before.items()})
+    told = [str(w.message) for w in caught if issubclass(w.category, PlanWarning)]
+    assert [("held 5.0" in each) for each in told] == [True] * warned, told
+
+
 def test_states_of_optimizers_that_are_the_models_own_memory_are_not_moved_aside():
     model = nn.Linear(8, 8)
     plan(model, budget_gb=1, progress=False).apply()

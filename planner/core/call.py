@@ -22,6 +22,8 @@ _COPIES_ALL_BEHIND = {
     _ATEN.diagonal_scatter.default,
     _ATEN.as_strided_scatter.default,
 }
+# of what `torch.tensor()` has made of Python's numbers, and of what `copy.deepcopy()` has copied
+_TAKE_OVER = {_ATEN.lift_fresh.default, _ATEN.set_.source_Storage, _ATEN.set_.source_Storage_storage_offset}
 PLAIN = {int, float, str, bool, type(None)}  # of what has no tensors inside, what is the most frequent
 
 
@@ -110,6 +112,11 @@ def _bytes_to_last(t: torch.Tensor) -> int:
     """Bytes of a storage up to the last element of a tensor: it may have more, as that of what `mse_loss` returns."""
     spanned = elements_spanned(t.shape, t.stride())
     return int(t.storage_offset() + spanned) * t.element_size() if spanned else 0
+
+
+def takes_over(func: Any, result: Any) -> bool:
+    """Whether an op gives a tensor memory of torch's own that may be new, and that no op has made."""
+    return func in _TAKE_OVER and result.untyped_storage().resizable()  # else it is NumPy's
 
 
 def storages(tree: Any) -> dict[int, int]:

@@ -15,11 +15,9 @@ class Between:
     Attributes:
         began: how many ops ran before those that count.
         highest: the most bytes of what was recorded, by the op that ran.
-        copies: the storages of the model's copies that no op has made (`copy.deepcopy`) and that are there at the end.
     """
 
-    def __init__(self, earlier: Between | None = None) -> None:
-        self.copies, self._before = set[int](), set[int]() if earlier is None else earlier.copies
+    def __init__(self) -> None:
         self.began, self.highest = 0, defaultdict[str, int](int)
         self._levels: list[tuple[str, int]] = []
         self._gone: list[tuple[int, int, int]] = []  # was there from that op on, and up to this one; bytes
@@ -46,11 +44,6 @@ class Between:
             nbytes += sum(nbytes for key, nbytes in alive.items() if key not in counted)
         self._levels.append((name, nbytes))
         self.highest[name] = max(self.highest[name], nbytes)
-
-    def renews(self, copies: Mapping[int, int]) -> int:
-        """Bytes of the copies of the step before, each of which is there until one of these, by storage, is."""
-        self.copies = {*copies}
-        return sum(copies.values()) if self._before and self._before.isdisjoint(copies) else 0
 
     def begin(self) -> None:
         """Only what comes from now on counts."""

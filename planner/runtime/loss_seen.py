@@ -38,7 +38,7 @@ def loss_seen(
     again, beside, inside = _returned(recorder, found.kept) if first else (found.again, 0, None)
     outputs = sum(outputs_held(recorder).values())
     # a graph that is kept has outputs among its saved tensors, until the loss is bound anew
-    older = outputs if first and recorder.graph_retained else again
+    older = outputs if first and any(each.keeps for each in recorder.passes) else again
     seen = [_without_cleared(loss, found.kept, cleared).with_waiting() for loss in recorded]
     losses = [_with_renewed(with_older(loss, older, outputs, inside), found.renewed) for loss in seen]
     with_outputs = [loss.events[loss.between : loss.let_go] for loss in losses]

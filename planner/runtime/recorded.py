@@ -56,7 +56,7 @@ def shown_by(recorder: Recorder, held: Collection[int], *, only_loss: bool) -> L
         unreached=() if only_loss else results.unreached,
         by_turns=results.by_turns if one else (),
         laid_out=results.laid_out,
-        graph_retained=recorder.graph_retained,
+        graph_retained=any(each.keeps for each in recorder.passes),
         asks_first=bool(recorder.passes) and not recorder.passes[0].adds,
         attributes=attributes_held(recorder),
         without=(results.left_out,),
@@ -351,8 +351,7 @@ def between_steps(recorder: Recorder, own: Any, budget: int) -> int:
     there = {key: used.nbytes for key, used in recorder.used.copy().items() if used.stays} | storages(own)
     recorded = recorder.made, recorder.inputs, recorder.returned, recorder.added, recorder.gradients
     known = {key for each in (*recorded, *recorder.older) for key in each.made.copy()}
-    copies = _without(_copies(recorder), known)
-    beside = sum(_without(there | copies, known).values()) + recorder.between.renews(copies)
+    beside = sum(_without(there | _copies(recorder), known).values())
     between = recorder.between.most()
     most = beside + max(between.values(), default=0)
     if most <= budget // 2:

@@ -23,7 +23,7 @@ from planner.compat.autograd import adds_to_gradient, graph_is_kept, in_backward
 from planner.compat.dispatch import LastingMode, finds_ops, written
 from planner.compat.tensors import dense_parts, is_batched, is_traceable_wrapper_subclass, storage_key
 from planner.core.attributes import shaped_as, state_of
-from planner.core.call import Call, gradient_of, inside, storages, tensors_in
+from planner.core.call import Call, gradient_of, inside, storages, takes_over, tensors_in
 from planner.core.gradient_sums import as_without_modes, last_references
 from planner.core.layout import Order, memory_order
 from planner.runtime.between import Between
@@ -35,7 +35,6 @@ from planner.runtime.planned_gradients import PlannedGradients
 from planner.runtime.rebound import places_of
 from planner.runtime.results import Results
 
-_LIFTED = torch.ops.aten.lift_fresh.default  # of what `torch.tensor()` has made of Python's numbers
 MOST_OPS = 200_000  # between two calls of the model: no more are recorded
 
 log = logging.getLogger("planner")
@@ -114,11 +113,12 @@ class Recorder(LastingMode):
         self.gradients, self.given = PlannedGradients(), MadeStorages()  # by the planned graphs; of outputs
         self.held = self.inputs_at_once = self.later = self._called = self.spent = self.given_again = 0
         self.budget, self.before = 0, dict[int, int]()
-        self.between: Between = Between(None if earlier is None else earlier.between)
+        self.between = Between()
         own = {storage_key(t): t.untyped_storage() for outer in state for t in inside(outer)}.values()
         # a loop may put others in their place
         self._own = [weakref.finalize(each, self.between.gone, each.nbytes()) for each in own]
         self.returned, self.inputs, self.added = MadeStorages(), MadeStorages(), MadeStorages()
+        self._counted = self.inputs, self.returned, self.added, self.gradients
         self.waiting, self.stepping, self.makes_batches, self.of_optimizer = (0, 0), False, False, set[int]()
         self.by_optimizer: MadeStorages = MadeStorages() if earlier is None else earlier.by_optimizer
         self.batches, self.passed = MadeStorages(), MadeStorages()  # inputs with gradients; what calls took and gave
@@ -245,11 +245,6 @@ class Recorder(LastingMode):
         self.gradients.come(results, self.device)
 
     @property
-    def graph_retained(self) -> bool:
-        """Whether a backward pass was asked to keep its graph."""
-        return any(each.keeps for each in self.passes)
-
-    @property
     def came_round(self) -> bool:
         """Whether the loop has come to the end of its first step, as far as the planned models in it show: none has run
         whose results are gone, and that is trained later on.
@@ -350,7 +345,7 @@ class Recorder(LastingMode):
 
     def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         into = {storage_key(t) for t in tensors_in(written(func, args, kwargs))}
-        fresh = func is _LIFTED and result.untyped_storage().resizable()  # else it is NumPy's
+        fresh = takes_over(func, result) and (key := storage_key(result)) not in self.known and not self._entered(key)
         inputs, backward = self._note_inputs([] if fresh else tensors_in((args, kwargs)), into), in_backward()
         made = []
         for t in tensors_in(result):
@@ -370,9 +365,12 @@ class Recorder(LastingMode):
             self.calls.setdefault(name, call)
         places = () if backward else places_of(inspect.currentframe())
         self.events.append(Event(self.made.live + self._older_outputs.live, name, backward, places, tuple(made)))
-        entered = self.made, self.inputs, self.returned, self.added, self.gradients
-        self.between.note(name, entered, self.older, self.budget)
+        self.between.note(name, (self.made, *self._counted), self.older, self.budget)
         self.over |= len(self.events) > MOST_OPS
+
+    def _entered(self, key: int) -> bool:
+        """Whether a storage is counted that no op was seen to make in this recording."""
+        return any(key in each.made for each in (*self._counted, *self.older))
 
     def _note_inputs(self, given: Sequence[torch.Tensor], into: set[int]) -> set[int]:
         """Enter the tensors that existed before and that are used, and the storages that are written into.
@@ -388,9 +386,8 @@ class Recorder(LastingMode):
             if key in self.known or key in self.made.made:
                 continue
             if (used := self.used.get(key)) is None:
-                storage, entered = t.untyped_storage(), (self.inputs, self.returned, self.added, self.gradients)
-                counted = any(key in each.made for each in (*entered, *self.older))
-                used = self.used[key] = Used(storage.nbytes(), since=None if counted else self.between.ops)
+                storage, since = t.untyped_storage(), None if self._entered(key) else self.between.ops
+                used = self.used[key] = Used(storage.nbytes(), since=since)
                 weakref.finalize(storage, self.between.ends, self.used, key).atexit = False
             used.in_step |= not self.losses
             kept = isinstance(t, nn.Parameter) or key in into
