@@ -57,6 +57,7 @@ class Attributes:
         tables = chain.from_iterable(map(hook_tables, self.modules))
         self._hooks = {id(table): dict(table) for table in tables if table}  # most are empty
         self._lasting: bool | None = None  # whether no tensor, array or iterator is among them
+        self._empty, self._filled = list[Any](), list[tuple[Any, Any]]()  # of the containers
 
     def _own_buffers(self) -> list[dict[str, Any]]:
         return [dict(buffers_of(module)) for module in self.modules]

@@ -27,6 +27,7 @@ from planner.core.host import bytes_of, like
 from planner.core.objects import dense_tensors, with_tensors
 from planner.devices.accelerator import accelerator_of
 
+MOST_IN_VAIN = 6  # looks of which each doubles the number of calls until the next
 _LRU_CACHE = type(functools.cache(lambda: None))
 # how often those had served that kept no fake tensor: a trace that asks for nothing leaves none there
 _LOOKED_AT: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
@@ -163,10 +164,15 @@ def untouched(
 
 
 class Undoing:
-    """Puts a model's state back where its call fails, time and again."""
+    """Puts a model's state back where its call fails, time and again.
+
+    What a call leaves as it was need not be collected for the next one. Where each changes something, it is looked
+    whether that is so ever less often.
+    """
 
     def __init__(self) -> None:
         self._own: Own | None = None
+        self._rests = self._in_vain = 0  # calls until the next look; how many looks came to nothing in a row
 
     @contextmanager
     def on(self, error: type[Exception], model: nn.Module, parameters: Collection[str]) -> Iterator[None]:
@@ -180,8 +186,13 @@ class Undoing:
         except error:
             state.restore()
             raise
-        if own.again(model):  # else it would hold what the call has replaced
-            self._own = own
+        if self._rests:
+            self._rests -= 1
+        elif own.again(model):  # else it would hold what the call has replaced
+            self._own, self._in_vain = own, 0
+        else:
+            self._in_vain = min(self._in_vain + 1, MOST_IN_VAIN)
+            self._rests = 2**self._in_vain
 
 
 @contextmanager
