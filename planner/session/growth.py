@@ -50,7 +50,8 @@ class Growth:
         if not little or not same_facts(seen, before, abs(seen.more_than(before))):
             return seen
         grown.times, grown.nbytes = grown.times + 1, grown.nbytes + more
-        grown.ahead = grown.nbytes if grown.times >= OFTEN else min(STEPS * more, budget // AHEAD)
+        if grown.times > 1:  # once may be all
+            grown.ahead = grown.nbytes if grown.times >= OFTEN else min(STEPS * more, budget // AHEAD)
         return replace(seen, around=seen.around + grown.ahead)
 
     def without(self, role: Role, loop: Loop, short: int) -> Loop | None:
