@@ -366,8 +366,8 @@ class Runtime(Applied):
                 else:
                     self.current = recipe_of(plan)
                     undoes = self._undoes(signature)
-                    written = self.current.written
-                    undone = self.undoing.on(GraphChanged, self.model, written) if undoes else nullcontext()
+                    kept = self.model, self.current.written, (args, kwargs)
+                    undone = self.undoing.on(GraphChanged, *kept) if undoes else nullcontext()
                     with helpers(), undone:
                         result = self.compiled(*args, **kwargs)
         except BaseException as e:  # an interruption, too

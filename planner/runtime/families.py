@@ -62,7 +62,8 @@ class Family:
         versions = [version_of(copy) for _, copy in copies]
         # a graph that differs may come after others have run
         careful = self.graphs > 1 and (signature not in self.came or recipe_of(self.plan).asks)
-        undone = self.undoing.on(GraphChanged, model, recipe_of(self.plan).written) if careful else nullcontext()
+        kept = model, recipe_of(self.plan).written, (args, kwargs)
+        undone = self.undoing.on(GraphChanged, *kept) if careful else nullcontext()
         with marked(args, kwargs, self.maxima), undone, helpers():
             result = self.compiled(*args, **kwargs)
         self.came.add(signature)

@@ -6,7 +6,7 @@ import copy
 import functools
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain, starmap
 from operator import is_
@@ -24,9 +24,10 @@ from planner.core.call import tensors_in
 PLAIN = {type(None), bool, int, float, str}
 _CONTAINERS = frozenset(CONTAINERS)
 _SIMPLE = {*PLAIN, tuple, *CONTAINERS}
-_KEPT = (torch.Tensor, int, float, str, tuple)
+_KEPT = (torch.Tensor, np.ndarray, np.generic, int, float, complex, str, bytes, frozenset, tuple)
 _NO_STATE = (*_KEPT, nn.Module, type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, functools.partial)
 _EMPTY: dict[Any, Any] = {}
+_DEEPEST = 2  # objects in objects, whose attributes a call may change
 
 
 class Attributes:
@@ -42,18 +43,16 @@ class Attributes:
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = modules_in(model)
-        self._members = self._ids()
+        self._members = self._names(), self._ids()
         self._buffers = self._own_buffers()
-        self._values = [(_plain(module), tuple(vars(module)), _parts(module)) for module in self.modules]
+        kinds = _value_kinds(self.modules)
+        self._values = [(_plain(m, kinds), tuple(vars(m)), _parts(m)) for m in self.modules]
         others = _others(self.modules)
         self._arrays = [(x, x.copy()) for _, _, x in others if isinstance(x, np.ndarray) and x.flags.writeable]
         self._iterators = [(own, name, x, copy_of(x)) for own, name, x in others if is_iterator(x)]
-        self._objects = [x for _, _, x in others if _has_state(type(x))]
-        self._objects += [y for x in self._objects for y in vars(x).values() if _has_state(type(y))]
-        named = named_containers(self.modules)
-        self._contents = contents_of(
-            chain(named, map(vars, self._objects), *(values.values() for values, *_ in self._values))
-        )
+        self._named = named_containers(self.modules)
+        values = [values for values, *_ in self._values]
+        self._contents = contents_of(chain(self._named, *map(dict.values, values)), _DEEPEST)
         tables = chain.from_iterable(map(hook_tables, self.modules))
         self._hooks = {id(table): dict(table) for table in tables if table}  # most are empty
         self._lasting: bool | None = None  # whether no tensor, array or iterator is among them
@@ -62,8 +61,12 @@ class Attributes:
     def _own_buffers(self) -> list[dict[str, Any]]:
         return [dict(buffers_of(module)) for module in self.modules]
 
+    def _names(self) -> list[str]:
+        """All names that the modules have for something."""
+        return [*chain.from_iterable(map(vars, self.modules))]
+
     def _ids(self) -> list[int]:
-        """The identities of all that the modules have by name."""
+        """The identities of what they have by these."""
         return [*map(id, chain.from_iterable(map(dict.values, map(vars, self.modules))))]
 
     def again(self, model: nn.Module) -> bool:
@@ -75,7 +78,9 @@ class Attributes:
             self._lasting = not (self._arrays or self._iterators or any(held))
             self._empty = [container for container, before in self._contents if not before]  # most are
             self._filled = [each for each in self._contents if each[1]]
-        if not self._lasting or modules_in(model) != self.modules or self._ids() != self._members:
+        if not self._lasting or modules_in(model) != self.modules or (self._names(), self._ids()) != self._members:
+            return False
+        if [*map(id, named_containers(self.modules))] != [*map(id, self._named)]:
             return False
         if any(self._empty) or not all(starmap(_unchanged, self._filled)):
             return False
@@ -99,7 +104,7 @@ class Attributes:
             own = vars(module)
             own.update({k: v for k, v in values.items() if own.get(k, own) is not v})
             if _parts(module) == parts:
-                for name in _plain(module).keys() - set(names):
+                for name in _plain(module, _value_kinds([module])).keys() - set(names):
                     del own[name]
         for container, before in self._contents:
             refill(container, before)
@@ -126,12 +131,18 @@ def containers_kept(model: nn.Module) -> Iterator[None]:
             refill(container, contents)
 
 
-def _plain(module: nn.Module) -> dict[str, Any]:
-    """None, numbers, text, containers, and tensors: a state that the next call goes on from has a graph."""
-    found = {k: v for k, v in vars(module).items() if type(v) in _SIMPLE or isinstance(v, _KEPT)}
+def _plain(module: nn.Module, kinds: Collection[type]) -> dict[str, Any]:
+    """What a module has by name of these classes; a tensor with its graph, from which the next call may go on."""
+    found = {k: v for k, v in vars(module).items() if type(v) in kinds}
     for name in ("_buffers", *TABLES):
         found.pop(name, None)
     return found
+
+
+def _value_kinds(modules: Iterable[nn.Module]) -> set[type]:
+    """The classes of what modules have by name and a call may replace: numbers, text, containers, tensors, objects."""
+    kinds = {type(x) for own in map(vars, modules) for x in own.values()}  # few: each is asked once
+    return {kind for kind in kinds if kind in _SIMPLE or issubclass(kind, _KEPT) or _has_state(kind)}
 
 
 def _others(modules: Iterable[nn.Module]) -> list[tuple[dict[str, Any], str, Any]]:
@@ -183,16 +194,17 @@ def _gives_items(kind: type) -> bool:
     return own and issubclass(kind, Iterator)
 
 
-def contents_of(values: Iterable[Any]) -> list[tuple[Any, Any]]:
-    """The containers among these values, and inside them, that can be changed, each with a copy. O(their contents).
+def contents_of(values: Iterable[Any], deepest: int = 0) -> list[tuple[Any, Any]]:
+    """The containers among these values, and inside them, that can be changed, each with a copy; with `deepest`, those
+    that objects among them have as attributes, too, up to so many objects deep. O(their contents).
 
     Those of Python's own classes: others may refuse to be written into.
     """
     found: dict[int, tuple[Any, Any]] = {}
     seen: set[int] = set()
-    left = _containers_in(values)
+    left = _containers_in(values, deepest)
     while left:
-        container = left.pop()
+        container, deeper = left.pop()
         if id(container) in seen:
             continue
         seen.add(id(container))
@@ -203,18 +215,24 @@ def contents_of(values: Iterable[Any]) -> list[tuple[Any, Any]]:
         inner = list(container.values()) if isinstance(container, dict) else list(container)
         if not isinstance(container, tuple):
             found[id(container)] = container, dict(container) if isinstance(container, dict) else inner
-        left += _containers_in(inner)
+        left += _containers_in(inner, deeper)
     return list(found.values())
 
 
-def _containers_in(values: Iterable[Any]) -> list[Any]:
-    """Those that can be changed, and tuples with anything but plain values, as a stride has none."""
-    return [
-        x
-        for x in values
-        if (kind := type(x)) in _CONTAINERS
-        or (kind is not str and issubclass(kind, tuple) and not PLAIN.issuperset(map(type, x)))
-    ]
+def _containers_in(values: Iterable[Any], deeper: int) -> list[tuple[Any, int]]:
+    """Those that can be changed, the attributes of objects, and tuples with anything but plain values, as a stride has
+    none; each with how much deeper it may go from there.
+    """
+    found = []
+    for x in values:
+        kind = type(x)
+        if kind in PLAIN:
+            continue
+        if kind in _CONTAINERS or (issubclass(kind, tuple) and not PLAIN.issuperset(map(type, x))):
+            found.append((x, deeper))
+        elif deeper and _has_state(kind):
+            found.append((vars(x), deeper - 1))
+    return found
 
 
 def _unchanged(container: Any, before: Any) -> bool:

@@ -16,7 +16,6 @@ from torch import nn
 
 from planner.capture.trace.generators import generators_of, of_torch
 from planner.capture.trace.module_state import Attributes, contents_of, refill
-from planner.capture.trace.named import value_of
 from planner.capture.trace.random_state import undrawing
 from planner.compat.dispatch import written
 from planner.compat.fake import FakeTensor
@@ -61,19 +60,6 @@ class ParameterWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-class Own:
-    """The attributes of a model's modules, and its own generators of random numbers."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.attributes = Attributes(model)
-        self.generators = generators_of(self.attributes.modules)
-
-    def again(self, model: nn.Module) -> bool:
-        """Whether they are what the model has by now, too; see `Attributes.again`."""
-        there = (place is None or value_of(*place) is generator for place, generator in self.generators)
-        return self.attributes.again(model) and all(there)
-
-
 class ModelSnapshot:
     """The state of a model that a call may change: buffers, attributes of modules, memory of parameters, random state.
 
@@ -84,7 +70,7 @@ class ModelSnapshot:
         others: tensors whose devices count beside those of its parameters.
         parameters: the names of those that its forward pass writes into.
         arguments: of a call, whose tensors and containers it may write into.
-        own: what the model has, where that is known.
+        attributes: of the modules, where they are known.
 
     Attributes:
         attributes: of the modules, as they were.
@@ -96,10 +82,10 @@ class ModelSnapshot:
         others: Iterable[torch.Tensor] = (),
         parameters: Collection[str] = (),
         arguments: tuple[Any, ...] = (),
-        own: Own | None = None,
+        attributes: Attributes | None = None,
     ) -> None:
-        own = Own(model) if own is None else own
-        self.attributes, modules = own.attributes, own.attributes.modules
+        self.attributes = Attributes(model) if attributes is None else attributes
+        modules = self.attributes.modules
         trained = parameters_in(modules)
         # a call may give a parameter other memory: `p.data = p.data * m + q.data * (1 - m)`, as MoCo does
         plain = ((p, p.data) for p in trained if p.layout == torch.strided)
@@ -112,8 +98,9 @@ class ModelSnapshot:
         devices = dict.fromkeys(t.device for t in (*trained, *others))
         here = [(accelerator, d) for d in devices if (accelerator := accelerator_of(d)) is not None]
         self._generators = [(accelerator, d, accelerator.random_state(d)) for accelerator, d in here]
-        self._own = [(g, g.get_state()) for g in of_torch(own.generators)]
-        self._random, self._undraw = bytes_of(torch.get_rng_state()), undrawing(found=own.generators)
+        generators = generators_of(modules)
+        self._own = [(g, g.get_state()) for g in of_torch(generators)]
+        self._random, self._undraw = bytes_of(torch.get_rng_state()), undrawing(found=generators)
 
     def restore(self) -> None:
         """Put the state back; buffers that have not changed are not written into."""
@@ -171,25 +158,31 @@ class Undoing:
     """
 
     def __init__(self) -> None:
-        self._own: Own | None = None
+        self._attributes: Attributes | None = None
         self._rests = self._in_vain = 0  # calls until the next look; how many looks came to nothing in a row
 
     @contextmanager
-    def on(self, error: type[Exception], model: nn.Module, parameters: Collection[str]) -> Iterator[None]:
-        """Where an error of that kind is raised; the parameters are as in `ModelSnapshot`."""
-        own, self._own = self._own, None
-        if own is None or not own.again(model):
-            own = Own(model)
-        state = ModelSnapshot(model, parameters=parameters, own=own)
+    def on(
+        self, error: type[Exception], model: nn.Module, parameters: Collection[str], arguments: tuple[Any, ...] = ()
+    ) -> Iterator[None]:
+        """Where an error of that kind is raised; the parameters are as in `ModelSnapshot`. Of the call's arguments, the
+        containers are put back, and no tensors.
+        """
+        attributes, self._attributes = self._attributes, None
+        if attributes is None or not attributes.again(model):
+            attributes = Attributes(model)
+        state, containers = ModelSnapshot(model, parameters=parameters, attributes=attributes), contents_of(arguments)
         try:
             yield
         except error:
             state.restore()
+            for container, before in containers:
+                refill(container, before)
             raise
         if self._rests:
             self._rests -= 1
-        elif own.again(model):  # else it would hold what the call has replaced
-            self._own, self._in_vain = own, 0
+        elif attributes.again(model):  # else it would hold what the call has replaced
+            self._attributes, self._in_vain = attributes, 0
         else:
             self._in_vain = min(self._in_vain + 1, MOST_IN_VAIN)
             self._rests = 2**self._in_vain
