@@ -201,3 +201,23 @@ def test_a_model_that_each_call_changes_is_looked_at_ever_less_often(monkeypatch
         with undoing.on(KeyError, model, ()):
             model.calls += 1
     assert 3 < len(looks) < 12
+
+
+def test_tensors_that_calls_write_into_are_put_back_and_others_are_not_copied():
+    model, undoing, written, read = Model(), Undoing(), torch.zeros(2), torch.zeros(2)
+
+    def call(fails, at):
+        with undoing.on(KeyError, model, (), ((read, [written]), {})):
+            written.add_(1)
+            if fails:
+                at.add_(1)
+                raise KeyError
+
+    for _ in range(3):
+        call(False, read)
+    with pytest.raises(KeyError):
+        call(True, written)
+    assert (written.tolist(), read.tolist()) == ([3, 3], [0, 0])
+    with pytest.raises(KeyError):
+        call(True, read)
+    assert read.tolist() == [1, 1]  # no call before has written into it

@@ -20,12 +20,13 @@ from planner.capture.trace.random_state import undrawing
 from planner.compat.dispatch import written
 from planner.compat.fake import FakeTensor
 from planner.compat.modules import buffers_of, parameters_in
-from planner.compat.tensors import TorchDispatchMode, storage_key
+from planner.compat.tensors import TorchDispatchMode, storage_key, version_of
 from planner.core.call import inside, tensors_in
 from planner.core.host import bytes_of, like
 from planner.core.objects import dense_tensors, with_tensors
 from planner.devices.accelerator import accelerator_of
 
+FIRST = 3  # calls in which all tensors that they are given are copied
 MOST_IN_VAIN = 6  # looks of which each doubles the number of calls until the next
 _LRU_CACHE = type(functools.cache(lambda: None))
 # how often those had served that kept no fake tensor: a trace that asks for nothing leaves none there
@@ -160,18 +161,23 @@ class Undoing:
     def __init__(self) -> None:
         self._attributes: Attributes | None = None
         self._rests = self._in_vain = 0  # calls until the next look; how many looks came to nothing in a row
+        self._calls, self._written = 0, set[int]()  # and which of the tensors that they were given they wrote into
 
     @contextmanager
     def on(
         self, error: type[Exception], model: nn.Module, parameters: Collection[str], arguments: tuple[Any, ...] = ()
     ) -> Iterator[None]:
         """Where an error of that kind is raised; the parameters are as in `ModelSnapshot`. Of the call's arguments, the
-        containers are put back, and no tensors.
+        containers are put back, and the tensors that it writes into, if it is one of the first, or those have.
         """
         attributes, self._attributes = self._attributes, None
         if attributes is None or not attributes.again(model):
             attributes = Attributes(model)
-        state, containers = ModelSnapshot(model, parameters=parameters, attributes=attributes), contents_of(arguments)
+        given = [t for t in dense_tensors(arguments) if not t.is_inference()]
+        versions = [*map(version_of, given)]
+        kept = [t for at, t in enumerate(given) if self._calls < FIRST or at in self._written]
+        state = ModelSnapshot(model, parameters=parameters, arguments=(kept,), attributes=attributes)
+        containers = contents_of(arguments)
         try:
             yield
         except error:
@@ -179,6 +185,8 @@ class Undoing:
             for container, before in containers:
                 refill(container, before)
             raise
+        self._calls += 1
+        self._written.update(at for at, t in enumerate(given) if version_of(t) != versions[at])
         if self._rests:
             self._rests -= 1
         elif attributes.again(model):  # else it would hold what the call has replaced
