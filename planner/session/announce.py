@@ -64,6 +64,24 @@ def why_anew(before: Loop, seen: Loop, optimizers: Sequence[optim.Optimizer]) ->
     return "the first step showed what the training loop holds beside the model"
 
 
+def note_waiting(error: PlannerError, in_flight: int) -> None:
+    """Say in an error what calls are counted, where several wait for their backward pass."""
+    if in_flight > 1:
+        error.add_note(
+            f"{in_flight} calls of the model are counted whose results were there at once, to be "
+            "differentiated. One that is not, such as an evaluation, runs under torch.no_grad()"
+        )
+
+
+def warn_over(nbytes: int, budget_bytes: int, needed_gb: float) -> None:
+    """Warn that the step takes so many bytes, more than its budget, and what would be enough."""
+    warn(
+        f"the step takes {gb(nbytes)}, with what the training loop holds beside the model: "
+        f"{gb(nbytes - budget_bytes)} more than its budget of {gb(budget_bytes)}. "
+        f"Give budget_gb={needed_gb!r}, or free what is held"
+    )
+
+
 def warn_unplanned(model: nn.Module, error: PlannerError) -> None:
     """Warn that a model trains as it is."""
     warn(f"this {type(model).__name__} trains without a plan, as on_failure='warn' asks: {error}")

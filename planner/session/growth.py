@@ -54,10 +54,12 @@ class Growth:
             grown.ahead = grown.nbytes if grown.times >= OFTEN else min(STEPS * more, budget // AHEAD)
         return replace(seen, around=seen.around + grown.ahead)
 
-    def without(self, role: Role, loop: Loop, short: int) -> Loop | None:
-        """The loop as it is now, where plans are so many bytes short for what they count ahead; else None."""
+    def without(self, role: Role, loop: Loop) -> Loop | None:
+        """The loop as it is now; None where that is all that is counted of it."""
         grown = self._grown.get(role)
-        if grown is None or short > grown.ahead:
-            return None
-        ahead, grown.ahead = grown.ahead, 0
-        return replace(loop, around=loop.around - ahead) if ahead else None
+        return replace(loop, around=loop.around - grown.ahead) if grown and grown.ahead else None
+
+    def taken_back(self, role: Role, now: Loop) -> Loop:
+        """That loop, as nothing is counted ahead any more."""
+        self._grown[role].ahead = 0
+        return now

@@ -17,7 +17,7 @@ from planner.core.plan import PlanRecord
 from planner.core.recipe import Choice
 from planner.core.surroundings import surroundings_of, under
 from planner.costs.account import counts_optimizers, more_of_optimizers
-from planner.errors import ApplyError, InfeasibleBudgetError, PlannerError, gb, warn
+from planner.errors import ApplyError, InfeasibleBudgetError, PlannerError
 from planner.parallel.buckets import buckets_of
 from planner.parallel.group import refuse_verification
 from planner.planning.outside import more_of_loss
@@ -31,7 +31,7 @@ from planner.requests.request import Request
 from planner.runtime.events import Call, Caller
 from planner.runtime.signature import Role, Signature, call_signature, role_of
 from planner.session.agreement import agreed
-from planner.session.announce import announce, warn_unplanned, why_anew
+from planner.session.announce import announce, note_waiting, warn_over, warn_unplanned, why_anew
 from planner.session.binding import Awaited
 from planner.session.counted import counted, with_buckets
 from planner.session.forgotten import free_others
@@ -221,29 +221,26 @@ class Provider:
         try:
             return leanest(make, request) if request.loop.unused else make(request, known=self.known)
         except InfeasibleBudgetError as e:
-            loop, least, gb_needed = request.loop, e.minimum_bytes, e.minimum_gb
-            if (now := self.growth.without(role_of(_kind(request)), loop, least - request.budget_bytes)) is not None:
-                self._make_for(now, role_of(_kind(request)))
-                return self._made(replace(request, loop=now), captured, earlier)
+            loop, least, (now_least, gb_needed) = request.loop, e.minimum_bytes, (e.minimum_bytes, e.minimum_gb)
+            if (now := self.growth.without(role := role_of(_kind(request)), loop)) is not None:
+                try:
+                    planned = make(replace(request, loop=now), known=self.known)
+                except InfeasibleBudgetError as without:  # an error that is kept would hold the batch
+                    now_least, gb_needed = without.minimum_bytes, without.minimum_gb
+                else:
+                    self._make_for(self.growth.taken_back(role, now), role)
+                    return planned
             late = self.heard > 1 and captured is not None
             hardly = loop != self.request.loop and (late or least <= request.budget_bytes * (1 + HARDLY))
             # what does not fit without what other models take, either, is an error
             if not hardly and least - loop.around > request.budget_bytes:
-                if loop.in_flight > 1:
-                    e.add_note(
-                        f"{loop.in_flight} calls of the model are counted whose results were there at once, to be "
-                        "differentiated. One that is not, such as an evaluation, runs under torch.no_grad()"
-                    )
+                note_waiting(e, loop.in_flight)
                 raise
         if request.options.offload and least > request.budget_bytes * (1 + HARDLY) and waits(loop):
             planned, least = leanest_that_moves(make, request)
         else:
             planned = within(make, request, least)
-        warn(
-            f"the step takes {gb(least)}, with what the training loop holds beside the model: "
-            f"{gb(least - request.budget_bytes)} more than its budget of {gb(request.budget_bytes)}. "
-            f"Give budget_gb={gb_needed!r}, or free what is held"
-        )
+        warn_over(min(least, now_least), request.budget_bytes, gb_needed)
         return planned
 
     def on_loop_seen(
