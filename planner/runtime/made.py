@@ -71,7 +71,7 @@ class Used:
 
     nbytes: int
     trained: weakref.ref[nn.Parameter] | None = None  # used where its gradient may be asked for
-    stays: bool = False  # it is a parameter, was written into, or is used between steps and has a parameter's shape
+    stays: bool = False  # it is a parameter, was written into, or into one, whose shape it has, between the steps
     in_step: bool = False  # used before the first backward pass ended
     since: int | None = None  # how many ops ran before; None where something else counts it
 

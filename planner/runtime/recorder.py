@@ -377,6 +377,8 @@ class Recorder(LastingMode):
 
         Returns the storages of all that are used.
         """
+        # between the steps, into the model's own parameters or gradients
+        ours = bool(self.losses) and any(key in self.known or self._entered(key) for key in into)
         inputs = set()
         for t in given:
             if not takes_memory(t, self.device):
@@ -390,8 +392,7 @@ class Recorder(LastingMode):
                 used = self.used[key] = Used(storage.nbytes(), since=since)
                 weakref.finalize(storage, self.between.ends, self.used, key).atexit = False
             used.in_step |= not self.losses
-            kept = isinstance(t, nn.Parameter) or key in into
-            used.stays |= kept or (bool(self.losses) and self._kept_for(t))
+            used.stays |= isinstance(t, nn.Parameter) or key in into or (ours and self._kept_for(t))
             if isinstance(t, nn.Parameter) and t.requires_grad and torch.is_grad_enabled():
                 used.trained = weakref.ref(t)
         return inputs
