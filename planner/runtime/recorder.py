@@ -378,7 +378,8 @@ class Recorder(LastingMode):
         Returns the storages of all that are used.
         """
         # between the steps, into the model's own parameters or gradients
-        ours = bool(self.losses) and any(key in self.known or self._entered(key) for key in into)
+        own = [self.known, self.gradients.made, self.added.made]
+        ours = bool(self.losses) and any(key in each for key in into for each in own)
         inputs = set()
         for t in given:
             if not takes_memory(t, self.device):
