@@ -53,13 +53,15 @@ class Attributes:
         self._named = named_containers(self.modules)
         values = [values for values, *_ in self._values]
         self._contents = contents_of(chain(self._named, *map(dict.values, values)), _DEEPEST)
-        tables = chain.from_iterable(map(hook_tables, self.modules))
-        self._hooks = {id(table): dict(table) for table in tables if table}  # most are empty
+        self._hooks = {id(table): dict(table) for table in self._hook_tables() if table}  # most are empty
         self._lasting: bool | None = None  # whether no tensor, array or iterator is among them
         self._empty, self._filled = list[Any](), list[tuple[Any, Any]]()  # of the containers
 
     def _own_buffers(self) -> list[dict[str, Any]]:
         return [dict(buffers_of(module)) for module in self.modules]
+
+    def _hook_tables(self) -> Iterator[dict[int, Any]]:
+        return chain.from_iterable(map(hook_tables, self.modules))
 
     def _names(self) -> list[str]:
         """All names that the modules have for something."""
@@ -84,8 +86,7 @@ class Attributes:
             return False
         if any(self._empty) or not all(starmap(_unchanged, self._filled)):
             return False
-        tables = chain.from_iterable(map(hook_tables, self.modules))
-        if [table for table in tables if table != self._hooks.get(id(table), _EMPTY)]:
+        if any(table != self._hooks.get(id(table), _EMPTY) for table in self._hook_tables()):
             return False
         self._buffers = self._own_buffers()
         return True
@@ -113,7 +114,7 @@ class Attributes:
         for own, name, iterator, before in self._iterators:
             if own.get(name) is iterator or is_iterator(own.get(name)):  # torch.compile puts another one there
                 own[name] = before
-        for of_kind in chain.from_iterable(map(hook_tables, self.modules)):
+        for of_kind in self._hook_tables():
             hooks = self._hooks.get(id(of_kind), {})
             if of_kind != hooks:  # a first call may have installed some, and noted that in a value
                 of_kind.clear()
@@ -146,12 +147,10 @@ def _value_kinds(modules: Iterable[nn.Module]) -> set[type]:
 
 
 def _others(modules: Iterable[nn.Module]) -> list[tuple[dict[str, Any], str, Any]]:
-    """The iterators of Python's own classes, NumPy's arrays, and the objects of other classes that have attributes, by
-    the names that modules have for them.
-    """
+    """The iterators of Python's own classes, and NumPy's arrays, by the names that modules have for them."""
     owns = list(map(vars, modules))
     kinds = {type(x) for own in owns for x in own.values()}  # few: each is asked once
-    found = {kind for kind in kinds if _has_state(kind) or _gives_items(kind) or issubclass(kind, np.ndarray)}
+    found = {kind for kind in kinds if _gives_items(kind) or issubclass(kind, np.ndarray)}
     return [(own, name, x) for own in owns for name, x in own.items() if type(x) in found] if found else []
 
 
