@@ -144,6 +144,15 @@ def test_views_share_a_storage_key_and_a_version():
     assert tensors.storage_key(a) != tensors.storage_key(b)
 
 
+def test_a_storage_key_does_not_come_again_and_stays_while_the_storage_is_there():
+    assert len({tensors.storage_key(torch.ones(3)) for _ in range(9)}) == 9
+    x = torch.ones(3, requires_grad=True)
+    (x * x).sum().backward()
+    key = tensors.storage_key(x.grad)
+    assert key == tensors.key_of(x.grad.untyped_storage()) == tensors.storage_key(x.grad.detach())
+    assert tensors.storage_key(copy.deepcopy(x.grad)) != key != tensors.storage_key(copy.copy(x.grad).clone())
+
+
 def test_a_view_knows_what_it_is_of():
     x = torch.zeros(4, requires_grad=True) * 2
     assert tensors.viewed(x[1:]) is x

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from typing import Any, TypeVar
 
 import torch
@@ -23,19 +24,20 @@ __all__ = [
 ]
 
 Wrapper = TypeVar("Wrapper", bound=torch.Tensor)
+_NUMBERS = count(1)
 
 
 def storage_key(t: torch.Tensor) -> int:
-    """The identity of a tensor's storage, equal for all its views (`UntypedStorage._cdata`, torch 2.11 to 2.15).
+    """The identity of a tensor's storage, equal for all its views: a number that no other storage has, or had.
 
-    It may come again once the storage is freed. A meta or fake tensor has one, whose `data_ptr` is 0.
+    An address comes again once a storage is freed. Meta and fake tensors have storages, too.
     """
     return key_of(t.untyped_storage())
 
 
 def key_of(storage: torch.UntypedStorage) -> int:
-    """The identity of a storage itself, as `storage_key` (`UntypedStorage._cdata`, torch 2.11 to 2.15)."""
-    key: int = storage._cdata
+    """The identity of a storage itself, as `storage_key`: an attribute of it, as torch keeps one object for each."""
+    key: int = vars(storage).setdefault("_planner_key", next(_NUMBERS))
     return key
 
 

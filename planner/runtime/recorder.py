@@ -147,13 +147,8 @@ class Recorder(LastingMode):
         self.used_before += [each for each in used if each]
 
     def _know(self, tree: Any) -> set[int]:
-        """The account has lines for these storages, as long as they are there: another may have its identity later."""
-        found = set()
-        for t in (part for outer in tensors_in(tree) for part in inside(outer)):
-            found.add(key := storage_key(t))
-            if key not in self.known:
-                self.known.add(key)
-                weakref.finalize(t.untyped_storage(), self.known.discard, key).atexit = False
+        """The account has lines for these storages."""
+        self.known.update(found := {*storages(tree)})
         return found
 
     def _seen_made(self) -> set[int]:
@@ -298,9 +293,6 @@ class Recorder(LastingMode):
         self.results.reached_by[-1].add(at)
         arrived = self.arrived[-1]
         for key, nbytes in storages(gradient).items():
-            if key in arrived and key not in self.given.made:  # that one is gone: another has its identity
-                gone = arrived.pop(key)
-                arrived[-1 - len(arrived)] = gone
             arrived[key] = self.made.made.get(key, (0, nbytes))
         for t in tensors_in(gradient):
             self.given.add(t.untyped_storage(), storage_key(t))
@@ -350,8 +342,6 @@ class Recorder(LastingMode):
         made = []
         for t in tensors_in(result):
             if takes_memory(t, self.device) and (key := storage_key(t)) not in inputs and key not in self.made.made:
-                self.known.discard(key)  # of a storage that is gone
-                self.used.pop(key, None)
                 self.made.add(t.untyped_storage(), key)
                 made.append(self.made.number)
                 if backward:
