@@ -1006,6 +1006,20 @@ def test_references():
     assert autograd.references(t) == alone
 
 
+def test_only_what_cpp_holds_is_a_use_of_a_tensor():
+    t = torch.zeros(2, requires_grad=True) * 2
+    named = [t, t]
+    assert autograd.uses_of(named[0]) == 1
+    view = t[:1]
+    assert (autograd.uses_of(t), autograd.uses_of(view)) == (2, 1)
+    del view
+    saves = t.square()
+    assert saves.requires_grad
+    assert autograd.uses_of(t) == 2
+    saves.sum().backward()
+    assert autograd.uses_of(t) == 1
+
+
 def test_decompositions_of_ops_with_kernels_are_away_for_a_while():
     op = torch.ops.aten.upsample_bicubic2d.vec
     before = dict(op.py_kernels)

@@ -342,10 +342,15 @@ def post_accumulate_hooks(parameter: torch.Tensor) -> dict[int, Any] | None:
     return hooks
 
 
+def uses_of(t: torch.Tensor) -> int:
+    """How often C++ code holds a tensor; all of Python's references are one (`Tensor._use_count`, 2.11 to 2.15)."""
+    uses: int = t._use_count()  # type: ignore[attr-defined]
+    return uses
+
+
 def references(t: torch.Tensor) -> tuple[int, int]:
-    """How often a tensor and its storage are referenced (`Tensor._use_count`, `_storage_Use_Count`, 2.11 to 2.15)."""
-    of_tensor: int = t._use_count()  # type: ignore[attr-defined]
-    return of_tensor, torch._C._storage_Use_Count(t.untyped_storage()._cdata)
+    """How often a tensor and its storage are referenced (`_storage_Use_Count`, torch 2.11 to 2.15)."""
+    return uses_of(t), torch._C._storage_Use_Count(t.untyped_storage()._cdata)
 
 
 def called_by_engine() -> bool:

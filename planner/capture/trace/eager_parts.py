@@ -63,11 +63,17 @@ def _matters(call: EagerCall) -> bool:
 
 
 def _needed(calls: Sequence[EagerCall], wanted: set[int]) -> tuple[EagerCall, ...]:
-    """The ops that allocate or write, and the views by which their inputs and the wanted tensors are reached."""
+    """The ops that allocate or write, and the views by which their inputs and the wanted tensors are reached.
+
+    What is held while a view is made was there as the op before it ran.
+    """
     kept: list[EagerCall] = []
-    needed = set(wanted)
+    needed, held = set(wanted), frozenset[int]()
     for call in reversed(calls):
-        if _matters(call) or any(id(t) in needed for t in tensors_in(call.result)):
+        held |= call.held
+        if matters := _matters(call):
+            call, held = replace(call, held=held), frozenset()
+        if matters or any(id(t) in needed for t in tensors_in(call.result)):
             kept.append(call)
             needed.update(id(t) for t in tensors_in((call.args, call.kwargs)))
     return tuple(reversed(kept))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 import linecache
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from itertools import islice
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import compress, islice, zip_longest
 from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
@@ -14,21 +15,26 @@ import torch
 
 from planner.capture.provenance import running_module, user_place
 from planner.compat import pytree
+from planner.compat.autograd import uses_of
 from planner.compat.dynamo import is_tracing
 from planner.compat.fake import FakeTensor, FakeTensorMode, replace_dispatch
 from planner.compat.ops import OpOverload
-from planner.compat.tensors import storage_key
-from planner.core.call import PLAIN
+from planner.compat.tensors import storage_key, viewed
+from planner.core.call import PLAIN, storages, tensors_in
 from planner.core.frames import variables_of
 from planner.core.objects import MOST_LEAVES
 from planner.errors import users_frame
+
+MOST_HELD = 4096  # tensors that one op has made and holds: to ask each takes 0.1 us
+_MACHINERY = "torch._", "torch.fx", "torch.utils._"
 
 
 @dataclass(frozen=True, slots=True)
 class EagerCall:
     """One op that ran outside every compiled graph, the autograd node that called it, the user's line and module.
 
-    `held` are the storages of tensors that variables of the model's functions name meanwhile, by `storage_key`.
+    `held` are the storages of tensors that variables of the model's functions name meanwhile, by `storage_key`, and of
+    those that a composite op of torch's holds until it returns.
     """
 
     target: OpOverload
@@ -57,6 +63,9 @@ class Recording:
         self.calls: list[EagerCall] = []
         self.node = 0
         self._pauses = 1
+        self._place: tuple[int, int] | None = None  # the instruction that called the latest op, and its frame
+        self._made: list[torch.Tensor] = []  # there
+        self._views: Counter[int] = Counter()  # of these, by identity: how many views are recorded
         self._dispatch = replace_dispatch(mode, self.dispatch)
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -73,10 +82,37 @@ class Recording:
             module = running_module(frame, self.paths)
             # a graph that only stands for these ops has no way to write a generator
             own, named = pytree.tree_map_only(torch.Generator, lambda g: None, (args, dict(kwargs or {})))
-            held = frozenset() if self.node else held_by_variables(frame)
+            held = frozenset[int]()
+            if self.node:
+                self._let_go()
+            else:
+                held = held_by_variables(frame)
+                self._note_made(frame, (args, kwargs), result)
             del frame  # it would keep itself, and all that it names, until Python's collector comes
             self.calls.append(EagerCall(func, own, named, result, self.node, trace, module, held))
         return result
+
+    def _note_made(self, frame: FrameType | None, given: Any, result: Any) -> None:
+        """What one instruction calls is one op: a composite one holds what it has made, as `gru_cell` all of its gates,
+        by variables that are not Python's.
+        """
+        if not (made := tensors_in(result)):
+            return
+        place = None if (frame := _calls_op(frame)) is None else (id(frame), frame.f_lasti)
+        if place != self._place:
+            self._let_go()
+        elif not storages(made).keys() <= storages(given).keys():  # memory is taken: it matters what is there
+            of_views = self._views.get
+            self._let_go([uses_of(t) > 1 + of_views(id(t), 0) for t in self._made])
+        self._views.update(id(base) for t in made if (base := viewed(t)) is not None)
+        self._place, self._made = place, [*self._made, *made][:MOST_HELD]
+
+    def _let_go(self, held: Sequence[bool] = ()) -> None:
+        """Of what an instruction made, some is still held; the rest was until the latest op."""
+        gone = [t for t, is_held in zip_longest(self._made, held) if not is_held and t.layout is torch.strided]
+        if gone and self.calls:
+            self.calls[-1] = replace(self.calls[-1], held=self.calls[-1].held.union(map(storage_key, gone)))
+        self._made = [*compress(self._made, held)]
 
     def pause(self) -> None:
         """Record nothing until `resume()`; pauses nest, and the mode begins with one."""
@@ -88,25 +124,37 @@ class Recording:
 
     def taken(self) -> tuple[EagerCall, ...]:
         """The ops recorded since this was last called."""
+        self._let_go()
         taken = tuple(self.calls)
         self.calls.clear()
+        self._views.clear()
         return taken
 
 
 def held_by_variables(frame: FrameType | None) -> frozenset[int]:
-    """The storages of the tensors that variables name in the functions that run, from the user's innermost one on up to
-    the planner's that has called the model; a tensor in a container or an object, as a module, is named, too.
+    """The storages of the tensors that variables name in the functions that run, up to the planner's that has called
+    the model: in the user's and those that have called it, and in what these call in torch, but for its machinery. A
+    tensor in a container or an object, as a module, is named, too.
     """
     named: list[Any] = []
-    while frame is not None and _is_own(frame):
-        frame = frame.f_back
-    users = False
+    frame, users = _calls_op(frame), False
     while frame is not None and not _is_own(frame):
         users = users or users_frame(frame) is frame
-        if users:
+        if users or not _is_machinery(frame):
             named.extend(variables_of(frame).values())
         frame = frame.f_back
     return held_by(named)
+
+
+def _calls_op(frame: FrameType | None) -> FrameType | None:
+    """The frame that calls an op, of this one and those that have called it."""
+    while frame is not None and (_is_own(frame) or _is_machinery(frame)):
+        frame = frame.f_back
+    return frame
+
+
+def _is_machinery(frame: FrameType) -> bool:
+    return bool(frame.f_globals.get("__name__", "").startswith(_MACHINERY))
 
 
 def _is_own(frame: FrameType) -> bool:
