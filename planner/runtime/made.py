@@ -57,11 +57,11 @@ class MadeStorages:
             self.number += 1
             self.made[key] = self.number, storage.nbytes()
             self.live += storage.nbytes()
-            weakref.finalize(storage, self.drop, key, self.number).atexit = False
+            weakref.finalize(storage, self.drop, key).atexit = False
 
-    def drop(self, key: int, number: int | None = None) -> None:
-        """Count a storage no more; with a number, only if it is still that one."""
-        if key in self.made and number in (None, self.made[key][0]):
+    def drop(self, key: int) -> None:
+        """Count a storage no more."""
+        if key in self.made:
             self.live -= self.made.pop(key)[1]
 
 

@@ -96,14 +96,14 @@ class Recording:
         """What one instruction calls is one op: a composite one holds what it has made, as `gru_cell` all of its gates,
         by variables that are not Python's.
         """
-        if not (made := tensors_in(result)):
-            return
         place = None if (frame := _calls_op(frame)) is None else (id(frame), frame.f_lasti)
         if place != self._place:
             self._let_go()
-        elif not storages(made).keys() <= storages(given).keys():  # memory is taken: it matters what is there
+        elif not storages(result).keys() <= storages(given).keys():  # memory is taken: it matters what is there
             of_views = self._views.get
             self._let_go([uses_of(t) > 1 + of_views(id(t), 0) for t in self._made])
+        before = {id(t) for t in tensors_in(given)}  # what an op in place returns is one of these
+        made = [t for t in tensors_in(result) if id(t) not in before]
         self._views.update(id(base) for t in made if (base := viewed(t)) is not None)
         self._place, self._made = place, [*self._made, *made][:MOST_HELD]
 
