@@ -2347,6 +2347,27 @@ def own_predictions(put: Put, ended: Ended) -> None:
         ended(loss)
 
 
+def neural_ode(put: Put, ended: Ended) -> None:
+    """The model is the right-hand side of a differential equation, which the loop solves by Runge and Kutta."""
+    model = put(nn.Sequential(nn.Linear(32, 128), nn.Tanh(), nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 32)))
+    optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-3)
+    for _ in range(STEPS):
+        y, h = torch.randn(256, 32), torch.tensor(1 / 3)
+        path = [y]
+        for _ in range(3):
+            a = model(y)
+            b = model(y + h * a / 2)
+            c = model(y + h * b / 2)
+            d = model(y + h * c)
+            y = y + h / 6 * (a + 2 * b + 2 * c + d)
+            path.append(y)
+        loss = torch.stack(path).abs().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ended(loss)
+
+
 def bootstrapped(put: Put, ended: Ended) -> None:
     """Two views of each batch, and a target network whose parameters are new tensors after each step."""
     online = put(mlp(out=32))
@@ -3418,12 +3439,13 @@ LOOPS: dict[str, Loop] = {
     "distances": Loop(distances, share=1.0),
     "trains_itself": Loop(trains_itself),
     "head_left_out": Loop(head_left_out, share=1.02),
-    "decoder_of_an_encoder": Loop(decoder_of_an_encoder, plans=4, off=0.045),
+    "decoder_of_an_encoder": Loop(decoder_of_an_encoder, plans=4, off=0.06),
     "elastic_weights": Loop(elastic_weights, share=0.78, thorough=True),
     "kept_by_its_graph": Loop(kept_by_its_graph),
     "deep_heads_in_turn": Loop(deep_heads_in_turn, plans=3, thorough=True),
     "two_heads_with_room": Loop(distribution_and_value, share=1.03, thorough=True),
     "own_predictions": Loop(own_predictions, plans=4, thorough=True),
+    "neural_ode": Loop(neural_ode, plans=4, thorough=True),
     "bootstrapped": Loop(bootstrapped),
     "given_gradients": Loop(given_gradients),
     "features_by_a_hook": Loop(features_by_a_hook),

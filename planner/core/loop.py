@@ -43,6 +43,9 @@ class LossSeen:
         others: of the most of these, what is there only while other planned models run, or waits for their backward
             passes.
         others_wait: of `left`, what other planned models have saved for backward passes that come later.
+        parts: of those that were alive then, others, in whose place gradients of outputs came later in the pass.
+        later: of outputs of later calls, those that were there when a backward pass began.
+        together: whether the step has one backward pass, and that goes through several calls of the model.
     """
 
     output_bytes: int
@@ -66,6 +69,9 @@ class LossSeen:
     kept: int = 0
     others: int = 0
     others_wait: int = 0
+    parts: int = 0
+    later: int = 0
+    together: bool = False
 
     def of(self, output_bytes: int) -> LossSeen:
         """The same for a step with other outputs; what stays of the step before is no less where they are smaller."""
@@ -73,7 +79,7 @@ class LossSeen:
             return self
         sizes = {name: -(-size * output_bytes // self.output_bytes) for name, size in asdict(self).items()}
         sizes |= {name: max(sizes[name], getattr(self, name)) for name in ("stays", "kept", "given")}
-        inputs = {name: getattr(self, name) for name in ("inputs", "first_input", "given_again")}
+        inputs = {name: getattr(self, name) for name in ("inputs", "first_input", "given_again", "together")}
         return LossSeen(**{**sizes, **inputs})
 
     @property

@@ -86,7 +86,10 @@ def outside_loss(request: Request, graph: TrainingGraph) -> CountedLoss:
     tangents = {(r, v) for r, at in given for v in _values(graph.regions[r], graph.regions[r].tangent_at(at))}
     late = _late(graph, tangents, seen.tangents)
     arriving = sum(_bytes_of(graph, (r, v)) for r, v in tangents if r >= sum(n for n, _ in graph.calls[:late]))
-    seen = seen if graph.calls else _as_one(seen)
+    several, seen = _apart(request, graph), seen if graph.calls else _as_one(seen)
+    together = several and seen.together
+    if together:  # in whose place gradients of waiting calls come is there still: these come later, one after another
+        seen = replace(seen, left=seen.left + seen.parts)
     forward, backward = seen.forward, seen.backward
     if loop.gradients == "cleared late":  # until the backward pass of the loss begins, the last step's gradients stay
         used = trained_bytes(request.model) if loop.late is None else loop.late
@@ -101,14 +104,14 @@ def outside_loss(request: Request, graph: TrainingGraph) -> CountedLoss:
     waits = max(0, seen.waiting - kept)
     each = -(-others // (loop.in_flight - 1)) if others else waits  # else each call has a backward pass of its own
     # a plan may recompute from inputs that nothing held; calls of which each has what another one gave add gradients up
-    several = request.occupancy is None and loop.in_flight > 1 and not graph.calls
+    named = max(0, seen.later - kept * (loop.in_flight - 1)) if together else 0
     dropped = _dropped(request, seen) if several else 0
     inputs = -(-dropped // max(1, loop.in_flight - 1))
     # one that has run waits no more, but for what it adds to the gradients of the next
     summed = max(0, _summed(request, seen) - waits - seen.made - inputs) if several else 0
     return CountedLoss(
         workspace,
-        seen.left + summed + (seen.output_bytes if dropped else 0),
+        seen.left + named + summed + (seen.output_bytes if dropped else 0),
         waits + seen.made + inputs,
         excess=kept if loop.in_flight > 1 and not graph.calls else 0,  # names hold the outputs after each backward pass
         forward=forward,
@@ -121,6 +124,11 @@ def outside_loss(request: Request, graph: TrainingGraph) -> CountedLoss:
         between=_between(graph, seen, results - gone, late, workspace) if graph.calls else None,
         more=max(0, seen.kept - loop.loss.kept),
     )
+
+
+def _apart(request: Request, graph: TrainingGraph) -> bool:
+    """Whether calls of the model wait together for backward passes, and each has a plan of its own."""
+    return request.occupancy is None and request.loop.in_flight > 1 and not graph.calls
 
 
 def _aside(graph: TrainingGraph) -> set[tuple[int, int]]:
@@ -212,13 +220,16 @@ def _inputs(request: Request, seen: LossSeen) -> int | None:
     return max(one, seen.inputs, -(-seen.inputs * one // seen.first_input)) if seen.first_input else None
 
 
-def pinned_tangents(source: str, seen: LossSeen | None) -> Literal["all", "loss", "none"]:
+def pinned_tangents(request: Request, graph: TrainingGraph) -> Literal["all", "loss", "none"]:
     """The gradients that come into the graphs and that others hold, by the loss's `source` and what was seen of it.
 
     `loss.backward()` holds that of the model's own loss, a pipeline's schedule each that it receives, a loop those that
     it gives itself, as in `output.backward(gradient)`, and autograd one that another node gets as well.
     """
+    source, seen = graph.loss.source, request.loop.loss
     if source == "received" or not TANGENTS_FREED or (seen is not None and seen.holds_tangents):
+        return "all"
+    if seen is not None and seen.together and _apart(request, graph) and 2 * seen.held > seen.output_bytes:
         return "all"
     return "loss" if source == "model" else "none"
 

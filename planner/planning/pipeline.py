@@ -312,7 +312,7 @@ def lower(
         let_go=loss.let_go,
         at_once=loss.at_once,
         loss_bytes=loss.left,
-        tangents_pinned=pinned_tangents(graph.loss.source, request.loop.loss),
+        tangents_pinned=pinned_tangents(request, graph),
         tangents_held=not TANGENTS_FREED,
         accumulate=request.gradients_copied,
         optimizer_step=optimizer_step,

@@ -76,6 +76,9 @@ def loss_seen(
         kept=sum(found.kept.values()),
         others=max(_most(loss.events, workspaces) for loss in losses) - alone,
         others_wait=waits,
+        parts=found.parts,
+        later=recorder.later_outputs,
+        together=len(recorder.losses) == 1 and len(recorder.reached_calls) > 1,
     )
 
 

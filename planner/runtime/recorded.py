@@ -103,6 +103,7 @@ class Stays:
         freed_passes: the same when one begins that does not keep it.
         again: outputs of the step before that were there until the end of the backward pass, as some are now.
         unread: of what the loss was computed from, what is gone: the next one's takes its place.
+        parts: beside `left`, what was there when the backward pass began, and in whose place gradients of outputs came.
         renewed: what was made since the last backward pass, as by an evaluation, and is there until the next begins:
             the loop has bound by then what holds it to outputs and losses of its step. Gradients outside the planned
             graphs that it clears by then are among it.
@@ -118,6 +119,7 @@ class Stays:
     freed_passes: int = 0
     again: int = 0
     unread: int = 0
+    parts: int = 0
     renewed: int = 0
 
 
@@ -153,7 +155,7 @@ def stays(
     used = _used_outside(recorder, own)
     stay = _stays_of_others(recorder, used, own, optimizers)
     later = {key: nbytes for each in (recorder.gradients.made.copy(), given) for key, (_, nbytes) in each.items()}
-    left, remaining = _left_by_losses(recorder, alive)
+    left, parts, remaining = _left_by_losses(recorder, alive)
     made = {each for loss in recorder.losses for each in loss.left.values()}
     stay |= remaining | _gradients_held(recorder, others=turns)
     if batches:  # an older one that is there is no part of the loop's data, either
@@ -200,6 +202,7 @@ def stays(
         *_left_by_passes(recorder, own),
         again=outputs,
         unread=unread,
+        parts=parts,
         renewed=renewed + max(before, recorder.spent),
     )
 
@@ -264,9 +267,11 @@ def _bytes(sizes: Counter[int]) -> int:
     return sum(nbytes * times for nbytes, times in sizes.items())
 
 
-def _left_by_losses(recorder: Recorder, alive: Mapping[int, Made]) -> tuple[int, dict[int, int]]:
-    """The most bytes that a loss has left for its backward pass, and that are gone; and what of all losses is alive."""
-    left, remaining = 0, dict[int, int]()
+def _left_by_losses(recorder: Recorder, alive: Mapping[int, Made]) -> tuple[int, int, dict[int, int]]:
+    """The most bytes that a loss has left for its backward pass, and that are gone, but for those in whose place
+    gradients of outputs came; these; and what of all losses is alive.
+    """
+    left, replaced, remaining = 0, 0, dict[int, int]()
     for loss, arrived in zip(recorder.losses, recorder.arrived, strict=True):
         made = {key: each for key, each in loss.left.items() if arrived.get(key) != each}
         kept = {key: each[1] for key, each in made.items() if alive.get(key) == each}
@@ -275,8 +280,9 @@ def _left_by_losses(recorder: Recorder, alive: Mapping[int, Made]) -> tuple[int,
         came = sum(each[1] for key, each in arrived.items() if loss.left.get(key) != each)
         held = sum(nbytes for _, nbytes in made.values()) - sum(kept.values())
         left = max(left, held - min(parts, came))
+        replaced = max(replaced, min(parts, came))
         remaining |= kept
-    return left, remaining
+    return left, replaced, remaining
 
 
 def _gradients_held(recorder: Recorder, *, others: bool) -> dict[int, int]:

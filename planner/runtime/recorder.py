@@ -75,6 +75,8 @@ class Recorder(LastingMode):
         bound: the paths that led then to outputs, and to what was made since.
         passes: the backward passes of the planned graphs.
         later_held: of the leaves of the outputs of later calls, those that were there when a backward pass began.
+        later_outputs: their bytes, at most.
+        reached_calls: the numbers of the calls to whose outputs gradients came.
         stepping: whether an optimizer of the model steps.
         of_optimizer, by_optimizer: the numbers of what it has made; the same of this recorder and of those before.
         waiting: bytes of the outputs of earlier calls, and of what was made of them, while another one ran, at most.
@@ -112,6 +114,7 @@ class Recorder(LastingMode):
         self.in_loss: set[int] = set()  # numbers of tensors that a backward pass made before it came to an output
         self.gradients, self.given = PlannedGradients(), MadeStorages()  # by the planned graphs; of outputs
         self.held = self.inputs_at_once = self.later = self._called = self.spent = self.given_again = 0
+        self.later_outputs, self.reached_calls = 0, set[int]()
         self.budget, self.before = 0, dict[int, int]()
         self.between = Between()
         own = {storage_key(t): t.untyped_storage() for outer in state for t in inside(outer)}.values()
@@ -174,7 +177,7 @@ class Recorder(LastingMode):
     def _hook(self, outputs: Sequence[Any]) -> None:
         for at, t in enumerate(outputs):
             if isinstance(t, torch.Tensor) and t.requires_grad:
-                arrives = Unasking(partial(self._gradient_arrives, at, memory_order(t)))
+                arrives = Unasking(partial(self._gradient_arrives, self.calls_made, at, memory_order(t)))
                 self._hooks.append(t.register_hook(arrives))  # type: ignore[no-untyped-call]
                 self.results.awaiting.add(at)
 
@@ -260,7 +263,7 @@ class Recorder(LastingMode):
         self._own.clear()
         self.gradients.end()
 
-    def _gradient_arrives(self, at: int, expected: Order, gradient: torch.Tensor | None) -> None:
+    def _gradient_arrives(self, call: int, at: int, expected: Order, gradient: torch.Tensor | None) -> None:
         """A gradient of an output is there: the planned backward pass begins, if it has not begun."""
         if self.over or gradient is None or is_batched(gradient):
             return
@@ -291,6 +294,7 @@ class Recorder(LastingMode):
             self.in_loss.clear()
             when_backward_ends(self._backward_ended)
         self.results.reached_by[-1].add(at)
+        self.reached_calls.add(call)
         arrived = self.arrived[-1]
         for key, nbytes in storages(gradient).items():
             arrived[key] = self.made.made.get(key, (0, nbytes))
@@ -314,8 +318,9 @@ class Recorder(LastingMode):
         read = {key: used.nbytes for key, used in self.used.items() if not used.stays and key not in own}
         made = dict(self.made.made)
         parts = frozenset(key for key, (number, _) in made.items() if number in self.in_loss)
-        later = [ref() is not None for call in self._returned[1:] for ref in call]
-        self.later_held.update(at for at, there in enumerate(later) if there)
+        later = [ref() for call in self._returned[1:] for ref in call]
+        self.later_held.update(at for at, t in enumerate(later) if t is not None)
+        self.later_outputs = max(self.later_outputs, sum(storages(later).values()))
         waits = {id(o): o.waiting_bytes() for o in waiting}
         rest = self._older_outputs.live  # it is beside the step
         events = tuple(replace(e, live=e.live - rest) for e in self.events) if rest else tuple(self.events)
