@@ -2950,6 +2950,23 @@ def nanogpt(put: Put, ended: Ended) -> None:
         ended([*losses, loss])
 
 
+def targets_in_turn(put: Put, ended: Ended) -> None:
+    """The model gives its loss in every other step, and logits alone in the rest."""
+    model = put(NanoGPT(dropout=0.0))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(STEPS + 2):
+        x, y = tokens(16, 32)
+        if step % 2 == 0:
+            _, loss = model(x, y)
+        else:
+            logits, _ = model(x)
+            loss = F.cross_entropy(logits[:, -1], y[:, -1])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ended(loss)
+
+
 def varying_lengths(put: Put, ended: Ended) -> None:
     model = put(NanoGPT(dropout=0.0))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -3321,6 +3338,7 @@ LOOPS: dict[str, Loop] = {
     "outputs_in_state": Loop(outputs_in_state),
     "step_of_an_object": Loop(step_of_an_object),
     "nanogpt": Loop(nanogpt),
+    "targets_in_turn": Loop(targets_in_turn, plans=4),
     "cnn_smaller_last_batch": Loop(cnn_smaller_last_batch, plans=3),
     "transformers_loss_only": Loop(transformers_loss_only),
     "two_heads_in_turn": Loop(two_heads_in_turn),

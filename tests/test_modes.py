@@ -96,6 +96,35 @@ def change(model, twin, what):
 # copies and saves
 
 
+def test_a_copy_of_what_torch_compile_made_evaluates_as_it_was_compiled(x):
+    ran = []
+
+    def backend(graph, inputs):
+        def run(*args):
+            ran.append(graph)
+            return graph(*args)
+
+        return run
+
+    model = torch.compile(Layers(dropout=0.0), backend=backend)
+    plan(model, x, budget_gb=1, mode="aten").apply()
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in copied.parameters():
+            p.mul_(2)
+        expected = Layers.forward(copied._orig_mod, x)
+        ran.clear()
+        for _ in range(2):
+            assert torch.equal(copied(x), expected)
+    assert len(ran) == 2
+    step(copied, x)
+    ran.clear()
+    with torch.no_grad():
+        assert torch.equal(copied(x), expected)
+        assert torch.equal(copied._orig_mod(x), expected)
+    assert len(ran) == 1
+
+
 def test_a_copy_trains_by_the_plan_in_its_memory_and_apart_from_its_original(x, tmp_path):
     model = Layers(depth=4)
     p, twin = applied(model, x)

@@ -198,13 +198,13 @@ def through(model: nn.Module) -> Through | None:
     return found if found is not None and found.model is model else None
 
 
-def call_past_wrappers(model: nn.Module) -> bool:
-    """Have what `torch.compile(model)` made call the model itself; whether there is any."""
-    wrappers = wrappers_of(model)
+def call_past_wrappers(model: nn.Module) -> list[Through]:
+    """Have what `torch.compile(model)` made call the model itself; what does so now."""
+    wrappers: list[Any] = wrappers_of(model)
     for wrapper in wrappers:
         if not isinstance(wrapper.forward, Through):
             wrapper.forward = Through(wrapper, model)
-    return bool(wrappers)
+    return [wrapper.forward for wrapper in wrappers]
 
 
 def compile_wrapped(model: nn.Module) -> None:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from planner.compat.dispatch import in_compiled_call
+from planner.compat.dynamo import Through, call_past_wrappers, through
 from planner.compat.modules import call_of, replace_call
 from planner.errors import ApplyError
 from planner.runtime.modes import trains
@@ -43,6 +45,7 @@ class CopiedCall:
 
     def __init__(self, model: nn.Module, make: Callable[[nn.Module], Any], carrier: str) -> None:
         self._model, self._make, self._carrier = weakref.ref(model), make, carrier
+        self._compiled = False  # whether it was seen to be called by a copy of what torch.compile made
 
     @property
     def model(self) -> nn.Module:
@@ -60,8 +63,17 @@ class CopiedCall:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # as a runtime's call
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        call = self.become() if trains(self.model, args, kwargs) else call_of(self.model)
+        by = self._called_by()
+        own = call_of(self.model) if by is None else by.compiled
+        call = self.become() if trains(self.model, args, kwargs) else own
         return call(*args, **kwargs)
+
+    def _called_by(self) -> Through | None:
+        """The copy of what `torch.compile(model)` made, by way of which the copy of the model is called; None else."""
+        if self._compiled or not in_compiled_call():
+            return through(self.model)
+        self._compiled = True
+        return next(iter(call_past_wrappers(self.model)), None)
 
     def put(self) -> CopiedCall:
         """Have the copy be called through this."""

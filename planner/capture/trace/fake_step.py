@@ -31,7 +31,7 @@ from planner.capture.trace.dynamo import (
     make_backend,
 )
 from planner.capture.trace.eager_parts import as_region_calls
-from planner.capture.trace.loss_trace import LossFn, OutsideLoss, differentiable, trace_loss
+from planner.capture.trace.loss_trace import LossFn, OutsideLoss, differentiable, that_applies, trace_loss
 from planner.capture.trace.recording import EagerCall, Recording, held_by, held_by_variables
 from planner.capture.trace.refusals import in_backward, refusal
 from planner.compat.dynamo import compile_call, forget_compiled
@@ -198,6 +198,7 @@ class FakeStep:
             unreached: the same.
             certain: as for `trace_loss()`.
         """
+        loss_fn = that_applies(loss_fn, output)
         results = [(call, at, edge) for call in self.calls for at, edge in enumerate(call.edges) if edge is not None]
         edges = [edge for _, _, edge in results]
         ends = [t for t in leaves(output) if differentiable(t)]

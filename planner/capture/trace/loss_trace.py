@@ -79,6 +79,14 @@ def trains_less(loss: torch.Tensor, output: Any) -> bool:
     return apart or bool(_leaves_from(others, seen))
 
 
+def shares_loss(loss_fn: LossFn | None, output: Any) -> bool:
+    """Whether the loss is among the outputs, and not all that is trained; raises BatchError where `loss_fn` fails."""
+    if (loss_fn := that_applies(loss_fn, output)) is not None:
+        checked_loss(loss_fn, output)
+        return False
+    return (loss := find_loss(output)) is not None and trains_less(loss, output)
+
+
 def _leaves_from(ends: Sequence[torch.Tensor], seen: set[Any]) -> list[Any]:
     """The nodes of leaves that autograd comes to from some tensors, but for those that it has come to before."""
     left, found = [get_gradient_edge(t).node for t in ends], []
@@ -99,6 +107,11 @@ def taken_loss(output: Any) -> torch.Tensor:
     found = probable_loss(output)
     assert found is not None
     return found[2]
+
+
+def that_applies(loss_fn: LossFn | None, output: Any) -> LossFn | None:
+    """`loss_fn`, or None where that is `taken_loss`, and nothing of this output may be taken for the loss."""
+    return None if loss_fn is taken_loss and probable_loss(output) is None else loss_fn
 
 
 def _may_be_loss(t: Any) -> bool:

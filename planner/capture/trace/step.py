@@ -35,7 +35,7 @@ from planner.capture.trace.as_if_real import as_if_real
 from planner.capture.trace.data_dependent import CHANCES, Answers
 from planner.capture.trace.dynamo import OP_BY_OP, GraphCompiler, Partition, lone_loss, to_fake
 from planner.capture.trace.fake_step import FakeStep, NothingCapturedError
-from planner.capture.trace.loss_trace import LossFn, OutsideLoss, checked_loss, differentiable, find_loss, trains_less
+from planner.capture.trace.loss_trace import LossFn, OutsideLoss, differentiable, shares_loss
 from planner.capture.trace.module_state import Attributes, containers_kept
 from planner.capture.trace.quiet import quietly
 from planner.capture.trace.random_state import random_kept
@@ -302,11 +302,8 @@ def _try_eagerly(
         raise CaptureError(f"{type(model).__name__}: {why}")
     if not any(map(differentiable, leaves(output))):
         raise ModelError(f"{type(model).__name__}: no output of the model depends on a parameter that needs a gradient")
-    if loss_fn is not None:
-        with mode:
-            checked_loss(loss_fn, output)
-    elif (loss := find_loss(output)) is not None:
-        answers.shared_loss = trains_less(loss, output)
+    with mode:
+        answers.shared_loss = shares_loss(loss_fn, output)
     return None
 
 
