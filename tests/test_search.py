@@ -350,6 +350,16 @@ def test_where_the_loss_leaves_no_room_the_lowest_peak_is_the_proven_one():
     assert least.peak == least.bound
 
 
+def test_at_the_least_budget_the_answer_costs_much_less_than_the_leanest_schedule():
+    """No start fits: walks go on from what nearly does, else they would not come far from the leanest schedule."""
+    problem = random_training_graph(0, 80)
+    least = minimum_peak(problem, progress=False)
+    dearest = simulate(problem, least.schedule).cost - problem.total_cost
+    answer = auto(problem.with_budget(least.peak), progress=False)
+    assert validate(problem, answer.schedule).peak <= least.peak
+    assert simulate(problem, answer.schedule).cost - problem.total_cost <= 0.6 * dearest
+
+
 @pytest.mark.thorough
 @pytest.mark.usefixtures("short")
 def test_a_start_within_what_is_asked_for_ends_the_search_for_the_leanest(monkeypatch):

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 
 from solvers.bounds.cost import relax
 from solvers.bounds.peak import minimum_peak_bound
@@ -75,14 +75,15 @@ def _solve(search: Search, effort: Effort, *, brief: bool) -> Answer:
     tight = best is None
     if brief:
         effort = effort.part(SHORTLY)
-    best = best if brief and best is not None else improved(search, aim, starts, effort)
-    if best is None:
+    found = starts if brief and best is not None else improved(search, aim, starts, effort)
+    if (best := cheapest(problem, found)) is None:
         best = leanest_of(search, whole, enough=problem.budget)
         if best.peak > problem.budget:
             raise infeasible(search, best, least)
     if tight and best.extra > aim.enough:
-        goal = aim.goal._replace(penalty=STRICTER * aim.goal.penalty)
-        best = anneal(search, replace(aim, goal=goal), [best], effort) or best
+        goal = aim.goal._replace(penalty=STRICTER**2 * aim.goal.penalty)
+        near = min(found, key=lambda c: energy_of(goal, c))  # it may cost much less than what fits by a hair
+        best = cheapest(problem, anneal(search, replace(aim, goal=goal), [near, best], effort)) or best
     note = "time ran out before the end of the search" if search.late else ""
     bound = problem.total_cost + aim.relaxed.bound
     return Answer(search.schedule(best), bound, note, brief=brief and best.extra > aim.enough)
@@ -130,11 +131,11 @@ def relaxed_starts(search: Search, aim: Aim) -> list[Candidate]:
     return starts
 
 
-def improved(search: Search, aim: Aim, starts: list[Candidate], effort: Effort) -> Candidate | None:
-    """The best candidate that walks from some starts find; None where none fits."""
+def improved(search: Search, aim: Aim, starts: list[Candidate], effort: Effort) -> list[Candidate]:
+    """Some starts, and what walks from them find, unless one of them is good enough."""
     best = cheapest(search.problem, starts)
     if best is not None and best.extra <= aim.enough:
-        return best
+        return starts
     if best is None:
         starts = [*chained(nested(search)), *starts]
     # where no start fits, perhaps no schedule does: some effort is left to look for the leanest
@@ -159,11 +160,13 @@ def cheapest(problem: Problem, candidates: Sequence[Candidate]) -> Candidate | N
     return min(fitting, key=lambda c: c.extra, default=None)
 
 
-def anneal(search: Search, aim: Aim, starts: list[Candidate], effort: Effort) -> Candidate | None:
-    """The best of rounds of walks, each from the best candidates of the round before; None where none fits.
+def anneal(search: Search, aim: Aim, starts: list[Candidate], effort: Effort) -> list[Candidate]:
+    """Some starts, and what rounds of walks find, each from the best candidates of the round before.
 
-    The rounds end when a candidate fits whose re-runs cost no more than `aim.enough`; or no more than `aim.settled`,
-    where a round found nothing cheaper.
+    As long as none fits, walks come back with what nearly does, and the next go on from there, and from the leanest
+    starts anew: where the budget is tight, schedules that fit are few, and far from any start. The rounds end when a
+    candidate fits whose re-runs cost no more than `aim.enough`; or no more than `aim.settled`, where a round found
+    nothing cheaper.
     """
     problem, gaps, goal = search.problem, len(search.choices.gaps), aim.goal
     pool = sorted(starts, key=lambda c: energy_of(goal, c))
@@ -177,18 +180,24 @@ def anneal(search: Search, aim: Aim, starts: list[Candidate], effort: Effort) ->
         needed = WARMED * gaps * len(problem.ops) + 1
         hot *= min(1.0, steps / needed)
         tied = min(TIED[at], math.ceil(needed / max(1.0, steps)))  # so many times fewer decisions need what there is
+        last = at == len(ROUNDS) - 1
+        ceiling = goal.budget if best is not None or last else math.inf
         chosen = [pool[i % len(pool)] for i in range(walks)]
         round_ = [Walk(c.policy, hot, hot * COLDEST, steps, seconds, seed + i, tied) for i, c in enumerate(chosen)]
-        candidates += search.walk(round_, goal, goal.price * aim.enough)
+        candidates += search.walk(round_, goal._replace(ceiling=ceiling), goal.price * aim.enough)
         seed += walks
         before = best
         pool, best = sorted(candidates, key=lambda c: energy_of(goal, c)), cheapest(problem, candidates)
         while pool[0].peak > goal.budget:  # the energy preferred a peak above the budget
             goal = goal._replace(penalty=STRICTER * goal.penalty)
+            pool = sorted(candidates, key=lambda c: energy_of(goal, c))
             if best is None:
                 break
-            pool = sorted(candidates, key=lambda c: energy_of(goal, c))
         pool = pool[: max(1, walks // 2)]
+        if best is None:
+            lean = sorted(starts, key=lambda c: energy_of(goal, c))[: len(pool)]
+            # the last round is too cold to repair a peak
+            pool = lean if at == len(ROUNDS) - 2 else [*chain.from_iterable(zip(pool, lean, strict=False))]
         if best is not None and best.extra <= (aim.settled if best is before else aim.enough):
             break
-    return best
+    return candidates

@@ -56,7 +56,7 @@ def _without_moves(plain: Search, effort: Effort) -> Candidate | None:
     if minimum_peak_bound(plain.problem) > plain.problem.budget:
         return None
     aim = aim_of(plain, effort)
-    return improved(plain, aim, relaxed_starts(plain, aim), effort)
+    return cheapest(plain.problem, improved(plain, aim, relaxed_starts(plain, aim), effort))
 
 
 def _solve(search: MoveSearch, without: Candidate | None, effort: Effort) -> Answer:
@@ -79,12 +79,12 @@ def _solve(search: MoveSearch, without: Candidate | None, effort: Effort) -> Ans
         starts += [] if once is None else [once]
         best = cheapest(problem, starts)
         if best is None or best.extra > aim.enough:
-            best = anneal(search, aim, starts, effort.part(WALKING))
+            best = cheapest(problem, anneal(search, aim, starts, effort.part(WALKING)))
     if best is None:
         leanest = leanest_of(search, effort_of(problem, None), enough=problem.budget)
         if leanest.peak > problem.budget:
             raise infeasible(search, leanest, least)
-        best = anneal(search, aim, [leanest], effort) or leanest
+        best = cheapest(problem, anneal(search, aim, [leanest], effort)) or leanest
     note = "time ran out before the end of the search" if search.late else ""
     found = [search.judge(c.policy) for c in (best, without) if c is not None]
     schedules = [search.schedule(c) for c in found if c is not None and c.peak <= problem.budget]
