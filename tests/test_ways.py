@@ -277,6 +277,22 @@ def test_values_of_a_batch_are_known_without_a_copy_until_a_model_writes_into_th
     assert batch.sum() == 15
 
 
+class Warped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 16, 3, padding=1)
+
+    def forward(self, x, grid):
+        return nn.functional.grid_sample(self.conv(x), grid, align_corners=False)
+
+
+def test_planning_computes_no_weights_of_an_interpolation_at_places_that_the_batch_gives(tmp_path):
+    """The op is taken apart into many: each would make as much as the output, by values that are known."""
+    model, batch = Warped(), (torch.randn(4, 3, 32, 32), torch.rand(4, 32, 32, 2) * 2 - 1)
+    run = functools.partial(plan, model, batch, budget_gb=1, loss_fn=lambda output: output.square().mean())
+    assert peak_of(run, tmp_path) < model(*batch).nbytes / 2
+
+
 class Routed(nn.Module):
     """Each row goes through the expert that it chooses: how many an expert gets depends on values."""
 

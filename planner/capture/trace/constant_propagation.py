@@ -52,6 +52,7 @@ class ConstantPropagation:
         self.mode = mode
         self.answers = answers
         self._borrowed: set[int] = set()  # storages of tensors that were given
+        self._inside = 0  # how many ops run, one in another, whose results are not known
         self.paths = paths
         self._dispatch = replace_dispatch(mode, self.dispatch)
         allow_constants(mode, MOST_ELEMENTS)
@@ -139,7 +140,11 @@ class ConstantPropagation:
             for t in pytree.tree_leaves(written(func, tuple(args), dict(kwargs))):
                 copy_constants(t, self._borrowed)
         if len(known) < len(inputs) or not _repeatable(func):
-            result = self._dispatch(func, types, args, kwargs)
+            self._inside += 1
+            try:
+                result = self._dispatch(func, types, args, kwargs)
+            finally:
+                self._inside -= 1
             if func in _RAND and result.numel() == 1 and self.answers.chance is not None:
                 self.answers.guessed = True
                 self._learn([result], [torch.full(result.shape, self.answers.chance, dtype=result.dtype)])
@@ -151,7 +156,9 @@ class ConstantPropagation:
             return result
         result = self._unknowing(known, func, types, args, kwargs)  # the result may be large
         results: list[Any] = [t for t in pytree.tree_leaves(result) if isinstance(t, FakeTensor)]
-        if results and all(t.numel() <= MOST_ELEMENTS and t.device.type != "meta" for t in results):
+        small = all(t.numel() <= MOST_ELEMENTS and t.device.type != "meta" for t in results)
+        # what an op is taken apart into asks for no floats, and may make many: the weights of an interpolation
+        if results and small and not (self._inside and any(t.is_floating_point() for t in results)):
             real_args, real_kwargs = pytree.tree_map_only(FakeTensor, lambda t: t.constant, (tuple(args), dict(kwargs)))
             with no_dispatch():
                 real = func(*real_args, **real_kwargs)
