@@ -103,8 +103,8 @@ def outside_loss(request: Request, graph: TrainingGraph) -> CountedLoss:
     kept = sum(_bytes_out(graph, r, at) for r, at in results - gone)
     waits = max(0, seen.waiting - kept)
     each = -(-others // (loop.in_flight - 1)) if others else waits  # else each call has a backward pass of its own
-    # a plan may recompute from inputs that nothing held; calls of which each has what another one gave add gradients up
     named = max(0, seen.later - kept * (loop.in_flight - 1)) if together else 0
+    # a plan may recompute from inputs that nothing held; calls of which each has what another one gave add gradients up
     dropped = _dropped(request, seen) if several else 0
     inputs = -(-dropped // max(1, loop.in_flight - 1))
     # one that has run waits no more, but for what it adds to the gradients of the next

@@ -279,8 +279,8 @@ def _left_by_losses(recorder: Recorder, alive: Mapping[int, Made]) -> tuple[int,
         parts = sum(each[1] for key, each in made.items() if key in loss.parts and key not in kept)
         came = sum(each[1] for key, each in arrived.items() if loss.left.get(key) != each)
         held = sum(nbytes for _, nbytes in made.values()) - sum(kept.values())
-        left = max(left, held - min(parts, came))
-        replaced = max(replaced, min(parts, came))
+        in_place = min(parts, came)
+        left, replaced = max(left, held - in_place), max(replaced, in_place)
         remaining |= kept
     return left, replaced, remaining
 
