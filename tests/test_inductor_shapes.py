@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from planner import applied_plan, plan
+from planner import CaptureError, applied_plan, plan
 from planner.compat.fake import FakeTensorMode
 from planner.compat.inductor import Generated
 from planner.compat.versions import inductor_takes_symbols
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("short_searches")
 
 
 symbolic = pytest.mark.skipif(not inductor_takes_symbols(), reason="torch 2.11 and 2.12 get a plan for each size")
-SHAPES = [(8, 48), (8, 40), (16, 64), (4, 29), (16, 64), (6, 37)]
+SHAPES = [(8, 48), (8, 40), (13, 57), (4, 29), (13, 64), (6, 37)]  # the third is not yet the largest
 
 
 def compiled_lengths(seen, put, ended):
@@ -53,6 +53,14 @@ def test_a_compiled_model_has_one_plan_for_all_sizes_from_the_third_on():
     assert last.options.mode == "inductor"
     assert last.recipe.maxima is not None
     assert all(each is last for each in seen[-4:])
+
+
+@symbolic
+def test_what_inductor_compiles_for_one_size_alone_is_refused_for_many_in_words():
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3, padding=1), torch.nn.ReLU(), torch.nn.Conv2d(8, 8, 3))
+    options = {"loss_fn": torch.Tensor.mean, "mode": "inductor", "budget_gb": 1, "progress": False}
+    with pytest.raises(CaptureError, match="one size alone, as it does convolutions"):
+        plan(model, torch.randn(4, 3, 16, 16), dynamic=True, **options)
 
 
 @pytest.mark.thorough

@@ -118,6 +118,11 @@ def has_symbols(values: Sequence[Any]) -> bool:
     return any(isinstance(n, torch.SymInt) for x in values for n in (x.shape if isinstance(x, torch.Tensor) else [x]))
 
 
+def has_fixed_sizes(graph: fx.Graph) -> bool:
+    """Whether a size that a graph is given was a symbol, and what was compiled of it since allows one value only."""
+    return any(is_size(n) and expression_of(n.meta[SYMBOLIC]).is_number for n in graph.find_nodes(op="placeholder"))
+
+
 def symbolic_again(graph: fx.GraphModule) -> fx.GraphModule:
     """Put symbols back into a graph that was emitted from one that `at_hints` has changed. In place."""
     for node in graph.graph.nodes:

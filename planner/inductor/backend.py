@@ -16,7 +16,14 @@ from planner.capture.joint_graph import is_tangent
 from planner.capture.passes.tangents import take_marks_off, whole_gradients
 from planner.capture.regions.fingerprint import fingerprint
 from planner.capture.regions.region import Region
-from planner.capture.shapes import at_hints, fakes_at_hints, has_symbols, symbolic_again, values_at_hints
+from planner.capture.shapes import (
+    at_hints,
+    fakes_at_hints,
+    has_fixed_sizes,
+    has_symbols,
+    symbolic_again,
+    values_at_hints,
+)
 from planner.capture.trace.arrival import Arrivals
 from planner.capture.trace.dynamo import GraphCompiler, Partition, traced_alike
 from planner.capture.trace.layers import lstms_in_steps
@@ -140,8 +147,8 @@ def capturing(sources: list[Source], settings: Settings = ()) -> GraphCompiler:
 
 def _read(joint: fx.GraphModule, num_fwd_outputs: int, arrivals: Arrivals) -> Region:
     """The region of a joint graph, with the sizes for which it was traced in the place of symbols."""
-    at_hints(joint)
     arrivals.read(joint.graph)
+    at_hints(joint)
     return read(joint, num_fwd_outputs)
 
 
@@ -171,7 +178,8 @@ def look(source: Source, partition: Partition | None, settings: Settings = (), n
         near: as for `compile_graph`, with a partition of ours.
 
     Raises:
-        CaptureError: the graph is not traced to the same joint graph again.
+        CaptureError: the graph is not traced to the same joint graph again, or the code that Inductor generates is for
+            one size where its inputs are of many.
     """
     looking, found = _Looking(), list[tuple[Graphs, int]]()
 
@@ -200,6 +208,11 @@ def look(source: Source, partition: Partition | None, settings: Settings = (), n
             first=take_marks_off,
             near=apart,
             settings=dict(settings),
+        )
+    if has_fixed_sizes(source.region.joint.graph):
+        raise CaptureError(
+            "sizes change from step to step, and Inductor compiles an op of the step for one size alone, as it does "
+            "convolutions: plan with mode='aten', which has one graph for all, or pad batches to a few sizes"
         )
     return looking.look(*found[-1])
 

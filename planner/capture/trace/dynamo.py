@@ -118,8 +118,8 @@ def op_by_op(
         def split(
             joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
-            symbolic = at_hints(joint)
             arrivals.read(joint.graph)
+            symbolic = at_hints(joint)
             if not symbolic:
                 arrivals.lay_out(joint.graph)
             order = rewrite(joint, num_fwd_outputs, checkpoints, trained if step_in_backward else ())
