@@ -3060,6 +3060,38 @@ def hidden_states_later(put: Put, ended: Ended) -> None:
         ended(loss)
 
 
+class LossOfLayers(nn.Module):
+    """Returns its loss, its logits, and what each layer adds to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(64, 64), nn.Linear(64, 8)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(3)
+        )
+
+    def forward(self, x, y):
+        hidden = [x := self.first(x), *(x := x + layer(x) for layer in self.layers)]
+        logits = self.head(x)
+        return {"loss": F.cross_entropy(logits, y), "logits": logits, "hidden_states": hidden}
+
+
+def hidden_states_distilled(put: Put, ended: Ended) -> None:
+    """The loss is that of the model and that of intermediates, which a teacher has, too."""
+    model, teacher = put(LossOfLayers()), LossOfLayers().requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(STEPS):
+        x, y = torch.randn(512, 64), torch.randint(8, (512,))
+        with torch.no_grad():
+            theirs = teacher(x, y)["hidden_states"]
+        output = model(x, y)
+        loss = output["loss"] + sum(map(F.mse_loss, output["hidden_states"], theirs))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ended(loss)
+
+
 def prefetched(put: Put, ended: Ended) -> None:
     """The next batch is made while the backward pass runs on a GPU, as prefetchers do."""
     model = put(_reconstruction())
@@ -3349,6 +3381,7 @@ LOOPS: dict[str, Loop] = {
     "backward_twice": Loop(backward_twice),
     "batches_that_are_objects": Loop(batches_that_are_objects, plans=3),
     "logits_of_a_tuple": Loop(logits_of_a_tuple, thorough=True),
+    "hidden_states_distilled": Loop(hidden_states_distilled),
     "hidden_states_later": Loop(hidden_states_later, plans=3, thorough=True),
     "prefetched": Loop(prefetched, thorough=True),
     "one_batch_ahead": Loop(one_batch_ahead),

@@ -102,6 +102,7 @@ class Loop:
             backward pass began; None: all of them.
         at_once: of the others, the positions of those that were gone before the loop's first op, if it made one call.
         only_loss: whether the model's own loss is the only one of its outputs that got a gradient.
+        beside_loss: the positions of outputs that got one, and that a plan for the model's own loss takes to get none.
         unreached: the positions of other outputs that may get a gradient and got none.
         by_turns: the positions of those that some of several backward passes gave a gradient, and others did not.
         laid_out: the positions of those whose gradient came laid out otherwise than they are, each
@@ -139,6 +140,7 @@ class Loop:
     outputs_held: tuple[int, ...] | None = None
     at_once: tuple[int, ...] = ()
     only_loss: bool = False
+    beside_loss: tuple[int, ...] = ()
     unreached: tuple[int, ...] = ()
     by_turns: tuple[int, ...] = ()
     laid_out: LaidOut = ()
@@ -194,6 +196,7 @@ def most_of(one: Loop, other: Loop) -> Loop:
         later_held=_either(one.later_held, other.later_held),
         at_once=tuple(at for at in one.at_once if at in other.at_once),
         only_loss=one.only_loss and other.only_loss,
+        beside_loss=tuple(sorted({*one.beside_loss, *other.beside_loss})),
         unreached=tuple(at for at in one.unreached if at in other.unreached),
         by_turns=tuple(sorted({*one.by_turns, *other.by_turns})),
         laid_out=tuple(each for each in one.laid_out if each in other.laid_out),

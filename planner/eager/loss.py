@@ -131,7 +131,7 @@ def _own_loss(output: Any, loss_fn: LossFn | None, loop: Loop) -> torch.Tensor |
     if found is not None:
         return found[2]
     loss = find_loss(output)
-    return None if loss is None or trains_less(loss, output) else loss
+    return None if loss is None or loop.beside_loss or trains_less(loss, output) else loss
 
 
 _Shape = tuple[torch.Size, list[int], torch.dtype, torch.device]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -23,6 +23,7 @@ from planner.inductor.trials import Estimates, Lower, Part, Trials, modelled, ru
 from planner.planning.decisions import peak_account
 from planner.planning.notes import notes
 from planner.planning.record import Unplanned, record_of
+from planner.planning.unreached import cut_outputs
 from planner.requests.planned import Known, Planned, source_of
 from planner.requests.request import Request
 from solvers import Schedule
@@ -138,10 +139,8 @@ def _graphs(graph: FusedGraph, planned: Sequence[PlannedRegion]) -> Callable[[],
 
 def planned_in_vain(request: Request, graph: TrainingGraph) -> bool:
     """Whether gradients of the model's outputs have a place in a plan that did not come in each backward pass."""
-    cut = cut_in(graph, graph.detached)
-    missing = (*request.loop.unreached, *request.loop.by_turns)
-    found = (graph.outputs[at] for at in missing if at < len(graph.outputs))
-    return any(output is not None and output not in cut for output in found)
+    missing = {*request.loop.unreached, *request.loop.by_turns} - cut_outputs(graph, graph.detached)
+    return any(graph.outputs[at] is not None for at in missing if at < len(graph.outputs))
 
 
 def gradients_of_written(graph: TrainingGraph) -> bool:
@@ -150,13 +149,6 @@ def gradients_of_written(graph: TrainingGraph) -> bool:
     """
     tangents = (n for region in graph.regions if region.fingerprint for n in region.tangents if n.users)
     return any(is_mutation(getattr(n.meta.get("desc"), "output", None)) for n in tangents)
-
-
-def cut_in(graph: TrainingGraph, detached: Mapping[str, Sequence[int]]) -> set[tuple[int, int]]:
-    """The results that get no gradient: the region and the position of each."""
-    return {
-        (r, at) for key, order in graph.order.items() for r in order if r is not None for at in detached.get(key, ())
-    }
 
 
 def _same(request: Request, graph: FusedGraph, known: Known, lower: Lower) -> Planned | None:

@@ -262,6 +262,7 @@ def _graph_of(request: Request, split: Partition, compiler: GraphCompiler) -> Tr
         taken_loss if request.loss_fn is None and request.loop.only_loss else request.loss_fn,
         compiler,
         unreached=request.loop.unreached,
+        beside_loss=bool(request.loop.beside_loss),
         laid_out=None if request.loop.loss is None else request.loop.laid_out,
         likely=request.assume_median_branch,
     )

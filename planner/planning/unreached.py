@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 from torch import fx, nn
@@ -11,6 +11,19 @@ from planner.capture.joint_graph import index_of
 from planner.capture.trace.step import TrainingGraph
 from planner.core.loop import Loop
 from planner.requests.request import Request
+
+
+def cut_outputs(graph: TrainingGraph, detached: Mapping[str, Collection[int]]) -> frozenset[int]:
+    """Positions of the leaves of the output that get no gradient, where these results of Dynamo graphs get none."""
+    regions = ((r, key) for key, order in graph.order.items() for r in order if r is not None)
+    cut = {(r, at) for r, key in regions for at in detached.get(key, ())}
+    return frozenset(at for at, result in enumerate(graph.outputs) if result in cut)
+
+
+def beside_loss(graph: TrainingGraph | None, seen: Loop, before: Loop) -> tuple[int, ...]:
+    """The outputs that were seen to get a gradient, and that a plan took to get none, as this one or one before it."""
+    cut = () if graph is None else cut_outputs(graph, graph.detached)
+    return tuple(at for at in seen.beside_loss if at in cut or at in before.beside_loss)
 
 
 def worth_leaving_out(graph: TrainingGraph | None, seen: Loop, tolerance: int) -> tuple[int, ...]:

@@ -147,6 +147,7 @@ class Learnt:
             shown = replace(
                 shown,
                 only_loss=before.only_loss,
+                beside_loss=before.beside_loss,
                 unreached=before.unreached,
                 by_turns=before.by_turns,
                 laid_out=before.laid_out,
@@ -175,6 +176,7 @@ def _with(loop: Loop, shown: Loop) -> Loop:
         at_once=shown.at_once,
         later_held=shown.later_held,
         only_loss=shown.only_loss,
+        beside_loss=shown.beside_loss,
         unreached=shown.unreached,
         by_turns=shown.by_turns,
         laid_out=shown.laid_out,

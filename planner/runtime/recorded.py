@@ -53,6 +53,7 @@ def shown_by(recorder: Recorder, held: Collection[int], *, only_loss: bool) -> L
         at_once=results.at_once if one else (),
         later_held=tuple(sorted(recorder.later_held)),
         only_loss=only_loss,
+        beside_loss=tuple(sorted(results.reached)),  # a plan says which of them it takes to get none
         unreached=() if only_loss else results.unreached,
         by_turns=results.by_turns if one else (),
         laid_out=results.laid_out,

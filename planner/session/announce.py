@@ -53,7 +53,7 @@ def why_anew(before: Loop, seen: Loop, optimizers: Sequence[optim.Optimizer]) ->
         return "the results of such calls are let go of without a backward pass"
     if seen.left_over > before.left_over:
         return "an earlier call, of which no backward pass comes, still holds what it saved"
-    if seen.unreached != before.unreached:
+    if (seen.unreached, seen.beside_loss) != (before.unreached, before.beside_loss):
         return "other outputs of the model get a gradient than those of which that was expected"
     if seen.laid_out != before.laid_out:
         return "gradients of the model's outputs come in another memory layout than was expected"

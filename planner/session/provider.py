@@ -23,7 +23,7 @@ from planner.parallel.group import refuse_verification
 from planner.planning.outside import more_of_loss
 from planner.planning.pipeline import make_plan
 from planner.planning.uncompiled import checkpointed, fits_uncompiled
-from planner.planning.unreached import worth_leaving_out, worth_not_counting
+from planner.planning.unreached import beside_loss, worth_leaving_out, worth_not_counting
 from planner.requests.check import with_batch
 from planner.requests.optimizers import Found, optimizers_of, weakly
 from planner.requests.planned import Known, Planned
@@ -255,8 +255,7 @@ class Provider:
         given = seen
         if self.request.options.accumulate:  # they are counted
             seen = replace(seen, gradients=self.loops.get(role, self.loop).gradients)
-        if seen.unreached or seen.stateless:
-            seen = self._as_planned(seen, self._captured(role))
+        seen = self._as_planned(seen, role)
         found = [] if self.request.optimizer is not None else stepped
         if role and self.loops and role not in self.loops:  # there is no plan yet
             self.loops[role], self.stepped = seen, [weakref.ref(o) for o in found]
@@ -306,12 +305,15 @@ class Provider:
             self.loop, self.loops = loop, {}
             self.peaks.clear()
 
-    def _as_planned(self, seen: Loop, graph: TrainingGraph | None) -> Loop:
+    def _as_planned(self, seen: Loop, role: Role) -> Loop:
         """The loop as plans are made for it, which may leave out what no gradient came to."""
         fused = self.request.options.mode == "inductor"  # one that does not arrive takes all of the fusion
+        graph = self._captured(role)
+        beside = beside_loss(graph, seen, self.loops.get(role, self.loop))
         return replace(
             seen,
-            unreached=seen.unreached if fused else worth_leaving_out(graph, seen, self._tolerance),
+            beside_loss=beside,
+            unreached=seen.unreached if fused or beside else worth_leaving_out(graph, seen, self._tolerance),
             stateless=worth_not_counting(graph, seen, self.model, self._tolerance),
         )
 
@@ -394,5 +396,5 @@ def _kind(request: Request) -> Signature:
     """The kind of call that a request is for."""
     with under(request.surroundings, request.model):
         signature = call_signature(request.model, request.args or (), request.kwargs, request.maxima)
-    gradients = request.loop.only_loss, request.loop.unreached, request.loop.laid_out
-    return (*signature, request.assume_median_branch, *gradients)
+    loop, median = request.loop, request.assume_median_branch
+    return (*signature, median, loop.only_loss, loop.beside_loss, loop.unreached, loop.laid_out)

@@ -15,8 +15,9 @@ from planner.core.plan import PlanRecord
 from planner.core.recipe import Recipe
 from planner.costs.cache import digest, gradients_agreed, keep_agreement, surroundings
 from planner.errors import InfeasibleBudgetError, PlannerError, warn
-from planner.planning.inductor import cut_in, gradients_of_written, in_aten, planned_in_vain
+from planner.planning.inductor import gradients_of_written, in_aten, planned_in_vain
 from planner.planning.pipeline import capture_step, make_plan
+from planner.planning.unreached import cut_outputs
 from planner.requests.planned import Planned
 from planner.session.gradients import compare
 from planner.session.verify import gradients_of
@@ -113,7 +114,8 @@ def _references(
         others = [] if alike is None else [(replace(planned, record=alike), "the plan before")]
         others += [(_own(planned), "Inductor with everything kept")] if draws else []
     if earlier:
-        return [(other, words) for other, words in others if _peak(planned, other) <= planned.record.budget_bytes]
+        most = [max(_peak(planned, other), _peak(planned, planned)) for other, _ in others]
+        return [each for each, nbytes in zip(others, most, strict=True) if nbytes <= planned.record.budget_bytes]
     return others
 
 
@@ -141,24 +143,25 @@ def _beside(planned: Planned, other: Planned, *, unlike: bool) -> tuple[float, b
 
 
 def _peak(planned: Planned, other: Planned) -> int:
-    """The most that a step by another plan takes, where the loop holds what this one counts, but for the states of
-    optimizers. Outputs of the last step are there to the end; a plan from before the loop was known counts neither
-    these nor gradients of zeros.
+    """The most that a step by this plan or another one takes where the loop holds what this one counts, but for the
+    states of optimizers.
+
+    Outputs of the last step are there to the end, and so is what modules keep as attributes, which the step itself
+    replaces; a plan from before the loop was known counts neither these outputs nor gradients of zeros.
     """
-    record, its = planned.record, other.record
-    outputs = planned.captured.output_bytes if planned.captured is not None else 0
-    older = 0 if record.step.loop.loss is None else record.step.loop.loss.output_bytes
-    more = max(0, older - outputs) if its.step.loop.loss is not None else 2 * max(older, outputs) if older else 0
+    record, its, graph, seen = planned.record, other.record, planned.captured, planned.record.step.loop.loss
+    more = 0 if graph is None else sum(graph.attributes.values())
+    if seen is not None:
+        now = 0 if graph is None else graph.output_bytes
+        older, unseen = max(seen.output_bytes, now), its.step.loop.loss is None
+        more += 2 * older if unseen else max(seen.stays + seen.given, older - now)
     return its.peak_bytes - its.resident_bytes + record.resident_bytes - record.step.optimizer_state + more
 
 
 def _left_out(planned: Planned, record: PlanRecord) -> frozenset[int]:
     """Positions of the outputs that get no gradient by a record of the same calls."""
     assert isinstance(record.recipe, Recipe)
-    if planned.captured is None:
-        return frozenset()
-    cut = cut_in(planned.captured, record.recipe.detached)
-    return frozenset(at for at, result in enumerate(planned.captured.outputs) if result in cut)
+    return frozenset() if planned.captured is None else cut_outputs(planned.captured, record.recipe.detached)
 
 
 def _calls(planned: Planned) -> tuple[str, ...]:

@@ -279,7 +279,7 @@ class _Measured:
 def _loss(request: Request, output: Any, unknown: list[Any]) -> torch.Tensor:
     if request.loss_fn is not None:
         return checked_loss(request.loss_fn, output)
-    if (loss := find_loss(output)) is not None:
+    if (loss := find_loss(output)) is not None and not request.loop.beside_loss:
         return loss
     if request.loop.only_loss and (found := probable_loss(output)) is not None:
         return found[2]

@@ -12,7 +12,7 @@ both are added up, a view in the graph is marked as the whole gradient of that o
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -125,15 +125,49 @@ def take_whole(graph: fx.Graph, at: int) -> None:
         node.replace_all_uses_with(tangent)
 
 
-def add_entering(graph: fx.Graph, at: int) -> None:
-    """Let a gradient enter that was left out, in place, where the graph adds to it."""
+def sums_of(graph: fx.Graph) -> dict[int, tuple[int, ...]]:
+    """For each output whose gradient enters and is added to, the arguments of the sums that its gradient goes through,
+    the first of them first.
+    """
+    return {at: tuple(_sums_from(tangent)) for at, tangent in entering(graph).items()}
+
+
+def _sums_from(node: fx.Node) -> Iterator[int]:
+    while len(node.users) == 1 and _is_sum(user := next(iter(node.users))):
+        yield user.args.index(node)
+        node = user
+
+
+def add_entering(graph: fx.Graph, at: int, sums: Sequence[int]) -> None:
+    """Let a gradient enter that was left out, in place, where the graph adds to it.
+
+    As autograd does, which adds the others to it one by one: sums are rounded alike.
+
+    Args:
+        graph: in which it is left out.
+        at: the position of the output.
+        sums: as by `sums_of`, of the graph with all that enters.
+    """
     tangent = entering(graph)[at]
-    for node in whole_gradients(graph)[at]:
-        before = node.args[0]
-        with graph.inserting_before(node):
+    for whole in whole_gradients(graph)[at]:
+        place = _first_sum(whole, sums[:0:-1]) or (whole, 0)
+        user, argument = place
+        before: Any = user.args[argument]
+        with graph.inserting_before(user):
             total = graph.call_function(_ATEN.add.Tensor, (tangent, before))
-        total.meta["val"] = before.meta["val"]  # type: ignore[union-attr]
-        node.args = (total,)
+        total.meta["val"] = before.meta["val"]
+        user.update_arg(argument, total)
+
+
+def _first_sum(node: fx.Node, arguments: Sequence[int]) -> tuple[fx.Node, int] | None:
+    """The node and the argument that one comes to from the first of a node by these of the sums; None for no sum."""
+    place = node, 0
+    for argument in arguments:
+        found = place[0].args[place[1]]
+        if not (isinstance(found, fx.Node) and _is_sum(found) and len(found.users) == 1):
+            return None
+        place = found, argument
+    return place
 
 
 def leave_out(graph: fx.Graph, undefined: Collection[fx.Node]) -> set[fx.Node]:

@@ -20,6 +20,7 @@ from planner.capture.passes.tangents import (
     feeds,
     leave_out,
     read_marks,
+    sums_of,
     take_whole,
     whole_gradients,
 )
@@ -92,6 +93,7 @@ class Arrivals:
     laid_out: LaidOut | None = ()
     as_they_come: bool = False
     _places: Collection[int] = ()  # outputs whose gradient the graph adds to without those that are cut
+    _sums: Mapping[int, Sequence[int]] = field(default_factory=dict)  # that gradients go through, of those that enter
     _other: Collection[fx.Node] = ()  # that read gradients which may be laid out otherwise since some were left out
     _graph: fx.GraphModule | None = None
     _inputs: int = 0
@@ -104,7 +106,7 @@ class Arrivals:
         """Read the joint graph, and take the gradients out that are not planned, in place."""
         read_marks(joint)
         self.feeds = feeds(joint)
-        tangents = entering(joint)
+        tangents, self._sums = entering(joint), sums_of(joint)
         self._other = leave_out(joint, [tangents[at] for at in self.cut if at in tangents])
         self._places = whole_gradients(joint).keys()
 
@@ -212,7 +214,7 @@ class Arrivals:
                 add_apart(graph)
             inputs = graph.find_nodes(op="placeholder")
             for at in way.late:
-                add_entering(graph, at)
+                add_entering(graph, at, self._sums.get(at, ()))
             for at in way.whole:
                 take_whole(graph, at)
             if way.result is not None:

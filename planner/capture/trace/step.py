@@ -122,6 +122,7 @@ def capture(
     maxima: Maxima | None = None,
     *,
     unreached: Collection[int] = (),
+    beside_loss: bool = False,
     laid_out: LaidOut | None = None,
     symbolic: bool = True,
     likely: bool = True,
@@ -138,6 +139,7 @@ def capture(
         compiler: compiles the graphs of the pass under fake tensors.
         maxima: sizes that may be smaller than these; the step is that of the largest.
         unreached: where the loss is unknown, positions of leaves of the model's output that get no gradient.
+        beside_loss: whether the loss is not known, though there is one among the outputs: others get a gradient, too.
         laid_out: positions of those whose gradient comes in another layout than their own, and which; None: as the
             captured loss gives them.
         symbolic: whether they are symbols in the graphs.
@@ -151,6 +153,7 @@ def capture(
     with _surroundings(), containers_kept(model):
         for chance in chances:
             answers = Answers(chance)
+            answers.shared_loss = beside_loss
             try:
                 ends = loss_fn, unreached, laid_out
                 return _captured(model, args, kwargs, split, *ends, compiler, maxima, symbolic, answers)
@@ -303,7 +306,7 @@ def _try_eagerly(
     if not any(map(differentiable, leaves(output))):
         raise ModelError(f"{type(model).__name__}: no output of the model depends on a parameter that needs a gradient")
     with mode:
-        answers.shared_loss = shares_loss(loss_fn, output)
+        answers.shared_loss |= shares_loss(loss_fn, output)
     return None
 
 
