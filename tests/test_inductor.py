@@ -603,6 +603,35 @@ def test_plans_for_what_the_loop_showed_are_compared_with_the_first_one_within_t
     assert 0.99 <= seen.peak / max(seen.predicted) <= 1.01
 
 
+class Kept(nn.Module):
+    """Keeps what it makes as an attribute, until it makes the next one."""
+
+    def forward(self, x):
+        self.latest = (y := nn.functional.gelu(x)).detach()
+        return y
+
+
+@pytest.mark.thorough
+def test_gradients_are_compared_where_what_modules_keep_of_the_step_before_fits_beside_it(nothing_compared):
+    """They replace it only as the next step runs."""
+
+    def compiled(put, ended):
+        kinds = 3 * [Kept] + 2 * [nn.GELU]
+        layers = nn.Sequential(*[layer for kind in kinds for layer in (nn.Linear(64, 64), kind())])
+        model = put(torch.compile(layers))
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(6):
+            loss = nn.functional.cross_entropy(model(torch.randn(512, 64)), torch.randint(64, (512,)))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            ended(loss)
+
+    _, seen = judged(Loop(compiled, share=0.75))
+    assert seen.peak <= seen.budget
+    assert 0.99 <= seen.peak / max(seen.predicted) <= 1.01
+
+
 class Centred(nn.Module):
     """Subtracts a running mean, and then writes into it."""
 
