@@ -99,7 +99,10 @@ class InfeasibleBudgetError(BudgetError):
         asked = f"budget_gb={budget_gb!r} ({gb(budget_gb * 2**30)}) is too small: "
         if whole:
             needs = "the leanest plan found needs "
-            advice = f"Give that much, or make the batch or the model smaller. {lower}".rstrip()
+            advice = (
+                "Give that much, a few percent more for a step that recomputes less, or make the batch or the model "
+                f"smaller. {lower}"
+            ).rstrip()
         else:
             needs = "before a batch is known, what a step that trains all parameters holds is at least "
             advice = (
