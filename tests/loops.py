@@ -3092,6 +3092,23 @@ def hidden_states_distilled(put: Put, ended: Ended) -> None:
         ended(loss)
 
 
+def compiled_teacher(put: Put, ended: Ended) -> None:
+    """Kernels that Inductor generates read the table of its embedding."""
+    teacher = nn.Sequential(nn.Embedding(4000, 64), nn.GELU(), nn.Linear(64, 16)).requires_grad_(False)
+    teach = torch.compile(lambda x: teacher(x))
+    model = put(nn.Sequential(nn.Embedding(100, 64), mlp(depth=3, out=16)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(STEPS):
+        x = torch.randint(100, (512,))
+        with torch.no_grad():
+            soft = teach(x).softmax(-1)
+        loss = F.kl_div(model(x).log_softmax(-1), soft, reduction="batchmean")
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ended(loss)
+
+
 def prefetched(put: Put, ended: Ended) -> None:
     """The next batch is made while the backward pass runs on a GPU, as prefetchers do."""
     model = put(_reconstruction())
@@ -3382,6 +3399,7 @@ LOOPS: dict[str, Loop] = {
     "batches_that_are_objects": Loop(batches_that_are_objects, plans=3),
     "logits_of_a_tuple": Loop(logits_of_a_tuple, thorough=True),
     "hidden_states_distilled": Loop(hidden_states_distilled),
+    "compiled_teacher": Loop(compiled_teacher, thorough=True),
     "hidden_states_later": Loop(hidden_states_later, plans=3, thorough=True),
     "prefetched": Loop(prefetched, thorough=True),
     "one_batch_ahead": Loop(one_batch_ahead),
