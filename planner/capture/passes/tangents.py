@@ -150,8 +150,7 @@ def add_entering(graph: fx.Graph, at: int, sums: Sequence[int]) -> None:
     """
     tangent = entering(graph)[at]
     for whole in whole_gradients(graph)[at]:
-        place = _first_sum(whole, sums[:0:-1]) or (whole, 0)
-        user, argument = place
+        user, argument = _first_sum(whole, sums[:0:-1]) or (whole, 0)
         before: Any = user.args[argument]
         with graph.inserting_before(user):
             total = graph.call_function(_ATEN.add.Tensor, (tangent, before))
