@@ -264,12 +264,15 @@ def test_what_the_models_own_loss_is_computed_from_has_its_gradient_as_well(own_
     def aside(model):
         model(batch())["aside"].sum().backward()
 
+    assert_same(models, aside)  # `more` has shown that others than the loss get one
+    assert_same(models, looked_at)
+    fresh = planned(OwnLoss(own_part), None)
     if own_part:  # who returns it trains it
-        assert_same(models, aside)
+        assert_same(fresh, aside)
     else:
         with pytest.raises(ApplyError, match="loss_fn"):
-            aside(models[0])
-    assert_same(models, looked_at)
+            aside(fresh[0])
+    assert_same(fresh, looked_at)
 
 
 @pytest.mark.compat
