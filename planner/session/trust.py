@@ -114,8 +114,8 @@ def _references(
         others = [] if alike is None else [(replace(planned, record=alike), "the plan before")]
         others += [(_own(planned), "Inductor with everything kept")] if draws else []
     if earlier:
-        most = [max(_peak(planned, other), _peak(planned, planned)) for other, _ in others]
-        return [each for each, nbytes in zip(others, most, strict=True) if nbytes <= planned.record.budget_bytes]
+        room, own = planned.record.budget_bytes, _peak(planned, planned)
+        return [(other, words) for other, words in others if max(own, _peak(planned, other)) <= room]
     return others
 
 

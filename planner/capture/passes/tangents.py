@@ -125,14 +125,8 @@ def take_whole(graph: fx.Graph, at: int) -> None:
         node.replace_all_uses_with(tangent)
 
 
-def sums_of(graph: fx.Graph) -> dict[int, tuple[int, ...]]:
-    """For each output whose gradient enters and is added to, the arguments of the sums that its gradient goes through,
-    the first of them first.
-    """
-    return {at: tuple(_sums_from(tangent)) for at, tangent in entering(graph).items()}
-
-
-def _sums_from(node: fx.Node) -> Iterator[int]:
+def sums_from(node: fx.Node) -> Iterator[int]:
+    """The arguments of the sums that a gradient which enters goes through, the first of them first."""
     while len(node.users) == 1 and _is_sum(user := next(iter(node.users))):
         yield user.args.index(node)
         node = user
@@ -146,7 +140,7 @@ def add_entering(graph: fx.Graph, at: int, sums: Sequence[int]) -> None:
     Args:
         graph: in which it is left out.
         at: the position of the output.
-        sums: as by `sums_of`, of the graph with all that enters.
+        sums: as by `sums_from`, of the gradient in the graph with all that enters.
     """
     tangent = entering(graph)[at]
     for whole in whole_gradients(graph)[at]:

@@ -20,7 +20,7 @@ from planner.capture.passes.tangents import (
     feeds,
     leave_out,
     read_marks,
-    sums_of,
+    sums_from,
     take_whole,
     whole_gradients,
 )
@@ -93,7 +93,7 @@ class Arrivals:
     laid_out: LaidOut | None = ()
     as_they_come: bool = False
     _places: Collection[int] = ()  # outputs whose gradient the graph adds to without those that are cut
-    _sums: Mapping[int, Sequence[int]] = field(default_factory=dict)  # that gradients go through, of those that enter
+    _sums: Mapping[int, Sequence[int]] = field(default_factory=dict)  # that gradients which are cut would go through
     _other: Collection[fx.Node] = ()  # that read gradients which may be laid out otherwise since some were left out
     _graph: fx.GraphModule | None = None
     _inputs: int = 0
@@ -106,8 +106,10 @@ class Arrivals:
         """Read the joint graph, and take the gradients out that are not planned, in place."""
         read_marks(joint)
         self.feeds = feeds(joint)
-        tangents, self._sums = entering(joint), sums_of(joint)
-        self._other = leave_out(joint, [tangents[at] for at in self.cut if at in tangents])
+        tangents = entering(joint)
+        cut = {at: tangents[at] for at in self.cut if at in tangents}
+        self._sums = {at: tuple(sums_from(tangent)) for at, tangent in cut.items()}
+        self._other = leave_out(joint, cut.values())
         self._places = whole_gradients(joint).keys()
 
     def lay_out(self, joint: fx.Graph) -> None:
@@ -214,7 +216,7 @@ class Arrivals:
                 add_apart(graph)
             inputs = graph.find_nodes(op="placeholder")
             for at in way.late:
-                add_entering(graph, at, self._sums.get(at, ()))
+                add_entering(graph, at, self._sums[at])
             for at in way.whole:
                 take_whole(graph, at)
             if way.result is not None:
