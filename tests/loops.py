@@ -3109,6 +3109,19 @@ def compiled_teacher(put: Put, ended: Ended) -> None:
         ended(loss)
 
 
+def compiled_siamese(put: Put, ended: Ended) -> None:
+    """Two calls of other lengths before one backward pass, by graphs that Inductor compiles."""
+    model = put(torch.compile(mlp(depth=2, out=64), dynamic=False))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(STEPS):
+        queries, documents = model(torch.randn(256, 64)), model(torch.randn(768, 64))
+        loss = F.cross_entropy(queries[:128] @ documents[:128].T, torch.arange(128))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ended(loss)
+
+
 def prefetched(put: Put, ended: Ended) -> None:
     """The next batch is made while the backward pass runs on a GPU, as prefetchers do."""
     model = put(_reconstruction())
@@ -3400,6 +3413,7 @@ LOOPS: dict[str, Loop] = {
     "logits_of_a_tuple": Loop(logits_of_a_tuple, thorough=True),
     "hidden_states_distilled": Loop(hidden_states_distilled),
     "compiled_teacher": Loop(compiled_teacher, thorough=True),
+    "compiled_siamese": Loop(compiled_siamese, plans=7),  # each alone, both as one, and what these are compared with
     "hidden_states_later": Loop(hidden_states_later, plans=3, thorough=True),
     "prefetched": Loop(prefetched, thorough=True),
     "one_batch_ahead": Loop(one_batch_ahead),

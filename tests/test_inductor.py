@@ -29,7 +29,7 @@ from planner.planning.pipeline import make_plan
 
 from .listening import Listening
 from .loop_harness import Loop, judged
-from .loops import adamw_after, mlp
+from .loops import adamw_after
 from .plans import for_budget
 from .variants import more
 
@@ -630,23 +630,6 @@ def test_gradients_are_compared_where_what_modules_keep_of_the_step_before_fits_
     _, seen = judged(Loop(compiled, share=0.75))
     assert seen.peak <= seen.budget
     assert 0.99 <= seen.peak / max(seen.predicted) <= 1.01
-
-
-@pytest.mark.thorough
-def test_a_warning_says_that_calls_of_several_kinds_are_not_planned_together():
-    model = plan(torch.compile(mlp(depth=2)), budget_gb=1, progress=False).apply()
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
-
-    def train():
-        for _ in range(3):
-            loss = model(torch.randn(48, 64)).mean() + model(torch.randn(16, 64)).mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-
-    with pytest.warns(PlanWarning, match="calls of several kinds .* wait for one backward pass") as warned:
-        train()
-    assert len([w for w in warned if issubclass(w.category, PlanWarning)]) == 1
 
 
 class Centred(nn.Module):

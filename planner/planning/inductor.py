@@ -212,7 +212,13 @@ def fused_graph(
     found = tuple(latest.get(id(region.joint)) if region.fingerprint else None for region in graph.regions)
     if not any(found) or any(s is None and r.fingerprint for s, r in zip(found, graph.regions, strict=True)):
         raise CaptureError("mode='inductor' plans steps of compiled graphs: plan with mode='aten'")
-    return FusedGraph(**{name: getattr(graph, name) for name in TrainingGraph.__dataclass_fields__}, sources=found)
+    return with_sources(graph, found)
+
+
+def with_sources(graph: TrainingGraph, sources: Sequence[Source | None]) -> FusedGraph:
+    """A step whose regions have these graphs of Inductor's pipeline; None for one outside of compiled graphs."""
+    fields = {name: getattr(graph, name) for name in TrainingGraph.__dataclass_fields__}
+    return FusedGraph(**fields, sources=tuple(sources))
 
 
 def _as_seen_before(graph: FusedGraph, earlier: TrainingGraph | None) -> FusedGraph:

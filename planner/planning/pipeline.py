@@ -206,7 +206,7 @@ def _captured(request: Request, captured: TrainingGraph | None = None) -> Traini
 def capture_step(request: Request) -> TrainingGraph:
     """The step of a request that has a batch, and nothing else."""
     with _out_of_sight(request), collector_paused():
-        return graph_of(request)
+        return fused_graph(request, graph_of) if request.options.mode == "inductor" else graph_of(request)
 
 
 def _planned(

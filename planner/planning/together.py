@@ -14,6 +14,7 @@ from planner.capture.trace.step import TrainingGraph
 from planner.core.loop import LaidOut
 from planner.core.plan import GraphModules
 from planner.core.recipe import Recipe
+from planner.planning.inductor import FusedGraph, with_sources
 from planner.requests.planned import Planned
 from planner.requests.request import Request
 
@@ -21,7 +22,7 @@ from planner.requests.request import Request
 def may_go_together(request: Request, graphs: Sequence[TrainingGraph]) -> bool:
     """Whether one plan can be made of such calls, each of which was captured, in the loop that was seen."""
     options, loop = request.options, request.loop
-    plain = options.mode == "aten" and not options.pieces and options.offload is None
+    plain = options.mode != "eager" and not options.pieces and options.offload is None
     alone = request.occupancy is None and options.in_flight == 1 and not options.step_in_backward
     several = loop.in_flight == len(graphs) > 1 and not (loop.graph_retained or loop.asks_first or loop.unused)
     return plain and alone and several and loop.loss is not None and all(map(_is_plain, graphs))
@@ -57,7 +58,7 @@ def joined(graphs: Sequence[TrainingGraph]) -> TrainingGraph:
         detached |= graph.detached
         laid_out |= graph.laid_out
     links += [Link(None, tuple(uses), True) for uses in shared.values() if len(uses) > 1]
-    return TrainingGraph(
+    step = TrainingGraph(
         regions=regions,
         order=order,
         detached=detached,
@@ -70,6 +71,8 @@ def joined(graphs: Sequence[TrainingGraph]) -> TrainingGraph:
         parameters=parameters,
         calls=tuple((len(graph.regions), len(graph.outputs)) for graph in graphs),
     )
+    fused = [graph for graph in graphs if isinstance(graph, FusedGraph)]
+    return with_sources(step, [source for graph in fused for source in graph.sources]) if fused else step
 
 
 def _moved(link: Link, start: int) -> Link:

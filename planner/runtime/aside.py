@@ -44,3 +44,18 @@ def taken_off(model: nn.Module) -> Iterator[Applied | None]:
             yield runtime
         finally:
             put(model, runtime)
+
+
+@contextmanager
+def recording_aside(model: nn.Module) -> Iterator[None]:
+    """Within a call of a model: what records the step of this call sees nothing for a while, and then goes on."""
+    runtime = attached(model)
+    watch = None if runtime is None else runtime.watch
+    if watch is None:
+        yield
+        return
+    recorder, watch.recorder = watch.recorder, None
+    try:
+        yield
+    finally:
+        watch.recorder = recorder

@@ -136,7 +136,7 @@ class Provider:
             planned = agreed(request, self._plan, mine)
             self.ready.clear()
         else:
-            self.together = self.several.asked(caller.together if model is self.model else (), self.check)
+            self.together = caller.together if model is self.model else ()
             planned = self._plan(request)
         self.records[role_of(_kind(request))] = self.records[()] = planned.record
         self.own.append(planned.without_batch())

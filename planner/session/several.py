@@ -12,7 +12,7 @@ from planner.capture.trace.layers import has_whole_lstm, lstms_in_parts
 from planner.capture.trace.step import TrainingGraph
 from planner.compat.pytree import tree_leaves, tree_map_only
 from planner.core.identity import TensorKind
-from planner.errors import InfeasibleBudgetError, PlannerError, warn
+from planner.errors import InfeasibleBudgetError, PlannerError
 from planner.planning.pipeline import capture_step
 from planner.planning.together import joined, may_go_together, plans_of_calls
 from planner.requests.check import with_batch
@@ -23,12 +23,6 @@ from planner.runtime.step_calls import PLAIN, GivenTensor
 from planner.runtime.together import MOST
 
 SIGNATURE = 4  # parts of a kind of call that its signature is
-
-_APART = (
-    "calls of several kinds (other shapes, other arguments) wait for one backward pass, and mode='inductor' plans each "
-    "as if all were of its kind: a step may take more than the budget, or less than was planned. mode='aten' plans "
-    "them as one step"
-)
 
 
 @dataclass
@@ -79,14 +73,6 @@ class Several:
     def __init__(self) -> None:
         self._captured: dict[Signature, _Captured] = {}
         self._plans: dict[Signature, Planned] = {}
-        self._warned = False
-
-    def asked(self, together: tuple[Signature, ...], check: object) -> tuple[Signature, ...]:
-        """The signatures of the calls of a step, to be planned together; none, and a warning, where each is checked."""
-        if together and check is not None and not self._warned:
-            self._warned = True
-            warn(_APART)
-        return together if check is None else ()
 
     def keep(self, kind: Signature, planned: Planned) -> None:
         """A call was captured."""

@@ -19,6 +19,7 @@ from planner.planning.inductor import gradients_of_written, in_aten, planned_in_
 from planner.planning.pipeline import capture_step, make_plan
 from planner.planning.unreached import cut_outputs
 from planner.requests.planned import Planned
+from planner.runtime.aside import recording_aside
 from planner.session.gradients import compare
 from planner.session.verify import gradients_of
 
@@ -79,7 +80,8 @@ def trusted(planned: Planned, earlier: Earlier, given_up: list[str]) -> Planned:
     for other, with_what in _references(planned, earlier, graphs, draws=draws):
         unlike = other.record in earlier.values() and other.record is not earlier.get(graphs)
         try:
-            error, agree, within = _beside(planned, other, unlike=unlike)
+            with recording_aside(request.model):
+                error, agree, within = _beside(planned, other, unlike=unlike)
         except torch.OutOfMemoryError:
             why = f"Its gradients could not be compared with those of {with_what}, for lack of memory."
             return _noted(planned, why)
@@ -155,6 +157,8 @@ def _peak(planned: Planned, other: Planned) -> int:
         now = 0 if graph is None else graph.output_bytes
         older, unseen = max(seen.output_bytes, now), its.step.loop.loss is None
         more += 2 * older if unseen else max(seen.stays + seen.given, older - now)
+    if its.step.loop.in_flight < record.step.loop.in_flight:  # the calls before this one wait
+        more += record.kept_bytes
     return its.peak_bytes - its.resident_bytes + record.resident_bytes - record.step.optimizer_state + more
 
 
