@@ -161,7 +161,7 @@ KINDS = [
 @pytest.mark.compat
 @pytest.mark.parametrize(
     "kind",
-    keeping(*(k for k in KINDS if k not in (OnlyViews, SharedWeights, Repeated)), of=KINDS),
+    keeping(*(k for k in KINDS if k not in (OnlyViews, SharedWeights, Repeated, NormAcross, Hooked)), of=KINDS),
     ids=lambda k: k.__name__,
 )
 def test_several_regions_are_one_plan(kind, tmp_path):
@@ -198,7 +198,7 @@ class Composite(nn.Module):
     [
         (partial(nn.GRUCell, 64, 64), True),
         *more((partial(nn.GRUCell, 64, 64), False)),
-        (partial(nn.GRU, 64, 64), False),
+        *more((partial(nn.GRU, 64, 64), False)),
         *more((partial(nn.TransformerEncoderLayer, 64, 4, 128, 0.0), False), (partial(nn.Linear, 64, 64), False)),
     ],
 )

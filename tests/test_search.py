@@ -350,6 +350,7 @@ def test_where_the_loss_leaves_no_room_the_lowest_peak_is_the_proven_one():
     assert least.peak == least.bound
 
 
+@pytest.mark.thorough
 def test_at_the_least_budget_the_answer_costs_much_less_than_the_leanest_schedule():
     """No start fits: walks go on from what nearly does, else they would not come far from the leanest schedule."""
     problem = random_training_graph(0, 80)
