@@ -150,10 +150,11 @@ def test_what_is_far_apart_in_a_schedule_is_not_fused():
     assert not inductor_hooks.far((first, second), 2)
 
 
-def test_convolutions_that_run_again_decide_no_layouts_and_weights_are_saved_as_they_come():
+@pytest.mark.parametrize("groups", [1, 2])
+def test_convolutions_in_groups_that_run_again_decide_no_layouts_and_weights_are_saved_as_they_come(groups):
     graph = fx.Graph()
     x, weight = graph.placeholder("x"), graph.placeholder("weight")
-    made = graph.call_function(torch.ops.aten.convolution.default, (x, weight, None, [1], [0], [1], False, [0], 1))
+    made = graph.call_function(torch.ops.aten.convolution.default, (x, weight, None, [1], [0], [1], False, [0], groups))
     out = graph.output((made, weight))
     x.meta["val"], weight.meta["val"] = torch.empty(1, 2, 4, 4), torch.empty(2, 2, 1, 1)
     module = fx.GraphModule(torch.nn.Module(), graph)
@@ -161,7 +162,7 @@ def test_convolutions_that_run_again_decide_no_layouts_and_weights_are_saved_as_
     with inductor_config.patch(force_layout_optimization=True), inductor_hooks.chosen(1):
         assert lowering.decide_layout_opt(module, is_inference=False)
         made.meta["runs_again"] = True
-        assert not lowering.decide_layout_opt(module, is_inference=False)
+        assert lowering.decide_layout_opt(module, is_inference=False) is (groups == 1)
         out.meta.update(user_visible_output_idxs=[], original_output_strides=[(), ()])
         strides = inductor_hooks.graph_module.get_user_visible_output_strides(graph)
     assert strides == {weight: (2, 1, 1, 1)}

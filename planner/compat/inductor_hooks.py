@@ -113,8 +113,9 @@ def chosen(near: int) -> Iterator[None]:
       estimate of the peak, which is too high, is not reached.
     - Patterns match only what is near (`PatternExpr`): `mm` and a late `add` become one `addmm` where the `add` was,
       and what the `mm` reads is held until then.
-    - Only what runs for the first time decides about layouts (`GraphLowering.decide_layout_opt`): one convolution
-      makes Inductor lay out all of a graph channels last, and a backward pass has one only where it runs again.
+    - Convolutions in groups that run again decide nothing about layouts (`GraphLowering.decide_layout_opt`): one makes
+      Inductor lay out all of a backward pass channels last, for which the gradients of depthwise convolutions take many
+      times the workspace. Others do, so that what they make again has the layout of what the forward pass has saved.
     - Inputs that the backward pass needs are saved as they come (`get_user_visible_output_strides`): of weights of
       convolutions Inductor saves copies that are channels last.
     """
@@ -142,9 +143,9 @@ def chosen(near: int) -> Iterator[None]:
         return FailedMatch("far apart in the schedule") if apart else found
 
     def decide(gm: fx.GraphModule, *, is_inference: bool) -> bool:
-        return bool(decide_layout(gm, is_inference=is_inference)) and any(
-            not node.meta.get(AGAIN) for node in gm.graph.nodes if node.target is torch.ops.aten.convolution.default
-        )
+        convolutions = [node for node in gm.graph.nodes if node.target is torch.ops.aten.convolution.default]
+        first = any(not node.meta.get(AGAIN) for node in convolutions)
+        return (first or not any(map(_in_groups, convolutions))) and bool(decide_layout(gm, is_inference=is_inference))
 
     def visible(g: fx.Graph) -> dict[fx.Node, Any]:
         found: dict[fx.Node, Any] = visible_strides(g)
@@ -160,6 +161,10 @@ def chosen(near: int) -> Iterator[None]:
         V.set_choices_handler(choices),
     ):
         yield
+
+
+def _in_groups(convolution: fx.Node) -> bool:
+    return bool(convolution.args[8] != 1)
 
 
 def far(scheduled: Iterable[Any], near: int) -> bool:
