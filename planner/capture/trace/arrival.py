@@ -101,6 +101,7 @@ class Arrivals:
     _written: dict[_Way, Boxed] = field(default_factory=dict)
     _parts: Parts | None = None
     _warned: bool = False
+    _versions: dict[_Way, int] = field(default_factory=dict)  # of parameters, as an optimizer's step counts them up
 
     def read(self, joint: fx.Graph) -> None:
         """Read the joint graph, and take the gradients out that are not planned, in place."""
@@ -151,9 +152,7 @@ class Arrivals:
                 handing: Handing | None = getattr(node, HANDING, None)
                 gradients = None if handing is None else handing.begin(arguments)
                 return planned(arguments) if gradients is None else gradients
-            if (
-                compiled is not None and way in self._written and not self._warned
-            ):  # once may be before the loop is known
+            if compiled is not None and not self._warned and self._seen_before_a_step(way, arguments):
                 self._warned = True
                 warn(_UNFUSED)
             for leaf in leaves_of(node, PART) if way.missing else ():
@@ -161,6 +160,11 @@ class Arrivals:
             return self._by(way)(arguments)
 
         return takes_a_list(call)
+
+    def _seen_before_a_step(self, way: _Way, arguments: Sequence[Any]) -> bool:
+        """Whether gradients came in this way before parameters changed: in its first step a loop is not known yet."""
+        now = sum(t._version for t in arguments if isinstance(t, torch.Tensor) and t.is_leaf and t.requires_grad)
+        return self._versions.setdefault(way, now) != now
 
     def handing(self) -> Handing | None:
         """For a call of the graph, whose gradients go out in parts; None where they do not."""
