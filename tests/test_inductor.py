@@ -397,6 +397,68 @@ def test_what_fits_in_the_layouts_of_eager_mode_recomputes_nothing_unless_they_a
     torch.testing.assert_close(found, gradients(model))
 
 
+class Separable(nn.Module):
+    """Depthwise convolutions: their gradients take other layouts than those that Inductor fuses for."""
+
+    def __init__(self):
+        super().__init__()
+        self.deep = nn.ModuleList([nn.Conv2d(16, 16, 3, padding=1, groups=16) for _ in range(4)])
+        self.wide = nn.ModuleList([nn.Conv2d(16, 16, 1) for _ in range(4)])
+
+    def forward(self, x):
+        for deep, wide in zip(self.deep, self.wide, strict=True):
+            x = x + nn.functional.gelu(wide(torch.relu(deep(x))))
+        return x.square().mean()
+
+
+def test_a_compiled_model_whose_fused_kernels_do_not_fit_is_planned_op_by_op_with_a_warning():
+    torch.manual_seed(0)
+    model, x = Separable(), torch.randn(4, 16, 24, 24)
+
+    def least(**mode):
+        with pytest.raises(InfeasibleBudgetError) as error:
+            plan(torch.compile(model), (x,), budget_gb=5e-4, progress=False, **mode)
+        return error.value.minimum_gb
+
+    fused, either = least(mode="inductor"), least()
+    assert either < 0.9 * fused
+    with pytest.warns(PlanWarning, match=f"without fused kernels: with these it needs budget_gb={fused}"):
+        p = plan(torch.compile(model), (x,), budget_gb=either, progress=False)
+    seen = p.verify()
+    assert seen.gradients_agree
+    assert seen.measured_bytes <= p.budget_bytes
+
+
+class Normed(nn.Module):
+    """Convolutions for whose gradients copies in another layout take more than what is saved for each."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 8, 3, padding=1), nn.Linear(8, 10)
+        self.layers = nn.ModuleList([nn.Conv2d(8, 8, 3, padding=1, bias=False) for _ in range(4)])
+        self.norms = nn.ModuleList([nn.BatchNorm2d(8) for _ in range(4)])
+
+    def forward(self, x):
+        x = self.first(x)
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = x + torch.relu(norm(layer(x)))
+        return self.last(x.mean((2, 3))).logsumexp(-1).mean()
+
+
+@pytest.mark.thorough
+def test_convolutions_that_run_again_have_the_layouts_of_what_is_saved():
+    torch.manual_seed(0)
+    model, x = Normed(), torch.randn(8, 3, 24, 24)
+    own = planned(model, (x,))
+    with pytest.raises(InfeasibleBudgetError) as error:
+        for_budget(own, own.resident_bytes / 2**30)
+    p = for_budget(own, error.value.minimum_gb)
+    assert p.peak_bytes < 0.8 * own.peak_bytes
+    seen = p.verify()
+    assert seen.gradients_agree
+    assert seen.measured_bytes <= p.budget_bytes
+
+
 @pytest.fixture
 def nothing_compared(tmp_path, monkeypatch):
     monkeypatch.setenv("CHECKPOINT_PLANNER_CACHE", str(tmp_path))

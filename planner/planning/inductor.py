@@ -58,6 +58,14 @@ def not_fused(request: Request, why: CaptureError) -> Request:
     return replace(in_aten(request), instead=told)
 
 
+def too_large(request: Request, least: InfeasibleBudgetError) -> Request:
+    """The same for a model whose fused kernels need more than the budget."""
+    name = type(request.model).__name__
+    needs = f"with these it needs budget_gb={least.minimum_gb!r}"
+    told = f"{name} was given to torch.compile(), and is planned with mode='aten', without fused kernels: {needs}"
+    return replace(in_aten(request), instead=told)
+
+
 def in_aten(request: Request) -> Request:
     """The same request in mode "aten"."""
     return replace(request, options=replace(request.options, mode="aten"))
