@@ -125,6 +125,8 @@ def _fused(
     if request.loop.graph_retained:
         request = replace(request, settings=tuple(sorted({*request.settings, NOT_DONATED})))
     instead, why = in_aten(request), without_inductor()
+    several = captured is not None and bool(captured.calls)  # the request is for one of them
+    fixed = must_match or several or not request.any_mode
     if not why:
         plan_one = partial(make_inductor_plan, lower=lower, others=others, known=known, earlier=earlier)
         try:
@@ -132,12 +134,12 @@ def _fused(
                 graph = fused_graph(request, graph_of, captured)
                 return as_told(request, graph, known, plan_one, partial(fused_graph, capture=graph_of))
         except CaptureError as e:
-            if must_match or not request.any_mode:
+            if fixed:
                 raise
             instead = not_fused(request, e)
             why = instead.instead
         except InfeasibleBudgetError as e:
-            if must_match or not request.any_mode:
+            if fixed:
                 raise
             return _unfused(request, e, others, known)
     planned = make_plan(instead, others, known=known, must_match=must_match)

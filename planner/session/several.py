@@ -12,7 +12,7 @@ from planner.capture.trace.layers import has_whole_lstm, lstms_in_parts
 from planner.capture.trace.step import TrainingGraph
 from planner.compat.pytree import tree_leaves, tree_map_only
 from planner.core.identity import TensorKind
-from planner.errors import InfeasibleBudgetError, PlannerError
+from planner.errors import CaptureError, InfeasibleBudgetError, PlannerError
 from planner.planning.pipeline import capture_step
 from planner.planning.together import joined, may_go_together, plans_of_calls
 from planner.requests.check import with_batch
@@ -125,6 +125,8 @@ class Several:
         alone = replace(request, loop=replace(request.loop, in_flight=1))
         try:
             step = make(alone, joined(graphs))
+        except CaptureError:
+            return None
         except InfeasibleBudgetError:
             if not any(has_whole_lstm(region) for graph in graphs for region in graph.regions):
                 raise
