@@ -30,6 +30,7 @@ from planner.compat.autograd import leaves_of, running_node, skip_undefined
 from planner.compat.fake import unset_fake_temporarily
 from planner.compat.fx import boxed, takes_a_list
 from planner.compat.inductor_random import draw_alike
+from planner.compat.tensors import version_of
 from planner.core.loop import LaidOut
 from planner.errors import ApplyError, warn
 
@@ -163,7 +164,7 @@ class Arrivals:
 
     def _seen_before_a_step(self, way: _Way, arguments: Sequence[Any]) -> bool:
         """Whether gradients came in this way before parameters changed: in its first step a loop is not known yet."""
-        now = sum(t._version for t in arguments if isinstance(t, torch.Tensor) and t.is_leaf and t.requires_grad)
+        now = sum(version_of(t) for t in arguments if isinstance(t, torch.Tensor) and t.is_leaf and t.requires_grad)
         return self._versions.setdefault(way, now) != now
 
     def handing(self) -> Handing | None:
