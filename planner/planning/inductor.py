@@ -51,18 +51,10 @@ def without_inductor() -> str:
     )
 
 
-def not_fused(request: Request, why: CaptureError) -> Request:
-    """The request in mode "aten" for a model that torch.compile was given, and that this mode cannot plan."""
+def not_fused(request: Request, why: CaptureError | str) -> Request:
+    """The request in mode "aten" for a model that torch.compile was given, and why this mode is not for it."""
     name = type(request.model).__name__
     told = f"{name} was given to torch.compile(), and is planned with mode='aten', without fused kernels: {why}"
-    return replace(in_aten(request), instead=told)
-
-
-def too_large(request: Request, least: InfeasibleBudgetError) -> Request:
-    """The same for a model whose fused kernels need more than the budget."""
-    name = type(request.model).__name__
-    needs = f"with these it needs budget_gb={least.minimum_gb!r}"
-    told = f"{name} was given to torch.compile(), and is planned with mode='aten', without fused kernels: {needs}"
     return replace(in_aten(request), instead=told)
 
 

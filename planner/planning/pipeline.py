@@ -49,7 +49,7 @@ from planner.planning.as_told import as_told
 from planner.planning.eager import make_eager_plan
 from planner.planning.fragmentation import solve_with_margin
 from planner.planning.host_room import room_taken, solve_within_host
-from planner.planning.inductor import fused_graph, in_aten, make_inductor_plan, not_fused, too_large, without_inductor
+from planner.planning.inductor import fused_graph, in_aten, make_inductor_plan, not_fused, without_inductor
 from planner.planning.notes import notes, sentence
 from planner.planning.outside import TANGENTS_FREED, outside_loss, pinned_tangents
 from planner.planning.pieces import Solved, as_in, described, solve_in_pieces
@@ -124,7 +124,7 @@ def _fused(
     refuse_inductor(request.options, request.model, request.device)
     if request.loop.graph_retained:
         request = replace(request, settings=tuple(sorted({*request.settings, NOT_DONATED})))
-    instead, why = in_aten(request), without_inductor()
+    instead, why, planned = in_aten(request), without_inductor(), None
     several = captured is not None and bool(captured.calls)  # the request is for one of them
     fixed = must_match or several or not request.any_mode
     if not why:
@@ -137,28 +137,26 @@ def _fused(
             if fixed:
                 raise
             instead = not_fused(request, e)
-            why = instead.instead
         except InfeasibleBudgetError as e:
             if fixed:
                 raise
-            return _unfused(request, e, others, known)
-    planned = make_plan(instead, others, known=known, must_match=must_match)
+            instead = not_fused(request, f"with these it needs budget_gb={e.minimum_gb!r}")
+            planned = _leaner(e, instead, others, known)
+        why = instead.instead
+    planned = planned or make_plan(instead, others, known=known, must_match=must_match)
     if instead.instead != request.instead:
         warn(why)
     return replace(planned, record=replace(planned.record, note=f"{planned.record.note} {why}".strip()))
 
 
-def _unfused(request: Request, fused: InfeasibleBudgetError, others: Sequence[Planned], known: Known | None) -> Planned:
-    """The plan in mode "aten", with a warning, of a step whose fused graphs do not fit; or the leaner error."""
-    instead = too_large(request, fused)
+def _leaner(fused: InfeasibleBudgetError, instead: Request, others: Sequence[Planned], known: Known | None) -> Planned:
+    """The plan of another mode for a step that is too large as it was planned first; else the error of the leaner."""
     try:
-        planned = make_plan(instead, others, known=known)
+        return make_plan(instead, others, known=known)
     except CaptureError:
         raise fused from None
     except InfeasibleBudgetError as e:
         raise min(fused, e, key=lambda error: error.minimum_bytes) from None
-    warn(instead.instead)
-    return replace(planned, record=replace(planned.record, note=f"{planned.record.note} {instead.instead}".strip()))
 
 
 def _compiled(
