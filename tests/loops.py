@@ -2203,7 +2203,9 @@ def stepped_by_hand(put: Put, ended: Ended) -> None:
 
 
 def masks_and_anchors(put: Put, ended: Ended) -> None:
-    """A loop reads, between its steps alone, what it keeps for each parameter, and for all in a vector."""
+    """A loop reads, between its steps alone, what it keeps for each parameter, and for all in a vector: of that, it
+    writes a difference into gradients.
+    """
     model = put(mlp(256, 2))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     masks = [(torch.rand_like(p) > 0.5).float() for p in model.parameters()]
@@ -2214,7 +2216,7 @@ def masks_and_anchors(put: Put, ended: Ended) -> None:
         optimizer.zero_grad()
         loss.backward()
         for p, mask, anchor in zip(model.parameters(), masks, anchors.split(sizes), strict=True):
-            p.grad.mul_(mask).add_(anchor.view_as(p), alpha=0.01)
+            p.grad.mul_(mask).add_(p.detach() - anchor.view_as(p), alpha=0.01)
         optimizer.step()
         ended(loss)
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
+from typing import Any
 
+import torch
+
+from planner.compat.tensors import storage_key
 from planner.runtime.made import MadeStorages, UsedStorages
 
 
@@ -51,6 +56,13 @@ class Between:
         self.highest.clear()
         self._levels.clear()
         self._gone.clear()
+
+    def follow(self, tensors: Iterable[torch.Tensor]) -> list[weakref.finalize[Any, Any]]:
+        """These count as long as they are there: a loop may put others in the place of the model's own. Detach what is
+        returned in the end.
+        """
+        storages = {storage_key(t): t.untyped_storage() for t in tensors}.values()
+        return [weakref.finalize(each, self.gone, each.nbytes()) for each in storages]
 
     def ends(self, used: UsedStorages, key: int) -> None:
         """A storage is gone that existed before the recording, and that some op has used."""

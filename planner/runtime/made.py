@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import CodeType
 from typing import Any
@@ -71,12 +71,37 @@ class Used:
 
     nbytes: int
     trained: weakref.ref[nn.Parameter] | None = None  # used where its gradient may be asked for
-    stays: bool = False  # it is a parameter, was written into, or into one, whose shape it has, between the steps
+    stays: bool = False  # it is a parameter, or was written into, or has `GoneInto` one between the steps
+    shaped: bool = False  # as a parameter
     in_step: bool = False  # used before the first backward pass ended
     since: int | None = None  # how many ops ran before; None where something else counts it
 
 
 UsedStorages = dict[int, Used]  # by identity, as long as they are alive
+
+
+class GoneInto:
+    """Marks what goes, by however many ops, into a model's parameters or gradients between the steps: it stays.
+
+    Args:
+        used: what existed before, of which only that which is shaped as a parameter is looked at.
+        made: what ops have made.
+        own: the storages of the model's parameters and gradients.
+    """
+
+    def __init__(self, used: UsedStorages, made: MadeStorages, own: Sequence[Container[int]]) -> None:
+        self._used, self._made, self._own = used, made, own
+        self._sources: dict[int, set[int]] = {}  # what was made -> what of the used has gone into it
+
+    def note(self, read: Iterable[int], fresh: Iterable[int], into: Iterable[int], *, between: bool) -> None:
+        """An op has read storages, made fresh ones, and written into some. O(storages)."""
+        sources = {key for key in read if key in self._used and self._used[key].shaped}
+        sources.update(*(self._sources.get(key, ()) for key in read if key in self._made.made))
+        if between and any(key in each for key in into for each in self._own):
+            for key in sources & self._used.keys():
+                self._used[key].stays = True
+        self._sources |= dict.fromkeys(fresh, sources)
+        self._sources |= {key: self._sources.get(key, set()) | sources for key in into if key in self._made.made}
 
 
 @dataclass(frozen=True, slots=True)

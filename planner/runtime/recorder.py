@@ -29,7 +29,18 @@ from planner.core.layout import Order, memory_order
 from planner.runtime.between import Between
 from planner.runtime.events import PlannedModel
 from planner.runtime.holders import Held, Pass, Path, held_in, paths_to
-from planner.runtime.made import Event, LossEvents, Made, MadeStorages, Used, UsedStorages, call_of, takes_memory, weak
+from planner.runtime.made import (
+    Event,
+    GoneInto,
+    LossEvents,
+    Made,
+    MadeStorages,
+    Used,
+    UsedStorages,
+    call_of,
+    takes_memory,
+    weak,
+)
 from planner.runtime.outputs import Unasking
 from planner.runtime.planned_gradients import PlannedGradients
 from planner.runtime.rebound import places_of
@@ -115,13 +126,11 @@ class Recorder(LastingMode):
         self.gradients, self.given = PlannedGradients(), MadeStorages()  # by the planned graphs; of outputs
         self.held = self.inputs_at_once = self.later = self._called = self.spent = self.given_again = 0
         self.later_outputs, self.reached_calls = 0, set[int]()
-        self.budget, self.before = 0, dict[int, int]()
-        self.between = Between()
-        own = {storage_key(t): t.untyped_storage() for outer in state for t in inside(outer)}.values()
-        # a loop may put others in their place
-        self._own = [weakref.finalize(each, self.between.gone, each.nbytes()) for each in own]
+        self.budget, self.before, self.between = 0, dict[int, int](), Between()
+        self._own = self.between.follow([t for outer in state for t in inside(outer)])
         self.returned, self.inputs, self.added = MadeStorages(), MadeStorages(), MadeStorages()
         self._counted = self.inputs, self.returned, self.added, self.gradients
+        self._gone_into = GoneInto(self.used, self.made, (self.known, self.gradients.made, self.added.made))
         self.waiting, self.stepping, self.makes_batches, self.of_optimizer = (0, 0), False, False, set[int]()
         self.by_optimizer: MadeStorages = MadeStorages() if earlier is None else earlier.by_optimizer
         self.batches, self.passed = MadeStorages(), MadeStorages()  # inputs with gradients; what calls took and gave
@@ -344,22 +353,21 @@ class Recorder(LastingMode):
         into = {storage_key(t) for t in tensors_in(written(func, args, kwargs))}
         fresh = takes_over(func, result) and (key := storage_key(result)) not in self.known and not self._entered(key)
         inputs, backward = self._note_inputs([] if fresh else tensors_in((args, kwargs)), into), in_backward()
-        made = []
+        made: dict[int, int] = {}
         for t in tensors_in(result):
             if takes_memory(t, self.device) and (key := storage_key(t)) not in inputs and key not in self.made.made:
                 self.made.add(t.untyped_storage(), key)
-                made.append(self.made.number)
+                made[key] = self.made.number
                 if backward:
                     self.in_loss.add(self.made.number)
                 elif self.stepping and self.losses:
                     self.of_optimizer.add(self.made.number)
                     self.by_optimizer.add(t.untyped_storage(), key)
-        name = ""
-        if (call := call_of(func, args, kwargs, result)) is not None:
-            name = call.key
-            self.calls.setdefault(name, call)
+        self._gone_into.note(inputs, made, into, between=bool(self.losses))
+        call = call_of(func, args, kwargs, result)
+        name = "" if call is None else self.calls.setdefault(call.key, call).key
         places = () if backward else places_of(inspect.currentframe())
-        self.events.append(Event(self.made.live + self._older_outputs.live, name, backward, places, tuple(made)))
+        self.events.append(Event(self.made.live + self._older_outputs.live, name, backward, places, (*made.values(),)))
         self.between.note(name, (self.made, *self._counted), self.older, self.budget)
         self.over |= len(self.events) > MOST_OPS
 
@@ -372,9 +380,6 @@ class Recorder(LastingMode):
 
         Returns the storages of all that are used.
         """
-        # between the steps, into the model's own parameters or gradients
-        own = [self.known, self.gradients.made, self.added.made]
-        ours = bool(self.losses) and any(key in each for key in into for each in own)
         inputs = set()
         for t in given:
             if not takes_memory(t, self.device):
@@ -388,7 +393,8 @@ class Recorder(LastingMode):
                 used = self.used[key] = Used(storage.nbytes(), since=since)
                 weakref.finalize(storage, self.between.ends, self.used, key).atexit = False
             used.in_step |= not self.losses
-            used.stays |= isinstance(t, nn.Parameter) or key in into or (ours and self._kept_for(t))
+            used.stays |= isinstance(t, nn.Parameter) or key in into
+            used.shaped |= self._kept_for(t)
             if isinstance(t, nn.Parameter) and t.requires_grad and torch.is_grad_enabled():
                 used.trained = weakref.ref(t)
         return inputs
