@@ -1051,6 +1051,28 @@ def test_steps_of_several_graphs_are_exact_from_the_second_on(kind, nothing_comp
     torch.testing.assert_close(seen.state["0 seen"], unplanned.state["0 seen"])
 
 
+class Balanced(Broken):
+    """Its loss has a term that is an output, too, and gets no gradient of its own: the last graph returns both."""
+
+    def forward(self, x):
+        x = super().forward(x)
+        evenness = x.mean(0).square().sum()
+        return {"loss": x.square().mean() + evenness, "evenness": evenness}
+
+
+@pytest.mark.thorough
+def test_a_term_of_the_loss_that_the_last_of_several_graphs_returns_gets_no_gradient(nothing_compared):
+    model, batch = Balanced(), torch.randn(512, 64)
+    model(batch)["loss"].backward()
+    expected = gradients(model)
+    model.zero_grad()
+    p = planned(model, batch)
+    for_budget(p, 0.7 * p.peak_bytes / 2**30).apply()
+    model(batch)["loss"].backward()
+    assert applied_plan(model).overhead > 0
+    torch.testing.assert_close(gradients(model), expected, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.thorough
 def test_dropout_in_several_graphs_draws_what_inductor_draws_with_everything_kept(nothing_compared):
     model, batch = Broken(p=0.3), torch.randn(512, 64)

@@ -132,10 +132,15 @@ def capturing(sources: list[Source], settings: Settings = ()) -> GraphCompiler:
             region = _read(joint, num_fwd_outputs, arrivals)
             partition(region)
             found.append(region)
-            return _own_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **options)
+            forward, backward = _own_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **options)
+            arrivals.write(forward, backward)
+            return forward, backward
+
+        def op_by_op(_own: Inner) -> Inner:
+            return lambda one, _, **options: arrivals.compile(one) if options.get("is_backward") else boxed(one)
 
         with lstms_in_steps():
-            compiled = compile_graph(graph, examples, split, _op_by_op, first=take_marks_off, settings=dict(settings))
+            compiled = compile_graph(graph, examples, split, op_by_op, first=take_marks_off, settings=dict(settings))
         # what Dynamo gives a backend has no symbols in it, but for sizes themselves
         symbolic = [n.meta.get("example_value") for n in graph.graph.find_nodes(op="placeholder")]
         inputs = symbolic if has_symbols(symbolic) else examples
@@ -162,10 +167,6 @@ def _own_partition(joint: fx.GraphModule, inputs: Sequence[Any], **options: Any)
     if whole_gradients(joint.graph).keys() <= whole_gradients(parts[1].graph).keys():
         return parts
     return default_partition(joint, inputs, symbolic_again, cse=False, **options)
-
-
-def _op_by_op(_own: Inner) -> Inner:
-    return lambda graph, _inputs, **_options: boxed(graph)
 
 
 def look(source: Source, partition: Partition | None, settings: Settings = (), near: int = 0) -> Look:
