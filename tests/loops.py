@@ -2221,6 +2221,22 @@ def masks_and_anchors(put: Put, ended: Ended) -> None:
         ended(loss)
 
 
+def adam_by_hand(put: Put, ended: Ended) -> None:
+    """What the step of an optimizer of the loop's own takes beside parameters and gradients is the peak."""
+    model = put(mlp(256, out=10))
+    first, second = ([torch.zeros_like(p) for p in model.parameters()] for _ in range(2))
+    for t in range(1, STEPS + 1):
+        loss = F.cross_entropy(model(torch.randn(128, 256)), torch.randint(10, (128,)))
+        model.zero_grad()
+        loss.backward()
+        with torch.no_grad():
+            for p, m, v in zip(model.parameters(), first, second, strict=True):
+                m.mul_(0.9).add_(p.grad, alpha=0.1)
+                v.mul_(0.999).addcmul_(p.grad, p.grad, value=0.001)
+                p -= 1e-3 * (m / (1 - 0.9**t)) / ((v / (1 - 0.999**t)).sqrt() + 1e-8)
+        ended(loss)
+
+
 class Features(nn.Module):
     """What it makes of an image in three steps, in a list."""
 
@@ -3509,6 +3525,7 @@ LOOPS: dict[str, Loop] = {
     "two_sources_of_loss": Loop(two_sources_of_loss, thorough=True),
     "losses_one_by_one": Loop(losses_one_by_one, thorough=True),
     "stepped_by_hand": Loop(stepped_by_hand, plans=3, share=0.9, thorough=True),
+    "adam_by_hand": Loop(adam_by_hand),
     "masks_and_anchors": Loop(masks_and_anchors, thorough=True),
     "perceptual": Loop(perceptual, share=0.97),
     "gradients_of_each": Loop(gradients_of_each, off=0.03, share=0.95),

@@ -71,10 +71,10 @@ def viewed(t: torch.Tensor) -> torch.Tensor | None:
 
 def without_memory(kind: type[Wrapper], like: torch.Tensor) -> Wrapper:
     """A tensor of a class that has `__torch_dispatch__`, with the shape, strides, dtype and device of another one, and
-    no storage (`Tensor._make_wrapper_subclass`, 2.11 to 2.15).
+    a storage of no bytes (`Tensor._make_wrapper_subclass`, 2.11 to 2.15).
     """
     made: Wrapper = torch.Tensor._make_wrapper_subclass(
-        kind, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
+        kind, like.shape, strides=like.stride(), storage_size=0, dtype=like.dtype, device=like.device
     )
     return made
 

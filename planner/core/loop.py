@@ -111,6 +111,8 @@ class Loop:
         beside: bytes of what else the loop used on the device for the loss: parameters of other models, tensors that it
             wrote into.
         around: the same of what it used between one step and the next.
+        between_steps: bytes of all that was there at once between one step and the next, at most; 0 where another model
+            is trained then.
         gradients: what becomes of gradients that an optimizer has used: cleared before the next forward pass, cleared
             after it, or added to by the next backward pass, as those of microbatches are.
         in_flight: how many calls of the model waited for their backward pass at once.
@@ -147,6 +149,7 @@ class Loop:
     loss: LossSeen | None = None
     beside: int = 0
     around: int = 0
+    between_steps: int = 0
     gradients: Gradients = "cleared"
     in_flight: int = 1
     graph_retained: bool = False
@@ -203,6 +206,7 @@ def most_of(one: Loop, other: Loop) -> Loop:
         loss=loss,
         beside=beside,
         around=most.around,
+        between_steps=max(one.between_steps, other.between_steps),
         kept_beside=max(one.kept_beside, other.kept_beside),
         freed_beside=None if None in freed else max(n for n in freed if n is not None),
         stateless=tuple(name for name in one.stateless if name in other.stateless),
@@ -250,6 +254,7 @@ def same_facts(one: Loop, other: Loop, tolerance: int) -> bool:
             loss=None,
             beside=0,
             around=0,
+            between_steps=0,
             left_over=0,
             sparse=(),
             without=(),

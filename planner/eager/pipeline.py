@@ -29,6 +29,7 @@ from planner.eager.step import StepFailed, trace_step
 from planner.eager.trace import Trace
 from planner.eager.values import to_fake_with_integers
 from planner.errors import CaptureError, PlannerError, RankError, warn
+from planner.lowering.between import add_between
 from planner.lowering.keep import places, reasons, refuse_unmatched
 from planner.lowering.margin import add_margin
 from planner.lowering.microbatches import TARGETS
@@ -249,7 +250,7 @@ class Tracer:
             granularity=self.granularity,
             unseen=unseen_bytes(len(choice.kept), trace) if request.device.type == "cpu" else 0,
         )
-        step = add_margin(step, request)
+        step = add_margin(add_between(step, request.loop.between_steps), request)
         return Trial(choice, state, step, replay(step.problem, every_op_once(step.problem))), costs
 
 

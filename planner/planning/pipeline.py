@@ -36,6 +36,7 @@ from planner.costs.account import OTHERS, account_of, attributes_line
 from planner.costs.ops import OpEstimate, estimate
 from planner.eager.unplanned import eager_step, look_at_other_ways
 from planner.errors import CaptureError, InfeasibleBudgetError, warn
+from planner.lowering.between import add_between
 from planner.lowering.build import BuildSettings, build, made_again, split_by_region
 from planner.lowering.collectives import insert_collectives
 from planner.lowering.keep import keep_asked, places, refuse_unmatched
@@ -314,8 +315,7 @@ def lower(
     account, optimizer_step = account_of(counting_trained(request, graph))
     if loss.read:
         account |= {TARGETS: loss.read}
-    if loss.more:
-        account |= {OTHERS: account.get(OTHERS, 0) + loss.more}
+    account |= {OTHERS: account.get(OTHERS, 0) + loss.more} if loss.more else {}
     account |= attributes_line(graph.attributes, graph.replaced, request.loop)
     if loss.inputs is not None and BATCH not in options.account_gb:
         account |= {BATCH: loss.inputs}
@@ -362,7 +362,7 @@ def lower(
         passes.append(partial(add_second_backward, request=request, loss_bytes=loss.waiting_backward))
     if options.offload is not None:
         passes.append(partial(add_link, regions=graph.regions, link=link_of(options, device, here)))
-    return run_passes(step, passes)
+    return add_between(run_passes(step, passes), request.loop.between_steps)
 
 
 def _repeated(graph: TrainingGraph) -> frozenset[tuple[int, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import weakref
@@ -234,6 +235,8 @@ class Evaluations:
             live.made.drop(key)
             self._first.drop(key)
         self.left = [live.made, *([self._first] if self._made else [])]
+        if any(each.live for each in self.left):  # torch.compile leaves what it has compiled for in reference cycles
+            gc.collect()
         return sum(each.live for each in self.left)
 
     def renewed(self, bound: Collection[Path]) -> int:

@@ -183,6 +183,7 @@ def _with(loop: Loop, shown: Loop) -> Loop:
         loss=shown.loss,
         beside=shown.beside,
         around=shown.around,
+        between_steps=shown.between_steps,
         graph_retained=loop.graph_retained or shown.graph_retained,
         kept_beside=kept.kept_beside,
         freed_beside=kept.freed_beside,

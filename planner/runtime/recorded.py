@@ -347,13 +347,14 @@ def _left_by_passes(recorder: Recorder, own: Collection[int]) -> tuple[int, int]
     return kept, freed
 
 
-def between_steps(recorder: Recorder, own: Any, budget: int) -> int:
+def between_steps(recorder: Recorder, own: Any) -> int:
     """The bytes that a loop held at once, at least, between the last backward pass and the next call of the model.
+
+    The workspaces of ops are measured where less than half of the plan's budget is left.
 
     Args:
         recorder: of these steps, not ended yet.
         own: a tree of what was there all the time.
-        budget: the workspaces of ops are measured where less than half of it would be left.
     """
     there = {key: used.nbytes for key, used in recorder.used.copy().items() if used.stays} | storages(own)
     recorded = recorder.made, recorder.inputs, recorder.returned, recorder.added, recorder.gradients
@@ -361,7 +362,7 @@ def between_steps(recorder: Recorder, own: Any, budget: int) -> int:
     beside = sum(_without(there | _copies(recorder), known).values())
     between = recorder.between.most()
     most = beside + max(between.values(), default=0)
-    if most <= budget // 2:
+    if most <= recorder.budget // 2:
         return most
     ran = {name: recorder.calls[name] for name in between.keys() & recorder.calls.keys()}
     held = workspaces(ran, recorder.device)

@@ -181,7 +181,7 @@ class Watch:
 
     def _came_to_nothing(self, recorder: Recorder, counted: Any) -> None:
         """No backward pass comes of the calls that were recorded."""
-        self._warn_between(recorder, [[list(o.state.values()) for o in self.optimizers()], counted])
+        self._between(recorder, [[list(o.state.values()) for o in self.optimizers()], counted])
         self._earlier = recorder
         self.stop()
         self._in_vain += 1
@@ -193,8 +193,7 @@ class Watch:
         self._measure()
         optimizers = self.optimizers()
         states = [list(o.state.values()) for o in optimizers]
-        there = storages(states)
-        awaited = max(0, self._state - sum(there.values()))
+        awaited = max(0, self._state - sum((there := storages(states)).values()))
         there |= {key: nbytes for key, (_, nbytes) in recorder.by_optimizer.made.copy().items()}
         self._spare = self._state - sum(there.values())
         recorder.makes_batches = recorder.is_new(batch)
@@ -209,8 +208,8 @@ class Watch:
         recorder.kept.update(found.kept)
         held, self._targets = {at for loss in recorder.losses for at in loss.held}, found.unread
         self._bound, self._renewed = recorder.bound, 0 if seen is None else seen.stays
-        self._warn_between(recorder, [states, [p for p, _ in counted] if recorder.passing else counted])
-        came_round = comes in roles or recorder.came_round
+        own = [states, [p for p, _ in counted] if recorder.passing else counted]
+        took = self._between(recorder, own, alone=not (found.around or recorder.passing))
         if recorder.passes and not any(each.adds for each in recorder.passes):
             self._asks.update(roles)
         if self.first:
@@ -229,20 +228,25 @@ class Watch:
             loss=seen,
             beside=beside,
             around=found.around,
+            between_steps=took,
             kept_beside=found.kept_passes,
             freed_beside=found.freed_passes,
             stateless=without_state(self._model(), optimizers) if again else (),
             sparse=tuple(self.stepped.entries.items()),
         )
         before, settled = self.loop, self.settled
-        self._learnt.enter(shown, roles, found.batches, settles=came_round, compiled=self.compiled)
+        self._learnt.enter(
+            shown, roles, found.batches, settles=comes in roles or recorder.came_round, compiled=self.compiled
+        )
         self._rounds.chosen |= settled and self.loop != before  # the loop does something else by now
 
-    def _warn_between(self, recorder: Recorder, own: Any) -> None:
-        """Warn once of a loop that takes more than the budget while none of the model's passes runs."""
-        if self.budget and not self._said and (took := between_steps(recorder, own, self.budget)) > self.budget:
+    def _between(self, recorder: Recorder, own: Any, *, alone: bool = False) -> int:
+        """Bytes that the loop held at once between its steps, where no other model is trained; else warns, once."""
+        took = between_steps(recorder, own)
+        if not alone and self.budget and took > self.budget and not self._said:
             self._said = True
             warn_between(took, self.budget)
+        return took if alone else 0
 
     def spare(self) -> int:
         """Bytes of the optimizers' state that plans count and that is not there yet; 0 once the loop has been seen.
@@ -289,7 +293,8 @@ class Watch:
 
     def used(self, number: int) -> Callable[[], None]:
         """What is to be called when a backward pass comes to the results of a call."""
-        return partial(_backward_of, weakref.ref(self), number)
+        own = weakref.ref(self)
+        return lambda: None if (watch := own()) is None else watch.backward_of(number)
 
     def backward_of(self, number: int) -> None:
         """A backward pass has come to the results of a call."""
@@ -393,8 +398,3 @@ class Watch:
             self._rounds.end()
             if self.recorder is not None:
                 self.recorder.stepping = False
-
-
-def _backward_of(own: weakref.ref[Watch], number: int) -> None:
-    if (watch := own()) is not None:
-        watch.backward_of(number)

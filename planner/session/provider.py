@@ -356,13 +356,13 @@ class Provider:
     def _fits(self, seen: Loop, before: Loop, role: Role, free: int) -> bool:
         """Whether plans count what was seen of the loop, where it may take so many bytes more than they count."""
         stepping = replace(self.request, found=self.counted.get(role, self.request.found), loop=before)
-        if more_of_optimizers(stepping, seen) > free or not same_facts(seen, before, free):
+        over = seen.between_steps - self.request.budget_bytes + self._room(role)
+        if max(over, more_of_optimizers(stepping, seen)) > free or not same_facts(seen, before, free):
             return False
         record = self.records.get(role)
         if record is not None and isinstance(record.recipe, Choice) and not {*seen.without} <= {(), *before.without}:
             return False
-        captured = self._captured(role)
-        if seen.loss is None or captured is None:
+        if seen.loss is None or (captured := self._captured(role)) is None:
             return (seen.outputs_held, seen.loss) == (before.outputs_held, before.loss)
         more = more_of_loss(replace(self.request, loop=before), seen, captured)
         added = sum(max(0, each) for each in (*more, seen.more_than(before)))

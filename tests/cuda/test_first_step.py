@@ -33,5 +33,5 @@ def test_what_the_loop_holds_between_its_steps_beyond_the_budget_is_warned_of():
 
     steps(4)
     torch.empty(2**31, dtype=torch.uint8, device="cuda")
-    with pytest.warns(PlanWarning, match=r"the loop held 2\.\d+ GB at once"):
+    with pytest.warns(PlanWarning, match=r"takes 2\.\d+ GB"):
         steps(12)

@@ -1,0 +1,24 @@
+"""What the loop holds at once between two steps, as the last op of a step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from planner.core.step import Step
+from planner.lowering.build import OPTIMIZER, own_row
+
+BETWEEN = "what the loop does between its steps"
+
+
+def add_between(step: Step, nbytes: int) -> Step:
+    """The step with an op at its end that holds so many bytes at once, with all that is there by then. O(ops).
+
+    It is what a loop does with parameters and gradients by itself, such as an optimizer that is written by hand, or an
+    evaluation: no plan makes it smaller, so that it bounds the budget from below.
+    """
+    problem = step.problem
+    more = nbytes - problem.resident - sum(problem.sizes[v] for v in problem.pinned)
+    if more <= 0:
+        return step
+    op, origin = own_row(OPTIMIZER, BETWEEN, "optimizer", workspace=more)
+    return replace(step, problem=replace(problem, ops=(*problem.ops, op)), origins=(*step.origins, origin))
