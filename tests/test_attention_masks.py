@@ -64,7 +64,7 @@ def checkpointed():
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("make", [*more(gpt2, llama), mistral, *more(checkpointed)])
+@pytest.mark.parametrize("make", more(gpt2, llama, mistral, checkpointed))
 def test_decoders_of_transformers_give_attention_what_they_give_it_in_eager_mode(make):
     """No mask, and keys and values of fewer heads, though torch.compile cannot ask what the mask says."""
     plain, planned = compared(make())

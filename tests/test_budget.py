@@ -156,7 +156,7 @@ def test_a_budget_named_as_feasible_on_a_card_is(monkeypatch):
         assert p.peak_bytes <= p.budget_bytes
 
 
-@pytest.mark.parametrize("share", [*more(1.0), 1.02])
+@pytest.mark.parametrize("share", more(1.0, 1.02))
 def test_a_known_plan_for_a_card_is_taken_with_its_margin(share, tmp_path):
     model, images = convolutions()
     options = {"device": "rtx3090", "loss_fn": torch.Tensor.mean}

@@ -252,6 +252,7 @@ def fails_before_another_comes():
     loss_fn(ddp(torch.ones(8, WIDTH)))
 
 
+@pytest.mark.thorough
 def test_a_rank_that_is_far_from_its_first_step_does_not_keep_the_others():
     first, _, last = ends_of(3, fails_before_another_comes)
     assert re.search(r"RankError: no rank trains .* as rank 1 cannot: rank 0 waited for rank 1 to come", first.error)
@@ -286,6 +287,7 @@ def train_with_a_slow_planner():
     return same, kept.texts, applied_plan(model).note
 
 
+@pytest.mark.thorough
 def test_a_slow_planner_is_waited_for_and_named():
     first, (same, texts, note) = on_ranks(2, train_with_a_slow_planner)
     assert first[0]
@@ -335,6 +337,7 @@ def from_files(folder):
     return anew, p.budget_bytes, Plan.load(ours).step.ranks
 
 
+@pytest.mark.thorough
 def test_files_of_other_budgets_and_world_sizes(tmp_path):
     model = network()
     planned(model, 1, torch.ones(ROWS, WIDTH), shard=4).save(tmp_path / "of_four.json")

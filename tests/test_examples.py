@@ -64,6 +64,7 @@ def test_lightning(run, tmp_path):
     assert len(resumed) == 4
 
 
+@pytest.mark.thorough
 def test_fsdp2_on_two_ranks():
     """The second process of torchrun prints nothing, and plans nothing."""
 

@@ -13,6 +13,7 @@ from .loops import mlp
 BUDGET = 1_000_000  # bytes
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("short_searches")
 @pytest.mark.filterwarnings("ignore")
 def test_predictions_that_are_kept_ask_for_few_plans():

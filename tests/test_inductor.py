@@ -573,6 +573,7 @@ def test_outputs_that_one_of_two_plans_gives_no_gradient_get_zeros_by_the_other(
     assert ways == []
 
 
+@pytest.mark.thorough
 def test_the_least_budget_that_is_named_is_no_more_than_inductors_own_partition_takes():
     blocks = (nn.Sequential(nn.Conv2d(n, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()) for n in (3, 16))
     model, x = nn.Sequential(*blocks), torch.randn(8, 3, 32, 32)
@@ -712,6 +713,7 @@ class Centred(nn.Module):
         return self.layers(centred)
 
 
+@pytest.mark.thorough
 def test_nothing_is_recomputed_from_a_buffer_that_the_forward_pass_has_overwritten():
     torch.manual_seed(0)
     model, x = Centred(), torch.randn(512, 64)
@@ -884,7 +886,7 @@ class Alike(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("kind", "late"), [*more((partial(HiddenStates, 3), 1)), (partial(HiddenStates, 3), 3), (Alike, 3)]
+    ("kind", "late"), [*more((partial(HiddenStates, 3), 1), (partial(HiddenStates, 3), 3)), (Alike, 3)]
 )
 def test_a_gradient_of_an_output_that_was_left_out_so_far_is_not_lost(kind, late):
     torch.manual_seed(0)

@@ -93,6 +93,7 @@ def test_what_another_thread_compiles_meanwhile_is_there_when_it_asks_for_it(cac
     assert torch.equal(out, 2 * a)
 
 
+@pytest.mark.thorough
 def test_a_planned_step_has_one_library_for_each_of_its_graphs(cache):
     torch.manual_seed(0)
     model, (x, y) = Net(), batch_of()

@@ -81,7 +81,7 @@ def trained(passes, put, ended):
 
 
 @pytest.mark.parametrize(
-    "passes", [pytest.param(again, marks=pytest.mark.compat), *more(of_two_losses, weighed_by_gradients, late)]
+    "passes", more(pytest.param(again, marks=pytest.mark.compat), of_two_losses, weighed_by_gradients, late)
 )
 def test_each_backward_pass_of_a_kept_graph_is_right_and_within_the_budget(passes):
     """Until a loop is known to keep its graph, it is given copies of what Inductor's code writes into: not counted."""

@@ -172,6 +172,7 @@ def test_sizes_that_belong_together_are_not_rounded_apart(captured):
     assert len(captured) == 5  # for the budget, for two shapes, rounded up, for the largest
 
 
+@pytest.mark.thorough
 def test_shapes_that_no_plan_holds_together_have_plans_of_their_own(captured, tmp_path):
     shapes = ((8, 8), (4, 16), (2, 32), (4, 14), (2, 30))
     batches = [{"x": torch.randn(*shape, 8)} for shape in shapes]
@@ -200,6 +201,7 @@ class Branching(nn.Module):
         return self.layers(x).square().mean()
 
 
+@pytest.mark.thorough
 def test_microbatches_of_other_lengths_with_other_graphs_train_as_without_a_plan():
     torch.manual_seed(0)
     usual = Branching()

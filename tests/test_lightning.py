@@ -131,7 +131,7 @@ def recomputes(plan):
 @pytest.mark.parametrize(
     ("net", "package", "given", "arguments"),
     [
-        (Net, lightning.pytorch, {}, {"precision": "bf16-mixed"}),
+        *more((Net, lightning.pytorch, {}, {"precision": "bf16-mixed"})),
         (OtherNet, pytorch_lightning, {"call": "self"}, {"accumulate_grad_batches": 2}),
     ],
     ids=["bf16-mixed", "accumulation"],
@@ -196,6 +196,7 @@ def test_the_peak_of_a_step_is_lower_and_as_predicted(tmp_path, microbatches):
     assert traced.peak < 0.7 * usual.peak
 
 
+@pytest.mark.thorough
 def test_two_processes_train_by_a_plan(tmp_path):
     script(tmp_path, DDP)
     ran = python(tmp_path / "train.py", "parameters", folder=tmp_path, **of_processes())

@@ -206,6 +206,7 @@ def peak_here(region, graphs, inputs, folder):
     return peak_of(both, folder)
 
 
+@pytest.mark.thorough
 def test_emitted_graphs_take_what_was_predicted_whatever_the_schedule(tmp_path):
     """Re-runs and moves at random places: nothing may be held that has been freed or has left."""
     model = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)

@@ -121,6 +121,7 @@ def test_a_problem_gives_its_solutions():
         pareto(problem, torch.zeros(2, 4), shard=2)
 
 
+@pytest.mark.thorough
 def test_the_plans_of_a_real_model_hold(tmp_path):
     case = llama(layers=1)
     eager = results(case)

@@ -93,7 +93,7 @@ def compared_all(kinds, microbatches):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "kinds"), [*more(pytest.param(2, ("gpipe", "interleaved"), marks=pytest.mark.compat)), (4, ("1f1b",))]
+    ("ranks", "kinds"), more(pytest.param(2, ("gpipe", "interleaved"), marks=pytest.mark.compat), (4, ("1f1b",)))
 )
 def test_each_rank_trains_within_its_budget_as_predicted_to_the_same_gradients(ranks, kinds):
     for rank, found in enumerate(on_ranks(ranks, compared_all, kinds, 4)):

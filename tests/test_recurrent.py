@@ -293,6 +293,7 @@ class Chaotic(nn.Module):
         return y.mean()
 
 
+@pytest.mark.thorough
 def test_rounding_that_a_model_makes_much_of_is_no_difference_of_the_plans():
     torch.manual_seed(0)
     seen = plan(Chaotic(), torch.randn(64, 6, 8), budget_gb=1).verify()

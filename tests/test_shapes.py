@@ -169,6 +169,7 @@ def test_largest_sizes_by_name_for_a_smaller_batch(tmp_path):
         assert (applied_plan(case.model) is q) == (rows > 1)  # one row is another graph
 
 
+@pytest.mark.thorough
 def test_parts_of_larger_tensors_and_one_tensor_passed_twice():
     case = case_of(Net(), torch.randn(8, 32, 8))
     _, plain = planned(case, 0.8, dynamic=True)

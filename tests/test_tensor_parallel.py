@@ -201,6 +201,7 @@ def compared(folder: Path, mesh: DeviceMesh, rows: Placement) -> dict[str, Any]:
     }
 
 
+@pytest.mark.thorough
 def test_two_ranks_train_as_without_a_plan_and_take_less(tmp_path: Path) -> None:
     first, second = on_ranks(2, trained, tmp_path)
     for found in (*first, *second):

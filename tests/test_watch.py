@@ -276,6 +276,7 @@ def test_calls_whose_results_are_let_go_of_are_in_flight_no_more():
     assert held.requires_grad
 
 
+@pytest.mark.thorough
 def test_outputs_that_a_loop_keeps_ever_more_of_are_said_once_and_other_lengths_are_not():
     model, kept, warned = perceptron(), [], []
 

@@ -232,6 +232,7 @@ def test_a_single_random_number_draws_as_without_a_plan(tmp_path):
     compare(model, [torch.randn(256, 32)] * 6, tmp_path)
 
 
+@pytest.mark.thorough
 def test_a_model_that_never_takes_the_same_way_says_so():
     class Scaled(Branching):
         def forward(self, x):
