@@ -11,6 +11,7 @@ from planner.errors import InfeasibleBudgetError
 from planner.requests.planned import Planned
 from planner.requests.request import Request
 
+HARDLY = 0.01  # of the budget: how much more a plan may take that is made anew
 LEAST = 1  # byte, which no plan is for
 Make = Callable[[Request], Planned]
 
@@ -29,12 +30,31 @@ def within(make: Make, request: Request, nbytes: int) -> Planned:
     return replace(planned, record=replace(planned.record, budget_bytes=request.budget_bytes), request=request)
 
 
-def waits(loop: Loop) -> bool:
+def over_budget(make: Make, request: Request, least: int) -> tuple[Planned, int]:
+    """The plan for a step that does not fit, and the bytes that it takes.
+
+    Args:
+        make: makes a plan; InfeasibleBudgetError where none fits.
+        request: for the step.
+        least: bytes that would do.
+    """
+    if request.loop.between_steps > request.budget_bytes:  # no plan changes that: the step itself is to fit
+        alone = replace(request, loop=replace(request.loop, between_steps=0))
+        try:
+            return make(alone), least
+        except InfeasibleBudgetError as e:
+            return over_budget(make, alone, e.minimum_bytes)[0], least
+    if request.options.offload and least > request.budget_bytes * (1 + HARDLY) and _waits(request.loop):
+        return _leanest_that_moves(make, request)
+    return within(make, request, least), least
+
+
+def _waits(loop: Loop) -> bool:
     """Whether a loop has what calls saved there longer than until one backward pass after each."""
     return loop.in_flight > 1 or loop.graph_retained
 
 
-def leanest_that_moves(make: Make, request: Request) -> tuple[Planned, int]:
+def _leanest_that_moves(make: Make, request: Request) -> tuple[Planned, int]:
     """The plan in which values leave, though the loop has calls wait, and the bytes that it takes with what waits.
 
     Nothing leaves in the leanest plan: one in which values do takes less, also beside what waits for a while.

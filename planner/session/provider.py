@@ -36,13 +36,12 @@ from planner.session.binding import Awaited
 from planner.session.counted import counted, with_buckets
 from planner.session.forgotten import free_others
 from planner.session.growth import Growth
-from planner.session.lean import leanest, leanest_that_moves, waits, within
+from planner.session.lean import HARDLY, leanest, over_budget
 from planner.session.several import Several
 from planner.session.uncounted import adds_up, gradients_warned, unreduced_warned, waiting_warned
 from solvers import BRIEF
 
 TOLERANCE = 1000  # plans are made anew for what is more than this part of the budget
-HARDLY = 0.01  # of the budget: how much more a plan may take that is made anew
 NEW_KIND = "this kind of step (its shapes, dtypes and modes) comes for the first time"
 Judge = Callable[[Planned], Planned]
 
@@ -236,10 +235,7 @@ class Provider:
             if not hardly and least - loop.around > request.budget_bytes:
                 note_waiting(e, loop.in_flight)
                 raise
-        if request.options.offload and least > request.budget_bytes * (1 + HARDLY) and waits(loop):
-            planned, least = leanest_that_moves(make, request)
-        else:
-            planned = within(make, request, least)
+        planned, least = over_budget(make, request, least)
         warn_over(min(least, now_least), request.budget_bytes, gb_needed)
         return planned
 
@@ -356,7 +352,7 @@ class Provider:
     def _fits(self, seen: Loop, before: Loop, role: Role, free: int) -> bool:
         """Whether plans count what was seen of the loop, where it may take so many bytes more than they count."""
         stepping = replace(self.request, found=self.counted.get(role, self.request.found), loop=before)
-        over = seen.between_steps - self.request.budget_bytes + self._room(role)
+        over = seen.between_steps - max(before.between_steps, self.request.budget_bytes - self._room(role))
         if max(over, more_of_optimizers(stepping, seen)) > free or not same_facts(seen, before, free):
             return False
         record = self.records.get(role)
