@@ -12,6 +12,7 @@ from planner.capture.trace.step import capture
 from planner.codegen.emit import keep_everything
 from planner.core.plan import Action
 from planner.core.step import OpOrigin, Step, replay, run_passes, runs_of, with_line
+from planner.lowering.between import add_between
 from planner.planning.decisions import decisions, peak_account
 from planner.planning.pipeline import lower
 from planner.planning.timelines import baseline_timeline, planned_timeline
@@ -130,3 +131,13 @@ def test_a_pass_is_a_function_from_step_to_step():
     assert after.problem.total_cost == pytest.approx(2 * step.problem.total_cost)
     assert after.origins == step.origins
     assert run_passes(step, []) is step
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_the_loop_holds_between_its_steps_bounds_the_peak_beside_what_no_tensor_takes(seed):
+    step = with_line(by_hand(seed), "CUDA context", 1000)
+    alone = replay(step.problem, every_op_once(step.problem)).timeline.peak
+    for tensors in (0, alone - 1001, alone - 999, 2 * alone):
+        after = add_between(step, tensors)
+        assert len(after.origins) == len(after.problem.ops)
+        assert replay(after.problem, every_op_once(after.problem)).timeline.peak == max(alone, tensors + 1000)

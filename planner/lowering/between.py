@@ -8,16 +8,18 @@ from planner.core.step import Step
 from planner.lowering.build import OPTIMIZER, own_row
 
 BETWEEN = "what the loop does between its steps"
+_NO_TENSORS = ("CUDA context", "cuBLAS workspace", "NCCL buffers")  # lines of the account
 
 
 def add_between(step: Step, nbytes: int) -> Step:
-    """The step with an op at its end that holds so many bytes at once, with all that is there by then. O(ops).
+    """The step with an op at its end at which all tensors take so many bytes. O(ops).
 
     It is what a loop does with parameters and gradients by itself, such as an optimizer that is written by hand, or an
     evaluation: no plan makes it smaller, so that it bounds the budget from below.
     """
     problem = step.problem
-    more = nbytes - problem.resident - sum(problem.sizes[v] for v in problem.pinned)
+    tensors = problem.resident - sum(step.account.get(name, 0) for name in _NO_TENSORS)
+    more = nbytes - tensors - sum(problem.sizes[v] for v in problem.pinned)
     if more <= 0:
         return step
     op, origin = own_row(OPTIMIZER, BETWEEN, "optimizer", workspace=more)

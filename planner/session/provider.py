@@ -42,6 +42,7 @@ from planner.session.uncounted import adds_up, gradients_warned, unreduced_warne
 from solvers import BRIEF
 
 TOLERANCE = 1000  # plans are made anew for what is more than this part of the budget
+EARLY = 4  # calls, in which what a loop shows ends a training that does not fit
 NEW_KIND = "this kind of step (its shapes, dtypes and modes) comes for the first time"
 Judge = Callable[[Planned], Planned]
 
@@ -83,7 +84,7 @@ class Provider:
         self.accepted: dict[Role, Loop] = {}  # what was seen, for which the plans are good enough
         self.answered: dict[Role, tuple[Loop, list[weakref.ref[optim.Optimizer]]]] = {}  # the latest of that, as told
         self.why = ""  # plans are made anew for the loop
-        self.heard = 0  # how often the loop was looked at
+        self.heard = self.calls = 0  # how often the loop was looked at; training calls since there was something to see
         self.uncompiled: set[Role] = set()  # of whose steps it is known whether they run without torch.compile
         self.again = False  # the next plan is for a step that was captured, and another loop
         self.brief: set[Role] = set()  # whose plan was searched for briefly, until the loop is known
@@ -229,7 +230,7 @@ class Provider:
                 else:
                     self._make_for(self.growth.taken_back(role, now), role)
                     return planned
-            late = self.heard > 1 and captured is not None
+            late = self.heard > 1 and self.calls > EARLY and captured is not None
             hardly = loop != self.request.loop and (late or least <= request.budget_bytes * (1 + HARDLY))
             # what does not fit without what other models take, either, is an error
             if not hardly and least - loop.around > request.budget_bytes:
@@ -245,6 +246,7 @@ class Provider:
         """See `PlanProvider`."""
         if self.request.occupancy is not None:  # the schedule of a pipeline says it all
             return False
+        self.calls += 1
         told, by = self.answered.get(role, (None, []))
         if told is seen and by == [*map(weakref.ref, stepped)]:
             return False
