@@ -2221,6 +2221,27 @@ def masks_and_anchors(put: Put, ended: Ended) -> None:
         ended(loss)
 
 
+def masked_by_hand(put: Put, ended: Ended, how: str) -> None:
+    """Masks go into the parameters by what was there before, in the place of their data, or through sparse tensors."""
+    model = put(mlp(256, 2))
+    masks = [(torch.rand_like(p) > 0.5).float() for p in model.parameters()]
+    averages = [torch.zeros_like(p) for p in model.parameters() if how == "by buffers"] or masks
+    for _ in range(STEPS):
+        loss = model(torch.randn(512, 256)).square().mean()
+        model.zero_grad()
+        loss.backward()
+        for p, mask, average in zip(model.parameters(), masks, averages, strict=True):
+            if how == "by buffers":
+                average.lerp_(p.grad * mask, 0.1)
+                p.data -= 0.1 * average
+            elif how == "as data":
+                p.data = p.data - 0.1 * p.grad * mask
+            else:
+                p.grad = (p.grad * mask).to_sparse().to_dense()
+                p.data.sub_(p.grad, alpha=0.1)
+        ended(loss)
+
+
 def adam_by_hand(put: Put, ended: Ended) -> None:
     """What the step of an optimizer of the loop's own takes beside parameters and gradients is the peak."""
     model = put(mlp(256, out=10))
@@ -3526,6 +3547,9 @@ LOOPS: dict[str, Loop] = {
     "losses_one_by_one": Loop(losses_one_by_one, thorough=True),
     "stepped_by_hand": Loop(stepped_by_hand, plans=3, share=0.9, thorough=True),
     "adam_by_hand": Loop(adam_by_hand),
+    "masked_by_buffers": Loop(partial(masked_by_hand, how="by buffers"), thorough=True),
+    "masked_as_data": Loop(partial(masked_by_hand, how="as data"), thorough=True),
+    "masked_as_sparse": Loop(partial(masked_by_hand, how="as sparse"), thorough=True),
     "masks_and_anchors": Loop(masks_and_anchors, thorough=True),
     "perceptual": Loop(perceptual, share=0.97),
     "gradients_of_each": Loop(gradients_of_each, off=0.03, share=0.95),

@@ -42,14 +42,13 @@ def state_of(model: nn.Module) -> list[torch.Tensor]:
 
 
 def shaped_as(parameters: Iterable[torch.Tensor]) -> Callable[[torch.Tensor], bool]:
-    """Whether a tensor may be what a loop keeps for these, as a mask: it has the shape of one, or is a vector for all.
+    """Whether a tensor may be what a loop keeps for these, as a mask: it has as many elements as one, or as all.
 
     It is no part of what has another size, as a batch of a data set is.
     """
-    shapes = [p.shape for p in parameters]
-    shapes.append(torch.Size([sum(shape.numel() for shape in shapes)]))
-    known, sizes = set(shapes), {shape.numel() for shape in shapes}
-    return lambda t: t.shape in known and t.untyped_storage().nbytes() in {n * t.itemsize for n in sizes}
+    sizes = [p.numel() for p in parameters]
+    known = {*sizes, sum(sizes)}
+    return lambda t: t.numel() in known and t.untyped_storage().nbytes() in {n * t.itemsize for n in known}
 
 
 def attributes_staying(model: nn.Module, before: Mapping[str, torch.Tensor]) -> dict[str, int]:

@@ -121,7 +121,7 @@ def takes_over(func: Any, result: Any) -> bool:
 
 def storages(tree: Any) -> dict[int, int]:
     """The storages of the tensors in a tree, of wrappers those inside them: identity -> bytes."""
-    return {storage_key(t): t.untyped_storage().nbytes() for outer in tensors_in(tree) for t in inside(outer)}
+    return {storage_key(t): t.untyped_storage().nbytes() for t in parts_in(tree)}
 
 
 def bytes_of_elements(tree: Any) -> int:
@@ -158,6 +158,11 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     _collect(tree, found)
     return found
+
+
+def parts_in(tree: Any) -> list[torch.Tensor]:
+    """The plain tensors in a tree, also those in sparse ones and in wrappers."""
+    return [part for t in tensors_in(tree) for part in inside(t)]
 
 
 def _collect(tree: Any, into: list[torch.Tensor]) -> None:

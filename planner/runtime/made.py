@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import CodeType
 from typing import Any
@@ -13,7 +13,7 @@ from torch import nn
 
 from planner.compat.ops import OpOverload
 from planner.compat.pytree import tree_leaves
-from planner.core.call import Call, describe_call
+from planner.core.call import Call, describe_call, storages
 
 _STORAGES = (torch.UntypedStorage, torch.TypedStorage)
 Made = tuple[int, int]  # a storage that was made: a number that no other one has, and its bytes
@@ -36,11 +36,15 @@ def _none() -> None:
 
 def call_of(func: Any, args: Any, kwargs: Any, result: Any) -> Call | None:
     """The data of an op that ran; None where it is none of torch's, or is given a storage, which describes itself by
-    all that is in it.
+    all that is in it, or a sparse tensor, which has none.
     """
-    if not isinstance(func, OpOverload) or any(isinstance(x, _STORAGES) for x in tree_leaves((args, kwargs))):
+    if not isinstance(func, OpOverload) or any(map(_undescribed, tree_leaves((args, kwargs, result)))):
         return None
     return describe_call(func, args, kwargs, result)
+
+
+def _undescribed(x: Any) -> bool:
+    return isinstance(x, _STORAGES) or (isinstance(x, torch.Tensor) and x.layout != torch.strided)
 
 
 @dataclass
@@ -87,21 +91,35 @@ class GoneInto:
         used: what existed before, of which only that which is shaped as a parameter is looked at.
         made: what ops have made.
         own: the storages of the model's parameters and gradients.
+
+    Attributes:
+        written: the storages that were written into between the steps.
     """
 
     def __init__(self, used: UsedStorages, made: MadeStorages, own: Sequence[Container[int]]) -> None:
         self._used, self._made, self._own = used, made, own
-        self._sources: dict[int, set[int]] = {}  # what was made -> what of the used has gone into it
+        self._sources: dict[int, set[int]] = {}  # what was made or written into -> what of the used has gone into it
+        self.written = set[int]()
 
-    def note(self, read: Iterable[int], fresh: Iterable[int], into: Iterable[int], *, between: bool) -> None:
+    def note(self, read: Iterable[int], fresh: Iterable[int], into: Collection[int], *, between: bool) -> None:
         """An op has read storages, made fresh ones, and written into some. O(storages)."""
         sources = {key for key in read if key in self._used and self._used[key].shaped}
-        sources.update(*(self._sources.get(key, ()) for key in read if key in self._made.made))
-        if between and any(key in each for key in into for each in self._own):
-            for key in sources & self._used.keys():
-                self._used[key].stays = True
+        sources.update(*(self._sources.get(key, ()) for key in read))
         self._sources |= dict.fromkeys(fresh, sources)
-        self._sources |= {key: self._sources.get(key, set()) | sources for key in into if key in self._made.made}
+        self._sources |= {key: self._sources.get(key, set()) | sources for key in into}
+        if between:
+            self.written.update(into)
+            self.bound(key for key in into if any(key in each for each in self._own))
+
+    def bound(self, keys: Iterable[int]) -> None:
+        """The model's parameters or gradients have these storages, as a loop may bind others (`p.data = t`)."""
+        for key in {source for each in keys for source in self._sources.get(each, ())} & self._used.keys():
+            self._used[key].stays = True
+
+    def replaced(self, parameters: Iterable[nn.Parameter]) -> set[int]:
+        """The parameters, by identity, that were written into or have a storage that ops have made."""
+        keys = ((id(p), key) for p in parameters for key in storages(p))
+        return {at for at, key in keys if key in self.written or key in self._made.made}
 
 
 @dataclass(frozen=True, slots=True)

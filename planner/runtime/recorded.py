@@ -151,6 +151,7 @@ def stays(
     batches = recorder.makes_batches  # then the step's own counts where it is there; else as far as it gets gradients
     given = (recorder.inputs if batches else recorder.batches).made.copy() if recorder.calls_made == 1 else {}
     others = {*recorder.others, *recorder.passing}
+    recorder.gone_into.bound(storages(counted))
     own, alive = storages([batch, counted, [other.tensors() for other in others]]).keys(), recorder.made.made.copy()
     coming = storages(batch).keys()
     used = _used_outside(recorder, own)

@@ -23,7 +23,7 @@ from planner.compat.autograd import adds_to_gradient, graph_is_kept, in_backward
 from planner.compat.dispatch import LastingMode, finds_ops, written
 from planner.compat.tensors import dense_parts, is_batched, is_traceable_wrapper_subclass, storage_key
 from planner.core.attributes import shaped_as, state_of
-from planner.core.call import Call, gradient_of, inside, storages, takes_over, tensors_in
+from planner.core.call import Call, gradient_of, parts_in, storages, takes_over, tensors_in
 from planner.core.gradient_sums import as_without_modes, last_references
 from planner.core.layout import Order, memory_order
 from planner.runtime.between import Between
@@ -127,10 +127,10 @@ class Recorder(LastingMode):
         self.held = self.inputs_at_once = self.later = self._called = self.spent = self.given_again = 0
         self.later_outputs, self.reached_calls = 0, set[int]()
         self.budget, self.before, self.between = 0, dict[int, int](), Between()
-        self._own = self.between.follow([t for outer in state for t in inside(outer)])
+        self._own = self.between.follow(parts_in(state))
         self.returned, self.inputs, self.added = MadeStorages(), MadeStorages(), MadeStorages()
         self._counted = self.inputs, self.returned, self.added, self.gradients
-        self._gone_into = GoneInto(self.used, self.made, (self.known, self.gradients.made, self.added.made))
+        self.gone_into = GoneInto(self.used, self.made, (self.known, self.gradients.made, self.added.made))
         self.waiting, self.stepping, self.makes_batches, self.of_optimizer = (0, 0), False, False, set[int]()
         self.by_optimizer: MadeStorages = MadeStorages() if earlier is None else earlier.by_optimizer
         self.batches, self.passed = MadeStorages(), MadeStorages()  # inputs with gradients; what calls took and gave
@@ -241,7 +241,7 @@ class Recorder(LastingMode):
         later = taken - forward
         taken += sum(each.waiting_bytes() for each in self.others if each is not other)
         (self.passing if self.losses else self.others).add(other)
-        self._note_inputs(tensors_in(batch), set())
+        self._note_inputs(parts_in(batch), set())
         live = self.made.live + self._older_outputs.live + taken
         self.events.append(Event(live, "", False, others=taken, later=later, model=id(other)))
 
@@ -350,11 +350,11 @@ class Recorder(LastingMode):
         return result
 
     def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        into = {storage_key(t) for t in tensors_in(written(func, args, kwargs))}
+        into = {storage_key(t) for t in parts_in(written(func, args, kwargs))}
         fresh = takes_over(func, result) and (key := storage_key(result)) not in self.known and not self._entered(key)
-        inputs, backward = self._note_inputs([] if fresh else tensors_in((args, kwargs)), into), in_backward()
+        inputs, backward = self._note_inputs([] if fresh else parts_in((args, kwargs)), into), in_backward()
         made: dict[int, int] = {}
-        for t in tensors_in(result):
+        for t in parts_in(result):
             if takes_memory(t, self.device) and (key := storage_key(t)) not in inputs and key not in self.made.made:
                 self.made.add(t.untyped_storage(), key)
                 made[key] = self.made.number
@@ -363,7 +363,7 @@ class Recorder(LastingMode):
                 elif self.stepping and self.losses:
                     self.of_optimizer.add(self.made.number)
                     self.by_optimizer.add(t.untyped_storage(), key)
-        self._gone_into.note(inputs, made, into, between=bool(self.losses))
+        self.gone_into.note(inputs, made, into, between=bool(self.losses))
         call = call_of(func, args, kwargs, result)
         name = "" if call is None else self.calls.setdefault(call.key, call).key
         places = () if backward else places_of(inspect.currentframe())

@@ -12,6 +12,7 @@ from planner.compat.tensors import version_of
 from planner.core.loop import Gradients
 from planner.costs.static_memory import storage_bytes
 from planner.requests.optimizers import trained_by
+from planner.runtime.recorder import Recorder
 from planner.stepping.spent import SpentGradient
 
 LONG = 16  # calls in a row
@@ -75,19 +76,26 @@ class UsedGradients:
         return self._clear >= LONG
 
     def call_begins(
-        self, parameters: Sequence[nn.Parameter], stepped: Sequence[optim.Optimizer], known: Gradients | None
+        self,
+        parameters: Sequence[nn.Parameter],
+        stepped: Sequence[optim.Optimizer],
+        recorder: Recorder | None,
+        known: Gradients,
     ) -> None:
         """A call of the model begins; where optimizers of torch's tell of their steps, no versions are looked up.
 
         Args:
             parameters: of the model.
             stepped: the optimizers that were seen to step some of them.
-            known: what becomes of gradients, as far as that is known, where the loop is looked at; else None.
+            recorder: of what ran since the call before, where the loop is looked at.
+            known: what becomes of gradients, as far as that is known.
         """
         before = self._versions
         self._versions = {} if stepped else {id(p): version_of(p) for p in parameters}
         self._changed = {at for at, version in self._versions.items() if before.get(at, version) != version}
-        if stepped and known is not None:  # gradients that microbatches add to are counted, whoever takes them
+        if not stepped and recorder is not None:  # writes into `p.data` do not change the version of `p`
+            self._changed |= recorder.gone_into.replaced(parameters)
+        if stepped and recorder is not None:  # gradients that microbatches add to are counted, whoever takes them
             self.untaken = frozenset() if known == "accumulated" else self._untaken(parameters, stepped)
 
     def _untaken(self, parameters: Iterable[nn.Parameter], stepped: Iterable[optim.Optimizer]) -> frozenset[int]:

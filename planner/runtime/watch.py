@@ -131,7 +131,7 @@ class Watch:
         others = [number for number in waiting if number not in left_over]
         self._begin(role, others)
         optimizers, recorder = self.optimizers(), self.recorder
-        self.gradients.call_begins(parameters, optimizers, None if recorder is None else self.loop.gradients)
+        self.gradients.call_begins(parameters, optimizers, recorder, self.loop.gradients)
         left = self.evaluations.end(batch, self._model(), optimizers)
         if recorder is not None and recorder.broken_off():
             self.stop()  # a step that failed shows nothing of those that do not
@@ -242,7 +242,7 @@ class Watch:
 
     def _between(self, recorder: Recorder, own: Any, *, alone: bool = False) -> int:
         """Bytes that the loop held at once between its steps, where no other model is trained; else warns, once."""
-        took = between_steps(recorder, own)
+        took = 0 if self.stepped.entries else between_steps(recorder, own)  # not of sparse gradients
         if not alone and self.budget and took > self.budget and not self._said:
             self._said = True
             warn_between(took, self.budget)
