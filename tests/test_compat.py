@@ -186,8 +186,7 @@ def test_a_tensor_without_memory_stands_for_another_and_may_be_its_gradient():
     p.grad = t
     assert p.grad is t
     assert (t.shape, t.stride(), t.dtype) == (p.shape, p.stride(), p.dtype)
-    with pytest.raises(RuntimeError, match="invalid python storage"):
-        t.untyped_storage().data_ptr()
+    assert t.untyped_storage().nbytes() == 0
     with pytest.raises(RuntimeError, match="refused"):
         t + 1
 

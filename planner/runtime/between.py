@@ -20,10 +20,11 @@ class Between:
     Attributes:
         began: how many ops ran before those that count.
         highest: the most bytes of what was recorded, by the op that ran.
+        trains: whether some op has used parameters, not the model's, of which gradients may be asked for.
     """
 
     def __init__(self) -> None:
-        self.began, self.highest = 0, defaultdict[str, int](int)
+        self.began, self.highest, self.trains = 0, defaultdict[str, int](int), False
         self._levels: list[tuple[str, int]] = []
         self._gone: list[tuple[int, int, int]] = []  # was there from that op on, and up to this one; bytes
 
@@ -52,7 +53,7 @@ class Between:
 
     def begin(self) -> None:
         """Only what comes from now on counts."""
-        self.began = self.ops
+        self.began, self.trains = self.ops, False
         self.highest.clear()
         self._levels.clear()
         self._gone.clear()

@@ -376,10 +376,7 @@ class Recorder(LastingMode):
         return any(key in each.made for each in (*self._counted, *self.older))
 
     def _note_inputs(self, given: Sequence[torch.Tensor], into: set[int]) -> set[int]:
-        """Enter the tensors that existed before and that are used, and the storages that are written into.
-
-        Returns the storages of all that are used.
-        """
+        """Enter tensors that existed before and are used, and storages that are written into; returns all storages."""
         inputs = set()
         for t in given:
             if not takes_memory(t, self.device):
@@ -396,5 +393,5 @@ class Recorder(LastingMode):
             used.stays |= isinstance(t, nn.Parameter) or key in into
             used.shaped |= self._kept_for(t)
             if isinstance(t, nn.Parameter) and t.requires_grad and torch.is_grad_enabled():
-                used.trained = weakref.ref(t)
+                used.trained, self.between.trains = weakref.ref(t), True
         return inputs

@@ -209,7 +209,7 @@ class Watch:
         held, self._targets = {at for loss in recorder.losses for at in loss.held}, found.unread
         self._bound, self._renewed = recorder.bound, 0 if seen is None else seen.stays
         own = [states, [p for p, _ in counted] if recorder.passing else counted]
-        took = self._between(recorder, own, alone=not (found.around or recorder.passing))
+        took = self._between(recorder, own, alone=not (found.around or recorder.between.trains or recorder.passing))
         if recorder.passes and not any(each.adds for each in recorder.passes):
             self._asks.update(roles)
         if self.first:
