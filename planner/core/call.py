@@ -99,7 +99,7 @@ def describe_call(target: OpOverload, args: Any, kwargs: Any, result: Any) -> Ca
 
     allocated = storages(result)
     used: dict[int, int] = {}
-    for t in (t for outer in tensors_in(result) for t in inside(outer) if type(t) is torch.Tensor):
+    for t in filter(lambda t: type(t) is torch.Tensor, parts_in(result)):
         used[storage_key(t)] = max(_bytes_to_last(t), used.get(storage_key(t), 0))
     allocated |= {storage: min(nbytes, allocated[storage]) for storage, nbytes in used.items()}
     for storage in storages((args, kwargs)):
@@ -129,7 +129,7 @@ def bytes_of_elements(tree: Any) -> int:
 
     A real tensor's storage may be larger: what `mse_loss` returns has that of what it has summed up.
     """
-    distinct = {id(t): t for outer in tensors_in(tree) for t in inside(outer)}
+    distinct = {id(t): t for t in parts_in(tree)}
     return sum(t.numel() * t.element_size() for t in distinct.values())
 
 

@@ -362,7 +362,7 @@ def lower(
         passes.append(partial(add_second_backward, request=request, loss_bytes=loss.waiting_backward))
     if options.offload is not None:
         passes.append(partial(add_link, regions=graph.regions, link=link_of(options, device, here)))
-    return add_between(run_passes(step, passes), request.loop.between_steps)
+    return run_passes(step, [*passes, partial(add_between, nbytes=request.loop.between_steps)])
 
 
 def _repeated(graph: TrainingGraph) -> frozenset[tuple[int, int]]:

@@ -19,7 +19,7 @@ from planner.compat.dispatch import LastingMode, may_last, switch_off, switch_on
 from planner.compat.tensors import is_traceable_wrapper_subclass, storage_key
 from planner.core.account import ATTRIBUTES
 from planner.core.attributes import state_of
-from planner.core.call import Call, gradient_of, inside, storages, tensors_in
+from planner.core.call import Call, gradient_of, parts_in, storages, tensors_in
 from planner.core.objects import dense_tensors
 from planner.core.plan import PlanRecord
 from planner.costs.static_memory import storage_bytes
@@ -113,7 +113,7 @@ class _Live(LastingMode):  # type: ignore[no-untyped-call]
 
     def hold(self, tree: Any) -> None:
         """These are there as well."""
-        for t in [part for outer in tensors_in(tree) for part in inside(outer)]:
+        for t in parts_in(tree):
             if t.device == self.device and (key := storage_key(t)) not in self.made.made:
                 self.beside.add(t.untyped_storage(), key)
         self.most = max(self.most, self.made.live + self.beside.live)
