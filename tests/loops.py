@@ -2258,6 +2258,20 @@ def adam_by_hand(put: Put, ended: Ended) -> None:
         ended(loss)
 
 
+def average_of_copies(put: Put, ended: Ended) -> None:
+    """The second step takes more than the first one between the steps, where an average takes another's place."""
+    model = put(mlp(256, out=10))
+    optimizer, average = torch.optim.SGD(model.parameters(), 0.1), None
+    for n in range(1, STEPS + 1):
+        loss = F.cross_entropy(model(torch.randn(128, 256)), torch.randint(10, (128,)))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        now = copy.deepcopy(model.state_dict())
+        average = now if average is None else {k: a + (now[k] - a) / n for k, a in average.items()}
+        ended(loss)
+
+
 class Features(nn.Module):
     """What it makes of an image in three steps, in a list."""
 
@@ -3547,6 +3561,7 @@ LOOPS: dict[str, Loop] = {
     "losses_one_by_one": Loop(losses_one_by_one, thorough=True),
     "stepped_by_hand": Loop(stepped_by_hand, plans=3, share=0.9, thorough=True),
     "adam_by_hand": Loop(adam_by_hand),
+    "average_of_copies": Loop(average_of_copies, share=1.02),
     "masked_by_buffers": Loop(partial(masked_by_hand, how="by buffers"), thorough=True),
     "masked_as_data": Loop(partial(masked_by_hand, how="as data"), thorough=True),
     "masked_as_sparse": Loop(partial(masked_by_hand, how="as sparse"), thorough=True),

@@ -20,6 +20,8 @@ from planner.compat.dispatch import modes_here
 from planner.compat.fake import DynamicOutputShapeException
 from planner.compat.tensors import TorchDispatchMode, storage_key
 from planner.core.call import bytes_of_elements, storages
+from planner.lowering.between import BETWEEN
+from planner.planning.raised import with_between
 from planner.runtime.interception import attached
 from planner.runtime.loss_seen import loss_seen
 from planner.runtime.made import LossEvents
@@ -29,6 +31,7 @@ from planner.runtime.recorder import Recorder
 from planner.runtime.rounds import Rounds
 from planner.runtime.used_gradients import LONG
 from planner.session import provider
+from solvers import simulate
 
 from .loops import Recommender
 
@@ -883,6 +886,32 @@ def test_weights_that_others_take_the_place_of_between_steps_are_there_until_the
     assert found.value.minimum_bytes == pytest.approx(6 * 2**20, rel=0.005)
     applied_plan(model).remove()
     assert train(found.value.minimum_gb).peak_bytes == found.value.minimum_bytes
+
+
+@pytest.mark.parametrize("mode", ["aten", "eager"])
+def test_what_shows_late_between_the_steps_and_fits_is_in_the_figures_of_the_plan(mode):
+    p = plan(perceptron(), (torch.randn(512, 32),), budget_gb=1, mode=mode).record
+    for peak in (p.peak_bytes + 100, p.peak_bytes + 300):
+        p = with_between(p, peak)
+        assert p.peak_bytes == p.baseline_peak_bytes == peak == sum(p.account.values()) == p.phase_peaks["optimizer"]
+        assert max(m.held_bytes for m in p.timeline) == p.baseline_timeline[-1].held_bytes == peak
+        if mode == "aten":
+            assert simulate(p.problem, p.schedule).peak == peak
+    assert [m.op for m in p.timeline].count(BETWEEN) == [m.op for m in p.baseline_timeline].count(BETWEEN) == 1
+    assert with_between(p, p.peak_bytes - 100) is p
+
+
+def test_what_shows_late_between_the_steps_changes_the_prediction_of_the_plan_that_stays():
+    """1 MB each: weights, a gradient, and copies of the weights, one more from step to step up to the third."""
+    model = plan(nn.Sequential(nn.Linear(512, 512, bias=False)), budget_gb="20 MiB").apply()
+    peaks = []
+    for step in range(6):
+        model(torch.randn(4, 512)).square().mean().backward()
+        copies = [model[0].weight.detach().clone() for _ in range(min(step, 3))]
+        del copies
+        model.zero_grad()
+        peaks.append(round(applied_plan(model).peak_bytes / 2**20))
+    assert peaks[-4:] == [3, 4, 5, 5]
 
 
 @pytest.mark.parametrize(("megabytes", "refused"), [(4.7, True), (5.3, False)])

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from planner.core.step import Step
 from planner.lowering.build import OPTIMIZER, own_row
+from planner.lowering.margin import CONTEXT, MARGIN
 
 BETWEEN = "what the loop does between its steps"
-_NO_TENSORS = ("CUDA context", "cuBLAS workspace", "NCCL buffers")  # lines of the account
+_NO_TENSORS = (CONTEXT, MARGIN, "cuBLAS workspace", "NCCL buffers")  # lines of the account
 
 
 def add_between(step: Step, nbytes: int) -> Step:
@@ -18,9 +20,14 @@ def add_between(step: Step, nbytes: int) -> Step:
     evaluation: no plan makes it smaller, so that it bounds the budget from below.
     """
     problem = step.problem
-    tensors = problem.resident - sum(step.account.get(name, 0) for name in _NO_TENSORS)
+    tensors = problem.resident - other_bytes(step.account)
     more = nbytes - tensors - sum(problem.sizes[v] for v in problem.pinned)
     if more <= 0:
         return step
     op, origin = own_row(OPTIMIZER, BETWEEN, "optimizer", workspace=more)
     return replace(step, problem=replace(problem, ops=(*problem.ops, op)), origins=(*step.origins, origin))
+
+
+def other_bytes(lines: Mapping[str, int]) -> int:
+    """The bytes of an account's lines that are no tensors of the loop."""
+    return sum(lines.get(name, 0) for name in _NO_TENSORS)

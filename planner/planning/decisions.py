@@ -6,6 +6,7 @@ from planner.core.plan import Decision
 from planner.core.step import Replay, Runs, Step, live_before, needed_in_backward
 
 REPLAYED = "drawn again under the saved state of the generator"
+ACTIVATIONS, GRADIENTS, AT_PEAK = "activations", "gradients", "the op at the peak ({})"  # lines of the account
 
 
 def decisions(step: Step, runs: Runs) -> tuple[Decision, ...]:
@@ -54,9 +55,8 @@ def peak_account(step: Step, planned: Replay) -> dict[str, int]:
         others = "a graph that is kept (retain_graph=True), or the gradients of its first backward pass"
     return {
         **({"parameters gathered for use": sum(problem.sizes[v] for v in gathered)} if step.gathered else {}),
-        "activations": sum(problem.sizes[v] for v in activations),
-        "gradients": sum(problem.sizes[v] for v in live - activations - gathered),
+        ACTIVATIONS: sum(problem.sizes[v] for v in activations),
+        GRADIENTS: sum(problem.sizes[v] for v in live - activations - gathered),
         **({others: planned.others[at]} if planned.others[at] else {}),
-        f"the op at the peak ({step.origins[i].kind.strip('_')})": op.workspace
-        + sum(problem.sizes[v] for v in op.writes),
+        AT_PEAK.format(step.origins[i].kind.strip("_")): op.workspace + sum(problem.sizes[v] for v in op.writes),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,8 +14,10 @@ from planner.core.attributes import state_of
 from planner.core.call import storages
 from planner.core.objects import dense_tensors
 from planner.core.plan import PlanRecord
+from planner.planning.raised import with_between
 from planner.requests.planned import Planned
 from planner.runtime.evaluations import gradient_bytes, planned_bytes, tensors_of
+from planner.runtime.signature import Signature
 from planner.runtime.watch import Watch
 
 
@@ -25,12 +28,14 @@ class Holder:
         model: the planned one.
 
     Attributes:
+        plans: for each kind of call, by signature, its plan; that of the latest, where several come in a step.
         newest: the plan made last, with the request and the batch that it was made for.
         watch: what it sees of the loop, plans are made for; None once several processes have agreed on one.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
+        self.plans: dict[Signature, PlanRecord] = {}
         self.newest: Planned | None = None
         self.watch: Watch | None = None
 
@@ -40,6 +45,15 @@ class Holder:
 
     def when_used(self, number: int, then: Callable[[], object]) -> None:
         """Call a function when the backward pass of a call that waits for it begins, as far as that is known."""
+
+    def count_between(self, signature: Signature, nbytes: int) -> None:
+        """The loop takes so many bytes between its steps, which needs no other plan for a kind of call."""
+        before = self.plans[signature]
+        raised = self.plans[signature] = with_between(before, nbytes)
+        if self.newest is not None and self.newest.record is before:
+            self.newest = replace(self.newest, record=raised)
+        if self.watch is not None:
+            self.watch.together.replace(signature, before, raised)
 
     def optimizers(self) -> list[optim.Optimizer]:
         """Those that stepped the model's parameters, and still exist, as far as they are known."""

@@ -15,7 +15,6 @@ from planner.compat.dispatch import lasting_modes_off
 from planner.compat.dynamo import through
 from planner.compat.modules import call_of, replace_call, replaced_call
 from planner.core.maxima import Maxima
-from planner.core.plan import PlanRecord
 from planner.errors import UNPLANNABLE, ApplyError, BatchError, ModelError
 from planner.parallel.group import together
 from planner.requests.planned import Planned
@@ -54,7 +53,6 @@ class Applied(Holder):
         alone: whether the plans are for this process alone, whatever others train the model with it.
 
     Attributes:
-        plans: for each kind of call, by signature, its plan; that of the latest, where several come in a step.
         unplanned: kinds of calls that run as without a plan, as there is none for them.
         state: that of the model in its latest training call.
         aside: what `compile()` put in the place of calls of the model and its modules: it comes back after the plan.
@@ -66,7 +64,6 @@ class Applied(Holder):
     def __init__(self, model: nn.Module, provider: PlanProvider, *, alone: bool = False) -> None:
         super().__init__(model)
         self.provider = provider
-        self.plans: dict[Signature, PlanRecord] = {}
         self.unplanned: set[Signature] = set()
         self.state: ModelState | None = None
         self.attributes = Attributes()
@@ -251,7 +248,10 @@ class Applied(Holder):
         if not (watch.settled or watch.fresh or (self.newest and self.peaks.overdue(self.newest.record))):
             return other
         ended = watch.stepped.any_at_all
-        return self.provider.on_loop_seen(seen, watch.optimizers(), role, watch.spare(), ended) or other
+        anew = self.provider.on_loop_seen(seen, watch.optimizers(), role, watch.spare(), ended) or other
+        if not anew and again and seen.between_steps <= (watch.budget or 0):
+            self.count_between(signature, seen.between_steps)
+        return anew
 
     @property
     def learns(self) -> bool:

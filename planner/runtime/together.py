@@ -48,6 +48,10 @@ class Together:
         taken = any(plan is each for each in turns)
         return turns[(self._now.count(kind) - 1) % len(turns)] if taken else plan
 
+    def replace(self, kind: Signature, plan: PlanRecord, by: PlanRecord) -> None:
+        """The same plan, with other figures."""
+        self.plans[kind] = tuple(by if each is plan else each for each in self.plans.get(kind, ()))
+
     def recorded(self, *, passes: int, roles: int) -> None:
         """The step has ended and was recorded, with so many backward passes, through calls in so many roles."""
         kinds = tuple(self._now)
