@@ -428,6 +428,47 @@ def optimizer_in_backward(put: Put, ended: Ended) -> None:
         ended(loss)
 
 
+def momentum_in_backward(put: Put, ended: Ended) -> None:
+    """An optimizer by hand, whose state only hooks hold, which make it in the first backward pass."""
+    model, momentum = put(mlp(256)), {}
+
+    def update(p: torch.Tensor) -> None:
+        with torch.no_grad():
+            p.sub_(momentum.setdefault(p, torch.zeros_like(p)).mul_(0.9).add_(p.grad), alpha=1e-2)
+        p.grad = None
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(update)
+    for _ in range(STEPS):
+        loss = F.cross_entropy(model(torch.randn(256, 256)), torch.randint(8, (256,)))
+        loss.backward()
+        ended(loss)
+
+
+class Masks:
+    """Hold for each parameter which of its entries are trained."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.of = {name: torch.rand_like(p) > 0.5 for name, p in model.named_parameters()}
+        for name, p in model.named_parameters():
+            p.register_hook(partial(self.masked, name))
+
+    def masked(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * self.of[name]
+
+
+def masks_in_hooks(put: Put, ended: Ended) -> None:
+    model = put(mlp(256))
+    Masks(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(STEPS):
+        loss = F.cross_entropy(model(torch.randn(256, 256)), torch.randint(8, (256,)))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ended(loss)
+
+
 def two_optimizers(put: Put, ended: Ended) -> None:
     model = put(mlp(out=8))
     body = torch.optim.AdamW(model[:-1].parameters(), lr=1e-3)
@@ -3602,6 +3643,8 @@ LOOPS: dict[str, Loop] = {
     "closure": Loop(closure, thorough=True),
     "zero_grad_before_backward": Loop(zero_grad_before_backward, thorough=True),
     "optimizer_in_backward": Loop(optimizer_in_backward),
+    "momentum_in_backward": Loop(momentum_in_backward),
+    "masks_in_hooks": Loop(masks_in_hooks, thorough=True),
     "two_optimizers": Loop(two_optimizers),
     "optimizer_each_epoch": Loop(optimizer_each_epoch),
     "computed_parameters": Loop(computed_parameters),

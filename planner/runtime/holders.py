@@ -96,7 +96,7 @@ def held_in(thread: int) -> Held:
             if type(value) in _PLAIN:
                 continue
             if (found := led_to.get(id(value))) is None:
-                found = led_to[id(value)] = list(_tensors(value))
+                found = led_to[id(value)] = list(tensors_within(value))
             for path, t in found:
                 held.paths.setdefault(key := storage_key(t), set()).add((_owner(frame, name), name, *path))
                 held.sizes[key] = t.device, t.untyped_storage().nbytes()
@@ -154,7 +154,7 @@ def _owner(frame: FrameType, name: str) -> int | None:
     return id(frame) if own else None
 
 
-def _tensors(value: Any) -> Iterator[tuple[Path, torch.Tensor]]:
+def tensors_within(value: Any) -> Iterator[tuple[Path, torch.Tensor]]:
     """The tensors that a variable's value leads to, nearer ones first, and the keys and attributes on the way."""
     if isinstance(value, torch.Tensor):
         yield from [((), value)] if value.layout is torch.strided else ()

@@ -18,6 +18,7 @@ from planner.costs.measured_ops import measure
 from planner.runtime.copied import tensors_of_copies
 from planner.runtime.events import PlannedModel
 from planner.runtime.holders import Held, bound_anew, copies_of, held_in
+from planner.runtime.hooks_held import held_by_hooks
 from planner.runtime.made import Made, UsedStorages, takes_memory
 from planner.runtime.recorder import Recorder
 
@@ -297,14 +298,15 @@ def _gradients_held(recorder: Recorder, *, others: bool) -> dict[int, int]:
 def _stays_of_others(
     recorder: Recorder, used: UsedStorages, own: Collection[int], optimizers: Iterable[optim.Optimizer]
 ) -> dict[int, int]:
-    """What stays of what the loop has used for this step or earlier ones; and all parameters of the model's optimizers,
-    as those of heads that take turns.
+    """What stays of what the loop has used for this step or earlier ones; what hooks of parameters hold; and all
+    parameters of the model's optimizers, as those of heads that take turns.
     """
     every = [used, *(each.copy() for each in recorder.used_before)]
     stay = {key: u.nbytes for each in every for key, u in each.items() if u.in_step and u.stays}
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     trained = [p for group in groups for p in group["params"] if p.device == recorder.device]
-    return _without(stay | storages(trained), own)
+    hooks = {} if (model := recorder.model()) is None else held_by_hooks(model, recorder.device)
+    return _without(stay | storages(trained) | hooks, own)
 
 
 def _copies(recorder: Recorder) -> dict[int, int]:
