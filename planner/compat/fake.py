@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -36,6 +37,7 @@ __all__ = [
     "detect_fake_mode",
     "fake_of_constant",
     "forget_constants",
+    "keep_in_copies",
     "replace_dispatch",
     "replace_format",
     "set_constant",
@@ -79,6 +81,16 @@ def replace_format() -> Callable[[], None]:
 
     FakeTensor.__format__ = written  # type: ignore[method-assign, assignment]
     return undo
+
+
+def keep_in_copies(mode: FakeTensorMode) -> FakeTensorMode:
+    """The mode, which `copy.deepcopy` of its fake tensors leaves to be theirs.
+
+    Torch copies it with them, and all that its tables hold (`FakeTensor.fake_mode`, 2.11 to 2.15).
+    """
+    own = weakref.ref(mode)
+    mode.__deepcopy__ = lambda memo: own()  # type: ignore[attr-defined]
+    return mode
 
 
 def allow_constants(mode: FakeTensorMode, elements: int) -> None:

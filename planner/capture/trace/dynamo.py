@@ -38,7 +38,7 @@ from planner.capture.trace.recording import Recording
 from planner.compat import pytree
 from planner.compat.autograd import like_eager
 from planner.compat.dynamo import aot_autograd, dynamo_config, functorch_config
-from planner.compat.fake import FakeCopyMode, FakeTensorMode
+from planner.compat.fake import FakeCopyMode, FakeTensorMode, keep_in_copies
 from planner.compat.fx import boxed, draws_kept
 from planner.compat.joint_trace import Traces, shared
 from planner.compat.modules import buffers_of, parameters_of, replace_call
@@ -243,7 +243,7 @@ def to_fake(
 ) -> tuple[Recording, nn.Module, Any, Any]:
     """The model and its inputs on fake tensors; the originals are not touched. Tensors on `meta` come to the CPU."""
     refuse_swapped(model)
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = keep_in_copies(FakeTensorMode(allow_non_fake_inputs=True))
 
     def whole(shard: torch.Tensor, dtype: torch.dtype) -> nn.Parameter:
         with mode:
