@@ -645,6 +645,64 @@ def evaluated_by_the_same_names(put: Put, ended: Ended) -> None:
             y = model(x)
 
 
+class Caching(nn.Module):
+    """Returns its loss and what its layers made, as transformers' encoders with decoders do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(mlp(out=64) for _ in range(2)), nn.Linear(64, 256)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, Any]:
+        made = [x := layer(x) for layer in self.layers]
+        logits = self.head(x)
+        cache = {"decoder": {"layers": [{"states": {"keys": each}} for each in made]}}
+        return {"loss": F.cross_entropy(logits, y), "logits": logits, "cache": cache}
+
+
+def evaluated_each_second_step(put: Put, ended: Ended) -> None:
+    """What the evaluation returned is there in the next step's forward pass, and gone as that returns."""
+    model = put(Caching())
+    optimizer = torch.optim.Adam(model.parameters())
+    for step in range(STEPS):
+        outputs = model(torch.randn(512, 64), torch.randint(256, (512,)))
+        loss = outputs["loss"] / 2
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 2 == 1:
+            model.eval()
+            with torch.no_grad():
+                outputs = model(torch.randn(512, 64), torch.randint(256, (512,)))
+            model.train()
+        ended(loss)
+
+
+class Cell(nn.Module):
+    """A step of a recurrent network."""
+
+    def __init__(self, size: int = 64) -> None:
+        super().__init__()
+        self.next = nn.Sequential(nn.Linear(2 * size, 4 * size), nn.Tanh(), nn.Linear(4 * size, size))
+
+    def forward(self, x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.next(torch.cat([x, state], 1))) + state
+
+
+def unrolled(put: Put, ended: Ended, calls: int = 8) -> None:
+    """Each call is given what the one before has returned, which its graph alone holds; the first, zeros."""
+    cell = put(Cell())
+    optimizer = torch.optim.Adam(cell.parameters())
+    for _ in range(STEPS):
+        state, loss = torch.zeros(256, 64), torch.zeros(())
+        for _ in range(calls):
+            state = cell(torch.randn(256, 64), state)
+            loss = loss + state.square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ended(loss)
+
+
 def layers_by_forward(put: Put, ended: Ended) -> None:
     """`model.forward(x)` calls the layers one by one; the results of some are in no graph, and go as the next come."""
     layers = [layer for _ in range(3) for layer in (nn.Linear(128, 128), nn.ReLU())]
@@ -3616,6 +3674,9 @@ LOOPS: dict[str, Loop] = {
     "rollouts": Loop(rollouts, thorough=True),
     "weights_from_gradients": Loop(weights_from_gradients, thorough=True),
     "distribution_and_value": Loop(distribution_and_value, share=0.9, thorough=True),
+    "evaluated_each_second_step": Loop(evaluated_each_second_step),
+    "unrolled": Loop(unrolled, plans=4, off=0.02, share=0.9),
+    "unrolled_leaner": Loop(unrolled, plans=4, off=0.05, share=0.6, thorough=True),
     "evaluated_by_the_same_names": Loop(evaluated_by_the_same_names, share=1.02),
     "layers_by_forward": Loop(layers_by_forward, share=1.0),
     "distances": Loop(distances, share=1.0),

@@ -38,6 +38,7 @@ class LossSeen:
         inputs: of what the calls of a step were given and was there at once, at most.
         first_input: of what the first of them was given.
         given_again: of what later ones were given, and earlier ones had been given, too.
+        handed_on: of what later ones were given, and earlier ones had returned.
         kept: of those that were alive when the planned backward pass began, what the loop still holds while the next
             forward pass runs, as what the graph of the loss keeps; it is in the loop's `beside`, too.
         others: of the most of these, what is there only while other planned models run, or waits for their backward
@@ -63,6 +64,7 @@ class LossSeen:
     inputs: int = 0
     first_input: int = 0
     given_again: int = 0
+    handed_on: int = 0
     computed_later: int = 0
     between: int = 0
     between_later: int = 0
@@ -79,8 +81,8 @@ class LossSeen:
             return self
         sizes = {name: -(-size * output_bytes // self.output_bytes) for name, size in asdict(self).items()}
         sizes |= {name: max(sizes[name], getattr(self, name)) for name in ("stays", "kept", "given")}
-        inputs = {name: getattr(self, name) for name in ("inputs", "first_input", "given_again", "together")}
-        return LossSeen(**{**sizes, **inputs})
+        same = ("inputs", "first_input", "given_again", "handed_on", "together")
+        return LossSeen(**{**sizes, **{name: getattr(self, name) for name in same}})
 
     @property
     def holds_tangents(self) -> bool:

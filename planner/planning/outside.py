@@ -106,7 +106,9 @@ def outside_loss(request: Request, graph: TrainingGraph) -> CountedLoss:
     named = max(0, seen.later - kept * (loop.in_flight - 1)) if together else 0
     # a plan may recompute from inputs that nothing held; calls of which each has what another one gave add gradients up
     dropped = _dropped(request, seen) if several else 0
-    inputs = -(-dropped // max(1, loop.in_flight - 1))
+    # but for those that are outputs of earlier calls, as far as these count
+    handed_on = min(seen.handed_on, (kept + waits) * (loop.in_flight - 1))
+    inputs = -(-max(0, dropped - handed_on) // max(1, loop.in_flight - 1))
     # one that has run waits no more, but for what it adds to the gradients of the next
     summed = max(0, _summed(request, seen) - waits - seen.made - inputs) if several else 0
     return CountedLoss(
@@ -210,8 +212,10 @@ def _summed(request: Request, seen: LossSeen) -> int:
 
 
 def _dropped(request: Request, seen: LossSeen) -> int:
-    """Bytes of inputs of calls that wait together which were gone before the last of them came."""
-    one = bytes_of_elements(batch_tensors(*batch_of(request), request.model_device))
+    """Bytes of inputs of calls that wait together which were gone before the last of them came; where the request has
+    no batch, of as large ones as were seen.
+    """
+    one = bytes_of_elements(batch_tensors(*batch_of(request), request.model_device)) or seen.first_input
     return max(0, request.loop.in_flight * one - seen.given_again - seen.inputs)
 
 
@@ -237,11 +241,13 @@ def pinned_tangents(request: Request, graph: TrainingGraph) -> Literal["all", "l
 def more_of_loss(request: Request, seen: Loop, graph: TrainingGraph) -> list[int]:
     """Bytes by which the parts of the loss as it was seen take more than a plan for the request counts; or less."""
     now, then = outside_loss(request, graph), outside_loss(replace(request, loop=seen), graph)
-    sizes = [(now.left, then.left), (now.read, then.read), (now.stays, then.stays), (now.waiting, then.waiting)]
+    sizes = [(now.left, then.left), (now.read, then.read), (now.stays, then.stays)]
     others = (now.let_go ^ then.let_go) | (now.at_once ^ then.at_once)
     sizes.append((0, sum(graph.regions[r].values[v].nbytes for r, at in others for v in _values_out(graph, r, at))))
-    sizes.append((now.waiting_backward, then.waiting_backward))
-    sizes.append((now.inputs or 0, then.inputs or 0))
+    # inputs of other calls are there as such, or wait with these
+    calls, inputs = (request.loop.in_flight - 1, seen.in_flight - 1), (now.inputs or 0, then.inputs or 0)
+    sizes.append((inputs[0] + calls[0] * now.waiting, inputs[1] + calls[1] * then.waiting))
+    sizes.append((inputs[0] + calls[0] * now.waiting_backward, inputs[1] + calls[1] * then.waiting_backward))
     sizes.append((_most_at_once(now), _most_at_once(then)))
     return [b - a for a, b in sizes]
 

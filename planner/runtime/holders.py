@@ -17,8 +17,9 @@ from planner.compat.tensors import storage_key
 from planner.core.frames import variables_of
 from planner.errors import users_frame
 from planner.runtime.made import Made
+from planner.runtime.rebound import names_of_result
 
-_DEEPEST = 4  # objects in objects
+_DEEPEST = 6  # objects in objects: those of an encoder and a decoder have keys and values of layers there
 _MOST, _MOST_HELD = 512, 8192  # looked into for one variable, and looked at: it may hold a whole data set
 _PLAIN = {int, float, bool, str, bytes, complex, NoneType, type, ModuleType, torch.dtype, torch.device}
 Path = tuple[Any, ...]  # an owner, a variable's name, and keys or attributes
@@ -139,8 +140,20 @@ def copies_of(held: Held, names: Collection[str], device: torch.device) -> dict[
 
 
 def bound_anew(now: Held, bound: Collection[Path], storages: Collection[int]) -> set[int]:
-    """Of these storages, those to which only such paths lead as a step binds anew before its backward pass begins."""
-    return {key for key in storages if (paths := now.paths.get(key)) and paths <= {*bound}}
+    """Of these storages, those to which only such paths lead, or variables, as a step binds anew before its backward
+    pass begins.
+    """
+
+    def anew(key: int) -> bool:
+        return key in now.paths and all(path in bound or path[:2] in bound for path in now.paths[key])
+
+    return {key for key in storages if anew(key)}
+
+
+def bound_by_call(frame: FrameType | None) -> set[Path]:
+    """The variables that are bound anew as the call returns that the user's code makes."""
+    frame = users_frame(frame)
+    return set() if frame is None else {(_owner(frame, name), name) for name in names_of_result(frame)}
 
 
 def _variables(frame: FrameType) -> Mapping[str, Any]:

@@ -40,7 +40,7 @@ def loss_seen(
     # a graph that is kept has outputs among its saved tensors, until the loss is bound anew
     older = outputs if first and any(each.keeps for each in recorder.passes) else again
     seen = [_without_cleared(loss, found.kept, cleared).with_waiting() for loss in recorded]
-    losses = [_with_renewed(with_older(loss, older, outputs, inside), found.renewed) for loss in seen]
+    losses = [_with_renewed(with_older(loss, older, outputs, inside), found.renewed - found.returned) for loss in seen]
     with_outputs = [loss.events[loss.between : loss.let_go] for loss in losses]
     without = [loss.events[max(loss.between, loss.let_go) :] for loss in losses]
     forward, backward = (max(_most(events, workspaces) for events in each) for each in (with_outputs, without))
@@ -73,6 +73,7 @@ def loss_seen(
         inputs=recorder.inputs_at_once,
         first_input=recorder.first_input,
         given_again=recorder.given_again,
+        handed_on=recorder.handed_on,
         kept=sum(found.kept.values()),
         others=max(_most(loss.events, workspaces) for loss in losses) - alone,
         others_wait=waits,

@@ -131,6 +131,12 @@ def _references(t: torch.Tensor) -> tuple[int, ...]:
     return references(t) if base is None else (*references(t), *references(base), sys.getrefcount(base))
 
 
+def names_of_result(frame: FrameType) -> tuple[str, ...]:
+    """The variables to which the statement of the call that a function makes now binds the result, if nothing else."""
+    stores = _stores(frame.f_code, frame.f_lasti)
+    return stores.names if stores.last_computed == frame.f_lasti else ()
+
+
 @dataclass(frozen=True, slots=True)
 class _Stores:
     """What a statement binds.

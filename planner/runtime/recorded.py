@@ -109,6 +109,7 @@ class Stays:
         renewed: what was made since the last backward pass, as by an evaluation, and is there until the next begins:
             the loop has bound by then what holds it to outputs and losses of its step. Gradients outside the planned
             graphs that it clears by then are among it.
+        returned: of `renewed`, what is gone as soon as the next call returns.
     """
 
     beside: int
@@ -123,6 +124,7 @@ class Stays:
     unread: int = 0
     parts: int = 0
     renewed: int = 0
+    returned: int = 0
 
 
 def stays(
@@ -171,7 +173,9 @@ def stays(
     gone, losses, outputs = _gone(recorder, there, earlier, remaining)
     gone -= _gradients_counted(others, there)
     fresh = {key: each[1] for key, each in alive.items() if key not in stay and key not in later and each not in made}
-    new, renewed = _without_renewed(recorder, _without(fresh, own))  # the next targets and later inputs are in it
+    new, renewed, returned = _without_renewed(
+        recorder, _without(fresh, own)
+    )  # the next targets and later inputs are in it
     copies = _copies(recorder)  # a penalty may read what the parameters were
     read = max((sum(_without(loss.read, {*stay, *copies}).values()) for loss in recorder.losses), default=0)
     came_before = bool(coming) and coming.isdisjoint([*alive, *there, *recorder.inputs.made])
@@ -207,6 +211,7 @@ def stays(
         unread=unread,
         parts=parts,
         renewed=renewed + max(before, recorder.spent),
+        returned=returned,
     )
 
 
@@ -227,10 +232,15 @@ def _used_outside(recorder: Recorder, own: Collection[int]) -> UsedStorages:
     return used
 
 
-def _without_renewed(recorder: Recorder, new: Mapping[int, int]) -> tuple[dict[int, int], int]:
-    """These without what variables hold that each step binds anew before its backward pass; and the bytes of that."""
-    renewed = bound_anew(held_in(recorder.thread), recorder.bound, new) if new and recorder.bound else set()
-    return _without(new, renewed), sum(new[key] for key in renewed)
+def _without_renewed(recorder: Recorder, new: Mapping[int, int]) -> tuple[dict[int, int], int, int]:
+    """These without what variables hold that each step binds anew before its backward pass; the bytes of that, and of
+    what the next call's result takes the place of.
+    """
+    if not (new and recorder.bound):
+        return {**new}, 0, 0
+    renewed = bound_anew(now := held_in(recorder.thread), recorder.bound, new)
+    returned = (key for key in renewed if all(path[:2] in recorder.bound_by_call for path in now.paths[key]))
+    return _without(new, renewed), sum(new[key] for key in renewed), sum(new[key] for key in returned)
 
 
 def _gone_reads(recorder: Recorder) -> int:

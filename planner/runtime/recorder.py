@@ -28,7 +28,7 @@ from planner.core.gradient_sums import as_without_modes, last_references
 from planner.core.layout import Order, memory_order
 from planner.runtime.between import Between
 from planner.runtime.events import PlannedModel
-from planner.runtime.holders import Held, Pass, Path, held_in, paths_to
+from planner.runtime.holders import Held, Pass, Path, bound_by_call, held_in, paths_to
 from planner.runtime.made import (
     Event,
     GoneInto,
@@ -77,13 +77,14 @@ class Recorder(LastingMode):
             latest backward pass began, if one has; with those of `older` where half of the budget is not enough.
         returned: outputs of calls that are alive.
         aside: what the planned graphs of the first call have returned beside them, as attributes of the model, weakly.
-        inputs: what the calls were given that is alive.
-        inputs_at_once: its bytes when one of them was called, at most.
-        first_input, given_again: bytes of what the first was given, and of what others were that earlier ones had been.
+        inputs, inputs_at_once: what the calls were given that is alive; its bytes when one was called, at most.
+        first_input, given_again, handed_on: bytes of what the first was given; of what others were given and earlier
+            ones had been given, too, or had returned.
         later: bytes of what calls after the first were given and that was there before the first.
         others, passing: other planned models that ran before the backward pass, and after it.
         held_then: what the loop's variables held as the first backward pass of these recorders began.
         bound: the paths that led then to outputs, and to what was made since.
+        bound_by_call: the variables that are bound anew as the first call returns.
         passes: the backward passes of the planned graphs.
         later_held: of the leaves of the outputs of later calls, those that were there when a backward pass began.
         later_outputs: their bytes, at most.
@@ -124,7 +125,7 @@ class Recorder(LastingMode):
         self.passing: weakref.WeakSet[PlannedModel] = weakref.WeakSet()
         self.in_loss: set[int] = set()  # numbers of tensors that a backward pass made before it came to an output
         self.gradients, self.given = PlannedGradients(), MadeStorages()  # by the planned graphs; of outputs
-        self.held = self.inputs_at_once = self.later = self._called = self.spent = self.given_again = 0
+        self.held = self.inputs_at_once = self.later = self._called = self.spent = self.given_again = self.handed_on = 0
         self.later_outputs, self.reached_calls = 0, set[int]()
         self.budget, self.before, self.between = 0, dict[int, int](), Between()
         self._own = self.between.follow(parts_in(state))
@@ -140,6 +141,7 @@ class Recorder(LastingMode):
         self._older_outputs = older
         self.held_then: Held | None = None if earlier is None else earlier.held_then
         self.bound, self._spent = set[Path](), list[weakref.ref[Any]]()
+        self.bound_by_call = bound_by_call(inspect.currentframe())
         self.kept, self.kept_before = set[int](), set[int]() if earlier is None else earlier.kept
         seen = self._seen_made()
         for key in self.known.copy():
@@ -206,6 +208,7 @@ class Recorder(LastingMode):
         alive = sum(returned.values())
         before = storages([t for t in tensors_in(batch) if t.device == self.device])
         self.later += sum(n for key, n in before.items() if key not in self.known and key not in self.made.made)
+        self.handed_on += sum(nbytes for key, nbytes in before.items() if key in returned)
         seen = self._seen_made()
         for key in self._know([batch, *outputs, *aside]):
             self.used.pop(key, None)
@@ -286,7 +289,7 @@ class Recorder(LastingMode):
             now = held_in(self.thread)
             self.held_then = self.held_then or now
             if not self.losses:
-                self.bound = paths_to(now, {*self.returned.made.copy(), *self.made.made.copy()})
+                self.bound = self.bound_by_call | paths_to(now, {*self.returned.made.copy(), *self.made.made.copy()})
             self.losses.append(self._loss_events(now.paths.keys() & {*self.returned.made.copy()}))
             adds = (model := self.model()) is not None and any(map(adds_to_gradient, model.parameters()))
             left = dict(self.gradients.made)
