@@ -96,7 +96,10 @@ class Statistics(Keeping):
 
 @pytest.mark.parametrize(
     "kind",
-    [Attribute, Grown, Registered, OfTheCallBefore, NewName, AfterABreak, CopyOfAPart, Statistics],
+    [
+        *(Attribute, Grown, Registered, OfTheCallBefore, NewName, AfterABreak, Statistics),
+        pytest.param(CopyOfAPart, marks=pytest.mark.compat),
+    ],
     ids=lambda k: k.__name__,
 )
 def test_what_the_first_call_makes_is_there_in_the_second_and_not_before(kind, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import logging
 import os
 import weakref
@@ -25,7 +26,7 @@ from planner.core.plan import PlanRecord
 from planner.costs.static_memory import storage_bytes
 from planner.errors import gb, warn
 from planner.runtime.cuda_graphs import captures
-from planner.runtime.holders import Path, bound_anew, held_in
+from planner.runtime.holders import Path, bound_anew, bound_by_call, held_in
 from planner.runtime.made import MadeStorages, call_of, takes_memory
 from planner.runtime.recorded import workspaces
 
@@ -240,12 +241,14 @@ class Evaluations:
         return sum(each.live for each in self.left)
 
     def renewed(self, bound: Collection[Path]) -> int:
-        """Of what these left, the bytes of what only such variables hold as a step binds anew before its backward pass.
+        """Of what these left, the bytes of what only such variables hold as a step, whose first call begins, binds anew
+        before its backward pass.
 
         Args:
             bound: the paths to them.
         """
         alive = {key: nbytes for each in self.left for key, (_, nbytes) in each.made.copy().items()}
+        bound = {*bound, *bound_by_call(inspect.currentframe())}
         return sum(alive[key] for key in bound_anew(held_in(get_ident()), bound, alive))
 
     def _judge(self, live: _Live) -> None:

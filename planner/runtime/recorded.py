@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from planner.core.loop import Loop
 from planner.costs.measured_ops import measure
 from planner.runtime.copied import tensors_of_copies
 from planner.runtime.events import PlannedModel
-from planner.runtime.holders import Held, bound_anew, copies_of, held_in
+from planner.runtime.holders import Held, bound_anew, bound_by_call, copies_of, held_in
 from planner.runtime.hooks_held import held_by_hooks
 from planner.runtime.made import Made, UsedStorages, takes_memory
 from planner.runtime.recorder import Recorder
@@ -109,7 +110,7 @@ class Stays:
         renewed: what was made since the last backward pass, as by an evaluation, and is there until the next begins:
             the loop has bound by then what holds it to outputs and losses of its step. Gradients outside the planned
             graphs that it clears by then are among it.
-        returned: of `renewed`, what is gone as soon as the next call returns.
+        returned: of `renewed`, what is gone as soon as the call that begins returns.
     """
 
     beside: int
@@ -234,12 +235,13 @@ def _used_outside(recorder: Recorder, own: Collection[int]) -> UsedStorages:
 
 def _without_renewed(recorder: Recorder, new: Mapping[int, int]) -> tuple[dict[int, int], int, int]:
     """These without what variables hold that each step binds anew before its backward pass; the bytes of that, and of
-    what the next call's result takes the place of.
+    what the result of the call that begins takes the place of.
     """
     if not (new and recorder.bound):
         return {**new}, 0, 0
-    renewed = bound_anew(now := held_in(recorder.thread), recorder.bound, new)
-    returned = (key for key in renewed if all(path[:2] in recorder.bound_by_call for path in now.paths[key]))
+    by_call = bound_by_call(inspect.currentframe())
+    renewed = bound_anew(now := held_in(recorder.thread), recorder.bound | by_call, new)
+    returned = (key for key in renewed if all(path[:2] in by_call for path in now.paths[key]))
     return _without(new, renewed), sum(new[key] for key in renewed), sum(new[key] for key in returned)
 
 

@@ -28,7 +28,7 @@ from planner.core.gradient_sums import as_without_modes, last_references
 from planner.core.layout import Order, memory_order
 from planner.runtime.between import Between
 from planner.runtime.events import PlannedModel
-from planner.runtime.holders import Held, Pass, Path, bound_by_call, held_in, paths_to
+from planner.runtime.holders import Held, Pass, Path, held_in, paths_to
 from planner.runtime.made import (
     Event,
     GoneInto,
@@ -84,7 +84,6 @@ class Recorder(LastingMode):
         others, passing: other planned models that ran before the backward pass, and after it.
         held_then: what the loop's variables held as the first backward pass of these recorders began.
         bound: the paths that led then to outputs, and to what was made since.
-        bound_by_call: the variables that are bound anew as the first call returns.
         passes: the backward passes of the planned graphs.
         later_held: of the leaves of the outputs of later calls, those that were there when a backward pass began.
         later_outputs: their bytes, at most.
@@ -141,7 +140,6 @@ class Recorder(LastingMode):
         self._older_outputs = older
         self.held_then: Held | None = None if earlier is None else earlier.held_then
         self.bound, self._spent = set[Path](), list[weakref.ref[Any]]()
-        self.bound_by_call = bound_by_call(inspect.currentframe())
         self.kept, self.kept_before = set[int](), set[int]() if earlier is None else earlier.kept
         seen = self._seen_made()
         for key in self.known.copy():
@@ -289,7 +287,7 @@ class Recorder(LastingMode):
             now = held_in(self.thread)
             self.held_then = self.held_then or now
             if not self.losses:
-                self.bound = self.bound_by_call | paths_to(now, {*self.returned.made.copy(), *self.made.made.copy()})
+                self.bound = paths_to(now, {*self.returned.made.copy(), *self.made.made.copy()})
             self.losses.append(self._loss_events(now.paths.keys() & {*self.returned.made.copy()}))
             adds = (model := self.model()) is not None and any(map(adds_to_gradient, model.parameters()))
             left = dict(self.gradients.made)
