@@ -191,8 +191,7 @@ def stays(
     since = sum(later.values()) + _bytes(gone - Counter([*fresh.values(), *later.values()]))
     more = max(since, _bytes(gone) - made_since - inputs)
     ahead = sum(nbytes for key, nbytes in remaining.items() if key in coming)  # beside the batch of this step
-    beside = sum(_without(stay, own).values()) + ahead + more + added_to
-    beside += _planned_stays(others, optimizers)
+    beside = sum(_without(stay, own).values()) + ahead + more + added_to + _planned_stays(others, optimizers)
     data, elsewhere = recorder.device.type not in HOSTS, {*stay, *later}
     between = {k: u for k, u in used.items() if k not in elsewhere and (u.stays or (data and not u.in_step))}
     older_states = sum(between[key].nbytes for key in between.keys() & recorder.by_optimizer.made.copy())
