@@ -174,9 +174,7 @@ def stays(
     gone, losses, outputs = _gone(recorder, there, earlier, remaining)
     gone -= _gradients_counted(others, there)
     fresh = {key: each[1] for key, each in alive.items() if key not in stay and key not in later and each not in made}
-    new, renewed, returned = _without_renewed(
-        recorder, _without(fresh, own)
-    )  # the next targets and later inputs are in it
+    new, renewed, returned = _without_renewed(recorder, _without(fresh, own))  # with the next targets, later inputs
     copies = _copies(recorder)  # a penalty may read what the parameters were
     read = max((sum(_without(loss.read, {*stay, *copies}).values()) for loss in recorder.losses), default=0)
     came_before = bool(coming) and coming.isdisjoint([*alive, *there, *recorder.inputs.made])
