@@ -49,7 +49,9 @@ class Holder:
     def count_between(self, signature: Signature, nbytes: int) -> None:
         """The loop takes so many bytes between its steps, which needs no other plan for a kind of call."""
         before = self.plans[signature]
-        raised = self.plans[signature] = with_between(before, nbytes)
+        if (raised := with_between(before, nbytes)) is before:
+            return
+        self.plans[signature] = raised
         if self.newest is not None and self.newest.record is before:
             self.newest = replace(self.newest, record=raised)
         if self.watch is not None:
