@@ -3619,7 +3619,7 @@ LOOPS: dict[str, Loop] = {
     "gan_generator": Loop(gan_generator, share=0.77, thorough=True),
     "gan_discriminator": Loop(gan_discriminator, plans=5, share=1.02, thorough=True),
     "gan_generator_first": Loop(gan_generator_first, plans=7, share=1.02, off=0.025, thorough=True),
-    "gan_both": Loop(gan_both, plans=6, share=0.785),
+    "gan_both": Loop(gan_both, plans=6, share=0.785, thorough=True),
     "each_learns_alone": Loop(each_learns_alone, plans=4, thorough=True),
     "encoder_and_decoder": Loop(encoder_and_decoder, plans=4, thorough=True),
     "table_in_front": Loop(table_in_front),

@@ -213,6 +213,7 @@ def test_options_that_cannot_be_used_are_named(options, named):
         plan(model, x, budget_gb=1, loss_fn=torch.Tensor.mean, **options)
 
 
+@pytest.mark.thorough
 def test_a_model_on_meta_is_planned_as_the_real_one():
     batch = tokens(1000, 2, 256)
     options = {"budget_gb": 1, "device": "rtx4090", "optimizer": "adamw"}
@@ -223,6 +224,7 @@ def test_a_model_on_meta_is_planned_as_the_real_one():
         plan(on_meta(), batch, budget_gb=1)
 
 
+@pytest.mark.thorough
 def test_devices_share_parameters_gradients_and_state():
     batch = tokens(1000, 1, 64)
     model = on_meta()
@@ -272,6 +274,7 @@ def test_a_misprediction_is_found_and_repaired(tmp_path):
     assert held_before(case) + step_peak(case, tmp_path) <= p.budget_bytes == q.budget_bytes
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("no_workspaces")
 def test_a_plan_may_verify_itself_at_the_first_step(tmp_path):
     case = unet(channels=(32,), middle=False)

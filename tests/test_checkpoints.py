@@ -116,6 +116,7 @@ def test_running_statistics_are_updated_once(checkpoints):
         torch.testing.assert_close(ours[key], value, msg=lambda m, key=key: f"{key}: {m}")
 
 
+@pytest.mark.thorough
 def test_the_switch_of_transformers(tmp_path):
     case = gpt2(dropout=0.1, layers=2)
     case.model.gradient_checkpointing_enable()

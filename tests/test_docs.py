@@ -34,6 +34,7 @@ ROOT = Path(__file__).parent.parent
 README, CHANGELOG = ROOT / "README.md", ROOT / "CHANGELOG.md"
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+LONG = "how-much-memory"  # the page whose code runs longest
 PYTHON = re.compile(r"^(?:<!-- (.*) -->\n)?```python\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)
 
 
@@ -137,7 +138,7 @@ def test_lines_of_cells_are_named_by_the_cell(tmp_path):
     assert run.stdout.splitlines() == 2 * ["{'In[1]:5: return super().forward(x).tanh()'}"], run.stderr
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", keeping(*(p for p in PAGES if p.stem != LONG), of=PAGES), ids=lambda p: p.stem)
 def test_the_code_on_each_page_runs(path, short_searches, tmp_path, monkeypatch):
     """From top to bottom, as a reader runs it; what needs several processes or the reader's own is checked by name."""
     monkeypatch.chdir(tmp_path)

@@ -390,6 +390,7 @@ def test_what_was_measured_is_not_run_again():
     assert runs(calls) == (0, found)
 
 
+@pytest.mark.thorough
 def test_an_op_that_no_memory_is_there_for_is_not_run():
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
     with pytest.raises(InfeasibleBudgetError):

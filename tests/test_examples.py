@@ -46,6 +46,7 @@ def test_plain_loop(run, tmp_path, caplog):
         run("plain_loop.py", "--budget-gb", "0.001")
 
 
+@pytest.mark.thorough
 def test_trainer(run, tmp_path):
     usual = run("trainer.py", tmp_path / "usual")
     planned = run("trainer.py", tmp_path / "planned", "--budget-gb", "0.0075")
@@ -54,6 +55,7 @@ def test_trainer(run, tmp_path):
     assert (tmp_path / "planned" / "plan.json").exists()
 
 
+@pytest.mark.thorough
 def test_lightning(run, tmp_path):
     usual = run("lightning_loop.py", tmp_path / "usual")
     planned = run("lightning_loop.py", tmp_path / "planned", "--budget-gb", "0.003")

@@ -122,6 +122,7 @@ def between(problem: Problem, share: float) -> Problem:
     return problem.with_budget(int(least + share * (most - least)))
 
 
+@pytest.mark.thorough
 def test_large_graph_within_a_time_limit() -> None:
     problem = between(transformer(50), 0.2)
     assert len(problem.ops) > 1500

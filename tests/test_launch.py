@@ -496,6 +496,7 @@ def test_a_script_that_accumulates_gradients_is_planned_anew_with_them(tmp_path,
     assert "planner: InfeasibleBudgetError: budget_gb=0.0045 " in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_gradients_that_are_cleared_before_the_backward_pass_are_no_earlier_microbatches(tmp_path, here, capsys):
     path = script(tmp_path, BETWEEN)
     sys.argv = ["train.py", "usual.json"]

@@ -233,6 +233,7 @@ def test_more_link_more_host_and_more_budget_never_cost_more():
         assert cost_of(problem.with_budget(problem.budget + 1)) <= cost
 
 
+@pytest.mark.thorough
 def test_moves_cost_less_than_recomputing_and_values_that_run_once_may_leave(short):
     plain = transformer(3)
     plain = plain.with_budget(int(0.5 * simulate(plain, every_op_once(plain)).peak))

@@ -81,6 +81,7 @@ EXPECTED = {
 }
 
 
+@pytest.mark.thorough
 def test_every_stage_says_what_it_does_and_how_far_it_is(step, at_once, capfd):
     shown = {}
     for name, _ in stages(*step, True):

@@ -103,7 +103,7 @@ def test_gradients_loss_outputs_and_buffers_are_equal(real):
             torch.testing.assert_close(t.results[key], theirs, msg=lambda m, key=key: f"{key}: {m}")
 
 
-@pytest.mark.parametrize("solver", ["chen", "ilp"])
+@pytest.mark.parametrize("solver", [*more("chen"), "ilp"])
 @two_models
 def test_every_solver_holds_its_budget(real, solver):
     t = real.trained(0.6, solver)

@@ -195,6 +195,7 @@ def test_parts_of_larger_tensors_and_one_tensor_passed_twice():
         assert torch.equal(model.a.weight.grad, theirs)
 
 
+@pytest.mark.thorough
 def test_a_larger_batch_warns_once_and_is_planned_within_the_budget_or_refused(tmp_path):
     case = case_of(Net(), torch.randn(4, 16, 8))
     p, plain = planned(case, 0.9, dynamic=True)

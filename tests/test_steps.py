@@ -353,6 +353,7 @@ class Gan(nn.Module):
         self.generator, self.critic = mlp(), mlp(out=1)
 
 
+@pytest.mark.thorough
 def test_parts_that_are_frozen_in_turn_are_planned_each_while_it_is_trained():
     def loop(put, ended):
         model = put(Gan())

@@ -229,6 +229,7 @@ def alone() -> list[str]:
     return collectives(made) if made else []
 
 
+@pytest.mark.thorough
 def test_a_rank_plans_alone() -> None:
     assert on_ranks(2, alone)[1]
 

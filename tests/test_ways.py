@@ -160,6 +160,7 @@ class Rebinding(Branching):
         return super().forward(x) + self.seen.sum()
 
 
+@pytest.mark.thorough
 def test_what_a_step_that_is_taken_back_has_bound_and_counted(tmp_path):
     torch.manual_seed(0)
     model = Rebinding(lambda x: x.sum().item() > 0)

@@ -31,7 +31,9 @@ def held_by_hooks(model: nn.Module, device: torch.device) -> dict[int, int]:
 
 
 def _variables(hook: Any) -> Iterator[Any]:
-    """The values of a function's variables from outside of it, and what it is bound to."""
+    """The values of a function's variables from outside of it, and what it is bound to; none of torch's and ours."""
+    if str(getattr(hook, "__module__", "")).startswith(("torch.", "planner.")):  # whose state is counted by itself
+        return
     if isinstance(hook, MethodType):
         yield hook.__self__
         yield from _variables(hook.__func__)
@@ -44,5 +46,5 @@ def _variables(hook: Any) -> Iterator[Any]:
         for cell in hook.__closure__ or ():
             with suppress(ValueError):  # it was not given anything yet
                 yield cell.cell_contents
-    elif not type(hook).__module__.startswith(("torch.", "planner.")):
+    else:
         yield hook
