@@ -680,21 +680,21 @@ def evaluated_each_second_step(put: Put, ended: Ended) -> None:
 class Cell(nn.Module):
     """A step of a recurrent network."""
 
-    def __init__(self, size: int = 64) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.next = nn.Sequential(nn.Linear(2 * size, 4 * size), nn.Tanh(), nn.Linear(4 * size, size))
+        self.next = nn.Sequential(nn.Linear(128, 256), nn.Tanh(), nn.Linear(256, 64))
 
     def forward(self, x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
         return torch.tanh(self.next(torch.cat([x, state], 1))) + state
 
 
-def unrolled(put: Put, ended: Ended, calls: int = 8) -> None:
+def unrolled(put: Put, ended: Ended) -> None:
     """Each call is given what the one before has returned, which its graph alone holds; the first, zeros."""
     cell = put(Cell())
     optimizer = torch.optim.Adam(cell.parameters())
     for _ in range(STEPS):
         state, loss = torch.zeros(256, 64), torch.zeros(())
-        for _ in range(calls):
+        for _ in range(8):
             state = cell(torch.randn(256, 64), state)
             loss = loss + state.square().mean()
         optimizer.zero_grad()

@@ -7,8 +7,7 @@ from itertools import takewhile
 from types import MappingProxyType
 
 from planner.core.plan import BaselineMoment, Moment, PlanRecord
-from planner.lowering.between import BETWEEN, other_bytes
-from planner.lowering.build import OPTIMIZER, own_row
+from planner.lowering.between import BETWEEN, other_bytes, row_at
 from planner.planning.decisions import ACTIVATIONS, AT_PEAK, GRADIENTS
 
 
@@ -29,8 +28,7 @@ def with_between(record: PlanRecord, nbytes: int) -> PlanRecord:
     moment = BaselineMoment(BETWEEN, "optimizer", peak, 0.0, "", "", nbytes=0, runs=1, action=None, reads=())
     problem, schedule, number = record.problem, record.schedule, len(before)
     if problem is not None and schedule is not None:
-        more = peak - problem.resident - sum(problem.sizes[v] for v in problem.pinned)
-        op, _ = own_row(OPTIMIZER, BETWEEN, "optimizer", workspace=more)
+        op, _ = row_at(problem, peak)
         ops = problem.ops[: -1 if problem.ops[-1].name == BETWEEN else None]
         problem = replace(problem, ops=(*ops, op))
         schedule = replace(schedule, steps=(*schedule.steps[:number], len(ops)))

@@ -238,7 +238,7 @@ def _without_renewed(recorder: Recorder, new: Mapping[int, int]) -> tuple[dict[i
         return {**new}, 0, 0
     by_call = bound_by_call(inspect.currentframe())
     renewed = bound_anew(now := held_in(recorder.thread), recorder.bound | by_call, new)
-    returned = (key for key in renewed if all(path[:2] in by_call for path in now.paths[key]))
+    returned = bound_anew(now, by_call, renewed)
     return _without(new, renewed), sum(new[key] for key in renewed), sum(new[key] for key in returned)
 
 
