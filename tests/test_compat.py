@@ -14,6 +14,7 @@ import torch
 import torch._decomp.decompositions as decompositions
 from functorch.compile import aot_function
 from torch import fx, nn
+from torch._dispatch.python import enable_python_dispatcher
 from torch._higher_order_ops import effects
 from torch.profiler import ProfilerActivity, profile
 
@@ -1091,6 +1092,24 @@ def test_fake_results_of_onednns_lstm_are_as_large_as_real_ones():
     real, faked = found
     assert [each[:3] for each in faked] == [each[:3] for each in real]
     assert len({key for *_, key in faked}) == len(faked)  # no two share a storage
+
+
+def test_kinds_of_recurrent_layers_are_told_from_what_takes_them_apart():
+    told = []
+
+    def helper(*given):
+        told.append(layers.kind_of(given[-1]))
+        return layers.RNN_HELPER(*given)
+
+    layers.replace_helpers(lambda mask, *more: False, helper)
+    try:
+        kinds = [nn.GRU(2, 2), nn.RNN(2, 2), nn.RNN(2, 2, nonlinearity="relu"), nn.LSTM(2, 2)]
+        with enable_python_dispatcher():
+            for layer in kinds:
+                layer(torch.zeros(3, 1, 2))
+    finally:
+        layers.restore_helpers()
+    assert told == ["gru", "tanh", "relu", None]
 
 
 def test_the_lstm_of_onednn_is_told_from_the_other():

@@ -1,5 +1,8 @@
 """Recurrent layers: by the kernels of eager mode, or step by step of the sequence; measured, as eager."""
 
+import itertools
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +10,7 @@ from torch._subclasses import FakeTensorMode
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from planner import CaptureError, InfeasibleBudgetError, Plan, applied_plan, plan
+from planner.capture.trace.recurrent import recurrent_layer
 from planner.eager.pipeline import cudnn_would_draw
 from planner.planning import pipeline
 
@@ -58,7 +62,7 @@ def case_of(model):
 
 def whole_only(monkeypatch):
     """LSTMs run whole, also where that does not fit."""
-    monkeypatch.setattr(pipeline, "has_whole_lstm", lambda region: False)
+    monkeypatch.setattr(pipeline, "has_whole_rnn", lambda region: False)
 
 
 MODELS = {
@@ -71,7 +75,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", keeping("LSTM", "GRUCell", of=MODELS))
+@pytest.mark.parametrize("name", keeping("LSTM", "GRU", "GRUCell", of=MODELS))
 def test_recurrent_layers_train_as_before_within_the_budget(name, tmp_path):
     case = case_of(MODELS[name]())
     eager = results(case)
@@ -106,6 +110,72 @@ def test_an_lstm_runs_by_the_kernel_of_eager_mode(options, tmp_path, monkeypatch
         p.remove()
         assert all(torch.equal(ours[key], value) for key, value in eager.items())
         assert measured == pytest.approx(p.peak_bytes, rel=0.001)
+
+
+KINDS = {
+    "gru": nn.GRU,
+    "tanh": nn.RNN,
+    "relu": partial(nn.RNN, nonlinearity="relu"),
+}
+WIDTHS = [4, *more(33, 64)]  # the gates of a step of 33 are not aligned where they lie one behind the other
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, *more(torch.float64)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_op_computes_what_eager_mode_computes_to_the_last_bit(kind, dtype, width):
+    for rows, time, bias, used in itertools.product((1, 3), (1, 7), (True, False), ("outputs", "last", "both")):
+        layer = KINDS[kind](5, width, bias=bias, bidirectional=True, dtype=dtype)
+        x, state = torch.randn(time, rows, 5, dtype=dtype), torch.randn(2, rows, width, dtype=dtype)
+        inputs = [x.requires_grad_(), state.requires_grad_(), *layer.parameters()]
+        each = len(inputs[2:]) // 2
+        ways = [
+            recurrent_layer(kind, x, state[n], inputs[2 + n * each :][:each], bias, reverse=bool(n)) for n in range(2)
+        ]
+        ours = torch.cat([y for y, _ in ways], 2), torch.stack([last for _, last in ways])
+        found = []
+        for outputs, last in (ours, layer(x, state)):
+            weighted = (outputs * torch.linspace(-1, 1, outputs.numel(), dtype=dtype).view_as(outputs)).sum()
+            losses = {"outputs": weighted, "last": last.square().sum(), "both": weighted + last.square().sum()}
+            found.append([outputs, last, *torch.autograd.grad(losses[used], inputs)])
+        assert all(map(torch.equal, *found)), (rows, time, bias, used)
+
+
+def test_one_op_is_what_torch_expects_of_an_op():
+    given = torch.randn(5, 4, 48, requires_grad=True), torch.randn(4, 16), torch.randn(48, 16, requires_grad=True)
+    for bias, reverse in ((None, False), (torch.randn(48, requires_grad=True), True)):
+        torch.library.opcheck(torch.ops.planner.recurrent_layer.default, (*given, bias, "gru", reverse))
+
+
+@pytest.mark.parametrize("kind", [nn.GRU, *more(nn.RNN)])
+def test_layers_run_as_one_op_each_with_the_bits_of_eager_mode(kind, tmp_path, monkeypatch):
+    case = long_case(Recurrent(kind, num_layers=2, bidirectional=True))
+    eager, peak = results(case), held_before(case) + step_peak(case, tmp_path)
+    full = plan(case.model, case.batch, budget_gb=1)
+    assert kernels(full) == 4  # however long the sequence is
+    assert full.eager_peak_bytes == pytest.approx(peak, rel=0.001)
+    assert full.baseline_peak_bytes <= full.eager_peak_bytes
+    whole_only(monkeypatch)
+    for p in (full, leanest(full, solver="chen")):
+        p.apply()
+        ours, measured = results(case), held_before(case) + step_peak(case, tmp_path)
+        p.remove()
+        assert all(torch.equal(ours[key], value) for key, value in eager.items())
+        assert measured == pytest.approx(p.peak_bytes, rel=0.001)
+
+
+@pytest.mark.parametrize("kind", [nn.GRU, *more(nn.RNN)])
+def test_one_plan_serves_sequences_of_every_length(kind):
+    model, batches = Recurrent(kind), [torch.randn(8, time, 16) for time in (LONG, 5, LONG - 1)]
+    parameters = list(model.parameters())
+    eager = [torch.autograd.grad(model(x), parameters) for x in batches]
+    plan(model, {"x": batches[0]}, budget_gb=1, dynamic={"x": {1: LONG}}).apply()
+    p = None
+    for x, gradients in zip(batches, eager, strict=True):
+        model.zero_grad()
+        model(x=x).backward()
+        assert all(torch.equal(own.grad, other) for own, other in zip(parameters, gradients, strict=True))
+        assert applied_plan(model) is (p := p or applied_plan(model))
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, *more(nn.GRU)])
@@ -156,7 +226,7 @@ def whole_and_parts(case):
 
 def kernels(p):
     nodes = [n for graphs in p.graph_modules for n in graphs.forward.graph.nodes]
-    return sum("mkldnn_rnn_layer.default" in str(n.target) for n in nodes)
+    return sum(str(n.target) in ("aten.mkldnn_rnn_layer.default", "planner.recurrent_layer.default") for n in nodes)
 
 
 def trains_as(case, eager, p, folder):
@@ -168,6 +238,7 @@ def trains_as(case, eager, p, folder):
 
 
 OPTIONS = [
+    {"kind": nn.GRU},
     {"breaks": True},
     {"bidirectional": True, "proj_size": 0},
     {"num_layers": 3, "dropout": 0.2},
@@ -175,15 +246,15 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("options", keeping(OPTIONS[-1], of=OPTIONS), ids=lambda o: next(iter(o)))
-def test_lstms_run_in_parts_of_their_sequences_where_whole_ones_do_not_fit(options, tmp_path):
+@pytest.mark.parametrize("options", keeping(OPTIONS[0], OPTIONS[-1], of=OPTIONS), ids=lambda o: next(iter(o)))
+def test_layers_run_in_parts_of_their_sequences_where_whole_ones_do_not_fit(options, tmp_path):
     kind = Tagger if "breaks" in options else Recurrent
-    case = long_case(Tagger(**options) if kind is Tagger else Recurrent(nn.LSTM, **options))
+    case = long_case(Tagger(**options) if kind is Tagger else Recurrent(**{"kind": nn.LSTM} | options))
     eager = results(case)
     whole, p = whole_and_parts(case)
     assert len(p.graph_modules) == len(whole.graph_modules) == 1 + (kind is Tagger)
     assert kernels(p) > kernels(whole)
-    assert p.peak_bytes < 0.5 * whole.peak_bytes
+    assert p.peak_bytes < (0.7 if "kind" in options else 0.5) * whole.peak_bytes  # oneDNN saves more than gates
     assert "in parts of their sequences" in p.note
     assert "in parts of their sequences" not in whole.note
     p.apply()
@@ -284,10 +355,13 @@ class Chaotic(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.GRU(8, 8, batch_first=True)
+        self.layer = nn.Linear(8, 8)
 
     def forward(self, x):
-        y = torch.sigmoid(self.layers(x)[0][:, -1])
+        y = x[:, -1]
+        with torch.autocast("cpu"):  # its cache of weights that are cast is eager mode's alone
+            for _ in range(3):
+                y = torch.sigmoid(self.layer(y))
         for _ in range(40):
             y = 3.9 * y * (1 - y)
         return y.mean()

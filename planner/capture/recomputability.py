@@ -22,7 +22,7 @@ RUNNING_STATISTICS: dict[object, tuple[int, int]] = {
     _ATEN._batch_norm_with_update_functional.default: (3, 4),
 }
 
-OWN = ("aten", "prims")  # namespaces of torch's own ops, of which torch itself says what they do
+OWN = ("aten", "prims", "planner")  # namespaces of ops of torch and ours, of which it is said what they do
 _COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d")
 
 # These choose among equal values, on some devices differently in each run: a second run could route data elsewhere.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
@@ -41,6 +42,19 @@ def replace_helpers(detect_is_causal: Callable[..., Any], rnn_helper: Callable[.
 def restore_helpers() -> None:
     """Put torch's own helpers back (torch 2.11 to 2.15)."""
     replace_helpers(_DETECT_IS_CAUSAL, RNN_HELPER)
+
+
+def kind_of(layer: Callable[..., Any]) -> str | None:
+    """The kind of a layer that torch's decompositions are about to take apart (torch 2.11 to 2.15): "gru", or "tanh" or
+    "relu" for a plain recurrent one; None for others.
+    """
+    if not isinstance(layer, partial) or layer.func is not decompositions.one_layer_rnn:
+        return None
+    cell = layer.keywords["hidden_fn"]
+    if cell is decompositions.gru_cell:
+        return "gru"
+    activations: dict[Any, str] = {torch.tanh: "tanh", torch.relu: "relu"}
+    return activations.get(inspect.getclosurevars(cell).nonlocals.get("nonlinearity"))
 
 
 def runs_on_onednn(tensors: Sequence[torch.Tensor]) -> bool:

@@ -32,7 +32,7 @@ PARTS = {
     ),
     "torch:UntypedStorage": "_cdata",
     "torch.autograd.graph": "_engine_run_backward",
-    "torch._decomp.decompositions": "_rnn_helper",
+    "torch._decomp.decompositions": "_rnn_helper gru_cell mkldnn_one_layer_lstm one_layer_lstm one_layer_rnn",
     "torch._dispatch.python": "no_python_dispatcher",
     "torch._dynamo.decorators": "_dynamo_weak_dynamic_indices",
     "torch._dynamo.eval_frame": "_initialize _orig_mod _torchdynamo_orig_backend _torchdynamo_orig_callable",

@@ -28,7 +28,7 @@ class PlannedRegion:
         draws: whether the region draws random numbers.
         settings: what Inductor is set to while it compiles the region, beside its defaults.
         near: in mode="inductor", how many steps apart is what may be fused, at most.
-        lstms_in_parts: whether it is traced with LSTMs in parts of their sequences.
+        rnns_in_parts: whether it is traced with recurrent layers in parts of their sequences.
         made_again: results of its forward pass, by value, that an op of several results makes again in the backward
             pass, when nothing else holds them any more.
     """
@@ -43,7 +43,7 @@ class PlannedRegion:
     draws: bool = False
     settings: Settings = ()
     near: int = 0
-    lstms_in_parts: bool = False
+    rnns_in_parts: bool = False
     made_again: tuple[int, ...] = ()
 
 

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from planner.compat.profiler import allocations_of, events_of, is_profiling, recorded_in_thread
 from planner.errors import CaptureError
 
-_MARK = "planner::"
+_MARK = "marked by the planner: "  # unlike the name of any op
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from planner.capture.shapes import (
 )
 from planner.capture.trace.arrival import Arrivals
 from planner.capture.trace.dynamo import GraphCompiler, Partition, traced_alike
-from planner.capture.trace.layers import lstms_in_steps
+from planner.capture.trace.layers import rnns_in_steps
 from planner.capture.trace.out_of_sight import out_of_sight
 from planner.compat.fx import boxed
 from planner.compat.inductor import Generated, Inner, compile_graph, copied, default_partition, generate, saving_donated
@@ -139,7 +139,7 @@ def capturing(sources: list[Source], settings: Settings = ()) -> GraphCompiler:
         def op_by_op(_own: Inner) -> Inner:
             return lambda one, _, **options: arrivals.compile(one) if options.get("is_backward") else boxed(one)
 
-        with lstms_in_steps():
+        with rnns_in_steps(lstms_alone=True):
             compiled = compile_graph(graph, examples, split, op_by_op, first=take_marks_off, settings=dict(settings))
         # what Dynamo gives a backend has no symbols in it, but for sizes themselves
         symbolic = [n.meta.get("example_value") for n in graph.graph.find_nodes(op="placeholder")]
@@ -200,7 +200,7 @@ def look(source: Source, partition: Partition | None, settings: Settings = (), n
         return parts
 
     apart = None if partition is None else near
-    with traced_alike(), lstms_in_steps(), shared(source.traces, source.graph, settings):
+    with traced_alike(), rnns_in_steps(lstms_alone=True), shared(source.traces, source.graph, settings):
         compile_graph(
             source.graph,
             source.inputs,
@@ -247,7 +247,7 @@ def compiling(*, own: bool = False, settings: Settings = (), near: int = 0) -> G
             return compile_one
 
         apart = None if own else near
-        with lstms_in_steps():
+        with rnns_in_steps(lstms_alone=True):
             return compile_graph(
                 graph, examples, split, compiler, first=take_marks_off, near=apart, settings=dict(settings)
             )

@@ -59,7 +59,7 @@ def in_pieces(region: Region, splits: Sequence[Split], known: Known | None = Non
         checkpointed=region.checkpointed,
         module=region.module,
         splits=tuple(splits),
-        lstms_in_parts=region.lstms_in_parts,
+        rnns_in_parts=region.rnns_in_parts,
     )
 
 

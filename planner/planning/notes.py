@@ -36,8 +36,8 @@ def notes(request: Request, graph: TrainingGraph) -> Iterator[str]:
         yield f"{counted_as_here(graph.paths.apart)} What is computed there is kept."
     if graph.asked:
         yield told(graph.asked, "is planned when it comes")
-    if any(region.lstms_in_parts for region in graph.regions):
+    if any(region.rnns_in_parts for region in graph.regions):
         yield (
-            "LSTMs run in parts of their sequences, for a lower peak than whole ones reach: gradients are those "
-            "without a plan but for rounding."
+            "Recurrent layers run in parts of their sequences, for a lower peak than whole ones reach: gradients are "
+            "those without a plan but for rounding."
         )

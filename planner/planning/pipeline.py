@@ -16,7 +16,7 @@ from planner.capture.trace.attention import attention_as_on, eager_attention_as_
 from planner.capture.trace.closures import gradients_kept
 from planner.capture.trace.data_dependent import DRAWN
 from planner.capture.trace.dynamo import GraphCompiler, Partition, op_by_op
-from planner.capture.trace.layers import has_whole_lstm, lstms_in_parts, lstms_in_steps
+from planner.capture.trace.layers import has_whole_rnn, rnns_in_parts, rnns_in_steps
 from planner.capture.trace.loss_trace import taken_loss
 from planner.capture.trace.quiet import collector_paused
 from planner.capture.trace.random_state import random_kept
@@ -170,7 +170,7 @@ def _compiled(
 ) -> Planned:
     """The plan in torch.compile's graphs, or without them where that does as well."""
     same = known is not None and (must_match or known.record.budget_bytes == request.budget_bytes)
-    with lstms_in_parts(on=same and known is not None and in_parts(known.record.recipe)):
+    with rnns_in_parts(on=same and known is not None and in_parts(known.record.recipe)):
         graph = _captured(request, captured)
         lowered = partial(lower, request, graph, planned_before=bool(others))
         fits = request.uncompiled and fits_uncompiled(request, graph, partial(peak_of_all, lowered, request))
@@ -182,12 +182,12 @@ def _compiled(
         except InfeasibleBudgetError as whole:
             if must_match or graph.calls:
                 raise
-            if outside(graph) or not any(map(has_whole_lstm, graph.regions)):
+            if outside(graph) or not any(map(has_whole_rnn, graph.regions)):
                 if not may_do_better(graph, whole) or (found := _checkpointed(request, whole, known)) is None:
                     raise
                 return found
             try:
-                with lstms_in_parts():
+                with rnns_in_parts():
                     return as_told(request, _captured(request), known, plan_one, _captured)
             except InfeasibleBudgetError as parted:
                 if parted.minimum_bytes < whole.minimum_bytes:
@@ -263,7 +263,7 @@ def graph_of(request: Request, compiler: GraphCompiler | None = None) -> Trainin
         card, options = request.device if request.foreign else None, request.options
         traces = None if request.foreign else traces_of(request.model)  # attention is traced as that of the card
         own = op_by_op(options.checkpoints, step_in_backward=options.step_in_backward, traces=traces)
-        apart = lstms_in_steps() if request.foreign else nullcontext()
+        apart = rnns_in_steps() if request.foreign else nullcontext()
         kind = (request.device if request.foreign else request.model_device).type
         advice = "Plan with mode='eager', or a submodule of it"
         with refused_in_words(request.model, "captured", advice), attention_as_on(card), planned_for(kind), apart:

@@ -19,9 +19,7 @@ def recipe_of(
 ) -> Recipe:
     """What the runtime reads: for each region the ops of its passes, its moves, and what is made again."""
     planned = [
-        PlannedRegion(
-            r.fingerprint, *each, moves=own, splits=r.splits, lstms_in_parts=r.lstms_in_parts, made_again=again
-        )
+        PlannedRegion(r.fingerprint, *each, moves=own, splits=r.splits, rnns_in_parts=r.rnns_in_parts, made_again=again)
         for r, each, own, again in zip(graph.regions, passes, moves, made_again, strict=True)
     ]
     calls = {key: tuple(None if r is None else planned[r] for r in order) for key, order in graph.order.items()}
@@ -30,6 +28,6 @@ def recipe_of(
 
 
 def in_parts(recipe: Recipe | Choice) -> bool:
-    """Whether a recipe is of graphs that were traced with LSTMs in parts of their sequences."""
+    """Whether a recipe is of graphs that were traced with recurrent layers in parts of their sequences."""
     calls = recipe.calls.values() if isinstance(recipe, Recipe) else ()
-    return any(region is not None and region.lstms_in_parts for order in calls for region in order)
+    return any(region is not None and region.rnns_in_parts for order in calls for region in order)

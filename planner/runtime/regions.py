@@ -18,7 +18,7 @@ from planner.capture.regions.region import Region
 from planner.capture.regions.strides import as_captured, strides_out
 from planner.capture.trace.arrival import Arrivals
 from planner.capture.trace.dynamo import CompileRegion, Serve, dynamo_settings
-from planner.capture.trace.layers import lstms_in_parts
+from planner.capture.trace.layers import rnns_in_parts
 from planner.codegen.replay import run_and_save_state
 from planner.compat.dynamo import guarded_by_aot
 from planner.core.plan import PlanRecord
@@ -238,7 +238,7 @@ class _Graph:
             if (ready := self.regions.ready.pop((self.key, kind), None)) is not None:
                 self.compiled[kind] = ready
             else:
-                with lstms_in_parts(on=planned is not None and planned.lstms_in_parts):
+                with rnns_in_parts(on=planned is not None and planned.rnns_in_parts):
                     self.compiled[kind] = self.compile_region(partition, inputs, arrivals, by), arrivals, strides
                 if by is not None and not guarded_by_aot():
                     self.fused[kind] = self.compiled[kind]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from planner.capture.trace.layers import has_whole_lstm, lstms_in_parts
+from planner.capture.trace.layers import has_whole_rnn, rnns_in_parts
 from planner.capture.trace.step import TrainingGraph
 from planner.compat.pytree import tree_leaves, tree_map_only
 from planner.core.identity import TensorKind
@@ -128,9 +128,9 @@ class Several:
         except CaptureError:
             return None
         except InfeasibleBudgetError:
-            if not any(has_whole_lstm(region) for graph in graphs for region in graph.regions):
+            if not any(has_whole_rnn(region) for graph in graphs for region in graph.regions):
                 raise
-            with lstms_in_parts():
+            with rnns_in_parts():
                 if not all(_captured_anew(each, request, kind[SIGNATURE:]) for each in calls):
                     raise
             graphs = [call.graph for call in calls]

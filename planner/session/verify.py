@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from planner.capture.trace.layers import lstms_in_parts
+from planner.capture.trace.layers import rnns_in_parts
 from planner.capture.trace.loss_trace import checked_loss, differentiable, find_loss, probable_loss
 from planner.capture.trace.state_guard import ModelSnapshot
 from planner.capture.trace.step import TrainingGraph, given
@@ -257,7 +257,7 @@ def _captured(
     roomy = 2 * used.baseline_peak_bytes / GB
     try:
         options = replace(request.options, budget_gb=roomy)
-        with lstms_in_parts(on=in_parts(used.recipe)):
+        with rnns_in_parts(on=in_parts(used.recipe)):
             whole = make_plan(replace(request, options=options, budget_gb=roomy), captured=graph)
         return by(whole)[0].gradients
     except torch.OutOfMemoryError:

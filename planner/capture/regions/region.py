@@ -86,7 +86,7 @@ class Region:
         module: path of the module whose call it was made of.
         order: in which the nodes of the graph run.
         splits: the sets of its ops that run in pieces, as one op each.
-        lstms_in_parts: whether it was traced with LSTMs in parts of their sequences.
+        rnns_in_parts: whether it was traced with recurrent layers in parts of their sequences.
     """
 
     joint: fx.GraphModule
@@ -107,7 +107,7 @@ class Region:
     module: str = ""
     order: Order = field(default=Order((), ()), repr=False)
     splits: tuple[Split, ...] = ()
-    lstms_in_parts: bool = False
+    rnns_in_parts: bool = False
 
     def input_at(self, at: int) -> int | None:
         """Position of the primal that stands for the region's argument number `at`."""

@@ -31,7 +31,7 @@ from planner.capture.trace.closures import rebind_functions
 from planner.capture.trace.constant_propagation import ConstantPropagation
 from planner.capture.trace.data_dependent import Answers
 from planner.capture.trace.generators import torch_generators
-from planner.capture.trace.layers import capturable_layers, lstms_traced
+from planner.capture.trace.layers import capturable_layers, rnns_traced
 from planner.capture.trace.out_of_sight import out_of_sight
 from planner.capture.trace.quiet import collector_paused, quietly
 from planner.capture.trace.recording import Recording
@@ -124,7 +124,7 @@ def op_by_op(
                 arrivals.lay_out(joint.graph)
             order = rewrite(joint, num_fwd_outputs, checkpoints, trained if step_in_backward else ())
             region = analyse(joint, num_fwd_outputs, order)
-            forward, backward = partition(replace(region, lstms_in_parts=lstms_traced() == "in parts"))
+            forward, backward = partition(replace(region, rnns_in_parts=rnns_traced() == "in parts"))
             if symbolic:
                 forward, backward = symbolic_again(forward), symbolic_again(backward)
             arrivals.write(forward, backward)
@@ -134,7 +134,7 @@ def op_by_op(
             return out_of_sight(arrivals.compile(backward))
 
         aot = aot_autograd(fw_compiler=compiler, bw_compiler=backward_compiler, partition_fn=split)
-        with shared(traces, graph, lstms_traced()), draws_kept():
+        with shared(traces, graph, rnns_traced()), draws_kept():
             compiled: Callable[..., Any] = aot(graph, examples)
         return compiled
 

@@ -13,11 +13,13 @@ from typing import Any, Literal
 import torch
 
 from planner.capture.regions.region import Region
+from planner.capture.trace.recurrent import can_run, recurrent_layer
 from planner.capture.trace.switch import Switch
 from planner.compat.layers import (
     ONE_LAYER_LSTM,
     ONEDNN_LSTM,
     RNN_HELPER,
+    kind_of,
     onednn_lstm,
     replace_decompositions,
     replace_helpers,
@@ -31,7 +33,8 @@ def _own_helpers() -> Callable[[], None]:
     return restore_helpers
 
 
-_LSTMS: ContextVar[Literal["whole", "in parts", "in steps"]] = ContextVar("how LSTMs are traced", default="whole")
+_Way = Literal["whole", "in parts", "LSTMs in steps", "in steps"]
+_TRACED: ContextVar[_Way] = ContextVar("how recurrent layers are traced", default="whole")
 _helpers, _decompositions = Switch(_own_helpers), Switch(replace_decompositions)
 
 
@@ -40,7 +43,8 @@ def helpers() -> AbstractContextManager[None]:
 
     Attention is not asked whether its mask is causal, which would stop compiling. Taking a recurrent layer apart keeps
     its dropout, which torch's `_rnn_helper` (2.13) leaves out. An LSTM that oneDNN's kernel runs in eager mode runs by
-    that kernel, in the way that saves what its backward pass needs; torch would do so without gradients alone.
+    that kernel, in the way that saves what its backward pass needs; torch would do so without gradients alone. Other
+    recurrent layers on a CPU run by `recurrent_layer`.
     """
     return _helpers
 
@@ -56,38 +60,45 @@ def capturable_layers() -> Iterator[None]:
 
 
 @contextmanager
-def lstms_in_steps() -> Iterator[None]:
-    """Meanwhile an LSTM is traced as steps of plain ops, whatever kernel runs it here: for another device, or Inductor,
-    whose forward pass runs without gradients, in which oneDNN's kernel leaves nothing for a backward pass.
+def rnns_in_steps(*, lstms_alone: bool = False) -> Iterator[None]:
+    """Meanwhile recurrent layers are traced as steps of plain ops, whatever kernel runs them here: for another device.
+
+    Args:
+        lstms_alone: only LSTMs are: for Inductor, whose forward pass runs without gradients, in which oneDNN's kernel
+            leaves nothing for a backward pass.
     """
-    before = _LSTMS.set("in steps")
-    try:
+    with _traced("LSTMs in steps" if lstms_alone else "in steps"):
         yield
-    finally:
-        _LSTMS.reset(before)
 
 
 @contextmanager
-def lstms_in_parts(*, on: bool = True) -> Iterator[None]:
-    """Meanwhile, where it is on, oneDNN's kernel is traced as one call for each part of an LSTM's sequence: what each
-    saves for its backward pass is kept, or made again, by itself.
+def rnns_in_parts(*, on: bool = True) -> Iterator[None]:
+    """Meanwhile, where it is on, a recurrent layer is traced as one call for each part of its sequence: what each saves
+    for its backward pass is kept, or made again, by itself.
     """
-    before = _LSTMS.set("in parts" if on else _LSTMS.get())
+    with _traced("in parts" if on else _TRACED.get()):
+        yield
+
+
+@contextmanager
+def _traced(way: _Way) -> Iterator[None]:
+    before = _TRACED.set(way)
     try:
         yield
     finally:
-        _LSTMS.reset(before)
+        _TRACED.reset(before)
 
 
-def lstms_traced() -> str:
-    """How LSTMs are traced now: "whole", "in parts" or "in steps"."""
-    return _LSTMS.get()
+def rnns_traced() -> str:
+    """How recurrent layers are traced now."""
+    return _TRACED.get()
 
 
-def has_whole_lstm(region: Region) -> bool:
-    """Whether oneDNN's kernel runs an LSTM of a region for its whole sequence, which could be in parts."""
-    target = torch.ops.aten.mkldnn_rnn_layer.default
-    return not region.lstms_in_parts and bool(region.joint.graph.find_nodes(op="call_function", target=target))
+def has_whole_rnn(region: Region) -> bool:
+    """Whether one call runs a recurrent layer of a region for its whole sequence, which could be in parts."""
+    targets = torch.ops.aten.mkldnn_rnn_layer.default, torch.ops.planner.recurrent_layer.default
+    found = (region.joint.graph.find_nodes(op="call_function", target=target) for target in targets)
+    return not region.rnns_in_parts and any(found)
 
 
 def _causal_if_told(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
@@ -107,12 +118,10 @@ def _layer_by_layer(
     batch_first: bool,
     layer_fn: Callable[..., Any],
 ) -> tuple[torch.Tensor, list[Any]]:
-    own = layer_fn in (ONEDNN_LSTM, ONE_LAYER_LSTM) and _LSTMS.get() != "in steps"
-    own = own and runs_on_onednn([sequence, *chain(*hidden), *chain(*params)])
     sequence = sequence.transpose(0, 1) if batch_first else sequence
-    if own:
-        layer_fn, sequence = partial(onednn_lstm, (num_layers, bidirectional, batch_first)), sequence.contiguous()
-        layer_fn = partial(_part_by_part, layer_fn) if _LSTMS.get() == "in parts" else layer_fn
+    if (own := _as_one_call(layer_fn, sequence, hidden, params, (num_layers, bidirectional, batch_first))) is not None:
+        sequence = sequence.contiguous() if kind_of(layer_fn) is None else sequence  # as eager mode does for oneDNN
+        layer_fn = partial(_part_by_part, own) if _TRACED.get() == "in parts" else own
     elif layer_fn is ONEDNN_LSTM:
         layer_fn = ONE_LAYER_LSTM
     directions = 2 if bidirectional else 1
@@ -128,6 +137,21 @@ def _layer_by_layer(
     return (sequence.transpose(0, 1) if batch_first else sequence), final
 
 
+def _as_one_call(
+    layer_fn: Callable[..., Any],
+    sequence: torch.Tensor,
+    hidden: Sequence[Any],
+    params: Sequence[Any],
+    options: tuple[int, bool, bool],
+) -> Callable[..., Any] | None:
+    """What runs one direction of one layer in one call, as eager mode would; None where it is to run in steps."""
+    way, kind = _TRACED.get(), kind_of(layer_fn)
+    if kind is not None and way != "in steps" and can_run([sequence, *hidden, *chain(*params)]):
+        return partial(recurrent_layer, kind)
+    lstm = layer_fn in (ONEDNN_LSTM, ONE_LAYER_LSTM) and way in ("whole", "in parts")
+    return partial(onednn_lstm, options) if lstm and runs_on_onednn([sequence, *chain(*hidden, *params)]) else None
+
+
 def _part_by_part(
     layer: Callable[..., Any],
     sequence: torch.Tensor,
@@ -136,11 +160,13 @@ def _part_by_part(
     has_biases: bool,
     reverse: bool = False,
 ) -> tuple[torch.Tensor, Any]:
-    """A layer of an LSTM, called for one part of the sequence after the other.
+    """A recurrent layer, called for one part of the sequence after the other.
 
     The more parts there are, the less each saves, and the more states lie between them: their number and their length
     are about equal.
     """
+    if not isinstance(sequence.shape[0], int):
+        return layer(sequence, state, params, has_biases, reverse=reverse)
     parts = torch.split(sequence, max(1, isqrt(len(sequence) // 2)))
     outputs = []
     for part in reversed(parts) if reverse else parts:
