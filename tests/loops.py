@@ -688,6 +688,32 @@ class Cell(nn.Module):
         return torch.tanh(self.next(torch.cat([x, state], 1))) + state
 
 
+def similar_views(put: Put, ended: Ended) -> None:
+    """Two calls under a cosine: the loss reads both outputs until its backward pass, and no variable holds them."""
+    model = put(tanh_layers())
+    two_views(model, lambda a, b: 1 - F.cosine_similarity(model(a), model(b)).mean(), ended)
+
+
+def normalized_views(put: Put, ended: Ended) -> None:
+    """The same, with each output normalized as it comes: the loss lets go of that of the second call first."""
+    model = put(tanh_layers())
+    two_views(model, lambda a, b: -(F.normalize(model(a)) * F.normalize(model(b))).sum(-1).mean(), ended)
+
+
+def tanh_layers() -> nn.Sequential:
+    return nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.Tanh())])
+
+
+def two_views(model: nn.Module, loss_of: Callable[..., torch.Tensor], ended: Ended) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(STEPS):
+        loss = loss_of(torch.randn(2048, 64), torch.randn(2048, 64))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ended(loss)
+
+
 def unrolled(put: Put, ended: Ended) -> None:
     """Each call is given what the one before has returned, which its graph alone holds; the first, zeros."""
     cell = put(Cell())
@@ -3675,6 +3701,9 @@ LOOPS: dict[str, Loop] = {
     "weights_from_gradients": Loop(weights_from_gradients, thorough=True),
     "distribution_and_value": Loop(distribution_and_value, share=0.9, thorough=True),
     "evaluated_each_second_step": Loop(evaluated_each_second_step),
+    "similar_views": Loop(similar_views),
+    "similar_views_leaner": Loop(similar_views, share=0.64, thorough=True),
+    "normalized_views": Loop(normalized_views, share=0.64),
     "unrolled": Loop(unrolled, plans=4, off=0.02, share=0.9),
     "unrolled_leaner": Loop(unrolled, plans=4, off=0.05, share=0.6, thorough=True),
     "evaluated_by_the_same_names": Loop(evaluated_by_the_same_names, share=1.02),

@@ -102,6 +102,7 @@ class Loop:
     Attributes:
         outputs_held: of the leaves of the model's output, the positions of those that the loop still held when the
             backward pass began; None: all of them.
+        outputs_late: where calls wait, the positions of those that were gone when their own backward pass began.
         at_once: of the others, the positions of those that were gone before the loop's first op, if it made one call.
         only_loss: whether the model's own loss is the only one of its outputs that got a gradient.
         beside_loss: the positions of outputs that got one, and that a plan for the model's own loss takes to get none.
@@ -142,6 +143,7 @@ class Loop:
     """
 
     outputs_held: tuple[int, ...] | None = None
+    outputs_late: tuple[int, ...] = ()
     at_once: tuple[int, ...] = ()
     only_loss: bool = False
     beside_loss: tuple[int, ...] = ()
@@ -198,6 +200,7 @@ def most_of(one: Loop, other: Loop) -> Loop:
     return replace(
         other,
         outputs_held=_either(one.outputs_held, other.outputs_held),
+        outputs_late=tuple(at for at in one.outputs_late if at in other.outputs_late),
         later_held=_either(one.later_held, other.later_held),
         at_once=tuple(at for at in one.at_once if at in other.at_once),
         only_loss=one.only_loss and other.only_loss,
@@ -251,6 +254,7 @@ def same_facts(one: Loop, other: Loop, tolerance: int) -> bool:
         return replace(
             loop,
             outputs_held=None,
+            outputs_late=(),
             at_once=(),
             later_held=None,
             loss=None,

@@ -43,6 +43,7 @@ class BuildSettings:
             loss makes are among it.
         let_go: these outputs: regions and numbers of their results.
         at_once: of these, the ones that are gone before it computes anything.
+        waited: of these, the ones that calls which wait hold as part of what the schedule keeps.
         loss_bytes: held by that loss until the end of the backward pass.
         tangents_pinned: the gradients that are made outside the regions and held to the end of the backward pass: all,
             or that of the loss, which is an output of the model's.
@@ -61,6 +62,7 @@ class BuildSettings:
     loss_forward: int = 0
     let_go: frozenset[tuple[int, int]] = frozenset()
     at_once: frozenset[tuple[int, int]] = frozenset()
+    waited: frozenset[tuple[int, int]] = frozenset()
     loss_bytes: int = 0
     tangents_pinned: Literal["all", "loss", "none"] = "all"
     tangents_held: bool = False
@@ -129,7 +131,8 @@ def build(
         there = [v for v in parts.outputs if v not in at_once]
         rows.append(own_row(LOSS, "loss, with all outputs", "loss", there, (), settings.loss_forward))
     boundary = len(rows)
-    held = [v for v in parts.outputs if v not in parts.let_go]
+    waited = _let_go(regions, parts.offset, settings.waited)
+    held = [v for v in parts.outputs if v not in parts.let_go or v in waited]
     rows.append(own_row(LOSS, "loss", "loss", held, [*parts.incoming, loss_saves], settings.loss_workspace))
     for r, region in reversed(list(enumerate(regions))):
         rows += _region_rows(parts, r, range(region.boundary, len(region.ops)))

@@ -21,6 +21,7 @@ from planner.requests.request import Request
 # from torch 2.13 on, a compiled region may free a gradient that enters its backward pass while that runs
 TANGENTS_FREED = hasattr(torch.autograd.Function, "boxed_grads_call")
 
+_NONE = frozenset[tuple[int, int]]()
 TAKEN_LEAST = (
     "A loss outside the model is taken to hold nothing but the gradients of outputs: with more the step does not fit. "
     "A training step shows whether that is so."
@@ -39,6 +40,7 @@ class CountedLoss:
         forward: at most until the loop has let go of the outputs that it does let go of, gradients among it.
         let_go: these outputs, as (region, result).
         at_once: of these, the ones that are gone before it computes anything.
+        waited: of these, the ones that each waiting call holds, and that its backward pass may keep anyway.
         read: other tensors that the loss is computed from.
         stays: outputs of the step before, and gradients of them, which are still there in the forward pass.
         waiting_backward: what it holds in the backward pass of another: where one pass is that of all, the gradients of
@@ -55,6 +57,7 @@ class CountedLoss:
     forward: int = 0
     let_go: frozenset[tuple[int, int]] = frozenset()
     at_once: frozenset[tuple[int, int]] = frozenset()
+    waited: frozenset[tuple[int, int]] = frozenset()
     read: int = 0
     stays: int = 0
     waiting_backward: int = 0
@@ -69,6 +72,8 @@ def outside_loss(request: Request, graph: TrainingGraph) -> CountedLoss:
     held: Collection[int] = _held(loop, graph)
     if request.occupancy is not None and request.occupancy.sent:
         held = ()
+    if _apart(request, graph):
+        held = {*held}.difference(loop.outputs_late)
     let_go = frozenset(graph.outputs) - {graph.outputs[at] for at in held if at < len(graph.outputs)} - {None}
     gone = frozenset(result for result in let_go if result is not None)
     if loop.loss is None:
@@ -87,6 +92,7 @@ def outside_loss(request: Request, graph: TrainingGraph) -> CountedLoss:
     late = _late(graph, tangents, seen.tangents)
     arriving = sum(_bytes_of(graph, (r, v)) for r, v in tangents if r >= sum(n for n, _ in graph.calls[:late]))
     several, seen = _apart(request, graph), seen if graph.calls else _as_one(seen)
+    waited = _waited(loop, graph, gone) if several and seen.waiting else _NONE
     together = several and seen.together
     if together:  # in whose place gradients of waiting calls come is there still: these come later, one after another
         seen = replace(seen, left=seen.left + seen.parts)
@@ -101,16 +107,17 @@ def outside_loss(request: Request, graph: TrainingGraph) -> CountedLoss:
     forward, backward = forward + seen.given, backward + seen.given
     workspace = max(0, backward - seen.left - arriving - others)
     kept = sum(_bytes_out(graph, r, at) for r, at in results - gone)
-    waits = max(0, seen.waiting - kept)
+    held_waiting = kept + sum(_bytes_out(graph, r, at) for r, at in waited)
+    waits = max(0, seen.waiting - held_waiting)
     each = -(-others // (loop.in_flight - 1)) if others else waits  # else each call has a backward pass of its own
-    named = max(0, seen.later - kept * (loop.in_flight - 1)) if together else 0
+    named = max(0, seen.later - held_waiting * (loop.in_flight - 1)) if together else 0
     # a plan may recompute from inputs that nothing held; calls of which each has what another one gave add gradients up
     dropped = _dropped(request, seen) if several else 0
     # but for those that are outputs of earlier calls, as far as these count
-    handed_on = min(seen.handed_on, (kept + waits) * (loop.in_flight - 1))
+    handed_on = min(seen.handed_on, (held_waiting + waits) * (loop.in_flight - 1))
     inputs = -(-max(0, dropped - handed_on) // max(1, loop.in_flight - 1))
     # one that has run waits no more, but for what it adds to the gradients of the next
-    summed = max(0, _summed(request, seen) - waits - seen.made - inputs) if several else 0
+    summed = max(0, _summed(request, seen) - max(waits, seen.waiting - kept) - seen.made - inputs) if several else 0
     return CountedLoss(
         workspace,
         seen.left + named + summed + (seen.output_bytes if dropped else 0),
@@ -119,6 +126,7 @@ def outside_loss(request: Request, graph: TrainingGraph) -> CountedLoss:
         forward=forward,
         let_go=gone,
         at_once=gone & _at_once(loop, graph),
+        waited=waited,
         read=seen.read,
         stays=seen.stays + seen.given,
         waiting_backward=each + inputs,
@@ -164,6 +172,12 @@ def _held(loop: Loop, graph: TrainingGraph) -> Collection[int]:
     own = range(first) if loop.outputs_held is None else loop.outputs_held
     later = range(len(graph.outputs) - first) if loop.later_held is None else loop.later_held
     return {*own, *(first + at for at in later)}
+
+
+def _waited(loop: Loop, graph: TrainingGraph, gone: frozenset[tuple[int, int]]) -> frozenset[tuple[int, int]]:
+    """Of the outputs let go of, those that a waiting call holds until its backward pass, or that this pass reads."""
+    late = {graph.outputs[at] for at in loop.outputs_late if at < len(graph.outputs)}
+    return frozenset(result for result in gone if result in late or _is_saved(graph, *result))
 
 
 def _at_once(loop: Loop, graph: TrainingGraph) -> set[tuple[int, int] | None]:
@@ -263,6 +277,12 @@ def _bytes_of(graph: TrainingGraph, value: tuple[int, int]) -> int:
 
 def _bytes_out(graph: TrainingGraph, region: int, at: int) -> int:
     return sum(_bytes_of(graph, (region, v)) for v in _values_out(graph, region, at))
+
+
+def _is_saved(graph: TrainingGraph, region: int, at: int) -> bool:
+    """Whether the backward pass of its graph reads a result."""
+    of, values = graph.regions[region], {*_values_out(graph, region, at)}
+    return any(values.intersection(op.reads) for op in of.ops[of.boundary :])
 
 
 def _values_out(graph: TrainingGraph, region: int, at: int) -> tuple[int, ...]:

@@ -310,7 +310,7 @@ def lower(
 
     Raises OptionError where a name in `keep` names nothing; a step after the first may do without it.
     """
-    device, here, options = request.device, request.measure_on, request.options
+    device, here, options, timed = request.device, request.measure_on, request.options, request.costs == "measured"
     loss = outside_loss(request, graph)
     account, optimizer_step = account_of(counting_trained(request, graph))
     if loss.read:
@@ -329,6 +329,7 @@ def lower(
         loss_forward=loss.forward,
         let_go=loss.let_go,
         at_once=loss.at_once,
+        waited=loss.waited,
         loss_bytes=loss.left,
         tangents_pinned=pinned_tangents(request, graph),
         tangents_held=not TANGENTS_FREED,
@@ -340,7 +341,6 @@ def lower(
         budget=request.budget_bytes,
     )
     if estimates is None:
-        timed = request.costs == "measured"
         estimates = estimate(graph.regions, device, measure_on=here, timed=timed, progress=options.progress)
     step = build(graph.regions, with_steps(request, graph, estimates), graph.links, settings, graph.held)
     if loss.between is not None:

@@ -173,6 +173,7 @@ def _with(loop: Loop, shown: Loop) -> Loop:
     return replace(
         loop,
         outputs_held=shown.outputs_held,
+        outputs_late=shown.outputs_late,
         at_once=shown.at_once,
         later_held=shown.later_held,
         only_loss=shown.only_loss,

@@ -52,6 +52,7 @@ def shown_by(recorder: Recorder, held: Collection[int], *, only_loss: bool) -> L
     results, one = recorder.results, recorder.calls_made == 1
     return Loop(
         outputs_held=None if len(held) == len(results.tensors) else tuple(sorted(held)),
+        outputs_late=() if one else tuple(sorted({*(results.late or ())}.intersection(held))),
         at_once=results.at_once if one else (),
         later_held=tuple(sorted(recorder.later_held)),
         only_loss=only_loss,

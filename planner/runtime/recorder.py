@@ -305,6 +305,8 @@ class Recorder(LastingMode):
             when_backward_ends(self._backward_ended)
         self.results.reached_by[-1].add(at)
         self.reached_calls.add(call)
+        if call == 1:
+            self.results.own_pass_begins()
         arrived = self.arrived[-1]
         for key, nbytes in storages(gradient).items():
             arrived[key] = self.made.made.get(key, (0, nbytes))

@@ -28,6 +28,7 @@ class Results:
         storages: theirs, by position.
         let_go: position of an output -> how many events came before its end.
         at_once: positions of those that were gone before the first of them, as the first backward pass begins.
+        late: positions of those that were gone as the backward pass of their own call began; None before that.
         reached_by: for each backward pass, positions of the outputs that got a gradient.
         awaiting: of the outputs that may get one.
     """
@@ -37,6 +38,7 @@ class Results:
         self.tensors: dict[int, weakref.ref[torch.Tensor]] = {}
         self.storages, self._sizes = dict[int, int](), dict[int, int]()
         self.let_go, self.at_once = dict[int, int](), tuple[int, ...]()
+        self.late: tuple[int, ...] | None = None
         self.reached_by, self.awaiting = list[set[int]](), set[int]()
         self._orders = defaultdict[int, set[Order | None]](set)  # of gradients of outputs; None: as was expected
         for at, t in enumerate(outputs):
@@ -54,6 +56,11 @@ class Results:
         if not self.reached_by:
             self.at_once = tuple(sorted(at for at, n in self.let_go.items() if n == 0))
         return tuple(at for at, ref in self.tensors.items() if ref() is not None or self.storages[at] in named)
+
+    def own_pass_begins(self) -> None:
+        """The backward pass of the call that returned them begins, if it has not begun."""
+        if self.late is None:
+            self.late = tuple(at for at, ref in self.tensors.items() if ref() is None)
 
     def leaves_out(self) -> Collection[int]:
         """Leave out those that were gone before any op of the loop's ran: their positions. In a step of several calls
