@@ -101,6 +101,26 @@ def test_losses_checkpoints_and_evaluation_are_those_without_a_plan(tmp_path):
     assert "plan.json" in watched.plans[0].note  # whose schedule was taken
 
 
+def test_a_step_of_several_batches_is_planned_anew_when_all_of_it_was_seen(tmp_path):
+    """Its first batch shows neither the others nor what the optimizer does."""
+    t, anew = trainer(tmp_path, gradient_accumulation_steps=3), []
+
+    class Told(logging.Handler):
+        def emit(self, record):
+            anew.extend([t.state.global_step] if record.getMessage().startswith("planned anew") else [])
+
+    log, told = logging.getLogger("planner"), Told()
+    level = log.level
+    log.addHandler(told)
+    log.setLevel(logging.INFO)
+    try:
+        trained(plan_trainer(t, budget_gb=BUDGET, solver="chen"))
+    finally:
+        log.removeHandler(told)
+        log.setLevel(level)
+    assert anew == [1]
+
+
 class Stops(transformers.TrainerCallback):
     def on_step_end(self, args, state, control, **_):
         raise KeyboardInterrupt

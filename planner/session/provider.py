@@ -264,8 +264,9 @@ class Provider:
         if others and self._counts(found, role):
             others = []
         inside = spare and not others and self._fits(seen, before, role, self._free(role) + spare)
-        first = counted and not (stepped or ended or self.heard)  # the first step, and its optimizer is there
-        if inside or (first and adds_up(seen, self.model, self.request.budget_bytes)):
+        there = counted or self.request.optimizer is not None
+        first = there and not (stepped or ended or self.heard)  # the first step, and its optimizer is there
+        if inside or (first and adds_up(given, self.model, self.request.budget_bytes)):
             return False  # more will be seen before the rest is there
         self.heard += 1
         free = self._free(role) if self.heard > 1 else self._tolerance  # later, whatever plans leave
