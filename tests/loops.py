@@ -31,6 +31,7 @@ import torch
 import transformers
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
@@ -686,6 +687,40 @@ class Cell(nn.Module):
 
     def forward(self, x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
         return torch.tanh(self.next(torch.cat([x, state], 1))) + state
+
+
+class PackedEncoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layers = nn.Embedding(VOCABULARY, 32), nn.GRU(32, 32, batch_first=True, bidirectional=True)
+
+    def forward(self, words, lengths):
+        packed = pack_padded_sequence(self.table(words), lengths, batch_first=True, enforce_sorted=False)
+        return pad_packed_sequence(self.layers(packed)[0], batch_first=True)[0]
+
+
+class OfPacked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        convolutions = [layer for _ in range(6) for layer in (nn.Conv1d(64, 64, 3, padding=1), nn.GELU())]
+        self.encoder, self.after, self.head = PackedEncoder(), nn.Sequential(*convolutions), nn.Linear(64, 4)
+
+    def forward(self, words, lengths):
+        return self.head(self.after(self.encoder(words, lengths).transpose(1, 2)).amax(2))
+
+
+def packed(put: Put, ended: Ended) -> None:
+    """Sequences of other lengths in each batch, packed for a recurrent layer."""
+    model = put(OfPacked())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(STEPS):
+        words, lengths = torch.randint(VOCABULARY, (128, 12)), torch.randint(6, 13, (128,))
+        lengths[0] = 12
+        loss = F.cross_entropy(model(words, lengths), torch.randint(4, (128,)))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ended(loss)
 
 
 def similar_views(put: Put, ended: Ended) -> None:
@@ -3701,6 +3736,7 @@ LOOPS: dict[str, Loop] = {
     "weights_from_gradients": Loop(weights_from_gradients, thorough=True),
     "distribution_and_value": Loop(distribution_and_value, share=0.9, thorough=True),
     "evaluated_each_second_step": Loop(evaluated_each_second_step),
+    "packed": Loop(packed),
     "similar_views": Loop(similar_views),
     "similar_views_leaner": Loop(similar_views, share=0.64, thorough=True),
     "normalized_views": Loop(normalized_views, share=0.64),

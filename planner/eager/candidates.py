@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -13,6 +13,8 @@ from planner.core.call import storages
 from planner.eager.checkpointing import statistics_of
 from planner.eager.costs import OpCost
 from planner.eager.trace import ModuleCall, Trace
+
+_PACK = "aten._pack_padded_sequence.default"
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,8 @@ def find_candidates(model: nn.Module, trace: Trace, costs: Sequence[OpCost]) -> 
         reason = _twice(calls, trace.calls) or _inside(model, call, inner, called, trace.calls)
         reason = reason or _data(call, trace, written)
         candidate = None if reason or not call.differentiable else _candidate(calls[0], trace, costs, written)
+        if isinstance(candidate, Candidate) and _varies(model, call, (call, *inner), trace):
+            candidate = _without_kept(candidate)
         if isinstance(candidate, Candidate):
             candidates.append(candidate)
         elif reason or candidate:
@@ -108,6 +112,21 @@ def _inside(
         if any(every[at].phase == "backward" for at in called[c.path]):
             return f"{c.path}, in it, is checkpointed already"
     return ""
+
+
+def _varies(model: nn.Module, call: ModuleCall, within: Sequence[ModuleCall], trace: Trace) -> bool:
+    """Whether the number of ops in a call depends on the lengths of packed sequences."""
+    packs = [i for i, op in enumerate(trace.ops) if op.target == _PACK]
+    if any(call.begin <= i < call.end for i in packs):
+        return True
+    return bool(packs) and any(isinstance(model.get_submodule(c.path), nn.RNNBase) for c in within)
+
+
+def _without_kept(candidate: Candidate) -> Candidate | str:
+    """The candidate, all of which runs again: what is kept is told by how many ops ran before it."""
+    if candidate.forced:
+        return "what must not run twice in it is found by a number of ops, which depends on the lengths of sequences"
+    return replace(candidate, optional=())
 
 
 def _data(call: ModuleCall, trace: Trace, written: Mapping[int, Sequence[int]]) -> str:

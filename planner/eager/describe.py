@@ -77,7 +77,9 @@ def kept_by(step: Step, plan: PlanRecord) -> frozenset[int]:
     return frozenset(kept)
 
 
-def note(choice: Choice, refused: Mapping[str, str], asked: Sequence[str], sized: Collection[str]) -> str:
+def note(
+    choice: Choice, refused: Mapping[str, str], asked: Sequence[str], sized: Collection[str], *, packed: bool = False
+) -> str:
     """What an eager plan does, and what it leaves out.
 
     Args:
@@ -85,6 +87,7 @@ def note(choice: Choice, refused: Mapping[str, str], asked: Sequence[str], sized
         refused: path of each module that cannot be checkpointed -> why.
         asked: the lines that ask for values of tensors.
         sized: paths of the modules in which sizes depend on values.
+        packed: whether sequences are packed.
     """
     kept = sum(len(ops) for ops in choice.kept.values())
     done = (
@@ -97,6 +100,8 @@ def note(choice: Choice, refused: Mapping[str, str], asked: Sequence[str], sized
         done += f" {told(asked, 'may take more')}"
     if sized:
         done += f" {counted_as_here(sorted(sized))}"
+    if packed:
+        done += " Packed sequences are counted as if each were as long as the longest may be: others take less."
     reasons: dict[str, list[str]] = {}
     for path, reason in refused.items():
         reasons.setdefault(reason, []).append(path)

@@ -137,7 +137,7 @@ def choose(
         found, leanest = search(model, check, baseline, request.budget_bytes, first)
         best = found or leanest
     step = with_candidates(baseline.step, model, best.state, refused)
-    words = told + note(best.choice, refused, asked, tracer.answers.sized)
+    words = told + note(best.choice, refused, asked, tracer.answers.sized, packed=bool(tracer.answers.packed))
     return Checkpoints(step, runs_under(step, model, best.state), best, words)
 
 
@@ -257,6 +257,7 @@ class Tracer:
 def tracer_of(request: Request, traced: Callable[[], None]) -> Tracer:
     """The model of a request on fake tensors. Raises CaptureError where it cannot be copied, or is on a mesh."""
     answers, args = Answers(), request.args or ()
+    answers.packed = False
     mode, model, fake_args, fake_kwargs = to_fake_with_integers(request.model, args, request.kwargs, answers)
     if on_mesh(model, fake_args, fake_kwargs):
         raise CaptureError(

@@ -84,6 +84,9 @@ class ConstantPropagation:
             rows = specs + self.answers.more if isinstance(specs, int) else _rows_written(args, mask)
             if rows is not None:
                 _rows_of(mask)[_place(mask)] = rows
+        if func is _PACK and self.answers.packed is not None:
+            self.answers.packed = True
+            return _packed(*args)
         try:
             return self._propagate(func, types, args, kwargs or {})
         except DynamicOutputShapeException:
@@ -233,6 +236,7 @@ def _uninitialised(func: Any) -> bool:
     return "empty" in str(func)
 
 
+_PACK = _ATEN._pack_padded_sequence.default
 _CTC = (_ATEN._ctc_loss.default, _ATEN._ctc_loss.Tensor)
 
 
@@ -245,3 +249,17 @@ def _ctc_loss(log_probs: Any, targets: Any, input_lengths: Any, target_lengths: 
         longest = int(lengths.max())
     steps, batch, _ = log_probs.shape
     return log_probs.new_empty((batch,)), log_probs.new_empty((batch, steps, 2 * longest + 1))
+
+
+def _packed(sequences: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sequences packed, and how many go on at each time, as if all but one were as long as they are padded to: the most
+    that lengths which differ may tell; all, where they do not. Recurrent layers read the numbers in C++, so that they
+    are real, and run other kernels where all are equal.
+    """
+    rows, time = sequences.shape[:2] if batch_first else sequences.shape[1::-1]
+    known = lengths.constant if isinstance(lengths, FakeTensor) else lengths
+    with no_dispatch():
+        sizes = torch.full((time,), rows, dtype=torch.long)
+        sizes[-1] -= int(known is not None and bool(known.min() < known.max()))
+        packed = int(sizes.sum())
+    return sequences.new_empty((packed, *sequences.shape[2:])), sizes

@@ -44,6 +44,8 @@ class Answers:
         told: the lines that made something whose size the batch's values told since then.
         drew: whether Python code between the graphs drew random numbers of Python's or NumPy's since then.
         guessed: whether a single random number of torch's was taken for `chance`.
+        packed: whether sequences were packed, which are taken for as long as they may be; None: their sizes are as
+            unknown as others.
         shared_loss: whether outputs beside the model's own loss get gradients, too.
     """
 
@@ -52,6 +54,7 @@ class Answers:
         self.asked: Counter[Place] = Counter()
         self.told: set[Place] = set()
         self.drew = self.guessed = self.shared_loss = False
+        self.packed: bool | None = None
         self.doubted = True
         self.more = 0
         self.sized: set[str] = set()
