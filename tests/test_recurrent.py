@@ -147,6 +147,7 @@ def test_one_op_is_what_torch_expects_of_an_op():
         torch.library.opcheck(torch.ops.planner.recurrent_layer.default, (*given, bias, "gru", reverse))
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize("kind", [nn.GRU, *more(nn.RNN)])
 def test_layers_run_as_one_op_each_with_the_bits_of_eager_mode(kind, tmp_path, monkeypatch):
     case = long_case(Recurrent(kind, num_layers=2, bidirectional=True))
