@@ -1,12 +1,15 @@
 """Recurrent layers: by the kernels of eager mode, or step by step of the sequence; measured, as eager."""
 
+import copy
 import itertools
+import pickle
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
+from torch.nn.utils.parametrizations import spectral_norm
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from planner import CaptureError, InfeasibleBudgetError, Plan, applied_plan, plan
@@ -117,7 +120,7 @@ KINDS = {
     "tanh": nn.RNN,
     "relu": partial(nn.RNN, nonlinearity="relu"),
 }
-WIDTHS = [4, *more(33, 64)]  # the gates of a step of 33 are not aligned where they lie one behind the other
+WIDTHS = [4, *more(33, 64)]  # states of 33 are not aligned where they lie one behind the other
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -177,6 +180,42 @@ def test_one_plan_serves_sequences_of_every_length(kind):
         model(x=x).backward()
         assert all(torch.equal(own.grad, other) for own, other in zip(parameters, gradients, strict=True))
         assert applied_plan(model) is (p := p or applied_plan(model))
+
+
+@pytest.mark.parametrize("kind", [nn.GRU, *more(nn.LSTM)])
+def test_parametrized_weights_are_made_as_often_as_without_a_plan(kind):
+    """A spectral norm writes into its vectors whenever a weight is asked for, which Dynamo does of recurrent layers."""
+    eager, model = (Recurrent(kind, bias=False) for _ in range(2))
+    model.load_state_dict(eager.state_dict())
+    for each in (eager, model):
+        torch.manual_seed(0)
+        spectral_norm(each.layers, "weight_hh_l0")
+    with pytest.raises(CaptureError, match="layers is a recurrent layer with parametrized weights"):
+        plan(model, torch.randn(8, STEPS, 16), budget_gb=1, mode="aten")
+    plan(model, budget_gb=1).apply()
+    for _ in range(2):
+        x = torch.randn(8, STEPS, 16)
+        for each in (eager, model):
+            each.zero_grad()
+            each(x).backward()
+    for ours, theirs in zip(model.parameters(), eager.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+    assert all(map(torch.equal, model.buffers(), eager.buffers()))
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
+)
+def test_a_copy_before_the_first_step_calls_its_own_layers(copied):
+    model, x = Recurrent(nn.LSTM), torch.randn(8, STEPS, 16)
+    before = model(x)
+    plan(model, budget_gb=1).apply()
+    other = copied(model)
+    assert torch.equal(other(x), before)
+    other(x).backward()
+    model(x).backward()
+    for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, *more(nn.GRU)])

@@ -57,12 +57,14 @@ class EntryPoint:
         return self.called(self.entry, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """In a copy of the model, the copy's own method."""
+        """In a copy of the model, the copy's own method; of a module's call none is left (`nn.RNNBase` copies it)."""
+        if not self.entry.method:
+            return None
         return MethodType(self.__wrapped__, memo.get(id(self.model), self.model))
 
     def __reduce__(self) -> Any:
-        """In a pickle, the model's own method."""
-        return getattr, (self.model, self.entry.method)
+        """In a pickle, the model's own method; of a module's call none is left."""
+        return (getattr, (self.model, self.entry.method)) if self.entry.method else (type(None), ())
 
     def put(self) -> None:
         """Take the place."""

@@ -31,6 +31,7 @@ from planner.capture.trace.dynamo import (
     make_backend,
 )
 from planner.capture.trace.eager_parts import as_region_calls
+from planner.capture.trace.layers import refuse_parametrized_rnns
 from planner.capture.trace.loss_trace import LossFn, OutsideLoss, differentiable, that_applies, trace_loss
 from planner.capture.trace.recording import EagerCall, Recording, held_by, held_by_variables
 from planner.capture.trace.refusals import in_backward, refusal
@@ -98,6 +99,7 @@ class FakeStep:
 
     def run(self, model: nn.Module, args: Any, kwargs: Any, maxima: Maxima | None = None) -> Any:
         """Call the model, with symbols for the sizes that may be smaller; returns its output. Raises CaptureError."""
+        refuse_parametrized_rnns(model)
         kept = kept_as_attributes(model)
         try:
             output = self._call(model, args, kwargs, maxima)

@@ -11,6 +11,7 @@ from math import isqrt
 from typing import Any, Literal
 
 import torch
+from torch.nn.utils.parametrize import is_parametrized
 
 from planner.capture.regions.region import Region
 from planner.capture.trace.recurrent import can_run, recurrent_layer
@@ -26,6 +27,7 @@ from planner.compat.layers import (
     restore_helpers,
     runs_on_onednn,
 )
+from planner.errors import CaptureError
 
 
 def _own_helpers() -> Callable[[], None]:
@@ -99,6 +101,21 @@ def has_whole_rnn(region: Region) -> bool:
     targets = torch.ops.aten.mkldnn_rnn_layer.default, torch.ops.planner.recurrent_layer.default
     found = (region.joint.graph.find_nodes(op="call_function", target=target) for target in targets)
     return not region.rnns_in_parts and any(found)
+
+
+def refuse_parametrized_rnns(model: torch.nn.Module) -> None:
+    """Raise CaptureError where a recurrent layer has weights of `torch.nn.utils.parametrize`.
+
+    Its `forward` asks with `hasattr()` for each, which has Dynamo make them while it traces, on the real module: a
+    spectral norm's vectors would be updated more often than in eager mode.
+    """
+    for path, module in model.named_modules():
+        if isinstance(module, torch.nn.RNNBase) and is_parametrized(module):
+            raise CaptureError(
+                f"{path or type(module).__name__} is a recurrent layer with parametrized weights (weight_norm, "
+                "spectral_norm), which torch.compile makes more often than the loop does: plan with mode='eager', or a "
+                "submodule without it"
+            )
 
 
 def _causal_if_told(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:

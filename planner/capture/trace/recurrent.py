@@ -23,13 +23,13 @@ class _Kind:
     """A kind of recurrent layer.
 
     Attributes:
-        saved: how many times its state each tensor is that one step leaves for the backward pass, beside its output.
+        saved: how many times its state one step leaves for the backward pass, beside its output.
         step: (gates of the input, state, weight and bias, where the output goes, where what is saved goes).
         backward: (gradient of the output, state before, output, what was saved, where the gradient of the input's gates
             goes) -> the gradient of the state's gates, and that of the state but for what passes through them.
     """
 
-    saved: tuple[int, ...]
+    saved: int
     step: Callable[..., None]
     backward: Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
@@ -45,16 +45,11 @@ def _aligned(t: torch.Tensor) -> torch.Tensor:
     return t if t.data_ptr() % _ALIGNMENT == 0 else t.clone()
 
 
-def _padded(numel: int) -> int:
-    """So many numbers and those after them, until the next ones are aligned, however wide they are."""
-    return -(-numel // _ALIGNMENT) * _ALIGNMENT
-
-
 def _split(saved: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """What a step of a GRU leaves: its three gates side by side, as one product makes them, and its candidate."""
     rows, width = state.shape
-    gates, candidate = saved[: 3 * rows * width], saved[_padded(3 * rows * width) :][: rows * width]
-    return gates.view(rows, 3 * width), candidate.view(rows, width)
+    gates = 3 * rows * width
+    return saved[:gates].view(rows, 3 * width), saved[gates:].view(rows, width)
 
 
 def _gru_step(
@@ -116,17 +111,16 @@ def _relu_backward(gradient: torch.Tensor, output: torch.Tensor) -> Any:
 
 
 _KINDS = {
-    "gru": _Kind((3, 1), _gru_step, _gru_backward),
-    "tanh": _Kind((), _rnn_step(torch.tanh_), _rnn_backward(aten.tanh_backward)),
-    "relu": _Kind((), _rnn_step(torch.relu_), _rnn_backward(_relu_backward)),
+    "gru": _Kind(4, _gru_step, _gru_backward),
+    "tanh": _Kind(0, _rnn_step(torch.tanh_), _rnn_backward(aten.tanh_backward)),
+    "relu": _Kind(0, _rnn_step(torch.relu_), _rnn_backward(_relu_backward)),
 }
 
 
 def _shapes(gates: torch.Tensor, state: torch.Tensor, kind: str) -> list[Sequence[int]]:
     """Shapes of what the op returns: outputs, last state, and what it saves for its backward pass."""
     time, (rows, width) = gates.shape[0], state.shape
-    saved = sum(_padded(times * rows * width) for times in _KINDS[kind].saved)
-    return [(time, rows, width), (rows, width), (time, saved)]
+    return [(time, rows, width), (rows, width), (time, _KINDS[kind].saved * rows * width)]
 
 
 @torch.library.custom_op("planner::recurrent_layer", mutates_args=())
