@@ -723,6 +723,34 @@ def packed(put: Put, ended: Ended) -> None:
         ended(loss)
 
 
+class Carried(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = nn.GRU(16, 32, 2, batch_first=True), nn.Linear(32, 16)
+
+    def forward(self, x, state=None):
+        y, state = self.layers(x, state)
+        return self.head(y), state
+
+
+def carried_state(put: Put, ended: Ended) -> None:
+    """Parts of a sequence one after the other, each with the state that the last one left, and one backward pass: names
+    hold what the last call returned.
+    """
+    model = put(Carried())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(STEPS):
+        state, losses = None, []
+        for part in torch.randn(16, 60, 16).chunk(3, 1):
+            y, state = model(part, state)
+            losses.append(F.mse_loss(y, part))
+        loss = sum(losses)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ended(loss)
+
+
 def similar_views(put: Put, ended: Ended) -> None:
     """Two calls under a cosine: the loss reads both outputs until its backward pass, and no variable holds them."""
     model = put(tanh_layers())
@@ -3737,6 +3765,7 @@ LOOPS: dict[str, Loop] = {
     "distribution_and_value": Loop(distribution_and_value, share=0.9, thorough=True),
     "evaluated_each_second_step": Loop(evaluated_each_second_step),
     "packed": Loop(packed),
+    "carried_state": Loop(carried_state, plans=4, tolerance=1e-4),
     "similar_views": Loop(similar_views),
     "similar_views_leaner": Loop(similar_views, share=0.64, thorough=True),
     "normalized_views": Loop(normalized_views, share=0.64),

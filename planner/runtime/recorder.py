@@ -203,7 +203,6 @@ class Recorder(LastingMode):
         """Another call of the model, with this batch, has returned these before the backward pass of the first."""
         self._called = len(self.events)
         returned = storages([t for call in self._returned for ref in call if (t := ref()) is not None])
-        alive = sum(returned.values())
         before = storages([t for t in tensors_in(batch) if t.device == self.device])
         self.later += sum(n for key, n in before.items() if key not in self.known and key not in self.made.made)
         self.handed_on += sum(nbytes for key, nbytes in before.items() if key in returned)
@@ -212,8 +211,9 @@ class Recorder(LastingMode):
             self.used.pop(key, None)
             self.made.drop(key)
             self._drop_older(key)
-        self.waiting = max(self.waiting[0], alive), max(self.waiting[1], self.made.live)
+        self.waiting = max(self.waiting[0], sum(returned.values())), max(self.waiting[1], self.made.live)
         self._returned.append(list(map(weak, outputs)))
+        self.results.last = self._returned[-1]
         self._given([t for t in tensors_in(batch) if storage_key(t) not in returned])
         self._enter(outputs, self.passed, self.returned)
         self._enter([t for t in tensors_in(batch) if storage_key(t) in seen], self.passed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Collection, Sequence, Sized
+from collections.abc import Callable, Collection, Sequence, Sized
 from typing import Any
 
 import torch
@@ -28,7 +28,9 @@ class Results:
         storages: theirs, by position.
         let_go: position of an output -> how many events came before its end.
         at_once: positions of those that were gone before the first of them, as the first backward pass begins.
-        late: positions of those that were gone as the backward pass of their own call began; None before that.
+        last: the same leaves of the last of several calls, whose backward pass comes first, held weakly.
+        late: positions of those that were gone as the backward pass of their own call began, as were those of the last
+            call, which no variable holds then; None before that.
         reached_by: for each backward pass, positions of the outputs that got a gradient.
         awaiting: of the outputs that may get one.
     """
@@ -38,6 +40,7 @@ class Results:
         self.tensors: dict[int, weakref.ref[torch.Tensor]] = {}
         self.storages, self._sizes = dict[int, int](), dict[int, int]()
         self.let_go, self.at_once = dict[int, int](), tuple[int, ...]()
+        self.last, self._last_held = list[Callable[[], Any]](), set[int]()
         self.late: tuple[int, ...] | None = None
         self.reached_by, self.awaiting = list[set[int]](), set[int]()
         self._orders = defaultdict[int, set[Order | None]](set)  # of gradients of outputs; None: as was expected
@@ -55,12 +58,14 @@ class Results:
         """The positions of those that are alive as a backward pass begins, or whose storage is one of these."""
         if not self.reached_by:
             self.at_once = tuple(sorted(at for at, n in self.let_go.items() if n == 0))
+            self._last_held = {at for at, ref in enumerate(self.last) if ref() is not None}
         return tuple(at for at, ref in self.tensors.items() if ref() is not None or self.storages[at] in named)
 
     def own_pass_begins(self) -> None:
         """The backward pass of the call that returned them begins, if it has not begun."""
         if self.late is None:
-            self.late = tuple(at for at, ref in self.tensors.items() if ref() is None)
+            gone = {at for at, ref in self.tensors.items() if ref() is None}
+            self.late = tuple(sorted(gone - self._last_held))
 
     def leaves_out(self) -> Collection[int]:
         """Leave out those that were gone before any op of the loop's ran: their positions. In a step of several calls
