@@ -93,6 +93,16 @@ def test_recurrent_layers_train_as_before_within_the_budget(name, tmp_path):
     assert measured == pytest.approx(p.peak_bytes, rel=0.02)
 
 
+def trains_with_the_same_bits(case, eager, full, folder):
+    """By a plan that keeps everything, and by the leanest; measured as predicted."""
+    for p in (full, leanest(full, solver="chen")):
+        p.apply()
+        ours, measured = results(case), held_before(case) + step_peak(case, folder)
+        p.remove()
+        assert all(torch.equal(ours[key], value) for key, value in eager.items())
+        assert measured == pytest.approx(p.peak_bytes, rel=0.001)
+
+
 @pytest.mark.parametrize(
     "options", [{"num_layers": 2, "dropout": 0.2}, {"bidirectional": True}, *more({"bias": False})]
 )
@@ -107,12 +117,7 @@ def test_an_lstm_runs_by_the_kernel_of_eager_mode(options, tmp_path, monkeypatch
     assert len(calls) == 2 * layers  # however long the sequence is
     assert full.eager_peak_bytes == pytest.approx(peak, rel=0.001)
     whole_only(monkeypatch)
-    for p in (full, leanest(full, solver="chen")):
-        p.apply()
-        ours, measured = results(case), held_before(case) + step_peak(case, tmp_path)
-        p.remove()
-        assert all(torch.equal(ours[key], value) for key, value in eager.items())
-        assert measured == pytest.approx(p.peak_bytes, rel=0.001)
+    trains_with_the_same_bits(case, eager, full, tmp_path)
 
 
 KINDS = {
@@ -160,12 +165,7 @@ def test_layers_run_as_one_op_each_with_the_bits_of_eager_mode(kind, tmp_path, m
     assert full.eager_peak_bytes == pytest.approx(peak, rel=0.001)
     assert full.baseline_peak_bytes <= full.eager_peak_bytes
     whole_only(monkeypatch)
-    for p in (full, leanest(full, solver="chen")):
-        p.apply()
-        ours, measured = results(case), held_before(case) + step_peak(case, tmp_path)
-        p.remove()
-        assert all(torch.equal(ours[key], value) for key, value in eager.items())
-        assert measured == pytest.approx(p.peak_bytes, rel=0.001)
+    trains_with_the_same_bits(case, eager, full, tmp_path)
 
 
 @pytest.mark.parametrize("kind", [nn.GRU, *more(nn.RNN)])

@@ -117,7 +117,7 @@ def outside_loss(request: Request, graph: TrainingGraph) -> CountedLoss:
     handed_on = min(seen.handed_on, (held_waiting + waits) * (loop.in_flight - 1))
     inputs = -(-max(0, dropped - handed_on) // max(1, loop.in_flight - 1))
     # one that has run waits no more, but for what it adds to the gradients of the next
-    summed = max(0, _summed(request, seen) - max(waits, seen.waiting - kept) - seen.made - inputs) if several else 0
+    summed = max(0, _summed(request, seen) - max(0, seen.waiting - kept) - seen.made - inputs) if several else 0
     return CountedLoss(
         workspace,
         seen.left + named + summed + (seen.output_bytes if dropped else 0),

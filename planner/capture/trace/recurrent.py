@@ -175,14 +175,7 @@ def _layer_backward(
 
 @_layer_backward.register_fake
 def _(
-    of_outputs: torch.Tensor | None,
-    of_final: torch.Tensor | None,
-    state: torch.Tensor,
-    weight: torch.Tensor,
-    outputs: torch.Tensor,
-    saved: torch.Tensor,
-    kind: str,
-    reverse: bool,
+    _outputs: Any, _final: Any, state: torch.Tensor, weight: torch.Tensor, outputs: torch.Tensor, *_: Any
 ) -> tuple[torch.Tensor, ...]:
     shapes = (*outputs.shape[:2], len(weight)), state.shape, weight.shape, weight.shape[:1]
     return tuple(outputs.new_empty(shape) for shape in shapes)
