@@ -79,6 +79,7 @@ from solvers.progress import bar, clock
 
 @with_room
 @interrupted_between_ops()
+@collector_paused()
 def make_plan(
     request: Request,
     others: Sequence[Planned] = (),
@@ -211,7 +212,7 @@ def _out_of_sight(request: Request) -> Iterator[None]:
 
 def _captured(request: Request, captured: TrainingGraph | None = None) -> TrainingGraph:
     """The step, which may have been captured before, with the same step in eager mode."""
-    with _out_of_sight(request), collector_paused():
+    with _out_of_sight(request):
         graph = captured or graph_of(request)
         if graph.calls:  # the request is for one of them
             return graph
@@ -393,8 +394,7 @@ def write(
         warn(stays)
         words.append(stays)
     note = " ".join(filter(None, [*words, *notes(request, graph)]))
-    recipe = recipe_of(graph, passes, moves, again)
-    host_bytes = room_taken(graph, passes, moves)
+    recipe, host_bytes = recipe_of(graph, passes, moves, again), room_taken(graph, passes, moves)
     record = record_of(request, step, planned, replace(solution, note=note), recipe, host_bytes=host_bytes)
     record = replace(record, eager_peak_bytes=graph.eager.peak_bytes if graph.eager else None, pieces=cut)
     return Planned(record, request, graphs, captured=captured or graph)

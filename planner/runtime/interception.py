@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from planner.capture.trace.quiet import collector_paused
 from planner.compat.autograd import adds_to_gradient
 from planner.compat.dispatch import lasting_modes_off
 from planner.compat.dynamo import through
@@ -193,7 +195,7 @@ class Applied(Holder):
 
     def _train(self, args: Any, kwargs: Any) -> Any:
         """A training call."""
-        with self.lock, lasting_modes_off() as others:
+        with self.lock, lasting_modes_off() as others, ExitStack() as call:
             self.walked, modules, parameters = walk(self.model, self.walked)
             refuse_compiled(self.model, self, modules)
             if not self._started:
@@ -205,7 +207,7 @@ class Applied(Holder):
             trained = self.own.beneath(parameters)
             if self.watch is not None and self._learns(self.watch, trained, (args, kwargs), signature):
                 self.forget(role_of(signature))
-            if not self._has_plan(signature, modules, args, kwargs):
+            if not self._has_plan(signature, modules, (args, kwargs), call):
                 return self._unplanned_call()(*args, **kwargs)
             if self.watch is not None:
                 self.plans[signature] = self.watch.together.plan(signature, self.plans[signature])
@@ -278,32 +280,32 @@ class Applied(Holder):
         """The model is called, or goes without its plan: warn no more, nor look for other calls."""
         if self.watched is not None:
             self.watched.remove()
-            self.watched = None
             leave(self.points)
-            self.points = []
+            self.watched, self.points = None, []
 
     def awaits_gradients(self, signature: Signature) -> bool:
         """Whether the plan counts gradients of earlier microbatches, and there are none yet."""
-        accumulates = self.plans[signature].options.accumulate
-        return accumulates and all(p.grad is None for p in self.own.beneath(list(self.model.parameters())))
+        trained = self.own.beneath(list(self.model.parameters()))
+        return self.plans[signature].options.accumulate and all(p.grad is None for p in trained)
 
-    def _has_plan(self, signature: Signature, modules: Sequence[nn.Module], args: Any, kwargs: Any) -> bool:
+    def _has_plan(self, signature: Signature, modules: Sequence[nn.Module], batch: Any, call: ExitStack) -> bool:
         """Whether a call has a plan, which is made where there is none for the model as it is now."""
         suits = partial(self.attributes.suit, self.plans, signature, modules)
-        found = partial(self._found, signature, args, kwargs)
+        found = partial(self._found, signature, batch, call)
         return (signature in self.plans or found()) and (suits() or (found() and suits()))
 
-    def _found(self, signature: Signature, args: Any, kwargs: Any) -> bool:
+    def _found(self, signature: Signature, batch: Any, call: ExitStack) -> bool:
         """Whether there is a plan for a kind of call now; False where it is to run as without one."""
         if signature in self.unplanned:
             return False
+        call.enter_context(collector_paused())
         try:
-            self.find(signature, args, kwargs)
+            self.find(signature, *batch)
         except BatchError as e:
             if e.of_model is None:
                 raise
             # as without a plan, and with all that it changes: a loop may leave a batch out
-            self.call_eagerly(*args, **kwargs)
+            self.call_eagerly(*batch[0], **batch[1])
             raise e.of_model from None
         except ModelError:
             if not self.trains_at_times:
@@ -378,8 +380,7 @@ def detach(model: nn.Module) -> None:
 
 def put(model: nn.Module, runtime: Applied | None) -> None:
     """Have a model be called through a runtime, or as it is."""
-    before = attached(model)
-    if before is not None and before is not runtime:
+    if (before := attached(model)) is not None and before is not runtime:
         leave(before.points)
         if before.watch is not None:
             before.watch.stop()

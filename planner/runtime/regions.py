@@ -19,6 +19,7 @@ from planner.capture.regions.strides import as_captured, strides_out
 from planner.capture.trace.arrival import Arrivals
 from planner.capture.trace.dynamo import CompileRegion, Serve, dynamo_settings
 from planner.capture.trace.layers import rnns_in_parts
+from planner.capture.trace.quiet import collect
 from planner.codegen.replay import run_and_save_state
 from planner.compat.dynamo import guarded_by_aot
 from planner.core.plan import PlanRecord
@@ -106,9 +107,9 @@ class Regions:
 
     def call_begins(self) -> None:
         """The model is called. What a call before has raised, with its frames and their tensors, does not stay."""
-        if self.abandoned and gc.isenabled():
+        if self.abandoned:
             self.abandoned = False
-            gc.collect()
+            collect()
         self.calls.clear()
         self.made.clear()
         self.call += 1
@@ -145,8 +146,8 @@ class Regions:
         frames, recipe, promoted = self.frames, recipe_of(plan), _promotions()
         with nullcontext() if any(r is recipe for r in self.begun) else self._progress(plan, recipe):
             yield
-        if self.frames != frames and gc.isenabled():
-            gc.collect(1 if _promotions() == promoted else 2)  # those that the collector has passed on are old
+        if self.frames != frames:
+            collect(1 if _promotions() == promoted else 2)  # those that the collector has passed on are old
 
     @contextmanager
     def _progress(self, plan: PlanRecord, recipe: Recipe) -> Iterator[None]:

@@ -14,12 +14,12 @@ that a walk changes each gap only a few times, the first rounds decide on severa
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 
 from solvers.bounds.cost import relax
-from solvers.bounds.peak import minimum_peak_bound
+from solvers.bounds.peak import first_runs_bound, minimum_peak_bound
 from solvers.bounds.relaxation import Relaxed
 from solvers.problem import Problem
 from solvers.protocol import Answer
@@ -66,20 +66,19 @@ def search(
 def _solve(search: Search, effort: Effort, *, brief: bool) -> Answer:
     problem = search.problem
     assert problem.budget is not None
-    whole = effort_of(problem, None)  # for the least budget, so that what is named is reached under any time limit
-    if (least := minimum_peak_bound(problem)) > problem.budget:
-        raise infeasible(search, leanest_of(search, whole), least)
+    refuse(search, first_runs_bound)
     aim = aim_of(search, effort, BRIEFLY) if brief else aim_of(search, effort)
     starts = relaxed_starts(search, replace(aim, enough=aim.settled) if brief else aim)
     best = cheapest(problem, starts)
-    tight = best is None
+    if tight := best is None:
+        refuse(search, minimum_peak_bound)
     if brief:
         effort = effort.part(SHORTLY)
     found = starts if brief and best is not None else improved(search, aim, starts, effort)
     if (best := cheapest(problem, found)) is None:
-        best = leanest_of(search, whole, enough=problem.budget)
+        best = leanest_of(search, effort_of(problem, None), enough=problem.budget)
         if best.peak > problem.budget:
-            raise infeasible(search, best, least)
+            raise infeasible(search, best)
     if tight and best.extra > aim.enough:
         goal = aim.goal._replace(penalty=STRICTER**2 * aim.goal.penalty)
         near = min(found, key=lambda c: energy_of(goal, c))  # it may cost much less than what fits by a hair
@@ -142,9 +141,21 @@ def improved(search: Search, aim: Aim, starts: list[Candidate], effort: Effort) 
     return anneal(search, aim, starts, effort.part(TIGHT if best is None else 1.0))
 
 
-def infeasible(search: Search, leanest: Candidate, bound: int) -> InfeasibleError:
+def refuse(search: Search, bound: Callable[[Problem], int]) -> None:
+    """Raise InfeasibleError where a bound on the peak is above the budget.
+
+    The leanest schedule is searched with the default effort, so that what is named is reached under any time limit.
+    """
+    problem = search.problem
+    assert problem.budget is not None
+    if bound(problem) > problem.budget:
+        raise infeasible(search, leanest_of(search, effort_of(problem, None)))
+
+
+def infeasible(search: Search, leanest: Candidate) -> InfeasibleError:
     """The error that no schedule fits, with the leanest one."""
-    return InfeasibleError(search.problem.budget or 0, leanest.peak, bound, search.schedule(leanest))
+    problem = search.problem
+    return InfeasibleError(problem.budget or 0, leanest.peak, minimum_peak_bound(problem), search.schedule(leanest))
 
 
 def goal_of(problem: Problem) -> Goal:

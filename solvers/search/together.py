@@ -27,7 +27,7 @@ from solvers.search.leanest import leanest_of
 from solvers.search.lp_starts import lp_starts
 from solvers.search.offload import MoveSearch
 from solvers.search.policy import keep_only
-from solvers.search.rounds import aim_of, anneal, cheapest, improved, infeasible, relaxed_starts
+from solvers.search.rounds import aim_of, anneal, cheapest, improved, infeasible, refuse, relaxed_starts
 
 INFLATED = (0.05, 0.12, 0.2, 0.35, 0.6, 1.0)  # of the bytes up to the peak of every op once, added to the budget
 QUICKLY = 0.1  # of the effort of the relaxations of inflated budgets
@@ -62,8 +62,7 @@ def _without_moves(plain: Search, effort: Effort) -> Candidate | None:
 def _solve(search: MoveSearch, without: Candidate | None, effort: Effort) -> Answer:
     problem = search.problem
     assert problem.budget is not None
-    if (least := minimum_peak_bound(problem)) > problem.budget:
-        raise infeasible(search, leanest_of(search, effort_of(problem, None)), least)
+    refuse(search, minimum_peak_bound)
     aim = aim_of(search, effort)
     if effort.deadline is None:
         enough = aim.relaxed.bound + ENOUGH * (problem.total_cost + aim.relaxed.bound)
@@ -83,7 +82,7 @@ def _solve(search: MoveSearch, without: Candidate | None, effort: Effort) -> Ans
     if best is None:
         leanest = leanest_of(search, effort_of(problem, None), enough=problem.budget)
         if leanest.peak > problem.budget:
-            raise infeasible(search, leanest, least)
+            raise infeasible(search, leanest)
         best = cheapest(problem, anneal(search, aim, [leanest], effort)) or leanest
     note = "time ran out before the end of the search" if search.late else ""
     found = [search.judge(c.policy) for c in (best, without) if c is not None]

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.capture.joint_graph import fake_result
+from planner.capture.joint_graph import fake_result, tensors
 from planner.capture.passes.tangents import entering
 from planner.capture.passes.tiny import first, real_strides
 from planner.compat.fake import FakeTensor, unset_fake_temporarily
 from planner.compat.versions import has_group_norms_of_any_layout
+from planner.core.call import storages
 from planner.core.layout import Order, is_dense, memory_order, strides_in
 
 _ATEN = torch.ops.aten
@@ -69,8 +70,8 @@ def lay_out(graph: fx.Graph, orders: Mapping[int, Order], other: Collection[fx.N
                 for given in _given_as_traced(node):
                     if given in changed and changed[given] != _order(given):
                         node.replace_input_with(given, _copied(graph, given, changed[given], node))
-                if node in other or not changed.keys().isdisjoint(node.all_input_nodes):
-                    _compute_again(node)
+                again = node in other or not changed.keys().isdisjoint(node.all_input_nodes)
+                if again and _compute_again(node):
                     changed[node] = before
                 if (real := real_strides(node)) is not None:
                     _set(node, real)
@@ -130,12 +131,24 @@ def _is_part(t: torch.Tensor) -> bool:
     return not is_dense(t) and all(stride for size, stride in zip(t.shape, t.stride(), strict=True) if size > 1)
 
 
-def _compute_again(node: fx.Node) -> None:
-    """Compute what a node's value is on fake tensors. Where there is no such view, it copies, as in eager mode."""
+def _compute_again(node: fx.Node) -> bool:
+    """Compute what a node's value is on fake tensors, and whether it is another one: laid out otherwise, or a view of
+    another one.
+
+    Where there is no such view, it copies, as in eager mode.
+    """
+    before = [(t.stride(), t.storage_offset(), t.untyped_storage().nbytes()) for t in tensors(node)]
     try:
-        node.meta["val"] = fake_result(node)
+        value = fake_result(node)
     except (RuntimeError, ValueError):
         if node.target not in _VIEWS:
             raise
         node.target = _ATEN.reshape.default
-        node.meta["val"] = fake_result(node)
+        value = fake_result(node)
+    own = list(tensors(node, value))
+    given = storages([n.meta.get("val") for n in node.all_input_nodes])
+    now = [(t.stride(), t.storage_offset(), t.untyped_storage().nbytes()) for t in own]
+    if now == before and storages(own).keys().isdisjoint(given):
+        return False
+    node.meta["val"] = value
+    return True

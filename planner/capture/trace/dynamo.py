@@ -84,6 +84,7 @@ def dynamo_settings() -> Iterator[None]:
             allow_rnn=True,
             use_numpy_random_stream=True,
             optimize_ddp=False,
+            run_gc_after_compile=False,  # the collector is paused, and comes once a planned call is over
             ignore_logger_methods=frozenset(dynamo_config.ignore_logger_methods | methods),  # 2.11 would sort a set
         ),
     ):

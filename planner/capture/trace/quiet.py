@@ -24,13 +24,25 @@ def quietly(*names: str) -> Iterator[None]:
             logger.setLevel(level)
 
 
+_PAUSES: list[None] = []  # of ours that are on
+
+
 @contextmanager
 def collector_paused() -> Iterator[None]:
     """Leave reference cycles alone: a trace makes so many objects that looking for them takes a tenth of its time."""
-    enabled = gc.isenabled()
+    if not gc.isenabled():
+        yield
+        return
     gc.disable()
+    _PAUSES.append(None)
     try:
         yield
     finally:
-        if enabled:
-            gc.enable()
+        _PAUSES.pop()
+        gc.enable()
+
+
+def collect(generation: int = 2) -> None:
+    """Free what is in reference cycles, up to a generation, unless the user has turned the collector off."""
+    if gc.isenabled() or _PAUSES:
+        gc.collect(generation)
