@@ -777,6 +777,30 @@ def two_views(model: nn.Module, loss_of: Callable[..., torch.Tensor], ended: End
         ended(loss)
 
 
+class InParts(nn.Module):
+    """Returns parts of one tensor, as an encoder does its means and variances, or a transformer its first token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*tanh_layers(), nn.Linear(64, 512))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        h = self.layers(x)
+        return h[..., :128], h[..., 128:256], h[..., 256:]
+
+
+def parts_of_one(put: Put, ended: Ended) -> None:
+    """The gradients of outputs that are parts of one tensor are added up outside the planned graphs, at the peak."""
+    model = put(InParts())
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(STEPS):
+        loss = torch.stack([part.square().mean() for part in model(torch.randn(32, 65, 64))]).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ended(loss)
+
+
 def unrolled(put: Put, ended: Ended) -> None:
     """Each call is given what the one before has returned, which its graph alone holds; the first, zeros."""
     cell = put(Cell())
@@ -3769,6 +3793,7 @@ LOOPS: dict[str, Loop] = {
     "similar_views": Loop(similar_views),
     "similar_views_leaner": Loop(similar_views, share=0.64, thorough=True),
     "normalized_views": Loop(normalized_views, share=0.64, thorough=True),
+    "parts_of_one": Loop(parts_of_one),
     "unrolled": Loop(unrolled, plans=4, off=0.02, share=0.9),
     "unrolled_leaner": Loop(unrolled, plans=4, off=0.05, share=0.6, thorough=True),
     "evaluated_by_the_same_names": Loop(evaluated_by_the_same_names, share=1.02),

@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 
+from planner.capture.joint_graph import index_of
 from planner.capture.regions.region import Region
 from planner.capture.trace.step import TrainingGraph
 from planner.core.call import bytes_of_elements
@@ -84,13 +85,15 @@ def outside_loss(request: Request, graph: TrainingGraph) -> CountedLoss:
         if request.in_flight > 1 and request.occupancy is None:  # names hold outputs and losses to the end
             kept = sum(_bytes_out(graph, *result) for result in {*graph.outputs} - gone if result is not None)
             excess += kept + captured.loss
-        return CountedLoss(captured.workspace, left, waits, excess, let_go=gone, waiting_backward=waits)
+        workspace = max(captured.workspace, captured.sums - sum(_bytes_of(graph, each) for each in _of_views(graph)))
+        return CountedLoss(workspace, left, waits, excess, let_go=gone, waiting_backward=waits)
     seen = loop.loss.of(graph.output_bytes)
     results = {result for result in graph.outputs if result is not None}
     given = results | _aside(graph)
     tangents = {(r, v) for r, at in given for v in _values(graph.regions[r], graph.regions[r].tangent_at(at))}
     late = _late(graph, tangents, seen.tangents)
-    arriving = sum(_bytes_of(graph, (r, v)) for r, v in tangents if r >= sum(n for n, _ in graph.calls[:late]))
+    first = sum(n for n, _ in graph.calls[:late])
+    arriving = sum(_bytes_of(graph, (r, v)) for r, v in tangents | _of_views(graph) if r >= first)
     several, seen = _apart(request, graph), seen if graph.calls else _as_one(seen)
     waited = _waited(loop, graph, gone) if several and seen.waiting else _NONE
     together = several and seen.together
@@ -105,7 +108,7 @@ def outside_loss(request: Request, graph: TrainingGraph) -> CountedLoss:
     others = max(0, seen.tangents - arriving) if loop.in_flight > 1 else 0
     # gradients that the loop gave in the step before are there until the new ones are
     forward, backward = forward + seen.given, backward + seen.given
-    workspace = max(0, backward - seen.left - arriving - others)
+    workspace = max(0, max(backward - seen.left, captured.sums) - arriving - others)
     kept = sum(_bytes_out(graph, r, at) for r, at in results - gone)
     held_waiting = kept + sum(_bytes_out(graph, r, at) for r, at in waited)
     waits = max(0, seen.waiting - held_waiting)
@@ -146,6 +149,13 @@ def _aside(graph: TrainingGraph) -> set[tuple[int, int]]:
     taken = {link.producer for link in graph.links if not link.held}
     every = {(r, at) for r, region in enumerate(graph.regions) for at in range(len(region.fwd_outputs))}
     return every - taken
+
+
+def _of_views(graph: TrainingGraph) -> set[tuple[int, int]]:
+    """The gradients that come into graphs, and are no output's own: of results that several outputs are views of."""
+    every = ((r, region, n) for r, region in enumerate(graph.regions) for n in region.tangents)
+    own = ((r, region, n) for r, region, n in every if index_of(getattr(n.meta.get("desc"), "output", None)) is None)
+    return {(r, v) for r, region, n in own for v in region.values_in([n])}
 
 
 def with_least_loss(graph: TrainingGraph) -> TrainingGraph | None:

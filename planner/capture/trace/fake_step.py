@@ -35,6 +35,7 @@ from planner.capture.trace.layers import refuse_parametrized_rnns
 from planner.capture.trace.loss_trace import LossFn, OutsideLoss, differentiable, that_applies, trace_loss
 from planner.capture.trace.recording import EagerCall, Recording, held_by, held_by_variables
 from planner.capture.trace.refusals import in_backward, refusal
+from planner.capture.trace.view_sums import bytes_of_sums, viewed_outside
 from planner.compat.dynamo import compile_call, forget_compiled
 from planner.core.attributes import attributes_staying, kept_as_attributes
 from planner.core.call import storages
@@ -204,6 +205,7 @@ class FakeStep:
         results = [(call, at, edge) for call in self.calls for at, edge in enumerate(call.edges) if edge is not None]
         edges = [edge for _, _, edge in results]
         ends = [t for t in leaves(output) if differentiable(t)]
+        lost = {id(t) for at, t in enumerate(leaves(output)) if at in unreached}
         eager = self._runs_outside()
         try:
             with self.recording.mode, torch.enable_grad():
@@ -220,7 +222,10 @@ class FakeStep:
                     roots, arriving = ends, [torch.ones_like(t) for t in ends]
                 if not eager:
                     reached: Sequence[torch.Tensor | None]
-                    reached = torch.autograd.grad(roots, edges, arriving, allow_unused=True)
+                    views = viewed_outside([t for t in ends if id(t) not in lost])
+                    reached = torch.autograd.grad(roots, edges, arriving, allow_unused=True, retain_graph=bool(views))
+                    got = {id(c.results[at]) for (c, at, _), g in zip(results, reached, strict=True) if g is not None}
+                    outside = replace(outside, sums=bytes_of_sums([each for each in views if id(each[0]) in got]))
                 else:
                     regions = [call for call in self.calls if call.region is not None]
                     seen = watch_backward(self.recording, regions, self._between, roots, arriving, edges, ends)

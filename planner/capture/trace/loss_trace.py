@@ -13,6 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 from planner.compat import pytree
 from planner.compat.tensors import TorchDispatchMode, is_traceable_wrapper_subclass, storage_key
 from planner.core.call import Call, describe_call, here, storages, tensors_in
+from planner.core.gradient_sums import as_without_modes, last_references
 from planner.core.objects import leaves, named_leaves
 from planner.errors import BatchError
 
@@ -33,6 +34,7 @@ class OutsideLoss:
         waiting: bytes that the loss, once it is computed, holds until its own backward pass.
         calls: the ops of the loss.
         loss: bytes of the loss itself, where a `loss_fn` makes it.
+        sums: bytes held at most while gradients of outputs that are views of one result are added up.
     """
 
     source: Literal["model", "loss_fn", "received", "unknown"] = "unknown"
@@ -42,6 +44,7 @@ class OutsideLoss:
     waiting: int = 0
     name: str = ""
     loss: int = 0
+    sums: int = 0
 
 
 def find_loss(output: Any) -> torch.Tensor | None:
@@ -211,12 +214,13 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        last_references()  # no mode is called yet
         self.live = self.peak = 0
         self.calls: list[Call] = []
         self._known: dict[int, Any] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs, func = kwargs or {}, as_without_modes(func, args)
         if any(map(is_traceable_wrapper_subclass, tensors_in((args, kwargs)))):
             return NotImplemented  # the wrapper's own ops on the tensors inside it come here
         inputs = storages((args, kwargs))
