@@ -4,6 +4,7 @@ import os
 import warnings
 from functools import partial
 
+import numpy
 import pytest
 import torch
 import transformers
@@ -75,11 +76,29 @@ def test_words_that_are_no_budget(budget):
 
 @pytest.mark.parametrize(
     ("given", "nbytes"),
-    [("12GB", 12 * 2**30), ("12 GiB", 12 * 2**30), ("500 MiB", 500 * 2**20), ("1.5mb", 3 * 2**19), ("1.5e9 B", 1.5e9)],
+    [
+        (".5 GB", 2**29),
+        ("12GB", 12 * 2**30),
+        ("12 GiB", 12 * 2**30),
+        ("500 MiB", 500 * 2**20),
+        ("1.5mb", 3 * 2**19),
+        ("1.5e9 B", 1.5e9),
+    ],
 )
 def test_a_budget_may_have_a_unit(given, nbytes):
     model, x = layers()
     assert plan(model, x, budget_gb=given, loss_fn=torch.Tensor.mean).budget_bytes == nbytes
+
+
+def test_a_budget_may_be_a_number_of_numpys():
+    model, x = layers()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        p = plan(model, x, budget_gb=numpy.float32(12), loss_fn=torch.Tensor.mean)
+    assert p.budget_bytes == 12 * 2**30
+    with pytest.raises(planner.BudgetError) as e:
+        plan(model, x, budget_gb=10**400)
+    assert len(str(e.value)) < 400
 
 
 @pytest.mark.parametrize("given", [12e9, 12 * 2**30, 3_000_000])

@@ -336,12 +336,17 @@ def test_a_script_that_only_evaluates_is_left_alone(tmp_path, here, capsys):
 
 @pytest.mark.parametrize(
     ("given", "words"),
-    [(("--budget-gb", "twelve"), "BudgetError: budget_gb='twelve'"), (("--plan-file", "nowhere/plan.json"), "nowhere")],
+    [
+        (("--budget-gb", "twelve"), "BudgetError: budget_gb='twelve'"),
+        ((), "BudgetError: no budget_gb was given"),
+        (("--budget-gb", 1, "--plan-file", "nowhere/plan.json"), "nowhere"),
+    ],
 )
-def test_what_cannot_be_used_is_said_before_the_script_runs(given, words, tmp_path, here, capsys):
+def test_what_cannot_be_used_is_said_before_the_script_runs(given, words, tmp_path, here, capsys, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     script(tmp_path, "print('began')\n")
     with pytest.raises(SystemExit, match="2"):
-        here("--budget-gb", 1, *given, "train.py")
+        here(*given, "train.py")
     said = capsys.readouterr()
     assert said.out == ""
     assert words in said.err
@@ -367,6 +372,13 @@ def test_what_does_not_fit_ends_the_script(tmp_path, here, capsys):
     assert said.out == ""
     assert said.err.startswith("planner: InfeasibleBudgetError: budget_gb=0.0001 ")
     assert NOTHING not in said.err
+
+
+def test_a_script_that_trains_without_a_plan_is_not_said_to_train_nothing(tmp_path, here, capsys):
+    script(tmp_path, LOOP + "finally: pass\n")
+    with pytest.warns(PlanWarning, match="trains without a plan"):
+        here("--budget-gb", "0.0001", "--on-failure", "warn", "train.py")
+    assert NOTHING not in capsys.readouterr().err
 
 
 def test_the_exit_status_is_that_of_a_plan_that_does_not_fit_where_the_script_catches_everything(

@@ -515,6 +515,7 @@ def test_the_batch_counts_among_what_the_loop_holds_between_the_steps():
     with pytest.raises(InfeasibleBudgetError, match="between its steps") as found:
         train()
     assert found.value.minimum_bytes == pytest.approx(16.5 * 2**20, rel=0.002)
+    assert "what it does once, as a check, it may do before the first one" in str(found.value)
 
 
 def test_gradients_that_are_gone_by_the_next_call_count_among_what_the_loop_held_between_the_steps():

@@ -136,6 +136,9 @@ class Plan:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
             return getattr(self.made(name).record, name)
 
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *_DATA]  # which consoles complete
+
     @property
     def source(self) -> Planned | Filed | Pending | Unplanned:
         """The record with the request that it answers, the file that it is from, or the request alone."""

@@ -90,7 +90,8 @@ def is_whole(x: Any) -> bool:
 
 def is_real(x: Any) -> bool:
     """Whether a value is a finite number, in floating point too."""
-    return isinstance(x, numbers.Real) and not isinstance(x, bool) and bool(-LARGEST < x < LARGEST)  # type: ignore[operator]
+    number: Any = float(x) if isinstance(x, numbers.Real) and not isinstance(x, numbers.Rational) else x  # NumPy's
+    return isinstance(number, numbers.Real) and not isinstance(x, bool) and bool(-LARGEST < number < LARGEST)  # type: ignore[operator]
 
 
 def is_positive(x: Any) -> bool:

@@ -16,6 +16,8 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from planner.errors import PlanFileError
 from planner.integrations.discovery import BAD_INPUT, Search, exits
 from planner.integrations.watching import Launched
@@ -58,7 +60,8 @@ def launch(
         print(f"error: there is no script {script!r}", file=sys.stderr)
         raise SystemExit(BAD_INPUT)
     with exits():  # before the script does anything
-        if (budget := options.get("budget_gb")) is not None:
+        budget, has_card = options.get("budget_gb"), torch.accelerator.is_available() or options.get("device")
+        if budget is not None or not has_card:
             read(budget, 1)
         if plan_file is not None and not plan_file.parent.is_dir():
             raise PlanFileError(f"{plan_file}: there is no folder {str(plan_file.parent)!r} to write the plan into")
@@ -81,7 +84,7 @@ def launch(
             done = e
         if search.statuses:
             raise SystemExit(search.statuses[0])
-        if not launched.names:
+        if not (launched.names or launched.without):
             where = "outside of functions that torch.compile() was given"
             say(f"nothing was planned: no module that an optimizer trains was called in training mode, {where}")
     if done is not None:

@@ -52,6 +52,7 @@ class Launched:
         first: whether this is the process of rank 0, which writes the file.
         say: tells the user.
         names: classes of the models that were planned.
+        without: whether one trains without a plan, as a warning said.
     """
 
     options: Mapping[str, Any]
@@ -59,6 +60,7 @@ class Launched:
     first: bool
     say: Callable[[str], None]
     names: list[str] = field(default_factory=list)
+    without: bool = False
 
     def plan_model(self, search: Search, model: nn.Module, optimizers: list[optim.Optimizer]) -> None:
         """Have a model planned at the training step that is about to run."""
@@ -176,7 +178,9 @@ class Watching:
 
     def on_no_plan(self, model: nn.Module, error: PlannerError) -> bool:
         """See `PlanProvider`."""
-        return self.own.on_no_plan(model, error)
+        goes_on = self.own.on_no_plan(model, error)
+        self.launched.without |= goes_on
+        return goes_on
 
     def on_step_begin(self, model: nn.Module, record: PlanRecord, waits: bool) -> bool:
         """See `PlanProvider`; puts another plan on the model for gradients that are there."""

@@ -10,16 +10,19 @@ from planner.core.options import Options
 from planner.core.step import Replay, Step, replay
 from planner.costs.static_memory import trained_bytes
 from planner.errors import LOWER, InfeasibleBudgetError, RankError, gb
+from planner.lowering.between import BETWEEN
 from planner.lowering.build import LOSS
 from planner.lowering.margin import MARGIN
 from planner.parallel.group import other_world
 from planner.planning.adopt_schedule import adopt_known, adopt_schedule, same_structure
-from planner.planning.decisions import peak_account
+from planner.planning.decisions import AT_PEAK, peak_account
 from planner.planning.eager_peak import no_higher_than_eager
 from planner.planning.notes import in_brief
 from planner.requests.planned import Filed, Known, Planned, source_of
 from planner.requests.request import Request
 from solvers import BRIEF, InfeasibleError, Op, Solution, cost_bound, solve
+
+OF_THE_LOOP = f"No plan changes {BETWEEN}: what it does once, as a check, it may do before the first one."
 
 
 def solution_of(
@@ -57,7 +60,8 @@ def solution_of(
         leanest = replay(problem, e.schedule)
         takes = {**step.account, **peak_account(step, leanest)}
         unseen = graph.loss.source == "unknown" and request.loop.loss is None
-        lower, note = _reaching_lower(options), _unseen(request) if unseen else ""
+        lower = OF_THE_LOOP if AT_PEAK.format(BETWEEN) in takes else _reaching_lower(options)
+        note = _unseen(request) if unseen else ""
         raise InfeasibleBudgetError(
             request.budget_gb,
             e.minimum,

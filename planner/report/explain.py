@@ -185,7 +185,9 @@ class _Words:
         beside = f", {duration(more - again)} of it for what that reads and is not held" if more > 1.001 * again else ""
         yield f"Kept: making {what} again would take {duration(more)} for {gb(nbytes)} ({rate(more, nbytes)}){beside}; "
         yield f"{self._elsewhere(more, nbytes)}. Recomputed too, the step would peak at {gb(changed.peak_bytes)}"
-        yield f", {gb(self.plan.peak_bytes - changed.peak_bytes)} lower." if lower else ", no lower than now."
+        over = changed.peak_bytes - self.plan.budget_bytes
+        instead = f"{gb(over)} more than the budget" if over > 0 else "no lower than now"
+        yield f", {gb(self.plan.peak_bytes - changed.peak_bytes)} lower." if lower else f", {instead}."
 
     def _offloaded(self, ds: Sequence[Decision], nbytes: int, changed: WhatIf | None) -> Iterable[str]:
         timeline, d = self.plan.timeline, ds[0]

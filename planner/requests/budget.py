@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import reprlib
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from planner.requests.request import Request
 RESERVE = 128 * 2**20  # bytes of a device, for kernels that are loaded later
 MOST = 2**20  # GB; more is no memory of a device, but probably a number of bytes
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}  # MB and MiB alike, as CUDA's own tools print them
-_AMOUNT = re.compile(r"\s*(\d+(?:\.\d*)?(?:e[+-]?\d+)?)\s*(?:([kmgt])i?b?|b|bytes?)\s*", re.IGNORECASE)
+_AMOUNT = re.compile(r"\s*((?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*(?:([kmgt])i?b?|b|bytes?)\s*", re.IGNORECASE)
 _SHARE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
 
 
@@ -54,10 +55,11 @@ def budget_of(request: Request) -> float:
 def read(given: Any, memory: float) -> float:
     """GB of a number, an amount or a share of `memory` bytes; BudgetError for anything else."""
     if (found := _read(given, memory)) is None:
+        shown = "no budget_gb was given: it" if given is None else f"budget_gb={reprlib.repr(given)}"
         raise BudgetError(
-            f"budget_gb={given!r} must be a positive, finite number of GB (1 GB = 2**30 bytes), an amount with its "
-            "unit as '12 GB' or '500 MiB' (MB and MiB are 2**20 bytes), a share of the device's memory as '80%', or, "
-            "for a GPU, None for what is free"
+            f"{shown} must be a positive, finite number of GB (1 GB = 2**30 bytes), an amount with its unit as '12 GB' "
+            "or '500 MiB' (MB and MiB are 2**20 bytes), a share of the device's memory as '80%', or, for a GPU, None "
+            "for what is free"
         )
     return found
 
