@@ -93,7 +93,7 @@ def choose(
 
     Args:
         request: what to plan.
-        like: a plan whose choice is taken where it fits.
+        like: a plan whose choice is taken where it fits, and the step without any does not.
         known: as for `make_plan()`.
         must_match: as for `make_plan()`.
         traced: called before each step is traced.
@@ -126,6 +126,8 @@ def choose(
             return None
 
     same = _same_step(request, known, must_match, baseline.peak)
+    if same is None and baseline.peak <= request.budget_bytes:
+        like = None  # nothing need be checkpointed, as in a smaller batch than that of the other plan
     recipe = other.recipe if (other := same or like) is not None else None
     state = state_of(by_path, plain, recipe) if isinstance(recipe, Choice) else None
     best = _again(state, check, request.budget_bytes)

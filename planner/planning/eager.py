@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from planner.eager.pipeline import choose
 from planner.errors import InfeasibleBudgetError
@@ -16,23 +17,24 @@ from solvers.progress import bar, clock
 
 
 def make_eager_plan(
-    request: Request, like: Planned | None = None, *, known: Known | None = None, must_match: bool = False
+    request: Request, others: Sequence[Planned] = (), *, known: Known | None = None, must_match: bool = False
 ) -> Planned:
     """Plan a checked request that has a batch, to run without torch.compile; raises as `plan()` does.
 
     Args:
         request: what to plan.
-        like: a plan whose choice is taken where it fits.
+        others: plans of the same model, of which the latest one's choice is taken where it fits.
         known: as for `make_plan()`.
         must_match: as for `make_plan()`.
     """
-    began = time.perf_counter()
+    began, records = time.perf_counter(), [p.record for p in others]
+    like = next((r for r in reversed(records) if r.overhead), records[-1] if records else None)
     with (
         bar("planning", request.options.progress, bar_format="{desc}: {n} steps traced, {elapsed}") as shown,
         clock(shown),
         refused_in_words(request.model, "traced", "Plan a submodule of it"),
     ):
-        found = choose(request, None if like is None else like.record, known, must_match, lambda: shown.update())
+        found = choose(request, like, known, must_match, lambda: shown.update())
     trial = found.trial
     if trial.peak > request.budget_bytes:
         takes = {**trial.step.account, **peak_account(trial.step, trial.replay)}

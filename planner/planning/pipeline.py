@@ -102,7 +102,7 @@ def make_plan(
     refuse_tensors(request)
     if request.options.mode == "eager":
         with _out_of_sight(request), eager_attention_as_on(request.device if request.foreign else None):
-            return make_eager_plan(request, others[-1] if others else None, known=known, must_match=must_match)
+            return make_eager_plan(request, others, known=known, must_match=must_match)
     if request.options.mode == "inductor":
         return _fused(request, others, known, captured, earlier, must_match=must_match)
     try:

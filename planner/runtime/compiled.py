@@ -33,7 +33,7 @@ from planner.runtime.interception import Applied
 from planner.runtime.modes import unguarded
 from planner.runtime.regions import Regions
 from planner.runtime.signature import Role, Signature, has_strings, without_numbers
-from planner.runtime.uncompiled import Uncompiled
+from planner.runtime.uncompiled import Uncompiled, may_fit
 from planner.runtime.unread import signature_of
 from planner.runtime.ways import Ways, has_ways
 
@@ -209,7 +209,7 @@ class Runtime(Applied):
             self.ways.comes(without_numbers(signature), signature, "is called with other numbers than before")
 
     def _runs_as_it_is(self, signature: Signature, args: Any, kwargs: Any) -> bool:
-        """Whether a smaller batch, as the last of an epoch, runs uncompiled: where nothing has to be recomputed."""
+        """Whether a smaller batch, as the last of an epoch, runs uncompiled: where nothing must be recomputed."""
         sizes, most = sizes_in(args, kwargs), self.newest
         if (
             most is None
@@ -218,8 +218,8 @@ class Runtime(Applied):
             or not self.shapes.shrunk(signature_of(self.model, args, kwargs, sizes), sizes)
         ):
             return False
-        record = most.record
-        if record.overhead or record.options.in_flight > 1 or record.step.occupancy is not None:
+        record, several = most.record, most.record.options.in_flight > 1 or most.record.step.occupancy is not None
+        if several or (record.overhead and not may_fit(record, (args, kwargs))):
             return False
         try:
             planned = self.provide(args, kwargs, compiled=False)

@@ -48,6 +48,7 @@ class Learnt:
         self.role = cast(Role, ())
         self.fresh = self.heard = False
         self.settled: set[Role] = set()
+        self._compiled: set[Role] = set()  # of whose calls some were
         self._waited: _Waited | None = None
         self._begun, self._lowered = 0, -RARE  # calls; how many there were when fewer were last expected to wait
 
@@ -152,6 +153,11 @@ class Learnt:
                 by_turns=before.by_turns,
                 laid_out=before.laid_out,
             )
+            if self.role in self._compiled:  # where autograd's graph holds other outputs than that of a compiled call
+                held = before.outputs_held, before.at_once, before.without
+                shown = replace(shown, outputs_held=held[0], at_once=held[1], without=held[2])
+        else:
+            self._compiled.update(roles)
         # the next call in that role has another batch in its place
         own = replace(shown, beside=shown.beside - (0 if self.role in roles else batches))
         for role in roles:

@@ -10,12 +10,16 @@ import torch
 from torch import nn
 
 from planner.compat.autograd import adds_to_gradient, graph_is_kept, in_backward, when_backward_ends
+from planner.core.account import BATCH
+from planner.core.call import storages
 from planner.core.objects import leaves
+from planner.core.plan import PlanRecord
 from planner.core.recipe import Choice
 from planner.eager.checkpointing import checkpointed
 from planner.errors import warn
 from planner.runtime.outputs import Unasking
 
+SURELY = 0.95  # of the budget, for an estimate
 GROWN = 1.01  # from where on calls are larger than planned
 _KEY = "call of a planned model"
 _GRAPH = (
@@ -28,6 +32,16 @@ _RETURNED = (
     "without compiled graphs, as with mode='eager': no plan counts what the loop keeps of them, and the step may take "
     "that much more. Leave room, or plan with mode='aten', which counts them"
 )
+
+
+def may_fit(record: PlanRecord, batch: Any) -> bool:
+    """Whether a smaller batch than that of a plan may fit its budget in eager mode, if its step takes less in the same
+    proportion.
+    """
+    now, then, most = sum(storages(batch).values()), record.account.get(BATCH, 0), record.eager_peak_bytes
+    if not then or most is None:
+        return False
+    return record.resident_bytes + (most - record.resident_bytes) * now / then <= SURELY * record.budget_bytes
 
 
 class _Call:
