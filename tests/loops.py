@@ -777,6 +777,29 @@ def two_views(model: nn.Module, loss_of: Callable[..., torch.Tensor], ended: End
         ended(loss)
 
 
+def actor_of_a_critic(put: Put, ended: Ended) -> None:
+    """The critic's gradients of its own step are there in the actor's, which adds to them."""
+    torch.manual_seed(0)
+    actor, critic = (
+        nn.Sequential(nn.Linear(inputs, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, outputs))
+        for inputs, outputs in ((16, 4), (20, 1))
+    )
+    actor = put(actor)
+    optimizers = torch.optim.Adam(actor.parameters()), torch.optim.Adam(critic.parameters())
+    for _ in range(STEPS):
+        seen, action, after = torch.randn(1024, 16), torch.randn(1024, 4), torch.randn(1024, 16)
+        with torch.no_grad():
+            target = critic(torch.cat([after, actor(after).tanh()], 1)) + 1
+        optimizers[1].zero_grad()
+        F.mse_loss(critic(torch.cat([seen, action], 1)), target).backward()
+        optimizers[1].step()
+        loss = -critic(torch.cat([seen, actor(seen).tanh()], 1)).mean()
+        optimizers[0].zero_grad()
+        loss.backward()
+        optimizers[0].step()
+        ended(loss)
+
+
 class InParts(nn.Module):
     """Returns parts of one tensor, as an encoder does its means and variances, or a transformer its first token."""
 
@@ -3793,6 +3816,7 @@ LOOPS: dict[str, Loop] = {
     "similar_views": Loop(similar_views),
     "similar_views_leaner": Loop(similar_views, share=0.64, thorough=True),
     "normalized_views": Loop(normalized_views, share=0.64, thorough=True),
+    "actor_of_a_critic": Loop(actor_of_a_critic, share=0.7),
     "parts_of_one": Loop(parts_of_one),
     "unrolled": Loop(unrolled, plans=4, off=0.02, share=0.9),
     "unrolled_leaner": Loop(unrolled, plans=4, off=0.05, share=0.6, thorough=True),

@@ -140,7 +140,8 @@ class Evaluations:
 
     def __init__(self) -> None:
         self._largest = self._took = 0  # bytes of the batch, and of what its call took
-        self._others = 0  # bytes that the loop holds beside the step
+        self._others = self._then = 0  # bytes that the loop holds beside the step, now and when that call came
+        self._remains = 0  # of what was made from that call on, bytes that were there as the next training call began
         self._budget = inf  # of the plan, in bytes
         self._workspaces: dict[str, int] = {}  # of ops, by key
         self._first = MadeStorages()  # the batch of the first call that is looked at
@@ -182,7 +183,7 @@ class Evaluations:
             return self._unseen(call, args, kwargs)
         if is_transformed([*model.parameters(), *given]):
             return call(*args, **kwargs)
-        self._largest, self._budget = nbytes, budget
+        self._largest, self._budget, self._then, self._remains = nbytes, budget, self._others, 0
         alone = (self.live is None or self.live.over) and not may_last()
         live = self._look(model, device, here)
         live.hold([static(), here])
@@ -238,7 +239,8 @@ class Evaluations:
         self.left = [live.made, *([self._first] if self._made else [])]
         if any(each.live for each in self.left):  # torch.compile leaves what it has compiled for in reference cycles
             gc.collect()
-        return sum(each.live for each in self.left)
+        self._remains = sum(each.live for each in self.left)
+        return self._remains
 
     def renewed(self, bound: Collection[Path]) -> int:
         """Of what these left, the bytes of what only such variables hold as a step, whose first call begins, binds anew
@@ -262,7 +264,8 @@ class Evaluations:
 
     def _tell(self) -> None:
         """Warn, once, where that is over the budget."""
-        takes = self._others + self._took
+        # what is known to be beside a step since then has what remained of these calls in it
+        takes = self._took + self._then + max(0, self._others - self._then - self._remains)
         if takes > self._budget and not self.warned:
             self.warned = True
             warn(

@@ -176,6 +176,8 @@ def stays(
     gone -= _gradients_counted(others, there)
     fresh = {key: each[1] for key, each in alive.items() if key not in stay and key not in later and each not in made}
     new, renewed, returned = _without_renewed(recorder, _without(fresh, own))  # with the next targets, later inputs
+    # those that were made since are what the next backward pass finds
+    spent = max(0, recorder.spent - sum(n for key, n in _gradients_outside(recorder).items() if key in new))
     copies = _copies(recorder)  # a penalty may read what the parameters were
     read = max((sum(_without(loss.read, {*stay, *copies}).values()) for loss in recorder.losses), default=0)
     came_before = bool(coming) and coming.isdisjoint([*alive, *there, *recorder.inputs.made])
@@ -202,14 +204,14 @@ def stays(
         beside + around - apart,
         apart,
         read,
-        left + losses + recorder.spent,
+        left + losses + spent,
         _without(remaining, own),
         sum(nbytes for key, (_, nbytes) in given.items() if key not in own),
         *_left_by_passes(recorder, own),
         again=outputs,
         unread=unread,
         parts=parts,
-        renewed=renewed + max(before, recorder.spent),
+        renewed=renewed + max(before, spent),
         returned=returned,
     )
 
