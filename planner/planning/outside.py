@@ -77,6 +77,10 @@ def outside_loss(request: Request, graph: TrainingGraph) -> CountedLoss:
         held = {*held}.difference(loop.outputs_late)
     let_go = frozenset(graph.outputs) - {graph.outputs[at] for at in held if at < len(graph.outputs)} - {None}
     gone = frozenset(result for result in let_go if result is not None)
+    results = {result for result in graph.outputs if result is not None}
+    given = results | _aside(graph)
+    own = {(r, v) for r, at in given for v in _values(graph.regions[r], graph.regions[r].tangent_at(at))}
+    tangents = own | _of_views(graph)
     if loop.loss is None:
         here, progress = request.measure_on, request.options.progress
         outside = measure(captured.calls, here, progress=progress) if here is not None else {}
@@ -85,15 +89,11 @@ def outside_loss(request: Request, graph: TrainingGraph) -> CountedLoss:
         if request.in_flight > 1 and request.occupancy is None:  # names hold outputs and losses to the end
             kept = sum(_bytes_out(graph, *result) for result in {*graph.outputs} - gone if result is not None)
             excess += kept + captured.loss
-        workspace = max(captured.workspace, captured.sums - sum(_bytes_of(graph, each) for each in _of_views(graph)))
+        workspace = max(captured.workspace, captured.sums - sum(_bytes_of(graph, each) for each in tangents))
         return CountedLoss(workspace, left, waits, excess, let_go=gone, waiting_backward=waits)
     seen = loop.loss.of(graph.output_bytes)
-    results = {result for result in graph.outputs if result is not None}
-    given = results | _aside(graph)
-    tangents = {(r, v) for r, at in given for v in _values(graph.regions[r], graph.regions[r].tangent_at(at))}
-    late = _late(graph, tangents, seen.tangents)
-    first = sum(n for n, _ in graph.calls[:late])
-    arriving = sum(_bytes_of(graph, (r, v)) for r, v in tangents | _of_views(graph) if r >= first)
+    late = _late(graph, own, seen.tangents)
+    arriving = sum(_bytes_of(graph, (r, v)) for r, v in tangents if r >= sum(n for n, _ in graph.calls[:late]))
     several, seen = _apart(request, graph), seen if graph.calls else _as_one(seen)
     waited = _waited(loop, graph, gone) if several and seen.waiting else _NONE
     together = several and seen.together

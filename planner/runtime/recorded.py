@@ -176,8 +176,7 @@ def stays(
     gone -= _gradients_counted(others, there)
     fresh = {key: each[1] for key, each in alive.items() if key not in stay and key not in later and each not in made}
     new, renewed, returned = _without_renewed(recorder, _without(fresh, own))  # with the next targets, later inputs
-    # those that were made since are what the next backward pass finds
-    spent = max(0, recorder.spent - sum(n for key, n in _gradients_outside(recorder).items() if key in new))
+    spent = _spent(recorder, new)
     copies = _copies(recorder)  # a penalty may read what the parameters were
     read = max((sum(_without(loss.read, {*stay, *copies}).values()) for loss in recorder.losses), default=0)
     came_before = bool(coming) and coming.isdisjoint([*alive, *there, *recorder.inputs.made])
@@ -197,8 +196,7 @@ def stays(
     between = {k: u for k, u in used.items() if k not in elsewhere and (u.stays or (data and not u.in_step))}
     older_states = sum(between[key].nbytes for key in between.keys() & recorder.by_optimizer.made.copy())
     idle = sum(_without(copies, {*own, *stay, *alive, *later, *between}).values())
-    used_apart = sum(each.nbytes for each in between.values())
-    around = idle + used_apart + made_since - min(awaited - states, older_states)
+    around = idle + sum(each.nbytes for each in between.values()) + made_since - min(awaited - states, older_states)
     apart = around if any(each.trained is not None for each in between.values()) else 0
     return Stays(
         beside + around - apart,
@@ -335,6 +333,13 @@ def _copies(recorder: Recorder) -> dict[int, int]:
 def _gradients_outside(recorder: Recorder) -> dict[int, int]:
     """The gradients of parameters outside the planned graphs, which may be made after the graphs have run."""
     return storages([p.grad for p in trained_outside(recorder.used)])
+
+
+def _spent(recorder: Recorder, new: Collection[int]) -> int:
+    """Bytes of the used gradients that the latest backward pass found, but for those that the next one finds among what
+    is new since.
+    """
+    return max(0, recorder.spent - sum(n for key, n in _gradients_outside(recorder).items() if key in new))
 
 
 def _left_outside(recorder: Recorder, counted: Collection[int], cleared: Collection[int]) -> tuple[int, int]:

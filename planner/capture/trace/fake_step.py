@@ -220,13 +220,14 @@ class FakeStep:
                     roots, arriving = [loss], None
                 else:
                     roots, arriving = ends, [torch.ones_like(t) for t in ends]
+                views = viewed_outside([t for t in ends if id(t) not in lost])
                 if not eager:
                     reached: Sequence[torch.Tensor | None]
-                    views = viewed_outside([t for t in ends if id(t) not in lost])
                     reached = torch.autograd.grad(roots, edges, arriving, allow_unused=True, retain_graph=bool(views))
                     got = {id(c.results[at]) for (c, at, _), g in zip(results, reached, strict=True) if g is not None}
                     outside = replace(outside, sums=bytes_of_sums([each for each in views if id(each[0]) in got]))
                 else:
+                    outside = replace(outside, sums=bytes_of_sums(views))
                     regions = [call for call in self.calls if call.region is not None]
                     seen = watch_backward(self.recording, regions, self._between, roots, arriving, edges, ends)
                     reached = seen.reached
