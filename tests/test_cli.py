@@ -183,6 +183,7 @@ def test_doctor_tries_a_plan(capsys, monkeypatch, short_searches):
     status, out, _ = run(capsys, "doctor")
     assert status == 0
     assert re.search(r"^ok a plan on cpu +made and run; peak .* measured", out, flags=re.MULTILINE)
+    assert re.search(r"^ok solver +its annealing is compiled", out, flags=re.MULTILINE)
     assert re.search(rf"^   torch +{re.escape(torch.__version__)}, (not )?tested", out, flags=re.MULTILINE)
     assert max(map(len, out.splitlines())) <= 80
 

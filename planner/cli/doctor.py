@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +20,8 @@ from planner.devices.accelerator import ACCELERATORS
 from planner.devices.find import built_for, first_line
 from planner.errors import gb
 from planner.planfile.files import own_version
-from planner.report.words import wrapped
+from planner.report.words import duration, wrapped
+from solvers.search.annealing import ready
 
 # package -> what needs it
 OPTIONAL = {
@@ -54,6 +56,7 @@ def findings() -> Iterator[Finding]:
     yield Finding("torch", f"{torch.__version__}, {'tested' if is_tested else 'not tested'}{beside}")
     yield from _packages()
     yield Finding("compiler", _compiler())
+    yield _search()
     yield _device()
     yield _tried("cpu")
     yield from (_tried(f"{kind}:{i}") for kind, each in ACCELERATORS.items() for i in range(each.count()))
@@ -74,6 +77,17 @@ def _compiler() -> str:
     name = os.environ.get("CXX") or next((n for n in ("g++", "clang++", "c++") if shutil.which(n)), None)
     needed = "plans do without: torch.compile captures the step, and torch's own kernels run it"
     return f"{name}; {needed}" if name else f"no C++ compiler; {needed}"
+
+
+def _search() -> Finding:
+    """Compile the solver's annealing, so that no plan waits for it, or load what was compiled before."""
+    began = time.perf_counter()
+    try:
+        ready()
+    except Exception as e:
+        return Finding("solver", f"its annealing failed: {type(e).__name__}: {first_line(e)}", works=False)
+    took = duration(time.perf_counter() - began)
+    return Finding("solver", f"its annealing is compiled, which took {took} here, and kept for later", works=True)
 
 
 def _device() -> Finding:
