@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import cast
@@ -48,7 +49,7 @@ class Learnt:
         self.role = cast(Role, ())
         self.fresh = self.heard = False
         self.settled: set[Role] = set()
-        self._compiled: set[Role] = set()  # of whose calls some were
+        self._compiled: Counter[Role] = Counter()  # recordings of calls that were
         self._waited: _Waited | None = None
         self._begun, self._lowered = 0, -RARE  # calls; how many there were when fewer were last expected to wait
 
@@ -153,7 +154,7 @@ class Learnt:
                 by_turns=before.by_turns,
                 laid_out=before.laid_out,
             )
-            if self.role in self._compiled:  # where autograd's graph holds other outputs than that of a compiled call
+            if self._compiled[self.role] > 1:  # as others still are; autograd's graph holds other outputs than theirs
                 held = before.outputs_held, before.at_once, before.without
                 shown = replace(shown, outputs_held=held[0], at_once=held[1], without=held[2])
         else:

@@ -206,6 +206,7 @@ class FakeStep:
         edges = [edge for _, _, edge in results]
         ends = [t for t in leaves(output) if differentiable(t)]
         lost = {id(t) for at, t in enumerate(leaves(output)) if at in unreached}
+        own = {id(call.results[at]) for call, at, _ in results} - lost
         eager = self._runs_outside()
         try:
             with self.recording.mode, torch.enable_grad():
@@ -220,7 +221,7 @@ class FakeStep:
                     roots, arriving = [loss], None
                 else:
                     roots, arriving = ends, [torch.ones_like(t) for t in ends]
-                views = viewed_outside([t for t in ends if id(t) not in lost])
+                views = viewed_outside([t for t in ends if id(t) in own])
                 if not eager:
                     reached: Sequence[torch.Tensor | None]
                     reached = torch.autograd.grad(roots, edges, arriving, allow_unused=True, retain_graph=bool(views))
