@@ -493,8 +493,7 @@ class Tempered(Stack):
     ("kind", "stack", "mode", "chosen"),
     [
         (Drawing, Stack, None, True),
-        (Queueing, Stack, None, False),
-        *more((Iterating, Stack, None, False)),
+        *more((Queueing, Stack, None, False), (Iterating, Stack, None, False)),
         (Centring, Stack, "eager", False),
         *more((Tempered.Reading, Tempered, "eager", False)),
     ],

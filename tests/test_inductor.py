@@ -363,7 +363,7 @@ class Convolved(nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.parametrize("slower", [False, True])
+@pytest.mark.parametrize("slower", [False, *more(True)])
 def test_what_fits_in_the_layouts_of_eager_mode_recomputes_nothing_unless_they_are_slower(slower, monkeypatch):
     seconds = search._convolving
 
