@@ -65,6 +65,7 @@ net = Net()
 data = torch.randn(1024, 64, generator=torch.Generator().manual_seed(1))
 trainer.fit(net, torch.utils.data.DataLoader(data, 256))
 torch.save(net.state_dict(), f"{sys.argv[1]}{trainer.global_rank}")
+trainer.strategy.barrier()  # the first process, which the test waits for, ends after the other has written its file
 """
 
 
