@@ -137,7 +137,7 @@ def _compute_again(node: fx.Node) -> bool:
 
     Where there is no such view, it copies, as in eager mode.
     """
-    before = [(t.stride(), t.storage_offset(), t.untyped_storage().nbytes()) for t in tensors(node)]
+    before = _laid_out(node)
     try:
         value = fake_result(node)
     except (RuntimeError, ValueError):
@@ -145,10 +145,13 @@ def _compute_again(node: fx.Node) -> bool:
             raise
         node.target = _ATEN.reshape.default
         value = fake_result(node)
-    own = list(tensors(node, value))
     given = storages([n.meta.get("val") for n in node.all_input_nodes])
-    now = [(t.stride(), t.storage_offset(), t.untyped_storage().nbytes()) for t in own]
-    if now == before and storages(own).keys().isdisjoint(given):
+    if _laid_out(node, value) == before and storages(value).keys().isdisjoint(given):
         return False
     node.meta["val"] = value
     return True
+
+
+def _laid_out(node: fx.Node, value: Any = None) -> list[tuple[Any, ...]]:
+    """How the tensors that a node makes, or those of another value of it, lie in their storages."""
+    return [(t.stride(), t.storage_offset(), t.untyped_storage().nbytes()) for t in tensors(node, value)]
