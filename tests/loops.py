@@ -824,6 +824,33 @@ def parts_of_one(put: Put, ended: Ended) -> None:
         ended(loss)
 
 
+class GatedInTwoGraphs(nn.Module):
+    """torch.compile breaks it where one graph is given both parts of what another one makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*tanh_layers(), nn.Linear(64, 1024))
+        self.head = nn.Sequential(nn.Linear(512, 64), nn.Tanh(), nn.Linear(64, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.layers(x)
+        signal, gate = h[..., :512], h[..., 512:]
+        torch._dynamo.graph_break()
+        return self.head(signal) + self.head(gate)
+
+
+def parts_across_graphs(put: Put, ended: Ended) -> None:
+    """The gradients of parts that other graphs take are added up outside all of them, at the peak."""
+    model = put(GatedInTwoGraphs())
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(STEPS):
+        loss = model(torch.randn(32, 65, 64)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ended(loss)
+
+
 def unrolled(put: Put, ended: Ended) -> None:
     """Each call is given what the one before has returned, which its graph alone holds; the first, zeros."""
     cell = put(Cell())
@@ -3818,6 +3845,7 @@ LOOPS: dict[str, Loop] = {
     "normalized_views": Loop(normalized_views, share=0.64, thorough=True),
     "actor_of_a_critic": Loop(actor_of_a_critic, share=0.7),
     "parts_of_one": Loop(parts_of_one),
+    "parts_across_graphs": Loop(parts_across_graphs),
     "unrolled": Loop(unrolled, plans=4, off=0.02, share=0.9),
     "unrolled_leaner": Loop(unrolled, plans=4, off=0.05, share=0.6, thorough=True),
     "evaluated_by_the_same_names": Loop(evaluated_by_the_same_names, share=1.02),

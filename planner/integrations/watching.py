@@ -147,6 +147,11 @@ class Watching:
         """See `PlanProvider`."""
         return self.own.loop
 
+    @property
+    def budget_bytes(self) -> int:
+        """See `PlanProvider`."""
+        return self.own.budget_bytes
+
     def on_loop_seen(
         self, seen: Loop, stepped: Sequence[optim.Optimizer], role: Role = (), spare: int = 0, ended: bool = False
     ) -> bool:

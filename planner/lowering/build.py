@@ -167,8 +167,8 @@ def _parts(
     offset = tuple(totals([0, *(len(region.values) for region in regions)]))
     linked = resolve_links(regions, links, offset)
     sizes, sharded_away = _value_sizes(regions, estimates, linked, settings)
-    for v in linked.unused:
-        sizes[v] = 0
+    for v, nbytes in linked.made.items():
+        sizes[v] = round_up(nbytes, settings.granularity)
     outputs: list[int] = []
     incoming: list[int] = []
     for region, start in zip(regions, offset, strict=False):
@@ -285,8 +285,9 @@ def _sum_rows(parts: _Parts, r: int) -> Iterator[Row]:
     """The ops after a region's backward pass that add its gradients to others."""
     linked, settings = parts.linked, parts.settings
     for each in linked.sums.get(r, ()):
-        reads = [linked.resolve(v) if v in linked.unused else v for v in each.reads]
-        yield own_row(ACCUMULATE, ADDED, "backward", reads, () if each.writes is None else [each.writes])
+        reads = [linked.resolve(v) if linked.made.get(v) == 0 else v for v in each.reads]
+        writes = () if each.writes is None else [each.writes]
+        yield own_row(ACCUMULATE, ADDED, "backward", reads, writes, each.workspace)
     if settings.accumulate and not settings.reduced:
         yield own_row(ACCUMULATE, COPIED, "backward", linked.gradients[r])
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
-from planner.capture.regions.calls import Link
+from planner.capture.regions.calls import Link, ViewSums
 from planner.capture.regions.region import Region
 
 
@@ -20,11 +21,13 @@ class Sum:
         reads: the values that are added.
         writes: the new value, where autograd may not write into the first.
         size: its bytes.
+        workspace: bytes beside these, where the gradients are those of views of the tensor.
     """
 
-    reads: tuple[int, int]
+    reads: tuple[int, ...]
     writes: int | None = None
     size: int = 0
+    workspace: int = 0
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class LinkedValues:
         taken: for each (region, primal) that another region makes, the values that it is.
         freed: results of regions that nothing holds but the regions that take them.
         same: for each gradient that comes into a region, the value that it is.
-        unused: of these, those that the loss does not make.
+        made: of these, the bytes that the loss makes, where they are not whole.
         gradients: for each region, the gradients that stay once its backward pass has ended.
         sums: for each region, the additions of autograd once its backward pass has ended.
         parts: gradients of parameters and inputs that are added up.
@@ -44,7 +47,7 @@ class LinkedValues:
     taken: Mapping[tuple[int, int], tuple[int, ...]]
     freed: frozenset[int]
     same: Mapping[int, int]
-    unused: frozenset[int]
+    made: Mapping[int, int]
     gradients: tuple[tuple[int, ...], ...]
     sums: Mapping[int, Sequence[Sum]]
     parts: frozenset[int] = frozenset()
@@ -70,12 +73,13 @@ def resolve_links(regions: Sequence[Region], links: Sequence[Link], offset: Sequ
     taken: dict[tuple[int, int], tuple[int, ...]] = {}
     freed: set[int] = set()
     same: dict[int, int] = {}
-    unused: set[int] = set()
+    made: dict[int, int] = {}
     sums: dict[int, list[Sum]] = defaultdict(list)
     parts: set[int] = set()
     linked: set[tuple[int, int]] = set()  # (region, primal) whose gradient goes on
     final: dict[int, list[int]] = defaultdict(list)
     free = offset[-1]
+    views: dict[int, list[tuple[ViewSums, Arrival]]] = defaultdict(list)  # their gradients, by that of the result
     for link in links:
         uses = [(r, regions[r].input_at(argument)) for r, argument in link.uses]
         places = [(r, primal) for r, primal in uses if primal is not None]
@@ -93,6 +97,9 @@ def resolve_links(regions: Sequence[Region], links: Sequence[Link], offset: Sequ
             continue
         linked.update((r, p) for r, p, _ in found)
         arrivals = [(r, gradient) for r, _, (gradient,) in found]
+        if link.sums is not None and incoming:
+            views[incoming[0]] += [(link.sums, arrival) for arrival in arrivals]
+            continue
         total, added = _add_up(regions, offset, arrivals, incoming[0] if link.held and incoming else None, free)
         free += sum(each.writes is not None for _, each in added)
         for r, each in added:
@@ -100,15 +107,17 @@ def resolve_links(regions: Sequence[Region], links: Sequence[Link], offset: Sequ
         if incoming:
             same[incoming[0]] = total
             if not link.held:
-                unused.add(incoming[0])
+                made[incoming[0]] = 0
         else:
             final[arrivals[-1][0]].append(total)
             parts.update(gradient for _, gradient in arrivals)
+    for r, of_views in _sums_of_views(regions, offset, views, same, made, free):
+        sums[r].append(of_views)
     gradients = []
     for r, region in enumerate(regions):
         own = region.values_in(g for p, g in enumerate(region.grads) if (r, p) not in linked)
         gradients.append(tuple(dict.fromkeys([*(offset[r] + v for v in own), *final[r]])))
-    return LinkedValues(taken, frozenset(freed), same, frozenset(unused), tuple(gradients), sums, frozenset(parts))
+    return LinkedValues(taken, frozenset(freed), same, made, tuple(gradients), sums, frozenset(parts))
 
 
 def _produced(
@@ -161,6 +170,47 @@ def _add_up(
             total, owned, free = free, True, free + 1
     assert total is not None
     return total, added
+
+
+def _sums_of_views(
+    regions: Sequence[Region],
+    offset: Sequence[int],
+    views: Mapping[int, Sequence[tuple[ViewSums, Arrival]]],
+    same: dict[int, int],
+    made: dict[int, int],
+    free: int,
+) -> list[tuple[int, Sum]]:
+    """The sums of gradients of views: autograd makes each as large as what they are of, once all of them are there.
+
+    Args:
+        regions: as for `resolve_links`.
+        offset: the same.
+        views: their gradients, by that of what they are of, as it comes into its region.
+        same: as in `LinkedValues`; the sums are entered.
+        made: the same.
+        free: as for `_add_up`.
+
+    Returns:
+        The sums, each with the region after which it runs.
+    """
+    sums: list[tuple[int, Sum]] = []
+    for tangent, arrivals in views.items():
+        own = arrivals[0][0]
+        of = bisect_right(offset, tangent) - 1
+        size = regions[of].values[tangent - offset[of]].nbytes
+        reads = [gradient for _, (_, gradient) in arrivals]
+        there = size + sum(regions[r].values[gradient - offset[r]].nbytes for _, (r, gradient) in arrivals)
+        after = min(r for _, (r, _) in arrivals)
+        if tangent in same:
+            reads.append(same[tangent])
+        else:
+            made[tangent] = own.outputs
+            if own.outputs:  # they are added as they are first
+                sums.append((after, Sum((reads[0], tangent))))
+        same[tangent] = free
+        sums.append((after, Sum(tuple(reads), free, size, max(0, own.at_once - there))))
+        free += 1
+    return sums
 
 
 def _values(regions: Sequence[Region], offset: Sequence[int], r: int, node: object) -> tuple[int, ...]:

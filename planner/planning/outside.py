@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
-from planner.capture.joint_graph import index_of
 from planner.capture.regions.region import Region
 from planner.capture.trace.step import TrainingGraph
 from planner.core.call import bytes_of_elements
@@ -79,8 +78,7 @@ def outside_loss(request: Request, graph: TrainingGraph) -> CountedLoss:
     gone = frozenset(result for result in let_go if result is not None)
     results = {result for result in graph.outputs if result is not None}
     given = results | _aside(graph)
-    own = {(r, v) for r, at in given for v in _values(graph.regions[r], graph.regions[r].tangent_at(at))}
-    tangents = own | _of_views(graph)
+    tangents = _tangents(graph, given)
     if loop.loss is None:
         here, progress = request.measure_on, request.options.progress
         outside = measure(captured.calls, here, progress=progress) if here is not None else {}
@@ -89,11 +87,11 @@ def outside_loss(request: Request, graph: TrainingGraph) -> CountedLoss:
         if request.in_flight > 1 and request.occupancy is None:  # names hold outputs and losses to the end
             kept = sum(_bytes_out(graph, *result) for result in {*graph.outputs} - gone if result is not None)
             excess += kept + captured.loss
-        workspace = max(captured.workspace, captured.sums - sum(_bytes_of(graph, each) for each in tangents))
+        workspace = max(captured.workspace, captured.sums - sum(tangents.values()))
         return CountedLoss(workspace, left, waits, excess, let_go=gone, waiting_backward=waits)
     seen = loop.loss.of(graph.output_bytes)
-    late = _late(graph, own, seen.tangents)
-    arriving = sum(_bytes_of(graph, (r, v)) for r, v in tangents if r >= sum(n for n, _ in graph.calls[:late]))
+    late = _late(graph, tangents, seen.tangents)
+    arriving = sum(nbytes for (r, _), nbytes in tangents.items() if r >= sum(n for n, _ in graph.calls[:late]))
     several, seen = _apart(request, graph), seen if graph.calls else _as_one(seen)
     waited = _waited(loop, graph, gone) if several and seen.waiting else _NONE
     together = several and seen.together
@@ -151,11 +149,17 @@ def _aside(graph: TrainingGraph) -> set[tuple[int, int]]:
     return every - taken
 
 
-def _of_views(graph: TrainingGraph) -> set[tuple[int, int]]:
-    """The gradients that come into graphs, and are no output's own: of results that several outputs are views of."""
-    every = ((r, region, n) for r, region in enumerate(graph.regions) for n in region.tangents)
-    own = ((r, region, n) for r, region, n in every if index_of(getattr(n.meta.get("desc"), "output", None)) is None)
-    return {(r, v) for r, region, n in own for v in region.values_in([n])}
+def _tangents(graph: TrainingGraph, given: Collection[tuple[int, int]]) -> dict[tuple[int, int], int]:
+    """The gradients that the loss makes of results that it is given: for each (region, value), its bytes."""
+    linked = [(link.producer, link.sums.outputs) for link in graph.links if link.producer and link.sums is not None]
+    of_views = {each: outputs for of, outputs in linked for each in _tangent_of(graph, *of)}
+    own = {each for r, at in given for each in _tangent_of(graph, r, at)}
+    return {each: of_views.get(each, _bytes_of(graph, each)) for each in own}
+
+
+def _tangent_of(graph: TrainingGraph, region: int, at: int) -> tuple[tuple[int, int], ...]:
+    of = graph.regions[region]
+    return tuple((region, v) for v in _values(of, of.tangent_at(at)))
 
 
 def with_least_loss(graph: TrainingGraph) -> TrainingGraph | None:
@@ -196,13 +200,13 @@ def _at_once(loop: Loop, graph: TrainingGraph) -> set[tuple[int, int] | None]:
     return {graph.outputs[at] for at in loop.at_once if alone and at < len(graph.outputs)}
 
 
-def _late(graph: TrainingGraph, tangents: Collection[tuple[int, int]], there: int) -> int:
+def _late(graph: TrainingGraph, tangents: Mapping[tuple[int, int], int], there: int) -> int:
     """Of how many of the first calls of a step the gradients of outputs come later than those of the last, of which so
     many bytes were there as the backward pass began.
     """
     late, last = 0, sum(n for n, _ in graph.calls)
     for call, (regions, _) in reversed(list(enumerate(graph.calls))):
-        there -= sum(_bytes_of(graph, (r, v)) for r, v in tangents if last - regions <= r < last)
+        there -= sum(nbytes for (r, _), nbytes in tangents.items() if last - regions <= r < last)
         if there < 0 and call < len(graph.calls) - 1:
             late = call + 1
             break

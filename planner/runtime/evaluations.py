@@ -142,7 +142,8 @@ class Evaluations:
         self._largest = self._took = 0  # bytes of the batch, and of what its call took
         self._others = self._then = 0  # bytes that the loop holds beside the step, now and when that call came
         self._remains = 0  # of what was made from that call on, bytes that were there as the next training call began
-        self._budget = inf  # of the plan, in bytes
+        self._budget: float = inf  # in bytes
+        self._planned = False  # whether a plan says what the loop holds beside
         self._workspaces: dict[str, int] = {}  # of ops, by key
         self._first = MadeStorages()  # the batch of the first call that is looked at
         self.left: list[MadeStorages] = []
@@ -155,7 +156,8 @@ class Evaluations:
         call: Callable[..., Any],
         batch: tuple[Any, Any],
         model: nn.Module,
-        plan: PlanRecord | None,
+        others: int | None,
+        budget: int,
         static: Callable[[], Any],
         may_look: Callable[[], bool],
     ) -> Any:
@@ -165,18 +167,21 @@ class Evaluations:
             call: the model's own.
             batch: arguments of the call.
             model: whose call it is.
-            plan: of its training step; None before the first.
+            others: bytes that the loop holds beside its training step, as the plan has it; None before the first plan.
+            budget: of that step, in bytes.
             static: gives a tree of what is held all the time.
             may_look: says whether a dispatch mode may be switched on here.
         """
         (args, kwargs), device = batch, next(model.parameters()).device
         given = tensors_in(batch)
         here = [t for t in given if t.device == device and t.layout == torch.strided]
-        nbytes, budget = sum(t.nbytes for t in here), inf if plan is None else plan.budget_bytes
-        most = self._largest if budget == inf or self._budget < inf else 0  # what came before the plan was not judged
+        nbytes = sum(t.nbytes for t in here)
+        if others is not None and not self._planned:  # what came before is judged anew, with all that is held
+            self._planned, self._largest, self.warned = True, 0, False
+        most = self._largest
         if self.live is not None and not is_transformed(given):
             self._made |= {storage_key(t) for t in here} <= self.live.made.made.keys()
-        self._others = 0 if plan is None else plan.step.loop.others
+        self._others = others or 0
         hardly = nbytes < LARGER * most and nbytes * (self._others + self._took) <= budget * most
         if self.warned or nbytes <= most or hardly or captures(model) or not may_look():
             self._tell()  # more of what is beside them may be known now
@@ -256,7 +261,7 @@ class Evaluations:
     def _judge(self, live: _Live) -> None:
         """Find what all took at once, with the workspaces of ops where these decide."""
         self._took = live.most
-        if not self.warned and self._others + live.most <= self._budget < inf:
+        if not self.warned and self._others + live.most <= self._budget:
             new = {key: call for key, (_, call) in live.calls.items() if key not in self._workspaces}
             self._workspaces |= workspaces(new, live.device, gradients=False)
             self._took = max([live.most, *(held + self._workspaces[key] for key, (held, _) in live.calls.items())])

@@ -71,6 +71,10 @@ class PlanProvider(Protocol):
     def loop(self) -> Loop:
         """What the training loop does, as far as plans are made for it."""
 
+    @property
+    def budget_bytes(self) -> int:
+        """The budget of its step."""
+
     def on_missing_plan(self, caller: Caller, call: Call) -> Planned:
         """A plan for a kind of call that comes for the first time. Raises PlannerError where there is none."""
 

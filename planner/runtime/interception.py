@@ -163,11 +163,11 @@ class Applied(Holder):
     def _evaluate(self, args: Any, kwargs: Any) -> Any:
         """A call that trains nothing."""
         watch = self.watch = self.watch or (None if self._started else Watch(self.model, self.provider.loop))
-        call = self._unplanned_call()
         if torch.is_grad_enabled() or watch is None:
-            return call(*args, **kwargs)
-        plan = None if self.newest is None else self.newest.record
-        return watch.evaluations.run(call, (args, kwargs), self.model, plan, self.tensors, may_record)
+            return self._unplanned_call()(*args, **kwargs)
+        others = self.newest.record.step.loop.others if self.newest else None
+        call, step = self._unplanned_call(), (self.model, others, self.provider.budget_bytes)
+        return watch.evaluations.run(call, (args, kwargs), *step, self.tensors, may_record)
 
     def _captured(self, args: Any, kwargs: Any) -> Any:
         """A training call while a CUDA graph is captured."""

@@ -263,13 +263,13 @@ class Provider:
         others = [optimizer for optimizer in found if weakref.ref(optimizer) not in counted]
         if others and self._counts(found, role):
             others = []
-        inside = spare and not others and self._fits(seen, before, role, self._free(role) + spare)
+        inside = spare and not others and self._fits(seen, before, role, max(self._tolerance, self._room(role)) + spare)
         there = counted or self.request.optimizer is not None
         first = there and not (stepped or ended or self.heard)  # the first step, and its optimizer is there
         if inside or (first and adds_up(given, self.model, self.request.budget_bytes)):
             return False  # more will be seen before the rest is there
         self.heard += 1
-        free = self._free(role) if self.heard > 1 else self._tolerance  # later, whatever plans leave
+        free = max(self._tolerance, self._room(role) if self.heard > 1 else 0)  # later, whatever plans leave
         if not others and (seen in (before, self.accepted.get(role)) or self._fits(seen, before, role, free)):
             self.accepted[role] = seen
             if role in self.brief:
@@ -340,17 +340,17 @@ class Provider:
         return None if found is None else found[1]
 
     @property
+    def budget_bytes(self) -> int:
+        """See `PlanProvider`."""
+        return self.request.budget_bytes
+
+    @property
     def _tolerance(self) -> int:
         """Bytes that plans are not made anew for."""
-        return self.request.budget_bytes // TOLERANCE
-
-    def _free(self, role: Role) -> int:
-        """Bytes of the budget that no plan takes; at least `_tolerance`."""
-        return max(self._tolerance, self._room(role))
+        return self.budget_bytes // TOLERANCE
 
     def _room(self, role: Role) -> int:
-        peak = self.peaks.get(role, max(self.peaks.values(), default=self.request.budget_bytes))
-        return self.request.budget_bytes - peak
+        return self.budget_bytes - self.peaks.get(role, max(self.peaks.values(), default=self.budget_bytes))
 
     def _fits(self, seen: Loop, before: Loop, role: Role, free: int) -> bool:
         """Whether plans count what was seen of the loop, where it may take so many bytes more than they count."""

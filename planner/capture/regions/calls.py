@@ -45,6 +45,19 @@ class RegionCall:
 
 
 @dataclass(frozen=True, slots=True)
+class ViewSums:
+    """Gradients of all results that are views of one, which are made outside its region; bytes.
+
+    Attributes:
+        at_once: at most while they are added up, with the sum.
+        outputs: of them, those that the model's outputs get.
+    """
+
+    at_once: int
+    outputs: int
+
+
+@dataclass(frozen=True, slots=True)
 class Link:
     """A tensor that regions take from another one, or share.
 
@@ -52,11 +65,13 @@ class Link:
         producer: (region, result) that makes it; None for a parameter or an input of the model.
         uses: (region, argument) of those that take it, in the order of the forward pass.
         held: whether something other than regions holds it to the end of the step, and may give it a gradient.
+        sums: where it is a view that is made outside its region, with the others of the same result.
     """
 
     producer: tuple[int, int] | None
     uses: tuple[tuple[int, int], ...]
     held: bool
+    sums: ViewSums | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,12 +152,13 @@ def parameters_of_calls(calls: Sequence[RegionCall], names: Mapping[int, str]) -
     return {(r, at): names[id(t)] for r, call in regions for at, t in enumerate(call.inputs) if id(t) in names}
 
 
-def links_of(calls: Sequence[RegionCall], output: Sequence[Any]) -> tuple[Link, ...]:
+def links_of(calls: Sequence[RegionCall], output: Sequence[Any], sums: Mapping[int, ViewSums]) -> tuple[Link, ...]:
     """The tensors that regions pass to each other and share.
 
     Args:
         calls: in order.
         output: the leaves of the model's output.
+        sums: as in `Link`, by the tensor's identity.
     """
     seen: dict[int, torch.Tensor] = {}
     producers: dict[int, tuple[int, int]] = {}
@@ -166,7 +182,7 @@ def links_of(calls: Sequence[RegionCall], output: Sequence[Any]) -> tuple[Link, 
         leaf = t.is_leaf and t.requires_grad  # autograd's node for its gradient holds it
         held = leaf or any(s in elsewhere for s in storages(t))
         if key in producers or (len(takers) > 1 and leaf):
-            links.append(Link(producers.get(key), tuple(takers), held))
+            links.append(Link(producers.get(key), tuple(takers), held, sums.get(key)))
     return tuple(links)
 
 

@@ -119,8 +119,15 @@ class Region:
         return next(nodes, None)
 
     def tangent_at(self, at: int) -> Any:
-        """The placeholder of the gradient of the region's result number `at`."""
-        return next((n for n in self.tangents if index_of(getattr(n.meta.get("desc"), "output", None)) == at), None)
+        """The placeholder of the gradient of the region's result number `at`, or of the one that this is a view of."""
+        given = [(n, getattr(n.meta.get("desc"), "output", None)) for n in self.tangents]
+        own = next((n for n, output in given if index_of(output) == at), None)
+        if own is not None:
+            return own
+        values = self.values_in([self.output_at(at)])
+        bases = ((n, index_of(getattr(output, "base_of", output))) for n, output in given)
+        same = (n for n, of in bases if of is not None and self.values_in([self.output_at(of)]) == values)
+        return next(same, None) if values else None
 
     def values_in(self, outputs: Iterable[Any]) -> tuple[int, ...]:
         """The values that a list of output nodes holds alive, each once."""

@@ -14,7 +14,7 @@ from torch import fx, nn
 from torch.autograd.graph import get_gradient_edge
 
 from planner.capture.provenance import running_module
-from planner.capture.regions.calls import RegionCall, version
+from planner.capture.regions.calls import RegionCall, ViewSums, version
 from planner.capture.regions.fingerprint import fingerprint
 from planner.capture.regions.region import Region
 from planner.capture.regions.strides import as_captured, strides_out
@@ -35,10 +35,10 @@ from planner.capture.trace.layers import refuse_parametrized_rnns
 from planner.capture.trace.loss_trace import LossFn, OutsideLoss, differentiable, that_applies, trace_loss
 from planner.capture.trace.recording import EagerCall, Recording, held_by, held_by_variables
 from planner.capture.trace.refusals import in_backward, refusal
-from planner.capture.trace.view_sums import bytes_of_sums, viewed_outside
+from planner.capture.trace.view_sums import View, bytes_of_sums, viewed_outside
 from planner.compat.dynamo import compile_call, forget_compiled
 from planner.core.attributes import attributes_staying, kept_as_attributes
-from planner.core.call import storages
+from planner.core.call import bytes_of_elements, storages
 from planner.core.layout import Order, memory_order
 from planner.core.loop import LaidOut
 from planner.core.maxima import Maxima
@@ -64,6 +64,7 @@ class FakeStep:
             ran between them are among these.
         cut: for each Dynamo graph, by its key, the outputs that were cut off.
         reached: whether, by `gradients()`, a gradient reaches any of the compiled graphs.
+        sums: by the identity of results that are views, and that other graphs take: as in `Link`.
         fed: of the leaves of the model's output, by position, those whose gradient a graph adds to: bytes of each. The
             graph has a place for them, whether it is planned that the loop gives them one or not.
         attributes, replaced: as in `TrainingGraph`.
@@ -93,6 +94,7 @@ class FakeStep:
         self.left: frozenset[int] = frozenset()
         self.attributes: dict[str, int] = {}
         self.replaced: dict[str, int] = {}
+        self.sums: dict[int, ViewSums] = {}
         self.fed: dict[int, int] = {}
         self._arrivals: dict[str, Arrivals] = {}
         self._came: dict[int, Order] = {}  # gradients of results, where the loss is known
@@ -206,7 +208,7 @@ class FakeStep:
         edges = [edge for _, _, edge in results]
         ends = [t for t in leaves(output) if differentiable(t)]
         lost = {id(t) for at, t in enumerate(leaves(output)) if at in unreached}
-        own = {id(call.results[at]) for call, at, _ in results} - lost
+        own = {id(t) for t in ends} - lost
         eager = self._runs_outside()
         try:
             with self.recording.mode, torch.enable_grad():
@@ -221,14 +223,14 @@ class FakeStep:
                     roots, arriving = [loss], None
                 else:
                     roots, arriving = ends, [torch.ones_like(t) for t in ends]
-                views = viewed_outside([t for t in ends if id(t) in own])
+                views = viewed_outside([call.results[at] for call, at, _ in results])
                 if not eager:
                     reached: Sequence[torch.Tensor | None]
                     reached = torch.autograd.grad(roots, edges, arriving, allow_unused=True, retain_graph=bool(views))
                     got = {id(c.results[at]) for (c, at, _), g in zip(results, reached, strict=True) if g is not None}
-                    outside = replace(outside, sums=bytes_of_sums([each for each in views if id(each[0]) in got]))
+                    outside = replace(outside, sums=self._sums([v for v in views if id(v.tensor) in got], own))
                 else:
-                    outside = replace(outside, sums=bytes_of_sums(views))
+                    outside = replace(outside, sums=self._sums(views, own))
                     regions = [call for call in self.calls if call.region is not None]
                     seen = watch_backward(self.recording, regions, self._between, roots, arriving, edges, ends)
                     reached = seen.reached
@@ -254,6 +256,24 @@ class FakeStep:
         # with torch 2.11, Python's collector does not see the cycle from an edge over its graph to this step
         self.calls = [replace(call, edges=()) for call in self.calls]
         return {key: cut.get(key, ()) for key in self.cut}, outside
+
+    def _sums(self, views: Sequence[View], own: Collection[int]) -> int:
+        """The bytes of sums of gradients of views, where outputs of the model are all that these are.
+
+        Those of views that other graphs take are entered.
+
+        Args:
+            views: the results that are such.
+            own: identities of results; of the model's outputs, the others get no gradient.
+        """
+        taken = {id(t) for call in self.calls if call.region is not None for t in call.inputs}
+        inner = {view.of for view in views if id(view.tensor) in taken}
+        for of in inner:
+            group = [view for view in views if view.of == of]
+            outputs = bytes_of_elements([view.tensor for view in group if id(view.tensor) in own])
+            found = ViewSums(bytes_of_sums(group), outputs)
+            self.sums |= dict.fromkeys((id(view.tensor) for view in group), found)
+        return bytes_of_sums([view for view in views if view.of not in inner and id(view.tensor) in own])
 
     def orders(self, output: Any, laid_out: LaidOut | None) -> dict[str, LaidOut]:
         """For each Dynamo graph that takes them so, the outputs whose gradients come in other layouts than their own.

@@ -8,6 +8,7 @@ and adds these up, before the graph's backward pass begins.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -15,13 +16,20 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from planner.capture.trace.loss_trace import LiveBytes
 
 
-def viewed_outside(outputs: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, GradientEdge]]:
-    """Those of some differentiable outputs that are such views, each with the edge to the result that it is of."""
-    found = ((t, _edge_to_graph(get_gradient_edge(t))) for t in outputs)
-    return [(t, edge) for t, edge in found if edge is not None and edge.node is not t.grad_fn]
+class View(NamedTuple):
+    """A result of a graph that is such a view, and the edge of autograd's graph to the result that it is of."""
+
+    tensor: torch.Tensor
+    of: GradientEdge
 
 
-def bytes_of_sums(views: Sequence[tuple[torch.Tensor, GradientEdge]]) -> int:
+def viewed_outside(results: Sequence[torch.Tensor]) -> list[View]:
+    """Those of some differentiable results of graphs that are such views."""
+    found = ((t, _edge_to_graph(get_gradient_edge(t))) for t in results)
+    return [View(t, edge) for t, edge in found if edge is not None and edge.node is not t.grad_fn]
+
+
+def bytes_of_sums(views: Sequence[View]) -> int:
     """The most bytes of their gradients, and of the gradients of the results, at once; the graphs stay.
 
     The views' own are taken to be there when the first is added, as a loss that reads them all leaves them.
@@ -32,7 +40,7 @@ def bytes_of_sums(views: Sequence[tuple[torch.Tensor, GradientEdge]]) -> int:
     seeds = [torch.ones((), dtype=t.dtype, device=t.device).expand_as(t) for t in scaled]
     meter = LiveBytes()
     with meter:
-        torch.autograd.grad(scaled, [*dict.fromkeys(edge for _, edge in views)], seeds, retain_graph=True)
+        torch.autograd.grad(scaled, [*dict.fromkeys(of for _, of in views)], seeds, retain_graph=True)
     return meter.peak
 
 
