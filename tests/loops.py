@@ -800,6 +800,30 @@ def actor_of_a_critic(put: Put, ended: Ended) -> None:
         ended(loss)
 
 
+def actor_and_critic_with_a_target(put: Put, ended: Ended) -> None:
+    """Both are planned: the critic's first plan does not count its target, and takes what is left of the budget."""
+    torch.manual_seed(0)
+    critic, actor = mlp(depth=3, out=1), mlp(depth=3)
+    target = copy.deepcopy(critic).requires_grad_(False)
+    critic, actor = put(critic), put(actor)
+    optimizers = [torch.optim.Adam(model.parameters()) for model in (critic, actor)]
+    for _ in range(STEPS):
+        x = torch.randn(256, 64)
+        with torch.no_grad():
+            wanted = target(x) + 1
+        optimizers[0].zero_grad()
+        F.mse_loss(critic(x), wanted).backward()
+        optimizers[0].step()
+        loss = -critic(actor(x).tanh()).mean()
+        optimizers[1].zero_grad()
+        loss.backward()
+        optimizers[1].step()
+        with torch.no_grad():
+            for old, new in zip(target.parameters(), critic.parameters(), strict=True):
+                old.lerp_(new, 0.01)
+        ended(loss)
+
+
 class InParts(nn.Module):
     """Returns parts of one tensor, as an encoder does its means and variances, or a transformer its first token."""
 
@@ -3844,6 +3868,7 @@ LOOPS: dict[str, Loop] = {
     "similar_views_leaner": Loop(similar_views, share=0.64, thorough=True),
     "normalized_views": Loop(normalized_views, share=0.64, thorough=True),
     "actor_of_a_critic": Loop(actor_of_a_critic, share=0.7),
+    "actor_and_critic_with_a_target": Loop(actor_and_critic_with_a_target, share=0.6, plans=5),
     "parts_of_one": Loop(parts_of_one),
     "parts_across_graphs": Loop(parts_across_graphs),
     "unrolled": Loop(unrolled, plans=4, off=0.02, share=0.9),

@@ -5,6 +5,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from planner.core.loop import Loop as Known
+from planner.core.loop import LossSeen
 from planner.session.growth import Growth
 
 from .loop_harness import Loop, differences, judged
@@ -60,5 +61,13 @@ def test_a_budget_that_only_lacks_what_is_foreseen_suffices():
     assert growth.foreseen((), Known(around=2000), Known(around=1000), BUDGET) == Known(around=2000)  # once may be all
     planned = growth.foreseen((), seen, Known(around=2000), BUDGET)
     assert planned.around > seen.around
-    assert growth.taken_back((), growth.without((), planned)) == seen
-    assert growth.without((), seen) is None
+    (without,) = growth.lesser((), planned, 1)  # which does not suffice, either: it is still counted
+    assert without == seen == next(growth.lesser((), planned, 1))
+    assert [*growth.lesser((), seen, 1)] == []
+
+
+def test_other_planned_models_take_less_where_no_plan_fits():
+    loss = LossSeen(100, 0, 5000, 0, 0, others=3000)
+    (leaner,) = Growth().lesser((), Known(loss=loss), 2000)
+    assert leaner.loss == LossSeen(100, 0, 3000, 0, 0, others=1000)
+    assert [*Growth().lesser((), Known(loss=loss), 4000)] == []

@@ -174,6 +174,17 @@ class Loop:
         """Bytes of all that the loop holds beside the planned step."""
         return self.beside + self.around + self.left_over
 
+    def with_leaner_others(self, nbytes: int) -> Loop | None:
+        """The loop if other planned models take so many bytes less while it computes its loss; None if they cannot.
+
+        What they take is their plans' choice: these are made for what is held beside them, within the same budget.
+        """
+        loss = self.loss
+        if loss is None or loss.others < nbytes:
+            return None
+        names = ("forward", "backward", "computed", "computed_later", "between", "between_later", "others")
+        return replace(self, loss=replace(loss, **{each: max(0, getattr(loss, each) - nbytes) for each in names}))
+
     def more_than(self, other: Loop) -> int:
         """Bytes that it holds beside the planned step, and another one does not, in steps with equal outputs."""
         most = max((loop.loss.output_bytes for loop in (self, other) if loop.loss is not None), default=0)

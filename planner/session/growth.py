@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from planner.core.loop import Loop, same_facts
@@ -15,11 +16,14 @@ OFTEN = 4  # times: from then on plans count as much again as it has grown by, s
 
 @dataclass(slots=True)
 class _Grown:
-    """How a loop has grown around calls in one role: how often, by how many bytes, and those counted ahead of it."""
+    """How a loop has grown around calls in one role: how often, by how many bytes, and those counted ahead of it; and
+    by how many less than was seen its other planned models are taken to need.
+    """
 
     times: int = 0
     nbytes: int = 0
     ahead: int = 0
+    leaner: int = 0
 
 
 class Growth:
@@ -36,9 +40,14 @@ class Growth:
             seen: the loop, as it was seen.
             before: the one that plans are for.
         """
-        spare = before.more_than(seen)
         grown = self._grown.get(role)
-        return replace(seen, around=seen.around + spare) if grown and 0 <= spare <= grown.ahead else seen
+        if grown is None:
+            return seen
+        if grown.leaner and seen.loss is not None and before.loss is not None:  # they need not have been planned anew
+            more = max(0, seen.loss.others - before.loss.others)
+            seen = seen.with_leaner_others(min(grown.leaner, more)) or seen
+        spare = before.more_than(seen)
+        return replace(seen, around=seen.around + spare) if 0 <= spare <= grown.ahead else seen
 
     def foreseen(self, role: Role, seen: Loop, before: Loop, budget: int) -> Loop:
         """The loop to make plans for, which `before` do not suffice for: one that only holds somewhat more than before
@@ -54,12 +63,18 @@ class Growth:
             grown.ahead = grown.nbytes if grown.times >= OFTEN else min(STEPS * more, budget // AHEAD)
         return replace(seen, around=seen.around + grown.ahead)
 
-    def without(self, role: Role, loop: Loop) -> Loop | None:
-        """The loop as it is now; None where that is all that is counted of it."""
-        grown = self._grown.get(role)
-        return replace(loop, around=loop.around - grown.ahead) if grown and grown.ahead else None
+    def lesser(self, role: Role, loop: Loop, over: int) -> Iterator[Loop]:
+        """Loops that hold less than one for which every plan is over the budget, by so many bytes.
 
-    def taken_back(self, role: Role, now: Loop) -> Loop:
-        """That loop, as nothing is counted ahead any more."""
-        self._grown[role].ahead = 0
-        return now
+        As it is now, if more is counted ahead: if that is taken, nothing is any more. And with less of what other
+        planned models take, whose plans are made for what is held beside them.
+        """
+        grown = self._grown.setdefault(role, _Grown())
+        if ahead := grown.ahead:
+            grown.ahead = 0
+            yield replace(loop, around=loop.around - ahead)
+            grown.ahead = ahead
+        if (leaner := loop.with_leaner_others(over)) is not None:
+            before, grown.leaner = grown.leaner, over
+            yield leaner
+            grown.leaner = before

@@ -222,13 +222,13 @@ class Provider:
             return leanest(make, request) if request.loop.unused else make(request, known=self.known)
         except InfeasibleBudgetError as e:
             loop, least, (now_least, gb_needed) = request.loop, e.minimum_bytes, (e.minimum_bytes, e.minimum_gb)
-            if (now := self.growth.without(role := role_of(_kind(request)), loop)) is not None:
+            for now in self.growth.lesser(role := role_of(_kind(request)), loop, least - self.budget_bytes):
                 try:
                     planned = make(replace(request, loop=now), known=self.known)
                 except InfeasibleBudgetError as without:  # an error that is kept would hold the batch
                     now_least, gb_needed = without.minimum_bytes, without.minimum_gb
                 else:
-                    self._make_for(self.growth.taken_back(role, now), role)
+                    self._make_for(now, role)
                     return planned
             late = self.heard > 1 and self.calls > EARLY and captured is not None
             hardly = loop != self.request.loop and (late or least <= request.budget_bytes * (1 + HARDLY))
