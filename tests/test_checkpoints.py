@@ -7,7 +7,12 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    checkpoint_sequential,
+    create_selective_checkpoint_contexts,
+)
 
 from planner import OptionError, plan
 
@@ -103,6 +108,30 @@ def test_a_plan_around_them_goes_below_what_they_reach(tmp_path):
 
 
 @pytest.mark.compat
+class InSegments(nn.Module):
+    def __init__(self, options):
+        super().__init__()
+        self.layers, self.options = nn.Sequential(nn.Linear(64, 64), *(Block(norm=False) for _ in range(6))), options
+
+    def forward(self, x):
+        return checkpoint_sequential(self.layers, 3, x, **self.options).square().mean()
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("options", [{"use_reentrant": False}, {"use_reentrant": True, "preserve_rng_state": True}])
+def test_segments_of_a_sequence_are_planned_and_go_below_what_they_reach(options, tmp_path):
+    torch.manual_seed(0)
+    case = Case(InSegments(options), {"x": torch.randn(512, 64, requires_grad=True)}, lambda loss: loss)
+    eager, own = results(case), held_before(case) + step_peak(case, tmp_path)
+    p = plan(case.model, case.batch, budget_gb=0.9 * own / 2**30)
+    p.apply()
+    ours, measured = results(case), held_before(case) + step_peak(case, tmp_path)
+    assert measured == pytest.approx(p.peak_bytes, rel=0.002)
+    assert measured <= 0.9 * own
+    for key, value in eager.items():
+        assert torch.equal(ours[key], value), key
+
+
 @pytest.mark.parametrize("checkpoints", [*more("replace"), "keep"])
 def test_running_statistics_are_updated_once(checkpoints):
     """Eager checkpointing updates them twice."""

@@ -324,9 +324,9 @@ def _warn_of_ways(model: nn.Module, traces: Mapping[float | None, Trace], planne
         those = iter(runs[planned])
         if not all(op in those for op in ops):
             warn(
-                f"{type(model).__name__} decides by random numbers which of its modules run, in which order, and the "
-                "plan is for one of these ways: a step that goes another one may take more than the budget. Give "
-                "forward() the order as an argument, or leave room"
+                f"{type(model).__name__} decides by random numbers which ops its modules run, or in which order, and "
+                "the plan is for one of these ways: a step that goes another one may take more than the budget. Give "
+                "forward() what it draws as an argument, or leave room"
             )
             return
 

@@ -35,6 +35,7 @@ from planner.capture.trace.layers import capturable_layers, rnns_traced
 from planner.capture.trace.out_of_sight import out_of_sight
 from planner.capture.trace.quiet import collector_paused, quietly
 from planner.capture.trace.recording import Recording
+from planner.capture.trace.sequential import trace_sequential_checkpoints
 from planner.compat import pytree
 from planner.compat.autograd import like_eager
 from planner.compat.dynamo import aot_autograd, dynamo_config, functorch_config
@@ -69,6 +70,7 @@ def dynamo_settings() -> Iterator[None]:
     call: neither may happen here. Nor may a hook that comes after the first step be overlooked, nor NumPy's random
     numbers be drawn from another generator than without a plan, nor DistributedDataParallel cut graphs at its buckets.
     """
+    trace_sequential_checkpoints()
     words = ("debug", "info", "warn", "error", "exception", "critical", "log")
     methods = {f for name, f in vars(logging.Logger).items() if name.startswith(words)}
     with (
