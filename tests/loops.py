@@ -824,23 +824,6 @@ def actor_and_critic_with_a_target(put: Put, ended: Ended) -> None:
         ended(loss)
 
 
-def lookahead(put: Put, ended: Ended) -> None:
-    """The slow weights are a list that is there from the start, and used at every second step."""
-    model = put(mlp(width=256))
-    optimizer = torch.optim.Adam(model.parameters())
-    slow = [p.detach().clone() for p in model.parameters()]
-    for step in range(STEPS):
-        loss = model(torch.randn(512, 256)).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        if step % 2:
-            with torch.no_grad():
-                for fast, before in zip(model.parameters(), slow, strict=True):
-                    fast.copy_(before.lerp_(fast, 0.5))
-        ended(loss)
-
-
 class InParts(nn.Module):
     """Returns parts of one tensor, as an encoder does its means and variances, or a transformer its first token."""
 
@@ -3886,7 +3869,6 @@ LOOPS: dict[str, Loop] = {
     "normalized_views": Loop(normalized_views, share=0.64, thorough=True),
     "actor_of_a_critic": Loop(actor_of_a_critic, share=0.7),
     "actor_and_critic_with_a_target": Loop(actor_and_critic_with_a_target, share=0.6, plans=5),
-    "lookahead": Loop(lookahead),
     "parts_of_one": Loop(parts_of_one),
     "parts_across_graphs": Loop(parts_across_graphs),
     "unrolled": Loop(unrolled, plans=4, off=0.02, share=0.9),

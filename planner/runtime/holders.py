@@ -127,27 +127,15 @@ def paths_to(held: Held, storages: Collection[int]) -> set[Path]:
     return {path for key in held.paths.keys() & storages for path in held.paths[key]}
 
 
-def copies_of(held: Held, parameters: Mapping[str, int], device: torch.device) -> dict[int, int]:
+def copies_of(held: Held, names: Collection[str], device: torch.device) -> dict[int, int]:
     """The bytes of the storages on a device that are copies of a model's state: a container has tensors by the names of
-    all parameters, as `copy.deepcopy(model.state_dict())` has, or of the sizes of all, as `[p.clone() for p in
-    model.parameters()]` has. O(paths).
-
-    Args:
-        held: by the loop's variables.
-        parameters: of the model: name -> bytes.
-        device: where the model is.
+    all parameters, as `copy.deepcopy(model.state_dict())` has. O(paths).
     """
     found: dict[Path, dict[Any, int]] = defaultdict(dict)
     for key, paths in held.paths.items():
         for path in paths if held.sizes[key][0] == device else ():
             found[path[:-1]][path[-1]] = key
-    sizes = sorted(parameters.values()) if len(parameters) > 1 else None
-
-    def is_copy(inner: Mapping[Any, int]) -> bool:
-        named = len(inner.keys() & parameters.keys()) >= min(len(parameters), _MOST)
-        return named or sorted(held.sizes[key][1] for key in inner.values()) == sizes
-
-    copies = [inner for inner in found.values() if is_copy(inner)]
+    copies = [inner for inner in found.values() if len(inner.keys() & {*names}) >= min(len(names), _MOST)]
     return {key: held.sizes[key][1] for inner in copies for key in inner.values()}
 
 
