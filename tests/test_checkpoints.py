@@ -107,7 +107,6 @@ def test_a_plan_around_them_goes_below_what_they_reach(tmp_path):
     assert all(torch.equal(ours[key], value) for key, value in everything.items())
 
 
-@pytest.mark.compat
 class InSegments(nn.Module):
     def __init__(self, options):
         super().__init__()
@@ -132,6 +131,7 @@ def test_segments_of_a_sequence_are_planned_and_go_below_what_they_reach(options
         assert torch.equal(ours[key], value), key
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize("checkpoints", [*more("replace"), "keep"])
 def test_running_statistics_are_updated_once(checkpoints):
     """Eager checkpointing updates them twice."""
