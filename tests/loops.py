@@ -824,6 +824,47 @@ def actor_and_critic_with_a_target(put: Put, ended: Ended) -> None:
         ended(loss)
 
 
+class Lookahead:
+    """Slow weights beside those that an optimizer steps; every second step, the weights become these.
+
+    Args:
+        base: the optimizer.
+        at_once: whether the slow weights are there from the start, in lists; else each comes to the state as it is
+            first needed, as in timm.
+    """
+
+    def __init__(self, base: torch.optim.Optimizer, *, at_once: bool) -> None:
+        self.base, self.steps = base, 0
+        self.slow = [[p.detach().clone() for p in group["params"]] for group in base.param_groups] if at_once else None
+
+    def _slow(self, group: int, at: int, p: torch.Tensor) -> torch.Tensor:
+        if self.slow is not None:
+            return self.slow[group][at]
+        state = self.base.state[p]
+        return state["slow"] if "slow" in state else state.setdefault("slow", p.detach().clone())
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.base.step()
+        self.steps += 1
+        if self.steps % 2:
+            return
+        for at, group in enumerate(self.base.param_groups):
+            for i, p in enumerate(group["params"]):
+                p.copy_(self._slow(at, i, p).lerp_(p, 0.5))
+
+
+def lookahead(put: Put, ended: Ended, *, at_once: bool = True) -> None:
+    model = put(mlp(width=256))
+    optimizer = Lookahead(torch.optim.Adam(model.parameters()), at_once=at_once)
+    for _ in range(STEPS):
+        loss = model(torch.randn(512, 256)).square().mean()
+        model.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ended(loss)
+
+
 class InParts(nn.Module):
     """Returns parts of one tensor, as an encoder does its means and variances, or a transformer its first token."""
 
@@ -3869,6 +3910,8 @@ LOOPS: dict[str, Loop] = {
     "normalized_views": Loop(normalized_views, share=0.64, thorough=True),
     "actor_of_a_critic": Loop(actor_of_a_critic, share=0.7),
     "actor_and_critic_with_a_target": Loop(actor_and_critic_with_a_target, share=0.6, plans=5),
+    "lookahead": Loop(lookahead),
+    "lookahead_late": Loop(partial(lookahead, at_once=False), plans=3),
     "parts_of_one": Loop(parts_of_one),
     "parts_across_graphs": Loop(parts_across_graphs),
     "unrolled": Loop(unrolled, plans=4, off=0.02, share=0.9),

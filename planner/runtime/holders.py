@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from types import CodeType, FrameType, ModuleType, NoneType
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 from planner.compat.frames import frame_of
-from planner.compat.tensors import storage_key
+from planner.compat.tensors import no_dispatch, storage_key
 from planner.core.frames import variables_of
 from planner.errors import users_frame
 from planner.runtime.made import Made
@@ -22,6 +23,8 @@ from planner.runtime.rebound import names_of_result
 _DEEPEST = 6  # objects in objects: those of an encoder and a decoder have keys and values of layers there
 _MOST, _MOST_HELD = 512, 8192  # looked into for one variable, and looked at: it may hold a whole data set
 _PLAIN = {int, float, bool, str, bytes, complex, NoneType, type, ModuleType, torch.dtype, torch.device}
+_DENSE = {torch.Tensor, nn.Parameter}
+_NEAR = 0.25  # of the square of the weights' length: that of the distance of a copy from them, at most
 Path = tuple[Any, ...]  # an owner, a variable's name, and keys or attributes
 
 
@@ -32,6 +35,7 @@ class Held:
     Attributes:
         paths: storages, each with the paths that lead to it.
         sizes: the device and the bytes of each.
+        tensors: one of those that have it.
         owners: what paths may begin with: the functions' frames, by identity; and None, for variables that functions
             share and those of modules.
         inner: the innermost function's frame, by identity, and its code.
@@ -39,6 +43,7 @@ class Held:
 
     paths: dict[int, set[Path]] = field(default_factory=dict)
     sizes: dict[int, tuple[torch.device, int]] = field(default_factory=dict)
+    tensors: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)
     owners: set[int | None] = field(default_factory=lambda: {None})
     inner: tuple[int, CodeType] | None = None
 
@@ -101,6 +106,7 @@ def held_in(thread: int) -> Held:
             for path, t in found:
                 held.paths.setdefault(key := storage_key(t), set()).add((_owner(frame, name), name, *path))
                 held.sizes[key] = t.device, t.untyped_storage().nbytes()
+                held.tensors.setdefault(key, weakref.ref(t))
         frame = users_frame(frame.f_back)
     return held
 
@@ -127,16 +133,46 @@ def paths_to(held: Held, storages: Collection[int]) -> set[Path]:
     return {path for key in held.paths.keys() & storages for path in held.paths[key]}
 
 
-def copies_of(held: Held, names: Collection[str], device: torch.device) -> dict[int, int]:
-    """The bytes of the storages on a device that are copies of a model's state: a container has tensors by the names of
-    all parameters, as `copy.deepcopy(model.state_dict())` has. O(paths).
+def copies_of(held: Held, parameters: Mapping[str, nn.Parameter], device: torch.device) -> dict[int, int]:
+    """The bytes of the storages on a device that are copies of a model's state.
+
+    A container has tensors by the names of all parameters, as `copy.deepcopy(model.state_dict())` has; or is a list of
+    as many and of their shapes, as `[p.clone() for p in model.parameters()]`, whose values are near theirs: those of a
+    list of gradients are not. O(paths), and the elements of such lists.
     """
     found: dict[Path, dict[Any, int]] = defaultdict(dict)
     for key, paths in held.paths.items():
         for path in paths if held.sizes[key][0] == device else ():
             found[path[:-1]][path[-1]] = key
-    copies = [inner for inner in found.values() if len(inner.keys() & {*names}) >= min(len(names), _MOST)]
+    first = [*parameters.values()][:_MOST]
+    own = {storage_key(p) for p in first}
+
+    def is_copy(inner: Mapping[Any, int]) -> bool:
+        if len(inner.keys() & parameters.keys()) >= len(first):
+            return True
+        tensors = [held.tensors[inner[i]]() for i in range(len(inner)) if i in inner and inner[i] not in own]
+        return len(inner) == len(tensors) == len(first) > 1 and _near(tensors, first)
+
+    copies = [inner for inner in found.values() if is_copy(inner)]
     return {key: held.sizes[key][1] for inner in copies for key in inner.values()}
+
+
+def _near(tensors: Sequence[torch.Tensor | None], parameters: Sequence[torch.Tensor]) -> bool:
+    """Whether these tensors have the parameters' shapes and, as one vector all together, nearly their values."""
+    apart = of_parameters = 0.0
+    for t, p in zip(tensors, parameters, strict=True):
+        if (
+            t is None
+            or type(t) not in _DENSE
+            or type(p) not in _DENSE
+            or t.shape != p.shape
+            or not p.is_floating_point()
+        ):
+            return False
+        with no_dispatch(), torch.no_grad():
+            apart += float((t - p).square_().sum(dtype=torch.float32))
+            of_parameters += float(p.square().sum(dtype=torch.float32))
+    return apart < _NEAR * of_parameters
 
 
 def bound_anew(now: Held, bound: Collection[Path], storages: Collection[int]) -> set[int]:

@@ -11,8 +11,9 @@ from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from planner.compat.modules import each_parameter
+from planner.compat.pytree import tree_leaves
 from planner.compat.tensors import entries_of
-from planner.core.call import gradient_of
+from planner.core.call import gradient_of, storages
 from planner.requests.optimizers import trained_by, wraps_another
 
 
@@ -45,11 +46,24 @@ class ModelsOptimizers:
         self._model = weakref.ref(model)
         self._stepped: list[weakref.ref[optim.Optimizer]] = []
         self._seen: weakref.WeakSet[optim.Optimizer] = weakref.WeakSet()  # of all models
+        self._kept: dict[int, int] = {}  # the tensors and numbers in the state of each, by identity
         self.entries: dict[str, int] = {}
 
     def all(self) -> list[optim.Optimizer]:
         """Those that have stepped, and still exist."""
         return [optimizer for ref in self._stepped if (optimizer := ref()) is not None]
+
+    def late_state(self, counted: int) -> int:
+        """Bytes of their states beyond those that plans count, as of slow weights that come with every tenth step; 0
+        where nothing has come to a state since this was last asked, and where one is new. O(parameters).
+        """
+        states = {id(optimizer): [*optimizer.state.values()] for optimizer in self.all()}
+        before, self._kept = self._kept, {at: sum(map(len, state)) for at, state in states.items()}
+        if self._kept == before or not self._kept.keys() <= before.keys() or (model := self._model()) is None:
+            return 0
+        device = next(model.parameters()).device
+        there = [t for t in tree_leaves([*states.values()]) if isinstance(t, torch.Tensor) and t.device == device]
+        return max(0, sum(storages(there).values()) - counted)
 
     @property
     def any_seen(self) -> bool:

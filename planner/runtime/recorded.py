@@ -326,8 +326,7 @@ def _copies(recorder: Recorder) -> dict[int, int]:
     if (model := recorder.model()) is None:
         return {}
     copied = storages([t for t in tensors_of_copies(model) if takes_memory(t, recorder.device)])
-    names = [name for name, _ in model.named_parameters()]
-    return copied | copies_of(held_in(recorder.thread), names, recorder.device)
+    return copied | copies_of(held_in(recorder.thread), dict(model.named_parameters()), recorder.device)
 
 
 def _gradients_outside(recorder: Recorder) -> dict[int, int]:

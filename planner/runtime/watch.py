@@ -77,8 +77,7 @@ class Watch:
         self._called_compiled = False  # by a function that torch.compile made, in which ops are not seen
         self.doubted: Sequence[int] = ()
         self.first, self.between = True, 0  # bytes that the loop made between the calls of a step, and that stayed
-        self._loss_at = -1  # of what may be the loss, or not, its position among the leaves of the output
-        self._tries = self._in_vain = 0
+        self._tries, self._in_vain, self._loss_at = 0, 0, -1  # the position of what may be the loss in the output
         # calls whose only backward pass adds to no gradient (`autograd.grad`); threads, of which several show no loop
         self._asks, self._threads = set[Role](), set[int]()
         self._rounds = Rounds()  # of the calls that began while no other one waited
@@ -142,8 +141,9 @@ class Watch:
         elif recorder is None and self.first and not self.settled:
             self._missed()
         left -= min(self.evaluations.renewed(self._bound), self._renewed) if left else 0
-        if left > (targets := self._targets if self.evaluations.made_batch else 0):
-            self._learnt.finds(Loop(around=left - targets))
+        left -= self._targets if self.evaluations.made_batch else 0
+        if (more := max(left, 0 if self.loop.stateless else self.stepped.late_state(self._state))) > 0:
+            self._learnt.finds(Loop(around=more))
         self._note(parameters, sum(left_over.values()))
         return self.loop
 
