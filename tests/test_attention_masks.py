@@ -358,10 +358,29 @@ def test_an_input_tells_a_mask_where_it_holds_ones_only(mask, padding, told):
     assert {seen[:2] for seen in planned} == {told}
 
 
-@pytest.mark.parametrize("padded", [*more(((0, 1, 2, 3, 4, 5),), ((0,),)), (1, 2, 4)])
-def test_padded_batches_and_others_have_plans_of_their_own(padded):
+class Later(Padded):
+    """A graph runs before that of the mask, as where embeddings are told to require gradients (PEFT does)."""
+
+    def forward(self, x, padding):
+        x = 2 * x
+        torch._dynamo.graph_break()
+        return super().forward(x, padding)
+
+
+def test_an_input_tells_a_mask_after_a_graph_break():
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(4, LENGTH, 16), "padding": torch.ones(4, LENGTH, dtype=torch.long)}
+    _, planned = compared(Case(Later(causal), batch, lambda out: out.square().mean()))
+    assert {seen[:2] for seen in planned} == {(False, True)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "padded"),
+    [*more((Padded, (0, 1, 2, 3, 4, 5)), (Padded, (0,)), (Later, (0, 3))), (Padded, (1, 2, 4)), (Later, (1, 2, 4))],
+)
+def test_padded_batches_and_others_have_plans_of_their_own(kind, padded):
     def loop(put, ended):
-        model = put(Padded(causal))
+        model = put(kind(causal))
         optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
         for step in range(6):
             x, padding = torch.randn(8, LENGTH, 16), torch.ones(8, LENGTH, dtype=torch.long)

@@ -114,18 +114,18 @@ class Runtime(Applied):
 
         traces = traces_of(self.model)
         compiler = op_by_op(self.checkpoints, step_in_backward=self.step_in_backward, traces=traces)
-        backend = make_backend(self.regions.serving(recipe), compiler, is_first=lambda: own._is_first())
+        backend = make_backend(self.regions.serving(recipe), compiler, asks=lambda: own._asks())
         return compile_call(module or self.model, backend, settings)
 
-    def _is_first(self) -> bool:
-        """Whether no graph has run in this call, so that the values of its inputs may tell which one does."""
+    def _asks(self) -> bool:
+        """Whether the values of a graph's inputs may tell which graph runs."""
         if captures(self.model):
             raise ApplyError(
                 "a mask of attention is asked whether it holds ones only, which a CUDA graph cannot: call the model "
                 "without an attention_mask that lets everything through, or remove() the plan"
             )
         self.asks_ones = True
-        return not self.regions.calls
+        return True
 
     def like(self, model: nn.Module) -> Runtime:
         shapes, steps = self.shapes.without_families(), self.step_in_backward

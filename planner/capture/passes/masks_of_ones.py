@@ -18,6 +18,7 @@ from planner.capture.passes.mask_values import checkpointed_in
 from planner.compat.fake import FakeTensor
 from planner.compat.tensors import no_dispatch
 
+OF_ONES = "whether an attention mask holds ones only"
 Served = Callable[..., Any]
 
 

@@ -158,7 +158,7 @@ def traced_alike() -> Iterator[None]:
 
 
 def make_backend(
-    serve: Serve, compiler: GraphCompiler = OP_BY_OP, is_first: Callable[[], bool] = lambda: False
+    serve: Serve, compiler: GraphCompiler = OP_BY_OP, asks: Callable[[], bool] = lambda: False
 ) -> Callable[..., Any]:
     """A `torch.compile` backend that leaves every decision to `serve`.
 
@@ -167,7 +167,7 @@ def make_backend(
             in its place. The function takes a partition: region -> its forward and backward graphs; inputs;
             what is to become of gradients that arrive, or do not; and a compiler, or None for the one here.
         compiler: a Dynamo graph, example inputs, a partition and gradients that arrive -> its compiled call.
-        is_first: whether no graph has run yet in this call of the model; another one can still come in its place.
+        asks: called where what the inputs of a graph hold may tell which graph runs; whether it does.
     """
 
     def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -175,7 +175,7 @@ def make_backend(
         sizes = [None if isinstance(x, torch.Tensor) else x for x in inputs]
 
         def may_tell() -> bool:
-            return world_size() == 1 and is_first()  # several processes run the same graphs
+            return world_size() == 1 and asks()  # several processes run the same graphs
 
         def served(graph: fx.GraphModule, given: Sequence[Any]) -> Callable[..., Any]:
             return serve(graph, _compiling(graph, sizes, compiler), given)

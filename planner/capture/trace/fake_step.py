@@ -13,6 +13,7 @@ import torch
 from torch import fx, nn
 from torch.autograd.graph import get_gradient_edge
 
+from planner.capture.passes.masks_of_ones import OF_ONES
 from planner.capture.provenance import running_module
 from planner.capture.regions.calls import RegionCall, ViewSums, version
 from planner.capture.regions.fingerprint import fingerprint
@@ -69,6 +70,7 @@ class FakeStep:
             graph has a place for them, whether it is planned that the loop gives them one or not.
         attributes, replaced: as in `TrainingGraph`.
         left: the storages of tensors that modules hold after the call, by `storage_key`.
+        asked: what the inputs of graphs are asked for after other graphs have run.
         frames: how many frames torch.compile took; with more than one, Python runs between the graphs.
     """
 
@@ -89,6 +91,7 @@ class FakeStep:
         self.laid_out = dict(laid_out or {})
         self.calls: list[RegionCall] = []
         self.cut: dict[str, tuple[int, ...]] = {}
+        self.asked: tuple[str, ...] = ()
         self.frames = 0
         self.reached = False
         self.left: frozenset[int] = frozenset()
@@ -123,7 +126,7 @@ class FakeStep:
         """The output of the compiled model; with `whole`, what breaks the graph is raised."""
 
         def compiled_call(module: nn.Module) -> Callable[..., Any]:
-            backend = make_backend(self._serve, self.compiler, is_first=lambda: not self.calls)
+            backend = make_backend(self._serve, self.compiler, asks=self._asks)
             return compile_call(module, backend, self._frame_begins, whole=whole)
 
         compiled, apart = compiled_call(model), Apart(model, self.paths, compiled_call)
@@ -135,6 +138,11 @@ class FakeStep:
                 self.recording.pause()
                 for each in (compiled, *(call for _, call in apart.inner)):
                     forget_compiled(each)
+
+    def _asks(self) -> bool:
+        if self.calls:
+            self.asked = (OF_ONES,)
+        return True
 
     def nothing_captured(self, model: nn.Module, args: Any, kwargs: Any, maxima: Maxima | None) -> CaptureError:
         """The error for a model whose graph breaks in a loop or block, so that torch.compile leaves all of it alone."""

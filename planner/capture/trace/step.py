@@ -222,7 +222,7 @@ def _captured(
                     fed=step.fed,
                     output_bytes=bytes_of_elements(ends),
                     maxima=maxima if any(is_size(n) for region in regions for n in region.primals) else None,
-                    asked=asked,
+                    asked=(*asked, *step.asked),
                     chance=answers.chance,
                     attributes=step.attributes,
                     replaced=step.replaced,
