@@ -824,6 +824,49 @@ def actor_and_critic_with_a_target(put: Put, ended: Ended) -> None:
         ended(loss)
 
 
+class EncodesByName(nn.Module):
+    """An encoder that the loop calls by its name, and that keeps its means and deviations, of which a loss is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.mean, self.deviation = nn.Linear(64, 128), nn.Linear(128, 64), nn.Linear(128, 64)
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.body(x).relu()
+        self.mu, self.log = self.mean(h), self.deviation(h)
+        return self.mu + torch.randn_like(self.log) * self.log.exp()
+
+    def divergence(self) -> torch.Tensor:
+        return -0.5 * (1 + self.log - self.mu**2 - self.log.exp() ** 2).sum(1).mean()
+
+
+def encoded_by_name(put: Put, ended: Ended) -> None:
+    model = put(EncodesByName())
+    optimizer = torch.optim.Adam(model.parameters())
+    x = torch.randn(2000, 64)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        z = model.encode(x)
+        loss = F.mse_loss(z, x) + model.divergence() / 2000
+        loss.backward()
+        optimizer.step()
+        ended(loss)
+
+
+def one_for_two_modules(put: Put, ended: Ended) -> None:
+    """What the loop computes of one module's result goes into two others."""
+    model = put(EncodesByName())
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(STEPS):
+        x = torch.randn(2000, 64)
+        h = model.body(x).relu()
+        loss = F.mse_loss(model.mean(h), x) + model.deviation(h).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ended(loss)
+
+
 class Lookahead:
     """Slow weights beside those that an optimizer steps; every second step, the weights become these.
 
@@ -3910,6 +3953,8 @@ LOOPS: dict[str, Loop] = {
     "normalized_views": Loop(normalized_views, share=0.64, thorough=True),
     "actor_of_a_critic": Loop(actor_of_a_critic, share=0.7, thorough=True),
     "actor_and_critic_with_a_target": Loop(actor_and_critic_with_a_target, share=0.6, plans=5),
+    "encoded_by_name": Loop(encoded_by_name, off=0.09, share=0.85),
+    "one_for_two_modules": Loop(one_for_two_modules, off=0.12, share=1.0),
     "lookahead": Loop(lookahead),
     "lookahead_late": Loop(partial(lookahead, at_once=False), plans=3),
     "parts_of_one": Loop(parts_of_one),

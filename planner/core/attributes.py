@@ -15,18 +15,26 @@ _DEEPEST = 4  # containers in containers
 _MOST = 4096  # objects of an attribute, which may hold a whole data set
 
 
+def _kept(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if type(value) not in PLAIN and name not in _OF_TORCH:
+                for at, t in enumerate(_tensors(value, _DEEPEST, [_MOST])):
+                    yield f"{path}.{name}.{at}", t
+
+
+def results_as_attributes(model: nn.Module) -> list[torch.Tensor]:
+    """The results that modules keep so and that gradients go through: an encoder's means, of which a loss is made."""
+    return [t for _, t in _kept(model) if t.grad_fn is not None]
+
+
 def kept_as_attributes(model: nn.Module) -> dict[str, torch.Tensor]:
     """The tensors that the modules of a model keep, themselves, in lists, tuples and dicts, or as attributes of other
     objects, by name, one of each storage; and those of modules in containers.
 
     Its parameters and buffers are none, nor are results that gradients go through. O(attributes).
     """
-    found: dict[str, torch.Tensor] = {}
-    for path, module in model.named_modules():
-        for name, value in vars(module).items():
-            if type(value) not in PLAIN and name not in _OF_TORCH:
-                each = enumerate(_tensors(value, _DEEPEST, [_MOST]))
-                found |= {f"{path}.{name}.{at}": t for at, t in each if t.grad_fn is None}
+    found = {name: t for name, t in _kept(model) if t.grad_fn is None}
     known = {*storages([*model.parameters(), *model.buffers()])} if found else set[int]()
     new: dict[str, torch.Tensor] = {}
     for name, t in found.items():

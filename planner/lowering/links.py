@@ -89,7 +89,7 @@ def resolve_links(regions: Sequence[Region], links: Sequence[Link], offset: Sequ
         values, incoming = produced
         if link.producer is not None:
             taken.update(dict.fromkeys(places, values))
-            if not link.held:
+            if not (link.held or link.stays):
                 freed.update(v for v in values if offset[link.producer[0]] <= v < offset[link.producer[0] + 1])
         found = [(r, p, _values(regions, offset, r, regions[r].grads[p])) for r, p in reversed(places)]
         found = [arrival for arrival in found if arrival[2]]

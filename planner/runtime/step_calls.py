@@ -73,6 +73,13 @@ class Derived:
         return self.stride
 
 
+@dataclass(frozen=True, slots=True)
+class Again:
+    """A tensor that an earlier call was given, and that the loop computed for it; by its number among such tensors."""
+
+    number: int
+
+
 def _strides_like(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
     return torch.empty_like(torch.empty_strided(shape, stride, device="meta")).stride()
 
@@ -188,7 +195,7 @@ class CallsSeen:
         """A call that comes; `returned()` follows. Nothing reads the leaves of its arguments at some positions."""
         found, layout = pytree.tree_flatten((tuple(args), dict(kwargs)))
         sources = tuple(Unread(type(x), x) if at in unread else self._source(x) for at, x in enumerate(found))
-        inner = {at for at, source in enumerate(sources) if isinstance(source, (Returned, Derived))}
+        inner = {at for at, source in enumerate(sources) if isinstance(source, (Returned, Derived, Again))}
         call = EntryCall(entry, sources, layout, without(without_strides(signature, inner), unread))
         self.calls.append(call)
         if len(self.calls) > MOST_CALLS:
@@ -230,8 +237,7 @@ class CallsSeen:
         """The calls of the step."""
         now = {call: made.live for call, (made, _) in self._saved.items()}
         saved = {call: then - now[call] for call, (_, then) in self._saved.items()}
-        given = tuple(given for _, given in self._given)
-        stays = self._stays + sum(now.values())
+        given, stays = tuple(given for _, given in self._given), self._stays + sum(now.values())
         return StepCalls(tuple(self.calls), given, self._alive, saved, stays, dict(self._gone))
 
     def batch(self) -> list[torch.Tensor]:
@@ -245,9 +251,7 @@ class CallsSeen:
             planned: in a step that runs by a plan, the outputs of that one: its graphs keep others, which they saved.
         """
         refs = [ref for call in self._returned for ref, _ in call]
-        found = [
-            ref() if ref is not None and (planned is None or at in planned) else None for at, ref in enumerate(refs)
-        ]
+        found = [ref() if ref and (planned is None or at in planned) else None for at, ref in enumerate(refs)]
         self._alive = frozenset(at for at, t in enumerate(found) if t is not None)
         return found
 
@@ -256,15 +260,18 @@ class CallsSeen:
         self._alive -= set(positions)
 
     def _source(self, x: Any) -> Any:
+        if isinstance(x, PLAIN):
+            return x
         if not isinstance(x, torch.Tensor):
-            if not isinstance(x, PLAIN):
-                self.why = self.why or f"it gives the model an object of type {type(x).__name__}"
-            return x if isinstance(x, PLAIN) else type(x)
+            self.why = self.why or f"it gives the model an object of type {type(x).__name__}"
+            return type(x)
         if is_traceable_wrapper_subclass(x) or x.layout != torch.strided or isinstance(x, nn.Parameter):
             self.why = self.why or f"it gives the model a {type(x).__name__}"
             return type(x)
         if (returned := self._earlier(x)) is not None:
             return returned
+        if x.grad_fn is not None and isinstance(known := self._nodes.get(_node(x)), int):
+            return Again(known)
         if x.grad_fn is not None and (sources := origins(x.grad_fn, self._nodes)):
             number, self._derived = self._derived, self._derived + 1
             self._note(x, number)
@@ -278,8 +285,7 @@ class CallsSeen:
         return Given(len(self._given) - 1)
 
     def _note(self, t: torch.Tensor, name: tuple[int, int] | int) -> None:
-        assert t.grad_fn is not None
-        self._nodes[sequence_number(t.grad_fn), t.output_nr] = name
+        self._nodes[_node(t)] = name
         self._strides[name] = t.stride() if t.layout is torch.strided and not t.is_nested else ()
 
     def _earlier(self, x: torch.Tensor) -> Returned | None:
@@ -291,6 +297,12 @@ class CallsSeen:
                 if t is not None and not x.requires_grad and key == storage_key(x) and t.shape == x.shape:
                     return Returned(call, at, True)
         return None
+
+
+def _node(t: torch.Tensor) -> tuple[int, int]:
+    """The node of autograd that has made a tensor, and which of its outputs that is."""
+    assert t.grad_fn is not None
+    return sequence_number(t.grad_fn), t.output_nr
 
 
 def step_model(model: nn.Module, step: StepCalls) -> nn.Module:
@@ -313,8 +325,11 @@ def step_model(model: nn.Module, step: StepCalls) -> nn.Module:
         return _outputs(step, results)
 
     made = with_call(model, call)
-    for name in {CARRIER, COMPILE} & vars(made).keys():  # what stands in for its own call
-        del vars(made)[name]
+    for name, value in [*vars(made).items()]:
+        if name in (CARRIER, COMPILE):  # what stands in for its own call
+            del vars(made)[name]
+        elif isinstance(value, torch.Tensor) and value.grad_fn is not None:  # a result of the step that has shown these
+            vars(made)[name] = value.detach().new_zeros(()).expand(value.shape)
     return made
 
 
@@ -344,7 +359,7 @@ def _arguments(
     derived: list[torch.Tensor],
 ) -> Any:
     """The positional and the keyword arguments of a call; for the first derived one, so many bytes are saved."""
-    first = next((source for source in call.sources if isinstance(source, Derived)), None)
+    first = next((s for s in call.sources if isinstance(s, Derived)), None)
     values = [_value(s, saved if s is first else 0, given, results, derived) for s in call.sources]
     return pytree.tree_unflatten(values, call.layout)
 
@@ -357,13 +372,13 @@ def _value(
     derived: list[torch.Tensor],
 ) -> Any:
     """An argument of a call, from its source; tensors that are derived are noted."""
-    if isinstance(source, Given):
-        return given[source.number]
+    if isinstance(source, (Given, Again)):
+        return (given if isinstance(source, Given) else derived)[source.number]
     if isinstance(source, Returned):
         found = results[source.call][source.at]
         return found.detach() if source.detached else found
     if isinstance(source, Derived):
-        sources = [derived[each] if isinstance(each, int) else results[each[0]][each[1]] for each in source.sources]
+        sources = [derived[s] if isinstance(s, int) else results[s[0]][s[1]] for s in source.sources]
         derived.append(_Between.apply(source, saved, *sources))  # type: ignore[no-untyped-call]
         return derived[-1]
     return source.value if isinstance(source, Unread) else source

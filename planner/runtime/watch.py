@@ -127,8 +127,7 @@ class Watch:
             self.stop()
         self._fates.settle(waiting)
         left_over = self._fates.left_over(waiting)
-        others = [number for number in waiting if number not in left_over]
-        self._begin(role, others)
+        self._begin(role, [number for number in waiting if number not in left_over])
         optimizers, recorder = self.optimizers(), self.recorder
         self.gradients.call_begins(parameters, optimizers, recorder, self.loop.gradients)
         left = self.evaluations.end(batch, self._model(), optimizers)
@@ -150,8 +149,8 @@ class Watch:
     def _begin(self, role: Role, others: Sequence[int]) -> None:
         """A call begins while others wait for their backward pass."""
         raised = self._learnt.begin(role, {number: self._fates.role(number) for number in others})
+        self._fates.doubt(others if raised else ())
         self.first, self.doubted = not others, others if raised else ()
-        self._fates.doubt(self.doubted)
         if self.first:
             self._learnt.begins_alone(self._fates.in_vain)
             self.kept.call_begins()
@@ -335,24 +334,25 @@ class Watch:
             self.recorder.made.drop(key)
         return self.recorder.made
 
-    def step_goes_on(self, batch: Any, outputs: Sequence[Any]) -> None:
+    def step_goes_on(self, batch: Any, outputs: Sequence[Any], aside: Sequence[Any]) -> None:
         """One of a step's calls has returned: record what comes after it, in the place of what came before.
 
         Args:
             batch: that the model was given.
             outputs: of all calls so far, those that are alive; None for others.
+            aside: results that modules keep as attributes.
         """
         if (model := self._model()) is None or (self.settled and not self._rounds.chosen):
             return
         self.stop()
         loss = probable_loss(tuple(outputs))
         self._loss_at = -1 if loss is None else loss[0]
-        self._record(model, dense_tensors(batch), outputs)
+        self._record(model, dense_tensors(batch), outputs, aside)
 
     def _record(self, model: nn.Module, batch: Any, outputs: Sequence[Any], aside: Sequence[Any] = ()) -> None:
         earlier, self._earlier, self._called_compiled = self._earlier, None, in_compiled_call()
-        if self._called_compiled:
-            call_past_wrappers(model)  # from the next call on, if it is the model that is compiled
+        if self._called_compiled:  # from the next call on, if it is the model that is compiled
+            call_past_wrappers(model)
         elif len(self._threads) <= 1 and may_record():
             self.recorder = Recorder(model, next(model.parameters()).device, batch, outputs, aside, earlier)
             self.recorder.budget = self.budget or 0

@@ -66,12 +66,14 @@ class Link:
         uses: (region, argument) of those that take it, in the order of the forward pass.
         held: whether something other than regions holds it to the end of the step, and may give it a gradient.
         sums: where it is a view that is made outside its region, with the others of the same result.
+        stays: whether modules hold it to the end of the step.
     """
 
     producer: tuple[int, int] | None
     uses: tuple[tuple[int, int], ...]
     held: bool
     sums: ViewSums | None = None
+    stays: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,13 +154,16 @@ def parameters_of_calls(calls: Sequence[RegionCall], names: Mapping[int, str]) -
     return {(r, at): names[id(t)] for r, call in regions for at, t in enumerate(call.inputs) if id(t) in names}
 
 
-def links_of(calls: Sequence[RegionCall], output: Sequence[Any], sums: Mapping[int, ViewSums]) -> tuple[Link, ...]:
+def links_of(
+    calls: Sequence[RegionCall], output: Sequence[Any], sums: Mapping[int, ViewSums], left: frozenset[int] = frozenset()
+) -> tuple[Link, ...]:
     """The tensors that regions pass to each other and share.
 
     Args:
         calls: in order.
         output: the leaves of the model's output.
         sums: as in `Link`, by the tensor's identity.
+        left: the storages of tensors that modules hold once the model has returned.
     """
     seen: dict[int, torch.Tensor] = {}
     producers: dict[int, tuple[int, int]] = {}
@@ -182,7 +187,8 @@ def links_of(calls: Sequence[RegionCall], output: Sequence[Any], sums: Mapping[i
         leaf = t.is_leaf and t.requires_grad  # autograd's node for its gradient holds it
         held = leaf or any(s in elsewhere for s in storages(t))
         if key in producers or (len(takers) > 1 and leaf):
-            links.append(Link(producers.get(key), tuple(takers), held, sums.get(key)))
+            stays = not left.isdisjoint(storages(t))
+            links.append(Link(producers.get(key), tuple(takers), held, sums.get(key), stays))
     return tuple(links)
 
 
