@@ -161,13 +161,8 @@ def _near(tensors: Sequence[torch.Tensor | None], parameters: Sequence[torch.Ten
     """Whether these tensors have the parameters' shapes and, as one vector all together, nearly their values."""
     apart = of_parameters = 0.0
     for t, p in zip(tensors, parameters, strict=True):
-        if (
-            t is None
-            or type(t) not in _DENSE
-            or type(p) not in _DENSE
-            or t.shape != p.shape
-            or not p.is_floating_point()
-        ):
+        dense = p.is_floating_point() and {type(t), type(p)} <= _DENSE
+        if t is None or not dense or t.shape != p.shape:
             return False
         with no_dispatch(), torch.no_grad():
             apart += float((t - p).square_().sum(dtype=torch.float32))

@@ -18,7 +18,6 @@ from planner.compat.autograd import saving_aliases
 from planner.compat.dispatch import lasting_modes_off
 from planner.compat.dynamo import compile_call
 from planner.compat.modules import modules_in
-from planner.core.attributes import results_as_attributes
 from planner.core.loop import Loop
 from planner.core.options import Checkpoints
 from planner.core.plan import PlanRecord
@@ -168,7 +167,7 @@ class StepRuntime(Applied):
         assert self.watch is not None
         if self.points:
             planned = None if self.present is None else self.present.step.outputs
-            self.watch.step_goes_on(self.seen.batch(), self.seen.outputs(planned), results_as_attributes(self.model))
+            self.watch.step_goes_on(self.seen.batch(), self.seen.outputs(planned))
         return result
 
     @contextmanager

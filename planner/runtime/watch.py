@@ -16,6 +16,7 @@ from planner.capture.trace.loss_trace import find_loss, probable_loss
 from planner.compat.dispatch import in_compiled_call, switch_off, switch_on
 from planner.compat.dynamo import call_past_wrappers
 from planner.compat.tensors import storage_key
+from planner.core.attributes import results_as_attributes
 from planner.core.call import storages
 from planner.core.loop import Gradients, Loop
 from planner.core.objects import dense_tensors, leaves
@@ -149,8 +150,8 @@ class Watch:
     def _begin(self, role: Role, others: Sequence[int]) -> None:
         """A call begins while others wait for their backward pass."""
         raised = self._learnt.begin(role, {number: self._fates.role(number) for number in others})
-        self._fates.doubt(others if raised else ())
         self.first, self.doubted = not others, others if raised else ()
+        self._fates.doubt(self.doubted)
         if self.first:
             self._learnt.begins_alone(self._fates.in_vain)
             self.kept.call_begins()
@@ -334,20 +335,19 @@ class Watch:
             self.recorder.made.drop(key)
         return self.recorder.made
 
-    def step_goes_on(self, batch: Any, outputs: Sequence[Any], aside: Sequence[Any]) -> None:
+    def step_goes_on(self, batch: Any, outputs: Sequence[Any]) -> None:
         """One of a step's calls has returned: record what comes after it, in the place of what came before.
 
         Args:
             batch: that the model was given.
             outputs: of all calls so far, those that are alive; None for others.
-            aside: results that modules keep as attributes.
         """
         if (model := self._model()) is None or (self.settled and not self._rounds.chosen):
             return
         self.stop()
         loss = probable_loss(tuple(outputs))
         self._loss_at = -1 if loss is None else loss[0]
-        self._record(model, dense_tensors(batch), outputs, aside)
+        self._record(model, dense_tensors(batch), outputs, results_as_attributes(model))
 
     def _record(self, model: nn.Module, batch: Any, outputs: Sequence[Any], aside: Sequence[Any] = ()) -> None:
         earlier, self._earlier, self._called_compiled = self._earlier, None, in_compiled_call()
