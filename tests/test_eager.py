@@ -535,6 +535,24 @@ def test_code_may_ask_what_integers_are(masked, tmp_path):
     assert_holds(case, eager_plan(case, 0.7), tmp_path)
 
 
+class Pooled(Stack):
+    """Numbers what it keeps by a table that it makes and fills, as pooling layers of graphs do, and asks how many."""
+
+    def forward(self, x):
+        rows = x[:, :, 0].mean(1).argsort()
+        table = torch.arange(8)
+        table.scatter_(0, torch.arange(8), rows % 4)
+        groups = int(table.max()) + 1
+        return super().forward(x.new_zeros(groups, *x.shape[1:]).index_add(0, table, x))
+
+
+def test_integers_that_something_unknown_was_written_into_are_not_what_they_were(tmp_path):
+    case = Case(Pooled(Block(), Block()), {"x": torch.randn(8, 64, 64)}, lambda loss: loss)
+    p = eager_plan(case, 0.7)
+    assert "groups = int(table.max()) + 1" in p.note
+    assert_holds(case, p, tmp_path)
+
+
 class Autocast(Stack):
     def forward(self, x):
         with torch.autocast("cpu", torch.bfloat16):

@@ -14,6 +14,7 @@ from planner.compat import pytree
 from planner.compat.fake import FakeTensor, FakeTensorMode
 from planner.compat.modules import buffers_of
 from planner.compat.ops import schema_of
+from planner.core.call import tensors_in
 
 LARGEST = 16 * 2**20  # bytes of a tensor that is real
 
@@ -46,7 +47,12 @@ def call_op(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any, tensors: Se
         kwargs: the same, by keyword.
         tensors: those among both.
     """
-    if any(isinstance(t, FakeTensor) for t in tensors):
+    if any(isinstance(t, FakeTensor) or _overwritten(t) for t in tensors):
+        args, kwargs = pytree.tree_map_only(
+            torch.Tensor, lambda t: mode.from_tensor(t) if _overwritten(t) else t, (args, kwargs)
+        )
+        for t in _written(func, args, kwargs):
+            vars(t.untyped_storage())["planner_overwritten"] = True
         return func(*args, **kwargs)
     if not tensors:
         with mode:
@@ -60,6 +66,19 @@ def call_op(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any, tensors: Se
         return result
     with mode:
         return func(*args, **kwargs)
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The real tensors that an op writes into."""
+    arguments = enumerate(schema_of(func).arguments) if schema_of(func).is_mutable else ()
+    places = [(at, each.name) for at, each in arguments if each.alias_info is not None and each.alias_info.is_write]
+    found = tensors_in([args[at] if at < len(args) else kwargs.get(name) for at, name in places])
+    return [t for t in found if not isinstance(t, FakeTensor)]
+
+
+def _overwritten(t: torch.Tensor) -> bool:
+    """Whether a real tensor has other values now, which are not known: something fake was written into it."""
+    return not isinstance(t, FakeTensor) and "planner_overwritten" in vars(t.untyped_storage())
 
 
 def _has_values(t: torch.Tensor) -> bool:
