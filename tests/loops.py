@@ -867,6 +867,37 @@ def one_for_two_modules(put: Put, ended: Ended) -> None:
         ended(loss)
 
 
+class KeepsFeatures(nn.Module):
+    """Keeps what its layers return, some of it in the graph that takes it, some for the next one."""
+
+    def __init__(self, *, apart: bool) -> None:
+        super().__init__()
+        self.apart = apart
+        self.first, self.body, self.last = nn.Linear(64, 128), nn.Linear(128, 128), nn.Linear(128, 64)
+
+    def forward(self, x):
+        self.kept = [F.gelu(self.first(x))]
+        if self.apart:
+            torch._dynamo.graph_break()
+        return self.last(F.gelu(self.body(self.kept[0])))
+
+
+def keeps_features(put: Put, ended: Ended, *, apart: bool = False, sparse: float = 0) -> None:
+    """Features are kept to look at them, or for a penalty on how many are active."""
+    model = put(KeepsFeatures(apart=apart))
+    optimizer = torch.optim.Adam(model.parameters())
+    x = torch.randn(4000, 64)
+    for _ in range(STEPS):
+        loss = F.mse_loss(model(x), x)
+        if sparse:
+            loss = loss + sparse * sum(each.abs().mean() for each in model.kept)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        assert float(model.kept[0].detach().mean()) < 1  # which is no part of the loss
+        ended(loss)
+
+
 class Lookahead:
     """Slow weights beside those that an optimizer steps; every second step, the weights become these.
 
@@ -3955,6 +3986,10 @@ LOOPS: dict[str, Loop] = {
     "actor_and_critic_with_a_target": Loop(actor_and_critic_with_a_target, share=0.6, plans=5),
     "encoded_by_name": Loop(encoded_by_name, off=0.09, share=0.85),
     "one_for_two_modules": Loop(one_for_two_modules, off=0.12, share=1.0),
+    "keeps_features": Loop(keeps_features, share=0.95),
+    "keeps_features_of_another_graph": Loop(partial(keeps_features, apart=True), share=0.85, thorough=True),
+    "sparse_features": Loop(partial(keeps_features, sparse=0.1), share=1.1),
+    "sparse_features_of_another_graph": Loop(partial(keeps_features, apart=True, sparse=0.1)),
     "lookahead": Loop(lookahead),
     "lookahead_late": Loop(partial(lookahead, at_once=False), plans=3),
     "parts_of_one": Loop(parts_of_one),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,9 +23,16 @@ def _kept(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                     yield f"{path}.{name}.{at}", t
 
 
-def results_as_attributes(model: nn.Module) -> list[torch.Tensor]:
-    """The results that modules keep so and that gradients go through: an encoder's means, of which a loss is made."""
-    return [t for _, t in _kept(model) if t.grad_fn is not None]
+def results_aside(model: nn.Module, output: Sequence[Any], made: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
+    """The results that modules keep so and that gradients go through: an encoder's means, of which a loss is made.
+
+    Each once, and none that shares its storage with one of these leaves of the model's output; then those of other
+    tensors that share theirs with none of all these.
+    """
+    kept, returned = {id(t): t for _, t in _kept(model) if t.grad_fn is not None}, storages(list(output)).keys()
+    found = [t for t in kept.values() if not storages([t]).keys() & returned]
+    known = returned | storages(found).keys()
+    return [*found, *(t for t in made if not storages([t]).keys() & known)]
 
 
 def kept_as_attributes(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -140,6 +140,8 @@ class Loop:
             eager mode, what their graphs have saved is there as long as they are.
         attributes: the tensors that modules keep as attributes and that are part of what `loss` says to stay: names and
             bytes.
+        aside: of the results that modules keep as attributes, the positions of those that the loop computed its loss
+            from; they are numbered after the leaves of the output, also in `unreached`.
     """
 
     outputs_held: tuple[int, ...] | None = None
@@ -168,6 +170,7 @@ class Loop:
     sparse: tuple[tuple[str, int], ...] = ()
     without: tuple[tuple[int, ...], ...] = ()
     attributes: tuple[tuple[str, int], ...] = ()
+    aside: tuple[int, ...] = ()
 
     @property
     def others(self) -> int:
@@ -228,6 +231,7 @@ def most_of(one: Loop, other: Loop) -> Loop:
         stateless=tuple(name for name in one.stateless if name in other.stateless),
         without=tuple(sorted({*one.without, *other.without})),
         attributes=both,
+        aside=tuple(sorted({*one.aside, *other.aside})),
     )
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
+from planner.capture.regions.calls import Link
 from planner.capture.regions.region import Region
 from planner.capture.trace.step import TrainingGraph
 from planner.core.call import bytes_of_elements
@@ -77,7 +78,7 @@ def outside_loss(request: Request, graph: TrainingGraph) -> CountedLoss:
     let_go = frozenset(graph.outputs) - {graph.outputs[at] for at in held if at < len(graph.outputs)} - {None}
     gone = frozenset(result for result in let_go if result is not None)
     results = {result for result in graph.outputs if result is not None}
-    given = results | _aside(graph)
+    given = results | _aside(graph, links_seen(loop, graph))
     tangents = _tangents(graph, given)
     if loop.loss is None:
         here, progress = request.measure_on, request.options.progress
@@ -142,9 +143,14 @@ def _apart(request: Request, graph: TrainingGraph) -> bool:
     return request.occupancy is None and request.loop.in_flight > 1 and not graph.calls
 
 
-def _aside(graph: TrainingGraph) -> set[tuple[int, int]]:
+def links_seen(loop: Loop, graph: TrainingGraph) -> tuple[Link, ...]:
+    """The links of a step: the loop holds those that it computes its loss from, as attributes of modules."""
+    return tuple(replace(link, held=link.held or link.aside in loop.aside) for link in graph.links)
+
+
+def _aside(graph: TrainingGraph, links: Sequence[Link]) -> set[tuple[int, int]]:
     """The results that no other graph takes, some of which code of the loop's own has: what forward hooks keep."""
-    taken = {link.producer for link in graph.links if not link.held}
+    taken = {link.producer for link in links if not link.held}
     every = {(r, at) for r, region in enumerate(graph.regions) for at in range(len(region.fwd_outputs))}
     return every - taken
 

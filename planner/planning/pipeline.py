@@ -52,7 +52,7 @@ from planner.planning.fragmentation import solve_with_margin
 from planner.planning.host_room import room_taken, solve_within_host
 from planner.planning.inductor import fused_graph, in_aten, make_inductor_plan, not_fused, without_inductor
 from planner.planning.notes import notes, sentence
-from planner.planning.outside import TANGENTS_FREED, outside_loss, pinned_tangents
+from planner.planning.outside import TANGENTS_FREED, links_seen, outside_loss, pinned_tangents
 from planner.planning.pieces import Solved, as_in, described, solve_in_pieces
 from planner.planning.pieces import in_words as pieces_in_words
 from planner.planning.recipe import in_parts, recipe_of
@@ -312,7 +312,7 @@ def lower(
     Raises OptionError where a name in `keep` names nothing; a step after the first may do without it.
     """
     device, here, options, timed = request.device, request.measure_on, request.options, request.costs == "measured"
-    loss = outside_loss(request, graph)
+    loss, links = outside_loss(request, graph), links_seen(request.loop, graph)
     account, optimizer_step = account_of(counting_trained(request, graph))
     if loss.read:
         account |= {TARGETS: loss.read}
@@ -343,7 +343,7 @@ def lower(
     )
     if estimates is None:
         estimates = estimate(graph.regions, device, measure_on=here, timed=timed, progress=options.progress)
-    step = build(graph.regions, with_steps(request, graph, estimates), graph.links, settings, graph.held)
+    step = build(graph.regions, with_steps(request, graph, estimates), links, settings, graph.held)
     if loss.between is not None:
         step = add_calls(step, loss.between)
     if not planned_before:

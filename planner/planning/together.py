@@ -54,7 +54,7 @@ def joined(graphs: Sequence[TrainingGraph]) -> TrainingGraph:
             shared[name].append((start + r, at))
         links += [_moved(link, start) for link in graph.links if graph.parameters.keys().isdisjoint(link.uses)]
         outputs += [None if at is None else (start + at[0], at[1]) for at in graph.outputs]
-        fed |= {leaf + at: nbytes for at, nbytes in graph.fed.items()}
+        fed |= {leaf + at: nbytes for at, nbytes in graph.fed.items() if at < len(graph.outputs)}
         detached |= graph.detached
         laid_out |= graph.laid_out
     links += [Link(None, tuple(uses), True) for uses in shared.values() if len(uses) > 1]
@@ -77,7 +77,7 @@ def joined(graphs: Sequence[TrainingGraph]) -> TrainingGraph:
 
 def _moved(link: Link, start: int) -> Link:
     producer = link.producer and (start + link.producer[0], link.producer[1])
-    return replace(link, producer=producer, uses=tuple((start + r, at) for r, at in link.uses))
+    return replace(link, producer=producer, uses=tuple((start + r, at) for r, at in link.uses), aside=None)
 
 
 def plans_of_calls(planned: Planned, calls: Sequence[tuple[Request, TrainingGraph]]) -> list[Planned]:

@@ -37,7 +37,8 @@ def fits_uncompiled(request: Request, graph: TrainingGraph, everything: Callable
     loop, eager = request.loop, graph.eager
     if eager is None or eager.peak_bytes > request.budget_bytes:
         return False
-    seen = loop.loss is not None and not (loop.unreached or loop.unused or loop.left_over)
+    unreached = any(at < len(graph.outputs) for at in loop.unreached)
+    seen = loop.loss is not None and not (unreached or loop.unused or loop.left_over)
     alone = not (graph.calls or graph.maxima or graph.asked)
     if not (seen and alone and _plainly(request)) or any(region.checkpointed for region in graph.regions):
         return False

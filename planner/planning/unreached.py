@@ -32,6 +32,12 @@ def worth_leaving_out(graph: TrainingGraph | None, seen: Loop, tolerance: int) -
     return tuple(sorted(fed)) if sum(fed.values()) > tolerance else ()
 
 
+def given_aside(graph: TrainingGraph | None, seen: Loop) -> tuple[int, ...]:
+    """Of the results that the loop has as attributes and computes its loss from, those that other graphs take."""
+    taken = seen.aside if graph is None else [link.aside for link in graph.links]
+    return tuple(at for at in seen.aside if at in taken)
+
+
 def worth_not_counting(graph: TrainingGraph | None, seen: Loop, model: nn.Module, tolerance: int) -> tuple[str, ...]:
     """The parameters that were seen to have no optimizer state and get none from a step; none for a few bytes."""
     names = () if graph is None else _untrained(graph, seen.stateless)

@@ -186,6 +186,7 @@ def _with(loop: Loop, shown: Loop) -> Loop:
         only_loss=shown.only_loss,
         beside_loss=shown.beside_loss,
         unreached=shown.unreached,
+        aside=shown.aside,
         by_turns=shown.by_turns,
         laid_out=shown.laid_out,
         loss=shown.loss,

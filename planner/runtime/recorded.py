@@ -64,6 +64,7 @@ def shown_by(recorder: Recorder, held: Collection[int], *, only_loss: bool) -> L
         asks_first=bool(recorder.passes) and not recorder.passes[0].adds,
         attributes=attributes_held(recorder),
         without=(results.left_out,),
+        aside=results.aside,
     )
 
 

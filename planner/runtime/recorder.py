@@ -116,12 +116,10 @@ class Recorder(LastingMode):
         self.known = {*storages(state := state_of(model))}
         self._know([[*map(gradient_of, model.parameters())], batch, [*outputs, *aside]])
         self.made, self.used, self.used_before = MadeStorages(), UsedStorages(), list[UsedStorages]()
-        self.events: list[Event] = []
-        self.calls, self.losses, self._kept_for = dict[str, Call](), list[LossEvents](), shaped_as(model.parameters())
-        self.arrived, self.passes = list[dict[int, Made]](), list[Pass]()
-        self.model, self.results = weakref.ref(model), Results(outputs, self.events)
-        self.others: weakref.WeakSet[PlannedModel] = weakref.WeakSet()
-        self.passing: weakref.WeakSet[PlannedModel] = weakref.WeakSet()
+        self.events, self.calls, self.losses = list[Event](), dict[str, Call](), list[LossEvents]()
+        self.arrived, self.passes, self._kept_for = list[dict[int, Made]](), list[Pass](), shaped_as(model.parameters())
+        self.model, self.results = weakref.ref(model), Results(outputs, self.events, aside)
+        self.others, self.passing = weakref.WeakSet[PlannedModel](), weakref.WeakSet[PlannedModel]()
         self.in_loss: set[int] = set()  # numbers of tensors that a backward pass made before it came to an output
         self.gradients, self.given = PlannedGradients(), MadeStorages()  # by the planned graphs; of outputs
         self.held = self.inputs_at_once = self.later = self._called = self.spent = self.given_again = self.handed_on = 0
@@ -355,7 +353,9 @@ class Recorder(LastingMode):
     def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         into = {storage_key(t) for t in parts_in(written(func, args, kwargs))}
         fresh = takes_over(func, result) and (key := storage_key(result)) not in self.known and not self._entered(key)
-        inputs, backward = self._note_inputs([] if fresh else parts_in((args, kwargs)), into), in_backward()
+        given, backward = [] if fresh else parts_in((args, kwargs)), in_backward()
+        self.results.reads(func, given)
+        inputs = self._note_inputs(given, into)
         made: dict[int, int] = {}
         for t in parts_in(result):
             if takes_memory(t, self.device) and (key := storage_key(t)) not in inputs and key not in self.made.made:

@@ -21,6 +21,7 @@ class Results:
     Args:
         outputs: these leaves.
         events: what comes into it is counted until an output is gone.
+        aside: other results that the loop may have; their positions are those after the leaves.
 
     Attributes:
         nbytes: of the elements of those that are tensors.
@@ -35,7 +36,7 @@ class Results:
         awaiting: of the outputs that may get one.
     """
 
-    def __init__(self, outputs: Sequence[Any], events: Sized) -> None:
+    def __init__(self, outputs: Sequence[Any], events: Sized, aside: Sequence[torch.Tensor] = ()) -> None:
         self.nbytes = bytes_of_elements(list(outputs))
         self.tensors: dict[int, weakref.ref[torch.Tensor]] = {}
         self.storages, self._sizes = dict[int, int](), dict[int, int]()
@@ -44,6 +45,8 @@ class Results:
         self.late: tuple[int, ...] | None = None
         self.reached_by, self.awaiting = list[set[int]](), set[int]()
         self._orders = defaultdict[int, set[Order | None]](set)  # of gradients of outputs; None: as was expected
+        self._aside = {at: storage_key(t) for at, t in enumerate(aside, len(outputs))}
+        self._read = set[int]()  # the storages of results that ops of the loop read
         for at, t in enumerate(outputs):
             if isinstance(t, torch.Tensor):
                 self._watch(at, t, events)
@@ -74,6 +77,16 @@ class Results:
         self.nbytes -= sum(self._sizes.pop(at, 0) for at in self.at_once)
         return self.at_once
 
+    def reads(self, func: Any, tensors: Sequence[torch.Tensor]) -> None:
+        """An op of the loop reads these: else what comes to results aside comes from the model's own graphs."""
+        if self._aside and torch.is_grad_enabled() and func is not torch.ops.aten.detach.default:
+            self._read.update(storage_key(t) for t in tensors if t.requires_grad)
+
+    @property
+    def aside(self) -> tuple[int, ...]:
+        """Positions of the results aside that the loop computed something from."""
+        return tuple(at for at, key in self._aside.items() if key in self._read)
+
     def arrives(self, at: int, order: Order | None, expected: Order) -> None:
         """A gradient of an output comes in this order."""
         self._orders[at].add(None if order == expected else order)
@@ -86,7 +99,7 @@ class Results:
     @property
     def unreached(self) -> tuple[int, ...]:
         """Positions of the outputs that may get a gradient and got none."""
-        return tuple(sorted(self.awaiting - self.reached))
+        return tuple(sorted(self.awaiting - (self.reached - self._aside.keys()) - {*self.aside}))
 
     @property
     def left_out(self) -> tuple[int, ...]:

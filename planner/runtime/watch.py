@@ -15,8 +15,7 @@ from torch import nn, optim
 from planner.capture.trace.loss_trace import find_loss, probable_loss
 from planner.compat.dispatch import in_compiled_call, switch_off, switch_on
 from planner.compat.dynamo import call_past_wrappers
-from planner.compat.tensors import storage_key
-from planner.core.attributes import results_as_attributes
+from planner.core.attributes import results_aside
 from planner.core.call import storages
 from planner.core.loop import Gradients, Loop
 from planner.core.objects import dense_tensors, leaves
@@ -318,8 +317,7 @@ class Watch:
             return
         batch, loss = dense_tensors((args, kwargs)), probable_loss(result)
         self._loss_at = -1 if loss is None or find_loss(result) is not None else loss[0]
-        returned = storages(outputs)
-        aside = [t for t in made() if storage_key(t) not in returned]
+        aside = results_aside(model, outputs, made())
         if self.recorder is not None:
             self.recorder.expect(batch, outputs, aside)
             self._recorded[self._learnt.role] = None
@@ -347,7 +345,7 @@ class Watch:
         self.stop()
         loss = probable_loss(tuple(outputs))
         self._loss_at = -1 if loss is None else loss[0]
-        self._record(model, dense_tensors(batch), outputs, results_as_attributes(model))
+        self._record(model, dense_tensors(batch), outputs, results_aside(model, outputs))
 
     def _record(self, model: nn.Module, batch: Any, outputs: Sequence[Any], aside: Sequence[Any] = ()) -> None:
         earlier, self._earlier, self._called_compiled = self._earlier, None, in_compiled_call()

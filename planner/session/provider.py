@@ -23,7 +23,7 @@ from planner.parallel.group import refuse_verification
 from planner.planning.outside import more_of_loss
 from planner.planning.pipeline import make_plan
 from planner.planning.uncompiled import checkpointed, fits_uncompiled
-from planner.planning.unreached import beside_loss, worth_leaving_out, worth_not_counting
+from planner.planning.unreached import beside_loss, given_aside, worth_leaving_out, worth_not_counting
 from planner.requests.check import with_batch
 from planner.requests.optimizers import Found, optimizers_of, weakly
 from planner.requests.planned import Known, Planned
@@ -313,6 +313,7 @@ class Provider:
             seen,
             beside_loss=beside,
             unreached=seen.unreached if fused or beside else worth_leaving_out(graph, seen, self._tolerance),
+            aside=given_aside(graph, seen),
             stateless=worth_not_counting(graph, seen, self.model, self._tolerance),
         )
 

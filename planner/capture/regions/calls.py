@@ -67,6 +67,8 @@ class Link:
         held: whether something other than regions holds it to the end of the step, and may give it a gradient.
         sums: where it is a view that is made outside its region, with the others of the same result.
         stays: whether modules hold it to the end of the step.
+        aside: its position among the leaves of the model's output and, after these, the results that modules keep as
+            attributes, where it is one of the latter, to which the loop may give a gradient.
     """
 
     producer: tuple[int, int] | None
@@ -74,6 +76,7 @@ class Link:
     held: bool
     sums: ViewSums | None = None
     stays: bool = False
+    aside: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +158,11 @@ def parameters_of_calls(calls: Sequence[RegionCall], names: Mapping[int, str]) -
 
 
 def links_of(
-    calls: Sequence[RegionCall], output: Sequence[Any], sums: Mapping[int, ViewSums], left: frozenset[int] = frozenset()
+    calls: Sequence[RegionCall],
+    output: Sequence[Any],
+    sums: Mapping[int, ViewSums],
+    left: frozenset[int] = frozenset(),
+    aside: Sequence[torch.Tensor] = (),
 ) -> tuple[Link, ...]:
     """The tensors that regions pass to each other and share.
 
@@ -164,7 +171,9 @@ def links_of(
         output: the leaves of the model's output.
         sums: as in `Link`, by the tensor's identity.
         left: the storages of tensors that modules hold once the model has returned.
+        aside: the results that they keep as attributes.
     """
+    places = {id(t): at for at, t in enumerate(aside, len(output))}
     seen: dict[int, torch.Tensor] = {}
     producers: dict[int, tuple[int, int]] = {}
     uses: dict[int, list[tuple[int, int]]] = defaultdict(list)
@@ -188,7 +197,7 @@ def links_of(
         held = leaf or any(s in elsewhere for s in storages(t))
         if key in producers or (len(takers) > 1 and leaf):
             stays = not left.isdisjoint(storages(t))
-            links.append(Link(producers.get(key), tuple(takers), held, sums.get(key), stays))
+            links.append(Link(producers.get(key), tuple(takers), held, sums.get(key), stays, places.get(key)))
     return tuple(links)
 
 

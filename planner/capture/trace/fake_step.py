@@ -38,7 +38,7 @@ from planner.capture.trace.recording import EagerCall, Recording, held_by, held_
 from planner.capture.trace.refusals import in_backward, refusal
 from planner.capture.trace.view_sums import View, bytes_of_sums, viewed_outside
 from planner.compat.dynamo import compile_call, forget_compiled
-from planner.core.attributes import attributes_staying, kept_as_attributes
+from planner.core.attributes import attributes_staying, kept_as_attributes, results_aside
 from planner.core.call import bytes_of_elements, storages
 from planner.core.layout import Order, memory_order
 from planner.core.loop import LaidOut
@@ -69,6 +69,7 @@ class FakeStep:
         fed: of the leaves of the model's output, by position, those whose gradient a graph adds to: bytes of each. The
             graph has a place for them, whether it is planned that the loop gives them one or not.
         attributes, replaced: as in `TrainingGraph`.
+        aside: results that modules keep as attributes; `fed` and `unreached` number them after the output's leaves.
         left: the storages of tensors that modules hold after the call, by `storage_key`.
         asked: what the inputs of graphs are asked for after other graphs have run.
         frames: how many frames torch.compile took; with more than one, Python runs between the graphs.
@@ -95,6 +96,7 @@ class FakeStep:
         self.frames = 0
         self.reached = False
         self.left: frozenset[int] = frozenset()
+        self.aside: list[torch.Tensor] = []
         self.attributes: dict[str, int] = {}
         self.replaced: dict[str, int] = {}
         self.sums: dict[int, ViewSums] = {}
@@ -114,6 +116,7 @@ class FakeStep:
         except Exception as e:
             raise CaptureError(refusal(model, e, eagerly=False)) from e
         self._between.append(self.recording.taken())
+        self.aside = results_aside(model, leaves(output))
         self.left, self.attributes = held_by(model.modules()), attributes_staying(model, kept)
         read = storages([call.inputs for call in self.calls if call.region is not None]).keys()
         gone = {name: storages([t]) for name, t in kept.items() if name not in self.attributes}
@@ -215,7 +218,7 @@ class FakeStep:
         results = [(call, at, edge) for call in self.calls for at, edge in enumerate(call.edges) if edge is not None]
         edges = [edge for _, _, edge in results]
         ends = [t for t in leaves(output) if differentiable(t)]
-        lost = {id(t) for at, t in enumerate(leaves(output)) if at in unreached}
+        lost = {id(t) for at, t in enumerate([*leaves(output), *self.aside]) if at in unreached}
         own = {id(t) for t in ends} - lost
         eager = self._runs_outside()
         try:
@@ -234,7 +237,8 @@ class FakeStep:
                 views = viewed_outside([call.results[at] for call, at, _ in results])
                 if not eager:
                     reached: Sequence[torch.Tensor | None]
-                    reached = torch.autograd.grad(roots, edges, arriving, allow_unused=True, retain_graph=bool(views))
+                    again = bool(views or lost)
+                    reached = torch.autograd.grad(roots, edges, arriving, allow_unused=True, retain_graph=again)
                     got = {id(c.results[at]) for (c, at, _), g in zip(results, reached, strict=True) if g is not None}
                     outside = replace(outside, sums=self._sums([v for v in views if id(v.tensor) in got], own))
                 else:
@@ -254,7 +258,7 @@ class FakeStep:
             self._came = {id(call.results[at]): memory_order(g) for (call, at, _), g in found if g is not None}
             unused = {(id(call), at) for (call, at, _), g in found if g is None}
         elif loss_fn is None and not eager:
-            gone = self._not_reached(leaves(output), unreached)
+            gone = self._not_reached([*leaves(output), *self.aside], unreached)
             unused = {(id(call), at) for call, at, _ in results if id(call.results[at]) in gone}
         unused.update((id(call), at) for call in self.calls for at in _doubles(call))
         cut: dict[str, tuple[int, ...]] = {}

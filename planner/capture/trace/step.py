@@ -216,7 +216,7 @@ def _captured(
                     detached=cut,
                     laid_out=orders,
                     loss=loss,
-                    links=links_of(step.calls, ends, step.sums, step.left),
+                    links=links_of(step.calls, ends, step.sums, step.left, step.aside),
                     outputs=outputs_of(step.calls, ends),
                     held=held_of(step.calls, step.left),
                     fed=step.fed,
