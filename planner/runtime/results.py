@@ -78,7 +78,7 @@ class Results:
         return self.at_once
 
     def reads(self, func: Any, tensors: Sequence[torch.Tensor]) -> None:
-        """An op of the loop reads these: else what comes to results aside comes from the model's own graphs."""
+        """An op of the loop reads these, and may give them gradients, as other graphs of the model may."""
         if self._aside and torch.is_grad_enabled() and func is not torch.ops.aten.detach.default:
             self._read.update(storage_key(t) for t in tensors if t.requires_grad)
 
@@ -99,7 +99,7 @@ class Results:
     @property
     def unreached(self) -> tuple[int, ...]:
         """Positions of the outputs that may get a gradient and got none."""
-        return tuple(sorted(self.awaiting - (self.reached - self._aside.keys()) - {*self.aside}))
+        return tuple(sorted(self.awaiting - self.reached))
 
     @property
     def left_out(self) -> tuple[int, ...]:
